@@ -1,0 +1,57 @@
+# One command per action, the same on a laptop and in continuous integration.
+
+PYTHON ?= python3
+BIN := .venv/bin
+# Python compiles what it imports; compiling everything that is installed would double the time.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+# DeepSpeed compiles its CPU kernels with ninja, which it looks up on PATH.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: setup demo test check format schema lock clean
+
+## setup: create .venv with everything pinned in constraints.txt
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardwise needs Python 3.11 or newer; try: make setup PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) setuptools wheel
+	$(PIP) torch numpy packaging psutil py-cpuinfo ninja hjson
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
+	$(PIP) --editable '.[train,dev]'
+	touch $@
+
+## demo: train a small model on the packaged text, report on it, let it write
+demo: setup
+	$(BIN)/shardwise demo
+
+## test: everything that needs no GPU
+test: setup
+	$(BIN)/python -m pytest -m 'not gpu'
+
+## check: lint, format, types, import contracts
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+## format: mend what ruff can mend
+format: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+## schema: write the job file's JSON Schema again after a change of job/schema.py
+schema: setup
+	$(BIN)/python -m shardwise.job.json_schema > docs/job.schema.json
+
+## lock: pin what is installed now
+lock: setup
+	$(BIN)/python -m pip list --format freeze --exclude-editable --exclude pip \
+		| grep -vi '^nvidia-\|^cuda-\|^shardwise' | sed 's/+[a-z0-9.]*$$//' > constraints.new
+	{ sed -n '/^#/p' constraints.txt; cat constraints.new; } > constraints.tmp
+	rm constraints.new
+	mv constraints.tmp constraints.txt
+
+clean:
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

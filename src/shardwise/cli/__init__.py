@@ -1,0 +1,111 @@
+"""The `shardwise` command: finds the verb, runs it, turns every error into one block and an exit code.
+
+Verbs import what they need when they run: `shardwise --help` loads neither pydantic nor rich nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from shardwise import __version__
+from shardwise.cli import config, demo, export, generate, init, report, train
+from shardwise.errors import JobError, ShardwiseError, render
+
+INTERRUPTED = 130
+_QUOTES = "?.)'"
+
+# The parent of typer's public BadParameter: every mistake on the command line, in every version of typer.
+_UsageError = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="shardwise",
+    help="Train language models on DeepSpeed and FSDP2. Start with `shardwise demo`.",
+    epilog="Exit codes: 0 done, 1 a bug, 2 wrong job, data or command line, 3 does not fit, "
+    "4 machine not able, 5 damaged checkpoint, 75 stopped with its state saved.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for _verb in (
+    demo.demo,
+    init.init,
+    config.config,
+    train.train,
+    report.report,
+    export.export,
+    generate.generate,
+):
+    app.command()(_verb)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"shardwise {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks; allowed after a verb too.")
+    ] = False,
+) -> None:
+    """Holds what is true for every verb; `main` acts on --debug before the verb is found."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code; nothing but a finished verb prints to stdout."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
+    try:
+        code = app(args=arguments, prog_name="shardwise", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):  # some versions of typer end with 130 themselves
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        known = _known(error)
+        print(render(known), file=sys.stderr)
+        return known.exit_code
+    return int(code or 0)
+
+
+def _known(error: Exception) -> ShardwiseError:
+    """The error as a block can show it; what is not the user's is a bug, exit code 1."""
+    if isinstance(error, ShardwiseError):
+        return error
+    if isinstance(error, _UsageError):
+        return _usage(error)
+    return ShardwiseError(
+        f"{type(error).__name__}: {error}",
+        fix="this is a bug in shardwise: run again with --debug and report what it shows",
+    )
+
+
+def _usage(error: Exception) -> JobError:
+    """A mistake on the command line, in typer's words, with its suggestion as the fix."""
+    message = getattr(error, "format_message", lambda: str(error))()
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "shardwise"
+    what, *suggestion = re.split(r"[\s.(]*(?:Did you mean|Possible options:) ", " ".join(message.split()))
+    if suggestion:
+        first = suggestion[0].split(",")[0]
+        fix = f"did you mean {first.strip(_QUOTES)}?"
+    else:
+        fix = f"`{command} --help` shows what it takes"
+    return JobError(what[:1].lower() + what[1:].rstrip("."), where=command, fix=fix)

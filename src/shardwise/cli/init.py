@@ -1,0 +1,40 @@
+"""`shardwise init [PRESET]`: a commented job file to start from, with sample data and the editor's schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.errors import JobError
+
+
+def init(
+    preset: Annotated[str, typer.Argument(help="What to start from; see --list.")] = "lora",
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Job file to write.")] = Path("job.yaml"),
+    list_presets: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
+    list_models: Annotated[
+        bool, typer.Option("--models", help="List the model shapes known without network.")
+    ] = False,
+) -> None:
+    """Write a commented job file."""
+    from shardwise.job import presets
+
+    if list_presets:
+        for name in presets.names():
+            print(f"{name:<22} {presets.title(name)}")
+    elif list_models:
+        from shardwise.models.catalog import shapes
+        from shardwise.units import count
+
+        for shape in shapes():
+            print(f"{shape.name:<22} {count(shape.parameters):>6}  {shape.hub or ''}".rstrip())
+    else:
+        if preset not in presets.names():
+            raise JobError(
+                f"there is no preset {preset!r}", where="shardwise init", fix=presets.suggestion(preset)
+            )
+        for path in presets.write(preset, out):
+            print(f"wrote {path}")
+        print(f"next: shardwise train {out}")

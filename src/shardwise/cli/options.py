@@ -1,0 +1,32 @@
+"""Options that several verbs share, and the reading of sizes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.errors import JobError
+from shardwise.units import GIB
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML).", show_default=False)]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)]
+Changes = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; may be repeated.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")]
+
+_SIZES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": GIB}
+
+
+def size_in_bytes(text: str, flag: str) -> int:
+    """`16GiB` as bytes; JobError naming the flag for anything that is not a size."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", text.strip().lower())
+    factor = _SIZES.get(match[2]) if match else None
+    if match is None or factor is None or float(match[1]) == 0:
+        raise JobError(
+            f"{text!r} is not a size", where=flag, fix="a number and its unit, such as 16GiB or 500MB"
+        )
+    return int(float(match[1]) * factor)

@@ -1,0 +1,125 @@
+"""`shardwise train JOB`: starts the processes that train, and waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.options import AsJson, Changes, JobFile, size_in_bytes
+from shardwise.errors import JobError
+
+if TYPE_CHECKING:
+    from shardwise.job.load import LoadedJob
+
+
+def train(
+    job: JobFile,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Processes, one per GPU.  [default: all GPUs, else 1]"),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
+    max_steps: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Stop after this step; the schedule stays the job's."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; train nothing.")] = False,
+    changes: Changes = [],
+    memory_cap: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Use no more of each GPU, e.g. 16GiB.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Train a model as the job file says."""
+    from shardwise.hardware.detect import gpu_count
+    from shardwise.job.load import load_job
+    from shardwise.launch.local import launch
+    from shardwise.launch.spec import LaunchSpec
+    from shardwise.report.compare import summary
+
+    loaded = load_job(job, changes)
+    asked, gpus = loaded.job, gpu_count()
+    processes = processes or (1 if asked.strategy == "single" else max(1, gpus))
+    check_strategy(loaded, processes, gpus)
+    run_dir = Path(asked.output) / asked.name
+    if not dry_run:
+        check_run_folder(run_dir, resume=resume)
+    spec = LaunchSpec(
+        job=asked.model_dump(mode="json"),
+        run_dir=str(run_dir),
+        processes=processes,
+        resume=resume,
+        max_steps=max_steps,
+        dry_run=dry_run,
+        memory_cap_bytes=size_in_bytes(memory_cap, "--memory-cap") if memory_cap is not None else None,
+    )
+    if not as_json:
+        return launch(spec)
+    with _stdout_to_stderr():
+        code = launch(spec)
+    if code == 0 and not dry_run:
+        print(json.dumps(summary(run_dir)))
+    return code
+
+
+def check_strategy(loaded: LoadedJob, processes: int, gpus: int) -> None:
+    """Says what cannot be combined before any process starts, at the job file's lines.
+
+    The workers resolve the strategy again, then knowing the model's size and the GPU's memory.
+    """
+    from shardwise.strategy.auto import resolve
+
+    job = loaded.job
+    try:
+        resolve(
+            job.strategy,
+            train=job.train,
+            clip_norm=job.optimizer.clip_norm,
+            world_size=processes,
+            devices="cuda" if gpus else "cpu",
+            trainable_parameters=0,
+            total_parameters=0,
+            device_memory_bytes=None,
+            lora=job.model.lora is not None,
+        )
+    except JobError as error:
+        located = [
+            replace(problem, where=", ".join(map(loaded.where, problem.where.split(", "))))
+            for problem in error.problems
+        ]
+        raise JobError(error.headline, problems=located) from None
+
+
+def check_run_folder(run_dir: Path, *, resume: bool) -> None:
+    """A new run needs an empty place, a resumed one a run; JobError names the flag that fits."""
+    from shardwise.record.read import is_run_folder
+
+    if resume and not is_run_folder(run_dir):
+        raise JobError("there is no run to resume", where=str(run_dir), fix="run without --resume")
+    if not resume and run_dir.is_dir() and any(run_dir.iterdir()):
+        raise JobError(
+            "the run folder exists already",
+            where=str(run_dir),
+            fix=f"--resume goes on with it; --set name={run_dir.name}-2 starts another",
+        )
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Child processes inherit stdout; for --json it is theirs only as stderr."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)

@@ -1,0 +1,308 @@
+"""What a sample is: the shapes it comes in (alpaca, sharegpt, messages, text) and the one it becomes.
+
+Each file is in one format, told by the fields of its first record. Every record is checked while it
+is converted; what is wrong with it is said in one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardwise.data.sources import Findings, Record, Source, Text
+from shardwise.errors import DataError
+from shardwise.job.schema import Data
+
+Format = Literal["alpaca", "sharegpt", "messages", "text"]
+Message = dict[str, Any]
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "call",
+    "observation": "tool",
+    "tool": "tool",
+    "function_response": "tool",
+}
+MESSAGES_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+EXPECTED = (
+    "alpaca: instruction, output (input, system, history); sharegpt: conversations of {from, value}; "
+    "messages: messages of {role, content}; text: text"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages as chat templates take them: role, content, and for tools `tool_calls`, `tool_call_id`."""
+
+    where: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the functions that the assistant may call."""
+
+
+Sample = Conversation | Text
+
+
+class SampleError(Exception):
+    """Says in one sentence why a record is not a sample."""
+
+
+def detect(record: Record) -> Format:
+    """The format of a record. DataError when its fields fit none, or more than one."""
+    where, fields = record
+    fits: list[Format] = []
+    if "instruction" in fields and "output" in fields:
+        fits.append("alpaca")
+    turns = fields.get("messages", fields.get("conversations"))
+    first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
+    if "from" in first and "value" in first:
+        fits.append("sharegpt")
+    if "role" in first:
+        fits.append("messages")
+    if isinstance(fields.get("text"), str):
+        fits.append("text")
+    if len(fits) == 1:
+        return fits[0]
+    names = ", ".join(sorted(map(str, fields))) or "none"
+    if fits:
+        raise DataError(
+            f"the samples could be read as {' or as '.join(fits)}; fields found: {names}",
+            where=where,
+            fix=f"say which: data.format: {fits[0]}",
+        )
+    raise DataError(
+        f"the samples are of no known format; fields found: {names}", where=where, fix=f"known are {EXPECTED}"
+    )
+
+
+class Reader:
+    """Iterates over the samples of several sources; `bad`, `read` and `formats` are filled on the way.
+
+    With `data.skip_bad` unset the whole of the data is still looked through, so that the error
+    raised at its end counts every bad sample; what is yielded after the first bad one is of no use.
+    """
+
+    def __init__(self, sources: Sequence[Source], data: Data) -> None:
+        self.sources = sources
+        self.data = data
+        self.formats: list[Format] = []
+        self.read = 0
+        self.bad = Findings(
+            "samples cannot be used",
+            "mend them, or leave them out with data.skip_bad: true",
+            tolerated=data.skip_bad,
+        )
+
+    def __iter__(self) -> Iterator[Sample]:
+        for source in self.sources:
+            yield from self._read(source)
+        self.bad.raise_if_fatal()
+
+    def _read(self, source: Source) -> Iterator[Sample]:
+        format_: Format | None = None if self.data.format == "auto" else self.data.format
+        for item in source.read(self.bad):
+            begins = not isinstance(item, Text) or item.begins
+            if begins and self.data.max_samples is not None and self.read == self.data.max_samples:
+                return
+            self.read += begins
+            if isinstance(item, Text):
+                self._note("text")
+                yield item
+                continue
+            if format_ is None:
+                format_ = detect(item)
+            self._note(format_)
+            try:
+                yield convert(item, format_, system=self.data.system)
+            except SampleError as error:
+                self.bad.add(item[0], str(error))
+
+    def _note(self, format_: Format) -> None:
+        if format_ not in self.formats:
+            self.formats.append(format_)
+
+
+def convert(record: Record, format_: Format, *, system: str | None = None) -> Sample:
+    """The record as a sample; `system` is put before conversations without a system message.
+
+    Raises SampleError.
+    """
+    where, fields = record
+    if format_ == "text":
+        text = _text(fields, "text")
+        if not text.strip():
+            raise SampleError("the text is empty")
+        return Text(where, text)
+    messages = _alpaca(fields) if format_ == "alpaca" else _turns(fields, format_)
+    own = _optional(fields, "system") or system
+    if own and (not messages or messages[0]["role"] != "system"):
+        messages.insert(0, {"role": "system", "content": own})
+    _check_order(messages)
+    return Conversation(where, messages, _tools(fields.get("tools")))
+
+
+def _alpaca(fields: dict[str, Any]) -> list[Message]:
+    messages: list[Message] = []
+    for pair in fields.get("history") or []:
+        if not (isinstance(pair, list) and len(pair) == 2):
+            raise SampleError("history has to be a list of [question, answer]")
+        turn = {"question": pair[0], "answer": pair[1]}
+        messages.append({"role": "user", "content": _text(turn, "question")})
+        messages.append({"role": "assistant", "content": _text(turn, "answer")})
+    asked = "\n".join(part for part in (_text(fields, "instruction"), _optional(fields, "input")) if part)
+    if not asked.strip():
+        raise SampleError("instruction and input are empty")
+    messages.append({"role": "user", "content": asked})
+    messages.append({"role": "assistant", "content": _text(fields, "output")})
+    return messages
+
+
+def _turns(fields: dict[str, Any], format_: Format) -> list[Message]:
+    name = "messages" if fields.get("messages") is not None else "conversations"
+    turns = fields.get(name)
+    if not isinstance(turns, list) or not turns:
+        raise SampleError(f"{name} has to be a list that is not empty")
+    messages: list[Message] = []
+    waiting: list[str] = []  # ids of calls that still want their answer
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise SampleError(f"{name} has to hold objects, not {type(turn).__name__}")
+        message = _from_sharegpt(turn) if format_ == "sharegpt" else _from_messages(turn)
+        merged = message.pop("merge", False) and bool(messages) and messages[-1]["role"] == "assistant"
+        if merged and "tool_calls" not in messages[-1]:
+            message["content"] = messages.pop()["content"]  # what was said before the call
+        for call in message.get("tool_calls", ()):
+            # Nine characters: some templates refuse ids of another length.
+            call.setdefault("id", f"call{sum(len(m.get('tool_calls', ())) for m in messages) + 1:05d}")
+            waiting.append(call["id"])
+        if message["role"] == "tool" and waiting:
+            message.setdefault("tool_call_id", waiting.pop(0))
+        messages.append(message)
+    return messages
+
+
+def _from_sharegpt(turn: dict[str, Any]) -> Message:
+    role = _role(turn, "from", SHAREGPT_ROLES)
+    content = _text(turn, "value")
+    if role == "call":
+        calls = _calls(_json(content, "function_call"))
+        return {"role": "assistant", "content": "", "tool_calls": calls, "merge": True}
+    return {"role": role, "content": content}
+
+
+def _from_messages(turn: dict[str, Any]) -> Message:
+    message: Message = {"role": _role(turn, "role", MESSAGES_ROLES)}
+    calls = turn.get("tool_calls")
+    message["content"] = "" if calls and turn.get("content") is None else _content(turn)
+    if calls:
+        message["tool_calls"] = _calls(calls)
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if turn.get(key) is not None:
+            message[key] = _text(turn, key)
+    return message
+
+
+def _content(turn: dict[str, Any]) -> str:
+    """`content` as one string; also where it comes as a list of parts of type text."""
+    parts = turn.get("content")
+    if not isinstance(parts, list):
+        return _text(turn, "content")
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        raise SampleError("content holds parts that are not text")
+    return "".join(_text(part, "text") for part in parts)
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """Function calls as chat templates take them: arguments as an object, not as a string of JSON."""
+    calls = []
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        name, arguments = function.get("name"), function.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = _json(arguments, f"the arguments of {name}")
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise SampleError("a function call needs a name and an object of arguments")
+        identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        calls.append({**identity, "type": "function", "function": {"name": name, "arguments": arguments}})
+    if not calls:
+        raise SampleError("the list of function calls is empty")
+    return calls
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    tools = _json(value, "tools") if isinstance(value, str) and value.strip() else value
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise SampleError("tools has to be a list of objects")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _check_order(messages: list[Message]) -> None:
+    """(system) user assistant …; tool results only after calls; an answer, not empty, at the end."""
+    before = "the start"
+    for number, message in enumerate(messages, 1):
+        role = message["role"]
+        called = "tool_calls" in message
+        allowed = {
+            "system": ("the start",),
+            "user": ("the start", "system", "assistant"),
+            "assistant": ("user", "tool"),
+            "tool": ("call", "tool"),
+        }[role]
+        if before not in allowed:
+            raise SampleError(f"wrong role order: message {number} is of role {role}, after {before}")
+        if role == "assistant" and not called and not message["content"].strip():
+            raise SampleError(f"the answer is empty (message {number})")
+        before = "call" if called else role
+    if before not in ("assistant", "call"):
+        raise SampleError(f"the conversation ends with role {before}, not with an answer")
+
+
+def _role(turn: dict[str, Any], key: str, roles: dict[str, str]) -> str:
+    name = _text(turn, key)
+    if name not in roles:
+        raise SampleError(f"unknown role {name!r}; known are {', '.join(roles)}")
+    return roles[name]
+
+
+def _text(fields: dict[str, Any], key: str) -> str:
+    if key not in fields:
+        raise SampleError(f"the field {key} is missing; found are {', '.join(sorted(map(str, fields)))}")
+    value = fields[key]
+    if not isinstance(value, str):
+        kind = "null" if value is None else type(value).__name__
+        raise SampleError(f"the field {key} has to be a string, it is {kind}")
+    if "\0" in value:
+        raise SampleError(f"the field {key} holds a NUL character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise SampleError(f"the field {key} holds half a surrogate pair, which is no character") from None
+    return value
+
+
+def _optional(fields: dict[str, Any], key: str) -> str:
+    return _text(fields, key) if fields.get(key) is not None else ""
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise SampleError(f"{what} is not JSON: {error}") from None

@@ -1,0 +1,107 @@
+"""Which samples share a row, and in which order the rows come: pure, without torch.
+
+The rows of an epoch are a function of (seed, epoch, lengths, sequence_length, packing, shuffle), so
+a position in the data is two numbers, and every process computes the same rows by itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+
+WINDOW_SAMPLES = 4096
+WINDOW_ROWS = 128
+"""A window that is packed on its own holds about this many rows at least: only its last rows stay open."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of sample indices; row i is `order[borders[i]:borders[i + 1]]`."""
+
+    order: Indices
+    borders: Indices
+
+    def __len__(self) -> int:
+        return len(self.borders) - 1
+
+    def __getitem__(self, row: int) -> Indices:
+        return self.order[self.borders[row] : self.borders[row + 1]]
+
+    def slice(self, first: int, last: int) -> list[Indices]:
+        return [self[row] for row in range(first, last)]
+
+
+def permutation(size: int, *seed: int) -> Indices:
+    """A permutation of range(size). It depends on the raw numbers of Philox, which numpy keeps stable."""
+    numbers = np.random.Philox(np.random.SeedSequence(seed)).random_raw(size)
+    return np.argsort(numbers, kind="stable")
+
+
+def rows_of_epoch(
+    lengths: npt.NDArray[np.int32],
+    *,
+    sequence_length: int,
+    seed: int,
+    epoch: int,
+    packing: bool,
+    shuffle: bool = True,
+    longest_first: int = 0,
+) -> Rows:
+    """The rows of one epoch: every sample in exactly one row, no row over `sequence_length` tokens.
+
+    lengths: int [samples], each in 1..sequence_length. Unpacked, a row is one sample and, in epoch 0,
+    the `longest_first` longest come first (those that need the most memory). O(n log n) time.
+    """
+    order = permutation(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths))
+    if packing:
+        return _pack(order, np.asarray(lengths), sequence_length, (seed, epoch) if shuffle else None)
+    if epoch == 0 and longest_first:
+        by_length = np.argsort(-lengths[order].astype(np.int64), kind="stable")[:longest_first]
+        order = np.concatenate([order[by_length], np.delete(order, by_length)])
+    return Rows(order, np.arange(len(order) + 1))
+
+
+def _pack(
+    order: Indices, lengths: npt.NDArray[np.int32], capacity: int, seed: tuple[int, int] | None
+) -> Rows:
+    """Best-fit decreasing inside windows of the order, so that what shares a row stays random."""
+    if not len(order):
+        return Rows(order, np.zeros(1, dtype=np.int64))
+    window = max(WINDOW_SAMPLES, int(WINDOW_ROWS * capacity / float(lengths.mean())))
+    rows: list[list[int]] = []
+    for number, start in enumerate(range(0, len(order), window)):
+        members = order[start : start + window]
+        packed = best_fit(lengths[members].tolist(), capacity)
+        # Best fit leaves the rows sorted by their longest sample.
+        turn = range(len(packed)) if seed is None else permutation(len(packed), *seed, number).tolist()
+        names = members.tolist()
+        rows.extend([names[place] for place in packed[row]] for row in turn)
+    borders = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=borders[1:])
+    return Rows(np.fromiter((name for row in rows for name in row), np.int64, len(order)), borders)
+
+
+def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing bin packing: each item, longest first, into the fullest bin that still takes it."""
+    by_length = sorted(range(len(lengths)), key=lambda item: -lengths[item])
+    smallest = lengths[by_length[-1]]
+    base = len(lengths)  # at most this many bins: one sorted key holds a bin's room and its number
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in by_length:
+        length = lengths[item]
+        place = bisect_left(room, length * base)
+        if place < len(room):
+            left, chosen = divmod(room.pop(place), base)
+            bins[chosen].append(item)
+        else:
+            left, chosen = capacity, len(bins)
+            bins.append([item])
+        if left - length >= smallest:  # nothing fits into a bin with less room
+            insort(room, (left - length) * base + chosen)
+    return bins

@@ -1,0 +1,334 @@
+"""The job's data as tokens: read, checked, rendered, tokenised, cached, and a share of it held out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.data.cache import FORMAT, TokenDataset, Writer, cache_root, load_or_build
+from shardwise.data.chat import Renderer, template_for
+from shardwise.data.encode import Encoded, Encoder, Tokens
+from shardwise.data.formats import Conversation, Reader, Sample
+from shardwise.data.packing import permutation, rows_of_epoch
+from shardwise.data.render import Rendered
+from shardwise.data.sources import Findings, Source, Text, open_sources
+from shardwise.errors import DataError
+from shardwise.job.schema import Job
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BATCH_SAMPLES = 256
+BATCH_CHARS = 2 << 20
+"""Samples are tokenised together up to this many, which bounds the memory."""
+SHOWN_TOKENS = 2048
+"""The sample that is shown ends after so many tokens."""
+
+
+@dataclass(frozen=True)
+class RenderedSample:
+    """A sample for people to look at."""
+
+    runs: list[tuple[str, bool]]
+    """Text in order, each run with whether its tokens are trained."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    train: TokenDataset
+    eval: TokenDataset | None
+    summary: dict[str, Any]
+    """What happened on the way, as plain values; `key` names the content of the data."""
+    sample: RenderedSample
+    """The first training sample."""
+    chat_template: str | None
+    """The Jinja text that conversations were rendered with; None for plain text."""
+
+
+@dataclass
+class Counts:
+    """Samples at each stage, and tokens. `read` = `bad` + `too_long` + `without_target` + the rest."""
+
+    read: int = 0
+    bad: int = 0
+    too_long: int = 0
+    """Conversations dropped because they are longer than a row."""
+    truncated: int = 0
+    """Conversations cut to the length of a row."""
+    truncated_tokens: int = 0
+    """Tokens lost by that."""
+    without_target: int = 0
+    """Conversations and pieces of text dropped because no token of them is trained."""
+    split: int = 0
+    """Conversations that became several samples because the template rewrites earlier turns."""
+    samples: int = 0
+    """Tokenised samples: conversations, or pieces of text no longer than a row."""
+
+
+def prepare(
+    job: Job, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, cache_root: Path | None = None
+) -> Prepared:
+    """Tokenised training and held-out data of the job, from the cache where they are in it.
+
+    vocab_size: rows of the model's embedding. cache_root: default is `$SHARDWISE_CACHE`, else
+    `~/.cache/shardwise`. Every process of a machine may call this at once: one builds, the others wait.
+    Raises DataError for whatever is wrong with the data.
+    """
+    data = job.data
+    build = _Build(job, tokenizer, vocab_size=vocab_size, root=cache_root)
+    train, note = build.dataset(data.train, key="data.train")
+    held_out: TokenDataset | None = None
+    if data.eval is not None:
+        held_out, _ = build.dataset(data.eval, key="data.eval")
+    elif data.eval_fraction > 0:
+        train, held_out = hold_out(train, data.eval_fraction, seed=job.train.seed)
+    return Prepared(
+        train=train,
+        eval=held_out,
+        summary=_summary(job, note, train, held_out) | {"key": build.key()},
+        sample=_show(train, tokenizer),
+        chat_template=None if note["formats"] == ["text"] else build.template,
+    )
+
+
+def documents(job: Job) -> Iterator[str]:
+    """The raw text of the training data, one message, document or part of a document at a time."""
+    for sample in Reader(open_sources(job.data.train, split=job.data.split, key="data.train"), job.data):
+        if isinstance(sample, Text):
+            yield sample.text
+        else:
+            yield from (message["content"] for message in sample.messages if message["content"])
+
+
+def hold_out(dataset: TokenDataset, fraction: float, *, seed: int) -> tuple[TokenDataset, TokenDataset]:
+    """(rest, held out): a random share of the conversations or pieces of text, at least one on each side."""
+    groups, member = np.unique(dataset.groups, return_inverse=True)
+    if len(groups) < 2:
+        raise DataError(
+            "the data is a single sample; none can be held out for evaluation",
+            where="data.eval_fraction",
+            fix="set it to 0, name data.eval, or train on more data",
+        )
+    count = min(max(1, round(fraction * len(groups))), len(groups) - 1)
+    out = np.zeros(len(groups), dtype=bool)
+    out[permutation(len(groups), seed)[:count]] = True
+    chosen = out[member]
+    return dataset.subset(np.flatnonzero(~chosen)), dataset.subset(np.flatnonzero(chosen))
+
+
+class _Build:
+    """Turns files into cache entries, all with the same tokenizer and options."""
+
+    def __init__(
+        self, job: Job, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, root: Path | None
+    ) -> None:
+        self.data = job.data
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.root = root or cache_root()
+        self.template = template_for(tokenizer, job.data.chat_template)
+        self._identity = _tokenizer_identity(tokenizer)
+        self._entries: list[str] = []
+
+    def key(self) -> str:
+        """Names the content of the datasets built, and how one is split off the other."""
+        parts = [*self._entries, str(self.data.eval_fraction)]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
+
+    def dataset(self, spec: str | list[str], *, key: str) -> tuple[TokenDataset, dict[str, Any]]:
+        sources = open_sources(spec, split=self.data.split, key=key)
+        entry = self._entry(sources)
+        self._entries.append(entry)
+        return load_or_build(self.root, entry, lambda writer: self._fill(writer, sources, key))
+
+    def _entry(self, sources: list[Source]) -> str:
+        options = self.data.model_dump(
+            include={"format", "max_samples", "sequence_length", "loss_on", "system", "too_long", "skip_bad"}
+        )
+        content = {
+            "format": FORMAT,
+            "sources": [source.fingerprint() for source in sources],
+            "tokenizer": self._identity,
+            "template": self.template,
+            "vocab_size": self.vocab_size,
+            **options,
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+    def _fill(self, writer: Writer, sources: list[Source], key: str) -> dict[str, Any]:
+        reader = Reader(sources, self.data)
+        encoder = Encoder(self.tokenizer, vocab_size=self.vocab_size)
+        sink = _Sink(writer, self.data.sequence_length, self.data.too_long)
+        with Renderer(self.tokenizer, self.template, answers_only=self.data.loss_on == "answers") as renderer:
+            for batch in _batches(reader):
+                if reader.bad.fatal:
+                    continue  # reading on only to count
+                if isinstance(batch[0], Text):
+                    for text, tokens in encoder.documents(batch):
+                        sink.document(text, tokens)
+                else:
+                    _conversations(batch, renderer, encoder, sink, reader.bad)
+        reader.bad.raise_if_fatal()
+        sink.long.raise_if_fatal()
+        sink.counts.read, sink.counts.bad, sink.counts.samples = reader.read, reader.bad.count, len(writer)
+        if not len(writer):
+            raise _nothing_left(sink.counts, key)
+        return {"formats": reader.formats, "counts": asdict(sink.counts)}
+
+
+def _conversations(
+    batch: list[Conversation], renderer: Renderer, encoder: Encoder, sink: _Sink, bad: Findings
+) -> None:
+    rendered: list[tuple[str, Rendered]] = []
+    groups: list[int] = []
+    for conversation, result in renderer.render(batch):
+        if isinstance(result, str):
+            bad.add(conversation.where, result)
+            continue
+        group = sink.new_group()
+        sink.counts.split += len(result) > 1
+        rendered.extend((conversation.where, sample) for sample in result)
+        groups.extend([group] * len(result))
+    if rendered:
+        for (where, _), group, encoded in zip(rendered, groups, encoder.conversations(rendered), strict=True):
+            sink.conversation(where, encoded, group=group)
+
+
+class _Sink:
+    """Makes tokenised samples fit into rows and writes them."""
+
+    def __init__(self, writer: Writer, sequence_length: int, too_long: str) -> None:
+        self.counts = Counts()
+        self.long = Findings(
+            f"conversations are longer than data.sequence_length ({sequence_length})",
+            "raise it, or set data.too_long to truncate or drop",
+        )
+        self._writer = writer
+        self._room = sequence_length
+        self._too_long = too_long
+        self._groups = 0
+        self._open: Tokens = np.zeros(0, dtype=np.uint32)  # end of a document whose next part is to come
+
+    def new_group(self) -> int:
+        self._groups += 1
+        return self._groups - 1
+
+    def document(self, text: Text, tokens: Tokens) -> None:
+        """Cut a document into pieces as long as a row; all its tokens are trained."""
+        tokens = np.concatenate([self._open, tokens])
+        whole = len(tokens) if text.ends else len(tokens) // self._room * self._room
+        for start in range(0, whole, self._room):
+            piece = tokens[start : min(start + self._room, whole)]
+            self._add(Encoded(piece, np.ones(len(piece), dtype=np.uint8)), self.new_group())
+        self._open = tokens[whole:]
+
+    def conversation(self, where: str, encoded: Encoded, *, group: int) -> None:
+        excess = len(encoded.tokens) - self._room
+        if excess > 0 and self._too_long == "error":
+            self.long.add(where, f"{len(encoded.tokens)} tokens")
+            return
+        if excess > 0 and self._too_long == "drop":
+            self.counts.too_long += 1
+            return
+        if excess > 0:
+            self.counts.truncated += 1
+            self.counts.truncated_tokens += excess
+            encoded = Encoded(encoded.tokens[: self._room], encoded.trained[: self._room])
+        self._add(encoded, group)
+
+    def _add(self, encoded: Encoded, group: int) -> None:
+        if encoded.trained[1:].any():
+            self._writer.add(encoded.tokens, encoded.trained, group=group)
+        else:
+            self.counts.without_target += 1
+
+
+def _batches(samples: Iterable[Sample]) -> Iterator[list[Any]]:
+    """Samples of one kind that are rendered and tokenised together."""
+    for _, group in groupby(samples, type):
+        batch: list[Sample] = []
+        chars = 0
+        for sample in group:
+            batch.append(sample)
+            chars += len(sample.text) if isinstance(sample, Text) else 0
+            if len(batch) == BATCH_SAMPLES or chars > BATCH_CHARS:
+                yield batch
+                batch, chars = [], 0
+        if batch:
+            yield batch
+
+
+def _nothing_left(counts: Counts, key: str) -> DataError:
+    if counts.without_target:
+        what = "no token of the data would be trained"
+        fix = "raise data.sequence_length if the questions fill it, or set data.loss_on: all"
+    else:
+        what = "no sample is left to train on"
+        fix = "look at the counts: the data is empty, or all of it was filtered out"
+    return DataError(
+        f"{what}: {counts.read} read, {counts.bad} bad, {counts.too_long} too long, "
+        f"{counts.without_target} without a trained token",
+        where=key,
+        fix=fix,
+    )
+
+
+def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of everything that decides which tokens a text becomes."""
+    if tokenizer.is_fast:
+        whole = json.loads(tokenizer.backend_tokenizer.to_str())
+        # A tokenizer remembers how it was last called; these do not hold for the calls made here.
+        whole["truncation"] = whole["padding"] = None
+    else:
+        whole = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+    whole["special"] = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+
+def _summary(
+    job: Job, note: dict[str, Any], train: TokenDataset, held_out: TokenDataset | None
+) -> dict[str, Any]:
+    """Counts that are zero, and the fill of rows that are not packed, are left out."""
+    counts = {name: count for name, count in note["counts"].items() if count or name == "read"}
+    summary = {"format": " and ".join(note["formats"]), **counts, "train_samples": len(train)}
+    if held_out is not None:
+        summary |= {"eval_samples": len(held_out), "eval_target_tokens": _total(held_out.targets)}
+    summary |= {
+        "tokens": _total(train.lengths),
+        "target_tokens": _total(train.targets),
+        "longest_tokens": int(train.lengths.max()),
+    }
+    if job.data.packing:
+        summary["fill"] = round(_fill(job, train), 4)
+    return summary
+
+
+def _total(column: npt.NDArray[np.int32]) -> int:
+    return int(column.sum(dtype=np.int64))
+
+
+def _fill(job: Job, dataset: TokenDataset) -> float:
+    """Share of the first epoch's packed rows that is not padding."""
+    length = job.data.sequence_length
+    rows = rows_of_epoch(dataset.lengths, sequence_length=length, seed=job.train.seed, epoch=0, packing=True)
+    return _total(dataset.lengths) / (len(rows) * length)
+
+
+def _show(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> RenderedSample:
+    tokens, trained = dataset.sample(0)
+    shown = tokens[:SHOWN_TOKENS].tolist()
+    runs: list[tuple[str, bool]] = []
+    marked = zip(shown, trained.tolist(), strict=False)
+    for is_trained, run in groupby(marked, key=lambda pair: bool(pair[1])):
+        text = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
+        runs.append((text, is_trained))
+    return RenderedSample(runs, len(tokens))

@@ -1,0 +1,60 @@
+"""A module's parameters as every engine sees them: filling, names, and weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Fill(Protocol):
+    """Gives the meta parameters and buffers below `module` their values, on `device`; leaves others alone."""
+
+    def __call__(self, module: nn.Module, device: torch.device) -> None: ...
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Moves buffers (rotary frequencies and the like), which are never sharded, to `device`.
+
+    Those on the meta device are left to `Fill`.
+    """
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                setattr(owner, name, buffer.to(device))
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name; tied ones once."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def public_name(name: str) -> str:
+    """The name in the Hugging Face model, which the loss module holds as `model`."""
+    return name.removeprefix("model.")
+
+
+def decay_by_name(module: nn.Module, weight_decay: float) -> dict[str, float]:
+    """Weight decay of every trainable parameter. Ask before sharding, which changes the shapes.
+
+    Matrices decay, embeddings included; vectors (biases, norms) never do, nor does what the model
+    itself exempts (`_no_weight_decay`: Mamba's A_log and D).
+    """
+    return {
+        name: weight_decay if p.ndim >= 2 and not getattr(p, "_no_weight_decay", False) else 0.0
+        for name, p in trainable(module).items()
+    }
+
+
+def parameter_groups(
+    parameters: Mapping[str, torch.Tensor], decay: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer, one per distinct weight decay."""
+    return [
+        {"params": [p for name, p in parameters.items() if decay[name] == value], "weight_decay": value}
+        for value in sorted({decay[name] for name in parameters}, reverse=True)
+    ]

@@ -1,0 +1,87 @@
+"""Every error a user can cause or meet, and the exit code each one ends with.
+
+ShardwiseError
+├── JobError            2   the job file, the data or the command line is wrong
+│   ├── DataError       2   a sample, a file or the tokenised data is wrong
+│   └── DivergedError   2   the loss or the gradient norm is not finite
+├── DoesNotFitError     3   the job does not fit; `fix` names the nearest change that would
+├── MachineError        4   the machine is not able: driver, port, permission, disk, missing package
+├── CheckpointError     5   a checkpoint is damaged or belongs to another job
+└── StoppedError       75   stopped on request, state saved, `--resume` goes on
+
+Anything else that reaches the command line is a bug in shardwise and ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong: what it is, where it stands, how to mend it."""
+
+    what: str
+    where: str = ""
+    fix: str = ""
+
+
+class ShardwiseError(Exception):
+    """An error with a cause the user can act on; printed as one block, without a traceback."""
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str = "",
+        fix: str = "",
+        problems: Sequence[Problem] = (),
+    ) -> None:
+        """`problems` lists several findings at once; `what` is then their headline."""
+        super().__init__(what)
+        self.problems: tuple[Problem, ...] = tuple(problems) or (Problem(what=what, where=where, fix=fix),)
+        self.headline = what if problems else ""
+
+
+class JobError(ShardwiseError):
+    exit_code = 2
+
+
+class DataError(JobError):
+    pass
+
+
+class DivergedError(JobError):
+    pass
+
+
+class DoesNotFitError(ShardwiseError):
+    exit_code = 3
+
+
+class MachineError(ShardwiseError):
+    exit_code = 4
+
+
+class CheckpointError(ShardwiseError):
+    exit_code = 5
+
+
+class StoppedError(ShardwiseError):
+    exit_code = 75
+
+
+def render(error: ShardwiseError) -> str:
+    """The block shown to the user, one `error:` line per problem with `at` and `fix` below it."""
+    lines = [f"error: {error.headline}"] if error.headline else []
+    for problem in error.problems:
+        lines.append(f"{'  - ' if error.headline else 'error: '}{problem.what}")
+        indent = "    " if error.headline else "  "
+        if problem.where:
+            lines.append(f"{indent}at:  {problem.where}")
+        if problem.fix:
+            lines.append(f"{indent}fix: {problem.fix}")
+    return "\n".join(lines)

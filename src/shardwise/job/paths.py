@@ -1,0 +1,94 @@
+"""Which names in a job are files, and whether those files are there.
+
+One rule: a relative path counts from the working directory, as for every other command line tool
+(docs/decisions/0005). A name is a path when it starts with `.`, `/` or `~`, exists, ends like a data file,
+or has more than one `/`; otherwise it is a name on a hub or in the catalog.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
+
+
+def is_local(name: str) -> bool:
+    """Whether a name of a model or of data means a file or folder of this machine."""
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return True
+    return Path(name).suffix in DATA_SUFFIXES or Path(name).exists()
+
+
+def nearest(path: Path) -> str:
+    """The fix for a path that does not exist: a similar name beside it, or the nearest folder that exists."""
+    parent = path.parent
+    if parent.is_dir():
+        names = sorted(child.name for child in parent.iterdir())
+        similar = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
+        if similar:
+            return f"did you mean {parent / similar[0]}?"
+    while not parent.is_dir() and parent != parent.parent:
+        parent = parent.parent
+    return f"the nearest folder that exists is {parent.resolve()}"
+
+
+def missing_data(names: str | list[str] | None) -> Iterator[tuple[str, str]]:
+    """(what, fix) for each file or folder of training data that cannot be the user's intention."""
+    for name in [names] if isinstance(names, str) else names or []:
+        if not is_local(name):
+            continue
+        path = Path(name)
+        if not path.exists():
+            yield f"{name} does not exist", nearest(path)
+        elif path.is_file() and path.suffix not in DATA_SUFFIXES:
+            kinds = ", ".join(suffix[1:] for suffix in DATA_SUFFIXES)
+            yield f"{name} is not a kind of file that can be read", f"convert it to one of {kinds}"
+
+
+def missing_model(name: str) -> Iterator[tuple[str, str]]:
+    """(what, fix) when a local model folder is absent or is no model folder."""
+    if not is_local(name):
+        return
+    path = Path(name)
+    if not path.exists():
+        yield f"the folder {name} does not exist", nearest(path)
+    elif not (path / "config.json").is_file():
+        yield f"{name} is not a model folder: it has no config.json", "name the folder that holds config.json"
+
+
+def missing_tokenizer(name: str | None) -> Iterator[tuple[str, str]]:
+    """(what, fix) when a local tokenizer folder is absent."""
+    if name is not None and name != "train" and is_local(name) and not Path(name).is_dir():
+        yield f"the folder {name} does not exist", nearest(Path(name))
+
+
+def missing_file(name: str | None) -> Iterator[tuple[str, str]]:
+    """(what, fix) when a file is absent."""
+    if name is not None and not Path(name).is_file():
+        yield f"the file {name} does not exist", nearest(Path(name))
+
+
+def missing_folder(name: str | None) -> Iterator[tuple[str, str]]:
+    """(what, fix) when a folder is absent."""
+    if name is not None and not Path(name).is_dir():
+        yield f"the folder {name} does not exist", nearest(Path(name))
+
+
+def blocked_output(output: str) -> Iterator[tuple[str, str]]:
+    """(what, fix) when the folder of run folders cannot be made because a file is in the way."""
+    path = Path(output)
+    for place in (path, *path.parents):
+        if place.exists() and not place.is_dir():
+            yield f"{place} is a file, so no run folder can be made in it", "choose another folder"
+            return
+
+
+def expand_home(value: object) -> object:
+    """`~/data` becomes an absolute path, in a name or in a list of names."""
+    if isinstance(value, str) and value.startswith("~"):
+        return str(Path(value).expanduser())
+    if isinstance(value, Iterable) and not isinstance(value, str | dict):
+        return [expand_home(item) for item in value]
+    return value

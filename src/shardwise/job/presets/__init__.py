@@ -1,0 +1,60 @@
+"""Commented job files to start from: one YAML file each beside this module, with the samples they use."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwise.errors import JobError
+from shardwise.job.json_schema import schema_text
+
+_HERE = Path(__file__).parent
+_SAMPLES = _HERE.parent / "samples"
+SCHEMA_FILE = ".shardwise.schema.json"
+
+
+def names() -> list[str]:
+    """Every preset, by name."""
+    return sorted(path.stem for path in _HERE.glob("*.yaml"))
+
+
+def text(name: str) -> str:
+    """The job file of a preset."""
+    return (_HERE / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def title(name: str) -> str:
+    """The preset's first line: what it trains, on what hardware."""
+    return text(name).splitlines()[0].removeprefix("# ")
+
+
+def suggestion(name: str) -> str:
+    """The fix for a preset that does not exist."""
+    close = difflib.get_close_matches(name, names(), n=1)
+    return f"did you mean {close[0]}?" if close else f"one of {', '.join(names())}"
+
+
+def samples(name: str) -> list[Path]:
+    """The packaged data files a preset names."""
+    return [path for path in sorted(_SAMPLES.iterdir()) if re.search(rf"\b{path.name}\b", text(name))]
+
+
+def write(name: str, out: Path) -> Iterator[Path]:
+    """Writes the job file, the samples it names, and the schema that lets editors complete it.
+
+    Raises:
+        JobError: a file that would be overwritten exists; nothing is written then.
+    """
+    files = {out: f"# yaml-language-server: $schema={SCHEMA_FILE}\n{text(name)}"}
+    for sample in samples(name):
+        files[out.parent / sample.name] = sample.read_text(encoding="utf-8")
+    for path, content in files.items():
+        if path.exists() and (path == out or path.read_text(encoding="utf-8") != content):
+            raise JobError(f"{path} exists already", where="shardwise init", fix="--out names another file")
+    files[out.parent / SCHEMA_FILE] = schema_text()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for path, content in files.items():
+        path.write_text(content, encoding="utf-8")
+        yield path

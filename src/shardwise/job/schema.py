@@ -1,0 +1,187 @@
+"""The job: what the user asks for. Every field is documented here, and only here.
+
+A `Job` is a value: frozen, complete, with every default filled in. `job.load` makes one from a
+file; nothing downstream reads the file again. Relative paths count from the working directory.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1)]
+StrategyName = Literal[
+    "auto",
+    "single",
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero2-offload",
+    "zero3-offload",
+    "fsdp2",
+    "fsdp2-offload",
+]
+
+
+class Section(BaseModel):
+    """A part of the job. Unknown keys are refused; values are not coerced between kinds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class Lora(Section):
+    """Low-rank adapters on a frozen base (PEFT)."""
+
+    rank: Positive = 16
+    """Rank of the update matrices."""
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
+    """The update is scaled by alpha / rank."""
+    dropout: Fraction = 0.0
+    """Dropout on the adapter's input while training."""
+    targets: Literal["all-linear"] | Texts = "all-linear"
+    """Names of the linear modules that get an adapter, or `all-linear` (all but the output head)."""
+
+
+class Model(Section):
+    """Which model, where its weights come from, and what of it is trained."""
+
+    source: Text
+    """A hub id, a local folder (config.json and safetensors), or a name from `shardwise init --models`."""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """`random` starts from a fresh initialisation of the shape: pretraining."""
+    revision: Text | None = None
+    """Commit, tag or branch of a hub model."""
+    config: dict[str, Any] = {}
+    """Changes to the Hugging Face config, e.g. {num_hidden_layers: 4}; only with `weights: random`."""
+    tokenizer: Text | None = None
+    """A hub id or folder; unset means the model's own. `train` learns one from the data."""
+    tokenizer_vocab: Annotated[int, Field(ge=258)] = 32000
+    """Vocabulary size (byte-level BPE) when `tokenizer: train`."""
+    lora: Lora | None = None
+    """Train adapters instead of all weights."""
+    trust_remote_code: bool = False
+    """Run Python code that a hub repository brings. Needs `revision` to be a commit hash."""
+
+
+class Data(Section):
+    """What is trained on, and how text becomes rows of tokens."""
+
+    train: Text | Texts
+    """Files or folders (json, jsonl, parquet, txt), or one hub dataset id."""
+    format: Literal["auto", "alpaca", "sharegpt", "messages", "text"] = "auto"
+    """The samples' shape; `auto` looks at the fields and says what it found."""
+    split: Text = "train"
+    """Split of a hub dataset."""
+    eval: Text | Texts | None = None
+    """Held-out data of its own; unset takes `eval_fraction` of the samples."""
+    eval_fraction: Fraction = 0.02
+    """Share of the samples held out for evaluation when `eval` is unset; 0 turns evaluation off."""
+    max_samples: Positive | None = None
+    """Use only the first so many samples."""
+    sequence_length: Annotated[int, Field(ge=2)] = 1024
+    """Tokens in a row."""
+    packing: bool = True
+    """Fill each row with several samples. They never attend to each other."""
+    loss_on: Literal["answers", "all"] = "answers"
+    """`answers` trains on what the assistant says; plain text is always trained whole."""
+    chat_template: Text | None = None
+    """A Jinja file that replaces the tokenizer's chat template."""
+    system: str | None = None
+    """System message put before conversations that have none."""
+    too_long: Literal["error", "truncate", "drop"] = "truncate"
+    """What happens to a conversation longer than a row. Plain text is cut into rows instead."""
+    skip_bad: bool = False
+    """Leave out samples that cannot be read, and count them, instead of stopping."""
+
+
+class Optimizer(Section):
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-5
+    """Peak learning rate."""
+    beta1: Fraction = 0.9
+    """Decay of the first moment."""
+    beta2: Fraction = 0.95
+    """Decay of the second moment."""
+    epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
+    """Added to the denominator."""
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Decoupled weight decay on matrices; never on biases and norms."""
+    clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Steps of linear warm-up; unset means 3 % of all steps."""
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the last step as a share of the peak."""
+
+
+class Train(Section):
+    """How long, how much at a time, how often to look and to save."""
+
+    steps: Positive | None = None
+    """Optimizer steps. Give this or `epochs`."""
+    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Passes over the data. Give this or `steps`; neither means one epoch."""
+    global_batch: Positive = 16
+    """Rows per optimizer step, over all GPUs. It never changes with the number of GPUs."""
+    micro_batch: Positive | None = None
+    """Rows a GPU takes at a time; accumulation follows from it. Unset lets the plan choose."""
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Number format of the computation. The optimizer always keeps fp32 weights."""
+    checkpointing: Literal["auto", "none", "full"] | Positive = "auto"
+    """Recompute activations in the backward pass: of no block, all, or every n-th. `auto`: the plan's."""
+    eval_every: Annotated[int, Field(ge=0)] = 50
+    """Steps between evaluations, besides the one before and the one after training; 0: only those."""
+    save_every: Annotated[int, Field(ge=0)] = 100
+    """Steps between checkpoints, besides the last; 0: only the last."""
+    keep: Annotated[int, Field(ge=1)] = 2
+    """Checkpoints kept. The newest valid one is never removed."""
+    worst_case_first: bool = True
+    """Step 1 takes the longest rows and is followed by a save: what would fail later fails now."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 42
+    """Seed of initialisation, data order and dropout."""
+    deterministic: bool = False
+    """Ask torch for deterministic algorithms on the GPU as well (slower)."""
+
+
+class StrategySpec(Section):
+    """A strategy named explicitly. Where a key is unset, the engine's documented default holds."""
+
+    engine: Literal["single", "deepspeed", "fsdp2"]
+    """`single`: one process, no sharding."""
+    stage: Annotated[int, Field(ge=0, le=3)] | None = None
+    """DeepSpeed ZeRO stage."""
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where DeepSpeed keeps the optimizer's state."""
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    """Where the parameters wait: ZeRO-3 (cpu, nvme), FSDP2 (cpu, together with the optimizer)."""
+    nvme_path: Text | None = None
+    """Folder on a local NVMe disk for offloading."""
+    reshard: bool = True
+    """FSDP2 and ZeRO-3: free gathered parameters after forward. False is faster and needs more memory."""
+    tensor_parallel: Positive = 1
+    """Size of DeepSpeed's AutoTP groups."""
+
+
+class Job(Section):
+    """A training job. See `shardwise init` for a commented example."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    """Name of the run; its folder is `output`/`name`."""
+    output: Text = "runs"
+    """Folder that holds the run folders."""
+    model: Model
+    data: Data
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+    strategy: StrategyName | StrategySpec = "auto"
+    """How the work is spread. `auto` picks (see `shardwise train --dry-run`); or a name; or its parts."""
+    tracking: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = ["tensorboard"]
+    """Where metrics go besides events.jsonl. A service's key is read from its environment variable."""

@@ -1,0 +1,195 @@
+"""Attention over packed rows: every token attends to the earlier tokens of its own segment, and to no other.
+
+Four ways, chosen by model type (`choose`):
+
+- `varlen`: the rows are laid end to end, [1, B*S], and the borders of the segments go to the kernel. No mask
+  exists and nothing is computed across segments. Registered with transformers as `shardwise_varlen`.
+- `positions`: transformers builds the block-diagonal mask itself from position ids that restart, for models
+  that hand them to its mask function.
+- `mask`: our own [B, 1, S, S] mask, for models that take one but ignore the position ids.
+- `rows`: plain causal rows; only right where a row holds a single sample followed by padding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+VARLEN = "shardwise_varlen"
+"""Name of the attention in transformers' registry."""
+
+VARLEN_TYPES = frozenset(
+    {
+        "cohere",
+        "cohere2",
+        "gemma",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neox",
+        "granite",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmo",
+        "olmo2",
+        "opt",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "starcoder2",
+    }
+)
+"""Softmax of scaled products, a window at most, through transformers' attention interface."""
+
+_POSITION_TYPES = VARLEN_TYPES - {"opt"} | {"codegen", "gemma2", "gpt_neo", "gptj", "stablelm"}
+"""Hand position ids to transformers' mask function, which sees where they restart."""
+
+_MASK_TYPES = frozenset({"falcon", "opt"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """How a model attends over rows."""
+
+    packing: Literal["varlen", "positions", "mask", "rows"]
+    implementation: str | None
+    """Name for `set_attn_implementation`; None leaves what transformers picks for the model."""
+
+
+def choose(config: PretrainedConfig) -> Attention:
+    """The fastest exact way for a model; `rows` if nothing is known about it."""
+    kind = config.model_type
+    dropout = max(getattr(config, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if kind in VARLEN_TYPES and dropout == 0.0 and softcap is None and _kernel_takes(_head_size(config)):
+        return Attention(packing="varlen", implementation=VARLEN)
+    # transformers 5.17 would take SDPA, which leaves the softcap out without a word
+    implementation = "eager" if softcap is not None else None
+    if kind in _POSITION_TYPES:
+        return Attention(packing="positions", implementation=implementation)
+    if kind in _MASK_TYPES and not getattr(config, "alibi", False):
+        return Attention(packing="mask", implementation=implementation)
+    return Attention(packing="rows", implementation=implementation)
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
+
+
+def _kernel_takes(head_size: int) -> bool:
+    return head_size % 8 == 0 and head_size <= 256
+
+
+def block_causal_mask(rows: torch.Size, cu_seqlens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Additive [B, 1, S, S] mask: 0 within a segment up to the diagonal, the dtype's minimum elsewhere.
+
+    `rows` is (B, S); `cu_seqlens`, int32 [segments + 1], runs over the flattened B*S tokens.
+    """
+    batch, length = rows
+    tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    segment = torch.bucketize(tokens, cu_seqlens[1:], right=True).view(batch, 1, length)
+    allowed = (segment.unsqueeze(3) == segment.unsqueeze(2)).tril()
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+def varlen_attention(
+    _module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within segments, called by transformers' decoder layers.
+
+    `query` is [1, heads, T, D], `key` and `value` [1, key-value heads, T, D]. A token sees `sliding_window`
+    tokens, itself included. `cu_seq_lens_q`, int32 [segments + 1] from 0 to T, and `max_length_q`, the tokens
+    in the longest segment, are given to the model's forward (transformers' names). Returns [1, T, heads, D],
+    and None where others return attention weights.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise RuntimeError(f"{VARLEN} needs the segments' borders; outside training use another attention")
+    if dropout != 0.0:
+        raise RuntimeError(f"{VARLEN} has no attention dropout, {dropout} was asked for")
+    q, k, v = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
+    window = (sliding_window - 1 if sliding_window else -1, 0)
+    # flash attention exists for half precision on GPUs; fp32 there is for checking, not for speed
+    flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    if flash:
+        return _flash(q, k, v, cu_seq_lens_q, max_length_q, scaling, window).unsqueeze(0), None
+    return _segment_by_segment(q, k, v, cu_seq_lens_q, scaling, window).unsqueeze(0), None
+
+
+def _flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    longest: int,
+    scale: float | None,
+    window: tuple[int, int],
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scale, "window_size": window}
+    if _wants_gqa_flag():
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)  # type: ignore[return-value]
+
+
+@cache
+def _wants_gqa_flag() -> bool:
+    """Whether this torch wants to be told of fewer key than query heads; the kernel itself never asked."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _segment_by_segment(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float | None,
+    window: tuple[int, int],
+) -> torch.Tensor:
+    """The same with plain SDPA, one segment after the other."""
+    borders = cu_seqlens.tolist()
+    out = []
+    for start, stop in pairwise(borders):
+        qs, ks, vs = (t[start:stop].transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+        mask = None
+        if 0 <= window[0] < stop - start - 1:
+            mask = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device)
+            mask = mask.tril().triu(-window[0])
+        attended = scaled_dot_product_attention(
+            qs, ks, vs, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        out.append(attended.squeeze(0).transpose(0, 1))
+    return torch.cat(out)
+
+
+AttentionInterface.register(VARLEN, varlen_attention)
+# No mask function is registered under this name on purpose: transformers then makes no mask at all, and does
+# not read the position ids back from the GPU to look for packed samples.

@@ -1,0 +1,81 @@
+"""Fused kernels put into a model that is already built: Liger's for norms, MLPs and rotary, and our LoRA.
+
+Nothing about the weights changes, so it works on the meta device. LoRA layers have to be there already.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from shardwise.kernels.lora_linear import fuse_lora
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_LIGER_TYPES = frozenset(
+    {
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "granite",
+        "llama",
+        "mistral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+    }
+)
+"""Model types for which tests/gpu compares Liger with the plain model."""
+
+_ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
+"""The activation that each of Liger's gated MLPs computes, whatever the config says."""
+
+
+def apply_fused_kernels(
+    model: PreTrainedModel, device: torch.device, *, gathered_by_module: bool
+) -> list[str]:
+    """Replaces what a faster kernel exists for; returns the names of what was replaced.
+
+    On the CPU nothing is. The rotary embedding is a function of the model's module in transformers: it
+    is replaced there, for every model of that type in this process.
+
+    Args:
+        model: a causal language model, LoRA layers included.
+        device: where it will run.
+        gathered_by_module: whether the engine gathers weights in hooks on each module's call, as ZeRO-3
+            does. The LoRA layers, which would bypass those hooks, then stay PEFT's.
+    """
+    if device.type != "cuda":
+        return []
+    applied = _apply_liger(model) if find_spec("liger_kernel") else []
+    if not gathered_by_module and fuse_lora(model):
+        applied.append("lora_linear")
+    return applied
+
+
+def _apply_liger(model: PreTrainedModel) -> list[str]:
+    if model.config.model_type not in _LIGER_TYPES:
+        return []
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
+    known = inspect.signature(apply).parameters
+    wanted = {
+        name: name in known and _computes(name, model.config) for name in ("rope", "rms_norm", *_ACTIVATIONS)
+    }
+    others = {name: False for name in ("cross_entropy", "fused_linear_cross_entropy") if name in known}
+    apply(model=model, **{name: value for name, value in wanted.items() if name in known}, **others)
+    return [f"liger_{name}" for name, value in wanted.items() if value]
+
+
+def _computes(kernel: str, config: PretrainedConfig) -> bool:
+    """Whether Liger's kernel is the function that the config names."""
+    if kernel not in _ACTIVATIONS:
+        return True
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    return activation in _ACTIVATIONS[kernel]

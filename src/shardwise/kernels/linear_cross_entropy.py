@@ -1,0 +1,138 @@
+"""Cross entropy of a linear output head without ever holding the full logits.
+
+The head is applied to a chunk of tokens at a time; the chunk's gradients are computed at once, while its
+logits are still there, and kept for the backward pass, which only multiplies them by the incoming scalar.
+The method is that of Liger Kernel's fused linear cross entropy (Hsu et al. 2024, arXiv:2410.10989).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.kernels.cross_entropy import cross_entropy_
+
+CHUNK_BYTES = 512 * 1024**2
+"""Logits held at a time. 2048 rows of a 128k vocabulary in bf16: a matrix product still at full speed."""
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """Sum of the cross entropy of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`.
+
+    Args:
+        hidden: [T, H], of the same dtype as `weight` and `bias`.
+        weight: [V, H].
+        labels: int64 [T].
+        bias: [V].
+        softcap: bound on the logits, as in Gemma 2; None for none.
+        scale: factor on the logits, as in Cohere and Granite.
+        ignore_index: rows with this label count nothing and get zero gradients.
+
+    Returns:
+        fp32 scalar (fp64 for fp64 inputs), in nats. Gradients are formed for the inputs that require them;
+        a frozen weight costs nothing.
+    """
+    wanted = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
+    loss: torch.Tensor = _LinearCrossEntropy.apply(
+        hidden, weight, bias, labels, softcap, scale, ignore_index, tuple(wanted)
+    )
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        softcap: float | None,
+        scale: float,
+        ignore_index: int,
+        wanted: tuple[bool, bool, bool],
+    ) -> torch.Tensor:
+        hidden, labels = hidden.contiguous(), labels.contiguous()
+        losses = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
+        gradients = _Gradients(hidden, weight, wanted)
+        rows = chunk_rows(hidden.shape[0], weight.shape[0] * weight.element_size())
+        buffer = hidden.new_empty(rows, weight.shape[0])  # one buffer, reused by every chunk
+        for start in range(0, hidden.shape[0], rows):
+            chunk = slice(start, min(start + rows, hidden.shape[0]))
+            logits = buffer[: chunk.stop - chunk.start]
+            if bias is None:
+                torch.mm(hidden[chunk], weight.t(), out=logits)
+            else:
+                torch.addmm(bias, hidden[chunk], weight.t(), out=logits)
+            cross_entropy_(logits, labels[chunk], losses[chunk], softcap, scale, ignore_index, any(wanted))
+            gradients.add(chunk, logits)
+        ctx.gradients, ctx.dtype = (gradients.hidden, gradients.weight, gradients.bias), weight.dtype
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("linear_cross_entropy keeps its gradients for one backward pass only")
+        scaled = [None if g is None else _scaled(g, grad_output, ctx.dtype) for g in gradients]
+        return (*scaled, None, None, None, None, None)
+
+
+class _Gradients:
+    """The gradients for hidden, weight and bias, gathered chunk by chunk; weight and bias in fp32."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, wanted: tuple[bool, bool, bool]) -> None:
+        self.inputs = hidden, weight
+        self.hidden = torch.empty_like(hidden) if wanted[0] else None
+        self.weight: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+        self.wanted = wanted
+
+    def add(self, chunk: slice, logits_gradient: torch.Tensor) -> None:
+        hidden, weight = self.inputs
+        if self.hidden is not None:
+            torch.mm(logits_gradient, weight, out=self.hidden[chunk])
+        if self.wanted[1]:
+            transposed = logits_gradient.t()
+            if chunk.stop - chunk.start == hidden.shape[0]:
+                self.weight = torch.mm(transposed, hidden)  # one chunk: the product's own fp32 sum is enough
+            else:
+                self.weight = _add_product(self.weight, transposed, hidden[chunk])
+        if self.wanted[2]:
+            total = logits_gradient.sum(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
+            self.bias = total if self.bias is None else self.bias.add_(total)
+
+
+def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`gradient * factor` in `dtype`, multiplied in fp32: a factor rounded to bf16 would bend them all."""
+    if gradient.dtype == factor.dtype:
+        return gradient.mul_(factor).to(dtype)  # in place: no second weight-sized tensor
+    return (gradient.to(factor.dtype) * factor).to(dtype)
+
+
+def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`total + left @ right` in fp32 (in place once there is a total), for operands of any dtype."""
+    dtype = torch.promote_types(left.dtype, torch.float32)
+    if left.dtype == dtype or not left.is_cuda:
+        left, right = left.to(dtype), right.to(dtype)
+        return torch.mm(left, right) if total is None else total.addmm_(left, right)
+    if total is None:
+        return torch.mm(left, right, out_dtype=dtype)
+    return torch.addmm(total, left, right, out_dtype=dtype, out=total)
+
+
+def chunk_rows(tokens: int, row_bytes: int) -> int:
+    """Tokens per chunk: as few chunks as CHUNK_BYTES allows, all of about the same size."""
+    limit = max(CHUNK_BYTES // row_bytes, 1)
+    chunks = max(-(-tokens // limit), 1)
+    return max(-(-tokens // chunks), 1)

@@ -1,0 +1,196 @@
+"""Runs a job on this machine: starts the workers, passes signals on, and ends with one exit code.
+
+Signals: the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 becomes one SIGTERM to every worker, which saves
+and ends with 75. A second SIGINT kills them. When a worker fails the others get a grace period to
+end by themselves (they may be about to report something better), then SIGTERM, then SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from shardwise.errors import MachineError, Problem, ShardwiseError, render
+from shardwise.launch.spec import LaunchSpec
+from shardwise.launch.worker import Worker, start, worker_environment
+
+WORKER_MODULE = "shardwise.train.worker"
+STOPPED = 75
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_LOOK_EVERY_SECONDS = 0.02
+_TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL, for the survivors of a failure
+
+
+def launch(spec: LaunchSpec, *, module: str = WORKER_MODULE, grace_seconds: float = 10.0) -> int:
+    """Run the job with `spec.processes` workers; returns the exit code, the workers' error printed.
+
+    0 all workers finished; 75 stopped on request with the state saved; 130 or 143 stopped by signal
+    before the state could be saved; otherwise the code of the worker that failed first. Must be
+    called from the main thread, which receives the signals. MachineError where no worker can start.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-"))  # mode 0700
+    try:
+        spec_path = folder / "spec.json"
+        spec_path.write_text(json.dumps(spec.to_json()), encoding="utf-8")
+        with _requests() as requests:
+            workers = _start_all(1 if spec.dry_run else spec.processes, module, spec_path, folder)
+            try:
+                _watch(workers, requests, grace_seconds)
+            finally:
+                _kill(workers)
+        return _conclude(workers, requests)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_all(processes: int, module: str, spec_path: Path, folder: Path) -> list[Worker]:
+    environment = worker_environment(processes=processes, folder=folder)
+    workers: list[Worker] = []
+    try:
+        for rank in range(processes):
+            worker = start(rank, module=module, spec=spec_path, folder=folder, environment=environment)
+            workers.append(worker)  # one by one: those that run must be ended when the next one fails
+    except OSError as error:
+        _kill(workers)
+        raise MachineError(
+            f"worker process {len(workers)} could not be started: {error.strerror}",
+            fix="see `ulimit -u` and the free memory, or ask for fewer with --processes",
+        ) from None
+    return workers
+
+
+@contextmanager
+def _requests() -> Iterator[list[int]]:
+    """The stop signals received so far, in order. A signal that was ignored (nohup) stays ignored."""
+    received: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(number)
+
+    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(workers: Sequence[Worker], requests: Sequence[int], grace_seconds: float) -> None:
+    """Returns when all workers have ended, by themselves or not."""
+    forwarded = warned = False
+    while True:
+        ended = [worker.look(time.time()) for worker in workers]
+        if all(ended):
+            return
+        if requests and not forwarded:
+            forwarded = True
+            _signal(workers, signal.SIGTERM)
+        if requests.count(signal.SIGINT) >= 2:
+            return
+        failures = [worker.failed_at for worker in workers if worker.failed_at and _code(worker) != STOPPED]
+        if failures:
+            since = time.time() - min(failures)
+            if since > grace_seconds and not warned:
+                warned = True
+                _signal(workers, signal.SIGTERM)
+            if since > grace_seconds + _TERM_SECONDS:
+                return
+        time.sleep(_LOOK_EVERY_SECONDS)
+
+
+def _signal(workers: Sequence[Worker], number: int) -> None:
+    for worker in workers:
+        if worker.process.poll() is None:
+            worker.signal(number)
+
+
+def _kill(workers: Sequence[Worker]) -> None:
+    """End every worker that still runs, and what any of them has started."""
+    for worker in workers:
+        worker.signal(signal.SIGKILL)
+    for worker in workers:
+        worker.process.wait()
+
+
+def _conclude(workers: Sequence[Worker], requests: Sequence[int]) -> int:
+    """The run's exit code; prints the one error block there is to print."""
+    failed = sorted(
+        (worker for worker in workers if worker.failed_at is not None),
+        key=lambda worker: (_code(worker) == STOPPED, worker.failed_at, worker.rank),
+    )
+    interrupted = requests.count(signal.SIGINT) >= 2
+    if interrupted or (failed and requests and _ended_by_our_term(failed[0])):
+        number = signal.SIGINT if interrupted else signal.SIGTERM
+        _tell(
+            ShardwiseError(
+                "stopped before the state could be saved",
+                fix="--resume goes on from the last checkpoint, if there is one",
+            )
+        )
+        return 128 + number
+    if not failed:
+        return 0
+    first = failed[0]
+    error = _error_of(first)
+    if error is not None:
+        _tell(error)
+    return _code(first)
+
+
+def _ended_by_our_term(worker: Worker) -> bool:
+    return worker.report is None and worker.process.returncode == -signal.SIGTERM
+
+
+def _code(worker: Worker) -> int:
+    """The exit code a failed worker stands for."""
+    if worker.report is not None:
+        return int(worker.report["exit_code"])
+    code = worker.process.returncode
+    return code if code is not None and code > 0 else MachineError.exit_code
+
+
+def _error_of(worker: Worker) -> ShardwiseError | None:
+    """What to print for a worker that failed; None when it only stopped as it was asked to."""
+    code, where = worker.process.returncode, f"rank {worker.rank} of this run"
+    if worker.report is not None:
+        problems = [Problem(**problem) for problem in worker.report["problems"]]
+        error = ShardwiseError(problems[0].what, problems=problems)
+        error.headline = worker.report["headline"]
+        return error
+    if code == STOPPED:
+        return None
+    tail = worker.log_tail()
+    if tail:
+        print(f"--- the last lines of rank {worker.rank} ---\n{tail}\n---", file=sys.stderr)
+    if code == -signal.SIGKILL:
+        return MachineError(
+            f"rank {worker.rank} was killed, probably out of host memory",
+            where=f"{where}, process {worker.process.pid}",
+            fix="look for `Out of memory` in `dmesg`; use less host memory: no offloading, fewer processes",
+        )
+    if code is not None and code < 0:
+        return MachineError(
+            f"rank {worker.rank} crashed with {signal.Signals(-code).name}",
+            where=f"{where}, process {worker.process.pid}",
+            fix="what it printed last is above; on a GPU, look for `Xid` in `dmesg`",
+        )
+    return ShardwiseError(
+        f"rank {worker.rank} ended with exit code {code} and no error report",
+        where=where,
+        fix="what it printed last is above; please report this as a bug",
+    )
+
+
+def _tell(error: ShardwiseError) -> None:
+    print(render(error), file=sys.stderr, flush=True)

@@ -1,0 +1,32 @@
+"""What the launcher hands to its worker processes: one JSON file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """A job, where its run folder is, and how it is to be run."""
+
+    job: Mapping[str, Any]
+    """The resolved job, as JSON values."""
+    run_dir: str
+    processes: int
+    """Worker processes on this machine, one per GPU."""
+    resume: bool = False
+    max_steps: int | None = None
+    """Stop after this step even if the job has more; the schedule stays the job's."""
+    dry_run: bool = False
+    """Show what would be run, with one process; write and train nothing."""
+    memory_cap_bytes: int | None = None
+    """Use no more than this much of each GPU."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> LaunchSpec:
+        return LaunchSpec(**values)

@@ -1,0 +1,101 @@
+"""LoRA: low-rank adapters (PEFT) on a frozen base, injected while everything is on the meta device."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from peft import LoraConfig, TaskType, get_peft_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.errors import JobError
+from shardwise.job.schema import Lora
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+ADAPTER = "default"
+"""PEFT's name of the one adapter."""
+
+
+def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str | None) -> PeftModel:
+    """Injects adapters into `model` in place and freezes everything else.
+
+    The adapters have the base's dtype. `source` and `revision` are what the saved adapter says its base is.
+    Returns PEFT's wrapper; `get_base_model()` of it is `model`. Raises JobError for a target that matches
+    no linear module.
+    """
+    candidates = linear_modules(model)
+    if isinstance(lora.targets, list):
+        _check_targets(lora.targets, candidates)
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in candidates.values()),
+    )
+    with warnings.catch_warnings():
+        # PEFT asks transformers for a property under its old name, and expects adapters on experts
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*_pattern keys did not match", category=RuntimeWarning)
+        peft = get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            parameter.data = parameter.data.to(model.dtype)  # PEFT leaves what is on the meta device in fp32
+    config.base_model_name_or_path = source  # PEFT put the model's own, empty one there
+    config.revision = revision
+    return peft
+
+
+def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """What can have an adapter: every linear layer but the output head, by name."""
+    head = model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+    }
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return f".{ADAPTER}." in name and ".lora_" in name
+
+
+def base_name(name: str) -> str:
+    """A parameter's name in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def saved_name(name: str) -> str:
+    """An adapter parameter's name in PEFT's file, from its name in the model."""
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
+
+
+@torch.no_grad()
+def initial_values(name: str, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """What PEFT starts an adapter from, in fp32: A as in nn.Linear, B zero, so that it changes nothing."""
+    value = torch.empty(shape, device=device)
+    if ".lora_A." in name:
+        return nn.init.kaiming_uniform_(value, a=math.sqrt(5))
+    return nn.init.zeros_(value)
+
+
+def _check_targets(targets: Iterable[str], candidates: Iterable[str]) -> None:
+    """PEFT itself is content when one of several targets matches."""
+    names = list(candidates)
+    unknown = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    if unknown:
+        known = sorted({name.rpartition(".")[2] for name in names})
+        raise JobError(
+            f"no linear module is called {', '.join(map(repr, unknown))}",
+            where="model.lora.targets",
+            fix=f"choose from {', '.join(known)}, or all-linear",
+        )

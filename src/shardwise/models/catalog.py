@@ -1,0 +1,77 @@
+"""Known model shapes, so that a job can be planned, and trained from random weights, without network."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One model's architecture and sizes."""
+
+    name: str
+    hub: str | None
+    """Hub id of the weights; None for shapes that were never published as weights."""
+    aliases: tuple[str, ...]
+    model_type: str
+    """Hugging Face's name of the architecture."""
+    config: Mapping[str, Any]
+    """Hugging Face config values that differ from the architecture's defaults."""
+    parameters: int
+    """Exact number of parameters; tied weights count once."""
+
+    def hf_config(self) -> dict[str, Any]:
+        """The shape as the content of a config.json."""
+        return {"model_type": self.model_type, **self.config}
+
+
+@cache
+def shapes() -> tuple[Shape, ...]:
+    """All shapes of `catalog.toml`, in its order."""
+    text = resources.files("shardwise.models").joinpath("catalog.toml").read_text(encoding="utf-8")
+    families = tomllib.loads(text)["family"].values()
+    return tuple(_shape(name, row, family) for family in families for name, row in family["shape"].items())
+
+
+def names() -> list[str]:
+    """Names of all shapes, in the catalog's order."""
+    return [shape.name for shape in shapes()]
+
+
+def lookup(name: str) -> Shape | None:
+    """The shape with this name, hub id or alias, in any case; None where there is none."""
+    return _index().get(name.casefold())
+
+
+def nearest(name: str, count: int = 3) -> list[str]:
+    """Names that look most like `name`, best first; for "did you mean"."""
+    found = difflib.get_close_matches(name.casefold(), _index(), n=10, cutoff=0.5)
+    return list(dict.fromkeys(_index()[key].name for key in found))[:count]
+
+
+@cache
+def _index() -> dict[str, Shape]:
+    return {
+        key.casefold(): shape
+        for shape in shapes()
+        for key in (shape.name, *shape.aliases, *([shape.hub] if shape.hub else []))
+    }
+
+
+def _shape(name: str, row: Mapping[str, Any], family: Mapping[str, Any]) -> Shape:
+    config = {**family.get("config", {}), **row["config"]}
+    return Shape(
+        name=name,
+        hub=row.get("hub"),
+        aliases=tuple(row.get("aliases", ())),
+        model_type=family["model_type"],
+        # TOML has no null
+        config={key: None if value == "none" else value for key, value in config.items()},
+        parameters=row["parameters"],
+    )

@@ -1,0 +1,229 @@
+"""Trained weights in Hugging Face's format: written at every checkpoint, and handed out afterwards."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from shardwise.errors import CheckpointError, JobError
+from shardwise.job.schema import Model
+from shardwise.models.adapters import ADAPTER, saved_name
+from shardwise.models.build import BuiltModel, build_model
+from shardwise.models.quiet import quiet
+from shardwise.models.structure import join
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+"""Largest difference of merged from unmerged logits, as a share of the largest logit.
+
+Merging rounds each weight once more: 16 roundings of half precision; fp32 leaves room for the order of sums.
+"""
+
+_PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Once upon a time there was a small model that",
+    "1 + 1 = 2, 2 + 2 = 4, 3 + 3 =",
+)
+
+
+def save_weights(
+    built: BuiltModel,
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    rank: int = 0,
+) -> None:
+    """Writes the trained weights, config, generation config and tokenizer into `directory`.
+
+    Every rank iterates over `named_tensors`, an engine's `weights()`; rank 0 writes. All weights give a
+    model that `from_pretrained` loads, LoRA gives an adapter that PEFT loads.
+
+    Raises:
+        CheckpointError: the engine's tensors are not the trained weights: one is missing, empty or cut.
+    """
+    if rank != 0:
+        for _ in named_tensors:
+            pass
+        return
+    state = {name: tensor.contiguous() for name, tensor in named_tensors}
+    _check(state, built.trainable_shapes)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(directory)
+    if built.peft is None:
+        _save_model(built, {**state, **_persistent_buffers(built.model)}, directory, tokenizer)
+    else:
+        _save_adapter(built.peft, state, directory)
+
+
+def export(model_dir: Path, out: Path, *, merge: bool, base: Model) -> dict[str, Any]:
+    """Hands out what `save_weights` wrote, in the new folder `out`.
+
+    Args:
+        model_dir: a checkpoint's `model` folder.
+        out: where to write.
+        merge: add the adapter to its base and write a whole model. Its logits on fixed prompts are
+            compared with those of base and adapter.
+        base: the job's `model` section.
+
+    Returns what was written: `kind` (model, adapter, merged), `out`, and for a merged model the largest
+    difference of a logit and the largest logit.
+
+    Raises:
+        JobError: there is nothing to merge.
+        CheckpointError: the adapter is damaged, or merging changed the logits.
+    """
+    if not (model_dir / ADAPTER_CONFIG).is_file():
+        if merge:
+            raise JobError(
+                "there is no adapter to merge: the run trained all weights",
+                where="--merge",
+                fix="leave --merge out",
+            )
+        shutil.copytree(model_dir, out, dirs_exist_ok=True)
+        return {"kind": "model", "out": str(out)}
+    if not merge:
+        read_adapter(model_dir)
+        shutil.copytree(model_dir, out, dirs_exist_ok=True)
+        return {"kind": "adapter", "out": str(out)}
+    return {"kind": "merged", "out": str(out), **_merge(model_dir, out, base)}
+
+
+def load_with_adapter(model_dir: Path, base: Model, device: torch.device) -> BuiltModel:
+    """The base model with the adapter of `model_dir` on it, on `device` and in evaluation mode.
+
+    Raises CheckpointError where the adapter is damaged or does not fit, JobError for a random base.
+    """
+    tensors = read_adapter(model_dir)
+    if base.weights == "random":
+        raise JobError(
+            "the adapter's base has random weights, which were never saved",
+            where="model.weights",
+            fix="train adapters on pretrained weights",
+        )
+    built = build_model(base, dtype=next(iter(tensors.values())).dtype, seed=0)
+    _check(tensors, {saved_name(name): shape for name, shape in built.trainable_shapes.items()})
+    built.weights.fill(built.model, device)
+    with torch.no_grad():
+        for name in built.trainable_shapes:
+            built.model.get_parameter(name).copy_(tensors[saved_name(name)])
+    built.model.to(device).eval()
+    built.model.config.use_cache = True
+    return built
+
+
+def read_adapter(model_dir: Path) -> dict[str, torch.Tensor]:
+    """An adapter's tensors by PEFT's names. Raises CheckpointError where it is damaged or holds no values."""
+    path = model_dir / ADAPTER_WEIGHTS
+    try:
+        tensors = load_file(path)
+    except Exception as error:  # noqa: BLE001  (safetensors' own error is a plain Exception)
+        raise CheckpointError(f"the adapter cannot be read: {error}", where=str(path)) from None
+    empty = [name for name, tensor in tensors.items() if tensor.numel() == 0]
+    if empty or not tensors:
+        raise CheckpointError(
+            f"the adapter holds no values: {empty[0] if empty else 'no tensors at all'}",
+            where=str(path),
+            fix="train again; nothing can be recovered from this file",
+        )
+    return tensors
+
+
+def _merge(model_dir: Path, out: Path, base: Model) -> dict[str, float]:
+    built = load_with_adapter(model_dir, base, torch.device("cpu"))
+    assert built.peft is not None
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    before = _logits(built.model, tokenizer)
+    merged = built.peft.merge_and_unload(safe_merge=True)
+    after = _logits(merged, tokenizer)
+    largest = float(before.abs().max())
+    difference = float((before - after).abs().max())
+    bound = LOGIT_TOLERANCE[built.model.dtype] * largest
+    if not difference <= bound:
+        raise CheckpointError(
+            f"merging changed the logits by {difference:.3g}, more than rounding explains ({bound:.3g})",
+            where=str(model_dir),
+            fix="export the adapter without --merge",
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(out)
+    _save_model(built, merged.state_dict(), out, tokenizer)
+    return {"max_logit_difference": difference, "max_logit": largest}
+
+
+@torch.no_grad()
+def _logits(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """fp32 logits of every token of the fixed prompts, [tokens, vocabulary]."""
+    rows = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in _PROMPTS]
+    return torch.cat([model(input_ids=row).logits[0].float() for row in rows])
+
+
+def _save_model(
+    built: BuiltModel,
+    state: Mapping[str, torch.Tensor],
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    skeleton = built.skeleton
+    if built.spec.weights == "random":
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            for config in (skeleton.config, skeleton.generation_config):
+                setattr(config, name, getattr(tokenizer, name))
+    with quiet():
+        skeleton.save_pretrained(directory, state_dict=dict(state))
+    folder = built.found.folder
+    if built.spec.weights == "pretrained" and folder and (folder / "generation_config.json").is_file():
+        shutil.copyfile(folder / "generation_config.json", directory / "generation_config.json")
+
+
+def _save_adapter(peft: PeftModel, state: Mapping[str, torch.Tensor], directory: Path) -> None:
+    saved = copy.copy(peft.peft_config[ADAPTER])
+    saved.inference_mode = True
+    saved.target_modules = sorted(saved.target_modules)
+    saved.save_pretrained(directory)
+    save_file(
+        {saved_name(name): tensor for name, tensor in state.items()},
+        directory / ADAPTER_WEIGHTS,
+        metadata={"format": "pt"},
+    )
+
+
+def _check(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size]) -> None:
+    for name, shape in expected.items():
+        found = state.get(name)
+        if found is None or found.shape != shape:
+            raise CheckpointError(
+                f"{name} should have the shape {list(shape)} and "
+                + ("is missing" if found is None else f"has {list(found.shape)}"),
+                where="trained weights",
+                fix="the weights were not gathered or belong to another model; nothing was written",
+            )
+    extra = sorted(state.keys() - expected.keys())
+    if extra:
+        raise CheckpointError(
+            f"{extra[0]} is no trained weight of this model",
+            where="trained weights",
+            fix="use the job that the weights were trained with",
+        )
+
+
+def _persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {
+        join(prefix, name): buffer.cpu()
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }

@@ -1,0 +1,213 @@
+"""Where a model comes from: a folder, a hub repository, or a shape of the catalog; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    HTTPError,  # of the HTTP library that this version of the hub's client uses
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from shardwise.errors import JobError, MachineError
+from shardwise.job.schema import Model
+from shardwise.models.catalog import Shape, lookup, nearest
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""What a tokenizer may consist of; its tokenizer_config.json is among `tokenizer*`."""
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the config, and for pretrained models the weights, lie on this machine."""
+
+    description: str
+    """For people: what was found where."""
+    config: dict[str, Any]
+    """Content of the config.json."""
+    folder: Path | None
+    """Folder with the files; None for a shape of the catalog."""
+
+
+def find_source(model: Model) -> Source:
+    """The model's config and files, downloaded where necessary.
+
+    A folder wins over a name; with random weights a name of the catalog needs no network.
+
+    Raises:
+        JobError: there is no such model, or its config is refused.
+        MachineError: it is on the hub, and the hub cannot be reached.
+    """
+    shape = lookup(model.source)
+    folder = Path(model.source)
+    if folder.is_dir():
+        source = _from_folder(folder, str(folder))
+    elif model.weights == "random" and shape is not None:
+        return Source(
+            description=f"the shape {shape.name}, known without network",
+            config=shape.hf_config(),
+            folder=None,
+        )
+    else:
+        repository = _repository(model.source, shape)
+        source = _from_folder(_download_model(model, repository), f"{repository} on the hub")
+    if not model.trust_remote_code:
+        _refuse_private_keys(source.config, f"{source.folder}/config.json")
+    return source
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The files that hold the weights. Raises JobError where there is none, pickled ones included."""
+    if (folder / _INDEX).is_file():
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    found = f"only {pickles[0]}, which can run code when it is read" if pickles else "no weights"
+    raise JobError(
+        f"there is no {_SINGLE} and no {_INDEX}: {found}",
+        where=f"model.source: {folder}",
+        fix="convert the weights to safetensors (save_pretrained does), or train from weights: random",
+    )
+
+
+def download(
+    repository: str, patterns: list[str], *, revision: str | None, where: str, offline_fix: str
+) -> Path:
+    """A local folder with the files of a hub repository that match `patterns`; from the cache if it can.
+
+    Raises:
+        JobError: there is no such repository or revision, or the account has no access.
+        MachineError: the hub cannot be reached and the files are not in the cache.
+    """
+    try:
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=["*/*", "consolidated*"],  # copies in other formats
+            )
+        )
+    except GatedRepoError:
+        raise JobError(
+            f"{repository} asks for its licence to be accepted first",
+            where=where,
+            fix=f"accept it on https://huggingface.co/{repository}, and set HF_TOKEN",
+        ) from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise JobError(
+            f"there is no folder, hub repository or known shape {repository!r}",
+            where=where,
+            fix=_did_you_mean(repository),
+        ) from None
+    except RevisionNotFoundError:
+        raise JobError(
+            f"{repository} has no revision {revision!r}",
+            where="model.revision",
+            fix="name a commit, tag or branch of it",
+        ) from None
+    except (EntryNotFoundError, OSError, HTTPError) as error:
+        raise MachineError(
+            f"{repository} is not on this machine, and the hub cannot be reached ({type(error).__name__})",
+            where=where,
+            fix=offline_fix,
+        ) from None
+
+
+def _did_you_mean(name: str) -> str:
+    near = nearest(name)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"{hint}`shardwise init --models` lists the known shapes"
+
+
+def _repository(name: str, shape: Shape | None) -> str:
+    """The hub id of `name`: a catalog name stands for its hub id, anything else for itself."""
+    if shape is None or name.count("/") == 1:
+        if "/" not in name or name.startswith((".", "/", "~")):
+            raise JobError(
+                f"there is no folder and no known shape {name!r}",
+                where="model.source",
+                fix=_did_you_mean(name),
+            )
+        return name
+    if shape.hub is None:
+        raise JobError(
+            f"{shape.name} is a shape; no weights of it are published",
+            where="model.weights",
+            fix="set weights: random",
+        )
+    return shape.hub
+
+
+def _download_model(model: Model, repository: str) -> Path:
+    patterns = ["config.json", "generation_config.json", *TOKENIZER_FILES]
+    if model.weights == "pretrained":
+        patterns += ["*.safetensors", "*.safetensors.index.json"]
+    if model.trust_remote_code:
+        patterns += ["*.py"]
+    known = lookup(repository) is not None
+    return download(
+        repository,
+        patterns,
+        revision=model.revision,
+        where="model.source",
+        offline_fix="download it once where there is a network and name the folder"
+        + (", or train its shape from weights: random" if known else ""),
+    )
+
+
+def _from_folder(folder: Path, description: str) -> Source:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise JobError(
+            "the folder has no config.json",
+            where=f"model.source: {folder}",
+            fix="name a folder that save_pretrained wrote",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise JobError(
+            f"the config cannot be read: {error}", where=str(path), fix="restore the file"
+        ) from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise JobError(
+            "the config does not say which architecture it is for",
+            where=str(path),
+            fix="add its model_type",
+        )
+    return Source(description=description, config=config, folder=folder)
+
+
+def _refuse_private_keys(config: dict[str, Any], where: str) -> None:
+    """Refuses keys that made transformers run code nobody allowed (CVE-2026-4372, CVE-2026-5241)."""
+    for key, value in config.items():
+        if key == "trust_remote_code" or (key.startswith("_") and key.endswith("_internal")):
+            raise JobError(
+                f"the config sets {key!r}, which can make it run foreign code",
+                where=where,
+                fix=f"remove {key!r} from the file if you trust the rest of it",
+            )
+        if isinstance(value, dict):
+            _refuse_private_keys(value, where)

@@ -1,0 +1,184 @@
+"""The tokenizer of a job: the model's own, another one, or one learned from the data."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from shardwise.errors import JobError, MachineError
+from shardwise.job.schema import Model
+from shardwise.models.catalog import lookup
+from shardwise.models.source import TOKENIZER_FILES, download
+
+END = "<|endoftext|>"
+PAD = "<|pad|>"
+CORPUS_CHARACTERS = 500_000_000
+"""A vocabulary is learned from so much text at most: more changes it little and takes memory."""
+VOCABULARY_MULTIPLE = 64
+"""Rows of a new embedding are rounded up to it, as tensor cores like them."""
+
+_FORMAT = 1
+"""Part of every cache key; raised when training changes."""
+_KNOWN_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+def load_tokenizer(
+    model: Model, *, corpus: Callable[[], Iterator[str]], cache: Path | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that the job asks for. It has a padding token, and no token more than it came with.
+
+    Args:
+        model: the job's `model` section.
+        corpus: the training data's texts, from the start; only for `tokenizer: train`.
+        cache: folder for learned tokenizers; default `$SHARDWISE_CACHE`, else `~/.cache/shardwise`.
+
+    Raises:
+        JobError: there is no tokenizer where the job says.
+        MachineError: it has to be downloaded, and the hub cannot be reached; or the cache cannot be written.
+    """
+    if model.tokenizer == "train":
+        root = (cache or _default_cache()) / "tokenizers"
+        return _from_folder(_trained(root, corpus, model.tokenizer_vocab), model)
+    tokenizer = _from_folder(_folder(model), model)
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        # padding is neither attended to nor trained, so no new token, and no new embedding row, is needed
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def model_vocabulary(model: Model, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Embedding rows for random weights with a tokenizer of another origin; None keeps the shape's."""
+    if model.weights != "random" or model.tokenizer is None:
+        return None
+    return -(-len(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+def train_bpe(texts: Iterator[str], vocabulary: int) -> Tokenizer:
+    """Learns a byte-level BPE vocabulary of at most `vocabulary` tokens, special ones included.
+
+    All 256 bytes are in it, so every text can be written and nothing is unknown.
+    """
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _folder(model: Model) -> Path:
+    """The folder that holds the tokenizer's files, downloaded where necessary."""
+    name = model.tokenizer or model.source
+    if Path(name).is_dir():
+        return Path(name)
+    key = "model.tokenizer" if model.tokenizer else "model.source"
+    shape = lookup(name)
+    repository = name if "/" in name else shape.hub if shape else None
+    if repository is None:
+        raise JobError(
+            f"{name} has no tokenizer of its own" if shape else f"there is no tokenizer {name!r}",
+            where=key,
+            fix="set model.tokenizer: train, or to a hub id or folder",
+        )
+    return download(
+        repository,
+        ["config.json", *TOKENIZER_FILES, *(["*.py"] if model.trust_remote_code else [])],
+        revision=None if model.tokenizer else model.revision,
+        where=key,
+        offline_fix="set model.tokenizer to a folder"
+        + (", or to train to learn one from the data" if model.weights == "random" else ""),
+    )
+
+
+def _from_folder(folder: Path, model: Model) -> PreTrainedTokenizerBase:
+    if not any((folder / name).is_file() for name in _KNOWN_FILES):
+        raise JobError(
+            f"{folder} has no tokenizer files",
+            where="model.tokenizer",
+            fix=f"name a folder with {_KNOWN_FILES[0]}"
+            + (", or set it to train" if model.weights == "random" else ""),
+        )
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:  # noqa: BLE001  (the tokenizers library raises plain Exception)
+        raise JobError(
+            f"the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}",
+            where=str(folder),
+            fix="restore its files, or name another one in model.tokenizer",
+        ) from None
+
+
+def _trained(root: Path, corpus: Callable[[], Iterator[str]], vocabulary: int) -> Path:
+    """The cache's folder with the tokenizer of this text; one process learns it, others wait."""
+    entry = root / _key(corpus(), vocabulary)
+    if entry.is_dir():
+        return entry
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _locked(entry.with_suffix(".lock")):
+            if not entry.is_dir():
+                tokenizer = PreTrainedTokenizerFast(
+                    tokenizer_object=train_bpe(_limited(corpus()), vocabulary),
+                    eos_token=END,
+                    pad_token=PAD,
+                    clean_up_tokenization_spaces=False,
+                )
+                partial = entry.with_suffix(".partial")
+                shutil.rmtree(partial, ignore_errors=True)
+                tokenizer.save_pretrained(partial)
+                partial.rename(entry)
+    except OSError as error:
+        raise MachineError(
+            f"the tokenizer cannot be kept: {error.strerror or error}",
+            where=str(root),
+            fix="make room or give permission, or set SHARDWISE_CACHE to another folder",
+        ) from None
+    return entry
+
+
+def _key(texts: Iterator[str], vocabulary: int) -> str:
+    digest = hashlib.blake2b(f"{_FORMAT}/{vocabulary}".encode(), digest_size=16)
+    for text in _limited(texts):
+        digest.update(text.encode("utf-8", "surrogatepass"))
+        digest.update(b"\xff")  # in no UTF-8 text
+    return digest.hexdigest()
+
+
+def _limited(texts: Iterator[str]) -> Iterator[str]:
+    room = CORPUS_CHARACTERS
+
+    def fits(text: str) -> bool:
+        nonlocal room
+        room -= len(text)
+        return room >= 0
+
+    return takewhile(fits, texts)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise")

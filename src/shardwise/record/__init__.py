@@ -1,0 +1,1 @@
+"""The run folder: its schema, writing it, reading it."""

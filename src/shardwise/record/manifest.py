@@ -1,0 +1,177 @@
+"""A checkpoint's manifest: what it holds, byte by byte, and what it belongs to.
+
+File formats do not notice a flipped bit or a zeroed page, so the manifest carries the SHA-256 of
+every file, and of itself. A folder without a manifest that verifies is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+NAME = "manifest.json"
+_CHUNK_BYTES = 8 * 1024**2
+_THREADS = 8  # hashlib releases the GIL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a checkpoint belongs to: it is only ever loaded by a run of the same origin."""
+
+    world_size: int
+    strategy: Mapping[str, Any]
+    """`Strategy.to_json()`."""
+    identity: Mapping[str, Any]
+    """The job's fields that make it this job: model, data, sequence length, precision, seed, ..."""
+    versions: Mapping[str, str]
+    """Versions of the libraries that wrote it; for the reader, never compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of a checkpoint."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything `manifest.json` says. Paths are relative to its folder, with `/` between parts."""
+
+    step: int
+    origin: Origin
+    files: Mapping[str, FileEntry]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files of the checkpoint, the manifest left out."""
+        return sum(entry.size_bytes for entry in self.files.values())
+
+    def to_text(self) -> str:
+        """The content of `manifest.json`, with the hash of the rest as its last key."""
+        body = {
+            "schema": SCHEMA,
+            "step": self.step,
+            **asdict(self.origin),
+            "files": {name: asdict(self.files[name]) for name in sorted(self.files)},
+        }
+        return json.dumps({**body, "manifest_sha256": _hash_of(body)}, indent=1) + "\n"
+
+    @staticmethod
+    def from_text(text: str) -> Manifest:
+        """The inverse of `to_text`. Raises ValueError saying what is wrong."""
+        try:
+            body = json.loads(text)
+            claimed = body.pop("manifest_sha256")
+            if body["schema"] != SCHEMA:
+                raise ValueError(f"it has schema {body['schema']!r}, this version reads {SCHEMA}")
+            if claimed != _hash_of(body):
+                raise ValueError("its own hash does not match: it was changed after it was written")
+            files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+            fields = {key: body[key] for key in ("world_size", "strategy", "identity", "versions")}
+            return Manifest(step=body["step"], origin=Origin(**fields), files=files)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"it cannot be read ({type(error).__name__}: {error})") from None
+
+
+def folder_name(step: int) -> str:
+    """`step-000100`."""
+    return f"step-{step:06d}"
+
+
+def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of everything named like a checkpoint, newest first; sound or not."""
+    found = []
+    for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
+        match = re.fullmatch(r"step-(\d{6,})", path.name)
+        if match:
+            found.append((int(match[1]), path))
+    return sorted(found, reverse=True)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint. Raises ValueError saying what is wrong with it."""
+    try:
+        text = (folder / NAME).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError("there is no manifest.json: the checkpoint was never finished") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"manifest.json cannot be read ({error})") from None
+    try:
+        manifest = Manifest.from_text(text)
+    except ValueError as error:
+        raise ValueError(f"manifest.json: {error}") from None
+    if folder.name != folder_name(manifest.step):
+        raise ValueError(f"manifest.json is of step {manifest.step}, the folder is {folder.name}")
+    return manifest
+
+
+def list_files(folder: Path) -> list[str]:
+    """Relative paths of all files below `folder`, sorted, the manifest left out."""
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(name for path in files if (name := path.relative_to(folder).as_posix()) != NAME)
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that are missing, of the wrong size, or not in the manifest. Reads no content."""
+    problems = []
+    present = set(list_files(folder))
+    for name, entry in manifest.files.items():
+        if name not in present:
+            problems.append(f"{name} is missing")
+        elif (folder / name).is_symlink():
+            problems.append(f"{name} is a link, not a file")
+        elif (size := (folder / name).stat().st_size) != entry.size_bytes:
+            problems.append(f"{name} has {size} bytes instead of {entry.size_bytes}")
+    problems += [f"{name} is not in the manifest" for name in sorted(present - set(manifest.files))]
+    return problems
+
+
+def verify(folder: Path, *, rank: int = 0, size: int = 1) -> list[str]:
+    """What is wrong with a checkpoint, every byte read; empty when it is sound.
+
+    With `size` > 1 each of so many ranks reads its share of the files.
+    """
+    try:
+        manifest = read_manifest(folder)
+        problems = check_sizes(folder, manifest)
+        if problems:
+            return problems
+        hashes = hash_files(folder, sorted(manifest.files)[rank::size])
+    except ValueError as error:
+        return [str(error)]
+    except OSError as error:
+        return [f"it cannot be read ({error})"]
+    return [
+        f"{name} is damaged: its SHA-256 is not the one it was saved with"
+        for name, entry in hashes.items()
+        if entry != manifest.files[name]
+    ]
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Size and SHA-256 of files below `folder`, several at a time."""
+    names = list(names)
+    with ThreadPoolExecutor(max_workers=_THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: _hash_file(folder / name), names), strict=True))
+
+
+def _hash_file(path: Path) -> FileEntry:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileEntry(size_bytes=size, sha256=digest.hexdigest())
+
+
+def _hash_of(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,112 @@
+"""Reading a run folder, from any process and at any time: while the run goes on, and after it was killed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.errors import JobError
+
+JOB = "job.yaml"
+PLAN = "plan.json"
+ENVIRONMENT = "environment.json"
+EVENTS = "events.jsonl"
+LOCK = ".lock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a run folder says."""
+
+    path: Path
+    job: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    events: list[dict[str, Any]]
+
+
+def is_run_folder(path: Path) -> bool:
+    """Whether a run was set up here."""
+    return (path / JOB).is_file()
+
+
+def read_run(path: Path) -> RunRecord:
+    """All but the checkpoints. JobError where `path` is no run folder or one of its files is broken."""
+    path = Path(path)
+    if not path.is_dir():
+        raise JobError(f"there is no folder {path}", where=str(path), fix=_known_runs(path.parent))
+    if not is_run_folder(path):
+        raise JobError(f"{path} is not a run folder: no {JOB}", where=str(path), fix=_known_runs(path))
+    return RunRecord(
+        path=path,
+        job=_read(path / JOB),
+        plan=_read(path / PLAN),
+        environment=_read(path / ENVIRONMENT),
+        events=read_events(path / EVENTS) if (path / EVENTS).exists() else [],
+    )
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events in order. A last line that was cut off by a crash is left out; any other is a JobError."""
+    events = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break  # still being written, or torn
+            try:
+                event = json.loads(line)
+            except ValueError:
+                event = None
+            if not isinstance(event, dict):
+                raise JobError(
+                    "this line is not an event",
+                    where=f"{path}:{number}",
+                    fix="remove the line, or restore the file from a copy",
+                )
+            events.append(event)
+    return events
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a process holds the run folder's lock now."""
+    try:
+        descriptor = os.open(path / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise JobError(
+            f"{path.name} cannot be read ({type(error).__name__})",
+            where=str(path),
+            fix="the run was not set up completely: start it again under another name",
+        ) from None
+    if not isinstance(values, dict):
+        raise JobError(f"{path.name} holds no keys", where=str(path), fix="restore it from a copy")
+    return values
+
+
+def _known_runs(folder: Path) -> str:
+    """The run folders in `folder`, as advice."""
+    runs = sorted(child for child in folder.iterdir() if is_run_folder(child)) if folder.is_dir() else []
+    if not runs:
+        return "name a run folder, e.g. runs/NAME"
+    return "name one of these: " + ", ".join(str(run) for run in runs[:5])

@@ -1,0 +1,103 @@
+"""The events of a run: one JSON object a line in `events.jsonl`, each with `kind` and `time`.
+
+Units are in the names (seconds, bytes) or here: losses are nats per target token, `time` is Unix
+seconds, lists are by rank. A number that is not finite is written as null and named in the key
+`not_finite`, e.g. {"grad_norm": "inf"}.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEvent:
+    """The first line: what is going to be run."""
+
+    kind: ClassVar[str] = "run"
+    name: str
+    strategy: str
+    processes: int
+    total_steps: int
+    global_batch: int
+    """Rows per optimizer step."""
+    sequence_length: int
+    parameters: int
+    trainable_parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent:
+    """One optimizer step, over all ranks."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    """Before clipping."""
+    skipped: bool
+    """The weights were left as they were because a value was not finite."""
+    tokens: int
+    """Tokens of this step, padding left out."""
+    target_tokens: int
+    seconds: float
+    tokens_per_second: float
+    tokens_per_second_per_gpu: float
+    """Per process, where there is no GPU."""
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
+    """Model FLOP/s as a share of the GPU's peak; null with `mfu_unavailable` saying why."""
+    mfu_unavailable: str | None = None
+    loss_scale: float | None = None
+    """fp16 only."""
+    memory_allocated_bytes: list[int] = field(default_factory=list)
+    memory_reserved_bytes: list[int] = field(default_factory=list)
+    peak_memory_allocated_bytes: list[int] = field(default_factory=list)
+    peak_memory_reserved_bytes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalEvent:
+    """An evaluation on the held-out data after `step` steps."""
+
+    kind: ClassVar[str] = "eval"
+    step: int
+    loss: float
+    target_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveEvent:
+    """A checkpoint was committed."""
+
+    kind: ClassVar[str] = "save"
+    step: int
+    seconds: float
+    bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeEvent:
+    """The run goes on from the checkpoint of `step`; later lines of before are gone."""
+
+    kind: ClassVar[str] = "resume"
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopEvent:
+    """The last line of a launch."""
+
+    kind: ClassVar[str] = "stop"
+    step: int
+    status: str
+    """`finished` (all steps), `paused` (at --max-steps), `stopped` (on request) or `failed`."""
+    seconds: float
+    """Wall seconds of this launch, from its first line."""
+
+
+Event = RunEvent | StepEvent | EvalEvent | SaveEvent | ResumeEvent | StopEvent

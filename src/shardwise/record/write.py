@@ -1,0 +1,133 @@
+"""Writing a run folder. Only rank 0 does."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from shardwise.errors import JobError, MachineError
+from shardwise.record.read import ENVIRONMENT, EVENTS, JOB, LOCK, PLAN, is_run_folder, read_events
+from shardwise.record.redact import redact, redact_tree
+from shardwise.record.schema import Event
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run folder that this process writes to, and no other: it holds the folder's lock until it ends."""
+
+    path: Path
+
+    @property
+    def events(self) -> Path:
+        return self.path / EVENTS
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @staticmethod
+    def create(
+        path: Path, *, job_yaml: str, plan: Mapping[str, Any], environment: Mapping[str, Any]
+    ) -> RunFolder:
+        """Make a new run folder, readable by this user only. JobError where something is there already."""
+        path = Path(path)
+        if path.exists():
+            raise JobError(
+                f"the run folder {path} exists",
+                where="name, output",
+                fix="--resume goes on with it; another `name` starts a new run",
+            )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700)
+        except OSError as error:
+            raise MachineError(
+                f"the run folder cannot be made: {error.strerror}",
+                where=str(path),
+                fix="name a folder you can write to: --set output=DIR",
+            ) from None
+        _lock(path)
+        (path / JOB).write_text(redact(job_yaml), encoding="utf-8")
+        _write_json(path / PLAN, plan)
+        _write_json(path / ENVIRONMENT, redact_tree(environment))
+        return RunFolder(path)
+
+    @staticmethod
+    def reopen(path: Path) -> RunFolder:
+        """The run folder of a run that is resumed. JobError where it is none, or is being written to."""
+        path = Path(path)
+        if not is_run_folder(path):
+            raise JobError(f"there is no run to resume in {path}", where="--resume", fix="leave --resume out")
+        _lock(path)
+        return RunFolder(path)
+
+    def write_engine_config(self, name: str, config: Mapping[str, Any]) -> None:
+        """Write `engine/NAME`: exactly what the engine was given."""
+        (self.path / "engine").mkdir(exist_ok=True)
+        _write_json(self.path / "engine" / name, config)
+
+
+class EventWriter:
+    """Appends events, one line each; a line is in the file when `write` returns."""
+
+    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
+        """With `resumed_step`, the events of later steps are removed first: no step appears twice."""
+        if resumed_step is not None and path.exists():
+            _drop_after(path, resumed_step)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, event: Event) -> None:
+        self._file.write(to_line(event, now=time.time()))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def to_line(event: Event, *, now: float) -> str:
+    """An event as its line of JSON, newline included."""
+    values = asdict(event)
+    bad = {key: str(value) for key, value in values.items() if _not_finite(value)}
+    values.update(dict.fromkeys(bad))
+    flag = {"not_finite": bad} if bad else {}
+    return json.dumps({"kind": event.kind, "time": round(now, 3), **values, **flag}, allow_nan=False) + "\n"
+
+
+def _not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Rewrite the file without the events of steps after `step`; all or nothing."""
+    kept = [event for event in read_events(path) if event.get("step", 0) <= step]
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(event) + "\n" for event in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def _lock(path: Path) -> None:
+    """Hold the folder's lock while this process lives. JobError where another one holds it."""
+    descriptor = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise MachineError(
+            f"another process is writing to the run folder {path}",
+            where=str(path / LOCK),
+            fix="wait for that run to end, or stop it; two runs in one folder would mix",
+        ) from None

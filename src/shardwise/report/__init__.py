@@ -1,0 +1,1 @@
+"""What runs say, for people and for programs."""

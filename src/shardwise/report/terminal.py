@@ -1,0 +1,119 @@
+"""Runs on the terminal: one in full, several side by side. Text from a run is never read as markup."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.report.compare import losses, summary
+from shardwise.units import count, duration, gib
+
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 48
+
+
+def show(run_dirs: Sequence[str | Path], *, console: Console | None = None) -> None:
+    """Print one run in full, or a table of several. JobError where a folder is no run folder."""
+    console = console or Console()
+    summaries = [summary(path) for path in run_dirs]
+    if len(summaries) == 1:
+        _show_one(summaries[0], losses(run_dirs[0]), console)
+    else:
+        _show_several(summaries, console)
+
+
+def sparkline(values: Sequence[float], width: int = _CURVE_WIDTH) -> str:
+    """A curve in one line of text: each character is the mean of an equal share of the values."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    borders = [index * len(values) // width for index in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(borders)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _show_one(run: dict[str, Any], curve: Sequence[float], console: Console) -> None:
+    steps = f"{run['steps']} of {run['total_steps']} steps"
+    console.print(
+        Text.assemble(
+            (str(run["name"]), "bold"), f"  {run['status']}, {steps}, {duration(run['wall_seconds'])}"
+        )
+    )
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for label, read in _ROWS:
+        table.add_row(label, Text(read(run)))
+    console.print(table)
+    if curve:
+        console.print(f"loss  {sparkline(curve)}", highlight=False)
+    for evaluation in run["evaluations"]:
+        console.print(
+            f"evaluation after step {evaluation['step']}: {_number(evaluation['loss'])}", highlight=False
+        )
+    complete = [checkpoint for checkpoint in run["checkpoints"] if checkpoint["complete"]]
+    if complete:
+        console.print(Text(f"newest checkpoint: {complete[0]['path']}"), soft_wrap=True)
+    for checkpoint in run["checkpoints"]:
+        if not checkpoint["complete"]:
+            line = Text.assemble(("incomplete checkpoint: ", "yellow"), checkpoint["path"])
+            console.print(line, soft_wrap=True)
+
+
+def _show_several(runs: Sequence[dict[str, Any]], console: Console) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for run in runs:
+        table.add_column(Text(str(run["name"])), justify="right")
+    table.add_row("status", *(Text(run["status"]) for run in runs))
+    table.add_row("steps", *(f"{run['steps']}/{run['total_steps']}" for run in runs))
+    for label, read in _ROWS:
+        table.add_row(label, *(Text(read(run)) for run in runs))
+    console.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _loss(run: dict[str, Any]) -> str:
+    return f"{_number(run['first_loss'])} → {_number(run['last_loss'])}"
+
+
+def _eval_loss(run: dict[str, Any]) -> str:
+    evaluations = run["evaluations"]
+    if not evaluations:
+        return "-"
+    return f"{_number(evaluations[0]['loss'])} → {_number(evaluations[-1]['loss'])}"
+
+
+def _rate(run: dict[str, Any]) -> str:
+    if run["tokens_per_second"] is None:
+        return "-"
+    steady = run["steady_steps"]
+    per_gpu = count(run["tokens_per_second_per_gpu"])
+    return f"{count(run['tokens_per_second'])} ({per_gpu} each; steps {steady['first']}-{steady['last']})"
+
+
+def _peak(run: dict[str, Any]) -> str:
+    peaks = run["peak_memory_reserved_bytes"]
+    return gib(max(peaks)) if peaks else "-"
+
+
+_ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("strategy", lambda run: f"{run['strategy']} on {run['processes']}"),
+    ("train loss", _loss),
+    ("eval loss", _eval_loss),
+    ("tokens", lambda run: count(run["tokens"])),
+    ("tokens/s", _rate),
+    ("step", lambda run: "-" if run["step_seconds"] is None else duration(run["step_seconds"])),
+    ("MFU", lambda run: "-" if run["mfu"] is None else f"{run['mfu']:.1%}"),
+    ("peak memory", _peak),
+    ("wall time", lambda run: duration(run["wall_seconds"])),
+)

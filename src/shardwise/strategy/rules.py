@@ -1,0 +1,195 @@
+"""What may be combined in a strategy. Each rule is a value with a reason and a source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.errors import Problem
+from shardwise.strategy.strategy import Strategy
+
+Devices = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A strategy and what it would be used for."""
+
+    strategy: Strategy
+    devices: Devices
+    world_size: int
+    global_batch: int
+    lora: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A combination that is refused."""
+
+    name: str
+    broken: Callable[[Facts], bool]
+    reason: str
+    where: str
+    fix: str
+    source: str
+    """Where it says so: a package's source, its documentation, or arithmetic."""
+
+
+def violations(facts: Facts) -> list[Problem]:
+    """Every rule the strategy breaks, all at once."""
+    return [Problem(what=rule.reason, where=rule.where, fix=rule.fix) for rule in RULES if rule.broken(facts)]
+
+
+def _deepspeed(facts: Facts) -> bool:
+    return facts.strategy.engine == "deepspeed"
+
+
+def _offloads(facts: Facts) -> bool:
+    return {facts.strategy.offload_optimizer, facts.strategy.offload_parameters} != {"none"}
+
+
+def _uses_nvme(facts: Facts) -> bool:
+    return "nvme" in (facts.strategy.offload_optimizer, facts.strategy.offload_parameters)
+
+
+def _batch_is_uneven(facts: Facts) -> bool:
+    return facts.strategy.global_batch != facts.global_batch
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="single-is-one-process",
+        broken=lambda f: f.strategy.engine == "single" and f.world_size != 1,
+        reason="the single engine runs in one process, and there are several",
+        where="strategy.engine",
+        fix="--processes 1, or a strategy that shards: zero2, zero3, fsdp2",
+        source="shardwise.engine.single",
+    ),
+    Rule(
+        name="single-does-not-offload",
+        broken=lambda f: f.strategy.engine == "single" and _offloads(f),
+        reason="the single engine cannot offload",
+        where="strategy.offload_optimizer, strategy.offload_parameters",
+        fix="strategy: zero2-offload or zero3-offload; both run in one process, too",
+        source="shardwise.engine.single",
+    ),
+    Rule(
+        name="parameter-offload-needs-stage-3",
+        broken=lambda f: _deepspeed(f) and f.strategy.offload_parameters != "none" and f.strategy.stage < 3,
+        reason="parameters can be offloaded only by ZeRO-3; DeepSpeed ignores the request at other stages",
+        where="strategy.offload_parameters",
+        fix="strategy.stage: 3, or offload_parameters: none",
+        source="deepspeed/runtime/zero/config.py: offload_param, valid only with stage 3",
+    ),
+    Rule(
+        name="optimizer-offload-needs-zero",
+        broken=lambda f: _deepspeed(f) and f.strategy.offload_optimizer != "none" and f.strategy.stage == 0,
+        reason="the optimizer can be offloaded only from ZeRO-1 on; DeepSpeed ignores the request at stage 0",
+        where="strategy.offload_optimizer",
+        fix="strategy.stage: 2, or offload_optimizer: none",
+        source="deepspeed/runtime/zero/config.py: offload_optimizer, valid with stages 1, 2, 3",
+    ),
+    Rule(
+        name="nvme-needs-stage-3",
+        broken=lambda f: _deepspeed(f) and _uses_nvme(f) and f.strategy.stage < 3,
+        reason="only ZeRO-3 offloads to NVMe; at other stages DeepSpeed takes host memory instead",
+        where="strategy.offload_optimizer",
+        fix="strategy.stage: 3, or offload_optimizer: cpu",
+        source="deepspeed/runtime/zero/stage_1_and_2.py: any device but `none` is the CPU",
+    ),
+    Rule(
+        name="nvme-needs-a-path",
+        broken=lambda f: _uses_nvme(f) and not f.strategy.nvme_path,
+        reason="offloading to NVMe needs a folder",
+        where="strategy.nvme_path",
+        fix="strategy.nvme_path: a folder on a local NVMe disk",
+        source="deepspeed/runtime/zero/offload_config.py: nvme_path",
+    ),
+    Rule(
+        name="path-needs-nvme",
+        broken=lambda f: bool(f.strategy.nvme_path) and not _uses_nvme(f),
+        reason="nvme_path is given and nothing is offloaded to NVMe",
+        where="strategy.nvme_path",
+        fix="offload_optimizer: nvme, or leave nvme_path out",
+        source="shardwise.job.schema",
+    ),
+    Rule(
+        name="fsdp-offloads-everything-to-the-host",
+        broken=lambda f: (
+            f.strategy.engine == "fsdp2"
+            and (f.strategy.offload_optimizer != f.strategy.offload_parameters or _uses_nvme(f))
+        ),
+        reason="FSDP2 offloads parameters and optimizer together, and to host memory only",
+        where="strategy.offload_parameters",
+        fix="offload_parameters: cpu, with offload_optimizer left out",
+        source="torch.distributed.fsdp.CPUOffloadPolicy",
+    ),
+    Rule(
+        name="reshard-is-for-sharded-parameters",
+        broken=lambda f: (
+            not f.strategy.reshard
+            and not (f.strategy.engine == "fsdp2" or (_deepspeed(f) and f.strategy.stage == 3))
+        ),
+        reason="reshard: false means something only where parameters are sharded",
+        where="strategy.reshard",
+        fix="leave reshard out, or take ZeRO-3 or FSDP2",
+        source="ZeRO-3: stage3_max_live_parameters; FSDP2: reshard_after_forward",
+    ),
+    Rule(
+        name="keeping-parameters-defeats-their-offload",
+        broken=lambda f: not f.strategy.reshard and f.strategy.offload_parameters != "none",
+        reason="reshard: false keeps on the GPU what offload_parameters would move away",
+        where="strategy.reshard",
+        fix="leave reshard out, or offload_parameters: none",
+        source="arithmetic",
+    ),
+    Rule(
+        name="tensor-parallel-is-deepspeed",
+        broken=lambda f: f.strategy.tensor_parallel > 1 and not _deepspeed(f),
+        reason="tensor parallelism is DeepSpeed's AutoTP",
+        where="strategy.tensor_parallel",
+        fix="strategy.engine: deepspeed, or tensor_parallel: 1",
+        source="shardwise.engine",
+    ),
+    Rule(
+        name="tensor-parallel-divides-the-processes",
+        broken=lambda f: f.world_size % f.strategy.tensor_parallel != 0,
+        reason="tensor_parallel has to divide the number of processes",
+        where="strategy.tensor_parallel",
+        fix="a divisor of the number of processes",
+        source="torch.distributed.device_mesh",
+    ),
+    Rule(
+        name="tensor-parallel-and-lora",
+        broken=lambda f: f.strategy.tensor_parallel > 1 and f.lora,
+        reason="AutoTP replaces the linear layers that carry the LoRA adapters: nothing would be trained",
+        where="strategy.tensor_parallel",
+        fix="tensor_parallel: 1 (zero2, zero3 and fsdp2 train LoRA), or train all weights",
+        source="deepspeed/module_inject/auto_tp.py, seen with DeepSpeed 0.19.8 and PEFT 0.21",
+    ),
+    Rule(
+        name="fp16-needs-a-gpu",
+        broken=lambda f: f.strategy.precision == "fp16" and _deepspeed(f) and f.devices == "cpu",
+        reason="DeepSpeed does not train in fp16 on CPUs",
+        where="train.precision",
+        fix="train.precision: bf16 or fp32",
+        source="deepspeed/accelerator/cpu_accelerator.py: is_fp16_supported",
+    ),
+    Rule(
+        name="fp16-needs-zero",
+        broken=lambda f: f.strategy.precision == "fp16" and _deepspeed(f) and f.strategy.stage == 0,
+        reason="at stage 0 DeepSpeed divides fp16 gradients by a loss scale that it never multiplied in",
+        where="strategy.stage",
+        fix="strategy: zero1 or zero2, or train.precision: bf16",
+        source="deepspeed/runtime/engine.py 0.19.8: backward scales the loss for ZeRO's optimizers only",
+    ),
+    Rule(
+        name="global-batch-divides",
+        broken=_batch_is_uneven,
+        reason="train.global_batch is not micro_batch x accumulation x data-parallel processes",
+        where="train.global_batch",
+        fix="a multiple of micro_batch x data-parallel processes, or leave micro_batch out",
+        source="arithmetic",
+    ),
+)

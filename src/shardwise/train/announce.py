@@ -1,0 +1,89 @@
+"""What the user is told before the first step: model, data, strategy, and one rendered sample."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from shardwise.hardware.catalog import peak_flops
+from shardwise.models.flops import train_flops_per_token
+from shardwise.record.schema import RunEvent
+from shardwise.train.observe import Speed
+from shardwise.units import count
+
+if TYPE_CHECKING:
+    from shardwise.train.run import Ready
+
+SAMPLE_CHARACTERS = 900
+
+
+def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
+    """Shows the decision on stderr; with `json_plan` also as one JSON object on stdout."""
+    console = Console(stderr=True)
+    job, strategy, built = ready.job, ready.strategy, ready.built
+    share = "" if built.trainable == built.total else f", {count(built.trainable)} trained"
+    lines = {
+        "model": f"{job.model.source}, {count(built.total)} parameters{share}",
+        "data": _data_line(ready),
+        "strategy": f"{strategy.name} on {strategy.world_size} process(es), {job.train.precision}; "
+        f"{job.train.global_batch} rows of {job.data.sequence_length} tokens a step = micro-batch "
+        f"{strategy.micro_batch} x {strategy.accumulation} x {strategy.data_parallel} ranks",
+        "steps": str(total_steps),
+    }
+    for name, text in lines.items():
+        console.print(Text.assemble((f"{name:>9}  ", "bold"), text), soft_wrap=True)
+    for reason in ready.why:
+        console.print(Text.assemble(" " * 11, (reason, "dim")), soft_wrap=True)
+    console.print(_sample(ready))
+    if json_plan:
+        plan = {"schema": 1, "chosen": {"strategy": strategy.to_json(), "why": ready.why}}
+        print(json.dumps({**plan, "total_steps": total_steps, "job": job.model_dump(mode="json")}))
+
+
+def header(ready: Ready, *, total_steps: int) -> RunEvent:
+    """The first line of events.jsonl."""
+    return RunEvent(
+        name=ready.job.name,
+        strategy=ready.strategy.name,
+        processes=ready.strategy.world_size,
+        total_steps=total_steps,
+        global_batch=ready.job.train.global_batch,
+        sequence_length=ready.job.data.sequence_length,
+        parameters=ready.built.total,
+        trainable_parameters=ready.built.trainable,
+    )
+
+
+def speed(ready: Ready) -> Speed:
+    """FLOPs of a token, and the peak of this GPU where it is known."""
+    flops = train_flops_per_token(ready.built, sequence_length=ready.job.data.sequence_length)
+    if not torch.cuda.is_available():
+        return Speed(
+            gpus=ready.strategy.world_size, flops_per_token=flops, peak_flops=None, why_no_peak="no GPU"
+        )
+    name = torch.cuda.get_device_name()
+    peak = peak_flops(name, ready.job.train.precision)
+    why = None if peak else f"the peak of {name} in {ready.job.train.precision} is not in the catalog"
+    return Speed(gpus=ready.strategy.world_size, flops_per_token=flops, peak_flops=peak, why_no_peak=why)
+
+
+def _data_line(ready: Ready) -> str:
+    summary = ready.data.summary
+    return ", ".join(f"{name} {value}" for name, value in summary.items() if name != "key")
+
+
+def _sample(ready: Ready) -> Text:
+    """The first sample as the model sees it; trained tokens stand out."""
+    text = Text("\na sample (what is trained on is green and underlined):\n", style="dim")
+    room = SAMPLE_CHARACTERS
+    for part, trained in ready.data.sample.runs:
+        text.append(part[:room], style="green underline" if trained else "default")
+        room -= len(part)
+        if room <= 0:
+            text.append(" ...", style="dim")
+            break
+    return text

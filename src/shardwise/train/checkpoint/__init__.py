@@ -1,0 +1,1 @@
+"""Checkpoints: saved all or nothing, verified before they are trusted."""

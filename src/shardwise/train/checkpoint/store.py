@@ -1,0 +1,279 @@
+"""The folder of a run's checkpoints: saved all or nothing, found only when sound, removed last.
+
+The commit protocol, in the order in which it survives a crash at any point:
+
+1. rank 0 makes `.tmp-step-000100`; every rank writes its part into it;
+2. the ranks share out the files, flush them to disk and hash them;
+3. rank 0 writes `manifest.json` last, flushes the folders, renames to `step-000100`, flushes the parent;
+4. older checkpoints are removed, their manifest first, so that a half removed one never counts.
+
+After every phase the ranks tell each other how it went, so that a failure on one is an error on
+all, and none is left waiting. No pointer file is kept: the newest folder that verifies is the one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwise.errors import CheckpointError, MachineError, Problem
+from shardwise.record.manifest import (
+    NAME,
+    FileEntry,
+    Manifest,
+    Origin,
+    folder_name,
+    hash_files,
+    list_files,
+    read_manifest,
+    step_folders,
+    verify,
+)
+from shardwise.train.checkpoint.fs import FileSystem
+from shardwise.units import gib
+
+T = TypeVar("T")
+Agree = Callable[[object], list[Any]]
+"""Gives every rank the values of all, by rank, and returns on none before all have called it."""
+
+ANSWER_SECONDS = 60.0
+"""How long a rank that failed waits for the others to hear of it."""
+
+_TEMPORARY = ".tmp-"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "file write failed")
+
+
+def alone(value: object) -> list[Any]:
+    """`Agree` of a single process."""
+    return [value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint whose every byte was verified."""
+
+    step: int
+    path: Path
+    manifest: Manifest
+    damaged: tuple[Problem, ...] = ()
+    """Newer ones that were passed over, and why."""
+
+
+class CheckpointStore:
+    """Saves and finds the checkpoints in one folder. `save` and `latest` are collective."""
+
+    def __init__(
+        self, folder: Path, *, keep: int, rank: int = 0, agree: Agree = alone, fs: FileSystem | None = None
+    ) -> None:
+        """`keep`: sound checkpoints that stay, at least 1. `folder` must be shared by all ranks."""
+        self.folder = Path(folder)
+        self.keep = keep
+        self.rank = rank
+        self.agree = agree
+        self.fs = fs or FileSystem()
+        self._sound: set[int] = set()  # steps that this process has verified
+        self._last_bytes = 0  # size of the newest one known, the forecast for the next
+
+    def save(self, step: int, write: Callable[[Path], None], *, origin: Origin) -> Checkpoint:
+        """Save one checkpoint; on return it is on disk, and too old ones are gone. Collective.
+
+        Every rank's `write` puts its files into the folder it is given. A sound checkpoint of the
+        same step is left as it is. Raises MachineError on every rank when any could not write;
+        what was written so far is then removed, and the older checkpoints are untouched.
+        """
+        temporary = self.folder / f"{_TEMPORARY}{folder_name(step)}"
+        final = self.folder / folder_name(step)
+        exists = self._on_first(lambda: self._prepare(temporary, final))
+        if not exists:
+            size = len(self._together(lambda: write(temporary)))
+            shares = self._together(lambda: self._flush_and_hash(temporary, size))
+            files = {name: entry for share in shares for name, entry in share.items()}
+            manifest = Manifest(step=step, origin=origin, files=files)
+            self._on_first(lambda: self._commit(temporary, final, manifest))
+        else:
+            manifest = read_manifest(final)
+        self._sound.add(step)
+        self._last_bytes = manifest.size_bytes
+        self._on_first(lambda: self._prune(step))
+        return Checkpoint(step=step, path=final, manifest=manifest)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint that verifies, None where none was ever saved. Collective.
+
+        Damaged ones are passed over and named in `Checkpoint.damaged`. Raises CheckpointError when
+        there are checkpoints and none is sound: starting again from step 0 is never silent.
+        """
+        damaged: list[Problem] = []
+        seen = self.agree(step_folders(self.folder))
+        for step, path in seen[0]:
+            by_rank = self.agree(verify(path, rank=self.rank, size=len(seen)))
+            problems = sorted({problem for problems in by_rank for problem in problems})
+            if not problems:
+                self._sound.add(step)
+                manifest = read_manifest(path)
+                self._last_bytes = manifest.size_bytes
+                return Checkpoint(step=step, path=path, manifest=manifest, damaged=tuple(damaged))
+            damaged.append(Problem(what="; ".join(problems[:5]), where=str(path)))
+        if damaged:
+            raise CheckpointError(
+                "no checkpoint of this run is sound; "
+                "restore one from a copy, or start again under another name",
+                problems=damaged,
+            )
+        return None
+
+    def _prepare(self, temporary: Path, final: Path) -> bool:
+        """Clear what a crash left behind and make the temporary folder; True if there is nothing to save."""
+        if not self.folder.exists():
+            self.fs.make_folder(self.folder)
+            self.fs.sync(self.folder.parent)
+        for leftover in self.folder.glob(f"{_TEMPORARY}*"):
+            self._remove(leftover)
+        if final.exists() and not verify(final):
+            return True
+        if self.fs.free_bytes(self.folder) < self._last_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
+        self.fs.make_folder(temporary)
+        return False
+
+    def _flush_and_hash(self, folder: Path, size: int) -> dict[str, FileEntry]:
+        """This rank's share of the files. All are written: any rank can flush and hash any of them."""
+        names = list_files(folder)[self.rank :: size]
+        for name in names:
+            self.fs.sync(folder / name)
+        return hash_files(folder, names)
+
+    def _commit(self, temporary: Path, final: Path, manifest: Manifest) -> None:
+        if list_files(temporary) != sorted(manifest.files):
+            raise OSError(errno.EIO, "the ranks do not see the same files", str(temporary))
+        for path in temporary.rglob("*"):
+            if path.is_dir():
+                self.fs.sync(path)
+        self.fs.write(temporary / NAME, manifest.to_text().encode())
+        self.fs.sync(temporary)
+        if final.exists():  # damaged, or `_prepare` would have kept it
+            self._remove(final)
+        self.fs.rename(temporary, final)
+        self.fs.sync(self.folder)
+
+    def _prune(self, saved: int) -> None:
+        """Remove what is older than the `keep` newest sound ones; never the one just saved.
+
+        Newer folders stay: they were damaged when the run resumed behind them, and are
+        replaced when it passes them.
+        """
+        older = [(step, path) for step, path in step_folders(self.folder) if step < saved]
+        sound = 1
+        for step, path in older:
+            keep = sound < self.keep and self._is_sound(step, path)
+            sound += keep
+            if not keep:
+                self._remove(path)
+
+    def _is_sound(self, step: int, path: Path) -> bool:
+        if step not in self._sound and not verify(path):
+            self._sound.add(step)
+        return step in self._sound
+
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint or a leftover, its manifest first; links are removed, never followed."""
+        if path.is_symlink() or not path.is_dir():
+            self.fs.unlink(path)
+            return
+        if (path / NAME).exists():
+            self.fs.unlink(path / NAME)
+            self.fs.sync(path)
+        for child in sorted(path.iterdir()):
+            self._remove(child)
+        self.fs.remove_folder(path)
+
+    def _on_first(self, action: Callable[[], T]) -> T:
+        """Rank 0's result of `action`, on every rank; raises on every rank if it failed. Collective."""
+        results: list[T] = self._together(lambda: action() if self.rank == 0 else None)  # type: ignore[arg-type, return-value]
+        return results[0]
+
+    def _together(self, action: Callable[[], T]) -> list[T]:
+        """Every rank's result of `action`; raises on every rank if it failed on any. Collective."""
+        result, failure = None, None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of any
+            failure = error
+        outcomes = self.agree((None, result)) if failure is None else self._admit(failure)
+        failures = [(rank, what) for rank, (what, _) in enumerate(outcomes) if what is not None]
+        if not failures:
+            return [result for _, result in outcomes]
+        told: Problem = self.agree(self._give_up(failures) if self.rank == 0 else None)[0]
+        if failure is not None and not isinstance(failure, OSError) and not _is_full(failure):
+            raise failure
+        raise MachineError(told.what, where=told.where, fix=told.fix) from failure
+
+    def _admit(self, failure: Exception) -> list[Any]:
+        """Tell the others of a failure here. Raises it where they do not answer.
+
+        The engine writes with collectives of its own: a rank that left them early would wait here
+        for ranks that wait there. It ends instead, and the launcher ends the others.
+        """
+        answers: list[list[Any]] = []
+
+        def tell() -> None:
+            with suppress(Exception):  # a lost connection is no answer either
+                answers.append(self.agree((_describe(failure), None)))
+
+        thread = threading.Thread(target=tell, daemon=True)
+        thread.start()
+        thread.join(ANSWER_SECONDS)
+        if answers:
+            return answers[0]
+        told = self._give_up([(self.rank, _describe(failure))])
+        raise MachineError(told.what, where=told.where, fix=told.fix) from failure
+
+    def _give_up(self, failures: list[tuple[int, tuple[bool, str]]]) -> Problem:
+        """Remove the temporary folder; say what went wrong, with the bytes where the disk is full."""
+        written = 0
+        for leftover in list(self.folder.glob(f"{_TEMPORARY}*")):
+            written += sum((leftover / name).lstat().st_size for name in list_files(leftover))
+            with suppress(OSError):  # the next save tries again; the first failure is the one to tell
+                self._remove(leftover)
+        rank, (_, text) = failures[0]
+        if not any(full for _, (full, _) in failures):
+            return Problem(
+                what=f"a checkpoint could not be written: {text}",
+                where=f"rank {rank}, {self.folder}",
+                fix="mend the cause and go on with --resume: the checkpoints before it are untouched",
+            )
+        free = self.fs.free_bytes(self.folder)
+        needed = (
+            f"{gib(self._last_bytes)} ({self._last_bytes} bytes)"
+            if self._last_bytes
+            else (f"more than {gib(written)} ({written} bytes)")
+        )
+        return Problem(
+            what=f"the disk is full: a checkpoint needs {needed}, free are {gib(free)} ({free} bytes)",
+            where=str(self.folder),
+            fix="make room there, then go on with --resume: the checkpoints before it are untouched",
+        )
+
+
+def newest_valid(folder: Path) -> Checkpoint | None:
+    """`CheckpointStore.latest` for a single process that only reads."""
+    return CheckpointStore(folder, keep=1).latest()
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether the disk or the quota is full; libraries that write themselves hide the error number."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    return any(text in str(error) for text in _FULL_TEXTS)
+
+
+def _describe(error: Exception) -> tuple[bool, str]:
+    """A failure as the other ranks are told of it: is the disk full, and what happened."""
+    return _is_full(error), f"{type(error).__name__}: {error}"

@@ -1,0 +1,244 @@
+"""The training loop: engine-neutral, and never waiting for the GPU in the step it has just issued.
+
+A step's loss and gradient norm are copied back asynchronously and read while the next step is
+already running. That is safe because a step with a non-finite loss or gradient does not change the
+weights: the engines guard it on the device, so noticing one step later loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.data.batch import StepBatch
+from shardwise.data.loader import BatchStream, EvalStream
+from shardwise.engine.protocol import Engine, StepResult
+from shardwise.errors import DivergedError
+from shardwise.job.schema import Job
+from shardwise.train.meter import MEMORY_FIELDS, Stopwatch, memory
+from shardwise.train.process import Chorus, StopSignal
+from shardwise.train.schedule import learning_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One finished optimizer step, as numbers on the host."""
+
+    step: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    target_tokens: int
+    seconds: float
+    skipped: bool
+    loss_scale: float | None
+    memory: dict[str, list[int]]
+    """Bytes by rank: the fields of `train.meter.MEMORY_FIELDS`."""
+
+
+class Observer(Protocol):
+    """What the loop tells the outside; rank 0's writes the record and the display."""
+
+    def on_step(self, report: StepReport) -> None: ...
+
+    def on_eval(self, *, step: int, loss: float, target_tokens: int, seconds: float) -> None: ...
+
+    def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None: ...
+
+
+@dataclass
+class Progress:
+    """Where the training stands; everything a checkpoint has to carry besides the engine's state."""
+
+    step: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Issued:
+    """A step whose numbers are still on their way to the host."""
+
+    step: int
+    batch: StepBatch
+    learning_rate: float
+    loss_scale: float | None
+    numbers: Callable[[], list[float]]
+    shared: Callable[[], list[list[float]]]
+
+
+class Loop:
+    """Runs optimizer steps from `progress.step` to `last_step`; evaluates and saves on the way."""
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        engine: Engine,
+        stream: BatchStream,
+        evaluation: EvalStream | None,
+        chorus: Chorus,
+        stop: StopSignal,
+        observer: Observer,
+        save: Callable[[Progress], int],
+        progress: Progress,
+        total_steps: int,
+    ) -> None:
+        self.job = job
+        self.engine = engine
+        self.stream = stream
+        self.evaluation = evaluation
+        self.chorus = chorus
+        self.stop = stop
+        self.observer = observer
+        self.save_state = save
+        self.progress = progress
+        self.total_steps = total_steps
+        self.watch = Stopwatch()
+        self._issued: _Issued | None = None
+        self._stop_agreed = False
+
+    def run(self, last_step: int) -> bool:
+        """Train up to and including `last_step`. True when it got there, False when asked to stop.
+
+        Either way the state is saved before this returns.
+        """
+        resumed = self.progress.step > 0
+        if not resumed:
+            self.evaluate()
+        saved_at = self.progress.step if resumed else None
+        while self.progress.step < last_step and not self._stop_agreed:
+            self._issue()
+            step, train = self.progress.step, self.job.train
+            if train.eval_every and step % train.eval_every == 0 and step < self.total_steps:
+                self.evaluate()
+            early = train.worst_case_first and step == 1
+            if early or (train.save_every and step % train.save_every == 0):
+                self.save()
+                saved_at = step
+        self._read()
+        if self.progress.step >= self.total_steps and not self._stop_agreed:
+            self.evaluate()
+        if saved_at != self.progress.step:
+            self.save()
+        return self.progress.step >= last_step
+
+    def evaluate(self) -> float | None:
+        """Cross entropy in nats per target token on the held-out data; None without such data."""
+        self._read()
+        if self.evaluation is None:
+            return None
+        self.watch.restart()
+        device = self.engine.world.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for micro_batch in self.evaluation:
+            total += self.engine.loss_sum(micro_batch.to(device))
+        shares: list[Any] = self.chorus.gather(total.item())
+        loss = sum(shares) / self.evaluation.target_tokens
+        if not _finite(loss):
+            raise DivergedError(
+                f"the evaluation loss is {loss}",
+                where=f"step {self.progress.step}",
+                fix="lower optimizer.learning_rate, or look at the held-out data",
+            )
+        self.observer.on_eval(
+            step=self.progress.step,
+            loss=loss,
+            target_tokens=self.evaluation.target_tokens,
+            seconds=self.watch.lap(),
+        )
+        self.watch.restart()
+        return loss
+
+    def save(self) -> None:
+        self._read()
+        self.watch.restart()
+        size_bytes = self.save_state(self.progress)
+        self.observer.on_save(step=self.progress.step, size_bytes=size_bytes, seconds=self.watch.lap())
+        self.watch.restart()
+
+    def _issue(self) -> None:
+        """Start one optimizer step, then read the one before it while this one runs."""
+        step = self.progress.step + 1
+        batch = next(self.stream)
+        rate = learning_rate(self.job.optimizer, step=step, steps=self.total_steps)
+        device = self.engine.world.device
+        result = self.engine.step(
+            [micro_batch.to(device) for micro_batch in batch.micro_batches],
+            target_tokens=batch.target_tokens,
+            learning_rate=rate,
+        )
+        issued = _Issued(
+            step=step,
+            batch=batch,
+            learning_rate=rate,
+            loss_scale=result.loss_scale,
+            numbers=_copy_back(result),
+            shared=self.chorus.exchange([float(self.stop.requested), *memory(device)]),
+        )
+        self._read()
+        self._issued = issued
+        self.progress.step = step
+        self.progress.tokens += batch.tokens
+        self.progress.target_tokens += batch.target_tokens
+        if device.type == "cpu":
+            self._read()  # it has run already: waiting would only blur whose seconds are whose
+
+    def _read(self) -> None:
+        """Bring the last issued step's numbers to the host, report them, stop if they are not finite."""
+        if self._issued is None:
+            return
+        issued, self._issued = self._issued, None
+        loss, grad_norm, skipped = issued.numbers()
+        by_rank = issued.shared()
+        self._stop_agreed = self._stop_agreed or any(values[0] > 0 for values in by_rank)
+        self.observer.on_step(
+            StepReport(
+                step=issued.step,
+                epoch=issued.batch.epoch,
+                loss=loss,
+                grad_norm=grad_norm,
+                learning_rate=issued.learning_rate,
+                tokens=issued.batch.tokens,
+                target_tokens=issued.batch.target_tokens,
+                seconds=self.watch.lap(),
+                skipped=bool(skipped),
+                loss_scale=issued.loss_scale,
+                memory={
+                    name: [int(values[1 + index]) for values in by_rank]
+                    for index, name in enumerate(MEMORY_FIELDS)
+                },
+            )
+        )
+        if not _finite(loss) or (not _finite(grad_norm) and self.job.train.precision != "fp16"):
+            raise DivergedError(
+                f"the loss is {loss}, the gradient norm {grad_norm}; the weights were left as they were",
+                where=f"step {issued.step}",
+                fix="lower optimizer.learning_rate or lengthen optimizer.warmup_steps, then --resume",
+            )
+
+
+def _finite(number: float) -> bool:
+    return number - number == 0.0
+
+
+def _copy_back(result: StepResult) -> Callable[[], list[float]]:
+    """Starts the copy of a step's scalars to the host; the returned function waits for it."""
+    scalars = torch.stack([result.loss.float(), result.grad_norm.float(), result.skipped.float()])
+    if scalars.device.type != "cuda":
+        return scalars.tolist
+    host = torch.empty(3, dtype=torch.float32, pin_memory=True)
+    host.copy_(scalars, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        return host.tolist()
+
+    return read

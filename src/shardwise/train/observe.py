@@ -1,0 +1,138 @@
+"""What rank 0 does with the loop's news: events.jsonl, trackers, the display."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from shardwise.record.schema import EvalEvent, ResumeEvent, RunEvent, SaveEvent, StepEvent, StopEvent
+from shardwise.record.trackers import Trackers
+from shardwise.record.write import EventWriter, RunFolder
+from shardwise.train.display import Display
+from shardwise.train.loop import StepReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What turns tokens per second into FLOP/s and MFU."""
+
+    gpus: int
+    """Processes, where there is no GPU."""
+    flops_per_token: float
+    peak_flops: float | None
+    why_no_peak: str | None
+
+
+class Quiet:
+    """The observer of the other ranks."""
+
+    def __enter__(self) -> Quiet:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def on_step(self, report: StepReport) -> None: ...
+
+    def on_eval(self, *, step: int, loss: float, target_tokens: int, seconds: float) -> None: ...
+
+    def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None: ...
+
+    def finish(self, *, step: int, status: str) -> None: ...
+
+
+class Recorder:
+    """Writes every event to the run folder and shows it."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        job: Mapping[str, Any],
+        header: RunEvent,
+        speed: Speed,
+        resumed_step: int | None,
+    ) -> None:
+        self.speed = speed
+        self._began = time.monotonic()
+        self._step = resumed_step or 0
+        self._events = EventWriter(folder.events, resumed_step=resumed_step)
+        self._trackers = Trackers(job["tracking"], run_dir=folder.path, job=job)
+        self._display = Display(first_step=self._step, total_steps=header.total_steps)
+        self._events.write(header if resumed_step is None else ResumeEvent(step=resumed_step))
+        self._finished = False
+
+    def __enter__(self) -> Recorder:
+        self._display.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._finished:
+            self.finish(step=self._step, status="failed")
+        self._display.__exit__(kind, error, trace)
+        self._trackers.close()
+        self._events.close()
+
+    def on_step(self, report: StepReport) -> None:
+        self._step = report.step
+        per_second = report.tokens / report.seconds
+        per_gpu = per_second / self.speed.gpus
+        flops = per_gpu * self.speed.flops_per_token
+        peak = self.speed.peak_flops
+        event = StepEvent(
+            step=report.step,
+            epoch=report.epoch,
+            loss=report.loss,
+            learning_rate=report.learning_rate,
+            grad_norm=report.grad_norm,
+            skipped=report.skipped,
+            tokens=report.tokens,
+            target_tokens=report.target_tokens,
+            seconds=report.seconds,
+            tokens_per_second=per_second,
+            tokens_per_second_per_gpu=per_gpu,
+            tflops_per_gpu=flops / 1e12,
+            mfu=None if peak is None else flops / peak,
+            mfu_unavailable=self.speed.why_no_peak,
+            loss_scale=report.loss_scale,
+            memory_allocated_bytes=report.memory["allocated_bytes"],
+            memory_reserved_bytes=report.memory["reserved_bytes"],
+            peak_memory_allocated_bytes=report.memory["peak_allocated_bytes"],
+            peak_memory_reserved_bytes=report.memory["peak_reserved_bytes"],
+        )
+        self._events.write(event)
+        self._trackers.log(report.step, _numbers(event))
+        self._display.step(report)
+
+    def on_eval(self, *, step: int, loss: float, target_tokens: int, seconds: float) -> None:
+        self._events.write(EvalEvent(step=step, loss=loss, target_tokens=target_tokens, seconds=seconds))
+        self._trackers.log(step, {"eval/loss": loss})
+        self._display.evaluation(step=step, loss=loss, seconds=seconds)
+
+    def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None:
+        self._events.write(SaveEvent(step=step, seconds=seconds, bytes=size_bytes))
+
+    def finish(self, *, step: int, status: str) -> None:
+        self._finished = True
+        seconds = time.monotonic() - self._began
+        self._events.write(StopEvent(step=step, status=status, seconds=seconds))
+
+
+def _numbers(event: StepEvent) -> dict[str, float]:
+    """A step's numbers for the trackers."""
+    numbers = {
+        "train/loss": event.loss,
+        "train/learning_rate": event.learning_rate,
+        "train/grad_norm": event.grad_norm,
+        "speed/tokens_per_second": event.tokens_per_second,
+        "speed/tokens_per_second_per_gpu": event.tokens_per_second_per_gpu,
+        "speed/step_seconds": event.seconds,
+        "memory/peak_reserved_bytes": float(max(event.peak_memory_reserved_bytes)),
+    }
+    if event.mfu is not None:
+        numbers["speed/mfu"] = event.mfu
+    return numbers

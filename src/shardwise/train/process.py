@@ -1,0 +1,133 @@
+"""This process among the others: joining them, agreeing with them, leaving them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.engine.protocol import World
+from shardwise.errors import MachineError
+
+# A slow rank 0 (hashing a large checkpoint, a cold file system) must not look like a hang.
+TIMEOUT = timedelta(minutes=30)
+
+
+def place() -> tuple[int, int, int]:
+    """(rank, world size, local rank) from the launcher's environment; one process when there is none."""
+    try:
+        values = [int(os.environ.get(key, default)) for key, default in PLACE]
+    except ValueError as error:
+        raise MachineError(
+            f"the launcher's environment is not numeric: {error}",
+            where=", ".join(f"{key}={os.environ.get(key)}" for key, _ in PLACE),
+            fix="start with `shardwise train` or torchrun",
+        ) from None
+    rank, size, local_rank = values
+    if not 0 <= rank < size:
+        raise MachineError(
+            f"RANK={rank} is not below WORLD_SIZE={size}", fix="start with `shardwise train` or torchrun"
+        )
+    return rank, size, local_rank
+
+
+PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def device_of(local_rank: int) -> torch.device:
+    """The GPU of this process, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise MachineError(
+            f"process {local_rank} has no GPU: this machine shows {count}",
+            where=f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}",
+            fix=f"--processes {count}, or make more GPUs visible",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(*, tensor_parallel: int = 1, memory_cap_bytes: int | None = None) -> World:
+    """Join the process group (NCCL on GPUs, gloo on CPUs) and take a device."""
+    rank, size, local_rank = place()
+    device = device_of(local_rank)
+    if memory_cap_bytes is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_cap_bytes / total), device)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=torch._C._distributed_c10d.HashStore()
+            if size == 1
+            else None,  # alone: no port, no environment needed
+            rank=rank,
+            world_size=size,
+            timeout=TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        device=device,
+        data_rank=rank // tensor_parallel,
+        data_size=size // tensor_parallel,
+    )
+
+
+class Chorus:
+    """What ranks tell each other beside the training: small, on the CPU, never waiting for the GPU."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if world.size > 1 else None
+
+    def barrier(self) -> None:
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
+    def gather(self, value: object) -> list[Any]:
+        """Every rank's value, by rank. Collective."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.world.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def exchange(self, numbers: list[float]) -> Callable[[], list[list[float]]]:
+        """Starts sharing a few numbers; the returned function waits and gives them by rank. Collective."""
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        if self._group is None:
+            return lambda: [mine.tolist()]
+        all_numbers = [torch.empty_like(mine) for _ in range(self.world.size)]
+        work = dist.all_gather(all_numbers, mine, group=self._group, async_op=True)
+
+        def read() -> list[list[float]]:
+            work.wait()
+            return [numbers.tolist() for numbers in all_numbers]
+
+        return read
+
+
+@dataclass
+class StopSignal:
+    """Remembers that somebody asked this process to stop; the loop decides when."""
+
+    requested: bool = field(default=False, init=False)
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._remember)
+
+    def _remember(self, _number: int, _frame: FrameType | None) -> None:
+        self.requested = True

@@ -1,0 +1,245 @@
+"""From a job to a finished run: data, model, strategy, engine, run folder, loop; in this order.
+
+Nothing is written to the run folder before everything that can be wrong with the job, the data and
+the model has been looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from shardwise.data.loader import BatchStream, EvalStream
+from shardwise.data.prepare import Prepared, documents, prepare
+from shardwise.engine.build import build_engine
+from shardwise.engine.parameters import DTYPES
+from shardwise.engine.protocol import Engine, World
+from shardwise.errors import StoppedError
+from shardwise.job.schema import Job
+from shardwise.kernels.fused import apply_fused_kernels
+from shardwise.launch.spec import LaunchSpec
+from shardwise.models.build import BuiltModel, build_model
+from shardwise.models.checkpointing import checkpoint_blocks
+from shardwise.models.export import save_weights
+from shardwise.models.tokenizer import load_tokenizer, model_vocabulary
+from shardwise.record.environment import environment
+from shardwise.record.write import RunFolder
+from shardwise.strategy.auto import resolve
+from shardwise.strategy.strategy import Strategy
+from shardwise.train.announce import announce, header, speed
+from shardwise.train.loop import Loop, Progress
+from shardwise.train.loss import CausalLMLoss
+from shardwise.train.observe import Quiet, Recorder
+from shardwise.train.process import Chorus, StopSignal, join, place
+from shardwise.train.snapshot import Snapshots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A job with its model, data and strategy; no weights yet, nothing on a GPU."""
+
+    job: Job
+    tokenizer: PreTrainedTokenizerBase
+    built: BuiltModel
+    data: Prepared
+    strategy: Strategy
+    why: list[str]
+
+
+def run(spec: LaunchSpec) -> None:
+    """Runs the job of `spec` in this process. Collective over all processes of the run."""
+    job = Job.model_validate(spec.job)
+    stop = StopSignal()
+    stop.install()
+    rank, size, _ = place()
+    ready = get_ready(job, processes=spec.processes if spec.dry_run else size)
+    if rank == 0:
+        announce(ready, total_steps=count_steps(ready), json_plan=spec.dry_run)
+    if spec.dry_run:
+        return
+    world = join(tensor_parallel=ready.strategy.tensor_parallel, memory_cap_bytes=spec.memory_cap_bytes)
+    train(ready, spec, world, stop)
+
+
+def get_ready(job: Job, *, processes: int) -> Ready:
+    """Tokenizer, model on the meta device, data (tokenised once, by one process), strategy."""
+    tokenizer = load_tokenizer(job.model, corpus=lambda: documents(job))
+    built = build_model(
+        job.model,
+        dtype=DTYPES[job.train.precision],
+        seed=job.train.seed,
+        vocab_size=model_vocabulary(job.model, tokenizer),
+    )
+    data = prepare(job, tokenizer, vocab_size=built.config.get_text_config().vocab_size)
+    if data.chat_template is not None:
+        tokenizer.chat_template = data.chat_template  # saved with the weights: asked as it was trained
+    cuda = torch.cuda.is_available()
+    strategy, why = resolve(
+        job.strategy,
+        train=job.train,
+        clip_norm=job.optimizer.clip_norm,
+        world_size=processes,
+        devices="cuda" if cuda else "cpu",
+        trainable_parameters=built.trainable,
+        total_parameters=built.total,
+        device_memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else None,
+        lora=job.model.lora is not None,
+    )
+    return Ready(job=job, tokenizer=tokenizer, built=built, data=data, strategy=strategy, why=why)
+
+
+def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> None:
+    """Trains to the end, to `spec.max_steps`, or until asked to stop (StoppedError, exit code 75)."""
+    job, total_steps = ready.job, count_steps(ready)
+    run_dir = Path(spec.run_dir)
+    chorus = Chorus(world)
+    engine = make_engine(ready, world)
+    stream, evaluation = make_streams(ready, world)
+    _seed(job, world)
+    snapshots = Snapshots(
+        run_dir / "checkpoints",
+        engine=engine,
+        stream=stream,
+        chorus=chorus,
+        write_weights=lambda folder: save_weights(
+            ready.built, engine.weights(), folder, ready.tokenizer, rank=world.rank
+        ),
+        strategy=ready.strategy,
+        identity=identity(ready),
+        keep=job.train.keep,
+        total_steps=total_steps,
+    )
+    progress = snapshots.restore() if spec.resume else Progress()
+    observer = make_observer(ready, spec, engine, progress) if world.rank == 0 else Quiet()
+    chorus.barrier()  # the run folder exists now, for every rank
+    with observer:
+        loop = Loop(
+            job=job,
+            engine=engine,
+            stream=stream,
+            evaluation=evaluation,
+            chorus=chorus,
+            stop=stop,
+            observer=observer,
+            save=snapshots.save,
+            progress=progress,
+            total_steps=total_steps,
+        )
+        arrived = loop.run(min(total_steps, spec.max_steps or total_steps))
+        done = progress.step >= total_steps
+        status = "finished" if done else "paused" if arrived else "stopped"
+        observer.finish(step=progress.step, status=status)
+    if not arrived:
+        raise StoppedError(
+            f"stopped on request after step {progress.step} of {total_steps}; the state is saved",
+            where=spec.run_dir,
+            fix="the same command with --resume goes on from here",
+        )
+
+
+def count_steps(ready: Ready) -> int:
+    """Optimizer steps of the whole run: as asked, or rounded up to whole epochs."""
+    train = ready.job.train
+    if train.steps is not None:
+        return train.steps
+    stream, _ = make_streams(ready, None)
+    return stream.steps_for(train.epochs or 1.0)
+
+
+def make_engine(ready: Ready, world: World) -> Engine:
+    """The engine of the strategy, holding this rank's share of the weights."""
+    built, strategy = ready.built, ready.strategy
+    # Every engine hands whole blocks their weights, so a fused layer may reach for them directly.
+    apply_fused_kernels(built.model, world.device, gathered_by_module=False)
+    checkpoint_blocks(built.blocks, every=strategy.checkpoint_every)
+    module = CausalLMLoss(built.model, packed=ready.job.data.packing)
+    return build_engine(strategy, module, built.blocks, built.weights.fill, ready.job.optimizer, world)
+
+
+def make_streams(ready: Ready, world: World | None) -> tuple[BatchStream, EvalStream | None]:
+    """Training and evaluation batches of this rank (of a single one, without a world)."""
+    job, strategy = ready.job, ready.strategy
+    shared: dict[str, Any] = {
+        "sequence_length": job.data.sequence_length,
+        "micro_batch": strategy.micro_batch,
+        "data_rank": world.data_rank if world else 0,
+        "data_size": world.data_size if world else strategy.data_parallel,
+        "packing": job.data.packing,
+        "pad_id": ready.tokenizer.pad_token_id or 0,
+        "pin_memory": world is not None and world.device.type == "cuda",
+    }
+    stream = BatchStream(
+        ready.data.train,
+        global_batch=job.train.global_batch,
+        seed=job.train.seed,
+        worst_case_first=job.train.worst_case_first,
+        **shared,
+    )
+    return stream, None if ready.data.eval is None else EvalStream(ready.data.eval, **shared)
+
+
+def make_observer(ready: Ready, spec: LaunchSpec, engine: Engine, progress: Progress) -> Recorder:
+    """Rank 0's observer, with the run folder made or opened again."""
+    resumed = progress.step if spec.resume else None
+    job = ready.job.model_dump(mode="json")
+    if spec.resume:
+        folder = RunFolder.reopen(Path(spec.run_dir))
+    else:
+        plan = {"schema": 1, "chosen": {"strategy": ready.strategy.to_json(), "why": ready.why}}
+        folder = RunFolder.create(
+            Path(spec.run_dir),
+            job_yaml=yaml.safe_dump(job, sort_keys=False, allow_unicode=True),
+            plan=plan,
+            environment=environment(gpus=_gpus()),
+        )
+    folder.write_engine_config(f"{ready.strategy.engine}.json", engine.config())
+    return Recorder(
+        folder,
+        job=job,
+        header=header(ready, total_steps=count_steps(ready)),
+        speed=speed(ready),
+        resumed_step=resumed,
+    )
+
+
+def identity(ready: Ready) -> dict[str, Any]:
+    """What a checkpoint belongs to: a run with another value here is another run."""
+    job = ready.job
+    return {
+        "model": job.model.model_dump(mode="json"),
+        "data": ready.data.summary["key"],
+        "sequence_length": job.data.sequence_length,
+        "packing": job.data.packing,
+        "optimizer": job.optimizer.model_dump(mode="json"),
+        "global_batch": job.train.global_batch,
+        "micro_batch": ready.strategy.micro_batch,
+        "steps": job.train.steps,
+        "epochs": job.train.epochs,
+        "precision": job.train.precision,
+        "seed": job.train.seed,
+        "worst_case_first": job.train.worst_case_first,
+    }
+
+
+def _seed(job: Job, world: World) -> None:
+    """Seeds dropout per data-parallel rank; rows and initial weights have seeds of their own."""
+    seed = job.train.seed + world.data_rank
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if job.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _gpus() -> list[dict[str, Any]]:
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in properties]

@@ -1,0 +1,98 @@
+"""One training process: `python -m shardwise.train.worker SPEC.json`, started by the launcher or torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+from shardwise.errors import DoesNotFitError, MachineError, ShardwiseError, render
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the job in the spec file; returns the exit code. Errors go to the launcher, or to stderr."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        _work(Path(arguments[0]))
+    except ShardwiseError as error:
+        _tell(error)
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001  (the last place where a bug becomes an exit code)
+        known = _translate(error)
+        if known is None:
+            traceback.print_exc()
+            _tell(_bug(error))
+            return 1
+        _tell(known)
+        return known.exit_code
+    return 0
+
+
+def _work(spec_path: Path) -> None:
+    from shardwise.launch.spec import LaunchSpec
+    from shardwise.train.run import run
+
+    try:
+        run(LaunchSpec.from_json(json.loads(spec_path.read_text())))
+    finally:
+        _leave()
+
+
+def _leave() -> None:
+    """Leave the process group in order; a rank that failed must not wait for the others here."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and sys.exc_info()[0] is None:
+        dist.destroy_process_group()
+
+
+def _translate(error: Exception) -> ShardwiseError | None:
+    """Errors of libraries that have a cause the user can act on."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        free, total = torch.cuda.mem_get_info()
+        peak = torch.cuda.max_memory_reserved()
+        return DoesNotFitError(
+            f"out of GPU memory: {peak / 2**30:.1f} GiB reserved at most, {total / 2**30:.1f} GiB on the "
+            f"card, {free / 2**30:.1f} GiB free now ({str(error).splitlines()[0]})",
+            where=f"rank {os.environ.get('RANK', '0')}",
+            fix="train.checkpointing: full, a smaller train.micro_batch, or the next strategy of "
+            "zero2, zero3, zero3-offload; each keeps the global batch",
+        )
+    if isinstance(error, torch.distributed.DistBackendError):
+        return MachineError(
+            f"communication between the processes failed: {str(error).splitlines()[0]}",
+            where=f"rank {os.environ.get('RANK', '0')}",
+            fix="run again with NCCL_DEBUG=INFO to see which link failed",
+        )
+    return None
+
+
+def _bug(error: Exception) -> ShardwiseError:
+    return ShardwiseError(
+        f"{type(error).__name__}: {error}",
+        where=f"rank {os.environ.get('RANK', '0')}",
+        fix="this is a bug in shardwise; run again with --debug for the traceback, and report it",
+    )
+
+
+def _tell(error: ShardwiseError) -> None:
+    """Leave the error for the launcher, which prints one block for all ranks."""
+    folder, rank = os.environ.get("SHARDWISE_ERROR_DIR"), os.environ.get("RANK", "0")
+    if folder is None:
+        if rank == "0":
+            print(render(error), file=sys.stderr)
+        return
+    problems = [asdict(problem) for problem in error.problems]
+    record = {"exit_code": error.exit_code, "headline": error.headline, "problems": problems}
+    path = Path(folder) / f"rank-{rank}.json"
+    path.with_suffix(".tmp").write_text(json.dumps(record))
+    path.with_suffix(".tmp").rename(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""Units: bytes, seconds, tokens and FLOPs inside; converted only where a person reads them."""
+
+from __future__ import annotations
+
+GIB = 1024**3
+
+
+def gib(num_bytes: float) -> str:
+    """`12.3 GiB`."""
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def count(number: float) -> str:
+    """A count a person reads at a glance: `950`, `12.4k`, `6.7B`."""
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{suffix}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min 3 s`, `2 h 5 min`."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"

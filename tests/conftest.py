@@ -1,0 +1,39 @@
+"""Every test runs without network, alone on its cores, and away from the user's caches."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# Before any library reads them. Worker processes started by tests inherit them too.
+os.environ.update(
+    {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # DeepSpeed looks its build tool, ninja, up on PATH.
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONPATH": f"{Path(__file__).parents[1] / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped, and said to be, where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tokenised data goes to a folder of this test session."""
+    os.environ["SHARDWISE_CACHE"] = str(tmp_path_factory.mktemp("cache"))

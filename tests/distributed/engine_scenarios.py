@@ -1,0 +1,198 @@
+"""What the engine tests run inside the processes: `python -m engine_scenarios NAME FOLDER`.
+
+Each scenario goes through many engines in one world, because starting processes costs seconds. It returns
+plain numbers; the tests judge them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import engine_worker as w
+import torch
+import torch.distributed as dist
+
+from shardwise.engine.protocol import Engine, World
+from shardwise.strategy.strategy import Strategy
+
+DEEPSPEED = {
+    "zero0": Strategy(engine="deepspeed", stage=0),
+    "zero1": Strategy(engine="deepspeed", stage=1),
+    "zero2": Strategy(engine="deepspeed", stage=2),
+    "zero3": Strategy(engine="deepspeed", stage=3),
+    "zero3-noreshard": Strategy(engine="deepspeed", stage=3, reshard=False),
+    "zero2-offload": Strategy(engine="deepspeed", stage=2, offload_optimizer="cpu"),
+    "zero3-offload": Strategy(engine="deepspeed", stage=3, offload_optimizer="cpu", offload_parameters="cpu"),
+}
+FSDP = {
+    "fsdp2": Strategy(engine="fsdp2"),
+    "fsdp2-noreshard": Strategy(engine="fsdp2", reshard=False),
+    "fsdp2-offload": Strategy(engine="fsdp2", offload_optimizer="cpu", offload_parameters="cpu"),
+}
+SINGLE = {"single": Strategy(engine="single")}
+STEPS = range(4)
+
+
+def engines(world: World) -> dict[str, Strategy]:
+    """The engines of a world; bf16 of ZeRO-3 comes last, as DeepSpeed replaces torch's linear for good."""
+    return {**(SINGLE if world.size == 1 else {}), **FSDP, **DEEPSPEED}
+
+
+def chosen(world: World) -> dict[str, Strategy]:
+    """All engines with two processes; with one, those whose code differs there or that `auto` picks."""
+    if world.size > 1:
+        return engines(world)
+    return {name: engines(world)[name] for name in ("single", "fsdp2", "zero2", "zero2-offload")}
+
+
+def parity(folder: Path, world: World) -> dict[str, Any]:
+    """How far every engine, model and way to accumulate is from float64."""
+    kinds: dict[str, dict[str, bool]] = {"plain": {}, "tied": {"tied": True}, "lora": {"lora": True}}
+    exact = {kind: w.reference(STEPS, **options) for kind, options in kinds.items()}
+    results: dict[str, Any] = {}
+    for name, bare in engines(world).items():
+        for precision in ("fp32", "bf16"):
+            for kind, options in kinds.items():
+                for accumulation in (1, 4):
+                    if accumulation == 1 and (kind != "plain" or precision == "bf16"):
+                        continue
+                    strategy = replace(w.fitted(bare, world, accumulation), precision=precision)
+                    engine = w.engine_for(strategy, world, **options)
+                    steps = w.train(engine, strategy, STEPS)
+                    losses, norms, weights = exact[kind]
+                    found = dict(engine.weights())
+                    assert found.keys() == weights.keys()
+                    results[f"{name}/{precision}/{kind}/{accumulation}"] = {
+                        "loss_error": worst([step.loss.item() for step in steps], losses),
+                        "norm_error": worst([float(step.grad_norm) for step in steps], norms),
+                        "weight_error": largest_difference(found, weights) if world.rank == 0 else 0.0,
+                        "skipped": [step.skipped.item() for step in steps],
+                    }
+    return results
+
+
+def resume(folder: Path, world: World) -> dict[str, Any]:
+    """Whether saving after step 2 and going on in a new engine gives the same bits as not stopping."""
+    results = {}
+    for name, bare in chosen(world).items():
+        for precision, lora in (("fp32", False), ("bf16", False), ("bf16", True)):
+            strategy = replace(w.fitted(bare, world, 2), precision=precision)
+            straight = w.engine_for(strategy, world, lora=lora)
+            w.train(straight, strategy, range(2))
+            place = folder / f"{name}-{precision}-{lora}"
+            place.mkdir(exist_ok=True)
+            dist.barrier()
+            straight.save(place)
+            expected = w.train(straight, strategy, range(2, 5))
+            resumed = w.engine_for(strategy, world, lora=lora)
+            w.train(resumed, strategy, range(9, 10))  # what is loaded has to replace this
+            resumed.load(place)
+            found = w.train(resumed, strategy, range(2, 5))
+            results[f"{name}/{precision}/{'lora' if lora else 'full'}"] = (
+                [step.loss.item() for step in expected] == [step.loss.item() for step in found]
+                and [float(step.grad_norm) for step in expected] == [float(step.grad_norm) for step in found]
+                and same(snapshot(straight), snapshot(resumed))
+            )
+    return results
+
+
+def not_finite(folder: Path, world: World) -> dict[str, Any]:
+    """What a step with a NaN does: whether it says so, and whether weights and later steps are untouched."""
+    results = {}
+    for name, bare in chosen(world).items():
+        for precision in ("fp32", "bf16"):
+            strategy = replace(w.fitted(bare, world, 2), precision=precision)
+            engine = w.engine_for(strategy, world)
+            w.train(engine, strategy, range(2))
+            before = snapshot(engine)
+            with poisoned(engine):
+                (bad,) = w.train(engine, strategy, range(2, 3))
+            (later,) = w.train(engine, strategy, range(3, 4))
+            results[f"{name}/{precision}"] = {
+                "skipped": bad.skipped.item(),
+                "reported": not bool(torch.isfinite(bad.loss + bad.grad_norm)),
+                "untouched": same(before, snapshot(engine)),
+                "later_skipped": later.skipped.item(),
+            }
+    return results
+
+
+def evaluate(folder: Path, world: World) -> dict[str, Any]:
+    """Evaluation losses before and after training, and whether evaluating changes what follows."""
+    results = {}
+    for name, bare in engines(world).items():
+        strategy = replace(w.fitted(bare, world, 2), precision="fp32")
+        watched, unwatched = w.engine_for(strategy, world), w.engine_for(strategy, world)
+        batch = w.rows(77)
+        losses = []
+        for _ in range(3):
+            total = sum(watched.loss_sum(part) for part in w.share(batch, strategy, world))
+            assert isinstance(total, torch.Tensor)
+            if world.size > 1:
+                dist.all_reduce(total)
+            losses.append(total.item() / w.targets(batch))
+            w.train(watched, strategy, range(2))
+            w.train(unwatched, strategy, range(2))
+        results[name] = {
+            "losses": losses,
+            "same": same(snapshot(watched), snapshot(unwatched)),
+            "names": sorted(snapshot(watched)),
+        }
+    return results
+
+
+def worst(found: list[float], expected: list[float]) -> float:
+    """Largest relative error."""
+    return max(abs(f - e) / abs(e) for f, e in zip(found, expected, strict=True))
+
+
+def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    return max(float((found[name].double() - expected[name]).abs().max()) for name in expected)
+
+
+def snapshot(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@contextmanager
+def poisoned(engine: Engine) -> Iterator[None]:
+    """Rank 0's output head computes NaN for a while."""
+    root = getattr(engine, "module", None) or engine._engine.module  # type: ignore[attr-defined]
+    head = root.model.lm_head
+    rank = engine.world.rank
+
+    def poison(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * (float("nan") if rank == 0 else 1.0)
+
+    handle = head.register_forward_hook(poison)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+SCENARIOS = {"parity": parity, "resume": resume, "not_finite": not_finite, "evaluate": evaluate}
+
+
+def _main() -> None:
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    world = w.join()
+    result = SCENARIOS[name](folder, world)
+    if world.rank == 0:
+        (folder / "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,253 @@
+"""Shared parts of the engine tests: a tiny Llama, its batches, and processes that run a function."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardwise.data.batch import IGNORED, MicroBatch
+from shardwise.engine.build import build_engine
+from shardwise.engine.protocol import Engine, StepResult, World
+from shardwise.job.schema import Optimizer
+from shardwise.strategy.strategy import Strategy
+
+ROOT = Path(__file__).parents[2]
+GLOBAL_BATCH = 8
+SEQUENCE = 16
+VOCABULARY = 64
+OPTIMIZER = Optimizer(learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5)
+
+
+class SummedLoss(nn.Module):
+    """Summed cross entropy of a causal language model, as an fp32 (or wider) scalar."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        logits = self.model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+        ).logits
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+
+
+def llama(dtype: torch.dtype, *, tied: bool = False, lora: bool = False) -> tuple[nn.Module, list[nn.Module]]:
+    """The loss module and its blocks, parameters on the meta device."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        mlp_bias=True,
+    )
+    model: nn.Module = LlamaForCausalLM(config).to(dtype)
+    blocks = list(model.model.layers)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", bias="none")
+        model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    module = SummedLoss(model)
+    for name, p in module.named_parameters(remove_duplicate=False):
+        owner = module.get_submodule(name.rpartition(".")[0])
+        twin = owner._parameters[name.rpartition(".")[2]]
+        if not twin.is_meta:
+            meta = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            _replace(module, p, meta)
+    return module, blocks
+
+
+def _replace(root: nn.Module, old: torch.Tensor, new: nn.Parameter) -> None:
+    for owner in root.modules():
+        for name, p in list(owner._parameters.items()):
+            if p is old:
+                owner._parameters[name] = new
+
+
+def make_fill(module: nn.Module, dtype: torch.dtype) -> Callable[[nn.Module, torch.device], None]:
+    """Fills parameters with values that depend on their names only, rounded to bf16."""
+    names = dict(module.named_parameters())
+
+    def fill(part: nn.Module, device: torch.device) -> None:
+        inside = {id(p) for p in part.parameters()}
+        for name, p in names.items():
+            if id(p) in inside and p.is_meta:
+                new = nn.Parameter(value(name, p.shape).to(device, dtype), requires_grad=p.requires_grad)
+                _replace(module, p, new)
+
+    return fill
+
+
+def value(name: str, shape: torch.Size) -> torch.Tensor:
+    if "norm" in name:
+        return torch.ones(shape)
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return (0.2 * torch.randn(shape, generator=generator)).bfloat16().float()
+
+
+def rows(step: int) -> MicroBatch:
+    """The global batch of a step: rows with answers of different lengths."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    for row in range(GLOBAL_BATCH):
+        labels[row, : int(torch.randint(1, SEQUENCE, (), generator=generator))] = IGNORED
+    return micro_batch(tokens[:, :-1].contiguous(), labels)
+
+
+def micro_batch(input_ids: torch.Tensor, labels: torch.Tensor) -> MicroBatch:
+    count, length = input_ids.shape
+    return MicroBatch(
+        input_ids=input_ids,
+        labels=labels,
+        position_ids=torch.arange(length).expand(count, length).contiguous(),
+        cu_seqlens=torch.arange(0, (count + 1) * length, length, dtype=torch.int32),
+        max_seqlen=length,
+    )
+
+
+def share(batch: MicroBatch, strategy: Strategy, world: World) -> list[MicroBatch]:
+    """This rank's micro-batches of the global batch."""
+    mine = range(world.data_rank, GLOBAL_BATCH, world.data_size)
+    starts = range(0, len(mine), strategy.micro_batch)
+    return [
+        micro_batch(batch.input_ids[chosen], batch.labels[chosen])
+        for chosen in (list(mine)[start : start + strategy.micro_batch] for start in starts)
+    ]
+
+
+def targets(batch: MicroBatch) -> int:
+    return int((batch.labels != IGNORED).sum())
+
+
+def world_here() -> World:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return World(
+        rank=rank, size=size, local_rank=rank, device=torch.device("cpu"), data_rank=rank, data_size=size
+    )
+
+
+def fitted(strategy: Strategy, world: World, accumulation: int = 1) -> Strategy:
+    micro = GLOBAL_BATCH // world.size // accumulation
+    return replace(
+        strategy,
+        data_parallel=world.size,
+        micro_batch=micro,
+        accumulation=accumulation,
+        clip_norm=OPTIMIZER.clip_norm,
+    )
+
+
+def engine_for(strategy: Strategy, world: World, *, tied: bool = False, lora: bool = False) -> Engine:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[strategy.precision]
+    module, blocks = llama(dtype, tied=tied, lora=lora)
+    return build_engine(strategy, module, blocks, make_fill(module, dtype), OPTIMIZER, world)
+
+
+def train(engine: Engine, strategy: Strategy, steps: range) -> list[StepResult]:
+    results = []
+    for step in steps:
+        batch = rows(step)
+        results.append(
+            engine.step(
+                share(batch, strategy, engine.world),
+                target_tokens=targets(batch),
+                learning_rate=OPTIMIZER.learning_rate,
+            )
+        )
+    return results
+
+
+def reference(steps: range, **options: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradient norms and final weights in float64: one process, one batch, plain torch."""
+    module, _ = llama(torch.float64, **options)
+    make_fill(module, torch.float64)(module, torch.device("cpu"))
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    groups = [
+        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=OPTIMIZER.learning_rate,
+        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
+        eps=OPTIMIZER.epsilon,
+    )
+    losses, norms = [], []
+    for step in steps:
+        batch = rows(step)
+        loss = module(batch) / targets(batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), OPTIMIZER.clip_norm)
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    weights = {name.removeprefix("model."): p.detach() for name, p in parameters.items()}
+    return losses, norms, weights
+
+
+def run_in_processes(name: str, *, processes: int, folder: Path, timeout: float = 300.0) -> Any:
+    """Calls `SCENARIOS[name](folder)` in that many gloo processes; returns what rank 0 returned (as JSON)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(processes):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'distributed'}",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+        with (folder / f"rank-{rank}.log").open("w") as log:
+            children.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "engine_scenarios", name, str(folder)],
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        codes = [child.wait(timeout) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    if any(codes):
+        logs = "\n".join((folder / f"rank-{rank}.log").read_text()[-6000:] for rank in range(processes))
+        raise AssertionError(f"exit codes {codes}\n{logs}")
+    return json.loads((folder / "result.json").read_text())
+
+
+def join() -> World:
+    world = world_here()
+    dist.init_process_group("gloo", rank=world.rank, world_size=world.size, timeout=timedelta(seconds=120))
+    return world

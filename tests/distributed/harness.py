@@ -1,0 +1,98 @@
+"""Runs whole jobs through the real worker code, several per set of processes (imports cost seconds)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.launch.spec import LaunchSpec
+
+ROOT = Path(__file__).parents[2]
+VENV_BIN = str(Path(sys.executable).parent)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job to run, and how."""
+
+    job: dict[str, Any]
+    resume: bool = False
+    max_steps: int | None = None
+
+
+def run_all(runs: list[Run], *, processes: int, folder: Path, timeout: float = 600.0) -> list[Path]:
+    """Runs the jobs one after the other in one set of processes; returns their run folders.
+
+    Raises AssertionError with the processes' output when one of them fails.
+    """
+    specs = []
+    for run in runs:
+        run_dir = Path(run.job["output"]) / run.job["name"]
+        spec = LaunchSpec(
+            job=run.job,
+            run_dir=str(run_dir),
+            processes=processes,
+            resume=run.resume,
+            max_steps=run.max_steps,
+        )
+        specs.append(spec.to_json())
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "specs.json"
+    path.write_text(json.dumps(specs))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(processes):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "PATH": f"{VENV_BIN}:{os.environ['PATH']}",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "SHARDWISE_CACHE": str(folder / "cache"),
+        }
+        with (folder / f"rank-{rank}.log").open("w") as log:
+            command = [sys.executable, __file__, str(path)]
+            children.append(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            )
+    try:
+        codes = [child.wait(timeout) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    if any(codes):
+        logs = "\n".join((folder / f"rank-{rank}.log").read_text()[-6000:] for rank in range(processes))
+        raise AssertionError(f"exit codes {codes}\n{logs}")
+    return [Path(spec["run_dir"]) for spec in specs]
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The step events of a run, in order."""
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == "step"]
+
+
+def _main() -> None:
+    """In a child process: run every spec of the file in turn."""
+    from shardwise.train.run import run
+
+    for record in json.loads(Path(sys.argv[1]).read_text()):
+        run(LaunchSpec.from_json(record))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,33 @@
+"""Every engine trains what a plain float64 loop trains."""
+
+from __future__ import annotations
+
+import pytest
+from engine_worker import run_in_processes
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_losses_norms_and_weights_are_those_of_float64(tmp_path, processes: int) -> None:
+    results = run_in_processes("parity", processes=processes, folder=tmp_path, timeout=590)
+    assert len(results) == (77 if processes == 1 else 70)
+    for name, found in results.items():
+        exact = "/fp32/" in name
+        # fp32: rounding. bf16: 8 bits of mantissa, through two blocks and four AdamW steps.
+        assert found["loss_error"] < (1e-5 if exact else 1e-2), name
+        assert found["norm_error"] < (1e-5 if exact else 5e-2), name
+        # AdamW turns the noise of a vanishing gradient into a step of the learning rate (0.01) at most;
+        # a weight decay that should not be there moves the norms' weights by 0.004.
+        assert found["weight_error"] < (1e-3 if exact else 6e-2), name
+        assert found["skipped"] == [0.0] * 4, name
+
+
+def test_an_evaluation_gives_the_global_loss_and_changes_nothing(tmp_path) -> None:
+    results = run_in_processes("evaluate", processes=2, folder=tmp_path)
+    losses = {name: found["losses"] for name, found in results.items()}
+    for name, found in results.items():
+        assert found["losses"] == pytest.approx(losses["fsdp2"], rel=1e-6), name
+        assert found["same"], name
+        assert "model.layers.0.self_attn.q_proj.weight" in found["names"], name
+        assert "lm_head.weight" in found["names"], name

@@ -1,0 +1,110 @@
+"""What a checkpoint carries beside the engine's state, and whom it belongs to."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.errors import CheckpointError, render
+from shardwise.record.manifest import Manifest, Origin
+from shardwise.strategy.strategy import Strategy
+from shardwise.train.checkpoint.match import check_origin
+from shardwise.train.checkpoint.rng import load_rng, save_rng
+from shardwise.train.checkpoint.state import TrainerState, load_state, save_state
+
+CPU = torch.device("cpu")
+
+
+def draw() -> tuple[object, ...]:
+    """Some of every generator, the cached second Gaussian of python and numpy included."""
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(3).tolist(),
+        np.random.randn(),
+        torch.rand(3).tolist(),
+        torch.randperm(9).tolist(),
+    )
+
+
+def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    random.gauss(0, 1), np.random.randn()  # leaves a cached value behind
+    save_rng(tmp_path, rank=3, device=CPU)
+    expected = [draw() for _ in range(3)]
+    random.seed(9), np.random.seed(9), torch.manual_seed(9)
+    load_rng(tmp_path, rank=3, device=CPU)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_a_missing_or_foreign_generator_state_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="random number generators"):
+        load_rng(tmp_path, rank=1, device=CPU)
+    save_rng(tmp_path, rank=1, device=CPU)
+    path = tmp_path / "rng-rank1.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "cuda": "AAAA"}))
+    with pytest.raises(CheckpointError, match="saved with a GPU"):
+        load_rng(tmp_path, rank=1, device=CPU)
+
+
+def test_the_trainer_state_comes_back_and_a_broken_one_is_refused(tmp_path: Path) -> None:
+    state = TrainerState(step=3, total_steps=9, tokens=12, target_tokens=10, data={"epoch": 1, "row": 4})
+    save_state(tmp_path, state)
+    assert load_state(tmp_path) == state
+    (tmp_path / "state.json").write_text('{"step": 3}')
+    with pytest.raises(CheckpointError):
+        load_state(tmp_path)
+
+
+SAVED = Strategy(engine="deepspeed", stage=2, data_parallel=2, micro_batch=4)
+IDENTITY = {"model": {"source": "a", "lora": None}, "seed": 1, "betas": (0.9, 0.95)}
+
+
+def origin(strategy: Strategy = SAVED, **changes: object) -> Origin:
+    return Origin(
+        world_size=strategy.world_size,
+        strategy=strategy.to_json(),
+        identity={**IDENTITY, **changes},
+        versions={},
+    )
+
+
+def stored() -> Manifest:
+    """A manifest as it is after the way through its file."""
+    return Manifest.from_text(Manifest(step=1, origin=origin(), files={}).to_text())
+
+
+def test_the_same_run_may_resume_with_other_micro_batches_and_libraries() -> None:
+    other = replace(SAVED, micro_batch=1, accumulation=4)
+    check_origin(stored(), replace(origin(other), versions={"torch": "9"}), where="x")
+
+
+def test_every_differing_field_is_named_with_both_values() -> None:
+    expected = origin(seed=2, model={"source": "b", "lora": None}, new=True)
+    with pytest.raises(CheckpointError) as error:
+        check_origin(stored(), expected, where="runs/a/checkpoints/step-000001")
+    block = render(error.value)
+    assert "model.source is 'b', the checkpoint's is 'a'" in block
+    assert "seed is 2, the checkpoint's is 1" in block
+    assert "new is True, the checkpoint's is None" in block
+    assert "betas" not in block
+    assert "lora" not in block
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"stage": 3}, "stage"), ({"data_parallel": 1}, "data_parallel"), ({"offload_optimizer": "cpu"}, "off")],
+)
+def test_another_strategy_is_refused_with_the_one_to_use(change: dict[str, object], named: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        check_origin(stored(), origin(replace(SAVED, **change)), where="x")  # type: ignore[arg-type]
+    block = render(error.value)
+    assert "another strategy yet" in block
+    assert named in block
+    assert "--set strategy=zero2 --processes 2" in block

@@ -1,0 +1,203 @@
+"""The command line as a user meets it: help, exit codes, what reaches the workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise import __version__
+from shardwise.cli import main
+from shardwise.cli.options import size_in_bytes
+from shardwise.errors import CheckpointError, JobError, StoppedError
+from shardwise.launch.spec import LaunchSpec
+
+VERBS = {
+    "demo": {"--out"},
+    "init": {"--out", "--list", "--models"},
+    "config": {"--set", "--json"},
+    "train": {
+        "--processes", "--resume", "--max-steps", "--dry-run", "--set", "--memory-cap", "--json",
+    },
+    "report": {"--json"},
+    "export": {"--merge", "--out"},
+    "generate": {"--prompt", "--max-new-tokens", "--temperature", "--seed"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("qa.jsonl").write_text("{}\n")
+    path = Path("job.yaml")
+    path.write_text("name: run\nmodel: {source: org/model}\ndata: {train: qa.jsonl}\n")
+    return path
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSpec]:
+    """What the launcher is asked for, instead of worker processes."""
+    specs: list[LaunchSpec] = []
+
+    def launch(spec: LaunchSpec) -> int:
+        specs.append(spec)
+        os.write(1, b"a worker speaks\n")
+        return 0
+
+    monkeypatch.setattr("shardwise.launch.local.launch", launch)
+    return specs
+
+
+def test_the_verbs_and_flags_are_these(capsys: pytest.CaptureFixture[str]) -> None:
+    """Growing the command line is a decision, not an accident."""
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out.split("Commands:\n")[1].split("\n\n")[0]
+    assert {line.split()[0] for line in listed.splitlines()} == set(VERBS)
+    for verb, flags in VERBS.items():
+        assert main([verb, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", text, re.MULTILINE)) - {"--help"} == flags, verb
+
+
+def test_help_loads_nothing_heavy() -> None:
+    script = (
+        "import sys; from shardwise.cli import main; main(['--help']); "
+        "heavy = {'torch', 'transformers', 'pydantic', 'rich', 'numpy', 'yaml'} & set(sys.modules); "
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "shardwise demo" in done.stdout
+
+
+def test_no_verb_shows_the_help_and_version_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "Usage: shardwise" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"shardwise {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "block"),
+    [
+        (JobError("bad", where="job.yaml:1", fix="mend"), 2, "error: bad\n  at:  job.yaml:1\n  fix: mend\n"),
+        (CheckpointError("torn"), 5, "error: torn\n"),
+        (StoppedError("stopped"), 75, "error: stopped\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_end_in_one_block_and_their_code(
+    error: BaseException,
+    code: int,
+    block: str,
+    job_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def launch(spec: LaunchSpec) -> int:
+        raise error
+
+    monkeypatch.setattr("shardwise.launch.local.launch", launch)
+    assert main(["train", str(job_file)]) == code
+    assert capsys.readouterr().err == block
+
+
+def test_a_bug_is_called_a_bug_and_debug_shows_where(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(spec: LaunchSpec) -> int:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("shardwise.launch.local.launch", launch)
+    assert main(["train", str(job_file)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ZeroDivisionError: division by zero\n")
+    assert "--debug" in err
+    assert "Traceback" not in err
+    for arguments in (["--debug", "train", str(job_file)], ["train", str(job_file), "--debug"]):
+        assert main(arguments) == 1
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_train_hands_the_launcher_what_was_asked(job_file: Path, launched: list[LaunchSpec]) -> None:
+    flags = [
+        "--processes",
+        "2",
+        "--max-steps",
+        "7",
+        "--memory-cap",
+        "16GiB",
+        "--dry-run",
+        "--set",
+        "train.seed=3",
+    ]
+    assert main(["train", str(job_file), *flags]) == 0
+    (spec,) = launched
+    assert (spec.processes, spec.max_steps, spec.memory_cap_bytes) == (2, 7, 16 * 2**30)
+    assert (spec.dry_run, spec.resume, spec.run_dir) == (True, False, "runs/run")
+    assert spec.job["train"]["seed"] == 3
+    json.dumps(spec.to_json())
+
+
+def test_processes_default_to_the_visible_gpus(
+    job_file: Path, launched: list[LaunchSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.hardware.detect.gpu_count", lambda: 4)
+    main(["train", str(job_file)])
+    main(["train", str(job_file), "--set", "strategy=single"])
+    monkeypatch.setattr("shardwise.hardware.detect.gpu_count", lambda: 0)
+    main(["train", str(job_file)])
+    assert [spec.processes for spec in launched] == [4, 1, 1]
+
+
+def test_json_leaves_stdout_to_one_object(
+    job_file: Path,
+    launched: list[LaunchSpec],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("shardwise.report.compare.summary", lambda run: {"run": str(run)})
+    assert main(["train", str(job_file), "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {"run": "runs/run"}
+    assert "a worker speaks" in err
+
+
+def test_config_prints_value_and_origin(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", str(job_file), "--set", "train.steps=5"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["name", '"run"', "job.yaml:1"] in lines
+    assert ["train.steps", "5", "--set", "train.steps=5"] in lines
+    assert ["train.seed", "42", "default"] in lines
+    assert main(["config", str(job_file), "--json"]) == 0
+    settings: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["settings"]
+    assert {"key": "name", "value": "run", "origin": "job.yaml:1"} in settings
+
+
+def test_init_lists_presets_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--list"]) == 0
+    presets = capsys.readouterr().out.splitlines()
+    assert any(line.split()[0] == "llama-2-7b-lora" and "24 GB" in line for line in presets)
+    assert main(["init", "--models"]) == 0
+    shapes = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["llama-2-7b", "6.74B", "meta-llama/Llama-2-7b-hf"] in shapes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("16GiB", 16 * 2**30), ("500MB", 500 * 10**6), ("1.5 gib", 3 * 2**29), ("10b", 10)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert size_in_bytes(text, "--memory-cap") == size
+
+
+@pytest.mark.parametrize("text", ["16", "GiB", "-1GiB", "0GiB", "16 gigs"])
+def test_what_is_not_a_size_names_the_flag(text: str) -> None:
+    with pytest.raises(JobError) as caught:
+        size_in_bytes(text, "--memory-cap")
+    assert caught.value.problems[0].where == "--memory-cap"

@@ -1,0 +1,136 @@
+"""The token cache: built once, by one process, and built again when it is not whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.data.cache import COLUMNS, Writer, cache_root, load_or_build
+from shardwise.errors import DataError, MachineError
+
+SAMPLES = [([5, 6, 7], [0, 1, 1]), ([8], [1]), ([9, 9, 70_000], [1, 0, 1])]
+
+
+def build(writer: Writer) -> dict[str, Any]:
+    for group, (tokens, trained) in enumerate(SAMPLES):
+        writer.add(np.array(tokens, dtype=np.uint32), np.array(trained, dtype=np.uint8), group=group)
+    return {"said": "ü"}
+
+
+def never(writer: Writer) -> dict[str, Any]:
+    raise AssertionError("built again")
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    dataset, note = load_or_build(tmp_path / "deep" / "root", "key", build)
+    assert [tuple(part.tolist() for part in dataset.sample(i)) for i in range(3)] == SAMPLES
+    assert dataset.targets.tolist() == [2, 0, 1]  # a sample's first token is predicted by nothing
+    assert dataset.lengths.tolist() == [3, 1, 3]
+    assert note == {"said": "ü"}
+    assert isinstance(dataset.tokens, np.memmap)
+    part = dataset.subset(np.array([2, 0]))
+    assert part.sample(0)[0].tolist() == [9, 9, 70_000]
+    assert part.targets.tolist() == [1, 2]
+
+
+def test_a_whole_entry_is_not_built_again(tmp_path: Path) -> None:
+    load_or_build(tmp_path, "key", build)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "key").iterdir()}
+    dataset, _ = load_or_build(tmp_path, "key", never)
+    assert len(dataset) == 3
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "key").iterdir()} == before
+
+
+@pytest.mark.parametrize("name", [*(f"{column}.bin" for column in COLUMNS), "meta.json"])
+@pytest.mark.parametrize("damage", ["truncated", "longer", "gone"])
+def test_a_damaged_entry_is_built_again(tmp_path: Path, name: str, damage: str) -> None:
+    load_or_build(tmp_path, "key", build)
+    path = tmp_path / "key" / name
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-1] if damage == "truncated" else content + b"0")
+    dataset, _ = load_or_build(tmp_path, "key", build)
+    assert [tuple(part.tolist() for part in dataset.sample(i)) for i in range(3)] == SAMPLES
+    assert path.read_bytes() == content
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
+    def fail(writer: Writer) -> dict[str, Any]:
+        build(writer)
+        raise DataError("bad sample")
+
+    with pytest.raises(DataError):
+        load_or_build(tmp_path, "key", fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["key.lock"]
+    assert len(load_or_build(tmp_path, "key", build)[0]) == 3
+
+
+def test_the_rest_of_a_killed_build_is_swept_away(tmp_path: Path) -> None:
+    (tmp_path / "key.partial").mkdir()
+    (tmp_path / "key.partial" / "tokens.bin").write_bytes(b"half")
+    assert len(load_or_build(tmp_path, "key", build)[0]) == 3
+    assert not (tmp_path / "key.partial").exists()
+
+
+BUILDER = """
+import os, sys, time
+from pathlib import Path
+import numpy as np
+from shardwise.data.cache import load_or_build
+
+def build(writer):
+    time.sleep(1)
+    writer.add(np.arange(3, dtype=np.uint32), np.ones(3, dtype=np.uint8), group=0)
+    return {"builder": os.getpid()}
+
+sys.stdin.readline()  # all have started
+dataset, note = load_or_build(Path(sys.argv[1]), "key", build)
+print(len(dataset), note["builder"])
+"""
+
+
+def test_of_several_processes_one_builds_and_the_others_wait(tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILDER, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    said = {process.communicate(timeout=60)[0] for process in processes}
+    assert len(said) == 1
+    assert said.pop().startswith("1 ")
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match="cannot be written") as caught:
+        load_or_build(tmp_path / "file" / "root", "key", build)
+    assert "SHARDWISE_CACHE" in caught.value.problems[0].fix
+
+
+def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    assert cache_root() == tmp_path
+    monkeypatch.delenv("SHARDWISE_CACHE")
+    assert cache_root() == Path.home() / ".cache" / "shardwise"
+
+
+def test_meta_names_all_columns(tmp_path: Path) -> None:
+    load_or_build(tmp_path, "key", build)
+    sizes = json.loads((tmp_path / "key" / "meta.json").read_text())["bytes"]
+    assert sizes == {"tokens": 28, "trained": 7, "starts": 24, "lengths": 12, "targets": 12, "groups": 24}

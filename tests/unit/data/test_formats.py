@@ -1,0 +1,184 @@
+"""Formats: detected by their fields, converted to one shape, refused with a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.data.formats import Conversation, Reader, SampleError, convert, detect
+from shardwise.data.sources import Text, open_sources
+from shardwise.errors import DataError, render
+from shardwise.job.schema import Data
+
+USER = {"role": "user", "content": "2 + 2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+
+
+def messages_of(fields: dict[str, Any], format_: Any, system: str | None = None) -> list[dict[str, Any]]:
+    sample = convert(("f:1", fields), format_, system=system)
+    assert isinstance(sample, Conversation)
+    return sample.messages
+
+
+@pytest.mark.parametrize(
+    ("fields", "format_"),
+    [
+        ({"instruction": "a", "input": "", "output": "b"}, "alpaca"),
+        ({"conversations": [{"from": "human", "value": "a"}], "tools": "[]"}, "sharegpt"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
+        ({"conversations": [{"role": "user", "content": "a"}]}, "messages"),
+        ({"text": "a", "url": "b", "timestamp": "c"}, "text"),
+    ],
+)
+def test_the_format_is_detected(fields: dict[str, Any], format_: str) -> None:
+    assert detect(("f:1", fields)) == format_
+
+
+def test_fields_of_two_formats_are_ambiguous() -> None:
+    with pytest.raises(
+        DataError, match="as alpaca or as text; fields found: instruction, output, text"
+    ) as caught:
+        detect(("f:1", {"instruction": "a", "output": "b", "text": "c"}))
+    assert caught.value.problems[0].fix == "say which: data.format: alpaca"
+
+
+@pytest.mark.parametrize("fields", [{"question": "a", "answer": "b"}, {}, {"messages": []}, {"text": None}])
+def test_unknown_fields_are_listed(fields: dict[str, Any]) -> None:
+    with pytest.raises(
+        DataError, match="no known format; fields found: " + (", ".join(sorted(fields)) or "none")
+    ):
+        detect(("f:1", fields))
+
+
+def test_alpaca_becomes_a_conversation() -> None:
+    fields = {
+        "instruction": "Translate.",
+        "input": "Hund",
+        "output": "dog",
+        "system": "Be brief.",
+        "history": [["Hello", "Hi"]],
+    }
+    assert messages_of(fields, "alpaca", system="unused") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi"},
+        {"role": "user", "content": "Translate.\nHund"},
+        {"role": "assistant", "content": "dog"},
+    ]
+    assert messages_of({"instruction": "a", "input": None, "output": "b"}, "alpaca", system="s")[0] == {
+        "role": "system",
+        "content": "s",
+    }
+
+
+def test_sharegpt_with_calls_becomes_what_templates_take() -> None:
+    fields = {
+        "conversations": [
+            {"from": "human", "value": "Add."},
+            {"from": "gpt", "value": "I will."},
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "It is 2."},
+        ],
+        "tools": '[{"name": "add", "parameters": {}}]',
+    }
+    sample = convert(("f:1", fields), "sharegpt")
+    assert isinstance(sample, Conversation)
+    assert sample.tools == [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}, "id": "call00001"}
+    assert sample.messages == [
+        {"role": "user", "content": "Add."},
+        {"role": "assistant", "content": "I will.", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "call00001"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+
+
+def test_messages_with_arguments_as_text_parts_and_nulls() -> None:
+    fields = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]},
+            {"role": "assistant", "content": None, "name": None,
+             "tool_calls": [{"id": "x", "function": {"name": "add", "arguments": '{"a": 2}'}}]},
+            {"role": "tool", "content": "4", "tool_call_id": "x", "tool_calls": None},
+            ANSWER,
+        ]
+    }  # fmt: skip
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    assert messages_of(fields, "messages") == [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "x"},
+        ANSWER,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "format_", "message"),
+    [
+        ({"instruction": "a", "output": ""}, "alpaca", "the answer is empty"),
+        ({"instruction": "a", "output": " \n"}, "alpaca", "the answer is empty"),
+        ({"instruction": "", "input": "", "output": "b"}, "alpaca", "instruction and input are empty"),
+        ({"instruction": "a", "output": None}, "alpaca", "output has to be a string, it is null"),
+        ({"instruction": "a"}, "alpaca", "the field output is missing; found are instruction"),
+        ({"instruction": 7, "output": "b"}, "alpaca", "instruction has to be a string, it is int"),
+        ({"instruction": "a\0", "output": "b"}, "alpaca", "holds a NUL character"),
+        ({"instruction": "\ud800", "output": "b"}, "alpaca", "half a surrogate pair"),
+        ({"instruction": "a", "output": "b", "history": ["x"]}, "alpaca", "history has to be"),
+        ({"text": "  "}, "text", "the text is empty"),
+        ({"messages": None}, "messages", "has to be a list"),
+        ({"messages": ["a"]}, "messages", "has to hold objects, not str"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "messages", "unknown role 'bot'"),
+        ({"messages": [ANSWER]}, "messages", "message 1 is of role assistant, after the start"),
+        ({"messages": [USER, USER, ANSWER]}, "messages", "message 2 is of role user, after user"),
+        ({"messages": [USER, ANSWER, ANSWER]}, "messages", "wrong role order: message 3"),
+        ({"messages": [USER, {"role": "system", "content": "s"}, ANSWER]}, "messages", "role order"),
+        ({"messages": [USER, {"role": "tool", "content": "4"}, ANSWER]}, "messages", "role order: message 2"),
+        ({"messages": [USER, ANSWER, USER]}, "messages", "ends with role user, not with an answer"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "messages", "not text"),
+        ({"conversations": [{"from": "function_call", "value": "{"}]}, "sharegpt", "call is not JSON"),
+        ({"conversations": [{"from": "function_call", "value": "[]"}]}, "sharegpt", "calls is empty"),
+        ({"conversations": [{"from": "function_call", "value": '{"name": 1}'}]}, "sharegpt", "needs a name"),
+        ({"messages": [USER, ANSWER], "tools": "{"}, "messages", "tools is not JSON"),
+        ({"messages": [USER, ANSWER], "tools": ["a"]}, "messages", "tools has to be a list of objects"),
+    ],
+)  # fmt: skip
+def test_bad_samples_are_refused_with_the_reason(fields: dict[str, Any], format_: Any, message: str) -> None:
+    with pytest.raises(SampleError) as caught:
+        convert(("f:1", fields), format_)
+    assert message in str(caught.value)
+
+
+def test_bad_samples_are_counted_and_the_first_five_named(json_lines: Any) -> None:
+    good, bad = {"instruction": "a", "output": "b"}, {"instruction": "a", "output": ""}
+    path = json_lines([good, *[bad] * 3, good, *[bad] * 5])
+    reader = Reader(open_sources(path, split="train", key="data.train"), Data(train=path))
+    with pytest.raises(DataError) as caught:
+        list(reader)
+    assert caught.value.headline == "8 samples cannot be used; the first 5:"
+    assert [p.where.rpartition(":")[2] for p in caught.value.problems] == ["2", "3", "4", "6", "7"]
+    assert render(caught.value).count("data.skip_bad: true") == 1
+
+
+def test_bad_samples_are_left_out_on_request(json_lines: Any) -> None:
+    path = json_lines([{"text": "a"}, {"text": None}, {"text": "b"}])
+    reader = Reader(open_sources(path, split="train", key="data.train"), Data(train=path, skip_bad=True))
+    assert [sample.text for sample in reader if isinstance(sample, Text)] == ["a", "b"]
+    assert (reader.read, reader.bad.count) == (3, 1)
+
+
+def test_each_file_has_its_own_format_and_the_number_of_samples_is_limited(json_lines: Any) -> None:
+    paths = [
+        json_lines([{"text": "a"}, {"text": "b"}], "a.jsonl"),
+        json_lines([{"instruction": "a", "output": "b"}] * 9, "b.jsonl"),
+    ]
+    reader = Reader(open_sources(paths, split="train", key="data.train"), Data(train=paths, max_samples=5))
+    assert [type(sample) for sample in reader] == [Text, Text, Conversation, Conversation, Conversation]
+    assert (reader.formats, reader.read) == (["text", "alpaca"], 5)
+
+
+def test_a_named_format_is_not_guessed(json_lines: Any) -> None:
+    path = json_lines([{"instruction": "a", "output": "b", "text": "c"}])
+    (sample,) = Reader(open_sources(path, split="train", key="k"), Data(train=path, format="text"))
+    assert sample == Text(f"{path}:1", "c")

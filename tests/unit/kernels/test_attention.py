@@ -1,0 +1,67 @@
+"""Attention over segments equals attention with an explicit block-diagonal mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise.kernels.attention import block_causal_mask, varlen_attention
+
+SEGMENTS = [5, 1, 9, 3]
+TOTAL = sum(SEGMENTS)
+CU_SEQLENS = torch.tensor([0, *torch.tensor(SEGMENTS).cumsum(0)], dtype=torch.int32)
+OWNER = torch.repeat_interleave(torch.arange(len(SEGMENTS)), torch.tensor(SEGMENTS))
+
+
+def allowed(window):
+    """[T, T]: who may see whom, from the definition."""
+    query, key = torch.arange(TOTAL)[:, None], torch.arange(TOTAL)[None, :]
+    near = query - key < (window or TOTAL)
+    return (OWNER[:, None] == OWNER[None, :]) & (key <= query) & near
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_values_and_gradients_equal_masked_attention(window, key_heads):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, TOTAL, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    k, v = (
+        torch.randn(1, key_heads, TOTAL, 8, generator=generator, dtype=torch.float64).requires_grad_()
+        for _ in "kv"
+    )
+    scores = q @ k.repeat_interleave(4 // key_heads, 1).transpose(2, 3) * 0.7
+    weights = scores.masked_fill(~allowed(window), float("-inf")).softmax(-1)
+    expected = (weights @ v.repeat_interleave(4 // key_heads, 1)).transpose(1, 2)
+    out, _ = varlen_attention(
+        torch.nn.Module(), q, k, v, None, scaling=0.7, sliding_window=window,
+        cu_seq_lens_q=CU_SEQLENS, max_length_q=max(SEGMENTS),
+    )  # fmt: skip
+    assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    right = torch.autograd.grad(expected, (q, k, v), upstream)
+    left = torch.autograd.grad(out, (q, k, v), upstream)
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(left, right, strict=True))
+
+
+def test_the_mask_opens_exactly_the_segments():
+    mask = block_causal_mask(torch.Size([2, 9]), CU_SEQLENS, torch.float32)
+    whole = allowed(None)
+    assert mask.shape == (2, 1, 9, 9)
+    assert torch.equal(mask[0, 0] == 0, whole[:9, :9])
+    assert torch.equal(mask[1, 0] == 0, whole[9:, 9:])
+    assert mask.min() == torch.finfo(torch.float32).min
+
+
+def test_dropout_is_refused_because_the_kernel_has_none():
+    q = torch.zeros(1, 1, TOTAL, 8)
+    with pytest.raises(RuntimeError, match="dropout"):
+        varlen_attention(
+            torch.nn.Module(),
+            q,
+            q,
+            q,
+            None,
+            dropout=0.1,
+            cu_seq_lens_q=CU_SEQLENS,
+            max_length_q=max(SEGMENTS),
+        )

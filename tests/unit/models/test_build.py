@@ -1,0 +1,204 @@
+"""Building a job's model: where it comes from, what is refused, what is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.errors import JobError, MachineError, ShardwiseError
+from shardwise.job.schema import Lora, Model
+from shardwise.models.build import BuiltModel, build_model
+from shardwise.models.checkpointing import checkpoint_blocks
+
+CPU = torch.device("cpu")
+Saved = Callable[..., Model]
+
+
+def build(model: Model, **options: Any) -> BuiltModel:
+    return build_model(model, dtype=torch.float32, seed=0, **options)
+
+
+def refused(model: Model) -> ShardwiseError:
+    with pytest.raises(ShardwiseError) as caught:
+        build(model)
+    assert caught.value.problems[0].where
+    assert caught.value.problems[0].fix
+    return caught.value
+
+
+def edit_config(model: Model, **changes: Any) -> None:
+    path = Path(model.source) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_shape_of_the_catalog_costs_no_memory_and_no_network() -> None:
+    built = build(Model(source="meta-llama/Llama-3.1-70B", weights="random"))
+    assert built.total == built.trainable == 70_553_706_496
+    assert len(built.blocks) == 80
+    assert all(parameter.is_meta for parameter in built.model.parameters())
+    assert all(buffer.device == CPU for buffer in built.model.buffers())
+    assert built.config.use_cache is False
+
+
+def test_dtype_and_changes_to_the_shape() -> None:
+    built = build_model(
+        Model(source="tiny-llama", weights="random", config={"num_hidden_layers": 3, "hidden_size": 32}),
+        dtype=torch.bfloat16,
+        seed=0,
+        vocab_size=1024,
+    )
+    assert len(built.blocks) == 3
+    assert built.model.get_input_embeddings().weight.shape == (1024, 32)
+    assert {parameter.dtype for parameter in built.model.parameters()} == {torch.bfloat16}
+
+
+def test_token_ids_of_the_shape_s_tokenizer_are_dropped_with_its_vocabulary() -> None:
+    built = build(Model(source="gpt2", weights="random"), vocab_size=768)
+    assert built.config.eos_token_id is None
+    assert built.config.vocab_size == 768
+
+
+def test_all_linear_trains_adapters_on_every_linear_but_the_head() -> None:
+    built = build(Model(source="llama-3.1-8b", weights="random", lora=Lora(rank=16)))
+    assert built.trainable == 41_943_040  # PEFT's count for rank 16 on all linears of this model
+    assert built.total == 8_030_261_248 + 41_943_040
+    named = dict(built.model.named_parameters())
+    assert all(p.requires_grad == (".lora_" in name) for name, p in named.items())
+    assert all(p.is_meta for p in named.values())
+    assert type(built.model.lm_head) is nn.Linear
+
+
+def test_named_targets_only() -> None:
+    built = build(
+        Model(source="tiny-llama", weights="random", lora=Lora(rank=2, targets=["q_proj", "v_proj"]))
+    )
+    assert {name.split(".")[-4] for name in built.trainable_shapes} == {"q_proj", "v_proj"}
+
+
+def test_adapters_have_the_dtype_of_the_base() -> None:
+    model = Model(source="tiny-gpt2", weights="random", lora=Lora(rank=2))
+    built = build_model(model, dtype=torch.bfloat16, seed=0)
+    assert {parameter.dtype for parameter in built.model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "words"),
+    [
+        (Model(source="lama-2-7b"), JobError, "did you mean llama-2-7b"),
+        (Model(source="./nowhere"), JobError, "no folder"),
+        (Model(source="gpt3-175b"), JobError, "weights: random"),
+        (Model(source="tiny-llama", weights="random", config={"num_layer": 3}), JobError, "did you mean"),
+        (
+            Model(source="tiny-llama", weights="random", config={"_x_internal": 1}),
+            JobError,
+            "no config value",
+        ),
+        (
+            Model(source="tiny-llama", weights="random", config={"hidden_act": "nope"}),
+            JobError,
+            "model.config",
+        ),
+        (
+            Model(source="tiny-llama", weights="random", config={"num_hidden_layers": "two"}),
+            JobError,
+            "num_hidden_layers",
+        ),
+        (
+            Model(source="tiny-llama", weights="random", lora=Lora(targets=["q_proj", "qkv"])),
+            JobError,
+            "q_proj, up_proj, v_proj, or all-linear",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(model: Model, kind: type[ShardwiseError], words: str) -> None:
+    error = refused(model)
+    assert isinstance(error, kind)
+    problem = error.problems[0]
+    assert words in f"{problem.what} {problem.where} {problem.fix}"
+
+
+def test_a_hub_that_cannot_be_reached_is_the_machine_s_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    error = refused(Model(source="meta-llama/Llama-2-7b-hf"))
+    assert isinstance(error, MachineError)
+    assert "weights: random" in error.problems[0].fix
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation_internal", "trust_remote_code"])
+def test_private_keys_of_a_config_are_refused(saved: Saved, key: str) -> None:
+    model = saved("llama")
+    edit_config(model, **{key: "somebody/kernel"})
+    assert key in str(refused(model))
+    edit_config(model, **{key: None, "inner": {key: "somebody/kernel"}})
+    assert key in str(refused(model))
+
+
+def test_code_that_a_repository_brings_does_not_run(saved: Saved) -> None:
+    model = saved("llama")
+    (Path(model.source) / "modeling_evil.py").write_text("raise SystemExit('ran')")
+    edit_config(
+        model, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil", "AutoConfig": "modeling_evil.C"}
+    )
+    built = build(model)
+    assert type(built.model).__name__ == "LlamaForCausalLM"
+    assert not hasattr(built.skeleton.config, "auto_map")
+    edit_config(model, model_type="evil")
+    assert "trust_remote_code" in refused(model).problems[0].fix
+
+
+def test_quantised_weights_are_refused(saved: Saved) -> None:
+    model = saved("llama")
+    edit_config(model, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "quantised" in str(refused(model))
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    assert "config.json" in str(refused(Model(source=str(tmp_path))))
+    (tmp_path / "config.json").write_text("{")
+    assert "cannot be read" in str(refused(Model(source=str(tmp_path))))
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    assert "causal language model" in str(refused(Model(source=str(tmp_path), weights="random")))
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, []), (1, [0, 1, 2, 3]), (2, [0, 2]), (3, [0, 3])])
+def test_checkpointed_blocks_run_twice_and_give_the_same_gradients(every: int, expected: list[int]) -> None:
+    model = Model(source="tiny-llama", weights="random", config={"num_hidden_layers": 4})
+
+    def gradients(n: int) -> tuple[list[int], list[torch.Tensor]]:
+        built = build(model)
+        built.weights.fill(built.model, CPU)
+        calls = [0] * 4
+        for index, block in enumerate(built.blocks):
+
+            def count(*_: Any, index: int = index) -> None:
+                calls[index] += 1
+
+            block.input_layernorm.register_forward_hook(count)
+        checkpoint_blocks(built.blocks, every=n)
+        built.model.train()
+        ids = torch.arange(16).view(1, 16)
+        built.model(ids, labels=ids).loss.backward()
+        return calls, [p.grad for p in built.model.parameters() if p.grad is not None]
+
+    calls, mine = gradients(every)
+    assert [index for index, times in enumerate(calls) if times == 2] == expected
+    _, plain = gradients(0)
+    assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
+
+
+def test_checkpointing_is_off_in_evaluation() -> None:
+    built = build(Model(source="tiny-llama", weights="random"))
+    built.weights.fill(built.model, CPU)
+    checkpoint_blocks(built.blocks, every=1)
+    built.model.eval()
+    calls = []
+    built.blocks[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    ids = torch.arange(8).view(1, 8)
+    built.model(ids, labels=ids).loss.backward()
+    assert len(calls) == 1

@@ -1,0 +1,131 @@
+"""The tokenizer: learned from the data, or the model's own; never with tokens the embedding does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from shardwise.errors import JobError, MachineError
+from shardwise.job.schema import Model
+from shardwise.models.tokenizer import END, PAD, load_tokenizer, model_vocabulary
+
+TEXTS = ["The quick brown fox jumps over the lazy dog. " * 20, "naïve café — 東京 🙂 \n\tdone", "the end"]
+
+
+class Corpus:
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+        self.reads = 0
+
+    def __call__(self) -> Iterator[str]:
+        self.reads += 1
+        return iter(self.texts)
+
+
+def trained(cache: Path, texts: list[str] = TEXTS, vocabulary: int = 300) -> PreTrainedTokenizerBase:
+    model = Model(source="tiny-llama", weights="random", tokenizer="train", tokenizer_vocab=vocabulary)
+    return load_tokenizer(model, corpus=Corpus(texts), cache=cache)
+
+
+def test_every_text_comes_back_as_it_was(tmp_path: Path) -> None:
+    tokenizer = trained(tmp_path)
+    for text in [*TEXTS, "never seen: ßøđ 𝔘 \x00 \r\n", "  two  spaces ."]:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_vocabulary_is_learned_and_has_the_size_asked_for(tmp_path: Path) -> None:
+    tokenizer = trained(tmp_path)
+    assert len(tokenizer) == 300
+    assert (tokenizer.eos_token, tokenizer.pad_token) == (END, PAD)
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    text = TEXTS[0]
+    assert len(tokenizer(text)["input_ids"]) < 0.5 * len(text)
+
+
+def test_learning_is_deterministic(tmp_path: Path) -> None:
+    assert trained(tmp_path / "a").get_vocab() == trained(tmp_path / "b").get_vocab()
+
+
+def test_it_is_learned_once_for_the_same_text_and_size(tmp_path: Path) -> None:
+    model = Model(source="tiny-llama", weights="random", tokenizer="train", tokenizer_vocab=300)
+    first, again = Corpus(TEXTS), Corpus(TEXTS)
+    load_tokenizer(model, corpus=first, cache=tmp_path)
+    load_tokenizer(model, corpus=again, cache=tmp_path)
+    assert (first.reads, again.reads) == (2, 1)
+    assert len(trained(tmp_path, vocabulary=280)) == 280
+    changed = trained(tmp_path, texts=[*TEXTS, "zyx zyx zyx zyx zyx zyx zyx zyx " * 20])
+    assert changed.get_vocab() != trained(tmp_path).get_vocab()
+
+
+def test_the_embedding_is_a_multiple_of_64_rows(tmp_path: Path) -> None:
+    tokenizer = trained(tmp_path)
+    model = Model(source="tiny-llama", weights="random", tokenizer="train")
+    assert model_vocabulary(model, tokenizer) == 320
+    assert model_vocabulary(Model(source="tiny-llama", weights="random"), tokenizer) is None
+    assert model_vocabulary(Model(source="tiny-llama", tokenizer="folder"), tokenizer) is None
+
+
+def save_plain(folder: Path, **tokens: str) -> None:
+    vocabulary = {"<unk>": 0, "</s>": 1, "<pad>": 2, "a": 3, "b": 4}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", **tokens).save_pretrained(folder)
+
+
+def nothing() -> Iterator[str]:
+    raise AssertionError("the corpus is only for learning a tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pad"),
+    [({"eos_token": "</s>"}, 1), ({"eos_token": "</s>", "pad_token": "<pad>"}, 2), ({}, None)],
+)
+def test_padding_reuses_the_end_token_instead_of_growing_the_vocabulary(
+    tmp_path: Path, tokens: dict[str, str], pad: int | None
+) -> None:
+    save_plain(tmp_path, **tokens)
+    tokenizer = load_tokenizer(Model(source="tiny-llama", tokenizer=str(tmp_path)), corpus=nothing)
+    assert tokenizer.pad_token_id == pad
+    assert len(tokenizer) == 5
+
+
+def test_a_shape_without_a_tokenizer_says_what_to_do() -> None:
+    with pytest.raises(JobError) as caught:
+        load_tokenizer(Model(source="gpt3-125m", weights="random"), corpus=nothing)
+    assert "train" in caught.value.problems[0].fix
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(MachineError) as caught:
+        load_tokenizer(Model(source="openai-community/gpt2", weights="random"), corpus=nothing)
+    assert "train" in caught.value.problems[0].fix
+
+
+def test_a_folder_without_or_with_a_broken_tokenizer(tmp_path: Path) -> None:
+    model = Model(source="tiny-llama", tokenizer=str(tmp_path))
+    with pytest.raises(JobError, match="has no tokenizer files"):
+        load_tokenizer(model, corpus=nothing)
+    save_plain(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": 3}')
+    with pytest.raises(JobError, match="cannot be loaded"):
+        load_tokenizer(model, corpus=nothing)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match="cannot be kept"):
+        trained(tmp_path / "file")
+
+
+def test_the_default_cache_is_the_environment_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Callable[..., Model]
+) -> None:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    model = Model(source="tiny-llama", weights="random", tokenizer="train", tokenizer_vocab=300)
+    load_tokenizer(model, corpus=Corpus(TEXTS))
+    assert len([path for path in (tmp_path / "cache" / "tokenizers").iterdir() if path.is_dir()]) == 1

@@ -1,0 +1,203 @@
+"""The run folder: made once, written by one process, readable at any moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.errors import JobError, MachineError
+from shardwise.record.read import is_being_written, read_events, read_run
+from shardwise.record.schema import EvalEvent, Event, ResumeEvent, SaveEvent, StepEvent, StopEvent
+from shardwise.record.write import EventWriter, RunFolder
+
+
+def step(number: int, loss: float = 1.0, grad_norm: float = 0.5) -> StepEvent:
+    return StepEvent(
+        step=number,
+        epoch=0,
+        loss=loss,
+        learning_rate=1e-4,
+        grad_norm=grad_norm,
+        skipped=False,
+        tokens=100,
+        target_tokens=80,
+        seconds=0.5,
+        tokens_per_second=200.0,
+        tokens_per_second_per_gpu=100.0,
+        mfu_unavailable="the peak of this CPU is not known",
+        memory_allocated_bytes=[1, 2],
+    )
+
+
+def create(path: Path, job_yaml: str = "name: a\n") -> RunFolder:
+    return RunFolder.create(path, job_yaml=job_yaml, plan={"schema": 1}, environment={"python": "3.11"})
+
+
+def test_a_run_folder_is_private_and_reads_back(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        run = create(tmp_path / "runs" / "a")
+    finally:
+        os.umask(before)
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    run.write_engine_config("deepspeed.json", {"train_batch_size": 4})
+    assert json.loads((run.path / "engine/deepspeed.json").read_text()) == {"train_batch_size": 4}
+    record = read_run(run.path)
+    assert (record.job, record.plan, record.environment) == ({"name": "a"}, {"schema": 1}, {"python": "3.11"})
+    assert record.events == []
+
+
+def test_an_existing_folder_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "mine.txt").write_text("mine")
+    with pytest.raises(JobError, match="exists"):
+        create(tmp_path / "a")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["mine.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_the_machines_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match="cannot be made"):
+        create(tmp_path / "file" / "a")
+
+
+def test_no_secret_is_written_and_special_tokens_stay(tmp_path: Path) -> None:
+    token = "hf_" + "aB3" * 11
+    text = f"name: a\nmodel:\n  source: {token}\n  config: {{pad_token: '<|endoftext|>'}}\n"
+    run = RunFolder.create(
+        tmp_path / "a", job_yaml=text, plan={}, environment={"command": ["train", f"--set=x={token}"]}
+    )
+    written = "".join(path.read_text() for path in run.path.iterdir())
+    assert token not in written
+    assert "<|endoftext|>" in written
+    assert read_run(run.path).environment["command"] == ["train", "--set=x=[hidden]"]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from shardwise.record.write import RunFolder
+run = RunFolder.reopen(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes_never_write_to_one_run_folder(tmp_path: Path) -> None:
+    made = (
+        "from shardwise.record.write import RunFolder; from pathlib import Path; import sys;"
+        "RunFolder.create(Path(sys.argv[1]), job_yaml='name: a', plan={}, environment={})"
+    )
+    path = tmp_path / "a"
+    environment = {**os.environ, "PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", made, str(path)], check=True, env=environment)
+    assert not is_being_written(path)
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    assert is_being_written(path)
+    with pytest.raises(MachineError, match="another process"):
+        RunFolder.reopen(path)
+    other.kill()
+    other.communicate()
+    assert not is_being_written(path)
+    RunFolder.reopen(path)
+
+
+def test_resuming_where_there_is_no_run_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="no run to resume"):
+        RunFolder.reopen(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def write(path: Path, *events: Event, resumed_step: int | None = None) -> None:
+    writer = EventWriter(path, resumed_step=resumed_step)
+    for event in events:
+        writer.write(event)
+    writer.close()
+
+
+def test_each_event_is_one_line_at_once_with_kind_and_time(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = tmp_path / "events.jsonl"
+    writer = EventWriter(path)
+    request.addfinalizer(writer.close)
+    writer.write(step(1))
+    [event] = read_events(path)  # before close
+    assert event["kind"] == "step"
+    assert event["time"] > 1.6e9
+    assert (event["loss"], event["memory_allocated_bytes"], event["mfu"]) == (1.0, [1, 2], None)
+    assert "not_finite" not in event
+    writer.write(SaveEvent(step=1, seconds=0.1))
+    assert [event["kind"] for event in read_events(path)] == ["step", "save"]
+
+
+def test_numbers_that_are_not_finite_stay_readable_json(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, step(1, loss=float("nan"), grad_norm=float("inf")))
+    event = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert event["loss"] is None
+    assert event["grad_norm"] is None
+    assert event["not_finite"] == {"loss": "nan", "grad_norm": "inf"}
+
+
+def test_after_a_resume_no_step_appears_twice(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    evaluation = EvalEvent(step=2, loss=3.0, target_tokens=9, seconds=0.1)
+    stop = StopEvent(step=4, status="stopped", seconds=9.0)
+    write(path, step(1), step(2), evaluation, SaveEvent(step=2, seconds=0.1), step(3), step(4), stop)
+    with path.open("a") as file:
+        file.write('{"kind": "step", "st')  # killed while writing
+    write(path, ResumeEvent(step=2), step(3), resumed_step=2)
+    seen = [(event["kind"], event["step"]) for event in read_events(path)]
+    expected = [("step", 1), ("step", 2), ("eval", 2), ("save", 2), ("resume", 2), ("step", 3)]
+    assert seen == expected
+
+
+def test_a_torn_last_line_is_left_out_wherever_it_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, step(1), step(2))
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for end in range(first, len(whole)):
+        path.write_bytes(whole[:end])
+        assert [event["step"] for event in read_events(path)] == [1]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, step(1))
+    for garbage in (b"not json\n", b"[1]\n", b"\xff\xfe\n"):
+        path.write_bytes(path.read_bytes().splitlines(keepends=True)[0] + garbage)
+        with pytest.raises(JobError) as error:
+            read_events(path)
+        assert error.value.problems[0].where == f"{path}:2"
+
+
+def test_what_is_no_run_folder_is_told_with_the_runs_nearby(tmp_path: Path) -> None:
+    create(tmp_path / "runs" / "mine")
+    for path in (tmp_path / "runs", tmp_path / "runs" / "typo"):
+        with pytest.raises(JobError) as error:
+            read_run(path)
+        assert str(tmp_path / "runs" / "mine") in error.value.problems[0].fix
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "plan.json", "environment.json"])
+def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
+    run = create(tmp_path / "a")
+    (run.path / name).write_text("[1, 2")
+    with pytest.raises(JobError, match=name):
+        read_run(run.path)

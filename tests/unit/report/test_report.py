@@ -1,0 +1,191 @@
+"""The report's numbers are those in the run folder."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shardwise.errors import JobError
+from shardwise.record.manifest import FileEntry, Manifest, Origin, hash_files
+from shardwise.record.read import LOCK
+from shardwise.record.schema import EvalEvent, Event, ResumeEvent, RunEvent, StepEvent, StopEvent
+from shardwise.record.write import RunFolder, to_line
+from shardwise.report.compare import losses, summary
+from shardwise.report.terminal import show, sparkline
+
+HEAD = RunEvent(
+    name="a",
+    strategy="zero2",
+    processes=2,
+    total_steps=20,
+    global_batch=4,
+    sequence_length=32,
+    parameters=10,
+    trainable_parameters=10,
+)
+
+
+def step(number: int, *, seconds: float = 0.5, loss: float | None = None, peak: int = 1) -> StepEvent:
+    return StepEvent(
+        step=number,
+        epoch=0,
+        loss=5.0 - number / 10 if loss is None else loss,
+        learning_rate=1e-4,
+        grad_norm=1.0,
+        skipped=loss is not None,
+        tokens=100,
+        target_tokens=100,
+        seconds=seconds,
+        tokens_per_second=100 / seconds,
+        tokens_per_second_per_gpu=50 / seconds,
+        mfu=0.4,
+        peak_memory_reserved_bytes=[peak << 30, (peak + 1) << 30],
+    )
+
+
+def make(path: Path, *events: tuple[float, Event]) -> Path:
+    RunFolder.create(path, job_yaml=f"name: {path.name}\n", plan={}, environment={})
+    lines = [to_line(event, now=1_700_000_000 + at) for at, event in events]
+    (path / "events.jsonl").write_text("".join(lines))
+    return path
+
+
+def typical(path: Path) -> Path:
+    """20 steps in two launches; the first five steps of each take 9 seconds."""
+    first = [(1.0 + n, step(n, seconds=9.0 if n <= 5 else 0.5, peak=n)) for n in range(1, 11)]
+    second = [(1000.0 + n, step(n, seconds=9.0 if n <= 15 else 1.0)) for n in range(11, 21)]
+    return make(
+        path,
+        (0.0, HEAD),
+        (1.0, EvalEvent(step=0, loss=6.0, target_tokens=9, seconds=0.1)),
+        *first,
+        (1000.0, ResumeEvent(step=10)),
+        *second,
+        (1030.0, EvalEvent(step=20, loss=3.5, target_tokens=9, seconds=0.1)),
+        (1031.0, StopEvent(step=20, status="finished", seconds=31.0)),
+    )
+
+
+def test_the_headline_numbers(tmp_path: Path) -> None:
+    run = summary(typical(tmp_path / "a"))
+    assert (run["name"], run["status"], run["strategy"], run["processes"]) == ("a", "finished", "zero2", 2)
+    assert (run["steps"], run["total_steps"], run["tokens"]) == (20, 20, 2000)
+    assert (run["first_loss"], run["last_loss"], run["best_loss"]) == (4.9, 3.0, 3.0)
+    assert run["best_loss_step"] == 20
+    assert run["evaluations"] == [{"step": 0, "loss": 6.0}, {"step": 20, "loss": 3.5}]
+    assert run["peak_memory_reserved_bytes"] == [10 << 30, 11 << 30]
+    assert run["mfu"] == 0.4
+    assert json.loads(json.dumps(run)) == run
+
+
+def test_throughput_leaves_out_the_warm_up_of_every_launch(tmp_path: Path) -> None:
+    run = summary(typical(tmp_path / "a"))
+    assert run["steady_steps"] == {"first": 6, "last": 20, "count": 10}
+    assert run["tokens_per_second"] == pytest.approx(1000 / 7.5)
+    assert run["tokens_per_second_per_gpu"] == pytest.approx(1000 / 7.5 / 2)
+    assert run["step_seconds"] == 0.75
+
+
+def test_wall_time_does_not_count_the_pause_before_a_resume(tmp_path: Path) -> None:
+    assert summary(typical(tmp_path / "a"))["wall_seconds"] == pytest.approx(11.0 + 31.0)
+
+
+def test_a_short_run_counts_all_its_steps(tmp_path: Path) -> None:
+    run = summary(make(tmp_path / "a", (0, HEAD), (1, step(1)), (2, step(2))))
+    assert run["steady_steps"] == {"first": 1, "last": 2, "count": 2}
+    assert run["tokens_per_second"] == 200
+
+
+def test_a_loss_that_is_not_finite_is_left_out_and_its_step_counted(tmp_path: Path) -> None:
+    path = make(tmp_path / "a", (0, HEAD), (1, step(1)), (2, step(2, loss=float("nan"))), (3, step(3)))
+    run = summary(path)
+    assert (run["steps"], run["last_loss"], run["best_loss"], run["skipped_steps"]) == (3, 4.7, 4.7, 1)
+    assert losses(path) == [4.9, 4.7]
+
+
+@pytest.mark.parametrize("status", ["finished", "paused", "stopped", "failed"])
+def test_the_status_is_the_last_words(tmp_path: Path, status: str) -> None:
+    path = make(tmp_path / "a", (0, HEAD), (1, StopEvent(step=0, status=status, seconds=1.0)))
+    assert summary(path)["status"] == status
+
+
+def test_a_run_without_last_words_is_running_or_was_interrupted(tmp_path: Path) -> None:
+    path = make(tmp_path / "a", (0, HEAD), (1, step(1)))
+    assert summary(path)["status"] == "running"  # this process holds the folder's lock
+    (path / LOCK).unlink()
+    (path / LOCK).touch()  # nobody holds the new one
+    assert summary(path)["status"] == "interrupted"
+
+
+def test_checkpoints_are_listed_with_whether_they_are_complete(tmp_path: Path) -> None:
+    path = make(tmp_path / "a", (0, HEAD))
+    for number in (1, 2):
+        folder = path / "checkpoints" / f"step-{number:06d}"
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(bytes(10))
+        files: dict[str, FileEntry] = hash_files(folder, ["weights"])
+        origin = Origin(world_size=1, strategy={}, identity={}, versions={})
+        (folder / "manifest.json").write_text(Manifest(step=number, origin=origin, files=files).to_text())
+    (path / "checkpoints" / "step-000002" / "weights").write_bytes(bytes(9))
+    seen = [(c["step"], c["bytes"], c["complete"]) for c in summary(path)["checkpoints"]]
+    assert seen == [(2, 10, False), (1, 10, True)]
+
+
+def test_a_folder_without_a_started_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="no folder"):
+        summary(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(JobError, match="not a run folder"):
+        summary(tmp_path / "empty")
+    with pytest.raises(JobError, match="has not started"):
+        summary(make(tmp_path / "a"))
+
+
+def shown(*paths: Path) -> str:
+    console = Console(file=StringIO(), width=120)
+    show(paths, console=console)
+    output: StringIO = console.file  # type: ignore[assignment]
+    return output.getvalue()
+
+
+def test_one_run_on_the_terminal(tmp_path: Path) -> None:
+    text = shown(typical(tmp_path / "a"))
+    for expected in (
+        "a  finished, 20 of 20 steps, 42 s",
+        "zero2 on 2",
+        "4.9000 → 3.0000",
+        "6.0000 → 3.5000",
+        "133 (66.7 each; steps 6-20)",
+        "11.0 GiB",
+        "40.0%",
+        "evaluation after step 20: 3.5000",
+        "█",
+    ):
+        assert expected in text, expected
+
+
+def test_several_runs_side_by_side(tmp_path: Path) -> None:
+    text = shown(typical(tmp_path / "a"), make(tmp_path / "b", (0, HEAD)))
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[0] == ["a", "b"]
+    assert ["steps", "20/20", "0/20"] in lines
+    assert ["peak", "memory", "11.0", "GiB", "-"] in lines
+
+
+@pytest.mark.parametrize("name", ["[red]x", "[/]"])
+def test_text_from_a_run_is_never_taken_for_markup(tmp_path: Path, name: str) -> None:
+    path = make(tmp_path / "a", (0, HEAD))
+    (path / "job.yaml").write_text(f"name: '{name}'\n")
+    assert name in shown(path)
+    assert name in shown(path, path)
+
+
+def test_the_curve_goes_from_high_to_low_and_survives_constants() -> None:
+    assert sparkline([8, 7, 6, 5, 4, 3, 2, 1]) == "█▇▆▅▄▃▂▁"
+    assert sparkline([3.0, 3.0]) == "▁▁"
+    assert sparkline([]) == ""
+    assert len(sparkline([float(n) for n in range(1000)], width=10)) == 10
