@@ -40,6 +40,15 @@ SHAPES = {
         "num_key_value_heads": 32,
         "max_position_embeddings": 4096,
     },
+    "llama-1.1b": {
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+    },
     "tiny": {
         "vocab_size": 4096,
         "hidden_size": 256,

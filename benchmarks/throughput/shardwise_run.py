@@ -48,7 +48,7 @@ def job(arguments: argparse.Namespace, output: Path) -> dict[str, Any]:
             "sequence_length": arguments.sequence,
             "eval_fraction": 0.0,
         },
-        "optimizer": {"learning_rate": 1e-4, "schedule": "constant", "warmup_steps": 0},
+        "optimizer": {"learning_rate": arguments.learning_rate, "schedule": "constant", "warmup_steps": 0},
         "train": {
             "steps": 100_000,
             "global_batch": arguments.micro_batch * arguments.processes,
@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--keep", type=Path, help="copy the run folder there")

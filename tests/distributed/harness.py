@@ -66,9 +66,7 @@ def run_all(runs: list[Run], *, processes: int, folder: Path, timeout: float = 6
         }
         with (folder / f"rank-{rank}.log").open("w") as log:
             command = [sys.executable, __file__, str(path)]
-            children.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            )
+            children.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
         codes = [child.wait(timeout) for child in children]
     finally:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import nn
 from shardwise.data.batch import MicroBatch
 from shardwise.engine.parameters import (
     Fill,
+    chosen,
     decay_by_name,
     move_buffers,
     parameter_groups,
@@ -63,7 +64,12 @@ class DeepSpeedEngine:
         self._diverged = False
         decay = decay_by_name(module, optimizer.weight_decay)
         largest = max(p.numel() for p in module.parameters())
-        self._config = deepspeed_config(strategy, optimizer, largest_parameter=largest)
+        self._config = deepspeed_config(
+            strategy,
+            optimizer,
+            trainable_parameters=sum(p.numel() for p in trainable(module).values()),
+            largest_parameter=largest,
+        )
         _prepare_deepspeed(world)
         import deepspeed
 
@@ -105,8 +111,8 @@ class DeepSpeedEngine:
             self._diverged = True
         return StepResult(
             loss=loss,
-            grad_norm=torch.as_tensor(norm, dtype=torch.float32, device=self.world.device),
-            skipped=torch.tensor(float(skipped), device=self.world.device),
+            grad_norm=norm.to(self.world.device) if isinstance(norm, torch.Tensor) else self._scalar(norm),
+            skipped=self._scalar(float(skipped)),
             loss_scale=loss_scale,
         )
 
@@ -140,10 +146,10 @@ class DeepSpeedEngine:
         self._diverged = bool(client_state["shardwise_diverged"])
 
     @torch.no_grad()
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         import deepspeed
 
-        for name, p in trainable(self._engine.module).items():
+        for name, p in chosen(self._engine.module, names).items():
             with deepspeed.zero.GatheredParameters([p], enabled=self._strategy.stage == 3):
                 # Only rank 0 pays for the copy to the host.
                 full = p.detach().to("cpu", copy=True) if self.world.rank == 0 else torch.empty(0)
@@ -151,6 +157,10 @@ class DeepSpeedEngine:
 
     def config(self) -> dict[str, Any]:
         return self._config
+
+    def _scalar(self, value: float) -> torch.Tensor:
+        """A number on the device, filled in there: a copy from the host would wait for the whole step."""
+        return torch.full((), value, device=self.world.device)
 
     def _mean_loss(self, loss_sum: torch.Tensor, target_tokens: int) -> torch.Tensor:
         """Loss per target token of all data-parallel ranks; tensor-parallel ranks hold the same one."""

@@ -7,7 +7,7 @@ engine. Frozen parameters (the base of LoRA) are shards in the computation's for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from shardwise.engine.adamw import MOMENTS, AdamW
 from shardwise.engine.parameters import (
     DTYPES,
     Fill,
+    chosen,
     decay_by_name,
     move_buffers,
     public_name,
@@ -100,19 +101,25 @@ class FsdpEngine:
 
     def load(self, directory: Path) -> None:
         self._optimizer.restore(load_state(directory, self.world))
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()  # an evaluation may have left old values gathered
+        self._reshard()
 
     @torch.no_grad()
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         dtype = DTYPES[self._strategy.precision]
-        for name, p in self._sharded.items():
-            shard = self._shards[name].to(self.world.device, dtype)
+        self._reshard()
+        for name, p in chosen(self.module, names).items():
+            assert isinstance(p, DTensor)
+            shard = p.to_local().to(self.world.device, dtype)
             full = DTensor.from_local(
                 shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
             ).full_tensor()
             yield public_name(name), full.cpu() if self.world.rank == 0 else torch.empty(0)
+
+    def _reshard(self) -> None:
+        """Drop what an evaluation may have left gathered; the parameters are shards again."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
     def config(self) -> dict[str, Any]:
         return {

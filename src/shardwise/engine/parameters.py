@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,13 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters by name; tied ones once."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def chosen(module: nn.Module, names: Collection[str] | None) -> dict[str, nn.Parameter]:
+    """The parameters that `Engine.weights` is asked for: all trainable ones, or those with a public name."""
+    if names is None:
+        return trainable(module)
+    return {name: p for name, p in module.named_parameters() if public_name(name) in names}
 
 
 def public_name(name: str) -> str:

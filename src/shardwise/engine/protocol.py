@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,8 +62,10 @@ class Engine(Protocol):
     def load(self, directory: Path) -> None:
         """Restores exactly what `save` wrote, at the same strategy and world size. Collective."""
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full trainable weights by Hugging Face name, on the CPU, in the computation's dtype. Collective.
+    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full weights by Hugging Face name, on the CPU, in the computation's dtype. Collective.
+
+        All trainable ones, or those of `names`, which may be frozen.
 
         Every rank iterates; only rank 0 receives tensors that hold data (others may get empty ones).
         """

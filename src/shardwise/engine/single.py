@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engine.adamw import AdamW
-from shardwise.engine.parameters import Fill, decay_by_name, move_buffers, public_name, trainable
+from shardwise.engine.parameters import Fill, chosen, decay_by_name, move_buffers, public_name, trainable
 from shardwise.engine.protocol import StepResult, World
 from shardwise.engine.state import load_state, save_state
 from shardwise.job import schema
@@ -72,8 +72,8 @@ class SingleEngine:
         self._optimizer.restore(load_state(directory, self.world))
         self._publish()
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in self._weights.items():
+    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in chosen(self.module, names).items():
             yield public_name(name), weight.detach().cpu()
 
     def config(self) -> dict[str, Any]:

@@ -117,13 +117,11 @@ def _config(model: Model, found: Source, vocab_size: int | None) -> PretrainedCo
             where="model.source",
             fix="name the model they were made from",
         )
-    values = copy.deepcopy(found.config)
     try:
-        config = _known_config(values, model, found)
+        config = _read_config(model, found, {})
         if model.config or vocab_size is not None:
             _check_keys(model.config, config)
-            changed = {**values, **model.config, **_vocabulary(config, vocab_size)}
-            config = _known_config(changed, model, found)
+            config = _read_config(model, found, {**model.config, **_vocabulary(config, vocab_size)})
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise JobError(
             f"transformers refuses the config: {_one_line(error)}",
@@ -133,10 +131,12 @@ def _config(model: Model, found: Source, vocab_size: int | None) -> PretrainedCo
     return config
 
 
-def _known_config(values: dict[str, Any], model: Model, found: Source) -> PretrainedConfig:
+def _read_config(model: Model, found: Source, changes: dict[str, Any]) -> PretrainedConfig:
+    """The found config with `changes`; the code that a repository brings is used only where it is trusted."""
+    values = found.config
     kind = values["model_type"]
     if model.trust_remote_code and "auto_map" in values:
-        return AutoConfig.from_pretrained(found.folder, trust_remote_code=True, **model.config)
+        return AutoConfig.from_pretrained(found.folder, trust_remote_code=True, **changes)
     if kind not in CONFIG_MAPPING:
         raise JobError(
             f"transformers does not know the architecture {kind!r}",
@@ -145,8 +145,8 @@ def _known_config(values: dict[str, Any], model: Model, found: Source) -> Pretra
             if "auto_map" in values
             else "use another model, or a newer transformers",
         )
-    plain = {key: value for key, value in copy.deepcopy(values).items() if key != "auto_map"}
-    return CONFIG_MAPPING[kind].from_dict(plain)
+    plain = {key: value for key, value in {**values, **changes}.items() if key != "auto_map"}
+    return CONFIG_MAPPING[kind].from_dict(copy.deepcopy(plain))
 
 
 def _check_keys(changes: dict[str, Any], config: PretrainedConfig) -> None:

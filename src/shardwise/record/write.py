@@ -20,9 +20,11 @@ from shardwise.record.schema import Event
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run folder that this process writes to, and no other: it holds the folder's lock until it ends."""
+    """A run folder that this process writes to, and no other: it holds the folder's lock until `close`."""
 
     path: Path
+    _lock: int
+    """Descriptor of the locked file."""
 
     @property
     def events(self) -> Path:
@@ -53,11 +55,11 @@ class RunFolder:
                 where=str(path),
                 fix="name a folder you can write to: --set output=DIR",
             ) from None
-        _lock(path)
+        lock = _lock(path)
         (path / JOB).write_text(redact(job_yaml), encoding="utf-8")
         _write_json(path / PLAN, plan)
         _write_json(path / ENVIRONMENT, redact_tree(environment))
-        return RunFolder(path)
+        return RunFolder(path, lock)
 
     @staticmethod
     def reopen(path: Path) -> RunFolder:
@@ -65,8 +67,11 @@ class RunFolder:
         path = Path(path)
         if not is_run_folder(path):
             raise JobError(f"there is no run to resume in {path}", where="--resume", fix="leave --resume out")
-        _lock(path)
-        return RunFolder(path)
+        return RunFolder(path, _lock(path))
+
+    def close(self) -> None:
+        """Let others write to the folder."""
+        os.close(self._lock)
 
     def write_engine_config(self, name: str, config: Mapping[str, Any]) -> None:
         """Write `engine/NAME`: exactly what the engine was given."""
@@ -119,8 +124,8 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def _lock(path: Path) -> None:
-    """Hold the folder's lock while this process lives. JobError where another one holds it."""
+def _lock(path: Path) -> int:
+    """Take the folder's lock: a descriptor that holds it while open. MachineError where another holds it."""
     descriptor = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,3 +136,4 @@ def _lock(path: Path) -> None:
             where=str(path / LOCK),
             fix="wait for that run to end, or stop it; two runs in one folder would mix",
         ) from None
+    return descriptor

@@ -14,12 +14,9 @@ MEMORY_FIELDS = ("allocated_bytes", "reserved_bytes", "peak_allocated_bytes", "p
 def memory(device: torch.device) -> list[float]:
     """Bytes as in MEMORY_FIELDS. On the CPU: resident set now (both) and its peak (both)."""
     if device.type == "cuda":
-        return [
-            float(torch.cuda.memory_allocated(device)),
-            float(torch.cuda.memory_reserved(device)),
-            float(torch.cuda.max_memory_allocated(device)),
-            float(torch.cuda.max_memory_reserved(device)),
-        ]
+        stats = torch.cuda.memory_stats(device)  # once: collecting them takes longer than a kernel launch
+        keys = ("allocated_bytes", "reserved_bytes")
+        return [float(stats.get(f"{key}.all.{when}", 0)) for when in ("current", "peak") for key in keys]
     resident = float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
     return [resident, resident, peak, peak]

@@ -58,6 +58,7 @@ class Recorder:
         self.speed = speed
         self._began = time.monotonic()
         self._step = resumed_step or 0
+        self._folder = folder
         self._events = EventWriter(folder.events, resumed_step=resumed_step)
         self._trackers = Trackers(job["tracking"], run_dir=folder.path, job=job)
         self._display = Display(first_step=self._step, total_steps=header.total_steps)
@@ -76,6 +77,7 @@ class Recorder:
         self._display.__exit__(kind, error, trace)
         self._trackers.close()
         self._events.close()
+        self._folder.close()
 
     def on_step(self, report: StepReport) -> None:
         self._step = report.step

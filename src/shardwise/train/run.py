@@ -26,6 +26,7 @@ from shardwise.errors import StoppedError
 from shardwise.job.schema import Job
 from shardwise.kernels.fused import apply_fused_kernels
 from shardwise.launch.spec import LaunchSpec
+from shardwise.models.adapters import is_adapter
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.models.export import save_weights
@@ -40,6 +41,9 @@ from shardwise.train.loss import CausalLMLoss
 from shardwise.train.observe import Quiet, Recorder
 from shardwise.train.process import Chorus, StopSignal, join, place
 from shardwise.train.snapshot import Snapshots
+
+CHECKED_WEIGHTS = 6
+"""Weights that are compared with their files, besides the first: enough to notice that loading went wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     run_dir = Path(spec.run_dir)
     chorus = Chorus(world)
     engine = make_engine(ready, world)
+    check_weights(ready, engine)
     stream, evaluation = make_streams(ready, world)
     _seed(job, world)
     snapshots = Snapshots(
@@ -162,6 +167,23 @@ def make_engine(ready: Ready, world: World) -> Engine:
     checkpoint_blocks(built.blocks, every=strategy.checkpoint_every)
     module = CausalLMLoss(built.model, packed=ready.job.data.packing)
     return build_engine(strategy, module, built.blocks, built.weights.fill, ready.job.optimizer, world)
+
+
+def check_weights(ready: Ready, engine: Engine) -> None:
+    """Compares some weights, as the engine holds them, with the files they came from.
+
+    Training from random weights although files were loaded has happened under ZeRO-3 without a word.
+    """
+    if ready.job.model.weights == "random":
+        return
+    names = [name for name, _ in ready.built.model.named_parameters() if not is_adapter(name)]
+    some = {names[index * (len(names) - 1) // CHECKED_WEIGHTS] for index in range(CHECKED_WEIGHTS + 1)}
+    gathered = engine.weights(some)
+    if engine.world.rank == 0:
+        ready.built.weights.verify(gathered)
+    else:
+        for _ in gathered:
+            pass
 
 
 def make_streams(ready: Ready, world: World | None) -> tuple[BatchStream, EvalStream | None]:

@@ -152,6 +152,33 @@ def test_code_that_a_repository_brings_does_not_run(saved: Saved) -> None:
     assert "trust_remote_code" in refused(model).problems[0].fix
 
 
+REMOTE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+class Mine(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+def test_trusted_code_builds_its_own_model(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = saved("llama")
+    (Path(model.source) / "mine.py").write_text(REMOTE)
+    auto_map = {"AutoModelForCausalLM": "mine.Mine", "AutoConfig": "mine.MineConfig"}
+    edit_config(model, model_type="mine", auto_map=auto_map)
+    trusted = Model(
+        source=model.source, weights="random", trust_remote_code=True, config={"num_hidden_layers": 3}
+    )
+    built = build(trusted, vocab_size=64)
+    assert type(built.model).__name__ == "Mine"
+    assert (len(built.blocks), built.config.vocab_size) == (3, 64)
+
+
 def test_quantised_weights_are_refused(saved: Saved) -> None:
     model = saved("llama")
     edit_config(model, quantization_config={"quant_method": "gptq", "bits": 4})
