@@ -52,7 +52,7 @@ def run_all(runs: list[Run], *, processes: int, folder: Path, timeout: float = 6
     for rank in range(processes):
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT / "src"),
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
             "PATH": f"{VENV_BIN}:{os.environ['PATH']}",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -63,6 +63,7 @@ def run_all(runs: list[Run], *, processes: int, folder: Path, timeout: float = 6
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
             "SHARDWISE_CACHE": str(folder / "cache"),
+            "NCCL_SOCKET_IFNAME": "lo",
         }
         with (folder / f"rank-{rank}.log").open("w") as log:
             command = [sys.executable, __file__, str(path)]

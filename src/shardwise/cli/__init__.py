@@ -5,6 +5,7 @@ Verbs import what they need when they run: `shardwise --help` loads neither pyda
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -16,10 +17,11 @@ import typer
 
 from shardwise import __version__
 from shardwise.cli import config, demo, export, generate, init, report, train
-from shardwise.errors import JobError, ShardwiseError, render
+from shardwise.errors import JobError, MachineError, ShardwiseError, render
 
 INTERRUPTED = 130
 _QUOTES = "?.)'"
+_MACHINE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 # The parent of typer's public BadParameter: every mistake on the command line, in every version of typer.
 _UsageError = typer.BadParameter.__mro__[1]
@@ -71,9 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
     try:
         code = app(args=arguments, prog_name="shardwise", standalone_mode=False)
+        sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):  # some versions of typer end with 130 themselves
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of stdout, `head` say, has seen enough
+    except (BrokenPipeError, SystemExit) as error:  # some versions of typer end with 1 themselves
+        if BrokenPipeError not in (type(error), type(error.__context__)):
+            raise
+        # The reader of stdout, `head` say, has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -91,6 +97,12 @@ def _known(error: Exception) -> ShardwiseError:
         return error
     if isinstance(error, _UsageError):
         return _usage(error)
+    if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
+        return MachineError(
+            f"it cannot be written: {error.strerror}",
+            where=str(error.filename or "stdout"),
+            fix="make room or give permission, or name another place",
+        )
     return ShardwiseError(
         f"{type(error).__name__}: {error}",
         fix="this is a bug in shardwise: run again with --debug and report what it shows",

@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from shardwise.errors import JobError
+
 PROMPT = "A language model is"
 
 
@@ -24,7 +26,12 @@ def demo(
     from shardwise.hardware.detect import gpu_count
 
     folder = out or _unused("shardwise-demo")
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise JobError(
+            f"the folder cannot be made: {error.strerror}", where=str(folder), fix="--out names a new folder"
+        ) from None
     print(f"$ mkdir {shlex.quote(str(folder))} && cd {shlex.quote(str(folder))}", flush=True)
     processes = max(min(gpu_count(), 2), min(os.cpu_count() or 1, 2))
     commands = (

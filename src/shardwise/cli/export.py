@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.options import RunFolder
+from shardwise.cli.options import RunFolder, stdout_to_stderr
+from shardwise.errors import JobError
 
 
 def export(
@@ -22,6 +23,11 @@ def export(
 
     Prints one JSON object: what was written, and with --merge how far the merged logits differ.
     """
-    from shardwise.train.afterwards import export_run
+    out = out or run / "export"
+    if out.exists() and not out.is_dir():
+        raise JobError(f"{out} is not a folder", where="--out", fix="name a new folder")
+    with stdout_to_stderr():  # DeepSpeed, which peft imports, logs there
+        from shardwise.train.afterwards import export_run
 
-    print(json.dumps(export_run(run, out or run / "export", merge=merge)))
+        written = export_run(run, out, merge=merge)
+    print(json.dumps(written))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.options import RunFolder
+from shardwise.cli.options import RunFolder, stdout_to_stderr
 
 
 def generate(
@@ -16,9 +16,11 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 takes the likeliest token; higher is more varied.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
 ) -> None:
     """Let the trained model answer a prompt."""
-    from shardwise.train.afterwards import generate_run
+    with stdout_to_stderr():
+        from shardwise.train.afterwards import generate_run
 
-    print(generate_run(run, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed))
+        answer = generate_run(run, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    print(answer)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -30,3 +34,17 @@ def size_in_bytes(text: str, flag: str) -> int:
             f"{text!r} is not a size", where=flag, fix="a number and its unit, such as 16GiB or 500MB"
         )
     return int(float(match[1]) * factor)
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """What libraries and child processes print goes to stderr: stdout is for the verb's own result."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)

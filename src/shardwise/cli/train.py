@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.options import AsJson, Changes, JobFile, size_in_bytes
+from shardwise.cli.options import AsJson, Changes, JobFile, size_in_bytes, stdout_to_stderr
 from shardwise.errors import JobError
 
 if TYPE_CHECKING:
@@ -61,11 +57,11 @@ def train(
         dry_run=dry_run,
         memory_cap_bytes=size_in_bytes(memory_cap, "--memory-cap") if memory_cap is not None else None,
     )
-    if not as_json:
+    if not as_json or dry_run:  # a dry run's stdout is its plan, as JSON
         return launch(spec)
-    with _stdout_to_stderr():
+    with stdout_to_stderr():
         code = launch(spec)
-    if code == 0 and not dry_run:
+    if code == 0:
         print(json.dumps(summary(run_dir)))
     return code
 
@@ -110,16 +106,3 @@ def check_run_folder(run_dir: Path, *, resume: bool) -> None:
             where=str(run_dir),
             fix=f"--resume goes on with it; --set name={run_dir.name}-2 starts another",
         )
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Child processes inherit stdout; for --json it is theirs only as stderr."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)

@@ -89,8 +89,13 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tokens.close()
-        self._trained.close()
+        for file in (self._tokens, self._trained):
+            try:
+                with _disk(self._folder):
+                    file.close()
+            except MachineError:
+                if error is None:  # else the failure that came first is the one to tell
+                    raise
 
     def add(self, tokens: npt.NDArray[np.uint32], trained: npt.NDArray[np.uint8], *, group: int) -> None:
         with _disk(self._folder):

@@ -158,7 +158,8 @@ def convert(record: Record, format_: Format, *, system: str | None = None) -> Sa
 
 def _alpaca(fields: dict[str, Any]) -> list[Message]:
     messages: list[Message] = []
-    for pair in fields.get("history") or []:
+    history = fields.get("history") or []
+    for pair in history if isinstance(history, list) else [history]:
         if not (isinstance(pair, list) and len(pair) == 2):
             raise SampleError("history has to be a list of [question, answer]")
         turn = {"question": pair[0], "answer": pair[1]}
@@ -232,12 +233,15 @@ def _calls(value: Any) -> list[dict[str, Any]]:
     calls = []
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, dict) else {}
+        if not isinstance(function, dict):
+            raise SampleError("the function of a call has to be an object")
         name, arguments = function.get("name"), function.get("arguments", {})
         if isinstance(arguments, str):
             arguments = _json(arguments, f"the arguments of {name}")
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise SampleError("a function call needs a name and an object of arguments")
         identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        _check_characters([identity, name, arguments], "a function call")
         calls.append({**identity, "type": "function", "function": {"name": name, "arguments": arguments}})
     if not calls:
         raise SampleError("the list of function calls is empty")
@@ -248,6 +252,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     tools = _json(value, "tools") if isinstance(value, str) and value.strip() else value
     if not tools:
         return None
+    _check_characters(tools, "tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise SampleError("tools has to be a list of objects")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
@@ -290,11 +295,17 @@ def _text(fields: dict[str, Any], key: str) -> str:
         raise SampleError(f"the field {key} has to be a string, it is {kind}")
     if "\0" in value:
         raise SampleError(f"the field {key} holds a NUL character")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise SampleError(f"the field {key} holds half a surrogate pair, which is no character") from None
+    _check_characters(value, f"the field {key}")
     return value
+
+
+def _check_characters(value: Any, what: str) -> None:
+    """JSON can escape half a surrogate pair, also inside objects; no tokenizer takes one."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise SampleError(f"{what} holds half a surrogate pair, which is no character") from None
 
 
 def _optional(fields: dict[str, Any], key: str) -> str:
@@ -304,5 +315,5 @@ def _optional(fields: dict[str, Any], key: str) -> str:
 def _json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise SampleError(f"{what} is not JSON: {error}") from None

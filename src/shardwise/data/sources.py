@@ -180,7 +180,7 @@ def _json_lines(path: Path, bad: Findings) -> Iterator[Record]:
                     yield from _record(where, json.loads(line), bad)
             except UnicodeDecodeError as error:
                 bad.add(where, f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}")
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # ValueError alone: an integer of 5000 digits
                 hint = " (a .json file holds a list of objects, or one object a line)" if number == 1 else ""
                 bad.add(where, f"not JSON: {error}{hint}")
 
@@ -254,6 +254,8 @@ class _Window:
             except json.JSONDecodeError as error:
                 if not self._grow():
                     raise self._broken(error.msg, error.pos) from None
+            except ValueError as error:  # valid JSON that Python refuses: an integer of 5000 digits
+                raise self._broken(str(error), self._at) from None
             except RecursionError:
                 raise self._broken("nested too deeply", self._at) from None
             else:

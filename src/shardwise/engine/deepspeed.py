@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,8 @@ def _prepare_deepspeed(world: World) -> None:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
+    # DeepSpeed 0.19 calls collectives by names that torch 2.13 has begun to rename.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if world.device.type == "cpu":
         # Otherwise every first use on a CPU compiles a shared-memory transport; gloo does as well.
         __compatible_ops__["deepspeed_shm_comm"] = False

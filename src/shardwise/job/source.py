@@ -247,6 +247,14 @@ def _value(node: yaml.Node, key: Key, document: Document, flag: Origin | None) -
     if kind == "null" and node.value == "":
         document.problems.append(_empty(key, flag.text if flag else document.where(key)))
         return None
+    if any("\ud800" <= character <= "\udfff" for character in node.value):
+        document.problems.append(
+            Problem(
+                what=f"`{dotted(key)}` holds half a surrogate pair, which is no character",
+                where=flag.text if flag else document.where(key),
+                fix="write the text in UTF-8",
+            )
+        )
     return _scalar(kind, node.value)
 
 

@@ -95,7 +95,7 @@ def _watch(workers: Sequence[Worker], requests: Sequence[int], grace_seconds: fl
             return
         if requests and not forwarded:
             forwarded = True
-            _signal(workers, signal.SIGTERM)
+            _ask_to_stop(workers)
         if requests.count(signal.SIGINT) >= 2:
             return
         failures = [worker.failed_at for worker in workers if worker.failed_at and _code(worker) != STOPPED]
@@ -103,22 +103,21 @@ def _watch(workers: Sequence[Worker], requests: Sequence[int], grace_seconds: fl
             since = time.time() - min(failures)
             if since > grace_seconds and not warned:
                 warned = True
-                _signal(workers, signal.SIGTERM)
+                _ask_to_stop(workers)
             if since > grace_seconds + _TERM_SECONDS:
                 return
         time.sleep(_LOOK_EVERY_SECONDS)
 
 
-def _signal(workers: Sequence[Worker], number: int) -> None:
+def _ask_to_stop(workers: Sequence[Worker]) -> None:
     for worker in workers:
-        if worker.process.poll() is None:
-            worker.signal(number)
+        worker.ask_to_stop()
 
 
 def _kill(workers: Sequence[Worker]) -> None:
     """End every worker that still runs, and what any of them has started."""
     for worker in workers:
-        worker.signal(signal.SIGKILL)
+        worker.kill()
     for worker in workers:
         worker.process.wait()
 

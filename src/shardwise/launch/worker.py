@@ -44,10 +44,14 @@ class Worker:
         self._looked_at = now
         return code is not None
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the worker and to what it started."""
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to the worker alone: what it started (a renderer, a compiler) it still needs."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the worker and what it started."""
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def log_tail(self, lines: int = 40) -> str:
         """The last lines it printed; empty for rank 0, which prints to the terminal."""

@@ -44,6 +44,8 @@ def generate(
         seed: of sampling.
         system: system message of the conversation.
     """
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python hands on bytes as text
+        raise JobError("the prompt is not UTF-8", where="--prompt", fix="see the terminal's locale")
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     ids = _encode(tokenizer, prompt, system)
     if ids.shape[1] == 0:

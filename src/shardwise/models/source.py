@@ -17,7 +17,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
     RevisionNotFoundError,
 )
 
-from shardwise.errors import JobError, MachineError
+from shardwise.errors import CheckpointError, JobError, MachineError
 from shardwise.job.schema import Model
 from shardwise.models.catalog import Shape, lookup, nearest
 
@@ -76,10 +76,22 @@ def find_source(model: Model) -> Source:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The files that hold the weights. Raises JobError where there is none, pickled ones included."""
+    """The files that hold the weights.
+
+    Raises:
+        JobError: there is none, or only pickled ones.
+        CheckpointError: the index that lists them is damaged.
+    """
     if (folder / _INDEX).is_file():
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+        try:
+            index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+            return [folder / name for name in sorted(set(index["weight_map"].values()))]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"the index of the weights cannot be read ({type(error).__name__})",
+                where=str(folder / _INDEX),
+                fix="download or copy the file again",
+            ) from None
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))

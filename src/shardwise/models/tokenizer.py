@@ -101,8 +101,8 @@ def _folder(model: Model) -> Path:
         ["config.json", *TOKENIZER_FILES, *(["*.py"] if model.trust_remote_code else [])],
         revision=None if model.tokenizer else model.revision,
         where=key,
-        offline_fix="set model.tokenizer to a folder"
-        + (", or to train to learn one from the data" if model.weights == "random" else ""),
+        offline_fix="download it once where there is a network and name the folder"
+        + (", or set model.tokenizer: train" if model.weights == "random" else ""),
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from shardwise.errors import JobError
 from shardwise.job.schema import Job
@@ -48,6 +51,8 @@ def generate_run(
 
 
 def _weights(run_dir: str | Path) -> tuple[Job, Path]:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which would warn of it
     record = read_run(Path(run_dir))
     checkpoint = newest_valid(Path(run_dir) / "checkpoints")
     if checkpoint is None:

@@ -218,7 +218,12 @@ def make_observer(ready: Ready, spec: LaunchSpec, engine: Engine, progress: Prog
         plan = {"schema": 1, "chosen": {"strategy": ready.strategy.to_json(), "why": ready.why}}
         folder = RunFolder.create(
             Path(spec.run_dir),
-            job_yaml=yaml.safe_dump(job, sort_keys=False, allow_unicode=True),
+            job_yaml=yaml.safe_dump(
+                # Only what differs from the defaults: a job file again, which can be trained as it is.
+                ready.job.model_dump(mode="json", exclude_defaults=True),
+                sort_keys=False,
+                allow_unicode=True,
+            ),
             plan=plan,
             environment=environment(gpus=_gpus()),
         )

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,60 @@ def test_json_leaves_stdout_to_one_object(
     out, err = capfd.readouterr()
     assert json.loads(out) == {"run": "runs/run"}
     assert "a worker speaks" in err
+
+
+def test_the_plan_of_a_dry_run_stays_on_stdout_with_json(
+    job_file: Path, launched: list[LaunchSpec], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(job_file), "--json", "--dry-run"]) == 0
+    assert capfd.readouterr().out == "a worker speaks\n"
+
+
+@pytest.mark.parametrize("verb", ["export", "generate"])
+def test_stdout_is_for_the_result_not_for_what_libraries_print(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def act(*_: object, **__: object) -> str:
+        print("a library speaks")
+        return "result"
+
+    afterwards = types.SimpleNamespace(export_run=act, generate_run=act)
+    monkeypatch.setitem(sys.modules, "shardwise.train.afterwards", afterwards)
+    assert main([verb, "runs/run", *(["--prompt", "a"] if verb == "generate" else [])]) == 0
+    out, err = capfd.readouterr()
+    assert out.strip().strip('"') == "result"
+    assert "a library speaks" in err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(job_file: Path) -> None:
+    for arguments in (["config", str(job_file)], ["--help"], ["init", "--list"]):
+        command = [sys.executable, "-m", "shardwise", *arguments]
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_full_disk_is_the_machine_s_fault(job_file: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "shardwise", "config", str(job_file)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 4
+    assert done.stderr.startswith("error: it cannot be written: No space left on device\n  at:  stdout\n")
+
+
+@pytest.mark.parametrize("arguments", [["demo", "--out"], ["export", "runs/run", "--out"]])
+def test_a_place_that_is_taken_is_said(
+    arguments: list[str], job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, str(job_file)]) == 2
+    assert "new folder" in capsys.readouterr().err
+
+
+def test_a_seed_is_one_that_torch_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "runs/run", "--prompt", "a", "--seed", str(2**63)]) == 2
+    assert "--seed" in capsys.readouterr().err
 
 
 def test_config_prints_value_and_origin(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

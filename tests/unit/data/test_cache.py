@@ -123,6 +123,15 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert "SHARDWISE_CACHE" in caught.value.problems[0].fix
 
 
+@pytest.mark.parametrize("finish", [True, False])
+def test_a_full_disk_is_said_also_by_the_last_bytes(tmp_path: Path, finish: bool) -> None:
+    (tmp_path / "tokens.bin").symlink_to("/dev/full")  # takes what fits the buffer, and no flush
+    with pytest.raises(MachineError, match="No space left"), Writer(tmp_path) as writer:
+        build(writer)
+        if finish:
+            writer.finish({})
+
+
 def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     assert cache_root() == tmp_path

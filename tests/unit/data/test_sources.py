@@ -99,6 +99,7 @@ def test_a_json_list_is_read_the_same_in_pieces_of_any_size(
         (b'{"a": 1}\n[1]\n', [(":2", "a sample has to be an object, this is list")]),
         (b'{"a": 1}\n{"a": "\xff"}\n', [(":2", "not UTF-8: byte 0xff at column 8")]),
         (b"[" * 100_000 + b"\n", [(":1", "not JSON")]),
+        (b'{"a": ' + b"1" * 5000 + b"}\n", [(":1", "not JSON: Exceeds the limit")]),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, content: bytes, expected: list[tuple[str, str]]) -> None:
@@ -117,6 +118,7 @@ def test_bad_lines_are_named(tmp_path: Path, content: bytes, expected: list[tupl
         (b'[{"a": 1},\n {"a": 2}', "found the end of the file", 2),
         (b'[{"a": 1},\n\n {"a": "\xff"}]', "not UTF-8", 3),
         (b"[" * 100_000, "nested too deeply", 1),
+        (b'[{"a": 1},\n {"a": ' + b"1" * 5000 + b"}]", "not JSON: Exceeds the limit", 2),
     ],
 )
 def test_a_broken_list_is_an_error_with_its_line(

@@ -220,6 +220,23 @@ def test_a_stop_request_reaches_every_worker_once_and_ends_with_75(tmp_path: Pat
     assert [(tmp_path / f"term-{rank}").read_text() for rank in (0, 1)] == ["x", "x"]
 
 
+def test_a_stop_request_leaves_a_worker_its_helpers(tmp_path: Path) -> None:
+    """A chat template's renderer or a compiler that ended now would look like an error."""
+    helper = """
+    import subprocess
+    child = subprocess.Popen(["sleep", "60"])
+    """
+    ending = "(here / f'helper-{rank}').write_text(f'{child.pid} {child.poll()}')\nsys.exit(75)"
+    run = Launched(tmp_path, textwrap.dedent(helper) + STOPPABLE + ending)
+    wait_for(tmp_path, "ready-*", 2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == (75, "", "")
+    for rank in (0, 1):
+        pid, code = (tmp_path / f"helper-{rank}").read_text().split()
+        assert code == "None"
+        assert not alive(int(pid))  # the launcher ended it with its worker
+
+
 def test_the_message_of_a_stopped_run_is_shown_once(tmp_path: Path) -> None:
     run = Launched(tmp_path, STOPPABLE + "report(75, 'stopped on request')")
     wait_for(tmp_path, "ready-*", 2)

@@ -315,3 +315,9 @@ def test_an_empty_prompt_is_refused(saved: Saved, tokenizer: PreTrainedTokenizer
     save_weights(built, weights(built), tmp_path / "model", tokenizer)
     with pytest.raises(JobError, match="the prompt is empty"):
         generate(tmp_path / "model", model, "", max_new_tokens=1, temperature=0.0, seed=0)
+
+
+def test_a_prompt_of_bytes_that_are_no_text_is_refused(tmp_path: Path) -> None:
+    prompt = b"caf\xe9".decode("utf-8", "surrogateescape")  # as it stands in sys.argv
+    with pytest.raises(JobError, match="not UTF-8"):
+        generate(tmp_path, Model(source="any"), prompt, max_new_tokens=1, temperature=0.0, seed=0)

@@ -178,6 +178,14 @@ def test_weights_in_several_files_are_found_through_the_index(saved: Saved) -> N
     assert equal(expected, fill(build(model)))
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_a_damaged_index_is_a_damaged_checkpoint(saved: Saved, text: str) -> None:
+    model = saved("llama")
+    (Path(model.source) / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="index of the weights cannot be read"):
+        build(model)
+
+
 def test_a_missing_and_a_misshapen_tensor_are_named(saved: Saved) -> None:
     model = saved("llama")
     file = Path(model.source) / "model.safetensors"
