@@ -21,7 +21,7 @@ def demo(
         Path | None, typer.Option(metavar="DIR", help="New folder to work in.  [default: shardwise-demo]")
     ] = None,
 ) -> int:
-    """Train a small model on packaged text; two minutes on a CPU."""
+    """Train a small model on packaged text; under a minute on a CPU."""
     from shardwise.cli import main
     from shardwise.hardware.detect import gpu_count
 
@@ -38,7 +38,7 @@ def demo(
         ["init", "demo"],
         ["train", "job.yaml", "--processes", str(processes)],
         ["report", "runs/demo"],
-        ["generate", "runs/demo", "--prompt", PROMPT],
+        ["generate", "runs/demo", "--prompt", PROMPT, "--temperature", "0.6"],
     )
     with contextlib.chdir(folder):
         for command in commands:

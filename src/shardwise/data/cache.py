@@ -89,13 +89,15 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        failure = error  # the first one is the one to tell
         for file in (self._tokens, self._trained):
             try:
                 with _disk(self._folder):
                     file.close()
-            except MachineError:
-                if error is None:  # else the failure that came first is the one to tell
-                    raise
+            except MachineError as unsaved:
+                failure = failure or unsaved
+        if failure is not error and failure is not None:
+            raise failure
 
     def add(self, tokens: npt.NDArray[np.uint32], trained: npt.NDArray[np.uint8], *, group: int) -> None:
         with _disk(self._folder):

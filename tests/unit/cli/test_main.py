@@ -182,7 +182,7 @@ def test_stdout_is_for_the_result_not_for_what_libraries_print(
     verb: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def act(*_: object, **__: object) -> str:
-        print("a library speaks")
+        os.write(1, b"a library speaks\n")
         return "result"
 
     afterwards = types.SimpleNamespace(export_run=act, generate_run=act)

@@ -126,10 +126,15 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("finish", [True, False])
 def test_a_full_disk_is_said_also_by_the_last_bytes(tmp_path: Path, finish: bool) -> None:
     (tmp_path / "tokens.bin").symlink_to("/dev/full")  # takes what fits the buffer, and no flush
-    with pytest.raises(MachineError, match="No space left"), Writer(tmp_path) as writer:
-        build(writer)
-        if finish:
-            writer.finish({})
+
+    def write() -> None:
+        with Writer(tmp_path) as writer:
+            build(writer)
+            if finish:
+                writer.finish({})
+
+    with pytest.raises(MachineError, match="No space left"):
+        write()
 
 
 def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from shardwise.job.schema import Data
 
 USER = {"role": "user", "content": "2 + 2?"}
 ANSWER = {"role": "assistant", "content": "4"}
+BAD_CALL = {"role": "assistant", "tool_calls": [{"function": "f"}]}
+HALF_CALL = {"from": "function_call", "value": '{"name": "f", "arguments": {"a": "\\ud800"}}'}
 
 
 def messages_of(fields: dict[str, Any], format_: Any, system: str | None = None) -> list[dict[str, Any]]:
@@ -141,9 +143,8 @@ def test_messages_with_arguments_as_text_parts_and_nulls() -> None:
         ({"conversations": [{"from": "function_call", "value": "{"}]}, "sharegpt", "call is not JSON"),
         ({"conversations": [{"from": "function_call", "value": "[]"}]}, "sharegpt", "calls is empty"),
         ({"conversations": [{"from": "function_call", "value": '{"name": 1}'}]}, "sharegpt", "needs a name"),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": "f"}]}]}, "messages", "an object"),
-        ({"conversations": [{"from": "function_call", "value": '{"name": "f", "arguments": {"a": "\\ud800"}}'}]},
-         "sharegpt", "half a surrogate pair"),
+        ({"messages": [USER, BAD_CALL]}, "messages", "the function of a call has to be an object"),
+        ({"conversations": [HALF_CALL]}, "sharegpt", "a function call holds half a surrogate pair"),
         ({"messages": [USER, ANSWER], "tools": [{"name": "\ud800"}]}, "messages", "half a surrogate pair"),
         ({"messages": [USER, ANSWER], "tools": "{"}, "messages", "tools is not JSON"),
         ({"messages": [USER, ANSWER], "tools": ["a"]}, "messages", "tools has to be a list of objects"),

@@ -67,6 +67,7 @@ CASES = [
     Case("latin-1", b"name: caf\xe9\n", ["not UTF-8", "job.yaml:1"]),
     Case("utf-16", "name: x\n".encode("utf-16"), ["not UTF-8"]),
     Case("binary", b"\x00\x01\x02", ["not YAML", "job.yaml"]),
+    Case("half-a-character", data(r'system: "\ud800"'), ["data.system", "surrogate", "job.yaml:6"]),
     Case("huge", "# " + "x" * 1_100_000, ["too large for a job file"]),
     Case("tab", "name: x\nmodel:\n\tsource: base\n", ["job.yaml:3", "spaces, not tabs"]),
     Case("unclosed-quote", 'name: "x\n', ["not YAML", "job.yaml"]),
