@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -106,3 +107,14 @@ def test_decisions_are_numbered_dated_and_at_most_a_page() -> None:
             r"^Date: \d{4}-\d\d-\d\d\. Status: (accepted|superseded by \d{4})\.$", text, re.MULTILINE
         )
         assert len(text.splitlines()) <= 60, path.name
+
+
+def test_the_throughput_page_shows_the_committed_results() -> None:
+    """Made anew by `python benchmarks/throughput/table.py`."""
+    spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "throughput" / "table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    page = read("docs/throughput.md")
+    assert page == table.filled(page)

@@ -52,7 +52,7 @@ def generate_run(
 
 def _weights(run_dir: str | Path) -> tuple[Job, Path]:
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which would warn of it
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, imported by transformers, would warn
     record = read_run(Path(run_dir))
     checkpoint = newest_valid(Path(run_dir) / "checkpoints")
     if checkpoint is None:

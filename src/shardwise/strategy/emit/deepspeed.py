@@ -11,8 +11,8 @@ from typing import Any
 from shardwise.job import schema
 from shardwise.strategy.strategy import Strategy
 
-# Elements in a reduce or gather bucket: DeepSpeed's default. 2e8 would save 1.2 GB of the two buckets that
-# overlapping needs, and cost 6 % of the speed of ZeRO-2 on a 7B model and 4 H200.
+# Elements in a reduce or gather bucket: DeepSpeed's default. In bf16 the two that overlapping needs take 2 GB;
+# smaller ones save memory and make ZeRO-2 slower.
 BUCKET = 500_000_000
 
 # ZeRO-3 gathers ahead by this many elements: a Llama-2-7B block has 2.0e8, and DeepSpeed's 5e7 would
