@@ -23,4 +23,4 @@ def generate(
         from shardwise.train.afterwards import generate_run
 
         answer = generate_run(run, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    print(answer)
+    print(answer.rstrip())

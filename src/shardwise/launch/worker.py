@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.hardware.detect import gpu_count
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -116,6 +118,8 @@ def worker_environment(*, processes: int, folder: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
+    if gpu_count() == 0:
+        defaults["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would find out by itself, and print a warning
     if "PYTORCH_ALLOC_CONF" not in given:  # the newer name of the same variable
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     fixed = {

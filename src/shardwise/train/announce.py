@@ -27,7 +27,7 @@ def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
     job, strategy, built = ready.job, ready.strategy, ready.built
     share = "" if built.trainable == built.total else f", {count(built.trainable)} trained"
     lines = {
-        "model": f"{job.model.source}, {count(built.total)} parameters{share}",
+        "model": f"{job.model.source}, {job.model.weights} weights, {count(built.total)} parameters{share}",
         "data": _data_line(ready),
         "strategy": f"{strategy.name} on {strategy.world_size} process(es), {job.train.precision}; "
         f"{job.train.global_batch} rows of {job.data.sequence_length} tokens a step = micro-batch "
@@ -36,7 +36,7 @@ def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
     }
     for name, text in lines.items():
         console.print(Text.assemble((f"{name:>9}  ", "bold"), text), soft_wrap=True)
-    for reason in ready.why:
+    for reason in (*built.notes, *ready.why):
         console.print(Text.assemble(" " * 11, (reason, "dim")), soft_wrap=True)
     console.print(_sample(ready))
     if json_plan:
@@ -73,7 +73,18 @@ def speed(ready: Ready) -> Speed:
 
 def _data_line(ready: Ready) -> str:
     summary = ready.data.summary
-    return ", ".join(f"{name} {value}" for name, value in summary.items() if name != "key")
+    parts = [
+        f"{summary['format']}: {summary['read']} read, {summary['train_samples']} samples to train on",
+        f"{count(summary['tokens'])} tokens, {count(summary['target_tokens'])} of them targets",
+        f"the longest has {summary['longest_tokens']}",
+    ]
+    if "fill" in summary:
+        parts.append(f"rows {summary['fill']:.0%} full")
+    if "eval_samples" in summary:
+        parts.append(f"{summary['eval_samples']} held out")
+    losses = ("bad", "too_long", "truncated", "truncated_tokens", "without_target", "split")
+    parts += [f"{summary[name]} {name.replace('_', ' ')}" for name in losses if name in summary]
+    return ", ".join(parts)
 
 
 def _sample(ready: Ready) -> Text:

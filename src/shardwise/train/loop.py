@@ -41,6 +41,9 @@ class StepReport:
     """Bytes by rank: the fields of `train.meter.MEMORY_FIELDS`."""
 
 
+START_AGAIN = "lower optimizer.learning_rate or lengthen optimizer.warmup_steps, and start under another name"
+
+
 class Observer(Protocol):
     """What the loop tells the outside; rank 0's writes the record and the display."""
 
@@ -108,10 +111,10 @@ class Loop:
 
         Either way the state is saved before this returns.
         """
-        resumed = self.progress.step > 0
-        if not resumed:
+        start = self.progress.step
+        if start == 0:
             self.evaluate()
-        saved_at = self.progress.step if resumed else None
+        saved_at = start or None
         while self.progress.step < last_step and not self._stop_agreed:
             self._issue()
             step, train = self.progress.step, self.job.train
@@ -122,7 +125,7 @@ class Loop:
                 self.save()
                 saved_at = step
         self._read()
-        if self.progress.step >= self.total_steps and not self._stop_agreed:
+        if start < self.total_steps <= self.progress.step and not self._stop_agreed:
             self.evaluate()
         if saved_at != self.progress.step:
             self.save()
@@ -217,9 +220,15 @@ class Loop:
         )
         if not _finite(loss) or (not _finite(grad_norm) and self.job.train.precision != "fp16"):
             raise DivergedError(
-                f"the loss is {loss}, the gradient norm {grad_norm}; the weights were left as they were",
+                f"the loss is {loss}, the gradient norm {grad_norm}; this step was not applied",
                 where=f"step {issued.step}",
-                fix="lower optimizer.learning_rate or lengthen optimizer.warmup_steps, then --resume",
+                fix=START_AGAIN,
+            )
+        if grad_norm == 0.0 and not skipped:
+            raise DivergedError(
+                f"the gradient is exactly zero at a loss of {loss}: the model cannot learn any more",
+                where=f"step {issued.step}",
+                fix=START_AGAIN,
             )
 
 

@@ -61,8 +61,6 @@ class Ready:
 def run(spec: LaunchSpec) -> None:
     """Runs the job of `spec` in this process. Collective over all processes of the run."""
     job = Job.model_validate(spec.job)
-    stop = StopSignal()
-    stop.install()
     rank, size, _ = place()
     ready = get_ready(job, processes=spec.processes if spec.dry_run else size)
     if rank == 0:
@@ -70,6 +68,8 @@ def run(spec: LaunchSpec) -> None:
     if spec.dry_run:
         return
     world = join(tensor_parallel=ready.strategy.tensor_parallel, memory_cap_bytes=spec.memory_cap_bytes)
+    stop = StopSignal()
+    stop.install()  # from here on there is something to save; before, a signal simply ends the process
     train(ready, spec, world, stop)
 
 

@@ -63,7 +63,7 @@ def _translate(error: Exception) -> ShardwiseError | None:
             fix="train.checkpointing: full, a smaller train.micro_batch, or the next strategy of "
             "zero2, zero3, zero3-offload; each keeps the global batch",
         )
-    if isinstance(error, torch.distributed.DistBackendError):
+    if isinstance(error, torch.distributed.DistBackendError) or "/gloo/" in str(error):
         return MachineError(
             f"communication between the processes failed: {str(error).splitlines()[0]}",
             where=f"rank {os.environ.get('RANK', '0')}",
