@@ -1,4 +1,4 @@
-"""Draws docs/demo.svg, the picture in the README: `python docs/picture.py` runs the demo and keeps what it printed."""
+"""Draws docs/demo.svg, the README's picture: `python docs/picture.py` runs the demo, keeps what it prints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def demo() -> list[str]:
 
 
 def main() -> None:
-    with open(os.devnull, "w") as nowhere:
+    """Run the demo and write the picture beside this file."""
+    with Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
         text = re.sub(r"\n{3,}", "\n\n", "\n".join(demo())).strip()
         console.print(Text.from_ansi(text))

@@ -118,3 +118,9 @@ def test_the_throughput_page_shows_the_committed_results() -> None:
     spec.loader.exec_module(table)
     page = read("docs/throughput.md")
     assert page == table.filled(page)
+
+
+def test_the_readme_shows_only_measured_speeds() -> None:
+    speeds = re.findall(r"\d+,\d{3}", read("README.md"))
+    assert speeds
+    assert [speed for speed in speeds if speed not in read("docs/throughput.md")] == []

@@ -1,0 +1,178 @@
+"""The loop's decisions: when it evaluates, saves and stops, and which numbers end a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.data.batch import IGNORED, MicroBatch, StepBatch
+from shardwise.engine.protocol import StepResult, World
+from shardwise.errors import DivergedError
+from shardwise.job.schema import Job
+from shardwise.train.loop import Loop, Progress, StepReport
+from shardwise.train.process import Chorus, StopSignal
+
+WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), data_rank=0, data_size=1)
+ROW = torch.zeros(1, 4, dtype=torch.int64)
+MICRO_BATCH = MicroBatch(
+    input_ids=ROW,
+    labels=torch.full((1, 4), IGNORED),
+    position_ids=ROW,
+    cu_seqlens=torch.tensor([0, 4], dtype=torch.int32),
+    max_seqlen=4,
+)
+
+
+class Scripted:
+    """An engine with losses and gradient norms from a list; what the loop does with them is the test."""
+
+    world = WORLD
+
+    def __init__(self, losses: Sequence[float], norm: float = 1.0) -> None:
+        self.losses = list(losses)
+        self.norm = norm
+        self.rates: list[float] = []
+
+    def step(self, micro_batches: Any, *, target_tokens: int, learning_rate: float) -> StepResult:
+        loss = self.losses[len(self.rates)]
+        self.rates.append(learning_rate)
+        return StepResult(
+            loss=torch.tensor(loss),
+            grad_norm=torch.tensor(self.norm),
+            skipped=torch.tensor(float(not math.isfinite(loss))),
+        )
+
+    def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
+        return torch.tensor(6.0)
+
+
+class Evaluation:
+    target_tokens = 3
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter([MICRO_BATCH])
+
+
+class Diary:
+    """An observer that writes down what it is told, in order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.losses: list[float] = []
+
+    def on_step(self, report: StepReport) -> None:
+        self.lines.append(f"step {report.step}")
+        self.losses.append(report.loss)
+
+    def on_eval(self, *, step: int, loss: float, target_tokens: int, seconds: float) -> None:
+        self.lines.append(f"eval {step}: {loss}")
+
+    def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None:
+        self.lines.append(f"save {step}")
+
+
+def stream() -> Iterator[StepBatch]:
+    while True:
+        yield StepBatch(micro_batches=[MICRO_BATCH], target_tokens=3, tokens=4, epoch=0)
+
+
+def make(
+    losses: Sequence[float], *, steps: int, start: int = 0, norm: float = 1.0, **train: Any
+) -> tuple[Loop, Diary]:
+    job = Job.model_validate(
+        {
+            "name": "t",
+            "model": {"source": "x"},
+            "data": {"train": "x"},
+            "train": {"steps": steps, "eval_every": 0, "save_every": 0, "worst_case_first": False, **train},
+        }
+    )
+    diary = Diary()
+    loop = Loop(
+        job=job,
+        engine=Scripted(losses, norm),  # type: ignore[arg-type]
+        stream=stream(),  # type: ignore[arg-type]
+        evaluation=Evaluation(),  # type: ignore[arg-type]
+        chorus=Chorus(WORLD),
+        stop=StopSignal(),
+        observer=diary,
+        save=lambda progress: progress.step,
+        progress=Progress(step=start),
+        total_steps=steps,
+    )
+    return loop, diary
+
+
+def test_evaluates_before_on_the_way_and_after_and_saves_the_last_step() -> None:
+    loop, diary = make([5, 4, 3, 2], steps=4, eval_every=2, save_every=3)
+    assert loop.run(4)
+    assert diary.lines == [
+        "eval 0: 2.0",
+        "step 1",
+        "step 2",
+        "eval 2: 2.0",
+        "step 3",
+        "save 3",
+        "step 4",
+        "eval 4: 2.0",
+        "save 4",
+    ]
+    assert diary.losses == [5, 4, 3, 2]
+
+
+def test_the_worst_case_is_saved_after_the_first_step() -> None:
+    loop, diary = make([5, 4], steps=2, worst_case_first=True)
+    loop.run(2)
+    assert diary.lines == ["eval 0: 2.0", "step 1", "save 1", "step 2", "eval 2: 2.0", "save 2"]
+
+
+def test_a_pause_is_saved_and_not_evaluated_as_an_end() -> None:
+    loop, diary = make([5, 4, 3], steps=3)
+    assert loop.run(2)
+    assert diary.lines == ["eval 0: 2.0", "step 1", "step 2", "save 2"]
+
+
+def test_a_stop_signal_saves_and_says_so() -> None:
+    loop, diary = make([5] * 9, steps=9)
+    loop.stop.requested = True
+    assert not loop.run(9)
+    assert diary.lines == ["eval 0: 2.0", "step 1", "save 1"]
+
+
+def test_a_finished_run_that_is_resumed_does_nothing() -> None:
+    loop, diary = make([], steps=3, start=3)
+    assert loop.run(3)
+    assert diary.lines == []
+
+
+def test_a_resumed_run_is_not_evaluated_at_its_start() -> None:
+    loop, diary = make([5, 4], steps=4, start=2)
+    loop.run(4)
+    assert diary.lines == ["step 3", "step 4", "eval 4: 2.0", "save 4"]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ends_the_run_unsaved(loss: float) -> None:
+    loop, diary = make([5, loss, 3], steps=3)
+    with pytest.raises(DivergedError, match="not applied") as caught:
+        loop.run(3)
+    assert caught.value.problems[0].where == "step 2"
+    assert not [line for line in diary.lines if line.startswith("save")]
+
+
+def test_a_norm_that_is_not_finite_ends_the_run_but_not_in_fp16() -> None:
+    loop, _ = make([5, 4], steps=2, norm=math.inf)
+    with pytest.raises(DivergedError):
+        loop.run(2)
+    loop, _ = make([5, 4], steps=2, norm=math.inf, precision="fp16")
+    assert loop.run(2), "the loss scale is about to be halved"
+
+
+def test_a_gradient_of_zero_ends_the_run() -> None:
+    loop, _ = make([5, 5], steps=2, norm=0.0)
+    with pytest.raises(DivergedError, match="exactly zero"):
+        loop.run(2)
