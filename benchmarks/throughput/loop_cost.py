@@ -25,7 +25,8 @@ from shardwise.launch.spec import LaunchSpec
 from shardwise.train.loop import Loop, Progress, StepReport
 from shardwise.train.observe import Recorder
 from shardwise.train.process import Chorus, StopSignal, join
-from shardwise.train.run import get_ready, make_engine, make_observer, make_streams
+from shardwise.train.ready import get_ready, make_streams
+from shardwise.train.run import make_engine, make_observer
 
 
 def job(arguments: argparse.Namespace, output: Path) -> Job:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -13,10 +12,8 @@ from shardwise.hardware.catalog import peak_flops
 from shardwise.models.flops import train_flops_per_token
 from shardwise.record.schema import RunEvent
 from shardwise.train.observe import Speed
+from shardwise.train.ready import Ready
 from shardwise.units import count
-
-if TYPE_CHECKING:
-    from shardwise.train.run import Ready
 
 SAMPLE_CHARACTERS = 900
 

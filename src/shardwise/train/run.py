@@ -8,54 +8,34 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from transformers import PreTrainedTokenizerBase
 
-from shardwise.data.loader import BatchStream, EvalStream
-from shardwise.data.prepare import Prepared, documents, prepare
 from shardwise.engine.build import build_engine
-from shardwise.engine.parameters import DTYPES
 from shardwise.engine.protocol import Engine, World
 from shardwise.errors import StoppedError
 from shardwise.job.schema import Job
 from shardwise.kernels.fused import apply_fused_kernels
 from shardwise.launch.spec import LaunchSpec
 from shardwise.models.adapters import is_adapter
-from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.models.export import save_weights
-from shardwise.models.tokenizer import load_tokenizer, model_vocabulary
 from shardwise.record.environment import environment
 from shardwise.record.write import RunFolder
-from shardwise.strategy.auto import resolve
-from shardwise.strategy.strategy import Strategy
 from shardwise.train.announce import announce, header, speed
 from shardwise.train.loop import Loop, Progress
 from shardwise.train.loss import CausalLMLoss
 from shardwise.train.observe import Quiet, Recorder
 from shardwise.train.process import Chorus, StopSignal, join, place
+from shardwise.train.ready import Ready, count_steps, get_ready, identity, make_streams
 from shardwise.train.snapshot import Snapshots
 
 CHECKED_WEIGHTS = 6
 """Weights that are compared with their files, besides the first: enough to notice that loading went wrong."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ready:
-    """A job with its model, data and strategy; no weights yet, nothing on a GPU."""
-
-    job: Job
-    tokenizer: PreTrainedTokenizerBase
-    built: BuiltModel
-    data: Prepared
-    strategy: Strategy
-    why: list[str]
 
 
 def run(spec: LaunchSpec) -> None:
@@ -71,33 +51,6 @@ def run(spec: LaunchSpec) -> None:
     stop = StopSignal()
     stop.install()  # from here on there is something to save; before, a signal simply ends the process
     train(ready, spec, world, stop)
-
-
-def get_ready(job: Job, *, processes: int) -> Ready:
-    """Tokenizer, model on the meta device, data (tokenised once, by one process), strategy."""
-    tokenizer = load_tokenizer(job.model, corpus=lambda: documents(job))
-    built = build_model(
-        job.model,
-        dtype=DTYPES[job.train.precision],
-        seed=job.train.seed,
-        vocab_size=model_vocabulary(job.model, tokenizer),
-    )
-    data = prepare(job, tokenizer, vocab_size=built.config.get_text_config().vocab_size)
-    if data.chat_template is not None:
-        tokenizer.chat_template = data.chat_template  # saved with the weights: asked as it was trained
-    cuda = torch.cuda.is_available()
-    strategy, why = resolve(
-        job.strategy,
-        train=job.train,
-        clip_norm=job.optimizer.clip_norm,
-        world_size=processes,
-        devices="cuda" if cuda else "cpu",
-        trainable_parameters=built.trainable,
-        total_parameters=built.total,
-        device_memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else None,
-        lora=job.model.lora is not None,
-    )
-    return Ready(job=job, tokenizer=tokenizer, built=built, data=data, strategy=strategy, why=why)
 
 
 def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> None:
@@ -150,15 +103,6 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
         )
 
 
-def count_steps(ready: Ready) -> int:
-    """Optimizer steps of the whole run: as asked, or rounded up to whole epochs."""
-    train = ready.job.train
-    if train.steps is not None:
-        return train.steps
-    stream, _ = make_streams(ready, None)
-    return stream.steps_for(train.epochs or 1.0)
-
-
 def make_engine(ready: Ready, world: World) -> Engine:
     """The engine of the strategy, holding this rank's share of the weights."""
     built, strategy = ready.built, ready.strategy
@@ -184,28 +128,6 @@ def check_weights(ready: Ready, engine: Engine) -> None:
     else:
         for _ in gathered:
             pass
-
-
-def make_streams(ready: Ready, world: World | None) -> tuple[BatchStream, EvalStream | None]:
-    """Training and evaluation batches of this rank (of a single one, without a world)."""
-    job, strategy = ready.job, ready.strategy
-    shared: dict[str, Any] = {
-        "sequence_length": job.data.sequence_length,
-        "micro_batch": strategy.micro_batch,
-        "data_rank": world.data_rank if world else 0,
-        "data_size": world.data_size if world else strategy.data_parallel,
-        "packing": job.data.packing,
-        "pad_id": ready.tokenizer.pad_token_id or 0,
-        "pin_memory": world is not None and world.device.type == "cuda",
-    }
-    stream = BatchStream(
-        ready.data.train,
-        global_batch=job.train.global_batch,
-        seed=job.train.seed,
-        worst_case_first=job.train.worst_case_first,
-        **shared,
-    )
-    return stream, None if ready.data.eval is None else EvalStream(ready.data.eval, **shared)
 
 
 def make_observer(ready: Ready, spec: LaunchSpec, engine: Engine, progress: Progress) -> Recorder:
@@ -235,25 +157,6 @@ def make_observer(ready: Ready, spec: LaunchSpec, engine: Engine, progress: Prog
         speed=speed(ready),
         resumed_step=resumed,
     )
-
-
-def identity(ready: Ready) -> dict[str, Any]:
-    """What a checkpoint belongs to: a run with another value here is another run."""
-    job = ready.job
-    return {
-        "model": job.model.model_dump(mode="json"),
-        "data": ready.data.summary["key"],
-        "sequence_length": job.data.sequence_length,
-        "packing": job.data.packing,
-        "optimizer": job.optimizer.model_dump(mode="json"),
-        "global_batch": job.train.global_batch,
-        "micro_batch": ready.strategy.micro_batch,
-        "steps": job.train.steps,
-        "epochs": job.train.epochs,
-        "precision": job.train.precision,
-        "seed": job.train.seed,
-        "worst_case_first": job.train.worst_case_first,
-    }
 
 
 def _seed(job: Job, world: World) -> None:

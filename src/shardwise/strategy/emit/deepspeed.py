@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.job import schema
 from shardwise.strategy.strategy import Strategy
 
-# Elements in a reduce or gather bucket: DeepSpeed's default. The two that overlapping needs take 2 GB in bf16;
+# Elements in a reduce or gather bucket: DeepSpeed's default. In bf16 the two that overlap take 2 GB;
 # smaller ones save memory and make ZeRO-2 slower.
 BUCKET = 500_000_000
 
