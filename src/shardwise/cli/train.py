@@ -55,6 +55,7 @@ def train(
         resume=resume,
         max_steps=max_steps,
         dry_run=dry_run,
+        as_json=as_json,
         memory_cap_bytes=size_in_bytes(memory_cap, "--memory-cap") if memory_cap is not None else None,
     )
     if not as_json or dry_run:  # a dry run's stdout is its plan, as JSON

@@ -21,6 +21,8 @@ class LaunchSpec:
     """Stop after this step even if the job has more; the schedule stays the job's."""
     dry_run: bool = False
     """Show what would be run, with one process; write and train nothing."""
+    as_json: bool = False
+    """Print the plan of a dry run on stdout, as one JSON object."""
     memory_cap_bytes: int | None = None
     """Use no more than this much of each GPU."""
 

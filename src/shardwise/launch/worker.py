@@ -114,6 +114,8 @@ def worker_environment(*, processes: int, folder: Path) -> dict[str, str]:
     defaults = {
         # One thread per core in all: the default, one per core and process, makes them fight.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes)),
+        # Threads that wait must not keep a core busy that another process needs.
+        "OMP_WAIT_POLICY": "PASSIVE",
         # On one machine the ranks meet on the loopback device, whatever the network looks like.
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",

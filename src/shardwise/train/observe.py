@@ -59,6 +59,7 @@ class Recorder:
         self._began = time.monotonic()
         self._step = resumed_step or 0
         self._folder = folder
+        self._total_steps = header.total_steps
         self._events = EventWriter(folder.events, resumed_step=resumed_step)
         self._trackers = Trackers(job["tracking"], run_dir=folder.path, job=job)
         self._display = Display(first_step=self._step, total_steps=header.total_steps)
@@ -67,6 +68,8 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         self._display.__enter__()
+        if self._step:
+            self._display.say(f"going on after step {self._step} of {self._total_steps}")
         return self
 
     def __exit__(
@@ -122,6 +125,12 @@ class Recorder:
         self._finished = True
         seconds = time.monotonic() - self._began
         self._events.write(StopEvent(step=step, status=status, seconds=seconds))
+        advice = {
+            "finished": f"next: shardwise report {self._folder.path}",
+            "paused": "--resume goes on",
+        }
+        if status in advice:
+            self._display.say(f"{status} after step {step} of {self._total_steps}; {advice[status]}")
 
 
 def _numbers(event: StepEvent) -> dict[str, float]:

@@ -44,7 +44,7 @@ def run(spec: LaunchSpec) -> None:
     rank, size, _ = place()
     ready = get_ready(job, processes=spec.processes if spec.dry_run else size)
     if rank == 0:
-        announce(ready, total_steps=count_steps(ready), json_plan=spec.dry_run)
+        announce(ready, total_steps=count_steps(ready), json_plan=spec.dry_run and spec.as_json)
     if spec.dry_run:
         return
     world = join(tensor_parallel=ready.strategy.tensor_parallel, memory_cap_bytes=spec.memory_cap_bytes)
