@@ -160,7 +160,7 @@ def test_fused_kernels_change_neither_loss_nor_gradients(model_type):
     """In fp32, where the two may differ by rounding only."""
     model = tiny(model_type, torch.float32)
     plain = step(model)
-    applied = apply_fused_kernels(model, DEVICE, gathered_by_module=False)
+    applied = apply_fused_kernels(model, DEVICE)
     assert {"liger_rope", "liger_rms_norm", "lora_linear"} <= set(applied)
     fused = step(model)
     assert error(fused[0], plain[0]) <= 1e-5
@@ -174,7 +174,7 @@ def test_bf16_is_fp32_but_for_rounding():
     exact = copy.deepcopy(model).float()  # on the GPU: Liger's rotary embedding is now every Llama's here
     expected = CausalLMLoss(exact)(batch())
     expected.backward()
-    apply_fused_kernels(model, DEVICE, gathered_by_module=False)
+    apply_fused_kernels(model, DEVICE)
     loss, gradients = step(model)
     assert error(loss, expected) <= 2e-3
     right = torch.cat([p.grad.flatten() for p in exact.parameters() if p.grad is not None])
@@ -183,7 +183,7 @@ def test_bf16_is_fp32_but_for_rounding():
 
 def test_a_step_never_waits_for_the_gpu():
     model = tiny("llama", torch.bfloat16)
-    apply_fused_kernels(model, DEVICE, gathered_by_module=False)
+    apply_fused_kernels(model, DEVICE)
     loss, inputs = CausalLMLoss(model), batch()
     loss(inputs).backward()  # compiles
     torch.cuda.set_sync_debug_mode("error")

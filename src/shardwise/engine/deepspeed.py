@@ -44,9 +44,6 @@ from shardwise.strategy.strategy import Strategy
 
 TAG = "state"
 
-# ZeRO-3 fetches whole blocks rather than each linear layer on its own: fewer, larger gathers.
-GATHER_WHOLE_BLOCKS = True
-
 
 class DeepSpeedEngine:
     """A `deepspeed.initialize` engine that keeps to the protocol."""
@@ -224,10 +221,10 @@ def _shard(
     for part in (*blocks, module):
         fill(part, device)
         deepspeed.zero.Init(module=part, config_dict_or_path=copy.deepcopy(config))
-    if GATHER_WHOLE_BLOCKS:
-        for block in blocks:
-            block.register_forward_pre_hook(_require_input_gradient)
-        deepspeed.utils.set_z3_leaf_modules(module, list({type(block) for block in blocks}))
+    # Whole blocks are gathered, not each linear layer on its own (decision 0009). Fused layers rely on it.
+    for block in blocks:
+        block.register_forward_pre_hook(_require_input_gradient)
+    deepspeed.utils.set_z3_leaf_modules(module, list({type(block) for block in blocks}))
 
 
 def _require_input_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -36,24 +36,19 @@ _ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
 """The activation that each of Liger's gated MLPs computes, whatever the config says."""
 
 
-def apply_fused_kernels(
-    model: PreTrainedModel, device: torch.device, *, gathered_by_module: bool
-) -> list[str]:
+def apply_fused_kernels(model: PreTrainedModel, device: torch.device) -> list[str]:
     """Replaces what a faster kernel exists for; returns the names of what was replaced.
 
     On the CPU nothing is. The rotary embedding is a function of the model's module in transformers: it
     is replaced there, for every model of that type in this process.
 
-    Args:
-        model: a causal language model, LoRA layers included.
-        device: where it will run.
-        gathered_by_module: whether the engine gathers weights in hooks on each module's call, as ZeRO-3
-            does. The LoRA layers, which would bypass those hooks, then stay PEFT's.
+    A fused LoRA layer reads weights without calling the modules that own them, so an engine that shards has
+    to gather a block as a whole; every engine here does.
     """
     if device.type != "cuda":
         return []
     applied = _apply_liger(model) if find_spec("liger_kernel") else []
-    if not gathered_by_module and fuse_lora(model):
+    if fuse_lora(model):
         applied.append("lora_linear")
     return applied
 

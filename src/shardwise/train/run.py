@@ -106,8 +106,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
 def make_engine(ready: Ready, world: World) -> Engine:
     """The engine of the strategy, holding this rank's share of the weights."""
     built, strategy = ready.built, ready.strategy
-    # Every engine hands whole blocks their weights, so a fused layer may reach for them directly.
-    apply_fused_kernels(built.model, world.device, gathered_by_module=False)
+    apply_fused_kernels(built.model, world.device)
     checkpoint_blocks(built.blocks, every=strategy.checkpoint_every)
     module = CausalLMLoss(built.model, packed=ready.job.data.packing)
     return build_engine(strategy, module, built.blocks, built.weights.fill, ready.job.optimizer, world)

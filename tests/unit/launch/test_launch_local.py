@@ -20,7 +20,7 @@ SOURCE = str(Path(shardwise.__file__).parents[1])
 
 # What fake workers need of the real one; `run` is the test's own part.
 PRELUDE = """
-import json, os, signal, sys, time
+import contextlib, json, os, signal, sys, time
 from pathlib import Path
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 spec = json.loads(Path(sys.argv[1]).read_text())
@@ -303,11 +303,9 @@ def test_the_killed_rank_is_named_not_the_one_that_noticed(tmp_path: Path) -> No
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     peer = Path(f"/proc/{int((here / 'pid-1').read_text())}/stat")
-    try:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the launcher has taken note already
         while peer.read_text().split()[2] != "Z":
             pass
-    except (FileNotFoundError, ProcessLookupError):
-        pass  # the launcher has already taken note of its end
     report(4, "connection closed by peer")
     """
     code, _, err = Launched(tmp_path, body).end()

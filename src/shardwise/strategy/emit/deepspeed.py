@@ -11,8 +11,7 @@ from typing import Any
 from shardwise.job import schema
 from shardwise.strategy.strategy import Strategy
 
-# Elements in a reduce or gather bucket: DeepSpeed's default. In bf16 the two that overlap take 2 GB;
-# smaller ones save memory and make ZeRO-2 slower.
+# Elements in a reduce or gather bucket: DeepSpeed's default. In bf16 the two that overlap take 2 GB.
 BUCKET = 500_000_000
 
 # ZeRO-3 gathers ahead by this many elements: a Llama-2-7B block has 2.0e8, and DeepSpeed's 5e7 would
