@@ -98,6 +98,32 @@ def test_varlen_attention(head_size, key_heads, window):
         assert error(tensor.grad, right.grad) <= 1e-2
 
 
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("key_heads", [8, 2])
+@pytest.mark.parametrize("rest", [[], [100, 28]])
+def test_whole_rows(head_size, key_heads, rest):
+    """Two rows of one segment each, on Hopper through cuDNN, alone and before a packed row."""
+    segments = [256, 256, *rest]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, sum(segments), head_size) for heads in (8, key_heads, key_heads)]
+    tensors = [
+        torch.randn(s, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_() for s in shapes
+    ]
+    exact = [t.detach().double().cpu().requires_grad_() for t in tensors]
+    borders = torch.tensor([0, *torch.tensor(segments).cumsum(0)], dtype=torch.int32)
+    after = (borders[2:] - 512).to(DEVICE)
+    options = {"cu_seq_lens_q": after, "max_length_q": 256, "whole_rows": 2}
+    out, _ = varlen_attention(torch.nn.Module(), *tensors, None, **options)
+    options = {"cu_seq_lens_q": borders, "max_length_q": 256}
+    expected, _ = varlen_attention(torch.nn.Module(), *exact, None, **options)
+    upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    out.backward(upstream.to(DEVICE, torch.bfloat16))
+    expected.backward(upstream)
+    assert error(out, expected) <= 1e-2
+    for tensor, right in zip(tensors, exact, strict=True):
+        assert error(tensor.grad, right.grad) <= 1e-2
+
+
 def batch(rows=2, length=96, vocabulary=500):
     """Rows of three samples each."""
     generator = torch.Generator().manual_seed(0)

@@ -30,6 +30,8 @@ class MicroBatch:
     """int32 [segments + 1]; borders of the segments in the flattened B*S tokens, from 0 to B*S"""
     max_seqlen: int
     """Tokens in the longest segment."""
+    whole_rows: int = 0
+    """So many rows from the first on are known to be one segment from end to end."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy to a device, asynchronously where the memory is pinned."""

@@ -1,8 +1,9 @@
 """Rows of tokens in the order of training, for one rank, from any position.
 
 The rows of optimizer step k are the rows k*global_batch … of the endless sequence of epochs. That
-sequence does not know of ranks: micro-batch j of rank r takes rows (j*data_size + r)*micro_batch …
-of the step, so another number of ranks trains on the same rows in the same step.
+sequence does not know of ranks, so another number of ranks trains on the same rows in the same step.
+Micro-batch j of rank r takes rows (j*data_size + r)*micro_batch … of the step; packed rows are put in an
+order first that gives the ranks equal work.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
 
@@ -20,7 +21,7 @@ import torch
 
 from shardwise.data.batch import IGNORED, MicroBatch, StepBatch
 from shardwise.data.cache import TokenDataset
-from shardwise.data.packing import Indices, Rows, rows_of_epoch
+from shardwise.data.packing import Indices, Rows, deal, rows_of_epoch
 from shardwise.errors import DataError, JobError
 
 ROUND = 8
@@ -126,6 +127,8 @@ class BatchStream(Iterator[StepBatch]):
         first = self._settle(self._produced)
         rows, self._produced = self._take(first, self.global_batch)
         members = np.concatenate(rows)
+        if self.packing:
+            rows = deal(rows, self.dataset.lengths, ranks=self.data_size, micro_batch=self.micro_batch)
         batch = StepBatch(
             micro_batches=[
                 self._assemble(rows[start : start + self.micro_batch])
@@ -235,6 +238,7 @@ def assemble(
     labels = np.full(shape, IGNORED, dtype=np.int64)
     positions = np.zeros(shape, dtype=np.int64)
     borders = [0]
+    whole_rows = 0
     for line, row in enumerate(rows):
         at = 0
         for index in row.tolist():
@@ -248,12 +252,15 @@ def assemble(
         if at < width:
             positions[line, at:] = np.arange(width - at)
             borders.append((line + 1) * width)
+        elif len(row) == 1 and whole_rows == line:
+            whole_rows += 1
     return MicroBatch(
         input_ids=torch.from_numpy(ids),
         labels=torch.from_numpy(labels),
         position_ids=torch.from_numpy(positions),
         cu_seqlens=torch.tensor(borders, dtype=torch.int32),
         max_seqlen=int(np.diff(borders).max()),
+        whole_rows=whole_rows,
     )
 
 
@@ -270,10 +277,5 @@ def _worker(*, pin_memory: bool) -> ThreadPoolExecutor:
 
 
 def _pinned(batch: MicroBatch) -> MicroBatch:
-    return MicroBatch(
-        input_ids=batch.input_ids.pin_memory(),
-        labels=batch.labels.pin_memory(),
-        position_ids=batch.position_ids.pin_memory(),
-        cu_seqlens=batch.cu_seqlens.pin_memory(),
-        max_seqlen=batch.max_seqlen,
-    )
+    tensors = ("input_ids", "labels", "position_ids", "cu_seqlens")
+    return replace(batch, **{name: getattr(batch, name).pin_memory() for name in tensors})

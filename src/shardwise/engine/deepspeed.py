@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
+from shardwise.engine.deepspeed_norm import use_joint_norms
 from shardwise.engine.parameters import (
     Fill,
     chosen,
@@ -82,6 +83,8 @@ class DeepSpeedEngine:
             config=copy.deepcopy(self._config),
             dist_init_required=False,
         )
+        if strategy.stage > 0 and strategy.offload_optimizer == "none" and strategy.tensor_parallel == 1:
+            use_joint_norms(self._optimizer)
         _reset_step_counts(self._optimizer)
         self._frozen = any(not p.requires_grad for p in module.parameters())
         self._engine.train()

@@ -3,7 +3,8 @@
 Four ways, chosen by model type (`choose`):
 
 - `varlen`: the rows are laid end to end, [1, B*S], and the borders of the segments go to the kernel. No mask
-  exists and nothing is computed across segments. Registered with transformers as `shardwise_varlen`.
+  exists and nothing is computed across segments. Registered with transformers as `shardwise_varlen`. Rows
+  that are a single segment go to a faster kernel on Hopper (decision 0011).
 - `positions`: transformers builds the block-diagonal mask itself from position ids that restart, for models
   that hand them to its mask function.
 - `mask`: our own [B, 1, S, S] mask, for models that take one but ignore the position ids.
@@ -19,6 +20,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -68,6 +70,8 @@ class Attention:
     packing: Literal["varlen", "positions", "mask", "rows"]
     implementation: str | None
     """Name for `set_attn_implementation`; None leaves what transformers picks for the model."""
+    windowed: bool = False
+    """Some layers see no further back than a sliding window."""
 
 
 def choose(config: PretrainedConfig) -> Attention:
@@ -76,7 +80,7 @@ def choose(config: PretrainedConfig) -> Attention:
     dropout = max(getattr(config, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
     softcap = getattr(config, "attn_logit_softcapping", None)
     if kind in VARLEN_TYPES and dropout == 0.0 and softcap is None and _kernel_takes(_head_size(config)):
-        return Attention(packing="varlen", implementation=VARLEN)
+        return Attention(packing="varlen", implementation=VARLEN, windowed=_windowed(config))
     # transformers 5.17 would take SDPA, which leaves the softcap out without a word
     implementation = "eager" if softcap is not None else None
     if kind in _POSITION_TYPES:
@@ -86,9 +90,25 @@ def choose(config: PretrainedConfig) -> Attention:
     return Attention(packing="rows", implementation=implementation)
 
 
+@cache
+def whole_rows_are_faster(device: torch.device) -> bool:
+    """Whether rows of a single segment are worth a kernel of their own: on Hopper (compute capability 9)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
+HOPPER = 9
+
+
 def _head_size(config: PretrainedConfig) -> int:
     size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return size
+
+
+def _windowed(config: PretrainedConfig) -> bool:
+    if not getattr(config, "sliding_window", None):
+        return False
+    layer_types = getattr(config, "layer_types", None)
+    return layer_types is None or "sliding_attention" in layer_types
 
 
 def _kernel_takes(head_size: int) -> bool:
@@ -119,14 +139,16 @@ def varlen_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    whole_rows: int = 0,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within segments, called by transformers' decoder layers.
 
     `query` is [1, heads, T, D], `key` and `value` [1, key-value heads, T, D]. A token sees `sliding_window`
     tokens, itself included. `cu_seq_lens_q`, int32 [segments + 1] from 0 to T, and `max_length_q`, the tokens
-    in the longest segment, are given to the model's forward (transformers' names). Returns [1, T, heads, D],
-    and None where others return attention weights.
+    in the longest segment, are given to the model's forward (transformers' names). With `whole_rows`, the
+    tokens begin with so many segments of `max_length_q` each, and `cu_seq_lens_q` tells of those behind them
+    only. Returns [1, T, heads, D], and None where others return attention weights.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise RuntimeError(f"{VARLEN} needs the segments' borders; outside training use another attention")
@@ -135,10 +157,39 @@ def varlen_attention(
     q, k, v = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
     window = (sliding_window - 1 if sliding_window else -1, 0)
     # flash attention exists for half precision on GPUs; fp32 there is for checking, not for speed
-    flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    if flash:
-        return _flash(q, k, v, cu_seq_lens_q, max_length_q, scaling, window).unsqueeze(0), None
-    return _segment_by_segment(q, k, v, cu_seq_lens_q, scaling, window).unsqueeze(0), None
+    segments = _flash if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) else _segment_by_segment
+    whole = whole_rows * max_length_q
+    if whole == 0:
+        return segments(q, k, v, cu_seq_lens_q, max_length_q, scaling, window).unsqueeze(0), None
+    if whole == len(q):
+        return _whole_rows(q, k, v, whole_rows, scaling).unsqueeze(0), None
+    parts = [whole, len(q) - whole]
+    (q, q_rest), (k, k_rest), (v, v_rest) = (t.split(parts) for t in (q, k, v))
+    out = [
+        _whole_rows(q, k, v, whole_rows, scaling),
+        segments(q_rest, k_rest, v_rest, cu_seq_lens_q, max_length_q, scaling, window),
+    ]
+    return torch.cat(out).unsqueeze(0), None
+
+
+def _whole_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: int, scale: float | None
+) -> torch.Tensor:
+    """Causal attention within `rows` segments of the same length."""
+    qs, ks, vs = (t.unflatten(0, (rows, -1)).transpose(1, 2) for t in (q, k, v))
+    with sdpa_kernel(_BACKENDS, set_priority=True):
+        out = scaled_dot_product_attention(
+            qs, ks, vs, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,  # not taken where `train.deterministic` is asked for
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 def _flash(
@@ -171,6 +222,7 @@ def _segment_by_segment(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    _longest: int,
     scale: float | None,
     window: tuple[int, int],
 ) -> torch.Tensor:

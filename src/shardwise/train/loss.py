@@ -56,6 +56,7 @@ class CausalLMLoss(nn.Module):
                 fix="set data.packing: false",
             )
         self.packing = chosen.packing
+        self.windowed = chosen.windowed
         if chosen.implementation is not None:
             model.set_attn_implementation(chosen.implementation)
         head = model.get_output_embeddings()
@@ -87,9 +88,17 @@ class CausalLMLoss(nn.Module):
         if self.packing == "varlen":
             inputs["input_ids"] = batch.input_ids.reshape(1, -1)
             inputs["position_ids"] = batch.position_ids.reshape(1, -1)
-            inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
-            inputs |= {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
+            inputs |= self._segments(batch)
         return inputs
+
+    def _segments(self, batch: MicroBatch) -> dict[str, Any]:
+        """What `attention.varlen_attention` is told, in transformers' names."""
+        borders, whole = batch.cu_seqlens, 0
+        if batch.whole_rows and not self.windowed and attention.whole_rows_are_faster(borders.device):
+            whole = batch.whole_rows
+            borders = borders[whole:] - whole * batch.max_seqlen
+        lengths = {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
+        return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "whole_rows": whole, **lengths}
 
     def _dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype

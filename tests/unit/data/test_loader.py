@@ -72,7 +72,10 @@ def test_a_step_holds_the_same_rows_at_any_number_of_ranks(
             for share in shares
             for row in rows(share)[number * micro_batch : (number + 1) * micro_batch]
         ]
-        assert interleaved == rows(expected)
+        if packing:  # put in another order, so that ranks have equal work
+            assert sorted(interleaved) == sorted(rows(expected))
+        else:
+            assert interleaved == rows(expected)
         assert {share.target_tokens for share in shares} == {expected.target_tokens}
         assert {share.tokens for share in shares} == {expected.tokens}
         assert {share.epoch for share in shares} == {expected.epoch}
@@ -95,13 +98,13 @@ def test_every_sample_comes_once_per_epoch_also_across_the_borders_of_steps(
     batches = stream(dataset, packing=packing)
     per_epoch = [batches.rows_per_epoch(epoch) for epoch in range(3)]
     assert per_epoch[0] % 8  # a step lies across the border of two epochs
-    seen = [row for _ in range(-(-sum(per_epoch) // 8)) for row in rows(next(batches))]
-    everything = sorted(dataset.tokens.tolist())
-    first = 0
-    for count in per_epoch:
-        epoch = seen[first : first + count]
-        assert sorted(token for row in epoch for token in row) == everything
-        first += count
+    seen: Counter[int] = Counter()
+    taken = 0
+    for epoch in (1, 2, 3):
+        while taken < sum(per_epoch[:epoch]):
+            seen.update(token for row in rows(next(batches)) for token in row)
+            taken += 8
+        assert {seen[token] for token in dataset.tokens.tolist()} <= {epoch, epoch + 1}
 
 
 def test_the_position_is_kept_at_every_step_and_with_prefetching(dataset: TokenDataset) -> None:
@@ -118,7 +121,7 @@ def test_the_position_is_kept_at_every_step_and_with_prefetching(dataset: TokenD
             part.load_state_dict(state)
             assert part.state_dict() == state
         for later in range(step, min(step + 4, 30)):
-            assert rows(next(resumed)) + rows(next(other)) == expected[later]
+            assert sorted(rows(next(resumed)) + rows(next(other))) == sorted(expected[later])
             assert resumed.state_dict() == states[later + 1]
         resumed.close()
         other.close()
@@ -153,6 +156,11 @@ def test_segments_are_the_samples_and_the_padding(dataset: TokenDataset, packing
             assert micro.position_ids.flatten()[first:last].tolist() == list(range(last - first))
             assert last - first == lengths[flat[first]] if flat[first] else not any(flat[first:last])
         assert micro.max_seqlen == max(b - a for a, b in pairwise(borders))
+        width = micro.input_ids.shape[1]
+        ends = [line * width for line in range(micro.whole_rows + 1)]
+        assert borders[: micro.whole_rows + 1] == ends
+        if micro.whole_rows < len(micro.input_ids):
+            assert borders[micro.whole_rows + 1] < (micro.whole_rows + 1) * width or not packing
 
 
 def test_packed_rows_have_the_full_width_and_others_the_longest_in_eights(dataset: TokenDataset) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.packing import permutation, rows_of_epoch
+from shardwise.data.packing import deal, permutation, rows_of_epoch
 
 
 def chat_lengths(count: int, longest: int, seed: int = 0) -> np.ndarray:
@@ -98,3 +98,29 @@ def test_a_million_samples_are_packed_within_ten_seconds() -> None:
     rows = rows_of_epoch(lengths, sequence_length=4096, seed=0, epoch=0, packing=True)
     assert time.process_time() - start < 10
     assert lengths.sum() / (len(rows) * 4096) > 0.99
+
+
+def test_a_step_is_dealt_so_that_ranks_have_equal_attention_to_compute() -> None:
+    rng = np.random.default_rng(5)
+    lengths = np.minimum(2048, rng.lognormal(6.0, 1.2, 4000)).astype(np.int32).clip(1)
+    packed = rows_of_epoch(lengths, sequence_length=2048, seed=1, epoch=0, packing=True)
+    uneven, even = [], []
+    for first in range(0, len(packed) - 16, 16):
+        rows = packed.slice(first, first + 16)
+        for order, worst in ((rows, uneven), (deal(rows, lengths, ranks=4, micro_batch=2), even)):
+            # micro-batch j of rank r is rows (j * 4 + r) * 2 and the one after it
+            work = [[(lengths[row].astype(float) ** 2).sum() for row in order[r * 2 :: 8]] for r in range(4)]
+            work = [w + [(lengths[row].astype(float) ** 2).sum() for row in order[r * 2 + 1 :: 8]]
+                    for r, w in enumerate(work)]  # fmt: skip
+            worst.append(max(map(sum, work)) / np.mean([sum(w) for w in work]))
+        dealt = deal(rows, lengths, ranks=4, micro_batch=2)
+        assert sorted(row.tolist() for row in dealt) == sorted(row.tolist() for row in rows)
+    assert np.mean(even) < 1 + 0.3 * (np.mean(uneven) - 1)
+
+
+def test_a_micro_batch_begins_with_its_costliest_row() -> None:
+    lengths = np.array([64, 10, 20, 64, 30, 5, 40, 64], dtype=np.int32)
+    rows = [np.array([index]) for index in range(8)]
+    dealt = deal(rows, lengths, ranks=2, micro_batch=2)
+    costs = [int(lengths[row].sum()) for row in dealt]
+    assert costs == [64, 30, 64, 20, 40, 5, 64, 10]

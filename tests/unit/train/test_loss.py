@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import takewhile
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from shardwise.data.batch import IGNORED, MicroBatch
 from shardwise.errors import JobError
+from shardwise.kernels import attention
 from shardwise.train.loss import CausalLMLoss
 
 VOCABULARY = 61
@@ -140,6 +142,7 @@ def packed(pairs, rows=((0, 1, 3), (2,), (4,)), length=14):
         position_ids=torch.cat(positions).view(shape),
         cu_seqlens=torch.tensor(borders, dtype=torch.int32),
         max_seqlen=int(sizes.max()),
+        whole_rows=len(list(takewhile(lambda row: len(row) == 1 and len(pairs[row[0]][0]) == length, rows))),
     )
 
 
@@ -168,17 +171,39 @@ def test_packed_rows_equal_samples_one_by_one(name):
     right = gradients(reference)
 
     loss = CausalLMLoss(tiny(name.partition("-")[0], sizes))
-    measured = loss(packed(pairs))
-    measured.backward()
     assert loss.packing == packing
     assert loss.fused
+    check(loss, packed(pairs), expected.item(), right)
+
+
+def check(loss, batch, expected, right):
+    """The loss and all its gradients are those expected."""
+    measured = loss(batch)
+    measured.backward()
     assert measured.dtype == torch.float32
-    assert measured.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert measured.item() == pytest.approx(expected, rel=1e-5)
     left = gradients(loss.model)
     assert left.keys() == right.keys()
     norm = torch.stack([g.norm() for g in right.values()]).norm()
     for key, gradient in left.items():
         assert (gradient - right[key]).norm() <= 1e-5 * norm, key
+
+
+@pytest.mark.parametrize("name", [name for name, value in ARCHITECTURES.items() if value[0] == "varlen"])
+@pytest.mark.parametrize("rows", [((2,), (0, 1), (4, 3)), ((2,),)], ids=["mixed", "all"])
+def test_rows_of_one_sample_may_go_to_another_kernel(monkeypatch, name, rows):
+    _, sizes = ARCHITECTURES[name]
+    pairs = samples()
+    reference = tiny(name.partition("-")[0], sizes, "eager")
+    expected = one_by_one(reference, [pairs[index] for row in rows for index in row])
+    expected.backward()
+
+    loss = CausalLMLoss(tiny(name.partition("-")[0], sizes))
+    other, calls = attention._whole_rows, []
+    monkeypatch.setattr(attention, "whole_rows_are_faster", lambda device: True)
+    monkeypatch.setattr(attention, "_whole_rows", lambda *given: calls.append(given[3]) or other(*given))
+    check(loss, packed(pairs, rows=rows, length=12), expected.item(), gradients(reference))
+    assert set(calls) == (set() if "sliding_window" in sizes else {1})
 
 
 def test_no_mask_is_made_where_the_kernel_needs_none(monkeypatch):
