@@ -1,13 +1,50 @@
-"""What is known of each GPU model: speed, memory, bandwidth and power, each row with its source."""
+"""What is known of each GPU model: speed, memory, bandwidth, links and power, each row with its source."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any
+
+GB = 1e9
+MODERN = ("ampere", "ada", "hopper", "blackwell")
+"""Architectures with bf16 tensor cores; a card known by its memory alone is taken to be one of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pcie:
+    """A card's slot on PCI Express."""
+
+    generation: int
+    lanes: int = 16
+    peer_to_peer: bool
+    """Whether the driver lets one card read another's memory over PCIe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """Direct links between GPUs of one node: NVLink, or Infinity Fabric."""
+
+    name: str
+    """The entry of `links.toml` with its latency and the share of the rate that collectives reach."""
+    bytes_per_second: float
+    """Published rate of all links of one GPU, in one direction."""
+    gpus: int
+    """Most GPUs of one node that are joined."""
+    bridge: bool = False
+    """Sold apart from the card, so a node has it only where the user says so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """The network of the maker's own system."""
+
+    name: str
+    """The entry of `links.toml`."""
+    gpus_per_adapter: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,35 +54,48 @@ class Gpu:
     name: str
     driver_names: tuple[str, ...]
     """What the driver calls it, without a leading `NVIDIA`."""
-    flops: Mapping[str, float]
-    """Dense FLOP/s of matrix products by precision (bf16, fp16, tf32, fp32); absent: not in hardware."""
+    architecture: str
+    compute_capability: str | None
+    """CUDA's, as `8.9`; None on GPUs of other makers."""
+    flops: Mapping[str, float] = field(hash=False)
+    """Dense FLOP/s of matrix products by precision (bf16, fp16, tf32, fp32, fp8); absent: not in hardware."""
     memory_bytes: int
     """Total memory as the driver reports it."""
-    bandwidth: float
-    """Memory bandwidth in bytes/s."""
+    sold_as_gb: int
+    """The size in the card's name: 24 for a card of which the driver shows 24564 MiB."""
+    memory_bytes_per_second: float
     power_watts: float
     """Default power limit of the board."""
+    pcie: Pcie
+    fabric: Fabric | None = None
+    host: str | None = None
+    """The entry of `links.toml` that replaces PCIe between the GPU and its CPU; None: PCIe."""
+    network: Adapters | None = None
     source: str
     """Where the numbers were published."""
+    assumed_from: str | None = None
+    """The catalogued GPU whose rates stand in for this one's, of which only the memory is known."""
 
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
     """All rows of `catalog.toml`, in its order."""
     text = resources.files("shardwise.hardware").joinpath("catalog.toml").read_text(encoding="utf-8")
-    return tuple(_gpu(name, row) for name, row in tomllib.loads(text)["gpu"].items())
+    families = tomllib.loads(text)["family"].values()
+    return tuple(_gpu(name, {**family, **row}) for family in families for name, row in family["gpu"].items())
 
 
-def find(device_name: str) -> Gpu | None:
+def find(device_name: str, memory_bytes: int | None = None) -> Gpu | None:
     """The GPU that the driver reports as `device_name`; None where it is not in the catalog.
 
-    The whole name has to match: a laptop's `GeForce RTX 4090 Laptop GPU` is another chip.
+    The whole name has to match: a laptop's `GeForce RTX 4090 Laptop GPU` is another chip. Of cards that share
+    a name (RTX 4060 Ti) it is the one whose memory is nearest to `memory_bytes`, or the catalog's first.
     """
     wanted = device_name.strip().casefold().removeprefix("nvidia ")
-    for gpu in gpus():
-        if wanted in (name.casefold() for name in gpu.driver_names):
-            return gpu
-    return None
+    named = [gpu for gpu in gpus() if wanted in (name.casefold() for name in gpu.driver_names)]
+    if memory_bytes is None or not named:
+        return named[0] if named else None
+    return min(named, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes))
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -54,13 +104,53 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return None if gpu is None else gpu.flops.get(precision)
 
 
+def assumed(name: str, memory_bytes: int, sold_as_gb: float) -> Gpu:
+    """A card known by its memory alone, with the rates of a slow card of its size.
+
+    Of the cards since Ampere whose size is nearest to `sold_as_gb` (the smaller of two sizes) it is the one
+    with the lowest bf16 rate. Its links are those of a desktop: PCIe 4.0 without peer access.
+    """
+    modern = [gpu for gpu in gpus() if gpu.architecture in MODERN]
+    size = min({gpu.sold_as_gb for gpu in modern}, key=lambda gb: (abs(gb - sold_as_gb), gb))
+    slowest = min(
+        (gpu for gpu in modern if gpu.sold_as_gb == size),
+        key=lambda gpu: (gpu.flops["bf16"], gpu.memory_bytes_per_second),
+    )
+    return replace(
+        slowest,
+        name=name,
+        driver_names=(),
+        memory_bytes=memory_bytes,
+        pcie=Pcie(generation=4, lanes=16, peer_to_peer=False),
+        fabric=None,
+        host=None,
+        network=None,
+        source=f"assumed as of {slowest.name}, the slowest card of {size} GB since Ampere: {slowest.source}",
+        assumed_from=slowest.name,
+    )
+
+
 def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
+    link = row.get("nvlink")
+    network = row.get("network")
     return Gpu(
         name=name,
         driver_names=tuple(row["driver"]),
+        architecture=row["architecture"],
+        compute_capability=row.get("compute_capability"),
         flops={precision: rate * 1e12 for precision, rate in row["tflops"].items()},
-        memory_bytes=row["memory_mib"] * 1024**2,
-        bandwidth=row["bandwidth_gb_s"] * 1e9,
+        memory_bytes=row["memory"]["mib"] * 1024**2,
+        sold_as_gb=row["memory"]["gb"],
+        memory_bytes_per_second=row["memory"]["gb_s"] * GB,
         power_watts=row["power_w"],
+        pcie=Pcie(**row["pcie"]),
+        fabric=None if link is None else _fabric(link),
+        host=row.get("host"),
+        network=None if network is None else Adapters(**network),
         source=row["source"],
     )
+
+
+def _fabric(row: Mapping[str, Any]) -> Fabric:
+    rest = {key: value for key, value in row.items() if key not in ("fabric", "gb_s")}
+    return Fabric(name=row["fabric"], bytes_per_second=row["gb_s"] * GB, **rest)

@@ -1,0 +1,114 @@
+"""Latency and rate of each kind of link, from `links.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from shardwise.hardware.catalog import GB, Fabric, Gpu
+from shardwise.hardware.hardware import Link
+
+MICROSECOND = 1e-6
+FULL_LANES = 16
+DESKTOP_GENERATION = 4
+"""GeForce cards count as sitting in such a slot: boards that hold several seldom give each PCIe 5.0."""
+
+
+@cache
+def table() -> dict[str, Any]:
+    """`links.toml`: fabric, pcie, host and network."""
+    text = resources.files("shardwise.hardware").joinpath("links.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def network_names() -> list[str]:
+    """Networks that a node may have, slowest first within each kind."""
+    return list(table()["network"])
+
+
+def default_slot(gpu: Gpu) -> tuple[int, int]:
+    """PCIe generation and lanes of the slot that a card is taken to sit in."""
+    if gpu.pcie.peer_to_peer:
+        return gpu.pcie.generation, gpu.pcie.lanes
+    return min(gpu.pcie.generation, DESKTOP_GENERATION), gpu.pcie.lanes
+
+
+def fabric_link(fabric: Fabric, gpus: int) -> Link:
+    """NVLink or Infinity Fabric between `gpus` GPUs of a node.
+
+    On a mesh a GPU has one link to each other GPU, so fewer GPUs use fewer links; a switch uses all of them.
+    """
+    links = link_count(fabric)
+    if table()["fabric"][fabric.name].get("mesh", False) and gpus > 1:
+        links = links * (gpus - 1) // (fabric.gpus - 1)
+    return joined(fabric.name, links)
+
+
+def joined(fabric: str, links: int) -> Link:
+    """GPUs that use `links` links each of the entry `fabric`."""
+    row = table()["fabric"][fabric]
+    return _link(fabric, row["latency_us"], row["link_gb_s"] * links, row["source"])
+
+
+def link_count(fabric: Fabric) -> int:
+    """Links of one GPU."""
+    published: float = table()["fabric"][fabric.name]["published_link_gb_s"]
+    return round(fabric.bytes_per_second / (published * GB))
+
+
+def nvlink_of(compute_capability: str | None) -> str | None:
+    """The NVLink generation of GPUs that the catalog does not know; None before Volta.
+
+    As NCCL 2.30 tells them apart (src/graph/topo.h, ncclTopoNVLinkBw).
+    """
+    if compute_capability is None:
+        return None
+    major, _, minor = compute_capability.partition(".")
+    capability = (int(major), int(minor or 0))
+    if capability == (8, 6):
+        return "nvlink3-bridge"
+    since = {(10, 0): "nvlink5", (9, 0): "nvlink4", (8, 0): "nvlink3", (7, 0): "nvlink2"}
+    return next((name for first, name in since.items() if capability >= first), None)
+
+
+def pcie_link(generation: int, lanes: int, *, peer_to_peer: bool) -> Link:
+    """PCIe between the GPUs of a node: directly, or else by way of host memory."""
+    row, share = _pcie(generation, lanes)
+    path = "peer" if peer_to_peer else "through_host"
+    name = f"pcie{generation}x{lanes}" + ("" if peer_to_peer else " through host memory")
+    return _link(name, row["latency_us"], row[f"{path}_gb_s"] * share, row[f"{path}_source"])
+
+
+def host_link(gpu: Gpu, generation: int, lanes: int) -> Link:
+    """Between pinned host memory and one GPU."""
+    host = table()["host"]
+    if gpu.host is None:
+        name = f"pcie{generation}x{lanes}"
+        row, share = _pcie(generation, lanes)
+    else:
+        name, row, share = gpu.host, host[gpu.host], 1.0
+    source = f"{row['copy_source']}; {host['latency_source']}"
+    return _link(name, host["latency_us"], row["copy_gb_s"] * share, source)
+
+
+def network_link(name: str, *, adapters: int, gpus_per_node: int) -> Link:
+    """`adapters` of a node shared by its GPUs; each GPU's share while all of them send."""
+    row = table()["network"][name]
+    rate = row["gb_s"] * adapters / gpus_per_node
+    return _link(f"{adapters}x{name}", row["latency_us"], rate, row["source"])
+
+
+def _pcie(generation: int, lanes: int) -> tuple[Any, float]:
+    """The row of the nearest generation, and the share of its rates; a generation doubles the one before."""
+    listed = [int(number) for number in table()["pcie"]]
+    nearest = min(max(generation, min(listed)), max(listed))
+    slower = 2.0 ** min(generation - nearest, 0)
+    return table()["pcie"][str(nearest)], slower * lanes / FULL_LANES
+
+
+def _link(name: str, latency_us: float, gb_s: float, source: str) -> Link:
+    return Link(
+        name=name, latency_seconds=latency_us * MICROSECOND, bytes_per_second=gb_s * GB, source=source
+    )

@@ -1,0 +1,167 @@
+"""Hardware as a person writes it: `4xRTX4080`, `2x8xH100`, `4x24GB@pcie3`, `2x4xL40S+eth100`.
+
+    [NODESx][GPUSx]GPU[@LINK][+NETWORK]
+
+GPU      a name of the catalog, or a memory size for a card of which nothing else is known: 24GB are 24 * 10^9
+         bytes, 24GiB are 24 * 2^30.
+LINK     between the GPUs of a node: `nvlink`, or `pcie3`, `pcie4`, `pcie5`, with fewer lanes `pcie4x8`.
+         Without it: NVLink where it is part of the board, else PCIe of the card's generation, for GeForce
+         cards at most `pcie4`.
+NETWORK  between nodes, in Gbit/s: `ib100`, `ib200`, `ib400`, `eth10`, `eth25`, `eth100`, `eth200`, `eth400`.
+         InfiniBand counts one adapter for each GPU, Ethernet one for each node; `4xib200` are 4 in each node.
+         Without it: that of the maker's own system (DGX), where there is one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from shardwise.errors import JobError
+from shardwise.hardware.catalog import GB, Gpu, assumed
+from shardwise.hardware.hardware import Hardware, Link
+from shardwise.hardware.links import (
+    default_slot,
+    fabric_link,
+    host_link,
+    network_link,
+    network_names,
+    pcie_link,
+)
+from shardwise.hardware.names import resolve
+from shardwise.units import GIB
+
+EXAMPLES = "4xRTX4080, 2x8xH100, 4x24GB, 8xL40S@pcie4, 2x4xRTX4090+eth100"
+
+_SPEC = re.compile(
+    r"(?:(?P<first>\d{1,6})x)?(?:(?P<second>\d{1,6})x)?(?P<gpu>[^@+]+)"
+    r"(?:@(?P<link>[^@+]*))?(?:\+(?P<network>[^@+]*))?",
+    re.IGNORECASE,
+)
+_MEMORY = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)(gb|gib)", re.IGNORECASE)
+_PCIE = re.compile(r"pcie([345])(?:x(1|2|4|8|16))?")
+_NETWORK = re.compile(r"(?:(\d{1,3})x)?([a-z]+\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Spec:
+    nodes: int
+    gpus: int
+    gpu: str
+    link: str | None
+    network: str | None
+    where: str
+
+
+def parse_hardware(text: str) -> Hardware:
+    """The hardware that `text` describes; what the host has is not known from it.
+
+    Raises:
+        JobError: `text` cannot be read, names no GPU or several, or asks for a link the GPU does not have.
+    """
+    spec = _read(text)
+    gpu = _gpu(spec)
+    intra, host = _node_links(gpu, spec)
+    return Hardware(
+        gpu=gpu,
+        gpus_per_node=spec.gpus,
+        nodes=spec.nodes,
+        intra=intra,
+        inter=_network(gpu, spec),
+        host_link=host,
+    )
+
+
+def _read(text: str) -> _Spec:
+    where = f"hardware {text!r}"
+    found = _SPEC.fullmatch(re.sub(r"(?<=\d)\s*[x×]\s*", "x", text.strip(), flags=re.IGNORECASE))
+    if found is None or not re.search(r"\w", found["gpu"]) or "," in text:
+        raise JobError(f"{text!r} describes no hardware", where=where, fix=f"write it as one of {EXAMPLES}")
+    if re.match(r"\d+x.", found["gpu"], re.IGNORECASE):
+        raise JobError(
+            "what stands before the GPU is not nodes x GPUs",
+            where=where,
+            fix="write it as 2x8xH100 or 4xRTX4080",
+        )
+    counts = [int(number) for number in (found["first"], found["second"]) if number is not None]
+    if 0 in counts:
+        raise JobError("0 GPUs cannot train", where=where, fix="write at least 1")
+    nodes, gpus = [1, 1, *counts][-2:]
+    link, network = (part and part.strip().casefold() for part in found.group("link", "network"))
+    return _Spec(nodes=nodes, gpus=gpus, gpu=found["gpu"].strip(), link=link, network=network, where=where)
+
+
+def _gpu(spec: _Spec) -> Gpu:
+    memory = _MEMORY.fullmatch(spec.gpu.replace(" ", ""))
+    if memory is None:
+        return resolve(spec.gpu, spec.where)
+    size, binary = float(memory[1]), memory[2].casefold() == "gib"
+    memory_bytes = round(size * (GIB if binary else GB))
+    if not GIB <= memory_bytes <= 1024 * GIB:
+        raise JobError(f"no GPU has {memory[0]}", where=spec.where, fix="write 1GiB to 1024GiB")
+    return assumed(f"{memory[1]}{'GiB' if binary else 'GB'}", memory_bytes, size)
+
+
+def _node_links(gpu: Gpu, spec: _Spec) -> tuple[Link, Link]:
+    """Between the GPUs of a node, and between a GPU and its host."""
+    generation, lanes = default_slot(gpu)
+    if spec.link is None and gpu.fabric is not None and not gpu.fabric.bridge:
+        return _fabric(gpu, spec), host_link(gpu, generation, lanes)
+    if spec.link == "nvlink":
+        return _fabric(gpu, spec), host_link(gpu, generation, lanes)
+    if spec.link is not None:
+        generation, lanes = _slot(gpu, spec)
+    between = pcie_link(generation, lanes, peer_to_peer=gpu.pcie.peer_to_peer)
+    return between, host_link(gpu, generation, lanes)
+
+
+def _fabric(gpu: Gpu, spec: _Spec) -> Link:
+    if gpu.fabric is None or (spec.link == "nvlink" and not gpu.fabric.name.startswith("nvlink")):
+        raise JobError(f"{gpu.name} has no NVLink", where=spec.where, fix="leave @nvlink out")
+    if spec.gpus > gpu.fabric.gpus:
+        raise JobError(
+            f"{gpu.fabric.name} joins at most {gpu.fabric.gpus} {gpu.name} of a node, not {spec.gpus}",
+            where=spec.where,
+            fix=f"write nodes of {gpu.fabric.gpus} GPUs, or @pcie{gpu.pcie.generation}",
+        )
+    return fabric_link(gpu.fabric, spec.gpus)
+
+
+def _slot(gpu: Gpu, spec: _Spec) -> tuple[int, int]:
+    found = _PCIE.fullmatch(spec.link or "")
+    if found is None:
+        raise JobError(
+            f"no link between GPUs is called {spec.link!r}",
+            where=spec.where,
+            fix="write nvlink, pcie3, pcie4 or pcie5, with fewer lanes pcie4x8",
+        )
+    generation, lanes = int(found[1]), int(found[2] or gpu.pcie.lanes)
+    known = gpu.assumed_from is None
+    if known and (generation > gpu.pcie.generation or lanes > gpu.pcie.lanes):
+        most = f"pcie{gpu.pcie.generation}x{gpu.pcie.lanes}"
+        raise JobError(f"{gpu.name} is a card of {most}", where=spec.where, fix=f"write at most @{most}")
+    return generation, lanes
+
+
+def _network(gpu: Gpu, spec: _Spec) -> Link | None:
+    known = ", ".join(network_names())
+    if spec.nodes == 1:
+        if spec.network is not None:
+            raise JobError("one node uses no network", where=spec.where, fix=f"leave +{spec.network} out")
+        return None
+    if spec.network is None:
+        if gpu.network is None:
+            raise JobError(
+                f"the network between {spec.nodes} nodes is not known",
+                where=spec.where,
+                fix=f"add + and one of {known}",
+            )
+        adapters = max(1, spec.gpus // gpu.network.gpus_per_adapter)
+        return network_link(gpu.network.name, adapters=adapters, gpus_per_node=spec.gpus)
+    found = _NETWORK.fullmatch(spec.network)
+    if found is None or found[2] not in network_names() or found[1] == "0":
+        raise JobError(
+            f"no network is called {spec.network!r}", where=spec.where, fix=f"write one of {known}"
+        )
+    each_gpu = spec.gpus if found[2].startswith("ib") else 1
+    return network_link(found[2], adapters=int(found[1] or each_gpu), gpus_per_node=spec.gpus)

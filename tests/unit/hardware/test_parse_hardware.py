@@ -1,0 +1,177 @@
+"""`--gpus`: what a person writes, and what is taken for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.errors import JobError, render
+from shardwise.hardware.parse import parse_hardware
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "gpus", "name"),
+    [
+        ("RTX4080", 1, 1, "RTX 4080"),
+        ("4xRTX4080", 1, 4, "RTX 4080"),
+        ("2x8xH100", 2, 8, "H100 SXM"),
+        ("64x8xH100", 64, 8, "H100 SXM"),
+        (" 4 x RTX 4080 ", 1, 4, "RTX 4080"),
+        ("4×rtx-4080", 1, 4, "RTX 4080"),
+        ("4X rtx_4080_super", 1, 4, "RTX 4080 SUPER"),
+        ("NVIDIA GeForce RTX 4080", 1, 1, "RTX 4080"),
+        ("8xNVIDIA H100 80GB HBM3", 1, 8, "H100 SXM"),
+        ("4x4090", 1, 4, "RTX 4090"),
+        ("4070", 1, 1, "RTX 4070"),
+        ("rtx4070supertI", 1, 1, "RTX 4070 Ti SUPER"),
+        ("RTX 4060 Ti", 1, 1, "RTX 4060 Ti"),
+        ("4060-Ti-16GB", 1, 1, "RTX 4060 Ti 16GB"),
+        ("RTX4080-16GB", 1, 1, "RTX 4080"),
+        ("H100", 1, 1, "H100 SXM"),
+        ("H100-SXM", 1, 1, "H100 SXM"),
+        ("H100-SXM5-80GB", 1, 1, "H100 SXM"),
+        ("h100 pcie", 1, 1, "H100 PCIe"),
+        ("H100-94GB", 1, 1, "H100 NVL"),
+        ("H200", 1, 1, "H200 SXM"),
+        ("A100-40GB", 1, 1, "A100 SXM 40GB"),
+        ("A100-80GB-PCIe", 1, 1, "A100 PCIe 80GB"),
+        ("A100-SXM4-80GB", 1, 1, "A100 SXM 80GB"),
+        ("L4", 1, 1, "L4"),
+        ("L40", 1, 1, "L40"),
+        ("RTX PRO 6000", 1, 1, "RTX PRO 6000 Blackwell"),
+        ("GH200", 1, 1, "GH200 96GB"),
+        ("8xMI300X", 1, 8, "MI300X"),
+    ],
+)
+def test_what_is_meant(text: str, nodes: int, gpus: int, name: str) -> None:
+    hardware = parse_hardware(text)
+    assert (hardware.nodes, hardware.gpus_per_node, hardware.gpu.name) == (nodes, gpus, name)
+    assert hardware.world_size == nodes * gpus
+    assert (hardware.inter is None) == (nodes == 1)
+    assert hardware.host_memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("text", "memory_bytes", "stands_in"),
+    [
+        ("4x24GB", 24 * 10**9, "A10G"),
+        ("1x16GiB", 16 * 2**30, "RTX 4060 Ti 16GB"),
+        ("4x 24 gib", 24 * 2**30, "A10G"),
+        ("15.5GiB", round(15.5 * 2**30), "RTX 4060 Ti 16GB"),
+        ("80gb", 80 * 10**9, "A100 PCIe 80GB"),
+    ],
+)
+def test_a_card_known_by_its_memory(text: str, memory_bytes: int, stands_in: str) -> None:
+    hardware = parse_hardware(text)
+    assert hardware.gpu.memory_bytes == memory_bytes
+    assert hardware.gpu.assumed_from == stands_in
+    assert hardware.intra.name == "pcie4x16 through host memory"
+
+
+@pytest.mark.parametrize(
+    ("text", "link", "gb_s", "host", "host_gb_s"),
+    [
+        # GeForce: no peer access, at most pcie4 unless asked for
+        ("4xRTX4080", "pcie4x16 through host memory", 13.0, "pcie4x16", 26.0),
+        ("4xRTX4080@pcie3", "pcie3x16 through host memory", 6.5, "pcie3x16", 12.0),
+        ("4xRTX4080@pcie4x8", "pcie4x8 through host memory", 6.5, "pcie4x8", 13.0),
+        ("2xRTX4060Ti-16GB", "pcie4x8 through host memory", 6.5, "pcie4x8", 13.0),
+        ("4xRTX5090", "pcie4x16 through host memory", 13.0, "pcie4x16", 26.0),
+        ("4xRTX5090@pcie5", "pcie5x16 through host memory", 28.0, "pcie5x16", 55.0),
+        ("4x24GB@pcie5", "pcie5x16 through host memory", 28.0, "pcie5x16", 55.0),
+        ("2x RTX3090 @ NVLink", "nvlink3-bridge", 48.0, "pcie4x16", 26.0),
+        # cards with peer access: the generation of their own
+        ("4xL40S", "pcie4x16", 24.0, "pcie4x16", 26.0),
+        ("8xH100-PCIe", "pcie5x16", 48.0, "pcie5x16", 55.0),
+        ("2xA100-PCIe-80GB@nvlink", "nvlink3", 240.0, "pcie4x16", 26.0),
+        ("T4", "pcie3x16", 12.0, "pcie3x16", 12.0),
+        # boards with NVLink
+        ("8xH100", "nvlink4", 370.8, "pcie5x16", 55.0),
+        ("8xH100@pcie5", "pcie5x16", 48.0, "pcie5x16", 55.0),
+        ("8xA100-80GB", "nvlink3", 240.0, "pcie4x16", 26.0),
+        ("8xB200", "nvlink5", 721.8, "pcie5x16", 55.0),
+        ("8xV100-32GB", "nvlink2", 120.0, "pcie3x16", 12.0),
+        ("GH200", "nvlink4", 370.8, "nvlink-c2c", 450.0),
+        # a mesh: each GPU one link to each other
+        ("8xMI300X", "infinity-fabric", 312.9, "pcie5x16", 55.0),
+        ("2xMI300X", "infinity-fabric", 44.7, "pcie5x16", 55.0),
+    ],
+)
+def test_links_of_a_node(text: str, link: str, gb_s: float, host: str, host_gb_s: float) -> None:
+    hardware = parse_hardware(text)
+    assert (hardware.intra.name, hardware.host_link.name) == (link, host)
+    assert hardware.intra.bytes_per_second == pytest.approx(gb_s * 1e9)
+    assert hardware.host_link.bytes_per_second == pytest.approx(host_gb_s * 1e9)
+    assert 1e-6 < hardware.intra.latency_seconds < 1e-5
+    assert hardware.intra.source
+    assert hardware.host_link.source
+
+
+@pytest.mark.parametrize(
+    ("text", "network", "gb_s_of_a_gpu"),
+    [
+        ("2x8xH100", "8xib400", 48.0),  # DGX H100
+        ("2x8xA100-80GB", "8xib200", 24.0),
+        ("2x8xV100-32GB", "4xib100", 6.0),
+        ("2x8xH100@nvlink+ib400", "8xib400", 48.0),
+        ("2x8xH100+1xib400", "1xib400", 6.0),
+        ("2x8xH100+8xeth400", "8xeth400", 48.0),
+        ("2x4xRTX4080+eth25", "1xeth25", 0.75),
+        ("2x4xRTX4080@pcie4 + IB100", "4xib100", 12.0),
+        ("2x1xRTX4080+eth10", "1xeth10", 1.2),
+    ],
+)
+def test_networks(text: str, network: str, gb_s_of_a_gpu: float) -> None:
+    inter = parse_hardware(text).inter
+    assert inter is not None
+    assert inter.name == network
+    assert inter.bytes_per_second == pytest.approx(gb_s_of_a_gpu * 1e9)
+    assert inter.latency_seconds == pytest.approx(14e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("4xH1000", "no GPU is called 'H1000'"),
+        ("4xH1000", "did you mean H100 SXM"),
+        ("RTX4080Laptop", "did you mean RTX 4080"),
+        ("RTX 3080 12GB", "no GPU is called"),  # another card than the RTX 3080 and the RTX 3080 Ti
+        ("garbage", "written by its memory: 4x24GB"),
+        ("RTX", "no GPU is called"),
+        ("A100", "'A100' may be A100 SXM 40GB or A100 SXM 80GB"),
+        ("V100", "write more of the name, as V100-SXM2-16GB"),
+        ("RTX6000", "may be RTX 6000 Ada, RTX PRO 6000 Blackwell or"),
+        ("4060 Ti", "may be RTX 4060 Ti or RTX 4060 Ti 16GB"),
+        ("0xH100", "0 GPUs cannot train"),
+        ("0x8xH100", "0 GPUs cannot train"),
+        ("3x3x3xH100", "write it as 2x8xH100"),
+        ("9" * 5000 + "xH100", "write it as 2x8xH100"),
+        ("", "describes no hardware"),
+        ("4x-", "describes no hardware"),
+        ("@nvlink", "describes no hardware"),
+        ("2x8xH100@nvlink@pcie4", "describes no hardware"),
+        ("2xRTX4080,2xRTX3090", "describes no hardware"),
+        ("0GB", "no GPU has 0GB"),
+        ("9999GB", "no GPU has 9999GB"),
+        ("4xH100@foo", "no link between GPUs is called 'foo'"),
+        ("4xH100@pcie2", "no link between GPUs is called 'pcie2'"),
+        ("RTX4080@nvlink", "RTX 4080 has no NVLink"),
+        ("MI300X@nvlink", "MI300X has no NVLink"),
+        ("4x24GB@nvlink", "24GB has no NVLink"),
+        ("4xRTX3090@nvlink", "joins at most 2 RTX 3090 of a node, not 4"),
+        ("16xH100", "joins at most 8 H100 SXM of a node, not 16"),
+        ("RTX4080@pcie5", "RTX 4080 is a card of pcie4x16"),
+        ("RTX4060@pcie4x16", "RTX 4060 is a card of pcie4x8"),
+        ("8xH100+ib400", "one node uses no network"),
+        ("2x4xRTX4080", "the network between 2 nodes is not known"),
+        ("2x8xH100+ib300", "no network is called 'ib300'"),
+        ("2x8xH100+0xib400", "no network is called '0xib400'"),
+    ],
+)
+def test_what_cannot_be_read_is_said_with_a_way_out(text: str, said: str) -> None:
+    with pytest.raises(JobError) as caught:
+        parse_hardware(text)
+    assert caught.value.exit_code == 2
+    shown = render(caught.value)
+    assert said in shown
+    assert f"at:  hardware {text!r}" in shown
+    assert "fix:" in shown
