@@ -1,0 +1,1 @@
+"""What a training step does to a GPU's memory and time, computed without one."""
