@@ -1,0 +1,231 @@
+"""One row: its processes, started and ended, and what they measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from assets import Assets
+from rows import Row
+
+from shardwise.launch.spec import LaunchSpec
+from shardwise.record.read import read_events
+
+DOES_NOT_FIT = 3
+END_SECONDS = 20.0
+LAUNCH = """
+import json, sys
+from shardwise.launch.local import launch
+from shardwise.launch.spec import LaunchSpec
+sys.exit(launch(LaunchSpec.from_json(json.load(open(sys.argv[1])))))
+"""
+BY_RANK = {
+    "peak_allocated_bytes": "peak_memory_allocated_bytes",
+    "peak_reserved_bytes": "peak_memory_reserved_bytes",
+    "allocated_after_step_bytes": "memory_allocated_bytes",
+    "reserved_after_step_bytes": "memory_reserved_bytes",
+    "outside_allocator_bytes": "outside_allocator_bytes",
+    "host_memory_bytes": "host_memory_bytes",
+    "pinned_memory_bytes": "pinned_memory_bytes",
+}
+"""A row's names and the step events' ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When a row has run long enough."""
+
+    warmup_steps: int
+    """Left out: kernels are compiled, the allocator settles."""
+    steady_steps: int
+    steady_seconds: float
+    """Steps go on until both are reached, or `row_seconds`, if there are three steady ones by then."""
+    row_seconds: float
+    timeout_seconds: float
+    """After this the row has failed."""
+
+
+class Running:
+    """A row whose processes run."""
+
+    def __init__(
+        self,
+        row: Row,
+        *,
+        assets: Assets,
+        gpus: Sequence[str],
+        cores: Sequence[int],
+        limits: Limits,
+        keep: Path | None,
+    ) -> None:
+        """`gpus`: entries for CUDA_VISIBLE_DEVICES, empty ones on CPUs. `cores`: those it may use."""
+        self.row = row
+        self.gpus = gpus
+        self._limits = limits
+        self._keep = keep
+        self._cores = cores
+        self._folder = Path(tempfile.mkdtemp(prefix="accuracy-"))
+        self._run = self._folder / "runs" / "row"
+        source, text = str(assets.source(row)), str(assets.text(row))
+        job = row.job(source=source, text=text, output=str(self._folder / "runs"))
+        spec = LaunchSpec(
+            job=job.model_dump(mode="json"),
+            run_dir=str(self._run),
+            processes=row.gpus,
+            memory_cap_bytes=row.memory_cap_bytes,
+        )
+        self._since = time.monotonic()
+        (self._folder / "spec.json").write_text(json.dumps(spec.to_json()), encoding="utf-8")
+        # Not `shardwise train`: it refuses adapters on random weights, which nobody could load again.
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", LAUNCH, str(self._folder / "spec.json")],
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, cores),  # noqa: PLW1509 - no threads here
+            )
+
+    def look(self) -> dict[str, Any] | None:
+        """The finished row's measurements; None while it runs."""
+        code = self._process.poll()
+        seconds = time.monotonic() - self._since
+        if (
+            code is None
+            and not self._enough(self._steps(), seconds)
+            and seconds < self._limits.timeout_seconds
+        ):
+            return None
+        self.end()
+        result = self._result(code, seconds)
+        if self._keep is not None and self._folder.exists():
+            shutil.copytree(self._folder, self._keep / self.row.id, dirs_exist_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return result
+
+    def end(self) -> None:
+        end_session(self._process)
+
+    def _environment(self) -> dict[str, str]:
+        # One thread a core and process, of this row's cores, is the launcher's own choice.
+        given = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+        fixed = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if any(self.gpus):
+            fixed["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        return {**given, **fixed}
+
+    def _events(self) -> list[dict[str, Any]]:
+        path = self._run / "events.jsonl"
+        return read_events(path) if path.exists() else []
+
+    def _steps(self) -> list[dict[str, Any]]:
+        return [event for event in self._events() if event["kind"] == "step"]
+
+    def _enough(self, steps: Sequence[dict[str, Any]], seconds: float) -> bool:
+        limits = self._limits
+        steady = steps[limits.warmup_steps :]
+        if seconds > limits.row_seconds and len(steady) >= 3:
+            return True
+        long = sum(step["seconds"] for step in steady) >= limits.steady_seconds
+        return len(steady) >= limits.steady_steps and long
+
+    def _result(self, code: int | None, seconds: float) -> dict[str, Any]:
+        events = self._events()
+        steps = [event for event in events if event["kind"] == "step"]
+        header = next((event for event in events if event["kind"] == "run"), {})
+        log = (self._folder / "log").read_text(encoding="utf-8", errors="replace")
+        enough = code is None and self._enough(steps, seconds)  # one that ended by itself has failed
+        out_of_memory = code == DOES_NOT_FIT
+        return {
+            "id": self.row.id,
+            "set": self.row.set,
+            "row": self.row.to_json(),
+            "strategy": self.row.resolved(devices="cuda" if any(self.gpus) else "cpu").to_json(),
+            "oom": out_of_memory,
+            "error": None if enough else f"{_why(code, seconds)}\n{_tail(log)}",
+            "row_seconds": round(seconds, 1),
+            "cpu_cores": len(self._cores),
+            **{name: header.get(name) for name in ("parameters", "trainable_parameters")},
+            **(measured(steps, self._limits.warmup_steps) if enough else {"steps": len(steps)}),
+            **{name: header.get(name) for name in ("energy_source", "outside_allocator_source")},
+        }
+
+
+def measured(steps: Sequence[dict[str, Any]], warmup: int) -> dict[str, Any]:
+    """Memory, time, energy and curves of a run's step events; the first `warmup` do not count as steady."""
+    steady = steps[warmup:]
+    result: dict[str, Any] = {}
+    for name, key in BY_RANK.items():
+        by_rank = steps[-1][key]
+        result |= {name: by_rank and max(by_rank), f"{name}_by_rank": by_rank}
+    joules = [step["joules"] for step in steady]
+    return result | {
+        "peak_reserved_by_step_bytes": [max(step["peak_memory_reserved_bytes"]) for step in steps],
+        "steps": len(steps),
+        "warmup_steps": warmup,
+        "step_seconds": round(statistics.median(step["seconds"] for step in steady), 5),
+        "step_seconds_all": [round(step["seconds"], 5) for step in steps],
+        "tokens_per_step": steady[-1]["tokens"],
+        "tokens_all": [step["tokens"] for step in steps],
+        "joules_per_step": None if None in joules else round(statistics.fmean(joules), 3),
+        "joules_all": [step["joules"] for step in steps],
+        "joules_unavailable": next(
+            (step["joules_unavailable"] for step in steady if step["joules"] is None), None
+        ),
+        "loss": [step["loss"] for step in steps],
+        "grad_norm": [step["grad_norm"] for step in steps],
+    }
+
+
+def _why(code: int | None, seconds: float) -> str:
+    return f"not done after {seconds:.0f} s" if code is None else f"exit code {code}"
+
+
+def _tail(log: str, lines: int = 25) -> str:
+    return "\n".join(log.splitlines()[-lines:])[-4000:]
+
+
+def end_session(leader: subprocess.Popen[bytes]) -> None:
+    """Ends a session leader with all it has started, and waits until they are gone and their GPUs free.
+
+    Workers have process groups of their own; the session is what they share.
+    """
+    deadline = time.monotonic() + END_SECONDS
+    while (alive := _session(leader.pid)) and time.monotonic() < deadline:
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            leader.wait(0.05)
+
+
+def _session(leader: int) -> list[int]:
+    """Processes of the session that still run."""
+    pids = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            # pid (name) state parent group session ...; a name may hold spaces and brackets
+            fields = (
+                (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            )
+        except OSError:
+            continue  # it has just ended
+        if int(fields[3]) == leader and fields[0] != "Z":
+            pids.append(int(folder.name))
+    return pids

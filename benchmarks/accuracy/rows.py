@@ -1,0 +1,150 @@
+"""What is measured: the rows of rows.toml, each one configuration of model, strategy and batch."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shardwise.job.schema import Job
+from shardwise.models.catalog import Shape, lookup
+from shardwise.strategy.auto import resolve
+from shardwise.strategy.strategy import Strategy
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One configuration. Its id says all of it."""
+
+    model: str
+    """Name of a shape in the package's catalog; weights are random."""
+    layers: int = 0
+    """Transformer blocks instead of the shape's; 0: as published."""
+    gpus: int = 1
+    strategy: str | dict[str, Any] = "single"
+    """As in a job; a name of the file's `strategies` has been replaced by its parts."""
+    strategy_name: str = ""
+    sequence_length: int = 2048
+    micro_batch: int = 1
+    accumulation: int = 1
+    checkpointing: str | int = "none"
+    lora: int = 0
+    """Rank of adapters on all linear layers; 0 trains all weights."""
+    precision: str = "bf16"
+    memory_cap_gib: float = 0.0
+    """The process may use so much of the GPU; 0: all of it."""
+    set: str = "fit"
+    """`fit`: constants may have been found with it; `held-out`: not looked at before they were fixed."""
+
+    @property
+    def id(self) -> str:
+        parts = [
+            f"{self.model}{f'-{self.layers}l' if self.layers else ''}",
+            f"{self.gpus}gpu",
+            self.strategy_name,
+            f"lora{self.lora}" if self.lora else "full",
+            f"s{self.sequence_length}",
+            f"b{self.micro_batch}x{self.accumulation}",
+            f"ck{ {'none': 0, 'full': 1}.get(str(self.checkpointing), self.checkpointing) }",
+        ]
+        parts += [self.precision] if self.precision != "bf16" else []
+        parts += [f"cap{self.memory_cap_gib:g}"] if self.memory_cap_gib else []
+        return ".".join(parts)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer is DeepSpeed's for CPUs, which is compiled when first used."""
+        return self.resolved().engine == "deepspeed" and self.resolved().offload_optimizer != "none"
+
+    @property
+    def memory_cap_bytes(self) -> int | None:
+        return int(self.memory_cap_gib * GIB) or None
+
+    @cached_property
+    def shape(self) -> Shape:
+        shape = lookup(self.model)
+        if shape is None:
+            raise SystemExit(f"{self.model} is not in the catalog")
+        return shape
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The job's `model.config`: what differs from the published shape."""
+        if not self.layers:
+            return {}
+        if self.shape.model_type == "gpt2":
+            return {"n_layer": self.layers}
+        if self.shape.model_type == "gpt_neo":
+            return {"num_layers": self.layers, "attention_types": [[["global", "local"], self.layers // 2]]}
+        return {"num_hidden_layers": self.layers}
+
+    def job(self, *, source: str, text: str, output: str) -> Job:
+        """The job that is run. `source`: folder with the shape's config and a tokenizer."""
+        model: dict[str, Any] = {"source": source, "weights": "random", "config": self.config}
+        if self.lora:
+            model["lora"] = {"rank": self.lora, "alpha": 2.0 * self.lora, "targets": "all-linear"}
+        return Job.model_validate(
+            {
+                "name": "row",
+                "output": output,
+                "model": model,
+                "data": {
+                    "train": text,
+                    "format": "text",
+                    "sequence_length": self.sequence_length,
+                    "eval_fraction": 0.0,
+                },
+                "optimizer": {"learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0},
+                "train": {
+                    "steps": 100_000,  # the driver ends it: a last checkpoint would only measure the disk
+                    "global_batch": self.micro_batch * self.accumulation * self.gpus,
+                    "micro_batch": self.micro_batch,
+                    "precision": self.precision,
+                    "checkpointing": self.checkpointing,
+                    "eval_every": 0,
+                    "save_every": 0,
+                    "worst_case_first": False,
+                },
+                "strategy": self.strategy,
+                "tracking": [],
+            }
+        )
+
+    def resolved(self, *, devices: str = "cuda") -> Strategy:
+        """The complete strategy; raises JobError where the rules refuse it."""
+        job = self.job(source=self.model, text="text.txt", output="runs")
+        strategy, _ = resolve(
+            job.strategy,
+            train=job.train,
+            clip_norm=job.optimizer.clip_norm,
+            world_size=self.gpus,
+            devices=devices,  # type: ignore[arg-type]
+            trainable_parameters=0,  # sizes matter to `auto` only
+            total_parameters=0,
+            device_memory_bytes=None,
+            lora=self.lora > 0,
+        )
+        return strategy
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "config": self.config}
+
+
+def load_rows(path: Path) -> list[Row]:
+    """The rows of a file, in its order; ids are unique."""
+    with path.open("rb") as file:
+        content = tomllib.load(file)
+    named: dict[str, Any] = content.get("strategies", {})
+    rows = []
+    for values in content["rows"]:
+        name = values.get("strategy", "single")
+        rows.append(Row(**{**values, "strategy": named.get(name, name), "strategy_name": name}))
+    ids = [row.id for row in rows]
+    twice = sorted({id_ for id_ in ids if ids.count(id_) > 1})
+    if twice:
+        raise SystemExit(f"{path} has these rows twice: {', '.join(twice)}")
+    return rows

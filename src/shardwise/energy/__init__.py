@@ -1,0 +1,1 @@
+"""Joules that training takes, measured where the driver can tell."""
