@@ -31,6 +31,8 @@ class ShardwiseError(Exception):
     """An error with a cause the user can act on; printed as one block, without a traceback."""
 
     exit_code = 1
+    title = "error"
+    """Heads the block."""
 
     def __init__(
         self,
@@ -72,13 +74,14 @@ class CheckpointError(ShardwiseError):
 
 class StoppedError(ShardwiseError):
     exit_code = 75
+    title = "stopped"  # nothing is wrong: it was asked for
 
 
 def render(error: ShardwiseError) -> str:
     """The block shown to the user, one `error:` line per problem with `at` and `fix` below it."""
-    lines = [f"error: {error.headline}"] if error.headline else []
+    lines = [f"{error.title}: {error.headline}"] if error.headline else []
     for problem in error.problems:
-        lines.append(f"{'  - ' if error.headline else 'error: '}{problem.what}")
+        lines.append(f"{'  - ' if error.headline else f'{error.title}: '}{problem.what}")
         indent = "    " if error.headline else "  "
         if problem.where:
             lines.append(f"{indent}at:  {problem.where}")

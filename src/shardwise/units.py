@@ -18,6 +18,11 @@ def count(number: float) -> str:
     return f"{number:.3g}"
 
 
+def processes(number: int) -> str:
+    """`1 process`, `2 processes`."""
+    return f"{number} process{'' if number == 1 else 'es'}"
+
+
 def duration(seconds: float) -> str:
     """`45 s`, `12 min 3 s`, `2 h 5 min`."""
     if seconds < 60:

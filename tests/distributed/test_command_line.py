@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -58,23 +59,22 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> N
 
 
 def test_sigterm_saves_and_resume_goes_on(tmp_path: Path) -> None:
-    write_job(tmp_path, train__steps=60)
+    write_job(tmp_path)
     run_dir = tmp_path / "runs" / "run"
-    process = shardwise("train", "job.yaml", "--processes", "2", cwd=tmp_path)
+    process = shardwise("train", "job.yaml", "--processes", "2", "--set", "train.steps=60", cwd=tmp_path)
     wait_for_step(run_dir, 3, process)
     process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
     assert code == 75
-    assert err.count("error:") == 1
-    assert "--resume" in err
+    assert err.count("stopped: on request after step") == 1
+    assert "error:" not in err
+    assert "fix: `shardwise train runs/run --resume` goes on from here" in err
     stopped_at = steps_of(run_dir)[-1]["step"]
     assert 3 <= stopped_at < 60
     assert (run_dir / "checkpoints" / f"step-{stopped_at:06d}" / "manifest.json").exists()
 
-    code, out, err = finish(
-        shardwise("train", "job.yaml", "--processes", "2", "--resume", "--json", cwd=tmp_path)
-    )
-    assert code == 0, err
+    code, out, err = finish(shardwise("train", "runs/run", "--resume", "--json", cwd=tmp_path))
+    assert code == 0, err  # as advised: with the run's own job and on its 2 processes, both not repeated
     summary = json.loads(out)
     assert summary["status"] == "finished"
     assert [event["step"] for event in steps_of(run_dir)] == list(range(1, 61))
@@ -82,21 +82,29 @@ def test_sigterm_saves_and_resume_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_is_complete_and_can_be_used(tmp_path: Path) -> None:
     write_job(tmp_path, train__steps=8)
-    code, _, err = finish(shardwise("train", "job.yaml", "--processes", "1", cwd=tmp_path))
+    arguments = ["train", "job.yaml", "--processes", "1", "--set", "tracking=[tensorboard]"]
+    code, _, err = finish(shardwise(*arguments, cwd=tmp_path))
     assert code == 0, err
     run_dir = tmp_path / "runs" / "run"
-    names = {path.name for path in run_dir.iterdir()}
-    assert names >= {"job.yaml", "plan.json", "environment.json", "engine", "events.jsonl", "checkpoints"}
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    picture = re.search(r"^runs/NAME/\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
+    assert picture is not None
+    drawn = {name.rstrip("/") for name in re.findall(r"(?<=  )[.\w]+(?:/|\b)", picture[1])}
+    assert {path.name for path in run_dir.iterdir()} <= drawn
     assert [path.name for path in (run_dir / "engine").iterdir()] == ["deepspeed.json"]
+    command = json.loads((run_dir / "environment.json").read_text())["command"]
+    assert command == ["shardwise", *arguments]
     kinds = [json.loads(line)["kind"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
     assert kinds[:3] == ["run", "eval", "step"]
     assert kinds[-1] == "stop"
 
-    assert load_job(run_dir / "job.yaml").job == load_job(tmp_path / "job.yaml").job  # can be trained again
+    asked = load_job(tmp_path / "job.yaml", arguments[-1:]).job
+    assert load_job(run_dir / "job.yaml").job == asked  # can be trained again
 
     code, out, err = finish(shardwise("export", "runs/run", "--out", "exported", cwd=tmp_path))
     assert code == 0, err
-    assert json.loads(out)["kind"] == "model"
+    assert json.loads(out) == {"kind": "model", "dtype": "float32", "out": "exported"}
+    assert "wrote model weights in float32 to exported" in err
     code, out, err = finish(
         shardwise("generate", "runs/run", "--prompt", "What?", "--max-new-tokens", "8", cwd=tmp_path)
     )
@@ -133,5 +141,12 @@ def test_a_changed_job_does_not_resume(tmp_path: Path) -> None:
     assert finish(shardwise(*arguments, "--max-steps", "2", cwd=tmp_path))[0] == 0
     code, _, err = finish(shardwise(*arguments, "--resume", "--set", "data.sequence_length=64", cwd=tmp_path))
     assert code == 5
-    assert "sequence_length" in err
+    assert "data.sequence_length is 64, in the run it is 96" in err
+    assert "at:  --set data.sequence_length=64" in err
+    assert "`shardwise train runs/run --resume` goes on" in err
+
+    (tmp_path / "other.jsonl").write_text('{"instruction": "a", "output": "b"}\n' * 20)
+    code, _, err = finish(shardwise(*arguments, "--resume", "--set", "data.train=other.jsonl", cwd=tmp_path))
+    assert code == 5
+    assert "the content of the data" in err
     assert "Traceback" not in err

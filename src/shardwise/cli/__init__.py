@@ -5,6 +5,7 @@ Verbs import what they need when they run: `shardwise --help` loads neither pyda
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
@@ -116,8 +117,15 @@ def _usage(error: Exception) -> JobError:
     command = context.command_path if context is not None else "shardwise"
     what, *suggestion = re.split(r"[\s.(]*(?:Did you mean|Possible options:) ", " ".join(message.split()))
     if suggestion:
-        first = suggestion[0].split(",")[0]
-        fix = f"did you mean {first.strip(_QUOTES)}?"
+        # typer lists what is similar by the alphabet; what was typed is the last word of `what`.
+        words = [word.strip(_QUOTES) for word in suggestion[0].split(", ")]
+        fix = f"did you mean {_closest(what.split()[-1].strip(_QUOTES), words)}?"
     else:
         fix = f"`{command} --help` shows what it takes"
     return JobError(what[:1].lower() + what[1:].rstrip("."), where=command, fix=fix)
+
+
+def _closest(typed: str, words: Sequence[str]) -> str:
+    """The word that holds what was typed (`--steps`: `--max-steps`), else the most similar one."""
+    part = typed.strip("-")
+    return max(words, key=lambda word: (part in word, difflib.SequenceMatcher(None, typed, word).ratio()))

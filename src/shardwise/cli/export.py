@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,8 @@ def export(
 ) -> None:
     """Write the trained weights as Hugging Face safetensors.
 
-    Prints one JSON object: what was written, and with --merge how far the merged logits differ.
+    Prints one JSON object: what was written, its number format, and with --merge how far the merged
+    logits differ.
     """
     out = out or run / "export"
     if out.exists() and not out.is_dir():
@@ -30,4 +32,5 @@ def export(
         from shardwise.train.afterwards import export_run
 
         written = export_run(run, out, merge=merge)
+    print(f"wrote {written['kind']} weights in {written['dtype']} to {out}", file=sys.stderr)
     print(json.dumps(written))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -37,4 +38,6 @@ def init(
             )
         for path in presets.write(preset, out):
             print(f"wrote {path}")
-        print(f"next: shardwise train {out}")
+        # Its paths count from the working directory, and its data lies beside it.
+        go = "" if out.parent.resolve() == Path.cwd() else f"cd {shlex.quote(str(out.parent))} && "
+        print(f"next: {go}shardwise train {shlex.quote(out.name)}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.options import AsJson, Changes, JobFile, size_in_bytes, stdout_to_stderr
+from shardwise.cli.options import AsJson, Changes, size_in_bytes, stdout_to_stderr
 from shardwise.errors import JobError
 
 if TYPE_CHECKING:
@@ -17,10 +18,17 @@ if TYPE_CHECKING:
 
 
 def train(
-    job: JobFile,
+    job: Annotated[
+        Path,
+        typer.Argument(
+            metavar="JOB", help="Job file (YAML); with --resume also a run folder.", show_default=False
+        ),
+    ],
     processes: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Processes, one per GPU.  [default: all GPUs, else 1]"),
+        typer.Option(
+            min=1, metavar="N", help="Processes, one per GPU.  [default: the resumed run's, all GPUs, or 1]"
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
     max_steps: Annotated[
@@ -38,16 +46,21 @@ def train(
     from shardwise.hardware.detect import gpu_count
     from shardwise.job.load import load_job
     from shardwise.launch.local import launch
+    from shardwise.launch.resume import check_same_job, job_file, processes_of
     from shardwise.launch.spec import LaunchSpec
     from shardwise.report.compare import summary
 
-    loaded = load_job(job, changes)
+    file = job_file(job, resume=resume)
+    loaded = load_job(file, changes)
     asked, gpus = loaded.job, gpu_count()
+    run_dir = job if file != job else Path(asked.output) / asked.name
+    if resume or not dry_run:
+        check_run_folder(run_dir, resume=resume)
+    if resume:
+        check_same_job(loaded, run_dir)
+        processes = processes or processes_of(run_dir)
     processes = processes or (1 if asked.strategy == "single" else max(1, gpus))
     check_strategy(loaded, processes, gpus)
-    run_dir = Path(asked.output) / asked.name
-    if not dry_run:
-        check_run_folder(run_dir, resume=resume)
     spec = LaunchSpec(
         job=asked.model_dump(mode="json"),
         run_dir=str(run_dir),
@@ -56,7 +69,8 @@ def train(
         max_steps=max_steps,
         dry_run=dry_run,
         as_json=as_json,
-        memory_cap_bytes=size_in_bytes(memory_cap, "--memory-cap") if memory_cap is not None else None,
+        memory_cap_bytes=cap_in_bytes(memory_cap, gpus) if memory_cap is not None else None,
+        command=["shardwise", *sys.argv[1:]],
     )
     if not as_json or dry_run:  # a dry run's stdout is its plan, as JSON
         return launch(spec)
@@ -65,6 +79,18 @@ def train(
     if code == 0:
         print(json.dumps(summary(run_dir)))
     return code
+
+
+def cap_in_bytes(memory_cap: str, gpus: int) -> int:
+    """The value of --memory-cap; JobError where it is no size, or there is no GPU to cap."""
+    size = size_in_bytes(memory_cap, "--memory-cap")
+    if not gpus:
+        raise JobError(
+            "--memory-cap limits the memory of GPUs, and no GPU is visible here",
+            where="--memory-cap",
+            fix="leave it out",
+        )
+    return size
 
 
 def check_strategy(loaded: LoadedJob, processes: int, gpus: int) -> None:
@@ -92,18 +118,22 @@ def check_strategy(loaded: LoadedJob, processes: int, gpus: int) -> None:
             replace(problem, where=", ".join(map(loaded.where, problem.where.split(", "))))
             for problem in error.problems
         ]
+        if len(located) == 1:
+            raise JobError(located[0].what, where=located[0].where, fix=located[0].fix) from None
         raise JobError(error.headline, problems=located) from None
 
 
 def check_run_folder(run_dir: Path, *, resume: bool) -> None:
     """A new run needs an empty place, a resumed one a run; JobError names the flag that fits."""
+    from shardwise.launch.resume import resume_command
     from shardwise.record.read import is_run_folder
 
     if resume and not is_run_folder(run_dir):
         raise JobError("there is no run to resume", where=str(run_dir), fix="run without --resume")
     if not resume and run_dir.is_dir() and any(run_dir.iterdir()):
+        goes_on = f"`{resume_command(run_dir)}` goes on with it; " if is_run_folder(run_dir) else ""
         raise JobError(
             "the run folder exists already",
             where=str(run_dir),
-            fix=f"--resume goes on with it; --set name={run_dir.name}-2 starts another",
+            fix=f"{goes_on}--set name={run_dir.name}-2 starts another",
         )

@@ -22,16 +22,20 @@ def is_local(name: str) -> bool:
 
 
 def nearest(path: Path) -> str:
-    """The fix for a path that does not exist: a similar name beside it, or the nearest folder that exists."""
+    """The fix for a path that does not exist: a similar name beside it, or the nearest folder that exists.
+
+    It names the folder that a relative path was looked up in.
+    """
+    lookup = "" if path.is_absolute() else f" (relative paths count from the working directory, {Path.cwd()})"
     parent = path.parent
     if parent.is_dir():
         names = sorted(child.name for child in parent.iterdir())
         similar = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
         if similar:
-            return f"did you mean {parent / similar[0]}?"
+            return f"did you mean {parent / similar[0]}?{lookup}"
     while not parent.is_dir() and parent != parent.parent:
         parent = parent.parent
-    return f"the nearest folder that exists is {parent.resolve()}"
+    return f"the nearest folder that exists is {parent.resolve()}{lookup}"
 
 
 def missing_data(names: str | list[str] | None) -> Iterator[tuple[str, str]]:

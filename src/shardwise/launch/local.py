@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from shardwise.errors import MachineError, Problem, ShardwiseError, render
+from shardwise.errors import MachineError, Problem, ShardwiseError, StoppedError, render
 from shardwise.launch.spec import LaunchSpec
 from shardwise.launch.worker import Worker, start, worker_environment
 
 WORKER_MODULE = "shardwise.train.worker"
-STOPPED = 75
+STOPPED = StoppedError.exit_code
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _LOOK_EVERY_SECONDS = 0.02
 _TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL, for the survivors of a failure
@@ -164,7 +164,8 @@ def _error_of(worker: Worker) -> ShardwiseError | None:
     code, where = worker.process.returncode, f"rank {worker.rank} of this run"
     if worker.report is not None:
         problems = [Problem(**problem) for problem in worker.report["problems"]]
-        error = ShardwiseError(problems[0].what, problems=problems)
+        kind = StoppedError if _code(worker) == STOPPED else ShardwiseError
+        error = kind(problems[0].what, problems=problems)
         error.headline = worker.report["headline"]
         return error
     if code == STOPPED:

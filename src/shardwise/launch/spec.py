@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ class LaunchSpec:
     """Print the plan of a dry run on stdout, as one JSON object."""
     memory_cap_bytes: int | None = None
     """Use no more than this much of each GPU."""
+    command: Sequence[str] | None = None
+    """What the user typed; for the run's record."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -30,6 +31,9 @@ LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-
 
 Merging rounds each weight once more: 16 roundings of half precision; fp32 leaves room for the order of sums.
 """
+
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""safetensors' names."""
 
 _PROMPTS = (
     "The capital of France is",
@@ -79,8 +83,8 @@ def export(model_dir: Path, out: Path, *, merge: bool, base: Model) -> dict[str,
             compared with those of base and adapter.
         base: the job's `model` section.
 
-    Returns what was written: `kind` (model, adapter, merged), `out`, and for a merged model the largest
-    difference of a logit and the largest logit.
+    Returns what was written: `kind` (model, adapter, merged), `dtype` (`bfloat16`), `out`, and for a merged
+    model the largest difference of a logit and the largest logit.
 
     Raises:
         JobError: there is nothing to merge.
@@ -94,12 +98,13 @@ def export(model_dir: Path, out: Path, *, merge: bool, base: Model) -> dict[str,
                 fix="leave --merge out",
             )
         shutil.copytree(model_dir, out, dirs_exist_ok=True)
-        return {"kind": "model", "out": str(out)}
+        return {"kind": "model", "dtype": _dtype(out), "out": str(out)}
     if not merge:
         read_adapter(model_dir)
         shutil.copytree(model_dir, out, dirs_exist_ok=True)
-        return {"kind": "adapter", "out": str(out)}
-    return {"kind": "merged", "out": str(out), **_merge(model_dir, out, base)}
+        return {"kind": "adapter", "dtype": _dtype(out), "out": str(out)}
+    logits = _merge(model_dir, out, base)
+    return {"kind": "merged", "dtype": _dtype(out), "out": str(out), **logits}
 
 
 def load_with_adapter(model_dir: Path, base: Model, device: torch.device) -> BuiltModel:
@@ -140,6 +145,15 @@ def read_adapter(model_dir: Path) -> dict[str, torch.Tensor]:
             fix="train again; nothing can be recovered from this file",
         )
     return tensors
+
+
+def _dtype(folder: Path) -> str:
+    """The number formats in a folder's safetensors, as torch names them; read from the files' headers."""
+    found = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    return ", ".join(sorted(_DTYPES.get(name, name) for name in found))
 
 
 def _merge(model_dir: Path, out: Path, base: Model) -> dict[str, float]:

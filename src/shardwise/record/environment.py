@@ -35,7 +35,7 @@ def environment(
     """The content of `environment.json`, without secrets.
 
     `gpus` (name, memory_bytes of each) and `driver` come from the caller, who can see the GPUs.
-    `command` defaults to this process's.
+    `command` is what the user typed; unknown, it is this process's.
     """
     values = {
         "schema": 1,

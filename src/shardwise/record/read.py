@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class RunRecord:
 
 def is_run_folder(path: Path) -> bool:
     """Whether a run was set up here."""
-    return (path / JOB).is_file()
+    return (path / JOB).is_file() and (path / PLAN).is_file()
 
 
 def read_run(path: Path) -> RunRecord:
@@ -43,7 +44,7 @@ def read_run(path: Path) -> RunRecord:
     if not path.is_dir():
         raise JobError(f"there is no folder {path}", where=str(path), fix=_known_runs(path.parent))
     if not is_run_folder(path):
-        raise JobError(f"{path} is not a run folder: no {JOB}", where=str(path), fix=_known_runs(path))
+        raise _no_run(path)
     return RunRecord(
         path=path,
         job=_read(path / JOB),
@@ -104,9 +105,27 @@ def _read(path: Path) -> Mapping[str, Any]:
     return values
 
 
+def _no_run(folder: Path) -> JobError:
+    """What to say of a folder that is none: where the runs are, or how the job file in it is run."""
+    if (folder / JOB).is_file() and not _runs_in(folder):
+        place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+        return JobError(
+            f"nothing has been run in {folder} yet: it holds a job file and no run",
+            where=str(folder),
+            fix=f"`{place}shardwise train {JOB}`, then name the run folder that it writes",
+        )
+    return JobError(f"{folder} is not a run folder", where=str(folder), fix=_known_runs(folder))
+
+
 def _known_runs(folder: Path) -> str:
     """The run folders in `folder`, as advice."""
-    runs = sorted(child for child in folder.iterdir() if is_run_folder(child)) if folder.is_dir() else []
+    runs = _runs_in(folder)
     if not runs:
         return "name a run folder, e.g. runs/NAME"
     return "name one of these: " + ", ".join(str(run) for run in runs[:5])
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Run folders in `folder` and in its folders, such as `runs`, where this user may look."""
+    inside = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
+    return sorted(path for path in inside if os.access(path, os.X_OK) and is_run_folder(path))

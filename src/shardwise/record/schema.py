@@ -25,6 +25,10 @@ class RunEvent:
     sequence_length: int
     parameters: int
     trainable_parameters: int
+    energy_source: str | None = None
+    """What `joules` come from: NVML's energy `counter`, or `power samples`; null where there are none."""
+    outside_allocator_source: str | None = None
+    """`process`: NVML counts this process's memory; `device`: what all processes on the GPU use was taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,19 @@ class StepEvent:
     memory_reserved_bytes: list[int] = field(default_factory=list)
     peak_memory_allocated_bytes: list[int] = field(default_factory=list)
     peak_memory_reserved_bytes: list[int] = field(default_factory=list)
+    outside_allocator_bytes: list[int] | None = None
+    """GPU memory beside what torch's allocator has reserved, as last read (the first steps, then every 50th):
+    the CUDA context, loaded kernels, NCCL. Null where there is no GPU."""
+    host_memory_bytes: list[int] = field(default_factory=list)
+    """Resident set of each process."""
+    pinned_memory_bytes: list[int] | None = None
+    """Host memory that torch holds page-locked, as last read; null where there is no GPU."""
+    joules: float | None = None
+    """Energy of all GPUs in this step, host excluded. It is counted from when the step before was issued to
+    when this one was: over several steps that is as long as `seconds`. The counter moves every 20 to 100 ms,
+    so the energy of a short step is noise: add up several."""
+    joules_unavailable: str | None = None
+    """Why `joules` is null."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,6 +101,7 @@ def resolve(
             world_size=world_size,
             global_batch=train.global_batch,
             lora=lora,
+            micro_batch=train.micro_batch,
         )
     )
     if problems:

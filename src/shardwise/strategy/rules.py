@@ -8,6 +8,7 @@ from typing import Literal
 
 from shardwise.errors import Problem
 from shardwise.strategy.strategy import Strategy
+from shardwise.units import processes
 
 Devices = Literal["cpu", "cuda"]
 
@@ -21,6 +22,11 @@ class Facts:
     world_size: int
     global_batch: int
     lora: bool
+    micro_batch: int | None = None
+    """As the job names it; None where it was chosen for the user."""
+
+
+Words = str | Callable[[Facts], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +35,24 @@ class Rule:
 
     name: str
     broken: Callable[[Facts], bool]
-    reason: str
+    reason: Words
     where: str
-    fix: str
+    fix: Words
     source: str
     """Where it says so: a package's source, its documentation, or arithmetic."""
 
 
 def violations(facts: Facts) -> list[Problem]:
     """Every rule the strategy breaks, all at once."""
-    return [Problem(what=rule.reason, where=rule.where, fix=rule.fix) for rule in RULES if rule.broken(facts)]
+    return [
+        Problem(what=_said(rule.reason, facts), where=rule.where, fix=_said(rule.fix, facts))
+        for rule in RULES
+        if rule.broken(facts)
+    ]
+
+
+def _said(words: Words, facts: Facts) -> str:
+    return words if isinstance(words, str) else words(facts)
 
 
 def _deepspeed(facts: Facts) -> bool:
@@ -55,6 +69,34 @@ def _uses_nvme(facts: Facts) -> bool:
 
 def _batch_is_uneven(facts: Facts) -> bool:
     return facts.strategy.global_batch != facts.global_batch
+
+
+def _uneven_reason(facts: Facts) -> str:
+    rows, strategy = facts.global_batch, facts.strategy
+    ranks = strategy.data_parallel
+    takers = processes(ranks)
+    if strategy.tensor_parallel > 1:
+        takers = f"{ranks} groups of {processes(strategy.tensor_parallel)}"
+    if rows % ranks:
+        return f"the {rows} rows of a step (train.global_batch) cannot be shared equally by {takers}"
+    return (
+        f"train.micro_batch {strategy.micro_batch} does not divide {rows // ranks}, what each of {takers} "
+        f"takes of the {rows} rows of a step (train.global_batch)"
+    )
+
+
+def _uneven_fix(facts: Facts) -> str:
+    """The nearest numbers that work: rows, rows at a time, processes."""
+    rows, ranks, micro = facts.global_batch, facts.strategy.data_parallel, facts.micro_batch or 1
+    below = rows // (ranks * micro) * (ranks * micro)
+    fixes = [f"train.global_batch: {' or '.join(str(n) for n in (below, below + ranks * micro) if n)}"]
+    if rows % ranks == 0:
+        divisor = max(n for n in range(1, micro + 1) if rows // ranks % n == 0)
+        fixes.append(f"train.micro_batch: {divisor}")
+    fewer = [n for n in range(1, ranks) if rows % (n * micro) == 0]
+    if fewer and facts.strategy.tensor_parallel == 1:
+        fixes.append(f"--processes {fewer[-1]}")
+    return ", or ".join(fixes)
 
 
 RULES: tuple[Rule, ...] = (
@@ -187,9 +229,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="global-batch-divides",
         broken=_batch_is_uneven,
-        reason="train.global_batch is not micro_batch x accumulation x data-parallel processes",
+        reason=_uneven_reason,
         where="train.global_batch",
-        fix="a multiple of micro_batch x data-parallel processes, or leave micro_batch out",
+        fix=_uneven_fix,
         source="arithmetic",
     ),
 )

@@ -13,7 +13,7 @@ from shardwise.models.flops import train_flops_per_token
 from shardwise.record.schema import RunEvent
 from shardwise.train.observe import Speed
 from shardwise.train.ready import Ready
-from shardwise.units import count
+from shardwise.units import count, processes
 
 SAMPLE_CHARACTERS = 900
 
@@ -26,7 +26,8 @@ def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
     lines = {
         "model": f"{job.model.source}, {job.model.weights} weights, {count(built.total)} parameters{share}",
         "data": _data_line(ready),
-        "strategy": f"{strategy.name} on {strategy.world_size} process(es), {job.train.precision}; "
+        **_cut_line(ready),
+        "strategy": f"{strategy.name} on {processes(strategy.world_size)}, {job.train.precision}; "
         f"{job.train.global_batch} rows of {job.data.sequence_length} tokens a step = micro-batch "
         f"{strategy.micro_batch} x {strategy.accumulation} x {strategy.data_parallel} ranks",
         "steps": str(total_steps),
@@ -79,9 +80,23 @@ def _data_line(ready: Ready) -> str:
         parts.append(f"rows {summary['fill']:.0%} full")
     if "eval_samples" in summary:
         parts.append(f"{summary['eval_samples']} held out")
-    losses = ("bad", "too_long", "truncated", "truncated_tokens", "without_target", "split")
+    losses = ("bad", "too_long", "without_target", "split")
     parts += [f"{summary[name]} {name.replace('_', ' ')}" for name in losses if name in summary]
     return ", ".join(parts)
+
+
+def _cut_line(ready: Ready) -> dict[str, str]:
+    """What `data.sequence_length` cuts off conversations; the share is of the tokens of those that stay."""
+    summary, data = ready.data.summary, ready.job.data
+    if "truncated" not in summary:
+        return {}
+    held_out = ready.data.eval if data.eval is None else None
+    kept = sum(int(part.lengths.sum(dtype="int64")) for part in (ready.data.train, held_out) if part)
+    lost, whole = summary["truncated_tokens"], summary["samples"] + summary.get("without_target", 0)
+    return {
+        "cut": f"{lost / (kept + lost):.1%} of the tokens, the ends of {summary['truncated']} of {whole} "
+        f"samples: they are longer than data.sequence_length {data.sequence_length}"
+    }
 
 
 def _sample(ready: Ready) -> Text:

@@ -1,25 +1,129 @@
-"""Measuring a run: memory of this process, seconds of a step, FLOP/s of a GPU."""
+"""Measuring a run without waiting for the GPU: this process's memory, its GPU's energy, a step's seconds."""
 
 from __future__ import annotations
 
 import resource
 import time
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
-MEMORY_FIELDS = ("allocated_bytes", "reserved_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
+from shardwise.energy.meter import Gpu, Unavailable, find_gpu
+
+MEMORY_FIELDS = (
+    "allocated_bytes",
+    "reserved_bytes",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "outside_allocator_bytes",
+    "host_memory_bytes",
+    "pinned_memory_bytes",
+    "energy_millijoules",
+)
+"""What every rank tells the others about itself with each step."""
+
+UNKNOWN = -1.0
+"""Stands for what cannot be measured here, as ranks exchange plain numbers."""
+
+_EVERY_READING = 3
+_THEN_EVERY = 50
+"""Memory outside the allocator is read at the first steps, in which libraries load their kernels and connect,
+and now and then later: asking the driver takes longer than launching a kernel."""
 
 
 def memory(device: torch.device) -> list[float]:
-    """Bytes as in MEMORY_FIELDS. On the CPU: resident set now (both) and its peak (both)."""
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)  # once: collecting them takes longer than a kernel launch
-        keys = ("allocated_bytes", "reserved_bytes")
-        return [float(stats.get(f"{key}.all.{when}", 0)) for when in ("current", "peak") for key in keys]
-    resident = float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-    return [resident, resident, peak, peak]
+    """This process's values of MEMORY_FIELDS; UNKNOWN where there is none.
+
+    On the CPU the first four are the resident set now (twice) and its peak (twice).
+    """
+    resident = host_memory_bytes()
+    if device.type != "cuda":
+        # the kernel's peak lags a little behind what is resident now
+        peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0)
+        return [resident, resident, peak, peak, UNKNOWN, resident, UNKNOWN, UNKNOWN]
+    stats = torch.cuda.memory_stats(device)  # once: collecting them takes longer than a kernel launch
+    keys = ("allocated_bytes", "reserved_bytes")
+    allocator = [float(stats.get(f"{key}.all.{when}", 0)) for when in ("current", "peak") for key in keys]
+    outside = _outside(device).read(reserved_bytes=allocator[1])
+    return [*allocator, outside.device_bytes, resident, outside.pinned_bytes, _millijoules(device)]
+
+
+def host_memory_bytes() -> float:
+    """Resident set of this process."""
+    return float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def sources() -> tuple[str | None, str | None]:
+    """What this process's GPU is measured with: (its energy, its memory outside the allocator).
+
+    See `RunEvent.energy_source` and `RunEvent.outside_allocator_source`; None where there is nothing.
+    """
+    if not torch.cuda.is_available():
+        return None, None
+    gpu = _gpu(torch.cuda.current_device())
+    if isinstance(gpu, Unavailable):
+        return None, "device"
+    energy = None if isinstance(gpu.energy_source, Unavailable) else gpu.energy_source
+    return energy, "device" if gpu.process_bytes() is None else "process"
+
+
+def why_no_energy() -> str | None:
+    """The reason why this process's GPU has no joules; None if it has."""
+    if not torch.cuda.is_available():
+        return "no GPU"
+    gpu = _gpu(torch.cuda.current_device())
+    found = gpu if isinstance(gpu, Unavailable) else gpu.energy_source
+    return found.reason if isinstance(found, Unavailable) else None
+
+
+@dataclass(frozen=True)
+class _Reading:
+    device_bytes: float
+    pinned_bytes: float
+
+
+class _Outside:
+    """Memory that torch's allocator of GPU memory does not know of, as last read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._calls = 0
+        self._last = _Reading(UNKNOWN, UNKNOWN)
+
+    def read(self, *, reserved_bytes: float) -> _Reading:
+        self._calls += 1
+        if self._calls <= _EVERY_READING or self._calls % _THEN_EVERY == 0:
+            pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", UNKNOWN)
+            self._last = _Reading(max(0.0, _used_bytes(self._device) - reserved_bytes), float(pinned))
+        return self._last
+
+
+def _used_bytes(device: torch.device) -> float:
+    """GPU memory in use: by this process where the driver tells, else by all processes on the GPU."""
+    gpu = _gpu(device.index)
+    used = gpu.process_bytes() if isinstance(gpu, Gpu) else None
+    if used is not None:
+        return float(used)
+    free, total = torch.cuda.mem_get_info(device)
+    return float(total - free)
+
+
+def _millijoules(device: torch.device) -> float:
+    gpu = _gpu(device.index)
+    joules = gpu if isinstance(gpu, Unavailable) else gpu.joules()
+    return UNKNOWN if isinstance(joules, Unavailable) else joules * 1000.0
+
+
+@cache
+def _outside(device: torch.device) -> _Outside:
+    return _Outside(device)
+
+
+@cache
+def _gpu(index: int) -> Gpu | Unavailable:
+    return find_gpu(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
 
 
 class Stopwatch:

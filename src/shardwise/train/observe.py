@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from shardwise.energy.meter import Unavailable
+from shardwise.energy.steps import StepJoules
 from shardwise.record.schema import EvalEvent, ResumeEvent, RunEvent, SaveEvent, StepEvent, StopEvent
 from shardwise.record.trackers import Trackers
 from shardwise.record.write import EventWriter, RunFolder
 from shardwise.train.display import Display
 from shardwise.train.loop import StepReport
+from shardwise.train.meter import UNKNOWN, sources, why_no_energy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,10 @@ class Recorder:
         self._events = EventWriter(folder.events, resumed_step=resumed_step)
         self._trackers = Trackers(job["tracking"], run_dir=folder.path, job=job)
         self._display = Display(first_step=self._step, total_steps=header.total_steps)
+        energy, outside = sources()
+        header = replace(header, energy_source=energy, outside_allocator_source=outside)
         self._events.write(header if resumed_step is None else ResumeEvent(step=resumed_step))
+        self._joules = StepJoules(why_no_energy())
         self._finished = False
 
     def __enter__(self) -> Recorder:
@@ -88,6 +94,7 @@ class Recorder:
         per_gpu = per_second / self.speed.gpus
         flops = per_gpu * self.speed.flops_per_token
         peak = self.speed.peak_flops
+        joules = self._joules.of_step([_known(value) for value in report.memory["energy_millijoules"]])
         event = StepEvent(
             step=report.step,
             epoch=report.epoch,
@@ -108,17 +115,24 @@ class Recorder:
             memory_reserved_bytes=report.memory["reserved_bytes"],
             peak_memory_allocated_bytes=report.memory["peak_allocated_bytes"],
             peak_memory_reserved_bytes=report.memory["peak_reserved_bytes"],
+            outside_allocator_bytes=_all_known(report.memory["outside_allocator_bytes"]),
+            host_memory_bytes=report.memory["host_memory_bytes"],
+            pinned_memory_bytes=_all_known(report.memory["pinned_memory_bytes"]),
+            joules=None if isinstance(joules, Unavailable) else joules,
+            joules_unavailable=joules.reason if isinstance(joules, Unavailable) else None,
         )
         self._events.write(event)
         self._trackers.log(report.step, _numbers(event))
         self._display.step(report)
 
     def on_eval(self, *, step: int, loss: float, target_tokens: int, seconds: float) -> None:
+        self._joules.interrupt()
         self._events.write(EvalEvent(step=step, loss=loss, target_tokens=target_tokens, seconds=seconds))
         self._trackers.log(step, {"eval/loss": loss})
         self._display.evaluation(step=step, loss=loss, seconds=seconds)
 
     def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None:
+        self._joules.interrupt()
         self._events.write(SaveEvent(step=step, seconds=seconds, bytes=size_bytes))
 
     def finish(self, *, step: int, status: str) -> None:
@@ -127,7 +141,7 @@ class Recorder:
         self._events.write(StopEvent(step=step, status=status, seconds=seconds))
         advice = {
             "finished": f"next: shardwise report {self._folder.path}",
-            "paused": "--resume goes on",
+            "paused": f"shardwise train {self._folder.path} --resume goes on",
         }
         if status in advice:
             self._display.say(f"{status} after step {step} of {self._total_steps}; {advice[status]}")
@@ -146,4 +160,14 @@ def _numbers(event: StepEvent) -> dict[str, float]:
     }
     if event.mfu is not None:
         numbers["speed/mfu"] = event.mfu
+    if event.joules is not None:
+        numbers["energy/joules_per_token"] = event.joules / event.tokens
     return numbers
+
+
+def _known(value: int) -> int | None:
+    return None if value == UNKNOWN else value
+
+
+def _all_known(values: list[int]) -> list[int] | None:
+    return None if UNKNOWN in values else values

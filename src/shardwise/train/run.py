@@ -6,6 +6,7 @@ the model has been looked at.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from pathlib import Path
@@ -20,6 +21,7 @@ from shardwise.engine.protocol import Engine, World
 from shardwise.errors import StoppedError
 from shardwise.job.schema import Job
 from shardwise.kernels.fused import apply_fused_kernels
+from shardwise.launch.resume import resume_command
 from shardwise.launch.spec import LaunchSpec
 from shardwise.models.adapters import is_adapter
 from shardwise.models.checkpointing import checkpoint_blocks
@@ -91,15 +93,18 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             progress=progress,
             total_steps=total_steps,
         )
+        # What exists now stays. To search it for garbage again would hold up a step, on each rank another.
+        gc.collect()
+        gc.freeze()
         arrived = loop.run(min(total_steps, spec.max_steps or total_steps))
         done = progress.step >= total_steps
         status = "finished" if done else "paused" if arrived else "stopped"
         observer.finish(step=progress.step, status=status)
     if not arrived:
         raise StoppedError(
-            f"stopped on request after step {progress.step} of {total_steps}; the state is saved",
+            f"on request after step {progress.step} of {total_steps}; the state is saved",
             where=spec.run_dir,
-            fix="the same command with --resume goes on from here",
+            fix=f"`{resume_command(run_dir)}` goes on from here",
         )
 
 
@@ -146,7 +151,7 @@ def make_observer(ready: Ready, spec: LaunchSpec, engine: Engine, progress: Prog
                 allow_unicode=True,
             ),
             plan=plan,
-            environment=environment(gpus=_gpus()),
+            environment=environment(gpus=_gpus(), command=spec.command),
         )
     folder.write_engine_config(f"{ready.strategy.engine}.json", engine.config())
     return Recorder(

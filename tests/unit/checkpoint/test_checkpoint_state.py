@@ -97,6 +97,15 @@ def test_every_differing_field_is_named_with_both_values() -> None:
     assert "lora" not in block
 
 
+def test_other_data_is_told_in_words_not_in_hashes() -> None:
+    with pytest.raises(CheckpointError) as error:
+        check_origin(stored(), origin(data="0123abcd"), where="x")
+    block = render(error.value)
+    assert "the content of the data" in block
+    assert "data.train" in block
+    assert "0123abcd" not in block
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [({"stage": 3}, "stage"), ({"data_parallel": 1}, "data_parallel"), ({"offload_optimizer": "cpu"}, "off")],
@@ -107,4 +116,5 @@ def test_another_strategy_is_refused_with_the_one_to_use(change: dict[str, objec
     block = render(error.value)
     assert "another strategy yet" in block
     assert named in block
+    assert "saved by zero2 on 2 processes, this run" in block
     assert "--set strategy=zero2 --processes 2" in block

@@ -89,7 +89,7 @@ def test_no_verb_shows_the_help_and_version_the_version(capsys: pytest.CaptureFi
     [
         (JobError("bad", where="job.yaml:1", fix="mend"), 2, "error: bad\n  at:  job.yaml:1\n  fix: mend\n"),
         (CheckpointError("torn"), 5, "error: torn\n"),
-        (StoppedError("stopped"), 75, "error: stopped\n"),
+        (StoppedError("on request", fix="go on"), 75, "stopped: on request\n  fix: go on\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -126,7 +126,10 @@ def test_a_bug_is_called_a_bug_and_debug_shows_where(
         assert "Traceback" in capsys.readouterr().err
 
 
-def test_train_hands_the_launcher_what_was_asked(job_file: Path, launched: list[LaunchSpec]) -> None:
+def test_train_hands_the_launcher_what_was_asked(
+    job_file: Path, launched: list[LaunchSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.hardware.detect.gpu_count", lambda: 2)
     flags = [
         "--processes",
         "2",
@@ -144,6 +147,54 @@ def test_train_hands_the_launcher_what_was_asked(job_file: Path, launched: list[
     assert (spec.dry_run, spec.resume, spec.run_dir) == (True, False, "runs/run")
     assert spec.job["train"]["seed"] == 3
     json.dumps(spec.to_json())
+
+
+def test_the_record_gets_the_command_as_it_was_typed(
+    job_file: Path, launched: list[LaunchSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["/home/me/.venv/bin/shardwise", "train", "job.yaml", "--processes", "1"]
+    )
+    assert main() == 0
+    assert launched[0].command == ["shardwise", "train", "job.yaml", "--processes", "1"]
+
+
+def test_a_memory_cap_without_a_gpu_is_refused_not_ignored(
+    job_file: Path,
+    launched: list[LaunchSpec],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("shardwise.hardware.detect.gpu_count", lambda: 0)
+    assert main(["train", str(job_file), "--memory-cap", "16GiB"]) == 2
+    assert "no GPU is visible" in capsys.readouterr().err
+    assert launched == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("--steps", "--max-steps"), ("--step", "--max-steps"), ("--resum", "--resume")]
+)
+def test_an_unknown_option_is_answered_with_the_closest(
+    typed: str, meant: str, job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(job_file), typed, "3"]) == 2
+    assert f"fix: did you mean {meant}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "fix"),
+    [
+        ([], "train.global_batch: 15 or 18, or --processes 2"),
+        (["--set", "train.micro_batch=4"], "train.global_batch: 12 or 24, or --processes 2"),
+    ],
+)
+def test_rows_that_cannot_be_shared_are_told_with_the_nearest_numbers(
+    more: list[str], fix: str, job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(job_file), "--processes", "3", *more]) == 2
+    what, _, mend = capsys.readouterr().err.splitlines()
+    assert what == "error: the 16 rows of a step (train.global_batch) cannot be shared equally by 3 processes"
+    assert mend == f"  fix: {fix}"
 
 
 def test_processes_default_to_the_visible_gpus(
@@ -181,15 +232,15 @@ def test_the_plan_of_a_dry_run_stays_on_stdout_with_json(
 def test_stdout_is_for_the_result_not_for_what_libraries_print(
     verb: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def act(*_: object, **__: object) -> str:
+    def act(*_: object, **__: object) -> Any:
         os.write(1, b"a library speaks\n")
-        return "result"
+        return {"kind": "model", "dtype": "float32"} if verb == "export" else "result"
 
     afterwards = types.SimpleNamespace(export_run=act, generate_run=act)
     monkeypatch.setitem(sys.modules, "shardwise.train.afterwards", afterwards)
     assert main([verb, "runs/run", *(["--prompt", "a"] if verb == "generate" else [])]) == 0
     out, err = capfd.readouterr()
-    assert out.strip().strip('"') == "result"
+    assert out == ('{"kind": "model", "dtype": "float32"}\n' if verb == "export" else "result\n")
     assert "a library speaks" in err
 
 
@@ -233,6 +284,16 @@ def test_config_prints_value_and_origin(job_file: Path, capsys: pytest.CaptureFi
     assert main(["config", str(job_file), "--json"]) == 0
     settings: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["settings"]
     assert {"key": "name", "value": "run", "origin": "job.yaml:1"} in settings
+
+
+def test_init_elsewhere_says_where_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "lora", "--out", "mine/first.yaml"]) == 0
+    assert capsys.readouterr().out.endswith("next: cd mine && shardwise train first.yaml\n")
+    monkeypatch.chdir(tmp_path / "mine")
+    assert main(["config", "first.yaml"]) == 0
 
 
 def test_init_lists_presets_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:

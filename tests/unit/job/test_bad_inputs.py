@@ -142,7 +142,12 @@ CASES = [
     Case(
         "no-data", GOOD.replace("qa.jsonl", "qb.jsonl"), ["job.yaml:5: data.train", "did you mean qa.jsonl?"]
     ),
-    Case("no-data-folder", GOOD.replace("qa.jsonl", "far/away/x.jsonl"), ["nearest folder that exists"]),
+    Case(
+        "no-data-folder",
+        GOOD.replace("qa.jsonl", "far/away/x.jsonl"),
+        ["nearest folder that exists is {cwd} (relative paths count from the working directory, {cwd})"],
+    ),
+    Case("absolute", GOOD.replace("qa.jsonl", "/no/x.jsonl"), ["nearest folder that exists is /\n"]),
     Case("csv", GOOD.replace("qa.jsonl", "table.csv"), ["convert it to one of json, jsonl, parquet, txt"]),
     Case("no-model-folder", GOOD.replace("source: base", "source: ./bas"), ["./bas", "did you mean base?"]),
     Case("not-a-model", GOOD.replace("source: base", "source: empty"), ["no config.json"]),
@@ -170,7 +175,10 @@ CASES = [
     Case("no-argument", GOOD, ["missing argument 'JOB'"], ("train",)),
     Case("two-jobs", GOOD, ["unexpected extra argument"], train("job.yaml")),
     Case("memory-cap", GOOD, ["'lots' is not a size", "16GiB"], train("--memory-cap", "lots")),
-    Case("run-exists", GOOD.replace("name: run", "name: old"), ["exists already", "--resume"]),
+    Case("run-exists", GOOD.replace("name: run", "name: old"), ["exists", "`shardwise train runs/old --res"]),
+    Case("place-is-taken", GOOD.replace("name: run", "name: new"), ["fix: --set name=new-2 starts another"]),
+    Case("run-as-job", GOOD, ["runs/old is a run folder", "--resume` goes on"], ("train", "runs/old")),
+    Case("resume-no-run", GOOD, ["base is a folder, not a job file"], ("train", "base", "--resume")),
     Case("nothing-to-resume", GOOD, ["no run to resume"], train("--resume")),
     Case("unknown-preset", GOOD, ["no preset 'loar'", "did you mean lora?"], ("init", "loar")),
     Case("init-overwrites", GOOD, ["job.yaml exists already"], ("init", "lora")),
@@ -197,7 +205,10 @@ def test_bad_input_ends_in_one_block(
     (tmp_path / "qa.jsonl").write_text('{"instruction": "a", "input": "", "output": "b"}\n')
     (tmp_path / "table.csv").write_text("a,b\n")
     (tmp_path / "runs" / "old").mkdir(parents=True)
-    (tmp_path / "runs" / "old" / "events.jsonl").write_text("{}\n")
+    for name in ("job.yaml", "plan.json"):
+        (tmp_path / "runs" / "old" / name).write_text("{}\n")
+    (tmp_path / "runs" / "new").mkdir()
+    (tmp_path / "runs" / "new" / "notes.txt").write_text("mine\n")
     job = case.job.encode() if isinstance(case.job, str) else case.job
     (tmp_path / "job.yaml").write_bytes(job)
     before = listing(tmp_path)
@@ -211,7 +222,7 @@ def test_bad_input_ends_in_one_block(
     assert sum(line.startswith("error: ") for line in err.splitlines()) == 1
     assert "Traceback" not in err
     for text in case.says:
-        assert text in err
+        assert text.replace("{cwd}", str(tmp_path)) in err
     assert COMMIT not in err or "revision" in job.decode(errors="ignore"), "a secret is repeated"
     assert "hf_aaaa" not in err, "a secret is repeated"
     assert listing(tmp_path) == before

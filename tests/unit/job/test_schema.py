@@ -46,6 +46,13 @@ def test_what_a_key_accepts_in_words(key: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("name", presets.names())
+def test_a_preset_explains_the_checkpoint_after_step_1(name: str) -> None:
+    line = next(line for line in presets.text(name).splitlines() if "save_every" in line)
+    assert "step 1" in line
+    assert "worst_case_first" in line
+
+
+@pytest.mark.parametrize("name", presets.names())
 def test_presets_load_where_init_wrote_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,7 +138,7 @@ def test_a_merged_model_answers_like_base_and_adapter(
     built = make_trained(model, dtype=dtype)
     save_weights(built, weights(built), tmp_path / "model", tokenizer)
     result = export(tmp_path / "model", tmp_path / "out", merge=True, base=model)
-    assert result["kind"] == "merged"
+    assert (result["kind"], result["dtype"]) == ("merged", str(dtype).removeprefix("torch."))
     assert (
         0
         <= result["max_logit_difference"]
@@ -211,7 +211,8 @@ def test_export_copies_a_model_and_an_adapter(
         built = make_trained(model)
         save_weights(built, weights(built), tmp_path / kind, tokenizer)
         out = tmp_path / f"{kind}-out"
-        assert export(tmp_path / kind, out, merge=False, base=model) == {"kind": kind, "out": str(out)}
+        written = {"kind": kind, "dtype": "float32", "out": str(out)}
+        assert export(tmp_path / kind, out, merge=False, base=model) == written
         assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in (tmp_path / kind).iterdir())
 
 

@@ -141,8 +141,20 @@ def test_a_folder_without_a_started_run_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(JobError, match="not a run folder"):
         summary(tmp_path / "empty")
+    (tmp_path / "job.yaml").write_text("name: mine\n")
+    with pytest.raises(JobError, match="nothing has been run") as caught:
+        summary(tmp_path)
+    assert caught.value.problems[0].fix.startswith(f"`cd {tmp_path} && shardwise train job.yaml`")
     with pytest.raises(JobError, match="has not started"):
         summary(make(tmp_path / "a"))
+
+
+def test_beside_a_job_file_its_runs_are_named(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: a\n")
+    run = typical(tmp_path / "runs" / "a")
+    with pytest.raises(JobError, match="not a run folder") as caught:
+        summary(tmp_path)
+    assert str(run) in caught.value.problems[0].fix
 
 
 def shown(*paths: Path) -> str:

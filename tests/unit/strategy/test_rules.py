@@ -76,6 +76,33 @@ def test_what_works_is_not_refused(good: Facts) -> None:
     assert violations(good) == []
 
 
+@pytest.mark.parametrize(
+    ("rows", "ranks", "micro", "what", "fix"),
+    [
+        (16, 3, None, "cannot be shared equally by 3 processes", "global_batch: 15 or 18, or --processes 2"),
+        (2, 4, None, "cannot be shared equally by 4 processes", "global_batch: 4, or --processes 2"),
+        (17, 2, None, "by 2 processes", "global_batch: 16 or 18, or --processes 1"),
+        (16, 4, 8, "micro_batch 8 does not divide 4", "32, or train.micro_batch: 4, or --processes 2"),
+    ],
+)
+def test_an_uneven_batch_is_told_in_the_numbers_that_were_written(
+    rows: int, ranks: int, micro: int | None, what: str, fix: str
+) -> None:
+    strategy = Strategy(engine="deepspeed", stage=2, data_parallel=ranks, micro_batch=micro or 1)
+    [problem] = violations(
+        Facts(
+            strategy=strategy,
+            devices="cpu",
+            world_size=ranks,
+            global_batch=rows,
+            lora=False,
+            micro_batch=micro,
+        )
+    )
+    assert what in problem.what
+    assert problem.fix.endswith(fix)
+
+
 def test_all_violations_come_at_once_each_with_key_and_fix() -> None:
     found = violations(facts(stage=0, offload_optimizer="nvme", reshard=False, precision="fp16"))
     assert len(found) == 5

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from shardwise.errors import CheckpointError, Problem
+from shardwise.job.differences import differences
 from shardwise.record.manifest import Manifest, Origin
+from shardwise.units import processes
 
 LAYOUT = (
     "engine",
@@ -23,13 +22,7 @@ LAYOUT = (
 def check_origin(manifest: Manifest, expected: Origin, *, where: str) -> None:
     """Raises CheckpointError naming every field in which the checkpoint is not this run's."""
     saved = manifest.origin
-    problems = [
-        Problem(
-            what=f"{key} is {_short(now)}, the checkpoint's is {_short(then)}",
-            fix="set it back, or start a run under another name",
-        )
-        for key, then, now in _differences("", saved.identity, expected.identity)
-    ]
+    problems = [_problem(key, then, now) for key, then, now in differences(saved.identity, expected.identity)]
     layout = [key for key in LAYOUT if saved.strategy.get(key) != expected.strategy.get(key)]
     if layout or saved.world_size != expected.world_size:
         problems.append(
@@ -43,27 +36,21 @@ def check_origin(manifest: Manifest, expected: Origin, *, where: str) -> None:
         raise CheckpointError(f"{where} belongs to another run", problems=problems)
 
 
-def _differences(
-    prefix: str, then: Mapping[str, Any], now: Mapping[str, Any]
-) -> list[tuple[str, object, object]]:
-    """(dotted key, saved value, present value) of everything that differs."""
-    found: list[tuple[str, object, object]] = []
-    for key in sorted({*then, *now}):
-        old, new = then.get(key), now.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found += _differences(f"{prefix}{key}.", old, new)
-        elif _plain(old) != _plain(new):
-            found.append((f"{prefix}{key}", old, new))
-    return found
-
-
-def _plain(value: object) -> object:
-    """Tuples become lists in JSON; they are no difference."""
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+def _problem(key: str, then: object, now: object) -> Problem:
+    if key == "data":  # a hash of content: no value to show
+        return Problem(
+            what="the content of the data, or how it becomes tokens, is not the checkpoint's",
+            where="data.train, data.eval, data.split, data.chat_template, model.tokenizer",
+            fix="restore the files as they were, or start a run under another name",
+        )
+    return Problem(
+        what=f"{key} is {_short(now)}, the checkpoint's is {_short(then)}",
+        fix="set it back, or start a run under another name",
+    )
 
 
 def _place(origin: Origin) -> str:
-    return f"{origin.strategy.get('name')} on {origin.world_size} process(es)"
+    return f"{origin.strategy.get('name')} on {processes(origin.world_size)}"
 
 
 def _short(value: object) -> str:

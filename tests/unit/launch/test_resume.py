@@ -1,0 +1,112 @@
+"""What may be resumed with what: by the run's own job, or one that does not differ where it matters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwise.cli import main
+from shardwise.job import json_schema
+from shardwise.job.load import load_job
+from shardwise.launch.resume import DECISIVE
+from shardwise.launch.spec import LaunchSpec
+from shardwise.record.schema import RunEvent
+from shardwise.record.write import RunFolder, to_line
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`runs/a.b`, as a run of two processes leaves it that was begun with --set train.steps=60."""
+    monkeypatch.chdir(tmp_path)
+    Path("qa.jsonl").write_text("{}\n")
+    Path("job.yaml").write_text(
+        "name: a.b\nmodel: {source: org/model, lora: {rank: 8}}\n"
+        "data: {train: qa.jsonl}\ntrain: {steps: 20}\n"
+    )
+    job = load_job("job.yaml", ["train.steps=60"]).job.model_dump(mode="json", exclude_defaults=True)
+    path = Path("runs") / "a.b"
+    RunFolder.create(path, job_yaml=yaml.safe_dump(job), plan={}, environment={}).close()
+    header = RunEvent(
+        name="a.b",
+        strategy="zero2",
+        processes=2,
+        total_steps=60,
+        global_batch=16,
+        sequence_length=1024,
+        parameters=1,
+        trainable_parameters=1,
+    )
+    (path / "events.jsonl").write_text(to_line(header, now=0.0))
+    return path
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSpec]:
+    specs: list[LaunchSpec] = []
+    monkeypatch.setattr("shardwise.launch.local.launch", lambda spec: specs.append(spec) or 0)
+    return specs
+
+
+def test_a_run_folder_is_resumed_with_its_own_job_and_processes(
+    run: Path, launched: list[LaunchSpec]
+) -> None:
+    assert main(["train", str(run), "--resume"]) == 0
+    [spec] = launched
+    assert (spec.run_dir, spec.resume, spec.processes) == ("runs/a.b", True, 2)
+    assert spec.job["train"]["steps"] == 60
+    assert spec.job["model"]["lora"]["rank"] == 8
+
+
+def test_a_run_folder_may_have_been_moved(run: Path, launched: list[LaunchSpec]) -> None:
+    run.rename("elsewhere")
+    assert main(["train", "elsewhere", "--resume", "--processes", "4"]) == 0
+    assert (launched[0].run_dir, launched[0].processes) == ("elsewhere", 4)
+
+
+def test_what_differs_is_named_with_both_values_and_the_command_that_works(
+    run: Path, launched: list[LaunchSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["--set", "model.lora=null", "--set", "data.max_samples=5"]
+    assert main(["train", "job.yaml", "--resume", *changes]) == 5
+    err = capsys.readouterr().err
+    assert launched == []
+    assert err.startswith("error: this is not the job that runs/a.b was begun with\n")
+    assert "  - train.steps is 20, in the run it is 60" in err
+    assert "    at:  job.yaml:4: train.steps" in err
+    assert "  - data.max_samples is 5, in the run it is unset\n    at:  --set data.max_samples=5" in err
+    assert '  - model.lora is unset, in the run it is {"rank": 8, "alpha": 32.0, ' in err
+    assert err.count("fix: ") == 1
+    assert "fix: `shardwise train runs/a.b --resume` goes on with the run's own job" in err
+
+
+def test_a_run_keeps_its_length_and_the_refusal_says_why(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(run), "--resume", "--set", "train.steps=90"]) == 5
+    err = capsys.readouterr().err
+    assert "train.steps is 90, in the run it is 60; a run keeps its length" in err
+    assert "learning rates" in err
+    assert "`shardwise export`" in err
+
+
+def test_what_does_not_make_the_run_may_change(run: Path, launched: list[LaunchSpec]) -> None:
+    free = ["train.save_every=5", "train.keep=9", "train.eval_every=0", "tracking=[]", "strategy=zero2"]
+    Path("moved.jsonl").write_text("{}\n")  # the worker compares its content
+    changes = [flag for change in [*free, "data.train=moved.jsonl"] for flag in ("--set", change)]
+    assert main(["train", "job.yaml", "--resume", "--set", "train.steps=60", *changes]) == 0
+    assert launched[0].job["train"]["save_every"] == 5
+
+
+def test_every_decisive_key_is_a_key_of_a_job() -> None:
+    assert {tuple(key.split(".")) for key in DECISIVE} <= set(json_schema.every_key())
+
+
+def test_a_run_folder_s_job_that_is_broken_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "job.yaml").write_text(
+        "name: a.b\nmodel: {source: org/model}\ndata: {train: qa.jsonl, tokens: 5}\n"
+    )
+    assert main(["train", "job.yaml", "--resume"]) == 2
+    err = capsys.readouterr().err
+    assert "runs/a.b/job.yaml:3: data.tokens" in err

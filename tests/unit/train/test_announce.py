@@ -1,0 +1,64 @@
+"""What is said before training, about a job made ready for real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.job.schema import Job
+from shardwise.train.announce import announce
+from shardwise.train.ready import Ready, get_ready
+
+SAMPLES = Path(__file__).parents[3] / "src" / "shardwise" / "job" / "samples"
+
+
+def ready(sequence_length: int, **data: Any) -> Ready:
+    job = Job.model_validate(
+        {
+            "name": "t",
+            "model": {
+                "source": "HuggingFaceTB/SmolLM2-135M",
+                "weights": "random",
+                "config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+                | {"num_attention_heads": 2, "num_key_value_heads": 1},
+                "tokenizer": "train",
+                "tokenizer_vocab": 400,
+            },
+            "data": {"train": str(SAMPLES / "qa.jsonl"), "loss_on": "all", **data}
+            | {"sequence_length": sequence_length},
+            "train": {"precision": "fp32"},
+        }
+    )
+    return get_ready(job, processes=1)
+
+
+def tokens(made: Ready) -> int:
+    parts = [made.data.train] if made.data.eval is None else [made.data.train, made.data.eval]
+    return sum(int(part.lengths.sum()) for part in parts)
+
+
+def said(made: Ready, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """What was told, by its label."""
+    announce(made, total_steps=3, json_plan=False)
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().err.splitlines()]
+    return {words[0]: words[1] for words in lines if len(words) == 2}
+
+
+def test_what_is_cut_off_stands_in_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    whole, short = ready(1024, eval_fraction=0.2), ready(48, eval_fraction=0.2)
+    everything, samples = tokens(whole), whole.data.summary["samples"]
+    longer = sum(int((part.lengths > 48).sum()) for part in (whole.data.train, whole.data.eval) if part)
+    assert 0 < longer <= samples
+    told = said(short, capsys)
+    assert told["cut"] == (
+        f"{1 - tokens(short) / everything:.1%} of the tokens, the ends of {longer} of {samples} samples: "
+        "they are longer than data.sequence_length 48"
+    )
+    assert "truncated" not in told["data"]
+    assert told["strategy"].startswith("single on 1 process, fp32")
+
+
+def test_nothing_is_said_where_nothing_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cut" not in said(ready(1024), capsys)
