@@ -85,7 +85,7 @@ def build_model(model: Model, *, dtype: torch.dtype, seed: int, vocab_size: int 
         assert found.folder is not None
         source = open_weights(found.folder, skeleton, dtype=dtype)
         if source.unused:
-            unused = f"{len(source.unused)} tensor(s) of the files, e.g. {source.unused[0]}"
+            unused = f"{len(source.unused)} of the files' tensors, e.g. {source.unused[0]}"
             notes.append(f"the model has no place for {unused}")
     peft = None
     if model.lora is not None:

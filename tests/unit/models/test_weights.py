@@ -223,7 +223,7 @@ def test_tensors_without_a_place_are_reported(saved: Saved) -> None:
     file = Path(model.source) / "model.safetensors"
     save_file({**load_file(file), "model.extra.weight": torch.zeros(1)}, file)
     assert build(model).notes == [
-        "the model has no place for 1 tensor(s) of the files, e.g. model.extra.weight"
+        "the model has no place for 1 of the files' tensors, e.g. model.extra.weight"
     ]
 
 
