@@ -41,7 +41,9 @@ def all_started():
 """
 
 LAUNCHER = """
-import json, sys
+import json, signal, sys
+for number in (signal.SIGINT, signal.SIGHUP):  # ignored under nohup, which the launcher respects
+    signal.signal(number, signal.SIG_DFL)
 from shardwise.launch.local import launch
 from shardwise.launch.spec import LaunchSpec
 spec = LaunchSpec.from_json(json.loads(sys.argv[1]))

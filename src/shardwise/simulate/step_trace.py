@@ -1,0 +1,113 @@
+"""What one micro-batch's forward and backward pass does to a GPU, in order, as plain numbers.
+
+`shardwise.trace` records it from the real model; the simulator replays it under a strategy. Sizes are those
+of one GPU that holds everything; what an engine shards, gathers or buffers is not in it.
+
+An event is a tuple of integers whose first is its kind:
+
+    (ALLOC, tensor, bytes, tag)     a tensor's storage comes to be; `tag` indexes TAGS
+    (FREE, tensor)                  the last reference to it is gone
+    (GRADIENT, parameter, tensor)   backward has completed a parameter's gradient, which lies in `tensor`: when
+                                    it is freed is for the engine to say, no FREE follows
+    (OP, index)                     the GPU computes `ops[index]`
+    (FORWARD, unit)                 a unit's forward pass begins: the engine must have its parameters whole
+    (FORWARD_END, unit)
+    (BACKWARD, unit)                a unit's backward pass begins (with its forward pass again if it is
+                                    checkpointed)
+    (BACKWARD_END, unit)            the gradient of the unit's input is there
+
+Tensor numbers are unique within a trace. Everything allocated is freed, handed over by GRADIENT, or lives on
+in `outputs` (nothing of a training step does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+ALLOC, FREE, GRADIENT, OP, FORWARD, FORWARD_END, BACKWARD, BACKWARD_END = range(8)
+
+Event = tuple[int, ...]
+
+TAGS = ("activation", "loss", "gradient", "workspace")
+"""What a storage is for: saved or passed on between layers; of the output head and the loss; a parameter's
+gradient; scratch space of one kernel."""
+ACTIVATION, LOSS, GRADIENT_TAG, WORKSPACE = range(4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter, tied ones once."""
+
+    name: str
+    shape: tuple[int, ...]
+    item_bytes: int
+    """Of the format it is computed in."""
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A module whose parameters engines gather together: a transformer block, or a leaf module outside them."""
+
+    name: str
+    block: int
+    """Which transformer block it is; -1 for the embeddings, the last norm and the output head."""
+    parameters: tuple[int, ...]
+    """Indices into the trace's parameters; a tied one is in several units."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One kernel, or a few launched by one call."""
+
+    kind: str
+    """`matmul`, `attention`, `elementwise`, `reduction`, `normalization`, `loss`, `embedding`, `copy`."""
+    flops: float
+    """Multiplications and additions; of a causal attention only those its mask leaves."""
+    read_bytes: int
+    written_bytes: int
+    item_bytes: int = 2
+    """Of its inputs' format."""
+    shape: tuple[int, ...] = ()
+    """matmul: (batch, m, n, k). attention: (batch, heads, key-value heads, queries, keys, head size)."""
+    name: str = ""
+    """torch's, for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """One micro-batch of a model on a GPU, in training."""
+
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[int, ...]
+    """Bytes of each buffer that lives on the GPU beside the parameters."""
+    units: tuple[Unit, ...]
+    """In order of their first use."""
+    events: tuple[Event, ...]
+    ops: tuple[Op, ...]
+    """Distinct ones; events name them by index, repeatedly."""
+    rows: int
+    sequence_length: int
+    checkpoint_every: int
+    precision: str
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.sequence_length
+
+    @cached_property
+    def trainable(self) -> tuple[int, ...]:
+        """Indices of the parameters that get a gradient."""
+        return tuple(index for index, p in enumerate(self.parameters) if p.trainable)
