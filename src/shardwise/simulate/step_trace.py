@@ -7,8 +7,8 @@ An event is a tuple of integers whose first is its kind:
 
     (ALLOC, tensor, bytes, tag)     a tensor's storage comes to be; `tag` indexes TAGS
     (FREE, tensor)                  the last reference to it is gone
-    (GRADIENT, parameter, tensor)   backward has completed a parameter's gradient, which lies in `tensor`: when
-                                    it is freed is for the engine to say, no FREE follows
+    (GRADIENT, parameter, tensor)   backward has completed a parameter's gradient, which lies in `tensor`: the
+                                    engine says when it is freed, no FREE follows
     (OP, index)                     the GPU computes `ops[index]`
     (FORWARD, unit)                 a unit's forward pass begins: the engine must have its parameters whole
     (FORWARD_END, unit)
@@ -59,7 +59,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A module whose parameters engines gather together: a transformer block, or a leaf module outside them."""
+    """A module whose parameters are gathered together: a transformer block, or a leaf module outside them."""
 
     name: str
     block: int
