@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from shardwise import __version__
-from shardwise.cli import config, demo, export, generate, init, report, train
+from shardwise.cli import config, demo, export, generate, init, plan, report, train
 from shardwise.errors import JobError, MachineError, ShardwiseError, render
 
 INTERRUPTED = 130
@@ -41,6 +41,7 @@ for _verb in (
     demo.demo,
     init.init,
     config.config,
+    plan.plan,
     train.train,
     report.report,
     export.export,

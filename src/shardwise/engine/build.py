@@ -36,4 +36,4 @@ def build_engine(
         return FsdpEngine(strategy, module, blocks, fill, optimizer, world)
     from shardwise.engine.single import SingleEngine
 
-    return SingleEngine(strategy, module, fill, optimizer, world)
+    return SingleEngine(strategy, module, blocks, fill, optimizer, world)

@@ -76,7 +76,8 @@ class DeepSpeedEngine:
         if strategy.stage == 3:
             _shard(module, blocks, fill, world.device, self._config)
         else:
-            fill(module, world.device)
+            for part in (*blocks, module):
+                fill(part, world.device)
         self._engine, self._optimizer, *_ = deepspeed.initialize(
             model=module,
             optimizer=_make_optimizer(strategy, parameter_groups(trainable(module), decay), optimizer),

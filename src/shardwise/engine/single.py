@@ -22,13 +22,20 @@ class SingleEngine:
     """Trains a module on one device."""
 
     def __init__(
-        self, strategy: Strategy, module: nn.Module, fill: Fill, optimizer: schema.Optimizer, world: World
+        self,
+        strategy: Strategy,
+        module: nn.Module,
+        blocks: Sequence[nn.Module],
+        fill: Fill,
+        optimizer: schema.Optimizer,
+        world: World,
     ) -> None:
         self.world = world
         self.module = module
         self._strategy = strategy
         self._settings = optimizer
-        fill(module, world.device)
+        for part in (*blocks, module):  # one after the other: what fills a part takes memory of its own
+            fill(part, world.device)
         move_buffers(module, world.device)
         decay = decay_by_name(module, optimizer.weight_decay)
         self._weights = trainable(module)

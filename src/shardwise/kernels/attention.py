@@ -20,9 +20,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from shardwise.kernels.target import capability, on_gpu
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,10 +92,9 @@ def choose(config: PretrainedConfig) -> Attention:
     return Attention(packing="rows", implementation=implementation)
 
 
-@cache
 def whole_rows_are_faster(device: torch.device) -> bool:
     """Whether rows of a single segment are worth a kernel of their own: on Hopper (compute capability 9)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+    return capability(device)[0] == HOPPER
 
 
 HOPPER = 9
@@ -157,7 +158,7 @@ def varlen_attention(
     q, k, v = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
     window = (sliding_window - 1 if sliding_window else -1, 0)
     # flash attention exists for half precision on GPUs; fp32 there is for checking, not for speed
-    segments = _flash if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) else _segment_by_segment
+    segments = _flash if on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) else _segment_by_segment
     whole = whole_rows * max_length_q
     if whole == 0:
         return segments(q, k, v, cu_seq_lens_q, max_length_q, scaling, window).unsqueeze(0), None
@@ -178,7 +179,7 @@ def _whole_rows(
     """Causal attention within `rows` segments of the same length."""
     qs, ks, vs = (t.unflatten(0, (rows, -1)).transpose(1, 2) for t in (q, k, v))
     with sdpa_kernel(_BACKENDS, set_priority=True):
-        out = scaled_dot_product_attention(
+        out = functional.scaled_dot_product_attention(
             qs, ks, vs, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     return out.transpose(1, 2).flatten(0, 1)
@@ -235,7 +236,7 @@ def _segment_by_segment(
         if 0 <= window[0] < stop - start - 1:
             mask = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device)
             mask = mask.tril().triu(-window[0])
-        attended = scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             qs, ks, vs, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         out.append(attended.squeeze(0).transpose(0, 1))

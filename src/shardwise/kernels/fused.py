@@ -32,6 +32,8 @@ _LIGER_TYPES = frozenset(
 )
 """Model types for which tests/gpu compares Liger with the plain model."""
 
+_KERNELS = ("rope", "rms_norm", "swiglu", "geglu")
+
 _ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
 """The activation that each of Liger's gated MLPs computes, whatever the config says."""
 
@@ -54,18 +56,26 @@ def apply_fused_kernels(model: PreTrainedModel, device: torch.device) -> list[st
 
 
 def _apply_liger(model: PreTrainedModel) -> list[str]:
-    if model.config.model_type not in _LIGER_TYPES:
+    kernels = liger_kernels(model.config)
+    if not kernels:
         return []
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
     known = inspect.signature(apply).parameters
-    wanted = {
-        name: name in known and _computes(name, model.config) for name in ("rope", "rms_norm", *_ACTIVATIONS)
-    }
+    choices = {name: name in kernels for name in _KERNELS if name in known}
     others = {name: False for name in ("cross_entropy", "fused_linear_cross_entropy") if name in known}
-    apply(model=model, **{name: value for name, value in wanted.items() if name in known}, **others)
-    return [f"liger_{name}" for name, value in wanted.items() if value]
+    apply(model=model, **choices, **others)
+    return [f"liger_{name}" for name, wanted in choices.items() if wanted]
+
+
+def liger_kernels(config: PretrainedConfig) -> frozenset[str]:
+    """Which of Liger's kernels a model takes: `rope`, `rms_norm`, and `swiglu` or `geglu`."""
+    kind = config.model_type
+    if kind not in _LIGER_TYPES:
+        return frozenset()
+    gated = "geglu" if kind.startswith("gemma") else "swiglu"
+    return frozenset(name for name in ("rope", "rms_norm", gated) if _computes(name, config))
 
 
 def _computes(kernel: str, config: PretrainedConfig) -> bool:

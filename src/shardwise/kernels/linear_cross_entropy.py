@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.kernels.cross_entropy import cross_entropy_
+from shardwise.kernels.target import on_gpu
 
 CHUNK_BYTES = 512 * 1024**2
 """Logits held at a time. 2048 rows of a 128k vocabulary in bf16: a matrix product still at full speed."""
@@ -123,7 +124,7 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) ->
 def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """`total + left @ right` in fp32 (in place once there is a total), for operands of any dtype."""
     dtype = torch.promote_types(left.dtype, torch.float32)
-    if left.dtype == dtype or not left.is_cuda:
+    if left.dtype == dtype or not on_gpu(left):
         left, right = left.to(dtype), right.to(dtype)
         return torch.mm(left, right) if total is None else total.addmm_(left, right)
     if total is None:

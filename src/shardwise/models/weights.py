@@ -57,9 +57,9 @@ class Weights:
         """
         slots = self._slots(module)
         base = {base_name(slot.names[0]): slot for slot in slots if not is_adapter(slot.names[0])}
-        values = self.source.read(list(base), device) if base else {}
+        values = dict(self.source.read(list(base), device)) if base else {}
         for name, slot in base.items():
-            _put(slot, values[name])
+            _put(slot, values.pop(name))  # so that only one part of it ever exists twice
         for slot in slots:
             if is_adapter(slot.names[0]):
                 _put(slot, self._adapter(slot, device))

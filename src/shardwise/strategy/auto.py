@@ -16,35 +16,17 @@ buffers. On CPUs: `single` for one process, `zero2` for several.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from shardwise.errors import JobError, Problem
+from shardwise.errors import JobError
 from shardwise.job import schema
-from shardwise.strategy.rules import Devices, Facts, violations
+from shardwise.strategy.facts import Architecture, Devices, Facts
+from shardwise.strategy.named import NAMED, Parts, parts_of, spec_problems
+from shardwise.strategy.rules import violations
 from shardwise.strategy.strategy import Strategy
 from shardwise.units import count, gib
 
 SHARE_FOR_STATES = 0.6
-DEFAULT_STAGE = 2
-
-NAMED: dict[str, dict[str, Any]] = {
-    "single": {"engine": "single"},
-    "zero0": {"engine": "deepspeed", "stage": 0},
-    "zero1": {"engine": "deepspeed", "stage": 1},
-    "zero2": {"engine": "deepspeed", "stage": 2},
-    "zero3": {"engine": "deepspeed", "stage": 3},
-    "zero2-offload": {"engine": "deepspeed", "stage": 2, "offload_optimizer": "cpu"},
-    "zero3-offload": {
-        "engine": "deepspeed",
-        "stage": 3,
-        "offload_optimizer": "cpu",
-        "offload_parameters": "cpu",
-    },
-    "fsdp2": {"engine": "fsdp2"},
-    "fsdp2-offload": {"engine": "fsdp2", "offload_optimizer": "cpu", "offload_parameters": "cpu"},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +52,13 @@ def resolve(
     total_parameters: int,
     device_memory_bytes: int | None,
     lora: bool,
+    architecture: Architecture | None = None,
+    capability: tuple[int, int] | None = None,
 ) -> tuple[Strategy, list[str]]:
-    """The strategy, and in sentences why it is this one. Raises JobError with everything that is wrong."""
+    """The strategy, and in sentences why it is this one. Raises JobError with everything that is wrong.
+
+    What is not known yet of the model's architecture and of the GPUs' compute capability is not checked.
+    """
     situation = Situation(
         world_size=world_size,
         devices=devices,
@@ -94,7 +81,7 @@ def resolve(
         checkpoint_every=_checkpoint_every(train, parts, situation, why),
         clip_norm=clip_norm,
     )
-    problems = _spec_problems(spec) + violations(
+    problems = spec_problems(spec) + violations(
         Facts(
             strategy=strategy,
             devices=devices,
@@ -102,6 +89,8 @@ def resolve(
             global_batch=train.global_batch,
             lora=lora,
             micro_batch=train.micro_batch,
+            architecture=architecture,
+            capability=capability,
         )
     )
     if problems:
@@ -109,38 +98,15 @@ def resolve(
     return strategy, why
 
 
-def _parts(spec: str | schema.StrategySpec, situation: Situation, why: list[str]) -> dict[str, Any]:
+def _parts(spec: str | schema.StrategySpec, situation: Situation, why: list[str]) -> Parts:
     """Engine, stage and places."""
     if isinstance(spec, schema.StrategySpec):
         why.append("the strategy's parts are named in the job")
-        parts = spec.model_dump()
-        parts["stage"] = _stage(spec)
-        if spec.engine == "fsdp2" and spec.offload_parameters == "cpu":
-            parts["offload_optimizer"] = "cpu"  # FSDP2 steps the parameters where they are
-        return parts
+        return parts_of(spec)
     if spec == "auto":
-        spec = _choose(situation, why)
-    else:
-        why.append(f"{spec} is named in the job")
-    return dict(NAMED[spec])
-
-
-def _stage(spec: schema.StrategySpec) -> int:
-    if spec.engine != "deepspeed":
-        return 0
-    return DEFAULT_STAGE if spec.stage is None else spec.stage
-
-
-def _spec_problems(spec: str | schema.StrategySpec) -> list[Problem]:
-    if isinstance(spec, str) or spec.stage is None or spec.engine == "deepspeed":
-        return []
-    return [
-        Problem(
-            what=f"stage is DeepSpeed's ZeRO stage; {spec.engine} has none",
-            where="strategy.stage",
-            fix="strategy.engine: deepspeed, or leave stage out",
-        )
-    ]
+        return parts_of(_choose(situation, why))
+    why.append(f"{spec} is named in the job")
+    return parts_of(spec)
 
 
 def _choose(situation: Situation, why: list[str]) -> str:
@@ -152,7 +118,7 @@ def _choose(situation: Situation, why: list[str]) -> str:
     room = SHARE_FOR_STATES * situation.device_memory_bytes
     names = ("single", "zero2-offload", "zero3-offload") if alone else ("zero2", "zero3", "zero3-offload")
     for name in names[:-1]:
-        needed = states_bytes(name, situation)
+        needed = states_bytes(NAMED[name], situation)
         fits = needed <= room
         why.append(
             f"{name}: {gib(needed)} of weights, gradients and optimizer states a GPU for "
@@ -166,23 +132,21 @@ def _choose(situation: Situation, why: list[str]) -> str:
     return names[-1]
 
 
-def states_bytes(name: str, situation: Situation) -> float:
-    """Bytes of model states on each GPU under a named strategy, by the table at the top."""
-    weights = situation.bytes_per_weight * situation.total_parameters
-    trainable, gpus = situation.trainable_parameters, situation.world_size
-    trained = 16 * trainable
-    by_name: dict[str, Callable[[], float]] = {
-        "single": lambda: weights + trained,
-        "zero0": lambda: weights + trained,
-        "zero1": lambda: weights + 4 * trainable + 12 * trainable / gpus,
-        "zero2": lambda: weights + trained / gpus,
-        "zero3": lambda: (weights + trained) / gpus,
-        "fsdp2": lambda: (weights + trained) / gpus,
-        "zero2-offload": lambda: float(weights),
-        "zero3-offload": lambda: 0.0,
-        "fsdp2-offload": lambda: 0.0,
-    }
-    return by_name[name]()
+def states_bytes(parts: Parts, situation: Situation) -> float:
+    """Bytes of model states on each GPU under a strategy's parts, by the table at the top."""
+    parallel: int = parts.get("tensor_parallel", 1)
+    sharers = situation.world_size // parallel
+    stage = 3 if parts["engine"] == "fsdp2" else parts.get("stage", 0)
+    weights = situation.bytes_per_weight * situation.total_parameters / parallel
+    trained = situation.trainable_parameters / parallel
+    if parts.get("offload_parameters", "none") != "none":
+        weights = 0.0
+    if parts.get("offload_optimizer", "none") != "none":
+        trained = 0.0  # gradients follow the optimizer
+    return sum(
+        size / (sharers if stage >= sharded_from else 1)
+        for size, sharded_from in ((12 * trained, 1), (4 * trained, 2), (weights, 3))
+    )
 
 
 def _batch(train: schema.Train, data_parallel: int, situation: Situation, why: list[str]) -> tuple[int, int]:
@@ -204,9 +168,7 @@ def _most_rows(situation: Situation) -> int:
     return 2 if (situation.device_memory_bytes or 0) >= 79e9 else 1
 
 
-def _checkpoint_every(
-    train: schema.Train, parts: dict[str, Any], situation: Situation, why: list[str]
-) -> int:
+def _checkpoint_every(train: schema.Train, parts: Parts, situation: Situation, why: list[str]) -> int:
     """Recompute every n-th block; `auto`: none on CPUs and on large GPUs with room, else all.
 
     Large means 40 GB or more, room that the model states take at most a third.
@@ -220,9 +182,7 @@ def _checkpoint_every(
     memory = situation.device_memory_bytes
     if situation.devices == "cpu" or memory is None:
         return 0
-    bare = Strategy(**parts)
-    needed = states_bytes(bare.name.removesuffix("-noreshard"), situation) if bare.name in NAMED else memory
-    if memory >= 39e9 and needed <= memory / 3:
+    if memory >= 39e9 and states_bytes(parts, situation) <= memory / 3:
         why.append("checkpointing none: the model states take at most a third of the GPU")
         return 0
     why.append("checkpointing full: it saves memory; train.checkpointing: none is faster where it fits")

@@ -1,32 +1,22 @@
-"""What may be combined in a strategy. Each rule is a value with a reason and a source."""
+"""What may be combined in a strategy. Each rule is a value: a reason, a source, the versions it holds for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from shardwise.errors import Problem
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy.facts import Facts
 from shardwise.units import processes
 
-Devices = Literal["cpu", "cuda"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """A strategy and what it would be used for."""
-
-    strategy: Strategy
-    devices: Devices
-    world_size: int
-    global_batch: int
-    lora: bool
-    micro_batch: int | None = None
-    """As the job names it; None where it was chosen for the user."""
-
-
 Words = str | Callable[[Facts], str]
+
+# The rules' sources were read in DeepSpeed 0.19.8 and torch 2.13.
+DEEPSPEED = "deepspeed>=0.19,<0.20"
+TORCH = "torch>=2.10,<2.14"
+
+AMPERE = (8, 0)
+"""The first CUDA compute capability with bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +30,23 @@ class Rule:
     fix: Words
     source: str
     """Where it says so: a package's source, its documentation, or arithmetic."""
+    versions: str = ""
+    """The library and the range of its versions that the rule holds for (PEP 440); empty where it depends on
+    none."""
 
 
-def violations(facts: Facts) -> list[Problem]:
-    """Every rule the strategy breaks, all at once."""
+def broken_rules(facts: Facts) -> list[tuple[Rule, Problem]]:
+    """Every rule the strategy breaks, with what it says of it."""
     return [
-        Problem(what=_said(rule.reason, facts), where=rule.where, fix=_said(rule.fix, facts))
+        (rule, Problem(what=_said(rule.reason, facts), where=rule.where, fix=_said(rule.fix, facts)))
         for rule in RULES
         if rule.broken(facts)
     ]
+
+
+def violations(facts: Facts) -> list[Problem]:
+    """What every broken rule says, all at once."""
+    return [problem for _, problem in broken_rules(facts)]
 
 
 def _said(words: Words, facts: Facts) -> str:
@@ -65,6 +63,48 @@ def _offloads(facts: Facts) -> bool:
 
 def _uses_nvme(facts: Facts) -> bool:
     return "nvme" in (facts.strategy.offload_optimizer, facts.strategy.offload_parameters)
+
+
+def _parallel(facts: Facts) -> bool:
+    return _deepspeed(facts) and facts.strategy.tensor_parallel > 1
+
+
+def _splits_a_head(facts: Facts) -> bool:
+    if not _parallel(facts) or facts.architecture is None:
+        return False
+    return facts.architecture.key_value_heads % facts.strategy.tensor_parallel != 0
+
+
+def _heads_reason(facts: Facts) -> str:
+    assert facts.architecture is not None
+    heads, degree = facts.architecture.key_value_heads, facts.strategy.tensor_parallel
+    return f"{degree} GPUs cannot share {heads} key-value heads equally: AutoTP would cut through heads"
+
+
+def _heads_fix(facts: Facts) -> str:
+    assert facts.architecture is not None
+    heads = facts.architecture.key_value_heads
+    degree = max(n for n in range(1, facts.strategy.tensor_parallel + 1) if heads % n == 0)
+    return f"tensor_parallel: {degree}"
+
+
+def _before_ampere(facts: Facts) -> bool:
+    return facts.capability is not None and facts.capability < AMPERE
+
+
+def _needs_flash_attention(facts: Facts) -> bool:
+    shape = facts.architecture
+    return shape is not None and shape.flash_attention and facts.strategy.precision == "fp16"
+
+
+def _capability(facts: Facts) -> str:
+    assert facts.capability is not None
+    return f"GPUs of compute capability {facts.capability[0]}.{facts.capability[1]}"
+
+
+def _bf16_fix(facts: Facts) -> str:
+    flash = facts.architecture is not None and facts.architecture.flash_attention
+    return f"train.precision: {'fp32' if flash else 'fp16 or fp32'}, or a GPU of compute capability 8.0"
 
 
 def _batch_is_uneven(facts: Facts) -> bool:
@@ -123,6 +163,7 @@ RULES: tuple[Rule, ...] = (
         where="strategy.offload_parameters",
         fix="strategy.stage: 3, or offload_parameters: none",
         source="deepspeed/runtime/zero/config.py: offload_param, valid only with stage 3",
+        versions=DEEPSPEED,
     ),
     Rule(
         name="optimizer-offload-needs-zero",
@@ -131,6 +172,7 @@ RULES: tuple[Rule, ...] = (
         where="strategy.offload_optimizer",
         fix="strategy.stage: 2, or offload_optimizer: none",
         source="deepspeed/runtime/zero/config.py: offload_optimizer, valid with stages 1, 2, 3",
+        versions=DEEPSPEED,
     ),
     Rule(
         name="nvme-needs-stage-3",
@@ -139,6 +181,7 @@ RULES: tuple[Rule, ...] = (
         where="strategy.offload_optimizer",
         fix="strategy.stage: 3, or offload_optimizer: cpu",
         source="deepspeed/runtime/zero/stage_1_and_2.py: any device but `none` is the CPU",
+        versions=DEEPSPEED,
     ),
     Rule(
         name="nvme-needs-a-path",
@@ -147,6 +190,7 @@ RULES: tuple[Rule, ...] = (
         where="strategy.nvme_path",
         fix="strategy.nvme_path: a folder on a local NVMe disk",
         source="deepspeed/runtime/zero/offload_config.py: nvme_path",
+        versions=DEEPSPEED,
     ),
     Rule(
         name="path-needs-nvme",
@@ -166,6 +210,7 @@ RULES: tuple[Rule, ...] = (
         where="strategy.offload_parameters",
         fix="offload_parameters: cpu, with offload_optimizer left out",
         source="torch.distributed.fsdp.CPUOffloadPolicy",
+        versions=TORCH,
     ),
     Rule(
         name="reshard-is-for-sharded-parameters",
@@ -177,6 +222,7 @@ RULES: tuple[Rule, ...] = (
         where="strategy.reshard",
         fix="leave reshard out, or take ZeRO-3 or FSDP2",
         source="ZeRO-3: stage3_max_live_parameters; FSDP2: reshard_after_forward",
+        versions=DEEPSPEED,
     ),
     Rule(
         name="keeping-parameters-defeats-their-offload",
@@ -201,6 +247,7 @@ RULES: tuple[Rule, ...] = (
         where="strategy.tensor_parallel",
         fix="a divisor of the number of processes",
         source="torch.distributed.device_mesh",
+        versions=DEEPSPEED,
     ),
     Rule(
         name="tensor-parallel-and-lora",
@@ -209,14 +256,52 @@ RULES: tuple[Rule, ...] = (
         where="strategy.tensor_parallel",
         fix="tensor_parallel: 1 (zero2, zero3 and fsdp2 train LoRA), or train all weights",
         source="deepspeed/module_inject/auto_tp.py, seen with DeepSpeed 0.19.8 and PEFT 0.21",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="tensor-parallel-divides-key-value-heads",
+        broken=_splits_a_head,
+        reason=_heads_reason,
+        where="strategy.tensor_parallel",
+        fix=_heads_fix,
+        source="deepspeed/module_inject/tp_shard.py: get_shard_size, which knows no heads without the config",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="tensor-parallel-stops-at-the-first-batch",
+        broken=_parallel,
+        reason="DeepSpeed's AutoTP compares the GPUs' first batches, and fails on batches of several tensors",
+        where="strategy.tensor_parallel",
+        fix="tensor_parallel: 1; zero3 and fsdp2 spread a model over GPUs, too",
+        source="deepspeed/runtime/engine.py: check_dataloader_inputs_same_across_ranks, on a MicroBatch",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="bf16-needs-ampere",
+        broken=lambda f: f.strategy.precision == "bf16" and _before_ampere(f),
+        reason=lambda f: f"{_capability(f)} have no bf16 arithmetic",
+        where="train.precision",
+        fix=_bf16_fix,
+        source="torch.cuda.is_bf16_supported(including_emulation=False): from compute capability 8.0",
+        versions=TORCH,
+    ),
+    Rule(
+        name="flash-attention-needs-ampere",
+        broken=lambda f: _needs_flash_attention(f) and _before_ampere(f),
+        reason=lambda f: f"{_capability(f)} have no flash attention, which this model attends with in fp16",
+        where="train.precision",
+        fix="train.precision: fp32, or a GPU of compute capability 8.0",
+        source="torch, aten/.../flash_attn/flash_api.cpp: mha_varlen_fwd; shardwise.kernels.attention",
+        versions=TORCH,
     ),
     Rule(
         name="fp16-needs-a-gpu",
         broken=lambda f: f.strategy.precision == "fp16" and _deepspeed(f) and f.devices == "cpu",
-        reason="DeepSpeed does not train in fp16 on CPUs",
+        reason="DeepSpeed does not train in fp16 on CPUs without fp16 arithmetic",
         where="train.precision",
         fix="train.precision: bf16 or fp32",
         source="deepspeed/accelerator/cpu_accelerator.py: is_fp16_supported",
+        versions=DEEPSPEED,
     ),
     Rule(
         name="fp16-needs-zero",
@@ -225,6 +310,7 @@ RULES: tuple[Rule, ...] = (
         where="strategy.stage",
         fix="strategy: zero1 or zero2, or train.precision: bf16",
         source="deepspeed/runtime/engine.py 0.19.8: backward scales the loss for ZeRO's optimizers only",
+        versions=DEEPSPEED,
     ),
     Rule(
         name="global-batch-divides",

@@ -9,6 +9,8 @@ Engine = Literal["single", "deepspeed", "fsdp2"]
 Place = Literal["none", "cpu", "nvme"]
 Precision = Literal["bf16", "fp16", "fp32"]
 
+_WORD: dict[Place, str] = {"none": "", "cpu": "-offload", "nvme": "-nvme"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
@@ -44,14 +46,25 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """Short name: `zero3-offload`, `fsdp2`, `autotp4-zero1`, `single`."""
+        """Short name, another for every other engine, stage, place, resharding and tensor-parallel size.
+
+        `single`, `zero3-offload`, `zero3-offload-optimizer`, `fsdp2-noreshard`, `autotp4-zero1`, ...
+        """
         if self.engine == "single":
             return "single"
         parallel = f"autotp{self.tensor_parallel}-" if self.tensor_parallel > 1 else ""
         base = f"zero{self.stage}" if self.engine == "deepspeed" else "fsdp2"
-        places = {self.offload_optimizer, self.offload_parameters} - {"none"}
-        offload = "-nvme" if "nvme" in places else "-offload" if places else ""
-        return f"{parallel}{base}{offload}{'' if self.reshard else '-noreshard'}"
+        return f"{parallel}{base}{self._offload}{'' if self.reshard else '-noreshard'}"
+
+    @property
+    def _offload(self) -> str:
+        """Where things wait: for all that can (below ZeRO-3 only the optimizer), or thing by thing."""
+        optimizer, parameters = self.offload_optimizer, self.offload_parameters
+        only_optimizer = self.engine == "deepspeed" and self.stage < 3 and parameters == "none"
+        if optimizer == parameters or only_optimizer:
+            return _WORD[optimizer]
+        moved = {"optimizer": optimizer, "parameters": parameters}
+        return "".join(f"{_WORD[place]}-{what}" for what, place in moved.items() if place != "none")
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, **asdict(self)}

@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from shardwise.engine.build import build_engine
+from shardwise.engine.loss import CausalLMLoss
 from shardwise.engine.protocol import Engine, World
 from shardwise.errors import StoppedError
 from shardwise.job.schema import Job
@@ -30,7 +31,6 @@ from shardwise.record.environment import environment
 from shardwise.record.write import RunFolder
 from shardwise.train.announce import announce, header, speed
 from shardwise.train.loop import Loop, Progress
-from shardwise.train.loss import CausalLMLoss
 from shardwise.train.observe import Quiet, Recorder
 from shardwise.train.process import Chorus, StopSignal, join, place
 from shardwise.train.ready import Ready, count_steps, get_ready, identity, make_streams

@@ -23,6 +23,10 @@ VERBS = {
     "demo": {"--out"},
     "init": {"--out", "--list", "--models"},
     "config": {"--set", "--json"},
+    "plan": {
+        "--gpus", "--model", "--lora", "--full", "--sequence", "--global-batch", "--objective", "--all",
+        "--explain", "--json", "--out", "--set", "--memory-cap",
+    },
     "train": {
         "--processes", "--resume", "--max-steps", "--dry-run", "--set", "--memory-cap", "--json",
     },

@@ -6,7 +6,8 @@ import pytest
 
 from shardwise.errors import JobError
 from shardwise.job import schema
-from shardwise.strategy.auto import NAMED, resolve
+from shardwise.strategy.auto import Situation, resolve, states_bytes
+from shardwise.strategy.named import NAMED, parts_of
 from shardwise.strategy.strategy import Strategy
 
 GB = 10**9
@@ -112,3 +113,36 @@ def test_unset_parts_have_documented_defaults() -> None:
     offloaded, _ = pick(schema.StrategySpec(engine="fsdp2", offload_parameters="cpu"))
     assert offloaded.name == "fsdp2-offload"
     assert offloaded.offload_optimizer == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("spec", "each"),  # bytes a parameter on each of 4 GPUs, all of them trained, bf16
+    [
+        ("zero0", 2 + 16),
+        ("zero1", 2 + 4 + 12 / 4),
+        ("zero2", 2 + 16 / 4),
+        ("zero3", 18 / 4),
+        ("fsdp2", 18 / 4),
+        ("zero2-offload", 2),
+        ("zero3-offload", 0),
+        (schema.StrategySpec(engine="deepspeed", stage=3, offload_optimizer="cpu"), 2 / 4),
+        (schema.StrategySpec(engine="deepspeed", stage=1, tensor_parallel=2), (2 + 4 + 12 / 2) / 2),
+    ],
+)
+def test_states_of_a_strategy_on_each_gpu(spec: Any, each: float) -> None:
+    situation = Situation(
+        world_size=4,
+        devices="cuda",
+        device_memory_bytes=80 * GB,
+        trainable_parameters=SEVEN_B,
+        total_parameters=SEVEN_B,
+        bytes_per_weight=2,
+    )
+    assert states_bytes(parts_of(spec), situation) == pytest.approx(each * SEVEN_B)
+
+
+def test_a_gpu_without_bf16_is_refused_it() -> None:
+    with pytest.raises(JobError) as caught:
+        pick("zero2", capability=(7, 5))
+    [problem] = caught.value.problems
+    assert problem.where == "train.precision"

@@ -1,14 +1,32 @@
 from __future__ import annotations
 
+from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
-from shardwise.strategy.rules import RULES, Facts, violations
+from shardwise.strategy.facts import Architecture, Facts
+from shardwise.strategy.rules import RULES, broken_rules, violations
 from shardwise.strategy.strategy import Strategy
 
+NO_TENSOR_PARALLEL = "tensor-parallel-stops-at-the-first-batch"
 
-def facts(*, devices: Any = "cuda", world_size: int = 4, lora: bool = False, **parts: Any) -> Facts:
+
+def shape(*, key_value_heads: int = 8, flash_attention: bool = True) -> Architecture:
+    return Architecture(blocks=32, key_value_heads=key_value_heads, flash_attention=flash_attention)
+
+
+def facts(
+    *,
+    devices: Any = "cuda",
+    world_size: int = 4,
+    lora: bool = False,
+    architecture: Architecture | None = None,
+    capability: tuple[int, int] | None = (9, 0),
+    **parts: Any,
+) -> Facts:
     values = {"engine": "deepspeed", "stage": 2, "data_parallel": world_size, **parts}
     strategy = Strategy(**values)
     return Facts(
@@ -17,6 +35,8 @@ def facts(*, devices: Any = "cuda", world_size: int = 4, lora: bool = False, **p
         world_size=world_size,
         global_batch=strategy.global_batch,
         lora=lora,
+        architecture=architecture,
+        capability=capability,
     )
 
 
@@ -34,6 +54,12 @@ BROKEN = {
     "tensor-parallel-is-deepspeed": facts(engine="fsdp2", stage=0, tensor_parallel=2, data_parallel=2),
     "tensor-parallel-divides-the-processes": facts(tensor_parallel=3, data_parallel=1),
     "tensor-parallel-and-lora": facts(tensor_parallel=2, data_parallel=2, lora=True),
+    "tensor-parallel-divides-key-value-heads": facts(
+        tensor_parallel=4, data_parallel=1, architecture=shape(key_value_heads=2)
+    ),
+    NO_TENSOR_PARALLEL: facts(tensor_parallel=2, data_parallel=2),
+    "bf16-needs-ampere": facts(capability=(7, 5)),
+    "flash-attention-needs-ampere": facts(capability=(7, 0), precision="fp16", architecture=shape()),
     "fp16-needs-a-gpu": facts(precision="fp16", devices="cpu"),
     "fp16-needs-zero": facts(stage=0, precision="fp16"),
     "global-batch-divides": Facts(
@@ -52,7 +78,10 @@ def test_there_is_a_case_for_every_rule() -> None:
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_rule_refuses_its_case_and_no_other_rule_does(name: str) -> None:
-    assert [rule.name for rule in RULES if rule.broken(BROKEN[name])] == [name]
+    # AutoTP is refused as a whole besides
+    others = set() if BROKEN[name].strategy.tensor_parallel == 1 else {NO_TENSOR_PARALLEL}
+    assert {rule.name for rule, _ in broken_rules(BROKEN[name])} - others == {name} - others
+    assert name in {rule.name for rule, _ in broken_rules(BROKEN[name])}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +94,11 @@ def test_a_rule_refuses_its_case_and_no_other_rule_does(name: str) -> None:
         facts(stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path="/nvme"),
         facts(stage=3, offload_parameters="cpu"),
         facts(stage=3, reshard=False, lora=True),
-        facts(stage=1, tensor_parallel=4, data_parallel=1),
+        facts(architecture=shape()),
+        facts(capability=(7, 0), precision="fp16", architecture=shape(flash_attention=False)),
+        facts(capability=(7, 0), precision="fp32", architecture=shape()),
+        facts(capability=(8, 0), precision="fp16", architecture=shape()),
+        facts(capability=None),
         facts(engine="fsdp2", stage=0, reshard=False),
         facts(engine="fsdp2", stage=0, offload_optimizer="cpu", offload_parameters="cpu"),
         facts(devices="cpu", precision="bf16"),
@@ -101,6 +134,47 @@ def test_an_uneven_batch_is_told_in_the_numbers_that_were_written(
     )
     assert what in problem.what
     assert problem.fix.endswith(fix)
+
+
+def test_a_degree_that_cuts_heads_is_answered_with_one_that_does_not() -> None:
+    cut = facts(tensor_parallel=4, data_parallel=1, architecture=shape(key_value_heads=6))
+    [problem] = [found for rule, found in broken_rules(cut) if rule.name.endswith("key-value-heads")]
+    assert problem.what.startswith("4 GPUs cannot share 6 key-value heads")
+    assert problem.fix == "tensor_parallel: 3"
+
+
+@pytest.mark.parametrize(("flash", "fix"), [(True, "fp32"), (False, "fp16 or fp32")])
+def test_an_old_gpu_is_told_which_precisions_are_left(flash: bool, fix: str) -> None:
+    [problem] = violations(facts(capability=(7, 0), architecture=shape(flash_attention=flash)))
+    assert problem.what == "GPUs of compute capability 7.0 have no bf16 arithmetic"
+    assert problem.fix == f"train.precision: {fix}, or a GPU of compute capability 8.0"
+    old = facts(capability=(7, 0), architecture=shape(flash_attention=flash), precision=fix[:4])
+    assert violations(old) == []  # the advice is good
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.versions], ids=lambda rule: rule.name)
+def test_a_rule_holds_for_the_installed_version_of_its_library(rule: Any) -> None:
+    """A red one asks for reading the rule's source in the new version, then moving its range."""
+    library = Requirement(rule.versions)
+    assert library.specifier.contains(version(library.name), prereleases=True), rule.source
+
+
+def test_a_rule_about_a_library_says_which_versions_it_is_for() -> None:
+    for rule in RULES:
+        assert bool(rule.versions) == rule.source.startswith(("deepspeed", "torch", "ZeRO-3")), rule.name
+
+
+@pytest.mark.parametrize(
+    ("config", "blocks", "heads"),
+    [
+        ({"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}, 32, 8),
+        ({"num_hidden_layers": 12, "num_attention_heads": 12}, 12, 12),
+        ({"num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": None}, 12, 12),
+    ],
+)
+def test_an_architecture_is_read_from_a_config(config: dict[str, Any], blocks: int, heads: int) -> None:
+    read = Architecture.of(SimpleNamespace(**config), flash_attention=False)
+    assert (read.blocks, read.key_value_heads) == (blocks, heads)
 
 
 def test_all_violations_come_at_once_each_with_key_and_fix() -> None:

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from shardwise.data.batch import IGNORED, MicroBatch
+from shardwise.engine.loss import CausalLMLoss
 from shardwise.errors import JobError
 from shardwise.kernels import attention
-from shardwise.train.loss import CausalLMLoss
 
 VOCABULARY = 61
 SIZES = {

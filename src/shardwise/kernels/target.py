@@ -1,0 +1,51 @@
+"""Which GPU meta tensors stand for: kernels that look at the device take them for tensors on that GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What of a GPU decides which kernels run."""
+
+    capability: tuple[int, int]
+    """CUDA compute capability."""
+    multiprocessors: int
+
+
+HOPPER = Target(capability=(9, 0), multiprocessors=132)
+
+_TARGET: ContextVar[Target] = ContextVar("target", default=HOPPER)
+
+
+@contextmanager
+def speaking_for(target: Target) -> Iterator[None]:
+    """Within, tensors on the meta device are taken for tensors on `target`."""
+    token = _TARGET.set(target)
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
+def target() -> Target:
+    """The GPU that meta tensors stand for."""
+    return _TARGET.get()
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is on a GPU, or stands for one that is."""
+    return tensor.is_cuda or tensor.is_meta
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability; (0, 0) for a CPU."""
+    if device.type == "meta":
+        return target().capability
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -1,0 +1,136 @@
+"""Where nothing fits: the small changes to try, in a fixed order, until one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from shardwise.errors import JobError
+from shardwise.hardware.catalog import MODERN, Gpu, gpus
+from shardwise.hardware.hardware import Hardware
+from shardwise.hardware.parse import parse_hardware
+from shardwise.job.schema import Job, Lora
+from shardwise.plan.plan import Nearest, Option
+from shardwise.units import gib
+
+SHORTEST_ROW = 256
+MOST_GPUS = 8
+"""GPUs of a node to which the number is doubled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A job and a hardware that differ in one thing from what was asked."""
+
+    what: str
+    how: str
+    job: Job
+    hardware: Hardware
+    memory_cap_bytes: int | None
+
+
+def nearest(changes: Iterable[Change], attempt: Callable[[Change], Option | None]) -> Nearest | None:
+    """The first change with which something fits; `attempt` returns what does, or None."""
+    for change in changes:
+        option = attempt(change)
+        if option is not None:
+            return Nearest(what=change.what, how=change.how, option=option)
+    return None
+
+
+def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = None) -> Iterator[Change]:
+    """Shorter rows, LoRA, all of each GPU, more GPUs, larger GPUs; each with the flag that asks for it."""
+    asked = Change(what="", how="", job=job, hardware=hardware, memory_cap_bytes=memory_cap_bytes)
+    yield from _shorter_rows(asked)
+    if job.model.lora is None and job.model.weights == "pretrained":
+        lora = Lora()
+        model = job.model.model_copy(update={"lora": lora})
+        yield replace(
+            asked,
+            what=f"LoRA of rank {lora.rank} instead of training all weights",
+            how=f"--lora {lora.rank}",
+            job=job.model_copy(update={"model": model}),
+        )
+    if memory_cap_bytes is not None:
+        yield replace(
+            asked,
+            what=f"the GPU's {gib(hardware.gpu.memory_bytes)} instead of {gib(memory_cap_bytes)}",
+            how="leave --memory-cap out",
+            memory_cap_bytes=None,
+        )
+    yield from _more_gpus(asked)
+    if memory_cap_bytes is None:
+        yield from _larger_gpus(asked)
+
+
+def larger_gpus(gpu: Gpu) -> list[Gpu]:
+    """One GPU of CUDA for each larger memory size of the catalog, ascending.
+
+    Of several of a size it is one of the same architecture, else of a recent one, else the catalog's first.
+    """
+
+    def strangeness(other: Gpu) -> int:
+        return 0 if other.architecture == gpu.architecture else 1 if other.architecture in MODERN else 2
+
+    larger = [g for g in gpus() if g.compute_capability is not None and g.sold_as_gb > gpu.sold_as_gb]
+    sizes = sorted({g.sold_as_gb for g in larger})
+    return [min((g for g in larger if g.sold_as_gb == size), key=strangeness) for size in sizes]
+
+
+def _shorter_rows(asked: Change) -> Iterator[Change]:
+    whole = asked.job.data.sequence_length
+    for length in (whole // 2, whole // 4):
+        if length >= SHORTEST_ROW:
+            data = asked.job.data.model_copy(update={"sequence_length": length})
+            yield replace(
+                asked,
+                what=f"rows of {length} tokens instead of {whole}",
+                how=f"--sequence {length}",
+                job=asked.job.model_copy(update={"data": data}),
+            )
+
+
+def _more_gpus(asked: Change) -> Iterator[Change]:
+    now, rows = asked.hardware, asked.job.train.global_batch
+    number = now.gpus_per_node * 2
+    while number <= MOST_GPUS:
+        spec = f"{number}x{_typed(now.gpu)}"
+        hardware = _like(now, spec)
+        if hardware is not None and rows % hardware.world_size == 0:
+            what = f"{hardware.world_size} GPUs instead of {now.world_size}"
+            yield replace(asked, what=what, how=f"--gpus {_nodes(now)}{spec}", hardware=hardware)
+        number *= 2
+
+
+def _larger_gpus(asked: Change) -> Iterator[Change]:
+    now = asked.hardware
+    for gpu in larger_gpus(now.gpu):
+        spec = f"{now.gpus_per_node}x{_typed(gpu)}"
+        hardware = _like(now, spec)
+        if hardware is not None:
+            what = f"{gpu.name}, of {gpu.sold_as_gb} GB, instead of {now.gpu.name}"
+            yield replace(asked, what=what, how=f"--gpus {_nodes(now)}{spec}", hardware=hardware)
+
+
+def _like(now: Hardware, spec: str) -> Hardware | None:
+    """Nodes of `spec` in the place of those there are now; None where no such node can be built."""
+    try:
+        node = parse_hardware(spec)
+    except JobError:
+        return None
+    return replace(
+        node,
+        nodes=now.nodes,
+        inter=now.inter,
+        host_memory_bytes=now.host_memory_bytes,
+        cpu_cores=now.cpu_cores,
+    )
+
+
+def _nodes(hardware: Hardware) -> str:
+    return "" if hardware.nodes == 1 else f"{hardware.nodes}x"
+
+
+def _typed(gpu: Gpu) -> str:
+    """A GPU's name as one word of a command line."""
+    return gpu.name.replace(" ", "-")

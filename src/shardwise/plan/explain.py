@@ -1,0 +1,181 @@
+"""`plan --explain`: where the choice's memory and time go, and what would make a better one fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.plan.bar import plain_bar
+from shardwise.plan.changes import larger_gpus
+from shardwise.plan.plan import Option, Plan, in_words
+from shardwise.plan.why import better_with_memory, gain, terms
+from shardwise.simulate.prediction import Memory, Moment, Time
+from shardwise.units import duration, gib
+
+LINES_OF_BLOCKS = 4
+"""Lines into which the blocks of one pass are gathered."""
+LEAST_BAR, MOST_BAR = 16, 60
+_OTHER_COLUMNS = 28
+"""Cells of a line beside its name and its bar."""
+_BLOCK = re.compile(r"block (\d+) (.+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A name, a share as a bar, and what it comes to."""
+
+    name: str
+    share: float
+    text: str
+    remark: str = ""
+    bold: bool = False
+
+
+def show_explanation(plan: Plan, *, console: Console | None = None) -> None:
+    """Prints where the memory and the time of the choice go, or of what is nearest to fitting."""
+    console = console or Console()
+    option = plan.options[0]
+    sections = {
+        f"memory over a step: {in_words(option.strategy)}": list(_timeline(option.prediction.memory)),
+        "memory where it is largest": list(_terms(option.prediction.memory)),
+        "time of a step (its parts overlap)": list(_times(option.prediction.time)),
+    }
+    widest = max(len(line.name) for lines in sections.values() for line in lines)
+    bar = max(LEAST_BAR, min(MOST_BAR, console.width - widest - _OTHER_COLUMNS))
+    for title, lines in sections.items():
+        if lines:
+            console.print(Text(f"{title}", style="bold"))
+            console.print(_bars(lines, widest, bar))
+            console.print()
+    if plan.chosen is not None:
+        console.print(Text("with more memory", style="bold"))
+        console.print(_listed(next_better(plan, plan.chosen)))
+
+
+def next_better(plan: Plan, chosen: Option) -> Iterator[str]:
+    """What would have to change for something better to fit, the smallest change first."""
+    better = better_with_memory(plan)
+    goal = {"throughput": "the tokens/s", "energy": "the tokens a joule", "memory": ""}[plan.objective]
+    larger = sum(skipped.strategy.name == chosen.strategy.name for skipped in plan.skipped)
+    if not better and larger:
+        yield (
+            f"nothing that was simulated would be better; {larger} larger variants of {chosen.strategy.name} "
+            "were not, because smaller ones do not fit"
+        )
+    elif not better:
+        yield "nothing that was simulated would be better: memory does not hold the choice back"
+    for option in better:
+        factor = gain(option, chosen, plan.objective)
+        yield f"{factor:.2f}x {goal}: {in_words(option.strategy)}; {_needs(option, plan)}"
+
+
+def folded(timeline: Sequence[Moment]) -> list[Moment]:
+    """The timeline with neighbouring blocks gathered; a gathered line has the most memory of its blocks."""
+    lines: list[Moment] = []
+    for phase, moments in groupby(timeline, key=_phase):
+        blocks = list(moments)
+        size = -(-len(blocks) // LINES_OF_BLOCKS)
+        if phase is None:
+            lines += blocks
+            continue
+        for start in range(0, len(blocks), size):
+            part = blocks[start : start + size]
+            first, last = (_number(part[0]), _number(part[-1]))
+            name = f"block {first} {phase}" if first == last else f"blocks {first}–{last} {phase}"
+            lines.append(Moment(where=name, allocated_bytes=max(m.allocated_bytes for m in part)))
+    return lines
+
+
+def _needs(option: Option, plan: Plan) -> str:
+    """What it lacks, in bytes, and the smallest GPU that has them."""
+    memory, gpu = option.prediction.memory, plan.hardware.gpu
+    wanted = memory.needed_bytes / (1 - plan.margin)
+    if wanted <= memory.capacity_bytes or (option.fit == "no" and memory.fits):
+        return f"it needs {gib(memory.host_bytes)} in each host's memory, and {plan.margin:.0%} to spare"
+    said = f"it needs {gib(memory.needed_bytes)} of a GPU"
+    if plan.memory_cap_bytes is not None:
+        return f"{said}, and a higher --memory-cap"
+    unusable = gpu.memory_bytes - memory.capacity_bytes
+    enough = [other for other in larger_gpus(gpu) if other.memory_bytes - unusable >= wanted]
+    if not enough:
+        return f"{said}, and no GPU of the catalog has that and the margin"
+    size = f"{enough[0].sold_as_gb}GB"
+    name = enough[0].name if size in enough[0].name else f"{enough[0].name} ({size})"
+    return f"{said}; {name} has that and the margin"
+
+
+def _phase(moment: Moment) -> str | None:
+    match = _BLOCK.fullmatch(moment.where)
+    return match[2] if match else None
+
+
+def _number(moment: Moment) -> int:
+    match = _BLOCK.fullmatch(moment.where)
+    assert match is not None
+    return int(match[1])
+
+
+def _timeline(memory: Memory) -> Iterator[Line]:
+    lines = folded(memory.timeline)
+    peak = max((line.allocated_bytes for line in lines), default=0)
+    for line in lines:
+        yield Line(
+            name=line.where,
+            share=line.allocated_bytes / memory.capacity_bytes,
+            text=gib(line.allocated_bytes),
+            remark="◀ most" if line.allocated_bytes == peak else "",
+        )
+
+
+def _terms(memory: Memory) -> Iterator[Line]:
+    for name, value in terms(memory).items():
+        remark = f"{value / memory.needed_bytes:.0%}"
+        yield Line(name=name, share=value / memory.capacity_bytes, text=gib(value), remark=remark)
+    yield Line(
+        name="together",
+        share=memory.needed_bytes / memory.capacity_bytes,
+        text=gib(memory.needed_bytes),
+        remark=f"of {gib(memory.capacity_bytes).removesuffix(' GiB')}",
+        bold=True,
+    )
+
+
+def _times(time: Time) -> Iterator[Line]:
+    rows = {
+        "computing": time.compute_seconds,
+        "communication": time.communication_seconds,
+        "  of it waited for": time.exposed_communication_seconds,
+        "copies to and from the host": time.copy_seconds,
+        "optimizer": time.optimizer_seconds,
+        "the host issuing kernels": time.launch_seconds,
+        "the step": time.step_seconds,
+    }
+    for name, seconds in rows.items():
+        share = seconds / time.step_seconds
+        if seconds:
+            bold = name == "the step"
+            yield Line(name=name, share=share, text=duration(seconds), remark=f"{share:.0%}", bold=bold)
+
+
+def _bars(lines: Sequence[Line], widest: int, bar: int) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(no_wrap=True, width=widest + 2)
+    for justify in ("left", "right", "left"):
+        table.add_column(justify=justify, no_wrap=True)
+    for line in lines:
+        style = "bold" if line.bold else ""
+        table.add_row(f"  {line.name}", plain_bar(line.share, bar), line.text, line.remark, style=style)
+    return table
+
+
+def _listed(sentences: Iterable[str]) -> Table:
+    lines = Table.grid(padding=(0, 1, 0, 0))
+    for sentence in sentences:
+        lines.add_row(Text("·", style="dim"), Text(sentence))
+    return lines

@@ -1,0 +1,186 @@
+"""A plan: the chosen strategy, the ranked rest, what was left out and why. Frozen values, and their JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from shardwise.hardware.hardware import Hardware
+from shardwise.job.schema import Job
+from shardwise.simulate.prediction import Prediction
+from shardwise.strategy.space import Refused
+from shardwise.strategy.strategy import Strategy
+
+Objective = Literal["throughput", "memory", "energy"]
+OBJECTIVES: tuple[Objective, ...] = ("throughput", "memory", "energy")
+
+Fit = Literal["fits", "tight", "no"]
+"""Within the capacity less the margin; within the capacity only; not within it."""
+
+SCHEMA = 1
+TOKENS_TO_COMPARE = 10**9
+"""How long a strategy takes is told for so many tokens where a job's own number is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What of a job decides how it runs."""
+
+    name: str
+    model: str
+    parameters: int
+    trainable_parameters: int
+    lora_rank: int | None
+    sequence_length: int
+    global_batch: int
+    precision: str
+    total_tokens: int | None
+    """Tokens of the whole training, with what pads the rows; None where the data's size is not known."""
+    assumed: tuple[str, ...] = ()
+    """What nobody said, as the flags that would say it."""
+
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        *,
+        parameters: int,
+        trainable_parameters: int,
+        epoch_tokens: int | None = None,
+        assumed: Sequence[str] = (),
+    ) -> Workload:
+        """A job's summary; `epoch_tokens` are those of one pass over its data, where they are known."""
+        rows_tokens = job.train.global_batch * job.data.sequence_length
+        total = None
+        if job.train.steps is not None:
+            total = job.train.steps * rows_tokens
+        elif epoch_tokens is not None:
+            total = round((job.train.epochs or 1) * epoch_tokens)
+        return cls(
+            name=job.name,
+            model=job.model.source,
+            parameters=parameters,
+            trainable_parameters=trainable_parameters,
+            lora_rank=None if job.model.lora is None else job.model.lora.rank,
+            sequence_length=job.data.sequence_length,
+            global_batch=job.train.global_batch,
+            precision=job.train.precision,
+            total_tokens=total,
+            assumed=tuple(assumed),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A strategy that was simulated."""
+
+    strategy: Strategy
+    prediction: Prediction
+    fit: Fit
+    why: tuple[str, ...] = ()
+    """Sentences with numbers: what is good or bad about it."""
+
+    def seconds(self, tokens: int) -> float:
+        """How long training on so many tokens takes."""
+        time = self.prediction.time
+        return tokens / (time.tokens_per_second_per_gpu * time.world_size)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy.to_json(),
+            "fits": self.fit != "no",
+            "tight": self.fit == "tight",
+            "why": list(self.why),
+            "prediction": self.prediction.to_json(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A strategy that was not simulated: one that needs less memory does not fit."""
+
+    strategy: Strategy
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"strategy": self.strategy.to_json(), "fits": False, "why": [self.reason]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nearest:
+    """The nearest change of the job or the hardware with which something fits."""
+
+    what: str
+    """In words: `rows of 1024 tokens instead of 2048`."""
+    how: str
+    """As a flag: `--sequence 1024`."""
+    option: Option
+
+    def to_json(self) -> dict[str, Any]:
+        return {"what": self.what, "how": self.how, **self.option.to_json()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `shardwise plan` found out; all its numbers are predictions."""
+
+    hardware: Hardware
+    job: Workload
+    objective: Objective
+    margin: float
+    """Share of the capacity that the choice leaves free."""
+    memory_cap_bytes: int | None = None
+    """What the user limits each process to; None: the whole GPU."""
+    chosen: Option | None
+    """None where nothing fits."""
+    alternatives: tuple[Option, ...]
+    """The rest, best first: what fits, what is tight, and what does not fit by how little it misses."""
+    skipped: tuple[Skipped, ...] = ()
+    refused: tuple[Refused, ...] = ()
+    nearest: Nearest | None = field(default=None)
+    """Looked for only where nothing fits."""
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """Everything simulated, best first."""
+        return self.alternatives if self.chosen is None else (self.chosen, *self.alternatives)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What a process may use of a GPU."""
+        return self.options[0].prediction.memory.capacity_bytes
+
+    @property
+    def tokens(self) -> int:
+        """What `Option.seconds` is told for."""
+        return self.job.total_tokens or TOKENS_TO_COMPARE
+
+    def to_json(self) -> dict[str, Any]:
+        """Schema 1: bytes, seconds, joules; a key that has nothing to say is null or empty, never absent."""
+        return {
+            "schema": SCHEMA,
+            "hardware": self.hardware.to_json(),
+            "job": asdict(self.job),
+            "objective": self.objective,
+            "margin_fraction": self.margin,
+            "memory_cap_bytes": self.memory_cap_bytes,
+            "chosen": None if self.chosen is None else self.chosen.to_json(),
+            "alternatives": [option.to_json() for option in self.alternatives],
+            "skipped": [skipped.to_json() for skipped in self.skipped],
+            "refused": [
+                {"strategy": refused.strategy.to_json(), "rule": refused.rule, "reason": refused.reason}
+                for refused in self.refused
+            ],
+            "nearest": None if self.nearest is None else self.nearest.to_json(),
+        }
+
+
+def in_words(strategy: Strategy) -> str:
+    """`zero2 with micro-batch 4, accumulation 2, checkpointing every block`."""
+    every = strategy.checkpoint_every
+    recomputed = "every block" if every == 1 else f"one block in {every}"
+    return (
+        f"{strategy.name} with micro-batch {strategy.micro_batch}, accumulation {strategy.accumulation}, "
+        f"{f'checkpointing {recomputed}' if every else 'no checkpointing'}"
+    )

@@ -1,0 +1,217 @@
+"""From the strategies that are allowed to a plan: each is simulated, unless a leaner one already fails."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import inf
+
+from shardwise.errors import JobError, Problem
+from shardwise.hardware.hardware import Hardware
+from shardwise.plan.plan import Fit, Nearest, Objective, Option, Plan, Skipped, Workload, in_words
+from shardwise.plan.why import reasons, shortcoming
+from shardwise.simulate.prediction import Prediction
+from shardwise.simulate.step_trace import StepTrace
+from shardwise.strategy.space import Refused
+from shardwise.strategy.strategy import Strategy
+from shardwise.units import gib
+
+# Share of the capacity that the choice leaves free. Derived by benchmarks/accuracy: the largest error of peak
+# reserved memory that the ledger allows a prediction.
+MARGIN = 0.05
+
+TraceFor = Callable[[int, int], StepTrace]
+"""Rows of a micro-batch and `checkpoint_every` to their trace."""
+Simulate = Callable[[StepTrace, Strategy, Hardware], Prediction]
+
+
+def search(
+    strategies: Sequence[Strategy],
+    *,
+    refused: Sequence[Refused] = (),
+    hardware: Hardware,
+    workload: Workload,
+    objective: Objective = "throughput",
+    trace_for: TraceFor,
+    simulate: Simulate,
+    nearest: Callable[[], Nearest | None] = lambda: None,
+    margin: float = MARGIN,
+    memory_cap_bytes: int | None = None,
+) -> Plan:
+    """The best of `strategies` for the objective, and everything that was found out on the way.
+
+    Chosen is what fits and leaves the margin; where nothing does, the best of what fits without it; where
+    nothing fits at all, nothing, and `nearest` is asked for a change that would help. `simulate` knows
+    the capacity; `memory_cap_bytes` only says in the plan where it comes from.
+
+    Raises:
+        JobError: no strategy is allowed; it lists the rules that refused them.
+    """
+    if not strategies:
+        raise _all_refused(refused)
+    options, skipped = predict(
+        strategies, hardware=hardware, trace_for=trace_for, simulate=simulate, margin=margin
+    )
+    ranked = rank(options, objective, hardware)
+    best = ranked[0] if ranked[0].fit != "no" else None
+    rest = ranked if best is None else ranked[1:]
+    if best is not None:
+        why = reasons(best, rest, hardware=hardware, objective=objective, margin=margin)
+        best = replace(best, why=why)
+    return Plan(
+        hardware=hardware,
+        job=workload,
+        objective=objective,
+        margin=margin,
+        memory_cap_bytes=memory_cap_bytes,
+        chosen=best,
+        alternatives=tuple(
+            replace(option, why=shortcoming(option, best, hardware=hardware, objective=objective))
+            for option in rest
+        ),
+        skipped=tuple(skipped),
+        refused=tuple(refused),
+        nearest=nearest() if best is None else None,
+    )
+
+
+def predict(
+    strategies: Sequence[Strategy],
+    *,
+    hardware: Hardware,
+    trace_for: TraceFor,
+    simulate: Simulate,
+    margin: float = MARGIN,
+) -> tuple[list[Option], list[Skipped]]:
+    """Each strategy simulated, or skipped because a leaner one of its family cannot fit.
+
+    Strategies that share a trace stand together, the leanest first, so that one trace is held at a time and
+    is made only where something is left to simulate.
+    """
+    options: list[Option] = []
+    skipped: list[Skipped] = []
+    failed: dict[Strategy, list[Option]] = defaultdict(list)
+    for (rows, checkpoint_every), group in _by_trace(strategies):
+        trace: StepTrace | None = None
+        for strategy in group:
+            reason = next(
+                filter(None, (_hopeless(strategy, o, hardware) for o in failed[family(strategy)])), ""
+            )
+            if reason:
+                skipped.append(Skipped(strategy=strategy, reason=reason))
+                continue
+            trace = trace or trace_for(rows, checkpoint_every)
+            prediction = simulate(trace, strategy, hardware)
+            option = Option(
+                strategy=strategy, prediction=prediction, fit=fit(prediction, hardware, margin=margin)
+            )
+            options.append(option)
+            if option.fit == "no":
+                failed[family(strategy)].append(option)
+    return options, skipped
+
+
+def leanest_that_fits(
+    strategies: Sequence[Strategy],
+    *,
+    hardware: Hardware,
+    trace_for: TraceFor,
+    simulate: Simulate,
+    margin: float = MARGIN,
+) -> Option | None:
+    """The fastest of the leanest strategies, if one fits with the margin: a quick answer from few traces."""
+    lean = leanest(strategies)
+    options, _ = predict(lean, hardware=hardware, trace_for=trace_for, simulate=simulate, margin=margin)
+    ranked = rank(options, "throughput", hardware)
+    return ranked[0] if ranked and ranked[0].fit == "fits" else None
+
+
+def fit(prediction: Prediction, hardware: Hardware, *, margin: float = MARGIN) -> Fit:
+    """Whether the fullest GPU, and the host where its memory is known, hold the strategy."""
+    memory = prediction.memory
+    host = hardware.host_memory_bytes or inf
+    if not memory.fits or memory.host_bytes > host:
+        return "no"
+    within = memory.needed_bytes <= (1 - margin) * memory.capacity_bytes
+    return "fits" if within and memory.host_bytes <= (1 - margin) * host else "tight"
+
+
+def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) -> list[Option]:
+    """Best first: what fits, what is tight, each by the objective; then the rest by how far it is off."""
+
+    def key(option: Option) -> tuple[int, float, int]:
+        group = ("fits", "tight", "no").index(option.fit)
+        value = excess(option, hardware) if option.fit == "no" else cost(option, objective)
+        return group, value, option.prediction.memory.needed_bytes
+
+    return sorted(options, key=key)
+
+
+def excess(option: Option, hardware: Hardware) -> float:
+    """What it needs as a share of what there is, of a GPU or of the host; above 1 it does not fit."""
+    memory = option.prediction.memory
+    of_host = memory.host_bytes / (hardware.host_memory_bytes or inf)
+    return max(memory.needed_bytes / memory.capacity_bytes, of_host)
+
+
+def cost(option: Option, objective: Objective) -> float:
+    """What the objective makes small: seconds a token, bytes, or joules a token."""
+    if objective == "throughput":
+        return 1 / option.prediction.time.tokens_per_second_per_gpu
+    if objective == "memory":
+        return option.prediction.memory.needed_bytes
+    return option.prediction.energy.joules_per_token
+
+
+def family(strategy: Strategy) -> Strategy:
+    """What is left of a strategy without micro-batch, accumulation and checkpointing."""
+    return replace(strategy, micro_batch=1, accumulation=1, checkpoint_every=0)
+
+
+def leanest(strategies: Sequence[Strategy]) -> list[Strategy]:
+    """Of each family the one that needs the least memory: enough to know whether anything fits."""
+    lean: dict[Strategy, Strategy] = {}
+    for strategy in sorted(strategies, key=_appetite):
+        lean.setdefault(family(strategy), strategy)
+    return list(lean.values())
+
+
+def _by_trace(strategies: Sequence[Strategy]) -> Iterator[tuple[tuple[int, int], list[Strategy]]]:
+    groups: dict[tuple[int, int], list[Strategy]] = defaultdict(list)
+    for strategy in sorted(strategies, key=_appetite):
+        groups[strategy.micro_batch, strategy.checkpoint_every].append(strategy)
+    yield from groups.items()
+
+
+def _appetite(strategy: Strategy) -> tuple[int, float]:
+    """Ascending in memory within a family: rows at a time, then blocks that keep their activations."""
+    return strategy.micro_batch, strategy.checkpoint_every or inf
+
+
+def _hopeless(strategy: Strategy, failed: Option, hardware: Hardware) -> str:
+    """Why `strategy` cannot fit where a leaner one of its family, `failed`, does not; empty if it might.
+
+    More rows at a time and less checkpointing add activations and free nothing but what the allocator had in
+    fragments; a single micro-batch a step may also do without what accumulates gradients.
+    """
+    if any(more < less for more, less in zip(_appetite(strategy), _appetite(failed.strategy), strict=True)):
+        return ""
+    memory = failed.prediction.memory
+    if hardware.host_memory_bytes is not None and memory.host_bytes > hardware.host_memory_bytes:
+        return f"the host does not hold {in_words(failed.strategy)} already"
+    least = memory.needed_bytes - memory.terms.fragmentation_bytes
+    if strategy.accumulation == 1 < failed.strategy.accumulation:
+        least -= memory.terms.gradients_bytes + memory.terms.engine_buffers_bytes
+    if least <= memory.capacity_bytes:
+        return ""
+    return f"{in_words(failed.strategy)} needs {gib(memory.needed_bytes)} already"
+
+
+def _all_refused(refused: Sequence[Refused]) -> JobError:
+    reasons_by_rule = {one.rule: one for one in reversed(refused)}
+    problems = [
+        Problem(what=f"{one.strategy.name}: {one.reason}", where=f"rule {one.rule}")
+        for one in reversed(reasons_by_rule.values())
+    ]
+    return JobError("no strategy can be used for this job", problems=problems)

@@ -1,0 +1,67 @@
+"""A job from a model's name and a few flags, for a plan without a job file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import JobError, Problem
+from shardwise.job import contradictions, overrides, paths, validate
+from shardwise.job.schema import Job
+from shardwise.job.source import Document
+
+SEQUENCE_LENGTH = 2048
+ROWS_PER_GPU, LEAST_ROWS, MOST_ROWS = 16, 64, 2048
+NO_DATA = "(no data: planned by the model alone)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sketch:
+    """A job to plan with, and what of it nobody said."""
+
+    job: Job
+    assumed: tuple[str, ...]
+    """As the flags that would say it."""
+
+
+def sketch(model: str, changes: Sequence[str], *, world_size: int) -> Sketch:
+    """The job that `changes` (`key=value`, as for --set) describe on top of a model's name.
+
+    Raises:
+        JobError: with everything that is wrong with the model or the changes.
+    """
+    rows = default_global_batch(world_size)
+    document = Document(
+        name="the command line",
+        values={
+            "name": "plan",
+            "model": {"source": model},
+            "data": {"train": NO_DATA, "sequence_length": SEQUENCE_LENGTH},
+            "train": {"global_batch": rows},
+        },
+    )
+    overrides.apply(document, changes)
+    job, wrong = validate.check(document)
+    missing = [
+        Problem(what=what, where=f"--model {model}", fix=fix) for what, fix in paths.missing_model(model)
+    ]
+    given = {change.partition("=")[0].strip() for change in changes}
+    problems = [*document.problems, *missing, *wrong.values()]
+    if job is not None and not problems:
+        found = contradictions.find(job, frozenset(given))
+        problems += [Problem(what=f.what, where=", ".join(f.keys), fix=f.fix) for f in found]
+    if job is None or problems:
+        raise JobError("the command line describes no job", problems=problems)
+    assumed = {
+        "data.sequence_length": f"--sequence {SEQUENCE_LENGTH}",
+        "train.global_batch": f"--global-batch {rows}",
+        "model.lora": "--full",
+    }
+    told = tuple(flag for key, flag in assumed.items() if not any(name.startswith(key) for name in given))
+    return Sketch(job=job, assumed=told)
+
+
+def default_global_batch(world_size: int) -> int:
+    """Rows of a step: about 16 a GPU, at least 64 and at most 2048; a power of two for each GPU."""
+    per_gpu = min(max(LEAST_ROWS, ROWS_PER_GPU * world_size), MOST_ROWS) // world_size
+    return world_size * (1 << max(0, per_gpu.bit_length() - 1))

@@ -1,0 +1,185 @@
+"""A plan as a table that a person reads at a glance; no colour and 80 columns are enough for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.plan.bar import LIMIT, legend, memory_bar, room
+from shardwise.plan.plan import Option, Plan, in_words
+from shardwise.strategy.strategy import Strategy
+from shardwise.units import GIB, count, gib
+
+ROWS = 12
+"""Rows shown of a plan, or more where there are more kinds of strategies."""
+NARROW = 100
+"""Columns of a terminal below which the gaps are one cell, and the longest names take two lines."""
+LEAST_BAR, MOST_BAR = 12, 40
+BAR = 3
+"""The bar's column."""
+_STYLES = {"fits": "green", "tight": "yellow", "no": "red"}
+
+
+def show(plan: Plan, *, console: Console | None = None, everything: bool = False) -> None:
+    """Prints the plan: what for, the table, and why the first is first.
+
+    That nothing fits is said by the error `why.does_not_fit`.
+    """
+    console = console or Console()
+    for line in heading(plan):
+        console.print(line)
+    console.print()
+    shown = list(plan.options) if everything else excerpt(plan)
+    console.print(_table(plan, shown, console.width, everything=everything))
+    console.print(Padding(legend(), (1, 0, 0, 2), expand=False))
+    for line in _refused(plan) if everything else _left_out(plan, len(plan.options) - len(shown)):
+        console.print(Padding(line, (0, 0, 0, 2), expand=False))
+    if plan.chosen is not None:
+        console.print()
+        console.print(verdict(plan.chosen))
+
+
+def excerpt(plan: Plan) -> list[Option]:
+    """The best of each kind, and of the rest the best, in the plan's order."""
+    options = plan.options
+    best = {option.strategy.name: option for option in reversed(options)}
+    kinds = {id(option) for option in best.values()}
+    others = [option for option in options if id(option) not in kinds and option.fit != "no"]
+    kept = kinds | {id(option) for option in others[: max(0, ROWS - len(kinds))]}
+    return [option for option in options if id(option) in kept]
+
+
+def heading(plan: Plan) -> Iterator[Text]:
+    """Which model, on what, and how it is ranked."""
+    job, hardware = plan.job, plan.hardware
+    trained = "all trained"
+    if job.lora_rank is not None:
+        trained = f"LoRA of rank {job.lora_rank} trains {count(job.trainable_parameters)}"
+    size = f" · {count(job.parameters)} parameters, {trained}, {job.precision}"
+    yield Text.assemble((job.model, "bold"), size)
+    number = f"{hardware.nodes} × " if hardware.nodes > 1 else ""
+    rates = "" if hardware.gpu.assumed_from is None else f" (assumed as fast as {hardware.gpu.assumed_from})"
+    links = (hardware.intra if hardware.gpus_per_node > 1 else None, hardware.inter)
+    yield Text.assemble(
+        (f"{number}{hardware.gpus_per_node} × {hardware.gpu.name}", "bold"),
+        f"{rates}, {gib(plan.capacity_bytes)} to use of each",
+        *(f" · {link.name}" for link in links if link is not None),
+    )
+    ranked = {"throughput": "fastest first", "memory": "leanest first", "energy": "least energy first"}
+    yield Text(
+        f"{job.global_batch} rows of {job.sequence_length} tokens a step · {ranked[plan.objective]}, "
+        f"{plan.margin:.0%} of the memory left free"
+    )
+    if job.assumed:
+        yield Text(f"assumed: {', '.join(job.assumed)}", style="dim")
+
+
+def verdict(chosen: Option) -> Table:
+    """The choice and its reasons."""
+    lines = Table.grid(padding=(0, 1, 0, 0))
+    lines.add_row(Text("▶", style="bold green"), Text(in_words(chosen.strategy), style="bold"))
+    for reason in chosen.why:
+        lines.add_row(Text("·", style="dim"), Text(reason))
+    return lines
+
+
+def time_text(seconds: float) -> str:
+    """`25 min`, `13.5 h`, `3.2 d`."""
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    days = seconds / 86400
+    return f"{days:.1f} d" if days < 100 else f"{days:,.0f} d"
+
+
+def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool) -> Table:
+    gap = 1 if width < NARROW else 2
+    rows = [_row(option, plan, width) for option in shown]
+    header = _header(plan)
+    others = [max(map(_width, column)) for column in zip(header, *rows, strict=True)]
+    bar = max(LEAST_BAR, min(MOST_BAR, width - sum(others) - gap * len(others)))
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", highlight=False)
+    before = room(bar, all_fit=all(option.prediction.memory.fits for option in shown))
+    header.insert(BAR, f"memory\n{gib(plan.capacity_bytes):>{before}}{LIMIT}")
+    for index, name in enumerate(header):
+        left = index in (0, BAR, BAR + 2)
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for option, cells in zip(shown, rows, strict=True):
+        cells.insert(BAR, memory_bar(option.prediction.memory, bar, before))
+        style = "bold" if option is plan.chosen else "dim" if option.fit == "no" else ""
+        table.add_row(*cells, style=style)
+    for skipped in plan.skipped if everything else ():
+        batch = _batch(skipped.strategy)
+        table.add_row(_name(skipped.strategy, width), *batch, Text("not simulated"), "", "no", style="dim")
+    return table
+
+
+def _header(plan: Plan) -> list[Text | str]:
+    whole = "trained" if plan.job.total_tokens else "1B tok."
+    return [
+        "\n  strategy", "micro ×\naccum.", "ckpt\n", "\nGiB", "\nfits", "tokens/s\nper GPU", f"{whole}\nin",
+        "J per\ntoken",
+    ]  # fmt: skip
+
+
+def _row(option: Option, plan: Plan, width: int) -> list[Text | str]:
+    """All cells but the bar."""
+    memory = option.prediction.memory
+    name = _name(option.strategy, width)
+    if option is plan.chosen:
+        name = Text.assemble(("▶", "green"), name[1:])
+    host = " host" if option.fit == "no" and memory.fits else ""
+    return [
+        name,
+        *_batch(option.strategy),
+        f"{memory.needed_bytes / GIB:.1f}",
+        Text(option.fit + host, style=_STYLES[option.fit]),
+        f"{option.prediction.time.tokens_per_second_per_gpu:,.0f}",
+        time_text(option.seconds(plan.tokens)),
+        f"{option.prediction.energy.joules_per_token:#.3g}".removesuffix("."),
+    ]
+
+
+def _name(strategy: Strategy, width: int) -> Text:
+    name = strategy.name
+    if width < NARROW:
+        name = name.replace("-offload-", "-offload\n    -")
+    return Text(f"  {name}")
+
+
+def _batch(strategy: Strategy) -> tuple[str, str]:
+    """Micro-batch and accumulation; which blocks are checkpointed."""
+    every = strategy.checkpoint_every
+    checkpointing = {0: "none", 1: "all"}.get(every, f"1/{every}")
+    return f"{strategy.micro_batch} × {strategy.accumulation}", checkpointing
+
+
+def _width(cell: Text | str) -> int:
+    return max((len(line) for line in str(cell).splitlines()), default=0)
+
+
+def _left_out(plan: Plan, more: int) -> Iterator[Text]:
+    """What the table does not show, in a line."""
+    refused = len({one.strategy for one in plan.refused})
+    parts = {
+        f"{more} more": more,
+        f"{len(plan.skipped)} not simulated because smaller ones fail": len(plan.skipped),
+        f"{refused} refused": refused,
+    }
+    told = ", ".join(text for text, number in parts.items() if number)
+    if told:
+        yield Text(f"--all shows {told}", style="dim")
+
+
+def _refused(plan: Plan) -> Iterator[Text]:
+    """Each rule that refused something, with what it refused."""
+    names: dict[str, dict[str, None]] = {}
+    for one in plan.refused:
+        names.setdefault(one.reason, {})[one.strategy.name] = None
+    for reason, refused in names.items():
+        yield Text.assemble("refused: ", ", ".join(refused), (f": {reason}", "dim"))

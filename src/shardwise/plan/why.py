@@ -1,0 +1,182 @@
+"""Why a strategy was chosen, and why the others were not: sentences with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from shardwise.errors import DoesNotFitError
+from shardwise.hardware.hardware import Hardware
+from shardwise.plan.plan import Objective, Option, Plan, in_words
+from shardwise.simulate.prediction import Memory, Time
+from shardwise.units import duration, gib
+
+WORTH_TELLING = 0.02
+"""Shares of a step, and gains, below this are not told."""
+
+TERMS = {
+    "weights_bytes": "weights",
+    "gradients_bytes": "gradients",
+    "optimizer_bytes": "optimizer",
+    "activations_bytes": "activations",
+    "loss_bytes": "output head and loss",
+    "engine_buffers_bytes": "engine buffers",
+    "fragmentation_bytes": "fragmentation",
+    "outside_allocator_bytes": "CUDA and NCCL",
+}
+"""The terms of `Memory.needed_bytes`, as a person calls them."""
+
+
+def terms(memory: Memory) -> dict[str, int]:
+    """Bytes by name, in the order of `TERMS`; they sum up to `needed_bytes`."""
+    values = {**asdict(memory.terms), "outside_allocator_bytes": memory.outside_allocator_bytes}
+    return {name: values[key] for key, name in TERMS.items()}
+
+
+def reasons(
+    chosen: Option, rest: Sequence[Option], *, hardware: Hardware, objective: Objective, margin: float
+) -> tuple[str, ...]:
+    """Why this one: against the best of the others, what it needs, what bounds it."""
+    return (
+        _against_the_others(chosen, rest, objective, margin),
+        _memory(chosen.prediction.memory),
+        _step(chosen.prediction.time, hardware),
+        *_checkpointing(chosen, rest),
+        *_host(chosen.prediction.memory, hardware),
+    )
+
+
+def shortcoming(
+    option: Option, chosen: Option | None, *, hardware: Hardware, objective: Objective
+) -> tuple[str, ...]:
+    """Why not this one, in at most two sentences."""
+    memory = option.prediction.memory
+    said = []
+    if not memory.fits:
+        missing = memory.needed_bytes - memory.capacity_bytes
+        said.append(f"needs {gib(memory.needed_bytes)} of a GPU, {gib(missing)} more than there is")
+    elif option.fit == "no":
+        said.append(
+            f"needs {gib(memory.host_bytes)} of each host's memory; there are "
+            f"{gib(hardware.host_memory_bytes or 0)}"
+        )
+    elif option.fit == "tight":
+        free = 1 - memory.needed_bytes / memory.capacity_bytes
+        said.append(f"fits, and leaves {free:.1%} of the GPU free: less than the margin")
+    if chosen is not None:
+        said.append(_beside(option, chosen, objective))
+    return tuple(said)
+
+
+def does_not_fit(plan: Plan) -> DoesNotFitError:
+    """The error of a plan in which nothing is chosen, with the nearest change that would help."""
+    least, hardware, near = plan.options[0], plan.hardware, plan.nearest
+    fix = "shorter rows, LoRA, 8 GPUs a node and the largest GPU of the catalog were tried: none is enough"
+    if near is not None:
+        needed = gib(near.option.prediction.memory.needed_bytes)
+        fix = f"{near.how} ({near.what}): {in_words(near.option.strategy)} fits, in {needed}"
+    return DoesNotFitError(
+        f"nothing fits: {in_words(least.strategy)} is nearest, and {least.why[0]}",
+        where=f"{plan.job.model} on {hardware.world_size} × {hardware.gpu.name}",
+        fix=fix,
+    )
+
+
+def better_with_memory(plan: Plan) -> list[Option]:
+    """What would beat the choice if there were more memory, from the least more to the most gain.
+
+    Each listed one needs more than the one before it and is better by the objective.
+    """
+    chosen = plan.chosen
+    if chosen is None or plan.objective == "memory":
+        return []
+    found: list[Option] = []
+    best = gain(chosen, chosen, plan.objective) + WORTH_TELLING
+    for option in sorted(plan.alternatives, key=lambda o: o.prediction.memory.needed_bytes):
+        reached = gain(option, chosen, plan.objective)
+        if option.fit != "fits" and reached >= best:
+            found.append(option)
+            best = reached + WORTH_TELLING
+    return found
+
+
+def gain(option: Option, than: Option, objective: Objective) -> float:
+    """How many times as good it is: tokens/s, or tokens a joule, or the inverse of bytes."""
+    if objective == "throughput":
+        speed = option.prediction.time.tokens_per_second_per_gpu
+        return speed / than.prediction.time.tokens_per_second_per_gpu
+    if objective == "energy":
+        return than.prediction.energy.joules_per_token / option.prediction.energy.joules_per_token
+    return than.prediction.memory.needed_bytes / option.prediction.memory.needed_bytes
+
+
+def _against_the_others(chosen: Option, rest: Sequence[Option], objective: Objective, margin: float) -> str:
+    best = {"throughput": "the fastest", "memory": "the least memory", "energy": "the least energy"}[
+        objective
+    ]
+    same = [option for option in rest if option.fit == chosen.fit]
+    if chosen.fit == "tight":
+        first = f"nothing leaves the margin of {margin:.0%} free, and this may run out of memory; {best}"
+        among = (
+            f"{first} of the {len(same) + 1} that fit without it" if same else f"{first}: nothing else fits"
+        )
+    else:
+        among = f"{best} of the {len(same) + 1} that fit" if same else "the only one that fits"
+    other = next((o for o in same if o.strategy.name != chosen.strategy.name), None)
+    if other is None:
+        return among
+    return f"{among}: {_beside(chosen, other, objective)} of {other.strategy.name}, the next kind"
+
+
+def _beside(option: Option, than: Option, objective: Objective) -> str:
+    if objective == "throughput":
+        return f"{gain(option, than, objective):.2f}x the tokens/s"
+    if objective == "energy":
+        return f"{1 / gain(option, than, objective):.2f}x the energy"
+    return f"{1 / gain(option, than, objective):.2f}x the memory"
+
+
+def _memory(memory: Memory) -> str:
+    free = 1 - memory.needed_bytes / memory.capacity_bytes
+    name, most = max(terms(memory).items(), key=lambda term: term[1])
+    used = gib(memory.needed_bytes).removesuffix(" GiB")
+    return (
+        f"{used} of {gib(memory.capacity_bytes)} on the fullest GPU, {free:.0%} free; "
+        f"mostly {name}, {gib(most)}"
+    )
+
+
+def _step(time: Time, hardware: Hardware) -> str:
+    """What the step is made of, the largest waits by name."""
+    parts = [f"computing takes {_share(time.compute_seconds, time)} of it"]
+    if time.exposed_communication_fraction >= WORTH_TELLING:
+        link = hardware.inter or hardware.intra
+        parts.append(f"waiting for communication over {link.name} {time.exposed_communication_fraction:.0%}")
+    if time.copy_seconds >= WORTH_TELLING * time.step_seconds:
+        parts.append(f"copies to and from the host, partly meanwhile, {_share(time.copy_seconds, time)}")
+    if time.launch_seconds >= time.compute_seconds:
+        parts.append(f"issuing its kernels takes the host {_share(time.launch_seconds, time)}")
+    return f"a step takes {duration(time.step_seconds)}: {', '.join(parts)}"
+
+
+def _checkpointing(chosen: Option, rest: Sequence[Option]) -> Iterator[str]:
+    """What recomputation costs, where the same strategy without it was simulated."""
+    if chosen.strategy.checkpoint_every == 0:
+        return
+    for other in rest:
+        same_but = other.strategy.to_json() | {"checkpoint_every": chosen.strategy.checkpoint_every}
+        if other.strategy.checkpoint_every == 0 and same_but == chosen.strategy.to_json():
+            speed = _beside(other, chosen, "throughput")
+            yield f"without checkpointing: {speed}, and {gib(other.prediction.memory.needed_bytes)} a GPU"
+
+
+def _host(memory: Memory, hardware: Hardware) -> Iterator[str]:
+    if memory.host_bytes == 0:
+        return
+    known = hardware.host_memory_bytes
+    there = "how much it has is not known" if known is None else f"it has {gib(known)}"
+    yield f"each host keeps {gib(memory.host_bytes)} in its memory; {there}"
+
+
+def _share(seconds: float, time: Time) -> str:
+    return f"{seconds / time.step_seconds:.0%}"

@@ -1,0 +1,44 @@
+"""How a model's weights come to a GPU: models/weights.py, one part after the other.
+
+Modelled are random weights, which are drawn in fp32 and rounded. Loaded ones take less on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.simulate.machine import WEIGHTS, Block, Machine
+from shardwise.simulate.step_trace import StepTrace
+
+FP32 = 4
+
+
+def parts(trace: StepTrace) -> Iterator[list[int]]:
+    """Indices of the parameters of each block, then of those outside the blocks: the order of filling."""
+    blocks = [list(unit.parameters) for unit in trace.units if unit.block >= 0]
+    inside = {index for block in blocks for index in block}
+    yield from blocks
+    yield [index for index in range(len(trace.parameters)) if index not in inside]
+
+
+def fill(machine: Machine, trace: StepTrace, part: list[int]) -> dict[int, Block]:
+    """The weights of one part, by parameter; adapters come last."""
+    weights: dict[int, Block] = {}
+    base = [index for index in part if ".lora_" not in trace.parameters[index].name]
+    drawn = {index: machine.take(WEIGHTS, FP32 * trace.parameters[index].numel) for index in base}
+    for index in base:
+        weights[index] = _rounded(machine, trace, index, drawn[index])
+    for index in part:
+        if index not in weights:
+            adapter = machine.take(WEIGHTS, FP32 * trace.parameters[index].numel)
+            weights[index] = _rounded(machine, trace, index, adapter)
+    return weights
+
+
+def _rounded(machine: Machine, trace: StepTrace, index: int, drawn: Block) -> Block:
+    parameter = trace.parameters[index]
+    if parameter.item_bytes == FP32:
+        return drawn
+    weight = machine.take(WEIGHTS, parameter.size_bytes)
+    machine.give(drawn)
+    return weight

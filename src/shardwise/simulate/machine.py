@@ -1,0 +1,69 @@
+"""One GPU's memory while a step is replayed: the allocator, and what each allocation was for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shardwise.simulate.allocator import CachingAllocator
+from shardwise.simulate.prediction import Moment
+
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, BUFFERS = range(6)
+"""Accounts, in the order of prediction.MemoryTerms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """An allocation that is somebody's."""
+
+    handle: int
+    account: int
+    size_bytes: int
+
+
+@dataclass
+class Machine:
+    """Replays allocations; `best`: the accounts, in bytes, when the reserved memory last grew."""
+
+    allocator: CachingAllocator
+    accounts: list[int] = field(default_factory=lambda: [0] * 6)
+    best: list[int] = field(default_factory=lambda: [0] * 6)
+    host_bytes: int = 0
+    """Of this process: what the engine keeps in host memory."""
+    _peak_reserved: int = 0
+    _where: str = "model"
+    _largest: dict[str, int] = field(default_factory=dict)
+
+    def take(self, account: int, size_bytes: int, stream: int = 0) -> Block:
+        """Allocates; OutOfMemoryError where the GPU is full. A stream other than 0 has memory of its own."""
+        allocator = self.allocator
+        handle = allocator.malloc(size_bytes, stream)
+        self.accounts[account] += size_bytes
+        if allocator.reserved_bytes > self._peak_reserved:
+            self._peak_reserved = allocator.reserved_bytes
+            self.best = self.accounts.copy()
+        if allocator.allocated_bytes > self._largest.get(self._where, 0):
+            self._largest[self._where] = allocator.allocated_bytes
+        return Block(handle, account, size_bytes)
+
+    def give(self, block: Block) -> None:
+        self.allocator.free(block.handle)
+        self.accounts[block.account] -= block.size_bytes
+
+    def scratch(self, account: int, *sizes: int) -> None:
+        """Memory that exists for a moment: all of `sizes` at once."""
+        for block in [self.take(account, size) for size in sizes]:
+            self.give(block)
+
+    def move(self, block: Block, account: int) -> Block:
+        """The same memory on another account."""
+        self.accounts[block.account] -= block.size_bytes
+        self.accounts[account] += block.size_bytes
+        return Block(block.handle, account, block.size_bytes)
+
+    def at(self, where: str) -> None:
+        """What runs from here on, for the timeline."""
+        self._where = where
+
+    @property
+    def timeline(self) -> tuple[Moment, ...]:
+        return tuple(Moment(where=where, allocated_bytes=size) for where, size in self._largest.items())

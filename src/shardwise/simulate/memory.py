@@ -1,0 +1,120 @@
+"""Peak memory of a strategy: the trace replayed through the allocator, with what the engine does in between.
+
+Replayed are the building of model and optimizer and two optimizer steps; the second finds the cached memory
+as the first has left it. Of many micro-batches two are replayed: a third would repeat the second.
+"""
+
+from __future__ import annotations
+
+from shardwise.hardware.hardware import Hardware
+from shardwise.simulate.allocator import CachingAllocator
+from shardwise.simulate.engines.build import engine_memory
+from shardwise.simulate.engines.protocol import EngineMemory
+from shardwise.simulate.machine import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, Block, Machine
+from shardwise.simulate.outside import outside_allocator_bytes
+from shardwise.simulate.prediction import Memory, MemoryTerms
+from shardwise.simulate.step_trace import (
+    ALLOC,
+    BACKWARD,
+    BACKWARD_END,
+    FORWARD,
+    FORWARD_END,
+    FREE,
+    GRADIENT,
+    StepTrace,
+)
+from shardwise.strategy.strategy import Strategy
+
+STEPS = 2
+MICRO_BATCHES = 2
+
+HOPPER = 9.0
+WORKSPACE_BYTES = 32 * 1024**2
+SMALL_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
+"""cuBLAS's workspace on Hopper and newer, and on older GPUs (getChosenWorkspaceSize in CUDABlas.cpp): one for
+the thread of the forward pass, one for that of the backward pass; they stay."""
+
+_ACCOUNT_OF_TAG = (ACTIVATIONS, LOSS, GRADIENTS, BUFFERS)  # step_trace.TAGS
+
+PLENTY = 1 << 50
+"""Capacity of the replay: it goes on where the GPU would be full, to say by how much."""
+
+
+def predict_memory(
+    trace: StepTrace, strategy: Strategy, hardware: Hardware, *, capacity_bytes: int
+) -> Memory:
+    """Memory of the fullest GPU. `capacity_bytes`: what the process may use of it, context included."""
+    machine = Machine(CachingAllocator(capacity_bytes=PLENTY, expandable_segments=True))
+    engine = engine_memory(trace, strategy)
+    engine.build(machine)
+    for size in _batch_bytes(trace):
+        machine.take(ACTIVATIONS, size)
+    workspace = _workspace_bytes(hardware)
+    for number in range(STEPS):
+        count = min(strategy.accumulation, MICRO_BATCHES)
+        for micro_batch in range(count):
+            last = micro_batch == count - 1
+            engine.begin(machine, micro_batch, last=last)
+            _replay(trace, machine, engine, 0 if number or micro_batch else workspace)
+            engine.end(machine, micro_batch, last=last)
+        machine.at("optimizer")
+        engine.step(machine)
+    terms = machine.best
+    reserved = machine.allocator.peak_reserved_bytes
+    return Memory(
+        peak_reserved_bytes=reserved,
+        peak_allocated_bytes=machine.allocator.peak_allocated_bytes,
+        outside_allocator_bytes=outside_allocator_bytes(strategy, hardware),
+        capacity_bytes=capacity_bytes,
+        terms=MemoryTerms(
+            weights_bytes=terms[0],
+            gradients_bytes=terms[1],
+            optimizer_bytes=terms[2],
+            activations_bytes=terms[3],
+            loss_bytes=terms[4],
+            engine_buffers_bytes=terms[5],
+            fragmentation_bytes=reserved - sum(terms),
+        ),
+        host_bytes=machine.host_bytes * hardware.gpus_per_node,
+        timeline=machine.timeline,
+    )
+
+
+def _replay(trace: StepTrace, machine: Machine, engine: EngineMemory, workspace: int) -> None:
+    """One micro-batch. `workspace`: bytes that the first product of each pass takes for good."""
+    live: dict[int, Block] = {}
+    names = [unit.name if unit.block < 0 else f"block {unit.block}" for unit in trace.units]
+    turned = False
+    if workspace:
+        machine.take(BUFFERS, workspace)
+    for event in trace.events:
+        kind = event[0]
+        if kind == ALLOC:
+            live[event[1]] = machine.take(_ACCOUNT_OF_TAG[event[3]], event[2])
+        elif kind == FREE:
+            machine.give(live.pop(event[1]))
+        elif kind == GRADIENT:
+            engine.gradient(machine, event[1], live.pop(event[2]))
+        elif kind == FORWARD:
+            machine.at(f"{names[event[1]]} forward")
+            engine.forward(machine, event[1])
+        elif kind == FORWARD_END:
+            engine.forward_end(machine, event[1])
+        elif kind == BACKWARD:
+            if workspace and not turned:
+                machine.take(BUFFERS, workspace)
+            turned = True
+            machine.at(f"{names[event[1]]} backward")
+            engine.backward(machine, event[1])
+        elif kind == BACKWARD_END:
+            engine.backward_end(machine, event[1])
+
+
+def _batch_bytes(trace: StepTrace) -> list[int]:
+    """Token ids, labels and positions, of the micro-batch at work and of the next one."""
+    return [8 * trace.tokens] * 3 * 2
+
+
+def _workspace_bytes(hardware: Hardware) -> int:
+    new = float(hardware.gpu.compute_capability or 0) >= HOPPER
+    return WORKSPACE_BYTES if new else SMALL_WORKSPACE_BYTES

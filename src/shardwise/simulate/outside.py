@@ -1,0 +1,44 @@
+"""GPU memory that torch's allocator knows nothing of: CUDA's context, loaded kernels, NCCL.
+
+Measured by NVML beside what torch had reserved, in the accuracy ledger (`outside_allocator_bytes` in
+benchmarks/accuracy/results/measured.jsonl: H200, driver 580, torch 2.11, DeepSpeed 0.19.8; one node of 1, 2
+and 4 GPUs). It hardly depends on the model, and not on the batch. Other GPUs are taken to be like the H200,
+several nodes and tensor parallelism to add nothing, until they are measured.
+"""
+
+from __future__ import annotations
+
+from shardwise.hardware.hardware import Hardware
+from shardwise.strategy.strategy import Strategy
+
+MIB = 1024**2
+
+CONTEXT_BYTES = 1316 * MIB
+"""CUDA's context and the kernels of torch, cuBLAS and cuDNN: every row on one GPU without DeepSpeed. Where no
+attention runs in cuDNN (GPT-Neo, Gemma, Phi-3), it is 16 MiB less."""
+
+NCCL_BYTES = 286 * MIB
+"""NCCL's kernels, channels and buffers: what FSDP2 has on 4 GPUs and not on one; 284 MiB on 2."""
+
+DEEPSPEED_BYTES = 390 * MIB
+"""What every row with DeepSpeed on one GPU has, at any stage, and the others have not."""
+
+DEEPSPEED_OFFLOADED_BYTES = 102 * MIB
+"""The same, of the one row whose parameters are on the host. What it does without is not known."""
+
+DEEPSPEED_GROUP_BYTES = 100 * MIB
+"""What DeepSpeed has besides on 2 and 4 GPUs, and FSDP2 has not."""
+
+
+def outside_allocator_bytes(
+    strategy: Strategy,
+    hardware: Hardware,  # noqa: ARG001 (only one kind has been measured)
+) -> int:
+    """What a process holds on its GPU, besides what torch reserves, once it trains."""
+    together = strategy.world_size > 1
+    total = CONTEXT_BYTES + (NCCL_BYTES if together else 0)
+    if strategy.engine != "deepspeed":
+        return total
+    offloaded = strategy.offload_parameters != "none"
+    total += DEEPSPEED_OFFLOADED_BYTES if offloaded else DEEPSPEED_BYTES
+    return total + (DEEPSPEED_GROUP_BYTES if together else 0)

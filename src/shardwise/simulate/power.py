@@ -1,0 +1,53 @@
+"""Watts and joules of a GPU: what it draws for being on, and what each operator adds.
+
+E = constant watts x seconds + joules per FLOP x FLOPs + joules per byte x bytes moved, as in the roofline
+model of energy (Choi, Bedard, Fowler, Vuduc 2013, IPDPS).
+"""
+
+from __future__ import annotations
+
+from shardwise.hardware.catalog import Gpu
+from shardwise.simulate.roofline import filled, table
+from shardwise.simulate.step_trace import Op
+
+
+class Draw:
+    """What one GPU takes (`[energy]` of `efficiency.toml`).
+
+    Constant draw and FLOPs are shares of its power limit; a byte takes what it takes on the H200.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        rules = table()["energy"]
+        half = max(gpu.flops.get("bf16", 0.0), gpu.flops.get("fp16", 0.0), gpu.flops["fp32"])
+        self.constant_watts: float = rules["constant"] * gpu.power_watts
+        self.limit_watts: float = rules["limit"] * gpu.power_watts
+        self._flop: dict[str, float] = {
+            kind: rules[kind] * gpu.power_watts / half for kind in ("matmul", "attention")
+        }
+        self._fp32: float = rules["fp32"] * gpu.power_watts / gpu.flops["fp32"]
+        self._byte: float = rules["joules_per_byte"]
+        self._operand_byte: float = rules["joules_per_operand_byte"]
+
+    def joules(self, op: Op) -> float:
+        """Of one operator, beside the constant draw."""
+        num_bytes = op.read_bytes + op.written_bytes
+        if op.kind not in self._flop:
+            return self.moving(num_bytes)
+        per_flop = self._flop[op.kind] if op.item_bytes < 4 else self._fp32
+        return self._computed(op) * per_flop + num_bytes * self._operand_byte
+
+    def _computed(self, op: Op) -> float:
+        """FLOPs of a product; of an attention with what its kernel adds to the heads."""
+        if op.kind != "attention":
+            return op.flops
+        kernel = "cudnn" if "cudnn" in op.name else "flash"
+        return op.flops * filled(op.shape[5], table()["attention"][kernel]["heads"])
+
+    def moving(self, num_bytes: float) -> float:
+        """Of kernels that read and write `num_bytes` and compute little."""
+        return num_bytes * self._byte
+
+    def powered_seconds(self, joules: float) -> float:
+        """How long work of so many joules takes at least: above its power limit the GPU lowers its clock."""
+        return joules / (self.limit_watts - self.constant_watts)

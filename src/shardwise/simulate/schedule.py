@@ -1,0 +1,171 @@
+"""What an engine does around a trace: what all engines share, a single process, DeepSpeed without ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardwise.hardware.hardware import Hardware
+from shardwise.simulate import communication
+from shardwise.simulate.roofline import table
+from shardwise.simulate.segments import Segment, segments
+from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.streams import Streams
+from shardwise.strategy.strategy import Strategy
+
+FP32 = 4
+
+# Bytes that one element's update reads and writes, all in fp32: torch's fused AdamW reads weight, gradient
+# and both moments and writes all but the gradient; a norm reads the gradient.
+ADAMW_BYTES = 7 * FP32
+NORM_BYTES = FP32
+
+
+# The same in host memory, where the clipped gradient is written back first; on a drive, weight, moments and
+# gradient are read, and all but the gradient written.
+CPU_ADAMW_BYTES = ADAMW_BYTES + 2 * FP32
+NVME_ADAMW_BYTES = 7 * FP32
+
+
+class Schedule:
+    """One optimizer step of one GPU under an engine, on its streams, as often as it is asked for."""
+
+    def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
+        self.trace = trace
+        self.strategy = strategy
+        self.streams = Streams(hardware, trace.precision)
+        self.host = self.streams.host
+        self.item: int = 2 if trace.precision in ("bf16", "fp16") else FP32
+        self.mixed = self.item < FP32
+        self.group = communication.group(hardware, strategy.data_parallel, stride=strategy.tensor_parallel)
+        self.peers = communication.group(hardware, strategy.tensor_parallel)
+        self.ranks = strategy.data_parallel
+        self.neighbours = min(hardware.gpus_per_node, strategy.world_size)
+        self.segments = segments(trace, hardware.gpu, parts=strategy.tensor_parallel)
+        self.trainable = sum(self.elements(index) for index in trace.trainable)
+
+    def step(self) -> None:
+        """All micro-batches and the update."""
+        for micro_batch in range(self.strategy.accumulation):
+            self.micro_batch(first=micro_batch == 0, last=micro_batch == self.strategy.accumulation - 1)
+        before = self.streams.busy_until
+        self.update()
+        self.streams.totals.optimizer += self.streams.busy_until - before
+        self.streams.issue(self.host.seconds("step"))
+
+    def micro_batch(self, *, first: bool, last: bool) -> None:
+        """Forward and backward pass."""
+        raise NotImplementedError
+
+    def update(self) -> None:
+        """Gradient norm, clipping, optimizer."""
+        raise NotImplementedError
+
+    def elements(self, parameter: int) -> float:
+        """Of a parameter, on this GPU when it is whole there."""
+        return self.trace.parameters[parameter].numel / self.strategy.tensor_parallel
+
+    def count(self, parameters: Iterable[int]) -> float:
+        """Elements of several."""
+        return sum(self.elements(index) for index in parameters)
+
+    def run(self, segment: Segment, *, issue: float = 0.0) -> None:
+        """A segment's kernels, and the sums over tensor-parallel ranks within it."""
+        if segment.read_back:
+            self.streams.host_reads()
+        self.streams.compute(segment.seconds, issue=segment.host_seconds + issue, joules=segment.joules)
+        if self.peers.size > 1 and segment.unit >= 0 and self.trace.units[segment.unit].block >= 0:
+            self._sum_activations(2 * segment.passes)
+
+    def _sum_activations(self, times: int) -> None:
+        """Tensor parallelism adds up a block's activations after attention and after the MLP, each way."""
+        num_bytes = self.trace.tokens * self.width * self.item
+        for _ in range(times):
+            one = communication.all_reduce(num_bytes, self.peers)
+            self.streams.compute_waits(self.streams.communicate(one, 2 * num_bytes, after_compute=True))
+
+    @property
+    def width(self) -> int:
+        """Of the hidden state: the embedding's or head's last dimension."""
+        outside = [index for unit in self.trace.units if unit.block < 0 for index in unit.parameters]
+        shapes = [self.trace.parameters[index].shape for index in outside]
+        return max((shape[-1] for shape in shapes if len(shape) == 2), default=0)
+
+
+class Single(Schedule):
+    """`engine/single.py`: each gradient is added to its fp32 sum as soon as it is there."""
+
+    def micro_batch(self, *, first: bool, last: bool) -> None:  # noqa: ARG002 - the same for all
+        for segment in self.segments:
+            self.run(segment)
+            if not segment.gradients:
+                continue
+            elements = segment.learned
+            moved = self.item + FP32 if first else self.item + 2 * FP32
+            if self.mixed:
+                hooks = len(segment.gradients)
+                self.streams.move(
+                    moved * elements, "mixed", kernels=hooks, issue=hooks * self.host.seconds("gradient_hook")
+                )
+            elif not first:
+                self.streams.move(3 * FP32 * elements, kernels=len(segment.gradients))
+
+    def update(self) -> None:
+        streams, elements = self.streams, self.trainable
+        streams.move(NORM_BYTES * elements, "foreach_norm")
+        streams.move(ADAMW_BYTES * elements, "fused_adamw")
+        if self.mixed:
+            streams.move((FP32 + self.item) * elements, "foreach_copy")
+
+
+class ZeroOff(Schedule):
+    """DeepSpeed at stage 0: whole gradients in the computation's format, reduced when the last pass is over.
+
+    deepspeed 0.19: engine.buffered_allreduce_fallback and runtime/fp16/fused_optimizer.py.
+    """
+
+    def micro_batch(self, *, first: bool, last: bool) -> None:
+        for segment in self.segments:
+            hooks = len(segment.gradients)
+            self.run(segment)
+            if hooks and not first:
+                self.streams.move(3 * self.item * segment.learned, kernels=hooks)
+        if last and self.ranks > 1:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """Buckets are laid end to end, scaled, reduced and taken apart again, one after the other."""
+        num_bytes = self.trainable * self.item
+        self.streams.move(6 * num_bytes, "foreach_copy")
+        seconds = communication.all_reduce(num_bytes, self.group)
+        self.streams.compute_waits(self.streams.communicate(seconds, 2 * num_bytes, after_compute=True))
+
+    def update(self) -> None:
+        """A search for values that are not finite, fp32 copies laid end to end, norm, clipping, AdamW."""
+        streams, elements = self.streams, self.trainable
+        streams.host_waits()
+        streams.issue(len(self.trace.trainable) * self.host.seconds("zero0_parameter"))
+        if self.mixed:
+            streams.move(self.item * elements, "foreach_norm")
+            streams.move((self.item + FP32) * elements, "mixed")
+            streams.move(2 * FP32 * elements, "foreach_copy")
+        streams.move(NORM_BYTES * elements, "foreach_norm")
+        streams.host_waits()
+        streams.move(2 * FP32 * elements)
+        streams.move(ADAMW_BYTES * elements, "fused_adamw")
+        if self.mixed:
+            streams.move((FP32 + self.item) * elements, "foreach_copy")
+
+
+def cpu_seconds(num_bytes: float, processes: int) -> float:
+    """How long the host needs to read and write `num_bytes` for each of the `processes` of a node.
+
+    Updating weights computes little: cores wait for memory, which all processes share.
+    """
+    rate: float = table()["cpu"]["bytes_per_second"]
+    return num_bytes * processes / rate
+
+
+def nvme_seconds(num_bytes: float, processes: int) -> float:
+    """How long a node's drive needs to read or write `num_bytes` for each of its `processes`."""
+    rate: float = table()["cpu"]["nvme_bytes_per_second"]
+    return num_bytes * processes / rate

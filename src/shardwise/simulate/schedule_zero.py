@@ -1,0 +1,250 @@
+"""DeepSpeed's ZeRO as `engine/deepspeed.py` uses it, read from deepspeed 0.19.8 (runtime/zero)."""
+
+from __future__ import annotations
+
+from shardwise.hardware.hardware import Hardware
+from shardwise.simulate import communication
+from shardwise.simulate.schedule import (
+    ADAMW_BYTES,
+    CPU_ADAMW_BYTES,
+    FP32,
+    NVME_ADAMW_BYTES,
+    Schedule,
+    cpu_seconds,
+    nvme_seconds,
+)
+from shardwise.simulate.segments import Segment
+from shardwise.simulate.step_trace import StepTrace
+from shardwise.strategy.emit.deepspeed import BUCKET, PERSIST, PREFETCH, RELEASE_AT
+from shardwise.strategy.strategy import Strategy
+
+
+class _Buckets(Schedule):
+    """Gradients are copied into a bucket; a full one is reduced beside the rest of the backward pass."""
+
+    def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
+        super().__init__(trace, strategy, hardware)
+        self.bucket = min(BUCKET, self.trainable)
+        self.offload = strategy.offload_optimizer != "none"
+        self.filled = 0.0
+        self.reduced = 0.0
+        self.part = self.trainable / self.ranks
+
+    def collect(self, segment: Segment, *, first: bool) -> None:
+        """What the hooks on a segment's gradients do."""
+        if self.filled + segment.learned <= self.bucket:
+            if segment.gradients:
+                self.streams.move(
+                    2 * self.item * segment.learned, "foreach_copy", kernels=len(segment.gradients)
+                )
+            self.filled += segment.learned
+            return
+        for index in segment.gradients:
+            elements = self.elements(index)
+            if self.filled and self.filled + elements > self.bucket:
+                self.flush(first=first)
+            if elements <= self.bucket:
+                self.streams.move(2 * self.item * elements, "foreach_copy")
+            self.filled += elements
+
+    def flush(self, *, first: bool) -> None:
+        """Reduces the bucket; one reduction at a time."""
+        raise NotImplementedError
+
+    def end_pass(self, *, first: bool) -> None:
+        """The epilogue of a backward pass: the last bucket, then the process waits for the GPU."""
+        self.flush(first=first)
+        self.streams.compute_waits(self.reduced)
+        self.streams.host_waits()
+
+    def step_part(self) -> None:
+        """This rank's part: gradients in fp32, clipping, AdamW, weights in the computation's format."""
+        streams, part = self.streams, self.part
+        if self.mixed:
+            streams.move(2 * self.item * part, "foreach_copy")
+            streams.move((self.item + FP32) * part, "mixed")
+        streams.move(2 * FP32 * part)
+        streams.move(ADAMW_BYTES * part, "fused_adamw")
+        if self.mixed:
+            streams.move((FP32 + self.item) * part, "foreach_copy")
+
+    def norm(self) -> None:
+        """The gradient's norm over all ranks; the process waits for it, to decide whether to step at all."""
+        streams = self.streams
+        streams.move(self.item * self.part, "foreach_norm")
+        streams.compute_waits(
+            streams.communicate(communication.all_reduce(FP32, self.group), 0.0, after_compute=True)
+        )
+        streams.host_waits()
+
+    def step_on_host(self) -> None:
+        """Clipping, DeepSpeedCPUAdam and the cast over the part in host memory; the GPU has nothing to do."""
+        self.streams.host_waits()
+        one = CPU_ADAMW_BYTES + FP32 + self.item
+        self.streams.issue(cpu_seconds(one * self.part, self.neighbours))
+        if self.strategy.offload_optimizer == "nvme":
+            self.streams.issue(nvme_seconds(NVME_ADAMW_BYTES * self.part, self.neighbours))
+
+
+class Zero12(_Buckets):
+    """Stages 1 and 2: whole weights. Stage 1 reduces after the last micro-batch only."""
+
+    def micro_batch(self, *, first: bool, last: bool) -> None:
+        reduces = last or self.strategy.stage == 2
+        for segment in self.segments:
+            hooks = len(segment.gradients)
+            self.run(segment, issue=hooks * self.host.seconds("zero_hook"))
+            if self.strategy.stage == 1 and hooks and not first:
+                self.streams.move(3 * self.item * segment.learned, kernels=hooks)
+            if reduces:
+                self.collect(segment, first=first)
+        if reduces:
+            self.end_pass(first=first)
+
+    def flush(self, *, first: bool) -> None:
+        """All-reduces a bucket, of which each rank keeps its part: `allreduce_and_scatter`."""
+        streams, elements = self.streams, self.filled
+        self.filled = 0.0
+        if not elements:
+            return
+        streams.compute_waits(self.reduced)
+        own = elements / self.ranks
+        moved = 2 * self.item * elements + (6 * self.item if self.ranks > 1 else 2 * self.item) * own
+        if self.strategy.accumulation > 1 and self.strategy.stage == 2:
+            moved += (self.item + 2 * FP32) * own
+        seconds = streams.moving(moved, "foreach_copy")
+        seconds += communication.all_reduce(self.item * elements, self.group)
+        moved += 2 * self.item * elements if self.ranks > 1 else 0.0
+        self.reduced = streams.communicate(seconds, moved, after_compute=True)
+        if self.offload:
+            self._to_host(own, first=first)
+
+    def _to_host(self, own: float, *, first: bool) -> None:
+        """The part's gradients in fp32; with accumulation they come back to be added to."""
+        if not first:
+            self.streams.copy(self.item * own, after=self.reduced)
+        self.reduced = self.streams.copy(FP32 * own, after=self.reduced)
+
+    def update(self) -> None:
+        streams = self.streams
+        if self.offload:
+            self.step_on_host()
+            streams.compute_waits(streams.copy(self.item * self.part))
+        else:
+            self.norm()
+            self.step_part()
+        num_bytes = self.item * self.trainable
+        gathered = communication.all_gather(num_bytes, self.group)
+        streams.compute_waits(streams.communicate(gathered, num_bytes, after_compute=True))
+
+
+class Zero3(_Buckets):
+    """Stage 3: a block's weights are gathered as a whole, those ahead beside the computation."""
+
+    def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
+        super().__init__(trace, strategy, hardware)
+        self.on_host = strategy.offload_parameters != "none"
+        self.sizes = [
+            sum(n for n in map(self.elements, unit.parameters) if n >= PERSIST) for unit in trace.units
+        ]
+        self.uses = [
+            (segment.unit, number) for number, segment in enumerate(self.segments) if segment.unit >= 0
+        ]
+        self.kept = self._kept()
+        self.arriving: dict[int, float] = {}
+        self.whole: set[int] = set()
+        self.ahead = 0
+
+    def _kept(self) -> set[int]:
+        """Segments after which a unit's weights stay, as they are needed again within the reuse distance."""
+        if not self.strategy.reshard:
+            return {number for unit, number in self.uses if not self.segments[number].backward}
+        kept, units = set(), [unit for unit, _ in self.uses]
+        for place, (unit, number) in enumerate(self.uses):
+            distance = 0.0
+            for other in units[place + 1 :]:
+                if distance >= RELEASE_AT:
+                    break
+                if other == unit:
+                    kept.add(number)
+                    break
+                distance += self.sizes[other]
+        return kept
+
+    def micro_batch(self, *, first: bool, last: bool) -> None:  # noqa: ARG002 - the same for all
+        self.ahead = 0
+        place = 0
+        for number, segment in enumerate(self.segments):
+            if segment.unit >= 0:
+                place += 1
+                self._fetch(segment.unit, place, segment.passes)
+            self.run(segment, issue=len(segment.gradients) * self.host.seconds("zero3_hook"))
+            if segment.unit >= 0 and number not in self.kept:
+                self.whole.discard(segment.unit)
+            self.collect(segment, first=first)
+        self.end_pass(first=first)
+        self.whole.clear()
+
+    def _fetch(self, unit: int, place: int, passes: int) -> None:
+        """Waits for a unit's weights, then asks for those of the next ones (`fetch_sub_module`)."""
+        visits = 2 * passes * (len(self.trace.units[unit].parameters) + 2)
+        self.streams.issue(visits * self.host.seconds("zero3_visit"))
+        if unit not in self.whole:
+            if unit not in self.arriving:
+                self._gather(unit)
+            self.streams.compute_waits(self.arriving.pop(unit))
+            self.whole.add(unit)
+        self.ahead = max(self.ahead, place)
+        live = sum(self.sizes[other] for other in (*self.whole, *self.arriving))
+        wanted = min(PREFETCH, RELEASE_AT - live) if self.strategy.reshard else PREFETCH
+        asked = 0.0
+        while self.ahead < len(self.uses) and asked < wanted:
+            other = self.uses[self.ahead][0]
+            self.ahead += 1
+            if other not in self.whole and other not in self.arriving:
+                self._gather(other)
+                asked += self.sizes[other]
+
+    def _gather(self, unit: int) -> None:
+        """Parts into one buffer, all-gather, and every parameter's parts laid end to end."""
+        streams, elements = self.streams, self.sizes[unit]
+        arrived = 0.0
+        if self.on_host:
+            num_bytes = self.item * elements / self.ranks
+            read = streams.host_clock
+            if self.strategy.offload_parameters == "nvme":
+                read += nvme_seconds(num_bytes, self.neighbours)
+            arrived = streams.copy(num_bytes, after=read)
+        if self.ranks == 1 or not elements:
+            self.arriving[unit] = arrived
+            return
+        streams.communication_clock = max(streams.communication_clock, arrived)
+        moved = 2 * self.item * elements * (1 + 1 / self.ranks)
+        seconds = streams.moving(moved, "foreach_copy")
+        seconds += communication.all_gather(self.item * elements, self.group)
+        moved += self.item * elements
+        self.arriving[unit] = streams.communicate(seconds, moved, after_compute=False)
+
+    def flush(self, *, first: bool) -> None:
+        """Reduce-scatters a bucket: laid end to end by rank, scaled, summed, added to this rank's part."""
+        streams, elements = self.streams, self.filled
+        self.filled = 0.0
+        if not elements:
+            return
+        own = elements / self.ranks
+        moved = 4 * self.item * elements + 2 * self.item * own + (0.0 if first else 3 * FP32 * own)
+        seconds = streams.moving(moved, "foreach_copy")
+        seconds += communication.reduce_scatter(self.item * elements, self.group)
+        moved += 2 * self.item * elements if self.ranks > 1 else 0.0
+        self.reduced = streams.communicate(seconds, moved, after_compute=True)
+        if self.offload:
+            self.reduced = streams.copy(FP32 * own, after=self.reduced)
+
+    def update(self) -> None:
+        if self.offload:
+            self.step_on_host()
+            if not self.on_host:
+                self.streams.compute_waits(self.streams.copy(self.item * self.part))
+            return
+        self.norm()
+        self.step_part()

@@ -1,0 +1,69 @@
+"""Seconds of an optimizer step: a trace replayed on the streams of one GPU as the engine would issue it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.hardware.hardware import Hardware
+from shardwise.simulate.power import Draw
+from shardwise.simulate.prediction import Time
+from shardwise.simulate.schedule import Schedule, Single, ZeroOff
+from shardwise.simulate.schedule_fsdp2 import Fsdp2
+from shardwise.simulate.schedule_zero import Zero3, Zero12
+from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.streams import Totals
+from shardwise.strategy.strategy import Strategy
+
+STEPS = 3
+"""Steps that are played; the last counts. The first begins with a GPU that has nothing to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """One GPU's step in the steady state."""
+
+    seconds: float
+    """At full clock."""
+    totals: Totals
+
+
+def play(trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Played:
+    """Replays steps until they are all alike."""
+    schedule = _schedule(trace, strategy, hardware)
+    streams = schedule.streams
+    ends = [0.0]
+    for _ in range(STEPS):
+        streams.totals = Totals()
+        schedule.step()
+        ends.append(max(streams.compute_clock, streams.communication_clock, streams.copy_clock))
+    return Played(seconds=ends[-1] - ends[-2], totals=streams.totals)
+
+
+def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Time:
+    """The time of one optimizer step of `strategy` on `hardware`, whose micro-batches are each `trace`.
+
+    All GPUs do the same, so one of them is played. When its work would draw more than the power limit on
+    average, the clock falls until it does not, and the step lasts as long as its joules need.
+    """
+    played = play(trace, strategy, hardware)
+    totals = played.totals
+    return Time(
+        step_seconds=max(played.seconds, Draw(hardware.gpu).powered_seconds(totals.joules)),
+        compute_seconds=totals.compute,
+        communication_seconds=totals.communication,
+        exposed_communication_seconds=totals.exposed,
+        copy_seconds=totals.copy,
+        optimizer_seconds=totals.optimizer,
+        launch_seconds=totals.issue,
+        tokens_per_step=trace.tokens * strategy.accumulation * strategy.data_parallel,
+        world_size=strategy.world_size,
+    )
+
+
+def _schedule(trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Schedule:
+    if strategy.engine == "single":
+        return Single(trace, strategy, hardware)
+    if strategy.engine == "fsdp2":
+        return Fsdp2(trace, strategy, hardware)
+    kinds: dict[int, type[Schedule]] = {0: ZeroOff, 1: Zero12, 2: Zero12, 3: Zero3}
+    return kinds[strategy.stage](trace, strategy, hardware)

@@ -1,0 +1,49 @@
+"""What is known of a strategy's use when the rules judge it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.strategy.strategy import Strategy
+
+Devices = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What of a model's shape decides what may be done with it."""
+
+    blocks: int
+    """Transformer blocks."""
+    key_value_heads: int
+    """As many as attention heads, or fewer under grouped-query attention."""
+    flash_attention: bool
+    """Whether half precision attends through torch's flash attention (`kernels.attention`: `varlen`)."""
+
+    @classmethod
+    def of(cls, config: object, *, flash_attention: bool) -> Architecture:
+        """From a Hugging Face config of a decoder; AttributeError where it is none."""
+        heads: int = config.num_attention_heads  # type: ignore[attr-defined]
+        blocks: int = config.num_hidden_layers  # type: ignore[attr-defined]
+        return cls(
+            blocks=blocks,
+            key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            flash_attention=flash_attention,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A strategy and what it would be used for. A rule that needs what is None lets it pass."""
+
+    strategy: Strategy
+    devices: Devices
+    world_size: int
+    global_batch: int
+    lora: bool
+    micro_batch: int | None = None
+    """As the job names it; None where it was chosen for the user."""
+    architecture: Architecture | None = None
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability of the GPUs; None on CPUs and on other makers' GPUs."""

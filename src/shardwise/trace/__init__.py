@@ -1,0 +1,1 @@
+"""The real training step of the real model, recorded without a GPU."""

@@ -1,0 +1,71 @@
+"""Functions that CUDA runs as one kernel; on meta tensors torch would take them apart, and save more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from shardwise.kernels.target import target
+
+HOPPER = 9
+
+
+@contextmanager
+def cuda_functions() -> Iterator[None]:
+    """Within, `scaled_dot_product_attention` and `dropout` are the kernels of the target GPU.
+
+    torch picks attention's in this order (sdp_utils.cpp): cuDNN on Hopper and newer, flash attention where
+    there is no mask, memory-efficient attention. All want half precision, but for the last. The functions are
+    put in torch's place: a function mode would not be active while a checkpointed block is computed again.
+    """
+    replaced = {name: getattr(functional, name) for name in ("scaled_dot_product_attention", "dropout")}
+    functional.scaled_dot_product_attention, functional.dropout = _attention, _dropout  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for name, function in replaced.items():
+            setattr(functional, name, function)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    aten = torch.ops.aten
+    options: dict[str, Any] = {"scale": scale}
+    if half and target().capability[0] >= HOPPER:
+        return aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, True, dropout_p, is_causal, False, **options
+        )[0]
+    if half and attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
+            query, key, value, dropout_p, is_causal, False, **options
+        )[0]
+    if enable_gqa:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+    return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, True, dropout_p, is_causal, **options
+    )[0]
+
+
+def _dropout(
+    input: torch.Tensor,  # noqa: A002 - torch's name
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,  # noqa: ARG001 - no model here asks for it
+) -> torch.Tensor:
+    if not training or p == 0.0:
+        return input
+    return torch.native_dropout(input, p, True)[0]

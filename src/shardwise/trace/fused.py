@@ -1,0 +1,154 @@
+"""Stand-ins for Liger's kernels: what they allocate, save and compute, without Triton or a GPU.
+
+Follows liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, 0.8.5. Planning needs no Liger: these are put in
+where `kernels.fused` would put Liger's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.kernels.fused import liger_kernels
+from shardwise.kernels.lora_linear import fuse_lora
+from shardwise.kernels.target import target
+from shardwise.simulate.step_trace import Op
+from shardwise.trace.recorder import record_kernel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@contextmanager
+def traced_kernels(model: PreTrainedModel) -> Iterator[None]:
+    """Puts the stand-ins into `model`, and into its type's rotary embedding for as long as this lasts."""
+    kernels = liger_kernels(model.config)
+    fuse_lora(model)
+    in_place = model.config.model_type not in _KEEP_THE_GRADIENT
+    for module in model.modules():
+        name = type(module).__name__
+        if "rms_norm" in kernels and name.endswith("RMSNorm"):
+            module.forward = MethodType(_norm_forward(in_place), module)  # type: ignore[method-assign]
+        if kernels & {"swiglu", "geglu"} and name.endswith("MLP"):
+            module.forward = MethodType(_gated_forward, module)  # type: ignore[method-assign]
+    code = sys.modules[type(model).__module__]
+    original = code.apply_rotary_pos_emb if "rope" in kernels else None  # type: ignore[attr-defined]
+    try:
+        if original is not None:
+            code.apply_rotary_pos_emb = _rotate  # type: ignore[attr-defined]
+        yield
+    finally:
+        if original is not None:
+            code.apply_rotary_pos_emb = original  # type: ignore[attr-defined]
+
+
+_KEEP_THE_GRADIENT = frozenset({"gemma2", "gemma3_text", "olmo2"})
+"""Their norms write the gradient of the input into new memory: the incoming one is needed once more."""
+
+
+def _norm_forward(in_place: bool) -> Any:
+    def forward(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _RmsNorm.apply(hidden, self.weight, in_place)
+        return out
+
+    return forward
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, in_place: bool) -> torch.Tensor:  # type: ignore[override]
+        x = x.contiguous()
+        rows = x.view(-1, x.shape[-1])
+        y = torch.empty_like(rows)
+        scale = rows.new_empty(rows.shape[0], dtype=torch.float32)
+        _fused("rms_norm", [rows, weight], [y, scale])
+        ctx.save_for_backward(rows, weight, scale)
+        ctx.in_place = in_place
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        rows, weight, scale = ctx.saved_tensors
+        dy = dy.contiguous()
+        partial = None
+        if ctx.needs_input_grad[1]:
+            partial = weight.new_empty(target().multiprocessors, weight.shape[0], dtype=torch.float32)
+        dx = dy if ctx.in_place else torch.zeros_like(dy)
+        _fused("rms_norm_backward", [dy, rows, weight, scale], [dx])
+        return dx, None if partial is None else partial.sum(dim=0).to(weight.dtype), None
+
+
+def _gated_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if hasattr(self, "gate_up_proj"):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+    else:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+    out: torch.Tensor = self.down_proj(_Gated.apply(gate, up))
+    return out
+
+
+class _Gated(torch.autograd.Function):
+    """activation(gate) * up; the gradients are written over the saved inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        _fused("gated", [gate, up], [out])
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        _fused("gated_backward", [d_out.contiguous(), gate, up], [gate, up])
+        return gate.view(gate.shape), up.view(up.shape)
+
+
+def _rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out: tuple[torch.Tensor, torch.Tensor] = _Rope.apply(q, k, cos, sin)
+    return out
+
+
+class _Rope(torch.autograd.Function):
+    """Rotates queries and keys in place, where their memory allows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
+        cos, sin = cos.contiguous(), sin.contiguous()
+        _fused("rope", [q, k, cos, sin], [q, k])
+        ctx.save_for_backward(cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        dq, dk = dq.transpose(1, 2).contiguous(), dk.transpose(1, 2).contiguous()
+        _fused("rope_backward", [dq, dk, cos, sin], [dq, dk])
+        return dq.transpose(1, 2), dk.transpose(1, 2), None, None
+
+
+def _fused(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+    """One kernel that reads and writes these tensors once."""
+    kind = "normalization" if "norm" in name else "elementwise"
+    record_kernel(
+        Op(
+            kind=kind,
+            flops=float(sum(t.numel() for t in read)),
+            read_bytes=sum(t.numel() * t.element_size() for t in read),
+            written_bytes=sum(t.numel() * t.element_size() for t in written),
+            item_bytes=read[0].element_size(),
+            name=f"liger_{name}",
+        )
+    )

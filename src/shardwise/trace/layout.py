@@ -1,0 +1,101 @@
+"""A whole model's parameters and units, and copies of it with some of its blocks, to be traced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.models.build import BuiltModel
+from shardwise.simulate.step_trace import Parameter, Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A copy of a model with some of its blocks."""
+
+    model: PreTrainedModel
+    parameters: Mapping[int, nn.Parameter]
+    """By their index in the whole model."""
+    units: Mapping[int, nn.Module]
+    """By their index in the whole model."""
+
+
+class Layout:
+    """Parameters and units of the whole model: its blocks in order, then the leaf modules outside them."""
+
+    def __init__(self, built: BuiltModel) -> None:
+        self._model, self._blocks = built.model, built.blocks
+        named = list(built.model.named_parameters())
+        self._originals = [p for _, p in named]
+        index = {id(p): i for i, p in enumerate(self._originals)}
+        self.parameters = tuple(
+            Parameter(name=name, shape=tuple(p.shape), item_bytes=p.element_size(), trainable=p.requires_grad)
+            for name, p in named
+        )
+        self.buffers = tuple(b.numel() * b.element_size() for b in built.model.buffers())
+        self._modules: list[nn.Module] = [*built.blocks, *_outside(built)]
+        names = {id(module): name for name, module in built.model.named_modules()}
+        self.units = tuple(
+            Unit(
+                name=names[id(module)],
+                block=i if i < len(built.blocks) else -1,
+                parameters=tuple(index[id(p)] for p in module.parameters()),
+            )
+            for i, module in enumerate(self._modules)
+        )
+        self._place = {
+            p: (block, place)
+            for block in range(len(built.blocks))
+            for place, p in enumerate(self.units[block].parameters)
+        }
+
+    def block(self, parameter: int) -> int:
+        """Its block; -1 where it is in none."""
+        return self._place.get(parameter, (-1, 0))[0]
+
+    def further(self, parameter: int, shift: int) -> int:
+        """The same parameter `shift` blocks further on; itself where it is in no block."""
+        if parameter not in self._place:
+            return parameter
+        block, place = self._place[parameter]
+        return self.units[block + shift].parameters[place]
+
+    def part(self, kept: Sequence[int]) -> Part:
+        """A copy of the model with the blocks `kept` only; the model itself stays as it is."""
+        (holder,) = [
+            m for m in self._model.modules() if isinstance(m, nn.ModuleList) and list(m) == self._blocks
+        ]
+        copies: dict[int, object] = {}
+        everything = holder._modules
+        holder._modules = {str(place): self._blocks[block] for place, block in enumerate(kept)}
+        try:
+            model = copy.deepcopy(self._model, copies)
+        finally:
+            holder._modules = everything
+        return Part(
+            model=model,
+            parameters={
+                i: copies[id(p)]  # type: ignore[misc]
+                for i, p in enumerate(self._originals)
+                if id(p) in copies
+            },
+            units={
+                i: copies[id(module)]  # type: ignore[misc]
+                for i, module in enumerate(self._modules)
+                if id(module) in copies
+            },
+        )
+
+
+def _outside(built: BuiltModel) -> list[nn.Module]:
+    """Modules that hold parameters themselves and are in no block."""
+    inside = {id(module) for block in built.blocks for module in block.modules()}
+    return [
+        module
+        for module in built.model.modules()
+        if id(module) not in inside and next(module.parameters(recurse=False), None) is not None
+    ]

@@ -1,0 +1,157 @@
+"""What an operator costs: kind, FLOPs, bytes, from its name and the shapes of its tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from shardwise.simulate.step_trace import Op
+
+_NO_KERNEL = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "detach",
+        "alias",
+        "lift_fresh",
+        "_unsafe_view",
+        "promote_types",
+    }
+)
+_MATMUL = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmm_"})
+_ATTENTION = "attention", "_varlen_attn"
+_REDUCTIONS = frozenset(
+    {
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "argmax",
+        "norm",
+        "linalg_vector_norm",
+        "logsumexp",
+        "var_mean",
+        "any",
+        "all",
+    }
+)
+_COPIES = frozenset(
+    {"copy_", "clone", "_to_copy", "cat", "stack", "constant_pad_nd", "slice_backward", "fill_"}
+)
+
+
+def describe(
+    function: Any, args: Sequence[Any], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> Op | None:
+    """The kernel behind an operator; None for views and bare allocations."""
+    name = function._schema.name.partition("::")[2]
+    if name in _NO_KERNEL or is_view(function):
+        return None
+    if name in _MATMUL:
+        return _matmul(name, inputs, outputs)
+    if any(part in name for part in _ATTENTION):
+        return _attention(name, args, inputs, outputs)
+    read, written = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
+    if name == "cross_entropy_":
+        written += _bytes(inputs[0])  # the gradient takes the place of the logits
+    kind = _kind(name)
+    if kind == "embedding":
+        read = written if name == "embedding" else sum(map(_bytes, inputs))
+    return Op(
+        kind=kind,
+        flops=float(max((t.numel() for t in (*inputs, *outputs)), default=0)),
+        read_bytes=read,
+        written_bytes=written,
+        item_bytes=max((t.element_size() for t in (*inputs, *outputs)), default=2),
+        name=name,
+    )
+
+
+def is_view(function: Any) -> bool:
+    """Whether the operator only names a part of its input."""
+    schema = function._schema
+    return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+
+
+def _kind(name: str) -> str:
+    if "embedding" in name:
+        return "embedding"
+    if "norm" in name and ("layer_norm" in name or "rms_norm" in name):
+        return "normalization"
+    if name == "cross_entropy_" or "softmax" in name or "nll_loss" in name:
+        return "loss" if name == "cross_entropy_" or "nll" in name else "reduction"
+    if name in _REDUCTIONS or name.startswith("_foreach_norm"):
+        return "reduction"
+    return "copy" if name in _COPIES else "elementwise"
+
+
+def _matmul(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Op:
+    left, right = [t for t in inputs if t.dim() >= 2][:2] if name.startswith("mm") else _factors(inputs)
+    batch = left.shape[0] if left.dim() == 3 else 1
+    m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+    return Op(
+        kind="matmul",
+        flops=2.0 * batch * m * n * k,
+        read_bytes=sum(map(_bytes, inputs)),
+        written_bytes=sum(map(_bytes, outputs)),
+        item_bytes=left.element_size(),
+        shape=(batch, m, n, k),
+        name=name,
+    )
+
+
+def _factors(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of a product: `addmm` has what is added before them, outputs given as `out` come behind."""
+    for left, right in pairwise(inputs):
+        if left.dim() == right.dim() >= 2 and left.shape[-1] == right.shape[-2]:
+            found = left, right
+            if inputs[0] is not left or len(inputs) == 2 or inputs[0].dim() != left.dim():
+                return found
+    return found
+
+
+def _attention(
+    name: str, args: Sequence[Any], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> Op:
+    backward = "backward" in name
+    q, k = (inputs[1], inputs[2]) if backward else (inputs[0], inputs[1])
+    if q.dim() == 3:  # packed: [tokens, heads, head size]; the longest segment is all there is to go by
+        longest = next(int(a) for a in args if isinstance(a, int) and not isinstance(a, bool))
+        batch, heads, kv_heads, length, keys, size = (
+            1,
+            q.shape[1],
+            k.shape[1],
+            q.shape[0],
+            longest,
+            q.shape[2],
+        )
+    else:
+        batch, heads, length, size = q.shape
+        kv_heads, keys = k.shape[1], k.shape[2]
+    # causal: half of the pairs; two products forward, five backward (Dao 2023, FlashAttention-2)
+    window = next((int(a[0]) + 1 for a in args if isinstance(a, (list, tuple)) and len(a) == 2), 0)
+    pairs = length * (keys + 1) / 2
+    if 0 < window < keys:
+        pairs = length / keys * (keys * window - window * (window - 1) / 2)
+        keys = window
+    return Op(
+        kind="attention",
+        flops=(10.0 if backward else 4.0) * batch * heads * pairs * size,
+        read_bytes=sum(map(_bytes, inputs)),
+        written_bytes=sum(map(_bytes, outputs)),
+        item_bytes=q.element_size(),
+        shape=(batch, heads, kv_heads, length, keys, size),
+        name=name,
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """What a kernel touches of a tensor: an expanded one is no larger than its storage."""
+    return min(math.prod(tensor.shape) * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,0 +1,123 @@
+"""A job's plan: its model traced, every strategy that the rules allow simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+from shardwise.engine.parameters import DTYPES
+from shardwise.errors import JobError
+from shardwise.hardware.hardware import Hardware
+from shardwise.job.schema import Job
+from shardwise.kernels import attention
+from shardwise.kernels.target import Target
+from shardwise.models.build import BuiltModel, build_model
+from shardwise.plan.changes import Change, nearest, small_changes
+from shardwise.plan.plan import Objective, Option, Plan, Workload
+from shardwise.plan.search import MARGIN, leanest_that_fits, search
+from shardwise.simulate.simulate import simulate
+from shardwise.simulate.step_trace import StepTrace
+from shardwise.strategy.facts import Architecture
+from shardwise.strategy.space import Refused, candidates
+from shardwise.strategy.strategy import Strategy
+from shardwise.trace.trace import Tracer
+
+MULTIPROCESSORS = 132
+"""Of a GPU whose number is not in the catalog: the H200's. It sizes scratch memory of a few MB."""
+
+
+def make_plan(
+    job: Job,
+    hardware: Hardware,
+    *,
+    objective: Objective = "throughput",
+    memory_cap_bytes: int | None = None,
+    vocab_size: int | None = None,
+    epoch_tokens: int | None = None,
+) -> Plan:
+    """The plan of a job on a hardware.
+
+    `vocab_size`: rows of the embedding where a new tokenizer decides them. `epoch_tokens`: of one pass over
+    the data, where they are known. Raises JobError where no strategy is allowed, and what building the
+    model raises.
+    """
+    planning = _Planning(job, hardware, vocab_size)
+    strategies, refused = planning.candidates()
+    return search(
+        strategies,
+        refused=refused,
+        hardware=hardware,
+        workload=Workload.of(
+            job,
+            parameters=planning.built.total,
+            trainable_parameters=planning.built.trainable,
+            epoch_tokens=epoch_tokens,
+        ),
+        objective=objective,
+        trace_for=planning.trace,
+        simulate=partial(simulate, memory_cap_bytes=memory_cap_bytes),
+        nearest=lambda: nearest(
+            small_changes(job, hardware, memory_cap_bytes), partial(_attempt, vocab_size=vocab_size)
+        ),
+        memory_cap_bytes=memory_cap_bytes,
+    )
+
+
+class _Planning:
+    """A job's model on a hardware: its candidates, and its traces, each made once."""
+
+    def __init__(self, job: Job, hardware: Hardware, vocab_size: int | None) -> None:
+        self._job = job
+        self._hardware = hardware
+        self._capability = _capability(hardware)
+        # Of a published model only the shape is asked for, which the catalog may know without a network.
+        model = job.model.model_copy(update={"weights": "random"})
+        self.built: BuiltModel = build_model(
+            model, dtype=DTYPES[job.train.precision], seed=job.train.seed, vocab_size=vocab_size
+        )
+        tracer = Tracer(
+            model,
+            precision=job.train.precision,
+            sequence_length=job.data.sequence_length,
+            vocab_size=vocab_size,
+            packing=job.data.packing,
+            target=Target(capability=self._capability, multiprocessors=MULTIPROCESSORS),
+        )
+        self.trace: Callable[[int, int], StepTrace] = cache(
+            lambda rows, checkpoint_every: tracer.trace(rows=rows, checkpoint_every=checkpoint_every)
+        )
+
+    def candidates(self) -> tuple[list[Strategy], list[Refused]]:
+        job, config = self._job, self.built.config
+        flash = attention.choose(config).packing == "varlen"
+        return candidates(
+            job.strategy,
+            train=job.train,
+            clip_norm=job.optimizer.clip_norm,
+            lora=job.model.lora is not None,
+            world_size=self._hardware.world_size,
+            gpus_per_node=self._hardware.gpus_per_node,
+            capability=self._capability,
+            architecture=Architecture.of(config.get_text_config(), flash_attention=flash),
+        )
+
+
+def _attempt(change: Change, *, vocab_size: int | None) -> Option | None:
+    try:
+        planning = _Planning(change.job, change.hardware, vocab_size)
+        strategies, _ = planning.candidates()
+    except JobError:
+        return None
+    return leanest_that_fits(
+        strategies,
+        hardware=change.hardware,
+        trace_for=planning.trace,
+        simulate=partial(simulate, memory_cap_bytes=change.memory_cap_bytes),
+        margin=MARGIN,
+    )
+
+
+def _capability(hardware: Hardware) -> tuple[int, int]:
+    """CUDA's, of the GPU; Ampere's for one that has none or is not known."""
+    major, _, minor = (hardware.gpu.compute_capability or "8.0").partition(".")
+    return int(major), int(minor)

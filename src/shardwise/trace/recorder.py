@@ -1,0 +1,223 @@
+"""Watches everything torch does on meta tensors and writes it down as events of a StepTrace."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.kernels.target import Target
+from shardwise.simulate.step_trace import (
+    ACTIVATION,
+    ALLOC,
+    FREE,
+    GRADIENT,
+    GRADIENT_TAG,
+    OP,
+    WORKSPACE,
+    Event,
+    Op,
+)
+from shardwise.trace.ops import describe
+from shardwise.trace.workspace import workspace
+
+_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
+# Operators whose CUDA side does not make its outputs in the order in which it returns them.
+_MADE_FIRST: dict[Any, Callable[[torch.Tensor], bool]] = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default: lambda output: output.numel() > 1,  # seeds
+    torch.ops.aten.native_dropout.default: lambda output: output.dtype != torch.bool,  # its mask
+}
+
+_ACTIVE: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+class Recorder(TorchDispatchMode):
+    """A dispatch mode whose `events` and `ops` grow while it is entered.
+
+    A storage is a tensor of the trace from the operator that returns it first until its last reference goes.
+    Storages that exist already (parameters, buffers, the batch) are made known with `ignore`.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        _references_of_an_unshared_total()
+        self.target = target
+        self.events: list[Event] = []
+        self.ops: list[Op] = []
+        self.tag = ACTIVATION
+        self._tensors: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._handed_over: set[int] = set()
+        self._known_ops: dict[Any, int | None] = {}
+        self._next = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap __torch_dispatch__, which costs time and hides the caller
+
+    def __enter__(self) -> Recorder:
+        self._token = _ACTIVE.set(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _ACTIVE.reset(self._token)
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Makes `tensor`, which must outlive the recording, a tensor that is no event."""
+        self._tensors[tensor.untyped_storage()._cdata] = -1
+
+    def mark(self, *event: int) -> None:
+        self.events.append(event)
+
+    def gradient(self, parameter: int, gradient: torch.Tensor) -> None:
+        """The gradient of `parameter` is complete; the engine frees it."""
+        tensor = self._tensors[gradient.untyped_storage()._cdata]
+        self._handed_over.add(tensor)
+        self.events.append((GRADIENT, parameter, tensor))
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is _ITEM:
+            return self._value(*args)
+        from_engine = sys._getframe(1).f_code.co_name == "_engine_run_backward"
+        if from_engine and function is _ADD and _adds_in_place(args[0]):
+            function = _ADD_IN_PLACE
+        result = function(*args, **kwargs)
+        inputs = list(_tensors_in((*args, *kwargs.values())))
+        outputs = list(_tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
+        for tensor in sorted(outputs, key=_MADE_FIRST[function]) if function in _MADE_FIRST else outputs:
+            self._meet(tensor)
+        key = (function, *(_signature(value) for value in args), *(_signature(v) for v in kwargs.values()))
+        if key not in self._known_ops:
+            self._known_ops[key] = self._add(describe(function, args, inputs, outputs))
+        for size in workspace(function, args, outputs, self.target):
+            self._scratch(size)
+        if self._known_ops[key] is not None:
+            self.events.append((OP, self._known_ops[key]))  # type: ignore[arg-type]
+        return result
+
+    def _value(self, tensor: torch.Tensor) -> bool:
+        """A value that Python code asks for: transformers asks whether all rows are single segments."""
+        if tensor.dtype != torch.bool:
+            raise RuntimeError("the model's code depends on values, which a traced step has not")
+        return True
+
+    def kernel(self, op: Op, *, scratch: int = 0) -> None:
+        """A kernel that is no operator of torch, with its scratch memory in bytes."""
+        if op not in self._known_ops:
+            self._known_ops[op] = self._add(op)
+        if scratch:
+            self._scratch(scratch)
+        self.events.append((OP, self._known_ops[op]))  # type: ignore[arg-type]
+
+    def _add(self, op: Op | None) -> int | None:
+        if op is None:
+            return None
+        self.ops.append(op)
+        return len(self.ops) - 1
+
+    def _scratch(self, size: int) -> None:
+        tensor = self._number()
+        self.events += [(ALLOC, tensor, size, WORKSPACE), (FREE, tensor)]
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def _meet(self, value: torch.Tensor) -> None:
+        storage = value.untyped_storage()
+        key = storage._cdata
+        if key in self._tensors:
+            return
+        tensor = self._tensors[key] = self._number()
+        self._watched[key] = weakref.ref(storage, self._leave(key, tensor))
+        self.events.append((ALLOC, tensor, storage.nbytes(), self.tag))
+
+    def _leave(self, key: int, tensor: int) -> Callable[[Any], None]:
+        def gone(_: Any) -> None:
+            del self._tensors[key], self._watched[key]
+            if tensor not in self._handed_over:
+                self.events.append((FREE, tensor))
+
+        return gone
+
+
+def record_kernel(op: Op, *, scratch: int = 0) -> None:
+    """Tells the active recorder of a kernel that is no operator of torch."""
+    recorder = _ACTIVE.get()
+    assert recorder is not None, "stand-ins for kernels exist only while a step is recorded"
+    recorder.kernel(op, scratch=scratch)
+
+
+def mark_gradients(events: list[Event]) -> list[Event]:
+    """The events with the tag `gradient` on every storage that a GRADIENT event names."""
+    handed = {event[2] for event in events if event[0] == GRADIENT}
+    return [
+        (ALLOC, event[1], event[2], GRADIENT_TAG) if event[0] == ALLOC and event[1] in handed else event
+        for event in events
+    ]
+
+
+def _adds_in_place(total: torch.Tensor) -> bool:
+    """Whether autograd adds a further gradient to `total` in place.
+
+    It does to memory that nothing else holds (can_accumulate_inplace in input_buffer.cpp), but never while a
+    dispatch mode like this one is active. References by this call come on top of those it counts.
+    """
+    alone = _references_of_an_unshared_total()  # counted when the recorder was made
+    return all(count <= least for count, least in zip(_references(total), alone, strict=True))
+
+
+def _references(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+
+
+@cache
+def _references_of_an_unshared_total() -> tuple[int, int]:
+    """As seen from within a dispatch mode in a backward pass where nothing else holds the first gradient."""
+    seen: list[tuple[int, int]] = []
+
+    class Counter(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False
+
+        def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is _ADD and sys._getframe(1).f_code.co_name == "_engine_run_backward":
+                seen.append(_references(args[0]))
+            return function(*args, **(kwargs or {}))
+
+    x = torch.empty(2, device="meta", requires_grad=True) * 1.0
+    with Counter():
+        (x * 2.0 + x * 3.0).sum().backward()
+    (counts,) = seen
+    return counts
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors_in(value)
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.dtype, value.stride())
+    if isinstance(value, (tuple, list)):
+        return tuple(_signature(item) for item in value)
+    return value if isinstance(value, (int, float, str, bool, torch.dtype)) else None

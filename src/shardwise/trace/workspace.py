@@ -1,0 +1,104 @@
+"""Scratch memory that CUDA's kernels take from the caching allocator and give back before they return.
+
+Read off recorded allocations of torch 2.11 on an H200; where the size has a formula, its source is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.kernels.target import Target
+
+
+def workspace(
+    function: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor], target: Target
+) -> list[int]:
+    """Bytes of each scratch buffer of one call; mostly none."""
+    name = function._schema.name.partition("::")[2]
+    rule = _RULES.get(name)
+    return rule(args, outputs, target) if rule else []
+
+
+def _cudnn_forward(_: Sequence[Any], __: Sequence[torch.Tensor], ___: Target) -> list[int]:
+    return [256]
+
+
+def _cudnn_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
+    """Dq in fp32, the row sums of dO * O, and, with fewer key than query heads, dk and dv of every head."""
+    _, q, k = args[:3]
+    batch, heads, length, size = q.shape
+    scratch = 4 * q.numel() + 4 * batch * heads * length
+    if k.shape[1] != heads:
+        scratch += 2 * batch * heads * k.shape[2] * size * k.element_size()
+    return [scratch]
+
+
+def _softmax_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
+    """The product of gradient and output (softmax_backward_cuda_out in SoftMax.cu)."""
+    return [args[0].numel() * args[0].element_size()]
+
+
+def _flash_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
+    """mha_varlen_bwd of flash attention 2: row sums and dq in fp32, padded; dk and dv of every head."""
+    q, k = args[1], args[2]
+    tokens, heads, size = q.shape
+    sequences = next(a for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.int32).shape[0] - 1
+    padded = tokens + 128 * sequences
+    wide = -(-size // 32) * 32 if size <= 128 else -(-size // 64) * 64
+    scratch = [4 * heads * padded, 4 * heads * padded * wide]
+    if k.shape[1] != heads:
+        scratch += [k.shape[0] * heads * size * k.element_size()] * 2
+    return scratch
+
+
+def _sum(args: Sequence[Any], outputs: Sequence[torch.Tensor], target: Target) -> list[int]:
+    """Sums over the rows of a matrix (the gradient of a bias): partial sums of each thread block.
+
+    setReduceConfig and global_memory_size in aten/src/ATen/native/cuda/Reduce.cuh, for a reduction along the
+    slow dimension.
+    """
+    matrix, (total,) = args[0], outputs
+    dims = args[1] if len(args) > 1 else None
+    if matrix.dim() != 2 or list(dims or ()) != [0] or not matrix.is_contiguous():
+        return []
+    rows, columns = matrix.shape
+    vector = next(n for n in (4, 2, 1) if columns % n == 0)
+    threads = MAX_THREADS // vector
+    width = min(WARP, _power_below(max(columns // vector, 1)), threads)
+    height = min(_power_below(rows), threads // width)
+    values = rows
+    if values < height * 16 and values < MOST_VALUES:
+        return []
+    values = -(-values // height)
+    grid = -(-(columns // vector) // width)
+    wanted = target.multiprocessors * (THREADS_PER_MULTIPROCESSOR // (width * height))
+    if values < MOST_VALUES or grid > wanted:
+        return []
+    blocks = max(min(-(-wanted // grid), -(-values // LEAST_VALUES)), -(-values // MOST_VALUES))
+    if blocks <= 1:
+        return []
+    accumulator = max(4, total.element_size())
+    return [accumulator * columns * blocks * width * vector, 4 * grid]
+
+
+# Reduce.cuh
+MAX_THREADS = 512
+WARP = 32
+LEAST_VALUES, MOST_VALUES = 16, 256
+THREADS_PER_MULTIPROCESSOR = 2048
+
+
+def _power_below(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
+
+
+_RULES = {
+    "_scaled_dot_product_cudnn_attention": _cudnn_forward,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+    "_softmax_backward_data": _softmax_backward,
+    "_varlen_attn_backward": _flash_backward,
+    "sum": _sum,
+}

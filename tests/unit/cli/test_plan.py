@@ -1,0 +1,227 @@
+"""`shardwise plan` as a user meets it, with a stand-in for the tracer."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.hardware.hardware import Hardware
+from shardwise.job.schema import Job
+from shardwise.plan.plan import Nearest, Plan, Workload
+from shardwise.plan.search import search
+from shardwise.simulate.prediction import Energy, Memory, MemoryTerms, Prediction, Time
+from shardwise.simulate.step_trace import StepTrace
+from shardwise.strategy.strategy import Strategy
+
+STRATEGY = Strategy(engine="deepspeed", stage=2, data_parallel=4, accumulation=16)
+NEEDED = 10 << 30
+
+
+def predicted(capacity_bytes: int) -> Prediction:
+    terms = MemoryTerms(
+        weights_bytes=NEEDED,
+        gradients_bytes=0,
+        optimizer_bytes=0,
+        activations_bytes=0,
+        loss_bytes=0,
+        engine_buffers_bytes=0,
+        fragmentation_bytes=0,
+    )
+    memory = Memory(
+        peak_reserved_bytes=NEEDED,
+        peak_allocated_bytes=NEEDED,
+        outside_allocator_bytes=0,
+        capacity_bytes=capacity_bytes,
+        terms=terms,
+        host_bytes=0,
+    )
+    time = Time(
+        step_seconds=2,
+        compute_seconds=2,
+        communication_seconds=0,
+        exposed_communication_seconds=0,
+        copy_seconds=0,
+        optimizer_seconds=0,
+        launch_seconds=0,
+        tokens_per_step=8000,
+        world_size=4,
+    )
+    energy = Energy(joules_per_step=800, idle_joules=0, tokens_per_step=8000)
+    return Prediction(memory=memory, time=time, energy=energy)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the planner is asked, instead of a trace of the model; it says something on stdout."""
+    calls: list[dict[str, Any]] = []
+
+    def make_plan(job: Job, hardware: Hardware, *, objective: Any, memory_cap_bytes: int | None) -> Plan:
+        os.write(1, b"a library speaks\n")
+        calls.append({"job": job, "hardware": hardware, "objective": objective, "cap": memory_cap_bytes})
+        capacity = memory_cap_bytes or hardware.gpu.memory_bytes
+        larger = search_with(job, hardware, objective, NEEDED * 2).chosen
+        change = Nearest(what="shorter rows", how="--sequence 1024", option=larger)
+        return search_with(job, hardware, objective, capacity, change)
+
+    def search_with(
+        job: Job, hardware: Hardware, objective: Any, capacity: int, change: Nearest | None = None
+    ) -> Plan:
+        return search(
+            [STRATEGY],
+            hardware=hardware,
+            workload=Workload.of(job, parameters=10**9, trainable_parameters=10**9),
+            objective=objective,
+            trace_for=lambda rows, every: StepTrace(
+                parameters=(), buffers=(), units=(), events=(), ops=(), rows=rows, sequence_length=1,
+                checkpoint_every=every, precision="bf16",
+            ),
+            simulate=lambda *_: predicted(capacity),
+            nearest=lambda: change,
+        )  # fmt: skip
+
+    module = types.ModuleType("shardwise.trace.plan_job")
+    module.make_plan = make_plan  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "shardwise.trace.plan_job", module)
+    return calls
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("qa.jsonl").write_text("{}\n")
+    path = Path("job.yaml")
+    path.write_text("name: run\nmodel: {source: org/model, lora: {rank: 4}}\ndata: {train: qa.jsonl}\n")
+    return path
+
+
+def test_a_model_and_gpus_are_enough(asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpus", "4xRTX4080", "--model", "EleutherAI/gpt-neo-2.7B"]) == 0
+    job, hardware = asked[0]["job"], asked[0]["hardware"]
+    assert (job.model.source, job.model.lora, job.strategy) == ("EleutherAI/gpt-neo-2.7B", None, "auto")
+    assert (job.data.sequence_length, job.train.global_batch) == (2048, 64)
+    assert (hardware.world_size, hardware.gpu.name) == (4, "RTX 4080")
+    assert (asked[0]["objective"], asked[0]["cap"]) == ("throughput", None)
+    out, err = capfd.readouterr()
+    assert out.startswith("EleutherAI/gpt-neo-2.7B · 1B parameters, all trained, bf16\n")
+    assert "\nassumed: --sequence 2048, --global-batch 64, --full\n" in out
+    assert "▶ zero2 with micro-batch 1, accumulation 16, no checkpointing" in out
+    assert "with more memory" not in out
+    assert "\x1b[" not in out, "no colour where nobody sees it"
+    assert err == "a library speaks\n"
+
+
+def test_flags_change_the_job(
+    job_file: Path, asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--gpus",
+        "2xH200",
+        "--model",
+        "org/other",
+        "--lora",
+        "8",
+        "--sequence",
+        "512",
+        "--global-batch",
+        "6",
+    ]
+    more = ["--set", "train.precision=fp16", "--objective", "energy", "--memory-cap", "16GiB"]
+    assert main(["plan", str(job_file), *flags, *more]) == 0
+    job = asked[0]["job"]
+    assert (job.model.source, job.model.lora.rank) == ("org/other", 8)
+    assert (job.data.sequence_length, job.train.global_batch, job.train.precision) == (512, 6, "fp16")
+    assert (asked[0]["objective"], asked[0]["cap"]) == ("energy", 16 << 30)
+    assert "assumed" not in capsys.readouterr().out, "the job file says it all"
+
+
+def test_full_takes_the_adapters_out(job_file: Path, asked: list[dict[str, Any]]) -> None:
+    assert main(["plan", str(job_file), "--gpus", "2xH200"]) == 0
+    assert main(["plan", str(job_file), "--gpus", "2xH200", "--full"]) == 0
+    assert [call["job"].model.lora is None for call in asked] == [False, True]
+
+
+def test_json_is_one_object_alone_on_stdout_and_in_the_file(
+    asked: list[dict[str, Any]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "plan.json"
+    arguments = ["plan", "--gpus", "4xRTX4080", "--model", "gpt2", "--json", "--out", str(file)]
+    assert main(arguments) == 0
+    out, err = capfd.readouterr()
+    plan = json.loads(out)
+    assert plan["chosen"]["strategy"]["name"] == "zero2"
+    assert plan["chosen"]["prediction"]["time"]["tokens_per_second_per_gpu"] == 1000
+    assert plan["job"]["assumed"][1] == "--global-batch 64"
+    assert json.loads(file.read_text()) == plan
+    assert "a library speaks" in err
+
+
+def test_explain_adds_where_memory_goes(
+    asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--gpus", "4xRTX4080", "--model", "gpt2", "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("▶ zero2") < out.index("memory where it is largest") < out.index("with more memory")
+
+
+def test_what_does_not_fit_ends_with_3_and_the_nearest_change(
+    asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "--gpus", "4xRTX4080", "--model", "gpt2", "--memory-cap", "8GiB"]
+    assert main(arguments) == 3
+    out, err = capsys.readouterr()
+    assert " no " in out, "the table shows by how much"
+    assert "error: nothing fits: zero2 with micro-batch 1" in err
+    assert "needs 10.0 GiB of a GPU, 2.0 GiB more than there is" in err
+    assert "fix: --sequence 1024 (shorter rows): zero2 with" in err
+    assert main([*arguments, "--json"]) == 3
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["chosen"] is None
+    assert plan["nearest"]["how"] == "--sequence 1024"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--gpus", "4xRTX4080"], 2, "there is nothing to plan"),
+        (["--gpus", "4xRTX4080", "--model", "gpt2", "--lora", "8", "--full"], 2, "say opposite things"),
+        (["--gpus", "4xRTX9999", "--model", "gpt2"], 2, "no GPU is called"),
+        (["--gpus", "4xRTX4080", "--model", "gpt2", "--memory-cap", "much"], 2, "'much' is not a size"),
+        (["--gpus", "4xRTX4080", "--model", "gpt2", "--objective", "beauty"], 2, "beauty"),
+        (["absent.yaml", "--gpus", "4xRTX4080"], 2, "there is no job file absent.yaml"),
+        (["--model", "gpt2"], 4, "no GPU is visible here to plan for"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str],
+    code: int,
+    words: str,
+    asked: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("shardwise.hardware.detect.detect_hardware", lambda: None)
+    assert main(["plan", *arguments]) == code
+    out, err = capsys.readouterr()
+    assert words in err
+    assert out == ""
+    assert asked == []
+
+
+def test_without_gpus_named_the_machine_is_asked(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardwise.hardware.parse import parse_hardware
+
+    own = parse_hardware("2xL40S")
+    monkeypatch.setattr("shardwise.hardware.detect.detect_hardware", lambda: own)
+    assert main(["plan", "--model", "gpt2"]) == 0
+    assert asked[0]["hardware"] == own

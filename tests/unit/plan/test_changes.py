@@ -1,0 +1,93 @@
+"""The changes that are tried where nothing fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.hardware.catalog import gpus
+from shardwise.hardware.parse import parse_hardware
+from shardwise.job.schema import Data, Job, Lora, Model, Train
+from shardwise.plan.changes import larger_gpus, nearest, small_changes
+
+JOB = Job(
+    name="a",
+    model=Model(source="m"),
+    data=Data(train="x", sequence_length=1024),
+    train=Train(global_batch=32),
+)
+
+
+def test_the_order_is_rows_lora_more_gpus_larger_gpus() -> None:
+    changes = list(small_changes(JOB, parse_hardware("2xRTX4080")))
+    assert [c.how for c in changes][:6] == [
+        "--sequence 512",
+        "--sequence 256",
+        "--lora 16",
+        "--gpus 4xRTX-4080",
+        "--gpus 8xRTX-4080",
+        "--gpus 2xRTX-4090",
+    ]
+    assert changes[0].job.data.sequence_length == 512
+    assert changes[2].job.model.lora == Lora()
+    assert changes[2].job.data == JOB.data, "one change at a time"
+    assert [c.hardware.world_size for c in changes[3:6]] == [4, 8, 2]
+    sizes = [c.hardware.gpu.sold_as_gb for c in changes[5:]]
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] >= 141
+
+
+@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
+def test_what_is_told_is_what_was_simulated(gpu) -> None:
+    """The flag, typed, gives the very hardware."""
+    for change in small_changes(JOB, parse_hardware(f"1x{gpu.name.replace(' ', '-')}")):
+        if change.how.startswith("--gpus "):
+            assert parse_hardware(change.how.removeprefix("--gpus ")) == change.hardware
+
+
+def test_what_cannot_be_is_not_offered() -> None:
+    adapters = JOB.model_copy(update={"model": Model(source="m", lora=Lora())})
+    assert not [c for c in small_changes(adapters, parse_hardware("2xT4")) if "lora" in c.how]
+    random = JOB.model_copy(update={"model": Model(source="m", weights="random")})
+    assert not [c for c in small_changes(random, parse_hardware("2xT4")) if "lora" in c.how]
+    few = JOB.model_copy(update={"train": Train(global_batch=12)})
+    more = [c.hardware.world_size for c in small_changes(few, parse_hardware("2xT4")) if "GPUs" in c.what]
+    assert more == [4], "8 GPUs cannot share 12 rows"
+    short = JOB.model_copy(update={"data": Data(train="x", sequence_length=300)})
+    assert not [c for c in small_changes(short, parse_hardware("2xT4")) if "sequence" in c.how]
+
+
+def test_a_cap_is_lifted_instead_of_buying_larger_gpus() -> None:
+    changes = list(small_changes(JOB, parse_hardware("8xH200"), memory_cap_bytes=16 << 30))
+    assert changes[-1].how == "leave --memory-cap out"
+    assert changes[-1].memory_cap_bytes is None
+    assert all(c.memory_cap_bytes == 16 << 30 for c in changes[:-1])
+    assert not [c for c in changes if "--gpus" in c.how]
+
+
+def test_nodes_and_their_network_stay() -> None:
+    changes = list(small_changes(JOB, parse_hardware("2x4xRTX4090+eth100")))
+    more = next(c for c in changes if c.what == "16 GPUs instead of 8")
+    assert more.how == "--gpus 2x8xRTX-4090"
+    assert more.hardware.inter is not None
+    assert more.hardware.inter.name == "1xeth100"
+
+
+def test_the_first_that_fits_is_taken_and_no_other_tried(toy) -> None:
+    option = toy.plan("4xA100-SXM-80GB").chosen
+    tried = []
+
+    def attempt(change):
+        tried.append(change.how)
+        return option if change.how.startswith("--lora") else None
+
+    found = nearest(small_changes(JOB, parse_hardware("2xRTX4080")), attempt)
+    assert found is not None
+    assert (found.how, found.option) == ("--lora 16", option)
+    assert tried == ["--sequence 512", "--sequence 256", "--lora 16"]
+    assert nearest([], attempt) is None
+
+
+def test_larger_gpus_are_of_the_same_kind_where_there_is_one() -> None:
+    names = [gpu.name for gpu in larger_gpus(parse_hardware("1xRTX4080").gpu)]
+    assert names[0] == "RTX 4090"
+    assert all(gpu.compute_capability for gpu in larger_gpus(parse_hardware("1xT4").gpu))

@@ -1,0 +1,100 @@
+"""The explanation: memory by module, and what more memory would buy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+
+from rich.console import Console
+
+from shardwise.plan.explain import folded, next_better, show_explanation
+from shardwise.simulate.prediction import Moment
+
+
+def shown(plan, width: int = 80) -> str:
+    console = Console(file=StringIO(), width=width)
+    show_explanation(plan, console=console)
+    return console.file.getvalue()
+
+
+def test_blocks_are_folded_and_their_peak_kept() -> None:
+    moments = [
+        Moment(where="embeddings forward", allocated_bytes=1),
+        *(Moment(where=f"block {n} forward", allocated_bytes=10 * n) for n in range(8)),
+        Moment(where="output head", allocated_bytes=99),
+        *(Moment(where=f"block {n} backward", allocated_bytes=n) for n in (2, 1, 0)),
+        Moment(where="optimizer", allocated_bytes=5),
+    ]
+    assert [(m.where, m.allocated_bytes) for m in folded(moments)] == [
+        ("embeddings forward", 1),
+        ("blocks 0–1 forward", 10),
+        ("blocks 2–3 forward", 30),
+        ("blocks 4–5 forward", 50),
+        ("blocks 6–7 forward", 70),
+        ("output head", 99),
+        ("block 2 backward", 2),
+        ("block 1 backward", 1),
+        ("block 0 backward", 0),
+        ("optimizer", 5),
+    ]
+
+
+def test_the_peak_is_marked_and_the_parts_are_shown(toy) -> None:
+    plan = toy.plan("4xRTX4080", "zero2")
+    lines = shown(plan).splitlines()
+    peak = max(m.allocated_bytes for m in plan.chosen.prediction.memory.timeline)
+    marked = [line for line in lines if "◀ most" in line]
+    assert [line.split()[:2] for line in marked] == [["output", "head"]]
+    assert f"{peak / 2**30:.1f} GiB" in marked[0]
+    needed, capacity = (
+        plan.chosen.prediction.memory.needed_bytes / 2**30,
+        plan.chosen.prediction.memory.capacity_bytes / 2**30,
+    )
+    together = next(line for line in lines if line.strip().startswith("together"))
+    assert f"{needed:.1f} GiB  of {capacity:.1f}" in together
+    step = next(line for line in lines if line.strip().startswith("the step"))
+    assert f"{plan.chosen.prediction.time.step_seconds:.3g} s  100%" in step
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_the_next_better_names_what_it_lacks(toy) -> None:
+    plan = toy.plan("4xRTX4080", "zero2")
+    first = next(iter(next_better(plan, plan.chosen)))
+    assert first == (
+        "1.13x the tokens/s: zero2 with micro-batch 2, accumulation 8, no checkpointing; "
+        "it needs 14.9 GiB of a GPU; RTX 4090 (24GB) has that and the margin"
+    )
+    capped = replace(plan, memory_cap_bytes=16 << 30)
+    assert next(iter(next_better(capped, plan.chosen))).endswith("and a higher --memory-cap")
+
+
+def test_the_host_can_be_what_lacks(toy) -> None:
+    toy.host_memory_bytes = 20 << 30
+    plan = toy.plan("4xRTX4080", "zero3-offload", "zero3")
+    assert plan.chosen.strategy.name == "zero3"
+    assert next(iter(next_better(plan, plan.chosen))) == (
+        "1.05x the tokens/s: zero3-offload with micro-batch 4, accumulation 4, no checkpointing; "
+        "it needs 19.4 GiB in each host's memory, and 5% to spare"
+    )
+
+
+def test_where_memory_holds_nothing_back_it_says_so(toy) -> None:
+    plan = toy.plan("4xH200")
+    assert "memory does not hold the choice back" in shown(plan, 100)
+
+
+def test_where_nothing_fits_the_nearest_is_explained(toy) -> None:
+    text = shown(toy.plan("4xRTX3060", "zero1"))
+    assert "memory over a step: zero1 with micro-batch 1" in text
+    assert "with more memory" not in text
+
+
+def test_what_was_not_simulated_is_not_said_to_be_worse(toy) -> None:
+    plan = toy.plan("4xRTX4090", "zero2", "zero0")
+    larger = sum(skipped.strategy.name == "zero2" for skipped in plan.skipped)
+    assert 0 < larger < len(plan.skipped)
+    told = list(next_better(replace(plan, alternatives=()), plan.chosen))
+    assert told == [
+        f"nothing that was simulated would be better; {larger} larger variants of zero2 were not, "
+        "because smaller ones do not fit"
+    ]

@@ -1,0 +1,181 @@
+"""What is simulated, what is skipped, and what is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.errors import JobError
+from shardwise.plan.plan import Nearest
+from shardwise.plan.search import excess, family, leanest, leanest_that_fits, search
+from shardwise.strategy.space import Refused
+
+
+def test_throughput_chooses_the_fastest_that_fits_with_the_margin(toy) -> None:
+    plan = toy.plan("4xRTX4080")
+    room = [
+        option
+        for option in plan.options
+        if option.prediction.memory.needed_bytes <= 0.95 * option.prediction.memory.capacity_bytes
+    ]
+    fastest = max(room, key=lambda o: o.prediction.time.tokens_per_second_per_gpu)
+    assert plan.chosen is not None
+    assert plan.chosen.strategy == fastest.strategy
+    faster = [
+        o
+        for o in plan.alternatives
+        if o.prediction.time.tokens_per_second_per_gpu > fastest.prediction.time.tokens_per_second_per_gpu
+    ]
+    assert faster, "there must be something the memory holds back"
+    assert all(o.fit != "fits" for o in faster)
+
+
+def test_each_objective_has_its_own_winner(toy) -> None:
+    plans = {
+        objective: toy.plan("4xA100-SXM-80GB", objective=objective)
+        for objective in ("throughput", "memory", "energy")
+    }
+    chosen = {objective: plan.chosen.prediction for objective, plan in plans.items()}
+    fitting = [o.prediction for o in plans["memory"].options if o.fit == "fits"]
+    assert chosen["memory"].memory.needed_bytes == min(p.memory.needed_bytes for p in fitting)
+    assert chosen["energy"].energy.joules_per_token == min(p.energy.joules_per_token for p in fitting)
+    assert chosen["memory"].memory.needed_bytes < chosen["throughput"].memory.needed_bytes
+
+
+def test_the_ranking_is_fits_then_tight_then_what_misses_by_least(toy) -> None:
+    plan = toy.plan("4xRTX4090")
+    assert [o.fit for o in plan.options] == sorted(
+        (o.fit for o in plan.options), key=("fits", "tight", "no").index
+    )
+    assert {o.fit for o in plan.options} == {"fits", "tight", "no"}
+    off = [excess(o, plan.hardware) for o in plan.options if o.fit == "no"]
+    assert off == sorted(off)
+    assert off[0] > 1
+
+
+def test_a_tight_strategy_is_chosen_only_where_nothing_has_the_margin(toy) -> None:
+    strategies = toy.strategies("4xRTX4080", "zero1")
+    plan = toy.plan("4xRTX4080", "zero1", margin=0.30)
+    assert all(o.fit != "fits" for o in plan.options)
+    assert plan.chosen is not None
+    assert plan.chosen.fit == "tight"
+    assert "may run out of memory" in plan.chosen.why[0]
+    assert plan.chosen.to_json()["tight"] is True
+    assert len(plan.options) + len(plan.skipped) == len(strategies)
+
+
+def test_every_trace_is_made_once_and_only_where_it_is_needed(toy) -> None:
+    plan = toy.plan("4xRTX4080")
+    assert len(toy.traced) == len(set(toy.traced))
+    needed = {(o.strategy.micro_batch, o.strategy.checkpoint_every) for o in plan.options}
+    assert set(toy.traced) == needed
+    assert (16, 0) not in needed, "no strategy can hold it: it must not be traced"
+
+
+def test_what_is_larger_than_what_fails_is_not_simulated_and_said_to_be_a_no(toy) -> None:
+    plan = toy.plan("4xRTX4080")
+    assert len(toy.simulated) == len(plan.options)
+    assert len(plan.options) + len(plan.skipped) == len(toy.strategies("4xRTX4080"))
+    zero0 = [o.strategy for o in plan.options if o.strategy.name == "zero0"]
+    assert [(s.micro_batch, s.checkpoint_every) for s in zero0] == [(1, 1)]
+    skipped = next(s for s in plan.skipped if s.strategy.name == "zero0")
+    assert skipped.reason == (
+        "zero0 with micro-batch 1, accumulation 16, checkpointing every block needs 22.7 GiB already"
+    )
+
+
+def test_skipping_loses_nothing_that_fits(toy) -> None:
+    for gpus in ("4xRTX3060", "4xRTX4080", "2xRTX4090", "1xA100-SXM-80GB"):
+        plan = toy.plan(gpus)
+        for skipped in plan.skipped:
+            trace = toy.trace_for(skipped.strategy.micro_batch, skipped.strategy.checkpoint_every)
+            assert not toy.simulate(trace, skipped.strategy, plan.hardware).memory.fits, (gpus, skipped)
+
+
+def test_a_single_micro_batch_is_tried_where_its_gradients_need_no_accumulation(toy) -> None:
+    """Without accumulation there may be no buffer for it: what fails with one says nothing about it."""
+    simulate = toy.simulate
+
+    def without_buffer(trace, strategy, hardware):
+        prediction = simulate(trace, strategy, hardware)
+        if strategy.accumulation > 1:
+            return prediction
+        terms = replace(prediction.memory.terms, gradients_bytes=0)
+        memory = replace(prediction.memory, terms=terms, peak_reserved_bytes=terms.total_bytes)
+        return replace(prediction, memory=memory)
+
+    toy.simulate = without_buffer
+    plan = toy.plan("4xRTX3080Ti", "zero1")
+    by_batch = {o.strategy.micro_batch: o.fit for o in plan.options if o.strategy.checkpoint_every == 1}
+    assert by_batch[1] == "no"
+    assert 8 not in by_batch
+    assert 16 in by_batch
+
+
+def test_the_host_has_to_hold_what_is_offloaded(toy) -> None:
+    toy.host_memory_bytes = 16 << 30
+    plan = toy.plan("4xRTX4080", "zero2-offload", "zero2")
+    offloaded = [o for o in plan.options if o.strategy.offload_optimizer == "cpu"]
+    assert [o.fit for o in offloaded] == ["no"], "one is enough to know"
+    assert offloaded[0].prediction.memory.fits
+    assert offloaded[0].why[0] == "needs 19.4 GiB of each host's memory; there are 16.0 GiB"
+    toy.host_memory_bytes = 20 << 30
+    fits = {o.fit for o in toy.plan("4xRTX4080", "zero2-offload").options}
+    assert "fits" not in fits, "less than 5 % of the host is left"
+    assert "tight" in fits
+
+
+def test_where_nothing_fits_nothing_is_chosen_and_a_change_is_looked_for(toy) -> None:
+    fitting = toy.plan("4xA100-SXM-80GB", "zero0").chosen
+    change = Nearest(what="larger GPUs", how="--gpus 4xA100-SXM-80GB", option=fitting)
+    plan = toy.plan("4xRTX3060", "zero0", nearest=lambda: change)
+    assert plan.chosen is None
+    assert plan.nearest == change
+    assert plan.to_json()["chosen"] is None
+
+
+def test_a_change_is_not_looked_for_where_something_fits(toy) -> None:
+    def never() -> None:
+        raise AssertionError("it costs seconds")
+
+    assert toy.plan("4xA100-SXM-80GB", nearest=never).nearest is None
+
+
+def test_without_a_strategy_the_rules_are_named_once(toy) -> None:
+    strategies = toy.strategies("4xRTX4080", "zero0")[:2]
+    refused = [Refused(strategy=s, rule="a-rule", reason="it cannot be", fix="no") for s in strategies]
+    with pytest.raises(JobError) as caught:
+        search(
+            [],
+            refused=refused,
+            hardware=toy.hardware("4xRTX4080"),
+            workload=None,
+            trace_for=toy.trace_for,
+            simulate=toy.simulate,
+        )
+    assert [problem.what for problem in caught.value.problems] == ["zero0: it cannot be"]
+
+
+def test_the_leanest_of_each_kind_is_enough_to_know_whether_anything_fits(toy) -> None:
+    strategies = toy.strategies("4xRTX4080")
+    lean = leanest(strategies)
+    assert {(s.micro_batch, s.checkpoint_every) for s in lean} == {(1, 1)}
+    assert len(lean) == len({family(s) for s in strategies}) == 8
+
+
+def test_whether_anything_fits_is_known_from_one_trace(toy) -> None:
+    def found(gpus: str, *names: str):
+        toy.traced.clear()
+        option = leanest_that_fits(
+            toy.strategies(gpus, *names),
+            hardware=toy.hardware(gpus),
+            trace_for=toy.trace_for,
+            simulate=toy.simulate,
+        )
+        assert toy.traced == [(1, 1)]
+        return option
+
+    assert found("4xRTX3060", "zero0", "zero1") is None
+    assert found("4xRTX4090", "zero0") is None, "23.1 of 23.5 GiB is too tight to recommend"
+    assert found("4xRTX4090", "zero0", "zero1").strategy.name == "zero1"

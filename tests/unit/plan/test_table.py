@@ -1,0 +1,120 @@
+"""The table as a person sees it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from shardwise.plan.plan import OBJECTIVES
+from shardwise.plan.table import excerpt, show, time_text
+from shardwise.strategy.space import Refused
+
+GOLDEN = """\
+toy-1.3b · 1.3B parameters, all trained, bf16
+4 × RTX 4080, 15.7 GiB to use of each · pcie4x16 through host memory
+64 rows of 2048 tokens a step · fastest first, 5% of the memory left free
+
+                micro × ckpt memory                      tokens/s 1B tok.  J per
+  strategy       accum.          15.7 GiB│      GiB fits  per GPU      in  token
+▶ zero2           8 × 2  all ██▓▓▓▓▒▒░···│     11.6 fits    3,565  19.5 h 0.0721
+  zero3-offload   4 × 4  1/2 ▒▒▒▒▒▒░·····│      9.1 fits    3,341  20.8 h 0.0691
+    -optimizer
+  zero0          1 × 16  all ██▓▓▓▓▓▓▓▓▓▓│▓▓▓» 22.7 no      2,536  27.4 h  0.102
+
+  █ weights  ▓ gradients, optimizer  ▒ activations, loss  ░ rest  │ limit
+  --all shows 22 more, 20 not simulated because smaller ones fail
+
+▶ zero2 with micro-batch 8, accumulation 2, checkpointing every block
+· the fastest of the 17 that fit: 1.07x the tokens/s of zero3-offload-optimizer,
+  the next kind
+· 11.6 of 15.7 GiB on the fullest GPU, 26% free; mostly optimizer, 3.6 GiB
+· a step takes 9.19 s: computing takes 98% of it
+"""
+
+
+def shown(plan, width: int, *, everything: bool = False) -> str:
+    console = Console(file=StringIO(), width=width)
+    show(plan, console=console, everything=everything)
+    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+
+
+def test_the_table_at_80_columns(toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.plan.table.ROWS", 3)
+    assert shown(toy.plan("4xRTX4080", "zero0", "zero2", "zero3-offload-optimizer"), 80) == GOLDEN
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+@pytest.mark.parametrize("gpus", ["1xRTX4080", "4xRTX4080", "2x4xRTX4090+eth100", "4x24GB"])
+def test_nothing_is_cut_at_any_width(toy, width: int, gpus: str) -> None:
+    plan = toy.plan(gpus)
+    for everything in (False, True):
+        lines = shown(plan, width, everything=everything).splitlines()
+        assert max(map(len, lines)) <= width
+        assert not [line for line in lines if "…" in line]
+        rows = [line for line in lines if "│" in line and "GiB" not in line and "limit" not in line]
+        assert len(rows) == len(plan.options if everything else excerpt(plan))
+
+
+def test_every_kind_is_shown_and_the_best_fill_the_rest(toy) -> None:
+    plan = toy.plan("4xRTX4080")
+    rows = excerpt(plan)
+    assert {o.strategy.name for o in rows} == {o.strategy.name for o in plan.options}
+    assert len(rows) == 12
+    assert rows[0] is plan.chosen
+    assert rows == [o for o in plan.options if o in rows], "the plan's order"
+
+
+def test_all_shows_everything_simulated_skipped_and_refused(toy) -> None:
+    plan = toy.plan("4xRTX4080", "zero0", "zero2")
+    strategy = replace(plan.options[0].strategy, tensor_parallel=2)
+    refused = Refused(strategy=strategy, rule="r", reason="it trains nothing", fix="")
+    text = shown(replace(plan, refused=(refused, refused)), 100, everything=True)
+    assert text.count("not simulated") == len(plan.skipped)
+    assert "refused: autotp2-zero2: it trains nothing\n" in text
+    assert "--all" not in text
+    assert "1 refused" in shown(replace(plan, refused=(refused, refused)), 100)
+
+
+def test_what_was_assumed_stands_above_the_table(toy) -> None:
+    plan = toy.plan("4x24GB")
+    job = replace(plan.job, assumed=("64 rows a step",), lora_rank=16, trainable_parameters=10**7)
+    text = shown(replace(plan, job=job), 100)
+    assert "assumed: 64 rows a step\n" in text
+    assert "4 × 24GB (assumed as fast as " in text
+    assert "LoRA of rank 16 trains 10M" in text
+
+
+def test_the_time_is_that_of_the_whole_training_where_its_tokens_are_known(toy) -> None:
+    plan = toy.plan("4xRTX4080")
+    days = plan.chosen.seconds(10**10) / 86400
+    text = shown(replace(plan, job=replace(plan.job, total_tokens=10**10)), 100)
+    assert "trained" in text.splitlines()[4]
+    assert f"{days:.1f} d" in text
+
+
+def test_a_host_that_is_too_small_is_a_no_of_its_own(toy) -> None:
+    toy.host_memory_bytes = 16 << 30
+    assert "no host" in shown(toy.plan("4xRTX4080", "zero2-offload", "zero2"), 100)
+
+
+def test_without_a_choice_there_is_no_verdict(toy) -> None:
+    text = shown(toy.plan("4xRTX3060", "zero0"), 80)
+    assert "▶" not in text
+    assert " no " in text
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_heading_says_what_comes_first(toy, objective) -> None:
+    words = {"throughput": "fastest", "memory": "leanest", "energy": "least energy"}[objective]
+    assert f"{words} first" in shown(toy.plan("4xA100-SXM-80GB", objective=objective), 80)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(90, "2 min"), (3600, "1.0 h"), (100_000, "27.8 h"), (200_000, "2.3 d"), (2e8, "2,315 d")],
+)
+def test_times_a_person_reads(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text

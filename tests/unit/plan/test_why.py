@@ -1,0 +1,97 @@
+"""The sentences of a plan hold its numbers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from shardwise.errors import render
+from shardwise.plan.plan import Nearest
+from shardwise.plan.why import better_with_memory, does_not_fit, gain, terms
+
+
+def test_why_compares_with_the_best_of_another_kind(toy) -> None:
+    plan = toy.plan("4xRTX4080")
+    chosen = plan.chosen
+    other = next(o for o in plan.alternatives if o.strategy.name != chosen.strategy.name)
+    factor = (
+        chosen.prediction.time.tokens_per_second_per_gpu / other.prediction.time.tokens_per_second_per_gpu
+    )
+    fitting = sum(o.fit == "fits" for o in plan.options)
+    assert chosen.why[0] == (
+        f"the fastest of the {fitting} that fit: "
+        f"{factor:.2f}x the tokens/s of {other.strategy.name}, the next kind"
+    )
+
+
+def test_why_tells_memory_time_and_what_bounds_them(toy) -> None:
+    plan = toy.plan("4xRTX4080", "zero3-offload")
+    memory, time = plan.chosen.prediction.memory, plan.chosen.prediction.time
+    text = "\n".join(plan.chosen.why)
+    assert f"{memory.needed_bytes / 2**30:.1f} of {memory.capacity_bytes / 2**30:.1f} GiB" in text
+    assert "mostly activations, 12.8 GiB" in text
+    assert (
+        f"communication over pcie4x16 through host memory {time.exposed_communication_fraction:.0%}" in text
+    )
+    assert (
+        f"copies to and from the host, partly meanwhile, {time.copy_seconds / time.step_seconds:.0%}" in text
+    )
+    assert "each host keeps 19.4 GiB in its memory; how much it has is not known" in text
+
+
+def test_one_gpu_waits_for_no_communication(toy) -> None:
+    assert "communication" not in "\n".join(toy.plan("1xA100-SXM-80GB").chosen.why)
+
+
+def test_what_checkpointing_costs_is_told(toy) -> None:
+    plan = toy.plan("4xA100-SXM-80GB", objective="memory")
+    chosen = plan.chosen
+    assert chosen.strategy.checkpoint_every == 1
+    bare = replace(chosen.strategy, checkpoint_every=0)
+    without = next(o for o in plan.alternatives if o.strategy == bare)
+    told = next(sentence for sentence in chosen.why if sentence.startswith("without checkpointing"))
+    assert f"{gain(without, chosen, 'throughput'):.2f}x the tokens/s" in told
+    assert f"{without.prediction.memory.needed_bytes / 2**30:.1f} GiB" in told
+
+
+def test_the_others_are_told_what_they_lack(toy) -> None:
+    plan = toy.plan("4xRTX4090")
+    for option in plan.alternatives:
+        memory = option.prediction.memory
+        if option.fit == "no":
+            assert f"{(memory.needed_bytes - memory.capacity_bytes) / 2**30:.1f} GiB more" in option.why[0]
+        elif option.fit == "tight":
+            assert "less than the margin" in option.why[0]
+        factor = re.fullmatch(r"(\d\.\d\d)x the tokens/s", option.why[-1])
+        assert factor is not None
+        assert float(factor[1]) == round(gain(option, plan.chosen, "throughput"), 2)
+
+
+def test_more_memory_buys_more_each_time(toy) -> None:
+    plan = toy.plan("4xRTX4080")
+    better = better_with_memory(plan)
+    assert len(better) >= 2
+    assert all(o.fit != "fits" for o in better)
+    needed = [o.prediction.memory.needed_bytes for o in better]
+    gains = [gain(o, plan.chosen, "throughput") for o in better]
+    assert needed == sorted(needed)
+    assert gains == sorted(gains)
+    assert gains[0] > 1.02
+    assert better_with_memory(toy.plan("4xRTX4080", objective="memory")) == []
+
+
+def test_the_terms_sum_up_to_what_is_needed(toy) -> None:
+    memory = toy.plan("4xRTX4080").chosen.prediction.memory
+    assert sum(terms(memory).values()) == memory.needed_bytes
+
+
+def test_the_error_names_the_nearest_change(toy) -> None:
+    fitting = toy.plan("4xRTX3090", "zero1").chosen
+    change = Nearest(what="RTX 3090, of 24 GB, instead of RTX 3060", how="--gpus 4xRTX-3090", option=fitting)
+    error = does_not_fit(toy.plan("4xRTX3060", "zero1", nearest=lambda: change))
+    assert error.exit_code == 3
+    text = render(error)
+    assert "needs 12.2 GiB of a GPU, 0.5 GiB more than there is" in text
+    assert "at:  toy-1.3b on 4 × RTX 3060" in text
+    assert "fix: --gpus 4xRTX-3090 (RTX 3090, of 24 GB, instead of RTX 3060): zero1 with" in text
+    assert "none is enough" in render(does_not_fit(toy.plan("4xRTX3060", "zero1")))

@@ -1,0 +1,119 @@
+"""Collectives: seconds against the alpha-beta model worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.hardware.parse import parse_hardware
+from shardwise.simulate import communication as c
+from shardwise.simulate.communication import BASE_SECONDS, Group, group
+
+GB = 1e9
+NVLINK = 18 * 20.6 * GB  # what NCCL's rings reach on NVLink 4
+NVLINK_LATENCY = 3.4e-6
+ADAPTER = 48 * GB  # 400 Gbit/s InfiniBand, one for each GPU
+ADAPTER_LATENCY = 14e-6
+
+EIGHT = group(parse_hardware("8xH200"), 8)
+TWO_NODES = group(parse_hardware("2x8xH200"), 16)
+SLOW = group(parse_hardware("2x8xH200+eth100"), 16)
+
+
+def test_a_ring_sends_all_but_its_own_part() -> None:
+    expected = BASE_SECONDS + 7 * NVLINK_LATENCY + 7 / 8 * GB / NVLINK
+    assert c.all_gather(GB, EIGHT) == pytest.approx(expected)
+    assert c.reduce_scatter(GB, EIGHT) == pytest.approx(expected)
+
+
+def test_an_all_reduce_goes_round_twice() -> None:
+    """H200 nodes of 8 reach 368 GB/s of bus bandwidth (Bekman, network chapter): 4.76 ms for 1 GB."""
+    seconds = c.all_reduce(GB, EIGHT)
+    assert seconds == pytest.approx(BASE_SECONDS + 14 * NVLINK_LATENCY + 2 * 7 / 8 * GB / NVLINK)
+    assert seconds == pytest.approx(4.76e-3, rel=0.02)
+
+
+def test_one_gpu_has_nobody_to_talk_to() -> None:
+    alone = group(parse_hardware("1xH200"), 1)
+    for collective in (c.all_gather, c.reduce_scatter, c.all_reduce, c.broadcast, c.reduce, c.all_to_all):
+        assert collective(GB, alone) == 0.0
+
+
+def test_rings_between_nodes_share_all_adapters() -> None:
+    """8 x 48 GB/s are more than NVLink's 371; the one Ethernet adapter of a node holds everyone up."""
+    assert TWO_NODES.bytes_per_second == pytest.approx(NVLINK)
+    assert SLOW.bytes_per_second == pytest.approx(12 * GB)
+    assert c.all_gather(GB, SLOW) == pytest.approx(15 / 16 * GB / (12 * GB), rel=0.01)
+
+
+def test_a_group_with_one_gpu_a_node_has_one_adapter() -> None:
+    """Data parallelism over tensor-parallel nodes: rank r of each node."""
+    replicas = group(parse_hardware("4x8xH200"), 4, stride=8)
+    assert (replicas.per_node, replicas.nodes) == (1, 4)
+    assert replicas.bytes_per_second == pytest.approx(ADAPTER)
+    assert replicas.ring_latency_seconds == pytest.approx(3 * ADAPTER_LATENCY)
+
+
+def test_groups_of_neighbours_stay_within_a_node() -> None:
+    tensor = group(parse_hardware("2x8xH200"), 4)
+    assert (tensor.per_node, tensor.nodes, tensor.inter) == (4, 1, None)
+
+
+def test_few_bytes_take_the_tree_between_many_nodes() -> None:
+    """A ring over 16 nodes waits for 15 network messages each way, a tree for 4."""
+    many = group(parse_hardware("16x8xH200"), 128)
+    seconds = c.all_reduce(1024, many)
+    assert seconds == pytest.approx(BASE_SECONDS + 2 * (7 * NVLINK_LATENCY + 4 * ADAPTER_LATENCY), rel=1e-3)
+    ring = 2 * (16 * 7 * NVLINK_LATENCY + 15 * ADAPTER_LATENCY)
+    assert seconds < ring / 5
+
+
+def test_many_bytes_take_the_ring() -> None:
+    assert c.all_reduce(GB, TWO_NODES) == pytest.approx(2 * 15 / 16 * GB / NVLINK, rel=0.1)
+
+
+def test_broadcast_and_reduce_pass_everything_on() -> None:
+    expected = BASE_SECONDS + 7 * NVLINK_LATENCY + GB / NVLINK
+    assert c.broadcast(GB, EIGHT) == pytest.approx(expected)
+    assert c.reduce(GB, EIGHT) == pytest.approx(expected)
+
+
+def test_all_to_all_is_as_slow_as_its_slowest_part() -> None:
+    assert c.all_to_all(GB, EIGHT) == pytest.approx(7 / 8 * GB / NVLINK, rel=0.01)
+    assert c.all_to_all(GB, TWO_NODES) == pytest.approx(GB / 2 / ADAPTER, rel=0.01)
+
+
+def test_quantized_weights_halve_a_gather() -> None:
+    whole, quantized = c.all_gather(2 * GB, SLOW), c.quantized_all_gather(GB, SLOW)
+    assert quantized / whole == pytest.approx(0.5, rel=0.01)
+
+
+def test_a_secondary_partition_keeps_gathers_off_the_network() -> None:
+    assert c.secondary_all_gather(GB, SLOW) == pytest.approx(c.all_gather(GB, EIGHT))
+
+
+def test_quantized_gradients_cross_the_network_once_per_node() -> None:
+    """int4, an eighth of them for each pair of GPUs, half of which is for the other node."""
+    between = GB / 2 / 8 / 2 / (1.5 * GB)
+    within = GB / 2 * 7 / 8 / NVLINK
+    assert c.quantized_reduce(GB, SLOW) == pytest.approx(between + within, rel=0.01)
+    assert c.quantized_reduce(GB, SLOW) < c.reduce_scatter(2 * GB, SLOW) / 4
+
+
+def test_a_gather_in_two_stages_crosses_the_network_with_one_part() -> None:
+    expected = c.all_gather(GB / 8, SLOW.across_nodes) + c.all_gather(GB, SLOW.within_node)
+    assert c.hierarchical_all_gather(GB, SLOW) == pytest.approx(expected)
+
+
+def test_hybrid_sharding_sends_one_part_between_copies() -> None:
+    hardware = parse_hardware("2x8xH200+eth100")
+    shards, replicas = group(hardware, 8), group(hardware, 2, stride=8)
+    expected = 7 / 8 * GB / NVLINK + GB / 8 / (1.5 * GB)
+    assert c.hybrid_reduce(GB, shards, replicas) == pytest.approx(expected, rel=0.01)
+    assert c.hybrid_reduce(GB, shards, replicas) < 2 * c.reduce_scatter(GB, SLOW)
+
+
+def test_more_ranks_than_gpus_count_as_more_nodes() -> None:
+    spread = group(parse_hardware("4xH200"), 8)
+    assert isinstance(spread, Group)
+    assert (spread.per_node, spread.nodes) == (4, 2)
+    assert c.all_gather(GB, spread) > 0.0

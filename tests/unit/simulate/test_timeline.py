@@ -1,0 +1,317 @@
+"""A step's time: what each engine adds to the computation, and what hides behind what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardwise.hardware.parse import parse_hardware
+from shardwise.simulate import communication
+from shardwise.simulate.prediction import Time
+from shardwise.simulate.roofline import Roofline, table
+from shardwise.simulate.step_trace import Op, StepTrace
+from shardwise.simulate.streams import Streams
+from shardwise.simulate.timeline import predict_time
+from shardwise.strategy.strategy import Strategy
+
+HARDWARE = parse_hardware("4xH200")
+BANDWIDTH = 4.8e12
+
+
+def predict(trace: StepTrace, *, gpus: int = 1, spec: str = "", **strategy: Any) -> Time:
+    strategy = {"engine": "single", "data_parallel": gpus, **strategy}
+    hardware = parse_hardware(spec) if spec else HARDWARE
+    return predict_time(trace, Strategy(**strategy), hardware)
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"engine": "deepspeed", "stage": stage, "gpus": 4, **more}
+
+
+OFFLOAD = {"offload_optimizer": "cpu"}
+
+
+@pytest.fixture
+def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Power limits nothing."""
+    monkeypatch.setitem(table()["energy"], "limit", 1000.0)
+
+
+# One GPU
+
+
+def test_a_step_is_its_products_and_its_update(layers, product, unlimited) -> None:
+    trace = layers(blocks=16, width=8192, tokens=8192)
+    time = predict(trace)
+    products = 3 * 16 * Roofline(HARDWARE.gpu, "bf16").seconds(product(8192, 8192, 8192))
+    elements = 16 * 8192**2 + 1024 * 8192
+    # bytes an element over shares of the bandwidth: fp32 sums of bf16 gradients; norm; AdamW; weights
+    update = elements * (6 / 0.40 + 4 / 0.74 + 28 / 0.60 + 6 / 0.75) / BANDWIDTH
+    assert time.step_seconds == pytest.approx(products + update, rel=0.01)
+    assert time.compute_seconds == pytest.approx(time.step_seconds, rel=0.01)
+    assert time.optimizer_seconds == pytest.approx(
+        elements * (4 / 0.74 + 28 / 0.60 + 6 / 0.75) / BANDWIDTH, rel=0.02
+    )
+    assert time.communication_seconds == time.copy_seconds == 0.0
+
+
+def test_a_small_model_is_bound_by_the_process(layers) -> None:
+    """24 calls of torch, 9 gradients and one step of bookkeeping."""
+    host = table()["host"]
+    time = predict(layers(width=256, tokens=256))
+    issue = 8 * host["forward"] + 16 * host["backward"] + 9 * host["gradient_hook"] + host["step"]
+    assert time.launch_seconds == pytest.approx(issue)
+    assert time.step_seconds == pytest.approx(issue, rel=0.01)
+    assert time.compute_seconds < time.step_seconds / 2
+
+
+def test_micro_batches_repeat_the_computation_and_not_the_update(layers, unlimited) -> None:
+    trace = layers(width=8192, tokens=8192)
+    one, four = predict(trace), predict(trace, accumulation=4)
+    assert four.optimizer_seconds == pytest.approx(one.optimizer_seconds, rel=0.01)
+    assert four.tokens_per_step == 4 * one.tokens_per_step
+    once = one.step_seconds - one.optimizer_seconds
+    assert four.step_seconds - four.optimizer_seconds == pytest.approx(4 * once, rel=0.06)
+
+
+def test_checkpointing_computes_a_third_again(layers, unlimited) -> None:
+    plain = predict(layers(width=8192, tokens=8192))
+    again = predict(layers(width=8192, tokens=8192, checkpoint_every=1))
+    added = again.compute_seconds - plain.compute_seconds
+    assert added / (plain.compute_seconds - plain.optimizer_seconds) == pytest.approx(1 / 3, rel=0.1)
+    assert again.launch_seconds > plain.launch_seconds + 8 * table()["host"]["checkpoint"]
+
+
+def test_power_slows_down_what_the_clock_would_allow(layers, unlimited, monkeypatch) -> None:
+    trace = layers(blocks=16, width=8192, tokens=8192)
+    free = predict(trace)
+    monkeypatch.setitem(table()["energy"], "limit", 0.985)
+    limited = predict(trace)
+    assert 1.1 < limited.step_seconds / free.step_seconds < 1.35
+    assert limited.compute_seconds == free.compute_seconds
+
+
+def test_a_number_read_back_ends_running_ahead(layers, unlimited) -> None:
+    """What is slow to issue then is no longer issued while the GPU is busy with the step before."""
+    slow = Op(kind="normalization", flops=1.0, read_bytes=8, written_bytes=8, name="liger_rms_norm")
+    look = Op(kind="reduction", flops=1.0, read_bytes=8, written_bytes=1, name="all")
+    blind = predict(layers(blocks=64, width=2048, tail=(slow,) * 20))
+    looking = predict(layers(blocks=64, width=2048, tail=(look, *(slow,) * 20)))
+    assert blind.step_seconds == pytest.approx(blind.compute_seconds, rel=0.02)
+    assert looking.step_seconds > blind.step_seconds + 0.9 * 20 * table()["host"]["liger"]
+
+
+def test_fp32_needs_no_copies_of_weights_and_gradients(layers, unlimited) -> None:
+    trace = layers(width=8192)
+    full = replace(
+        trace,
+        precision="fp32",
+        parameters=tuple(replace(p, item_bytes=4) for p in trace.parameters),
+    )
+    assert predict(full).optimizer_seconds < predict(trace).optimizer_seconds
+
+
+# DeepSpeed
+
+
+def test_zero_1_and_2_reduce_and_gather_the_whole_model(layers) -> None:
+    trace = layers(width=8192)
+    num_bytes = 2 * (8 * 8192**2 + 1024 * 8192)
+    group = communication.group(HARDWARE, 4)
+    wires = communication.all_reduce(num_bytes, group) + communication.all_gather(num_bytes, group)
+    for stage in (1, 2):
+        seconds = predict(trace, **zero(stage)).communication_seconds
+        assert wires < seconds < 1.8 * wires  # the rest are copies around the collectives
+
+
+def test_zero_1_reduces_once_a_step_and_zero_2_once_a_micro_batch(layers) -> None:
+    trace = layers(width=8192)
+    first = [predict(trace, **zero(1, accumulation=n)).communication_seconds for n in (1, 4)]
+    second = [predict(trace, **zero(2, accumulation=n)).communication_seconds for n in (1, 4)]
+    assert first[1] == pytest.approx(first[0], rel=0.01)
+    assert second[1] > 2 * second[0]
+
+
+def test_a_bucket_is_reduced_beside_the_backward_pass(layers, unlimited) -> None:
+    """Of 1.07e9 elements in buckets of 5e8, all but the last bucket hide behind the products."""
+    time = predict(layers(blocks=16, width=8192, tokens=16384), **zero(2))
+    gathered = communication.all_gather(2 * 16 * 8192**2, communication.group(HARDWARE, 4))
+    reduced = time.communication_seconds - gathered
+    assert time.exposed_communication_seconds < gathered + reduced / 2
+    assert time.exposed_communication_seconds > gathered
+
+
+def test_stage_0_hides_nothing(layers) -> None:
+    time = predict(layers(width=8192), **zero(0))
+    assert time.exposed_communication_seconds == pytest.approx(time.communication_seconds, rel=0.02)
+
+
+def test_sharding_the_optimizer_divides_the_update(layers) -> None:
+    trace = layers(blocks=16, width=8192)
+    one, four = (predict(trace, **zero(2, gpus=gpus)) for gpus in (1, 4))
+    assert four.optimizer_seconds < 0.6 * one.optimizer_seconds
+
+
+def test_zero_3_gathers_for_forward_and_backward_unless_it_keeps_them(layers) -> None:
+    """24 blocks of 0.067e9 are more than the reuse distance of 1e9, so that most are gathered twice."""
+    trace = layers(blocks=24, width=8192, tokens=16384)
+    twice = predict(trace, **zero(3))
+    once = predict(trace, **zero(3, reshard=False))
+    gather = communication.all_gather(2 * 24 * 8192**2, communication.group(HARDWARE, 4))
+    assert twice.communication_seconds - once.communication_seconds > 0.6 * gather
+    assert once.communication_seconds > gather
+
+
+def test_zero_3_keeps_what_is_needed_again_soon(layers) -> None:
+    small = layers(blocks=4, width=8192, tokens=16384)
+    resharded, kept = (predict(small, **zero(3, reshard=flag)) for flag in (True, False))
+    assert resharded.communication_seconds == pytest.approx(kept.communication_seconds)
+
+
+def test_prefetching_hides_the_gathers(layers, unlimited) -> None:
+    time = predict(layers(blocks=24, width=8192, tokens=32768), **zero(3))
+    assert time.exposed_communication_fraction < 0.05
+    assert time.communication_seconds > 4 * time.exposed_communication_seconds
+
+
+def test_adapters_reduce_next_to_nothing(layers) -> None:
+    frozen = predict(layers(width=8192, trainable=False), **zero(2))
+    whole = predict(layers(width=8192), **zero(2))
+    assert frozen.communication_seconds < whole.communication_seconds / 10
+    assert frozen.optimizer_seconds < whole.optimizer_seconds / 10
+
+
+# FSDP2
+
+
+def test_fsdp2_gathers_twice_and_scatters_in_fp32(layers) -> None:
+    trace = layers(width=8192)
+    group = communication.group(HARDWARE, 4)
+    blocks, root = 8 * 8192**2, 1024 * 8192
+    gathers = communication.all_gather(2 * blocks, group)
+    scatters = communication.reduce_scatter(4 * (blocks + root), group)
+    time = predict(trace, engine="fsdp2", gpus=4)
+    assert 2 * gathers + scatters < time.communication_seconds < 1.8 * (2 * gathers + scatters)
+    kept = predict(trace, engine="fsdp2", gpus=4, reshard=False)
+    assert time.communication_seconds - kept.communication_seconds > gathers
+
+
+def test_fsdp2_hides_its_gathers_one_block_ahead(layers, unlimited) -> None:
+    time = predict(layers(blocks=24, width=8192, tokens=16384), engine="fsdp2", gpus=4)
+    first_and_last = time.communication_seconds / 24
+    assert time.exposed_communication_seconds < 2 * first_and_last
+
+
+def test_unsharded_fsdp2_gathers_once_for_all_micro_batches(layers) -> None:
+    trace = layers(width=8192)
+    one, four = (predict(trace, engine="fsdp2", gpus=4, reshard=False, accumulation=n) for n in (1, 4))
+    scatter = communication.reduce_scatter(4 * 8 * 8192**2, communication.group(HARDWARE, 4))
+    added = four.communication_seconds - one.communication_seconds
+    assert 3 * scatter < added < 5 * scatter
+
+
+def test_a_slow_link_is_exposed(layers) -> None:
+    trace = layers(blocks=16, width=4096, tokens=2048)
+    fast = predict(trace, engine="fsdp2", gpus=8, spec="8xH200")
+    slow = predict(trace, engine="fsdp2", gpus=8, spec="8xRTX4090")
+    assert slow.exposed_communication_fraction > 0.5
+    assert slow.communication_seconds > 10 * fast.communication_seconds
+
+
+# Offload
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offloaded_updates_wait_for_host_memory(layers, stage: int) -> None:
+    """42 bytes an element of this rank's quarter, all four at once, at the host's measured rate."""
+    trace = layers(width=8192)
+    elements = 8 * 8192**2 + 1024 * 8192
+    time = predict(trace, **zero(stage, **OFFLOAD))
+    host = 42 * elements / table()["cpu"]["bytes_per_second"]
+    assert time.optimizer_seconds == pytest.approx(host, rel=0.25)
+    gradients = elements / 4 * 4 / HARDWARE.host_link.bytes_per_second
+    assert time.copy_seconds > gradients
+    assert time.step_seconds > predict(trace, **zero(stage)).step_seconds + 0.9 * host
+
+
+def test_offloaded_weights_are_copied_for_every_gather(layers) -> None:
+    trace = layers(blocks=24, width=8192)
+    optimizer = predict(trace, **zero(3, **OFFLOAD))
+    both = predict(trace, **zero(3, offload_parameters="cpu", **OFFLOAD))
+    part = 2 * 24 * 8192**2 / 4 / HARDWARE.host_link.bytes_per_second
+    assert both.copy_seconds - optimizer.copy_seconds > 0.3 * part
+    fsdp = predict(trace, engine="fsdp2", gpus=4, offload_parameters="cpu", offload_optimizer="cpu")
+    assert fsdp.copy_seconds > 4 * part  # fp32 shards, forward and backward, and gradients back
+
+
+def test_a_drive_is_slower_than_memory(layers) -> None:
+    trace = layers(width=8192)
+    memory = predict(trace, **zero(3, **OFFLOAD))
+    drive = predict(trace, **zero(3, offload_optimizer="nvme", nvme_path="/x"))
+    assert drive.optimizer_seconds > 4 * memory.optimizer_seconds
+
+
+# Streams
+
+
+def test_collectives_take_multiprocessors_from_the_computation() -> None:
+    share = table()["communication"]["multiprocessors"]
+    streams = Streams(HARDWARE, "bf16")
+    streams.communicate(1.0, 0.0, after_compute=False)
+    streams.compute(0.5)
+    assert streams.compute_clock == pytest.approx(0.5 / (1 - share), rel=1e-3)
+    streams.compute(1.0)  # what is left when the collective ends runs at full speed
+    assert streams.compute_clock == pytest.approx(1.0 + 1.5 - (1 - share), rel=1e-3)
+
+
+def test_a_copy_and_a_collective_run_beside_each_other() -> None:
+    streams = Streams(HARDWARE, "bf16")
+    copied = streams.copy(HARDWARE.host_link.bytes_per_second)
+    sent = streams.communicate(0.7, 0.0, after_compute=False)
+    assert copied == pytest.approx(1.0, rel=1e-3)
+    assert sent == pytest.approx(0.7, rel=1e-3)
+    streams.compute_waits(copied)
+    assert streams.totals.exposed == pytest.approx(1.0, rel=1e-3)
+    streams.host_waits()
+    assert streams.host_clock == copied
+
+
+# Tensor parallelism, and all together
+
+
+def test_tensor_parallelism_divides_products_and_adds_up_activations(layers) -> None:
+    trace = layers(blocks=16, width=8192, tokens=8192)
+    whole = predict(trace, **zero(1, gpus=2))
+    split = predict(trace, **zero(1, gpus=2, tensor_parallel=2))
+    assert split.world_size == 4
+    assert split.compute_seconds < 0.6 * whole.compute_seconds
+    one = communication.all_reduce(8192 * 8192 * 2, communication.group(HARDWARE, 2))
+    assert split.exposed_communication_seconds > 16 * 4 * one
+    assert split.tokens_per_step == whole.tokens_per_step
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"engine": "single"},
+        *({"engine": "deepspeed", "stage": stage} for stage in range(4)),
+        {"engine": "fsdp2"},
+        {"engine": "fsdp2", "reshard": False},
+        {"engine": "deepspeed", "stage": 2, **OFFLOAD},
+        {"engine": "deepspeed", "stage": 3, "offload_parameters": "cpu", **OFFLOAD},
+        {"engine": "fsdp2", "offload_parameters": "cpu", **OFFLOAD},
+    ],
+)
+def test_no_step_is_shorter_than_its_parts(layers, gpus: int, strategy: dict[str, Any]) -> None:
+    if strategy["engine"] == "single" and gpus > 1:
+        pytest.skip("a single process has one GPU")
+    for accumulation in (1, 3):
+        time = predict(layers(checkpoint_every=2), gpus=gpus, accumulation=accumulation, **strategy)
+        floor = max(time.compute_seconds, time.launch_seconds, time.copy_seconds)
+        assert time.step_seconds >= 0.999 * floor
+        assert time.exposed_communication_seconds <= 1.001 * (time.communication_seconds + time.copy_seconds)
+        assert time.tokens_per_step == 4096 * accumulation * gpus
+        assert time.world_size == gpus

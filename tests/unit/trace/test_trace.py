@@ -1,0 +1,185 @@
+"""A traced step against what is known of it by arithmetic, and its folded form against the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.job.schema import Model
+from shardwise.models.flops import attention_flops_per_token, matmul_parameters
+from shardwise.simulate.step_trace import (
+    ALLOC,
+    BACKWARD,
+    FORWARD,
+    FREE,
+    GRADIENT,
+    OP,
+    TAGS,
+    Event,
+    StepTrace,
+)
+from shardwise.trace.trace import Tracer
+
+LLAMA = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def model(source: str, lora: int = 0, **config: Any) -> Model:
+    values: dict[str, Any] = {"source": source, "weights": "random", "config": config}
+    if lora:
+        values["lora"] = {"rank": lora, "alpha": 2.0 * lora, "targets": "all-linear"}
+    return Model.model_validate(values)
+
+
+def tracer(source: str, lora: int = 0, **config: Any) -> Tracer:
+    return Tracer(model(source, lora, **config), precision="bf16", sequence_length=256)
+
+
+def peak_bytes(trace: StepTrace) -> int:
+    """Most bytes alive at once, gradients given up as soon as they are complete."""
+    live = peak = 0
+    sizes: dict[int, int] = {}
+    for event in trace.events:
+        if event[0] == ALLOC:
+            sizes[event[1]] = event[2]
+            live += event[2]
+            peak = max(peak, live)
+        elif event[0] in (FREE, GRADIENT):
+            live -= sizes.pop(event[1] if event[0] == FREE else event[2])
+    assert live == 0, "everything is freed or handed over"
+    return peak
+
+
+def renumbered(trace: StepTrace) -> list[Any]:
+    """The events with tensors numbered in the order in which they come to be, and operators spelled out."""
+    names: dict[int, int] = {}
+
+    def tensor(event: Event, at: int) -> int:
+        return names.setdefault(event[at], len(names))
+
+    result: list[Any] = []
+    for event in trace.events:
+        if event[0] in (ALLOC, FREE):
+            result.append((event[0], tensor(event, 1), *event[2:]))
+        elif event[0] == GRADIENT:
+            result.append((*event[:2], tensor(event, 2)))
+        else:
+            result.append(trace.ops[event[1]] if event[0] == OP else event)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("source", "config", "checkpoint_every", "lora"),
+    [
+        ("llama-3.2-1b", {**LLAMA, "num_hidden_layers": 9}, 0, 0),
+        ("llama-3.2-1b", {**LLAMA, "num_hidden_layers": 9}, 1, 8),
+        ("llama-3.2-1b", {**LLAMA, "num_hidden_layers": 12}, 2, 0),
+        ("gemma-3-1b", {"num_hidden_layers": 32}, 0, 0),  # five windows and one full attention, in turn
+        ("gpt-neo-125m", {"num_layers": 12, "attention_types": [[["global", "local"], 6]]}, 1, 8),
+        ("pythia-160m", {}, 0, 0),
+    ],
+)
+def test_the_folded_trace_is_the_whole_one(
+    source: str, config: dict[str, Any], checkpoint_every: int, lora: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced = tracer(source, lora, **config)
+    whole = traced.trace(rows=2, checkpoint_every=checkpoint_every, folded=False)
+    monkeypatch.setattr("shardwise.trace.layout.Layout.part", counted := Counted())
+    folded = traced.trace(rows=2, checkpoint_every=checkpoint_every)
+    assert len(counted.kept) == 1, "it folds, and needs no second try"
+    assert len(counted.kept[0]) < len([unit for unit in whole.units if unit.block >= 0])
+    assert renumbered(folded) == renumbered(whole)
+
+
+class Counted:
+    """Layout.part, which notes which blocks were asked for."""
+
+    def __init__(self) -> None:
+        from shardwise.trace.layout import Layout
+
+        self.part = Layout.part
+        self.kept: list[list[int]] = []
+
+    def __get__(self, layout: Any, _: Any) -> Any:
+        def part(kept: list[int]) -> Any:
+            self.kept.append(kept)
+            return self.part(layout, kept)
+
+        return part
+
+
+def test_products_take_the_flops_that_the_formula_has() -> None:
+    traced = tracer("llama-3.2-1b", **LLAMA, num_hidden_layers=3, tie_word_embeddings=False)
+    trace = traced.trace(rows=2, checkpoint_every=0)
+    ops = [trace.ops[event[1]] for event in trace.events if event[0] == OP]
+    assert {op.item_bytes for op in ops if op.kind == "matmul"} == {2}
+    products = sum(op.flops for op in ops if op.kind == "matmul")
+    skeleton = traced._built.skeleton
+    assert products == 6.0 * matmul_parameters(skeleton) * trace.tokens
+    attention = sum(op.flops for op in ops if op.kind == "attention")
+    # 4 forward and 10 backward of the kernel, which computes the scores again, instead of 12
+    assert attention == pytest.approx(
+        attention_flops_per_token(skeleton.config, 256) * trace.tokens * 14 / 12, rel=1e-6
+    )
+
+
+def test_checkpointing_computes_the_blocks_once_more() -> None:
+    traced = tracer("llama-3.2-1b", **LLAMA, num_hidden_layers=6)
+
+    def flops(every: int) -> float:
+        trace = traced.trace(rows=1, checkpoint_every=every)
+        ops = (trace.ops[event[1]] for event in trace.events if event[0] == OP)
+        return sum(op.flops for op in ops if op.kind == "matmul")
+
+    hidden, width, kv = 256, 512, 128
+    block = 2.0 * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * width) * 256
+    # torch stops the second pass at the last tensor that backward needs: the last product is left out
+    last = 2.0 * hidden * width * 256
+    assert flops(1) - flops(0) == 6 * (block - last)
+    assert flops(2) - flops(0) == 3 * (block - last)
+
+
+def test_a_llama_block_saves_what_its_kernels_need() -> None:
+    """Of two depths: what a further block adds to the peak is what its forward pass saves."""
+
+    def peak(blocks: int) -> int:
+        return peak_bytes(
+            tracer("llama-3.2-1b", **LLAMA, num_hidden_layers=blocks).trace(rows=2, checkpoint_every=0)
+        )
+
+    tokens, hidden, width, kv, heads = 512, 256, 512, 128, 4
+    vectors = 2 * hidden + 2 * hidden  # residuals and norms' outputs, twice each
+    vectors += hidden + 2 * kv + hidden  # queries, keys, values; attention's output
+    vectors += 3 * width  # gate, up, product
+    statistics = 4 * tokens * (2 + heads)  # in fp32: both norms' scales, the softmax's log-sums
+    assert peak(4) - peak(3) == pytest.approx(2 * vectors * tokens + statistics, abs=64)
+
+
+def test_the_largest_logits_are_a_chunk_and_tagged_as_loss() -> None:
+    trace = tracer("llama-3.2-1b", **LLAMA, num_hidden_layers=2).trace(rows=3, checkpoint_every=0)
+    vocabulary = 128256
+    logits = [e for e in trace.events if e[0] == ALLOC and e[2] == 2 * vocabulary * trace.tokens]
+    assert [TAGS[event[3]] for event in logits] == ["loss"]
+
+
+def test_every_trainable_parameter_gets_one_gradient_of_its_size() -> None:
+    trace = tracer("llama-3.2-1b", lora=4, **LLAMA, num_hidden_layers=8).trace(rows=1, checkpoint_every=1)
+    sizes = {event[1]: event[2] for event in trace.events if event[0] == ALLOC}
+    gradients = {event[1]: sizes[event[2]] for event in trace.events if event[0] == GRADIENT}
+    assert set(gradients) == set(trace.trainable)
+    assert all(gradients[index] == trace.parameters[index].size_bytes for index in trace.trainable)
+    assert all(".lora_" in trace.parameters[index].name for index in trace.trainable)
+
+
+def test_units_begin_forward_in_order_and_backward_in_reverse() -> None:
+    trace = tracer("pythia-160m", num_hidden_layers=8).trace(rows=1, checkpoint_every=0)
+    blocks = [unit.block for unit in trace.units]
+    forward = [blocks[event[1]] for event in trace.events if event[0] == FORWARD]
+    backward = [blocks[event[1]] for event in trace.events if event[0] == BACKWARD]
+    assert [block for block in forward if block >= 0] == list(range(8))
+    assert [block for block in backward if block >= 0] == list(reversed(range(8)))
+    assert {unit.name for unit in trace.units if unit.block < 0} == {
+        "gpt_neox.embed_in",
+        "gpt_neox.final_layer_norm",
+        "lm_head",
+    }
