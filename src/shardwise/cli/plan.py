@@ -72,13 +72,17 @@ def plan(
     hardware = hardware_of(gpus)
     asked, assumed = job_of(job, model, wanted, hardware)
 
+    from shardwise.plan.cache import kept_plan, plan_key
     from shardwise.plan.explain import show_explanation
     from shardwise.plan.table import show
     from shardwise.plan.why import does_not_fit
-    from shardwise.trace.plan_job import make_plan
 
-    with stdout_to_stderr():
-        made = make_plan(asked, hardware, objective=objective, memory_cap_bytes=cap)
+    made = kept_plan(plan_key(asked, hardware, objective=objective, memory_cap_bytes=cap))
+    if made is None:  # the model has to be built, which takes torch
+        from shardwise.trace.plan_job import make_plan
+
+        with stdout_to_stderr():
+            made = make_plan(asked, hardware, objective=objective, memory_cap_bytes=cap)
     made = replace(made, job=replace(made.job, assumed=(*made.job.assumed, *assumed)))
     text = json.dumps(made.to_json())
     if out is not None:

@@ -21,6 +21,7 @@ from shardwise.simulate.step_trace import (
     FORWARD_END,
     FREE,
     GRADIENT,
+    OP,
     StepTrace,
 )
 from shardwise.strategy.strategy import Strategy
@@ -47,7 +48,7 @@ def predict_memory(
     machine = Machine(CachingAllocator(capacity_bytes=PLENTY, expandable_segments=True))
     engine = engine_memory(trace, strategy)
     engine.build(machine)
-    for size in _batch_bytes(trace):
+    for size in _batch_bytes(trace, strategy):
         machine.take(ACTIVATIONS, size)
     workspace = _workspace_bytes(hardware)
     for number in range(STEPS):
@@ -81,12 +82,11 @@ def predict_memory(
 
 
 def _replay(trace: StepTrace, machine: Machine, engine: EngineMemory, workspace: int) -> None:
-    """One micro-batch. `workspace`: bytes that the first product of each pass takes for good."""
+    """One micro-batch. `workspace`: bytes that the first matrix product of each pass takes for good."""
     live: dict[int, Block] = {}
     names = [unit.name if unit.block < 0 else f"block {unit.block}" for unit in trace.units]
-    turned = False
-    if workspace:
-        machine.take(BUFFERS, workspace)
+    products = {index for index, op in enumerate(trace.ops) if op.kind == "matmul"}
+    due, turned = bool(workspace), False
     for event in trace.events:
         kind = event[0]
         if kind == ALLOC:
@@ -95,6 +95,10 @@ def _replay(trace: StepTrace, machine: Machine, engine: EngineMemory, workspace:
             machine.give(live.pop(event[1]))
         elif kind == GRADIENT:
             engine.gradient(machine, event[1], live.pop(event[2]))
+        elif kind == OP:
+            if due and event[1] in products:
+                machine.take(BUFFERS, workspace)
+                due = False
         elif kind == FORWARD:
             machine.at(f"{names[event[1]]} forward")
             engine.forward(machine, event[1])
@@ -102,17 +106,16 @@ def _replay(trace: StepTrace, machine: Machine, engine: EngineMemory, workspace:
             engine.forward_end(machine, event[1])
         elif kind == BACKWARD:
             if workspace and not turned:
-                machine.take(BUFFERS, workspace)
-            turned = True
+                due = turned = True
             machine.at(f"{names[event[1]]} backward")
             engine.backward(machine, event[1])
         elif kind == BACKWARD_END:
             engine.backward_end(machine, event[1])
 
 
-def _batch_bytes(trace: StepTrace) -> list[int]:
-    """Token ids, labels and positions, of the micro-batch at work and of the next one."""
-    return [8 * trace.tokens] * 3 * 2
+def _batch_bytes(trace: StepTrace, strategy: Strategy) -> list[int]:
+    """Token ids, labels and positions of a step's micro-batches."""
+    return [8 * trace.tokens] * 3 * strategy.accumulation
 
 
 def _workspace_bytes(hardware: Hardware) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -68,3 +69,8 @@ class Strategy:
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Strategy:
+        """The value that `to_json` wrote."""
+        return cls(**{key: value for key, value in values.items() if key != "name"})

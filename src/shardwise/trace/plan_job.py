@@ -12,6 +12,7 @@ from shardwise.job.schema import Job
 from shardwise.kernels import attention
 from shardwise.kernels.target import Target
 from shardwise.models.build import BuiltModel, build_model
+from shardwise.plan.cache import plan_key, plan_once
 from shardwise.plan.changes import Change, nearest, small_changes
 from shardwise.plan.plan import Objective, Option, Plan, Workload
 from shardwise.plan.search import MARGIN, leanest_that_fits, search
@@ -32,15 +33,27 @@ def make_plan(
     *,
     objective: Objective = "throughput",
     memory_cap_bytes: int | None = None,
+    **tokens: int | None,
+) -> Plan:
+    """The plan of a job on a hardware, made once and then kept (plan.cache).
+
+    `tokens`, where they are known: `vocab_size`, rows of the embedding if a new tokenizer decides them, and
+    `epoch_tokens`, of one pass over the data. Raises JobError where no strategy is allowed, and what
+    building the model raises.
+    """
+    key = plan_key(job, hardware, objective=objective, memory_cap_bytes=memory_cap_bytes, **tokens)
+    return plan_once(key, lambda: _make(job, hardware, objective, memory_cap_bytes, **tokens))
+
+
+def _make(
+    job: Job,
+    hardware: Hardware,
+    objective: Objective,
+    memory_cap_bytes: int | None,
+    *,
     vocab_size: int | None = None,
     epoch_tokens: int | None = None,
 ) -> Plan:
-    """The plan of a job on a hardware.
-
-    `vocab_size`: rows of the embedding where a new tokenizer decides them. `epoch_tokens`: of one pass over
-    the data, where they are known. Raises JobError where no strategy is allowed, and what building the
-    model raises.
-    """
     planning = _Planning(job, hardware, vocab_size)
     strategies, refused = planning.candidates()
     return search(

@@ -84,6 +84,22 @@ def _sum(args: Sequence[Any], outputs: Sequence[torch.Tensor], target: Target) -
     return [accumulator * columns * blocks * width * vector, 4 * grid]
 
 
+def _embedding_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
+    """Tokens sorted by their id, and partial sums of parts of equal ids (EmbeddingBackwardKernel.cu).
+
+    Up to 3072 tokens need none (Embedding.cu). The sort's five buffers are read off recordings.
+    """
+    gradient, tokens, vocabulary = args[:3]
+    count = tokens.numel()
+    if count <= UNSORTED_TOKENS:
+        return []
+    parts = count // TOKENS_IN_A_PART + min(count, vocabulary)
+    return [8 * count] * 5 + [8 * parts, 4 * parts * gradient.shape[-1]]
+
+
+UNSORTED_TOKENS = 3072
+TOKENS_IN_A_PART = 10
+
 # Reduce.cuh
 MAX_THREADS = 512
 WARP = 32
@@ -100,5 +116,6 @@ _RULES = {
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
     "_softmax_backward_data": _softmax_backward,
     "_varlen_attn_backward": _flash_backward,
+    "embedding_dense_backward": _embedding_backward,
     "sum": _sum,
 }

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from shardwise.hardware.catalog import peak_flops
 from shardwise.models.flops import train_flops_per_token
+from shardwise.plan.table import show
 from shardwise.record.schema import RunEvent
 from shardwise.train.observe import Speed
 from shardwise.train.ready import Ready
@@ -36,10 +37,11 @@ def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
         console.print(Text.assemble((f"{name:>9}  ", "bold"), text), soft_wrap=True)
     for reason in (*built.notes, *ready.why):
         console.print(Text.assemble(" " * 11, (reason, "dim")), soft_wrap=True)
+    if ready.plan is not None:
+        show(ready.plan, console=console)
     console.print(_sample(ready))
     if json_plan:
-        plan = {"schema": 1, "chosen": {"strategy": strategy.to_json(), "why": ready.why}}
-        print(json.dumps({**plan, "total_steps": total_steps, "job": job.model_dump(mode="json")}))
+        print(json.dumps({"job": job.model_dump(mode="json"), **ready.to_json(), "total_steps": total_steps}))
 
 
 def header(ready: Ready, *, total_steps: int) -> RunEvent:

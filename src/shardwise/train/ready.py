@@ -5,7 +5,7 @@ Everything that can be wrong with the job, the data and the model is found here,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,16 @@ from shardwise.data.loader import BatchStream, EvalStream
 from shardwise.data.prepare import Prepared, documents, prepare
 from shardwise.engine.parameters import DTYPES
 from shardwise.engine.protocol import World
+from shardwise.errors import MachineError
+from shardwise.hardware.detect import detect_hardware
 from shardwise.job.schema import Job
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.tokenizer import load_tokenizer, model_vocabulary
+from shardwise.plan.plan import Plan
+from shardwise.plan.why import does_not_fit
 from shardwise.strategy.auto import resolve
 from shardwise.strategy.strategy import Strategy
+from shardwise.trace.plan_job import make_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +37,24 @@ class Ready:
     data: Prepared
     strategy: Strategy
     why: list[str]
+    plan: Plan | None = None
+    """What the strategy was chosen from, where it was."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The run folder's plan.json."""
+        if self.plan is not None:
+            return self.plan.to_json()
+        return {"schema": 1, "chosen": {"strategy": self.strategy.to_json(), "why": self.why}}
 
 
-def get_ready(job: Job, *, processes: int) -> Ready:
-    """Tokenizer, model on the meta device, data (tokenised once, by one process), strategy."""
+def get_ready(
+    job: Job, *, processes: int, memory_cap_bytes: int | None = None, resumed: Strategy | None = None
+) -> Ready:
+    """Tokenizer, model on the meta device, data (tokenised once, by one process), strategy.
+
+    On GPUs `strategy: auto` is the plan's choice; DoesNotFitError where nothing fits. `resumed`: the strategy
+    of the run that goes on.
+    """
     tokenizer = load_tokenizer(job.model, corpus=lambda: documents(job))
     built = build_model(
         job.model,
@@ -46,8 +65,44 @@ def get_ready(job: Job, *, processes: int) -> Ready:
     data = prepare(job, tokenizer, vocab_size=built.config.get_text_config().vocab_size)
     if data.chat_template is not None:
         tokenizer.chat_template = data.chat_template  # saved with the weights: asked as it was trained
+    if resumed is not None:
+        why = ["the strategy the run was started with"]
+        return Ready(job=job, tokenizer=tokenizer, built=built, data=data, strategy=resumed, why=why)
+    if job.strategy == "auto" and torch.cuda.is_available():
+        plan = _plan(job, built, data, processes, memory_cap_bytes)
+        assert plan.chosen is not None
+        strategy, why = plan.chosen.strategy, list(plan.chosen.why)
+        return Ready(
+            job=job, tokenizer=tokenizer, built=built, data=data, strategy=strategy, why=why, plan=plan
+        )
+    strategy, why = _resolve(job, built, processes)
+    return Ready(job=job, tokenizer=tokenizer, built=built, data=data, strategy=strategy, why=why)
+
+
+def _plan(job: Job, built: BuiltModel, data: Prepared, processes: int, memory_cap_bytes: int | None) -> Plan:
+    """The plan for `processes` of this machine's GPUs, in which something is chosen."""
+    hardware = detect_hardware()
+    if hardware is None:
+        raise MachineError(
+            "the GPUs cannot be asked what they are",
+            where="strategy: auto",
+            fix="install nvidia-smi, or name a strategy",
+        )
+    plan = make_plan(
+        job,
+        replace(hardware, gpus_per_node=processes),
+        memory_cap_bytes=memory_cap_bytes,
+        vocab_size=built.config.get_text_config().vocab_size if job.model.weights == "random" else None,
+        epoch_tokens=int(data.summary["tokens"]),
+    )
+    if plan.chosen is None:
+        raise does_not_fit(plan)
+    return plan
+
+
+def _resolve(job: Job, built: BuiltModel, processes: int) -> tuple[Strategy, list[str]]:
     cuda = torch.cuda.is_available()
-    strategy, why = resolve(
+    return resolve(
         job.strategy,
         train=job.train,
         clip_norm=job.optimizer.clip_norm,
@@ -58,7 +113,6 @@ def get_ready(job: Job, *, processes: int) -> Ready:
         device_memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else None,
         lora=job.model.lora is not None,
     )
-    return Ready(job=job, tokenizer=tokenizer, built=built, data=data, strategy=strategy, why=why)
 
 
 def count_steps(ready: Ready) -> int:

@@ -28,7 +28,9 @@ from shardwise.models.adapters import is_adapter
 from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.models.export import save_weights
 from shardwise.record.environment import environment
+from shardwise.record.read import read_run
 from shardwise.record.write import RunFolder
+from shardwise.strategy.strategy import Strategy
 from shardwise.train.announce import announce, header, speed
 from shardwise.train.loop import Loop, Progress
 from shardwise.train.observe import Quiet, Recorder
@@ -44,7 +46,12 @@ def run(spec: LaunchSpec) -> None:
     """Runs the job of `spec` in this process. Collective over all processes of the run."""
     job = Job.model_validate(spec.job)
     rank, size, _ = place()
-    ready = get_ready(job, processes=spec.processes if spec.dry_run else size)
+    ready = get_ready(
+        job,
+        processes=spec.processes if spec.dry_run else size,
+        memory_cap_bytes=spec.memory_cap_bytes,
+        resumed=_resumed(spec),
+    )
     if rank == 0:
         announce(ready, total_steps=count_steps(ready), json_plan=spec.dry_run and spec.as_json)
     if spec.dry_run:
@@ -108,6 +115,14 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
         )
 
 
+def _resumed(spec: LaunchSpec) -> Strategy | None:
+    """What `strategy: auto` has chosen for the run that goes on: another choice would be another run."""
+    if not spec.resume or spec.job["strategy"] != "auto":
+        return None
+    chosen = Strategy.from_json(read_run(Path(spec.run_dir)).plan["chosen"]["strategy"])
+    return chosen if chosen.world_size == spec.processes else None
+
+
 def make_engine(ready: Ready, world: World) -> Engine:
     """The engine of the strategy, holding this rank's share of the weights."""
     built, strategy = ready.built, ready.strategy
@@ -141,7 +156,6 @@ def make_observer(ready: Ready, spec: LaunchSpec, engine: Engine, progress: Prog
     if spec.resume:
         folder = RunFolder.reopen(Path(spec.run_dir))
     else:
-        plan = {"schema": 1, "chosen": {"strategy": ready.strategy.to_json(), "why": ready.why}}
         folder = RunFolder.create(
             Path(spec.run_dir),
             job_yaml=yaml.safe_dump(
@@ -150,7 +164,7 @@ def make_observer(ready: Ready, spec: LaunchSpec, engine: Engine, progress: Prog
                 sort_keys=False,
                 allow_unicode=True,
             ),
-            plan=plan,
+            plan=ready.to_json(),
             environment=environment(gpus=_gpus(), command=spec.command),
         )
     folder.write_engine_config(f"{ready.strategy.engine}.json", engine.config())

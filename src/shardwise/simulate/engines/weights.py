@@ -26,6 +26,10 @@ def fill(machine: Machine, trace: StepTrace, part: list[int]) -> dict[int, Block
     weights: dict[int, Block] = {}
     base = [index for index in part if ".lora_" not in trace.parameters[index].name]
     drawn = {index: machine.take(WEIGHTS, FP32 * trace.parameters[index].numel) for index in base}
+    # Embeddings that the output head shares are drawn for both (models/random_weights.py).
+    machine.scratch(
+        WEIGHTS, *(FP32 * trace.parameters[index].numel for index in base if _is_tied(trace, index))
+    )
     for index in base:
         weights[index] = _rounded(machine, trace, index, drawn[index])
     for index in part:
@@ -33,6 +37,10 @@ def fill(machine: Machine, trace: StepTrace, part: list[int]) -> dict[int, Block
             adapter = machine.take(WEIGHTS, FP32 * trace.parameters[index].numel)
             weights[index] = _rounded(machine, trace, index, adapter)
     return weights
+
+
+def _is_tied(trace: StepTrace, index: int) -> bool:
+    return sum(index in unit.parameters for unit in trace.units if unit.block < 0) > 1
 
 
 def _rounded(machine: Machine, trace: StepTrace, index: int, drawn: Block) -> Block:

@@ -165,10 +165,8 @@ class Coordinator:
         if gathering.done:
             return
         gathering.done = True
-        if (
-            len(gathering.parameters) == 1 and self._world > 1
-        ):  # it stays where it is (_all_gather_sequential)
-            self._whole[gathering.parameters[0]] = gathering.buffer
+        if len(gathering.parameters) == 1 and self._world > 1:
+            self._whole[gathering.parameters[0]] = gathering.buffer  # _all_gather_sequential
             return
         for parameter in gathering.parameters:
             self._whole[parameter] = self._own(machine, parameter)

@@ -1,0 +1,246 @@
+"""What the simulator says of the rows that were measured, beside the measurements.
+
+    python benchmarks/accuracy/predict.py [--set fit] [--match REGEX] [--out FILE]
+
+Needs no GPU: a row's model is traced on meta tensors and its strategy simulated on `NxH200`, as `shardwise plan`
+does. A difference is (predicted - measured) / measured. Of memory, the measured side is the worst rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from rows import Row, load_rows
+
+from shardwise.hardware.parse import parse_hardware
+from shardwise.simulate.prediction import Prediction
+from shardwise.simulate.simulate import simulate
+from shardwise.simulate.step_trace import StepTrace
+from shardwise.trace.trace import Tracer
+
+HERE = Path(__file__).parent
+MEASURED = HERE / "results" / "measured.jsonl"
+
+OLD_FILL = (
+    "measured by a version that filled the weights of the whole model at once; simulated with that, {} %. "
+    "Weights are filled block by block now"
+)
+TO_MEASURE_AGAIN = {
+    "pythia-1b.1gpu.zero1.full.s2048.b2x1.ck0": OLD_FILL.format("-0.2"),
+    "llama-3.2-1b.1gpu.zero2.full.s2048.b4x1.ck1": OLD_FILL.format("0.0"),
+    "llama-3.2-3b.2gpu.zero2.full.s2048.b2x1.ck1": OLD_FILL.format("0.0"),
+}
+"""Rows whose measured peak of reserved memory is not the present program's, and why. The bounds leave them out."""
+
+QUANTITIES = ("reserved", "allocated", "outside", "needed", "fragmentation", "step", "joules", "host")
+
+
+@lru_cache(maxsize=1)
+def measured_rows(path: Path = MEASURED) -> dict[str, dict[str, Any]]:
+    """The lines of a file of measurements by row id."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return {row["id"]: row for row in map(json.loads, lines)}
+
+
+@cache
+def process_bytes() -> int:
+    """Resident memory of a process that offloads nothing: what a prediction of host memory leaves out."""
+    rows = [row for row in measured_rows().values() if not row["error"] and not _offloads(row["strategy"])]
+    return int(statistics.median(row["host_memory_bytes"] for row in rows))
+
+
+def predict(row: Row) -> Prediction:
+    """What the simulator says of the row on the GPUs it was measured on."""
+    strategy = row.resolved()
+    tracer = row.model, row.layers, row.lora, row.sequence_length, row.precision
+    return simulate(
+        _trace(*tracer, micro_batch=row.micro_batch, checkpoint_every=strategy.checkpoint_every),
+        strategy,
+        parse_hardware(f"{row.gpus}xH200"),
+        memory_cap_bytes=row.memory_cap_bytes,
+    )
+
+
+@cache
+def _tracer(model: str, layers: int, lora: int, sequence_length: int, precision: str) -> Tracer:
+    row = Row(model=model, layers=layers, lora=lora, sequence_length=sequence_length, precision=precision)
+    job = row.job(source=model, text="text.txt", output="runs")
+    return Tracer(job.model, precision=precision, sequence_length=sequence_length)
+
+
+@cache
+def _trace(*tracer: Any, micro_batch: int, checkpoint_every: int) -> StepTrace:
+    return _tracer(*tracer).trace(rows=micro_batch, checkpoint_every=checkpoint_every)
+
+
+def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's `predicted` and `measured` values and their `differences`, by QUANTITIES.
+
+    Values are bytes, seconds and joules; a difference is None where nothing was measured. `fits` is what was
+    predicted, `oom` whether the row ran out of memory. `fragmentation` is what is reserved and not allocated, at
+    the peaks; its difference is in shares of the reserved memory, as it may itself be nothing. `host` is that of
+    all processes beside what a process takes anyway, of rows that offload.
+    """
+    prediction = predict(row)
+    memory = prediction.memory
+    predicted = _values(
+        reserved=memory.peak_reserved_bytes,
+        allocated=memory.peak_allocated_bytes,
+        outside=memory.outside_allocator_bytes,
+        step=prediction.time.step_seconds,
+        joules=prediction.energy.joules_per_step,
+        host=memory.host_bytes,
+    )
+    found = {} if measured["error"] else _found(measured)
+    differences = {key: _difference(key, predicted, found) for key in QUANTITIES}
+    return {
+        "id": row.id,
+        "set": row.set,
+        "family": family(row),
+        "gpus": row.gpus,
+        "fits": memory.fits,
+        "oom": bool(measured["oom"]),
+        "predicted": predicted,
+        "measured": found,
+        "differences": differences,
+    }
+
+
+def family(row: Row) -> str:
+    """What engine and stage a row's strategy is, and whether it offloads: `zero3`, `fsdp2 offload`."""
+    strategy = row.resolved()
+    name = f"zero{strategy.stage}" if strategy.engine == "deepspeed" else strategy.engine
+    return f"{name} offload" if _offloads(row.resolved().to_json()) else name
+
+
+def _offloads(strategy: Mapping[str, Any]) -> bool:
+    return {strategy["offload_optimizer"], strategy["offload_parameters"]} != {"none"}
+
+
+def _found(measured: Mapping[str, Any]) -> dict[str, float | None]:
+    own = process_bytes() * len(measured["host_memory_bytes_by_rank"])
+    return _values(
+        reserved=measured["peak_reserved_bytes"],
+        allocated=measured["peak_allocated_bytes"],
+        outside=measured["outside_allocator_bytes"],
+        step=measured["step_seconds"],
+        joules=measured["joules_per_step"],
+        host=sum(measured["host_memory_bytes_by_rank"]) - own if _offloads(measured["strategy"]) else None,
+    )
+
+
+def _values(**values: float | None) -> dict[str, float | None]:
+    """With what follows from them: `needed` decides whether a row fits."""
+    reserved, allocated, outside = (values[key] for key in ("reserved", "allocated", "outside"))
+    assert reserved is not None
+    values["fragmentation"] = None if allocated is None else reserved - allocated
+    values["needed"] = None if outside is None else reserved + outside
+    return values
+
+
+def _difference(
+    key: str, predicted: Mapping[str, float | None], measured: Mapping[str, float | None]
+) -> float | None:
+    said, found = predicted[key], measured.get(key)
+    if said is None or found is None:
+        return None
+    base = measured["reserved"] if key == "fragmentation" else found
+    assert base is not None
+    return (said - found) / base
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """How far a quantity's predictions are from its measurements."""
+
+    rows: int
+    mean: float
+    """Of the differences without their sign."""
+    median: float
+    """With their sign: what leans to one side shows."""
+    worst: float
+    """With its sign."""
+    worst_row: str
+    too_low: int
+    """Rows predicted lower than measured, by more than 1 % of the measured."""
+
+
+def summarize(comparisons: Iterable[Mapping[str, Any]], quantity: str) -> Summary | None:
+    """Over the rows in which the quantity was measured; None where there is none."""
+    return summary_of({c["id"]: c["differences"][quantity] for c in comparisons})
+
+
+def summary_of(differences: Mapping[str, float | None]) -> Summary | None:
+    """Of differences by row; None counts as not measured."""
+    by_row = {row: difference for row, difference in differences.items() if difference is not None}
+    if not by_row:
+        return None
+    worst_row = max(by_row, key=lambda row: abs(by_row[row]))
+    return Summary(
+        rows=len(by_row),
+        mean=statistics.mean(map(abs, by_row.values())),
+        median=statistics.median(by_row.values()),
+        worst=by_row[worst_row],
+        worst_row=worst_row,
+        too_low=sum(difference < -0.01 for difference in by_row.values()),
+    )
+
+
+def compare_all(*, only: str | None = None, match: str = "") -> list[dict[str, Any]]:
+    """All rows that were measured and are still in rows.toml, in its order. `only`: of one set."""
+    rows = [row for row in load_rows(HERE / "rows.toml") if row.id in measured_rows()]
+    rows = [row for row in rows if (only is None or row.set == only) and re.search(match, row.id)]
+    return [compare(row, measured_rows()[row.id]) for row in rows]
+
+
+def _line(comparison: Mapping[str, Any]) -> str:
+    cells = (
+        f"{'' if difference is None else f'{100 * difference:+.2f}':>9}"
+        for difference in comparison["differences"].values()
+    )
+    ended = "out of memory" if comparison["oom"] else "" if comparison["measured"] else "not measured"
+    return (
+        f"{comparison['id']:58}{''.join(cells)}  {'fits' if comparison['fits'] else 'does not fit'}  {ended}"
+    )
+
+
+def _print_summary(comparisons: Sequence[Mapping[str, Any]]) -> None:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for comparison in comparisons:
+        for group in ("all", comparison["set"], comparison["family"]):
+            groups.setdefault(group, []).append(comparison)
+    print(f"\n{'%':16}{'':14}  rows  mean ||   median    worst")
+    for group, members in groups.items():
+        for quantity in QUANTITIES:
+            s = summarize(members, quantity)
+            if s is not None:
+                numbers = f"{100 * s.mean:9.2f} {100 * s.median:+8.2f} {100 * s.worst:+8.2f}"
+                print(f"{group:16}{quantity:14}  {s.rows:4} {numbers}  {s.worst_row}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Predicted beside measured, row by row")
+    parser.add_argument("--set", choices=("fit", "held-out"), help="of one set only")
+    parser.add_argument("--match", default="", metavar="REGEX", help="rows with such an id")
+    parser.add_argument("--out", type=Path, help="JSON lines, one comparison each")
+    arguments = parser.parse_args()
+    comparisons = compare_all(only=arguments.set, match=arguments.match)
+    print(f"{'differences, %':58}" + "".join(f"{quantity[:8]:>9}" for quantity in QUANTITIES))
+    for comparison in comparisons:
+        print(_line(comparison))
+    _print_summary(comparisons)
+    if arguments.out:
+        text = "".join(f"{json.dumps(comparison)}\n" for comparison in comparisons)
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+import json
+from pathlib import Path
+
+from shardwise.hardware.parse import parse_hardware
+from shardwise.simulate.outside import outside_allocator_bytes
+from shardwise.strategy.strategy import Strategy
+
+MIB = 1024**2
+LEDGER = Path(__file__).parents[3] / "benchmarks" / "accuracy" / "results" / "measured.jsonl"
+
+
+def _rows() -> list[dict]:
+    rows = [json.loads(line) for line in LEDGER.read_text().splitlines()]
+    return [row for row in rows if row["error"] is None]
+
+
+def _predicted(row: dict) -> int:
+    strategy = {key: value for key, value in row["strategy"].items() if key != "name"}
+    return outside_allocator_bytes(Strategy(**strategy), parse_hardware(f"{row['row']['gpus']}xH200"))
+
+
+def test_every_measured_row_is_within_20_mib() -> None:
+    rows = _rows()
+    assert len(rows) > 50
+    off = {row["id"]: (_predicted(row) - row["outside_allocator_bytes"]) / MIB for row in rows}
+    assert {name: error for name, error in off.items() if abs(error) > 20} == {}
+
+
+def test_a_capacity_check_does_not_rely_on_less_than_was_measured() -> None:
+    # 2 MiB is what rows of one kind differ by.
+    assert all(_predicted(row) >= row["outside_allocator_bytes"] - 2 * MIB for row in _rows())

@@ -1,0 +1,91 @@
+"""What `strategy: auto` comes to on GPUs: the plan's choice, or an error that says what would help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import DoesNotFitError
+from shardwise.hardware.parse import parse_hardware
+from shardwise.job.schema import Job
+from shardwise.strategy.strategy import Strategy
+from shardwise.train import ready
+from shardwise.train.ready import get_ready
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "text.txt").write_text("A horse is not a zebra, and a zebra is not a horse.\n\n" * 200)
+    return Job.model_validate(
+        {
+            "name": "run",
+            "output": str(tmp_path),
+            "model": {
+                "source": str(tmp_path / "model"),
+                "weights": "random",
+                "tokenizer": "train",
+                "tokenizer_vocab": 300,
+            },
+            "data": {"train": str(tmp_path / "text.txt"), "format": "text", "sequence_length": 64},
+            "train": {"steps": 2, "global_batch": 8},
+        }
+    )
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with two RTX 4080; nothing here touches them."""
+    monkeypatch.setattr(ready.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ready, "detect_hardware", lambda: parse_hardware("2xRTX4080"))
+    return monkeypatch
+
+
+def test_auto_is_the_plans_choice_on_gpus(job: Job, gpus: pytest.MonkeyPatch) -> None:
+    found = get_ready(job, processes=2)
+    assert found.plan is not None
+    assert found.plan.chosen is not None
+    assert found.strategy == found.plan.chosen.strategy
+    assert found.strategy.world_size == 2
+    assert found.strategy.global_batch == 8
+    assert found.plan.job.parameters == found.built.total, "planned with the learned tokenizer's vocabulary"
+    written = found.to_json()
+    assert Strategy.from_json(written["chosen"]["strategy"]) == found.strategy
+    assert written["chosen"]["prediction"]["memory"]["peak_reserved_bytes"] > 0
+
+
+def test_a_plan_is_made_once(job: Job, gpus: pytest.MonkeyPatch) -> None:
+    first = get_ready(job, processes=2)
+    gpus.setattr("shardwise.trace.plan_job._make", None)  # would fail if it were called again
+    assert get_ready(job, processes=2).plan == first.plan
+
+
+def test_where_nothing_fits_nothing_starts(job: Job, gpus: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DoesNotFitError):
+        get_ready(job, processes=2, memory_cap_bytes=100 * 1024**2)
+
+
+def test_a_resumed_run_keeps_its_strategy(job: Job, gpus: pytest.MonkeyPatch) -> None:
+    began = Strategy(engine="deepspeed", stage=1, data_parallel=2, micro_batch=1, accumulation=4)
+    found = get_ready(job, processes=2, resumed=began)
+    assert found.strategy == began
+    assert found.plan is None
+
+
+def test_on_cpus_auto_stays_a_rule(job: Job) -> None:
+    found = get_ready(job, processes=2)
+    assert (found.strategy.name, found.plan) == ("zero2", None)
