@@ -2,8 +2,8 @@
 
     python benchmarks/accuracy/predict.py [--set fit] [--match REGEX] [--out FILE]
 
-Needs no GPU: a row's model is traced on meta tensors and its strategy simulated on `NxH200`, as `shardwise plan`
-does. A difference is (predicted - measured) / measured. Of memory, the measured side is the worst rank's.
+Needs no GPU: a row's model is traced on meta tensors and its strategy simulated on `NxH200`, as `shardwise
+plan` does. A difference is (predicted - measured) / measured. Of memory, the measured side is the worst rank's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +29,37 @@ from shardwise.trace.trace import Tracer
 HERE = Path(__file__).parent
 MEASURED = HERE / "results" / "measured.jsonl"
 
+WEIGHTS_BY_BLOCK = "2026-11-21T17:20"
+"""Rows measured since then have been filled block by block."""
 OLD_FILL = (
-    "measured by a version that filled the weights of the whole model at once; simulated with that, {} %. "
-    "Weights are filled block by block now"
+    "measured by a version that filled the weights of the whole model at once, which left gaps in the "
+    "reserved memory; with such a filling the simulator says what was measured, within 0.01 %"
 )
 TO_MEASURE_AGAIN = {
-    "pythia-1b.1gpu.zero1.full.s2048.b2x1.ck0": OLD_FILL.format("-0.2"),
-    "llama-3.2-1b.1gpu.zero2.full.s2048.b4x1.ck1": OLD_FILL.format("0.0"),
-    "llama-3.2-3b.2gpu.zero2.full.s2048.b2x1.ck1": OLD_FILL.format("0.0"),
+    "pythia-1b.1gpu.zero1.full.s2048.b2x1.ck0": OLD_FILL,
+    "llama-3.2-1b.1gpu.zero2.full.s2048.b4x1.ck1": OLD_FILL,
+    "llama-3.2-3b.2gpu.zero2.full.s2048.b2x1.ck1": OLD_FILL,
 }
-"""Rows whose measured peak of reserved memory is not the present program's, and why. The bounds leave them out."""
+"""Rows whose measured peak of reserved memory is not the present program's, and why: in no bound."""
+
+ZERO3_STREAMS = (
+    "what is allocated is right within 1 %, what is reserved beside it is not: ZeRO-3 frees memory that another "
+    "stream still uses, and how long that stays taken is not known well enough"
+)
+KNOWN_MISSES = {
+    "llama-3.2-3b.2gpu.zero3.full.s4096.b1x2.ck1": ZERO3_STREAMS,
+    "llama-3.1-8b.2gpu.zero3.lora16.s4096.b1x1.ck1": ZERO3_STREAMS,
+    "llama-2-13b.4gpu.zero3.lora16.s2048.b2x2.ck1": ZERO3_STREAMS,
+    "pythia-1.4b.2gpu.zero2-offload.full.s2048.b2x1.ck1": (
+        "what is allocated is right within 1 %, what is reserved beside it is not: the cause is not known"
+    ),
+}
+"""Rows whose reserved memory is predicted further off than the bound allows, and what is known of why."""
 
 QUANTITIES = ("reserved", "allocated", "outside", "needed", "fragmentation", "step", "joules", "host")
 
 
-@lru_cache(maxsize=1)
+@cache
 def measured_rows(path: Path = MEASURED) -> dict[str, dict[str, Any]]:
     """The lines of a file of measurements by row id."""
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -85,9 +101,9 @@ def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:
     """A row's `predicted` and `measured` values and their `differences`, by QUANTITIES.
 
     Values are bytes, seconds and joules; a difference is None where nothing was measured. `fits` is what was
-    predicted, `oom` whether the row ran out of memory. `fragmentation` is what is reserved and not allocated, at
-    the peaks; its difference is in shares of the reserved memory, as it may itself be nothing. `host` is that of
-    all processes beside what a process takes anyway, of rows that offload.
+    predicted, `oom` whether the row ran out of memory. `fragmentation` is what is reserved and not allocated,
+    at the peaks; its difference is in shares of the reserved memory, as it may itself be nothing. `host` is
+    that of all processes beside what a process takes anyway, of rows that offload.
     """
     prediction = predict(row)
     memory = prediction.memory
@@ -118,7 +134,7 @@ def family(row: Row) -> str:
     """What engine and stage a row's strategy is, and whether it offloads: `zero3`, `fsdp2 offload`."""
     strategy = row.resolved()
     name = f"zero{strategy.stage}" if strategy.engine == "deepspeed" else strategy.engine
-    return f"{name} offload" if _offloads(row.resolved().to_json()) else name
+    return f"{name} offload" if _offloads(strategy.to_json()) else name
 
 
 def _offloads(strategy: Mapping[str, Any]) -> bool:

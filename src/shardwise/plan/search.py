@@ -21,6 +21,9 @@ from shardwise.units import gib
 # reserved memory that the ledger allows a prediction.
 MARGIN = 0.05
 
+ALIKE = 1.01
+"""Costs within this factor of the best are taken for the same: the ledger's errors of time are larger."""
+
 TraceFor = Callable[[int, int], StepTrace]
 """Rows of a micro-batch and `checkpoint_every` to their trace."""
 Simulate = Callable[[StepTrace, Strategy, Hardware], Prediction]
@@ -138,14 +141,27 @@ def fit(prediction: Prediction, hardware: Hardware, *, margin: float = MARGIN) -
 
 
 def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) -> list[Option]:
-    """Best first: what fits, what is tight, each by the objective; then the rest by how far it is off."""
+    """Best first: what fits, what is tight, each by the objective; then the rest by how far it is off.
+
+    Of those that are as good as the best (ALIKE) the one that needs the least memory comes first.
+    """
 
     def key(option: Option) -> tuple[int, float, int]:
         group = ("fits", "tight", "no").index(option.fit)
         value = excess(option, hardware) if option.fit == "no" else cost(option, objective)
         return group, value, option.prediction.memory.needed_bytes
 
-    return sorted(options, key=key)
+    ranked = sorted(options, key=key)
+    alike = [
+        o
+        for o in ranked
+        if o.fit == ranked[0].fit != "no" and cost(o, objective) <= ALIKE * cost(ranked[0], objective)
+    ]
+    if alike:
+        first = min(alike, key=lambda option: option.prediction.memory.needed_bytes)
+        ranked.remove(first)
+        ranked.insert(0, first)
+    return ranked
 
 
 def excess(option: Option, hardware: Hardware) -> float:

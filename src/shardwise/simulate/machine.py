@@ -22,14 +22,14 @@ class Block:
 
 @dataclass
 class Machine:
-    """Replays allocations; `best`: the accounts, in bytes, when the reserved memory last grew."""
+    """Replays allocations; `fullest`: the accounts, in bytes, when most was allocated."""
 
     allocator: CachingAllocator
     accounts: list[int] = field(default_factory=lambda: [0] * 6)
-    best: list[int] = field(default_factory=lambda: [0] * 6)
+    fullest: list[int] = field(default_factory=lambda: [0] * 6)
     host_bytes: int = 0
     """Of this process: what the engine keeps in host memory."""
-    _peak_reserved: int = 0
+    _most: int = 0
     _where: str = "model"
     _largest: dict[str, int] = field(default_factory=dict)
 
@@ -38,11 +38,12 @@ class Machine:
         allocator = self.allocator
         handle = allocator.malloc(size_bytes, stream)
         self.accounts[account] += size_bytes
-        if allocator.reserved_bytes > self._peak_reserved:
-            self._peak_reserved = allocator.reserved_bytes
-            self.best = self.accounts.copy()
-        if allocator.allocated_bytes > self._largest.get(self._where, 0):
-            self._largest[self._where] = allocator.allocated_bytes
+        allocated = allocator.allocated_bytes
+        if allocated > self._largest.get(self._where, 0):
+            self._largest[self._where] = allocated
+            if allocated > self._most:
+                self._most = allocated
+                self.fullest = self.accounts.copy()
         return Block(handle, account, size_bytes)
 
     def give(self, block: Block) -> None:

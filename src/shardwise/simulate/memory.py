@@ -60,12 +60,12 @@ def predict_memory(
             engine.end(machine, micro_batch, last=last)
         machine.at("optimizer")
         engine.step(machine)
-    terms = machine.best
+    terms = machine.fullest
     reserved = machine.allocator.peak_reserved_bytes
     return Memory(
         peak_reserved_bytes=reserved,
         peak_allocated_bytes=machine.allocator.peak_allocated_bytes,
-        outside_allocator_bytes=outside_allocator_bytes(strategy, hardware),
+        outside_allocator_bytes=outside_allocator_bytes(strategy),
         capacity_bytes=capacity_bytes,
         terms=MemoryTerms(
             weights_bytes=terms[0],

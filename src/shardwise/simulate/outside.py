@@ -8,7 +8,6 @@ several nodes and tensor parallelism to add nothing, until they are measured.
 
 from __future__ import annotations
 
-from shardwise.hardware.hardware import Hardware
 from shardwise.strategy.strategy import Strategy
 
 MIB = 1024**2
@@ -30,10 +29,7 @@ DEEPSPEED_GROUP_BYTES = 100 * MIB
 """What DeepSpeed has besides on 2 and 4 GPUs, and FSDP2 has not."""
 
 
-def outside_allocator_bytes(
-    strategy: Strategy,
-    hardware: Hardware,  # noqa: ARG001 (only one kind has been measured)
-) -> int:
+def outside_allocator_bytes(strategy: Strategy) -> int:
     """What a process holds on its GPU, besides what torch reserves, once it trains."""
     together = strategy.world_size > 1
     total = CONTEXT_BYTES + (NCCL_BYTES if together else 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTerms:
-    """What the reserved memory holds at the moment it is largest, on the fullest GPU; bytes."""
+    """What is allocated when that is most, on the fullest GPU, and what is reserved beyond it; bytes."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -20,7 +20,7 @@ class MemoryTerms:
     engine_buffers_bytes: int
     """Buckets, gathered parameters, communication and library workspaces."""
     fragmentation_bytes: int
-    """Reserved and in no tensor."""
+    """Reserved at most, and in no tensor even when most is allocated."""
 
     @property
     def total_bytes(self) -> int:

@@ -57,13 +57,16 @@ def device_of(local_rank: int) -> torch.device:
     return device
 
 
-def join(*, tensor_parallel: int = 1, memory_cap_bytes: int | None = None) -> World:
-    """Join the process group (NCCL on GPUs, gloo on CPUs) and take a device."""
+def join(*, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None) -> World:
+    """Join the process group (NCCL on GPUs, gloo on CPUs) and take a device.
+
+    `reserve_at_most_bytes`: of GPU memory, by torch's allocator.
+    """
     rank, size, local_rank = place()
     device = device_of(local_rank)
-    if memory_cap_bytes is not None and device.type == "cuda":
+    if reserve_at_most_bytes is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_cap_bytes / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, reserve_at_most_bytes / total), device)
     if not dist.is_initialized():
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

@@ -19,7 +19,7 @@ import yaml
 from shardwise.engine.build import build_engine
 from shardwise.engine.loss import CausalLMLoss
 from shardwise.engine.protocol import Engine, World
-from shardwise.errors import StoppedError
+from shardwise.errors import DoesNotFitError, StoppedError
 from shardwise.job.schema import Job
 from shardwise.kernels.fused import apply_fused_kernels
 from shardwise.launch.resume import resume_command
@@ -30,6 +30,7 @@ from shardwise.models.export import save_weights
 from shardwise.record.environment import environment
 from shardwise.record.read import read_run
 from shardwise.record.write import RunFolder
+from shardwise.simulate.outside import outside_allocator_bytes
 from shardwise.strategy.strategy import Strategy
 from shardwise.train.announce import announce, header, speed
 from shardwise.train.loop import Loop, Progress
@@ -37,6 +38,7 @@ from shardwise.train.observe import Quiet, Recorder
 from shardwise.train.process import Chorus, StopSignal, join, place
 from shardwise.train.ready import Ready, count_steps, get_ready, identity, make_streams
 from shardwise.train.snapshot import Snapshots
+from shardwise.units import gib
 
 CHECKED_WEIGHTS = 6
 """Weights that are compared with their files, besides the first: enough to notice that loading went wrong."""
@@ -56,7 +58,10 @@ def run(spec: LaunchSpec) -> None:
         announce(ready, total_steps=count_steps(ready), json_plan=spec.dry_run and spec.as_json)
     if spec.dry_run:
         return
-    world = join(tensor_parallel=ready.strategy.tensor_parallel, memory_cap_bytes=spec.memory_cap_bytes)
+    world = join(
+        tensor_parallel=ready.strategy.tensor_parallel,
+        reserve_at_most_bytes=_left_of_the_cap(spec.memory_cap_bytes, ready.strategy),
+    )
     stop = StopSignal()
     stop.install()  # from here on there is something to save; before, a signal simply ends the process
     train(ready, spec, world, stop)
@@ -113,6 +118,20 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             where=spec.run_dir,
             fix=f"`{resume_command(run_dir)}` goes on from here",
         )
+
+
+def _left_of_the_cap(cap_bytes: int | None, strategy: Strategy) -> int | None:
+    """What torch may reserve, so that the process with all that lies outside stays within --memory-cap."""
+    if cap_bytes is None:
+        return None
+    left = cap_bytes - outside_allocator_bytes(strategy)
+    if left <= 0:
+        raise DoesNotFitError(
+            f"{gib(cap_bytes)} is less than CUDA and NCCL take by themselves",
+            where="--memory-cap",
+            fix=f"more than {gib(cap_bytes - left)}",
+        )
+    return left
 
 
 def _resumed(spec: LaunchSpec) -> Strategy | None:

@@ -1,7 +1,6 @@
 import json
 from pathlib import Path
 
-from shardwise.hardware.parse import parse_hardware
 from shardwise.simulate.outside import outside_allocator_bytes
 from shardwise.strategy.strategy import Strategy
 
@@ -16,7 +15,7 @@ def _rows() -> list[dict]:
 
 def _predicted(row: dict) -> int:
     strategy = {key: value for key, value in row["strategy"].items() if key != "name"}
-    return outside_allocator_bytes(Strategy(**strategy), parse_hardware(f"{row['row']['gpus']}xH200"))
+    return outside_allocator_bytes(Strategy(**strategy))
 
 
 def test_every_measured_row_is_within_20_mib() -> None:

@@ -1,0 +1,257 @@
+"""The tables and pictures of docs/accuracy.md, from the committed results and what is predicted now.
+
+    python benchmarks/accuracy/page.py
+
+The page's prose is its own; what stands between `<!-- NAME -->` and `<!-- end -->` is made here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from predict import (
+    KNOWN_MISSES,
+    TO_MEASURE_AGAIN,
+    Summary,
+    compare_all,
+    measured_rows,
+    summarize,
+    summary_of,
+)
+from scatter import Point, scatter
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "accuracy.md"
+PEERS = HERE / "results" / "peers.json"
+GIB = 1024**3
+FAMILIES = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp2")
+Comparison = Mapping[str, Any]
+
+HEADLINES = {
+    "peak reserved memory": "reserved",
+    "peak allocated memory": "allocated",
+    "step time": "step",
+    "energy": "joules",
+}
+TERMS = {
+    "allocated, at its peak": "allocated",
+    "fragmentation: reserved and not allocated, in shares of the reserved": "fragmentation",
+    "outside the allocator: context, kernels, NCCL": "outside",
+    "needed in all: reserved and outside": "needed",
+    "host memory, of rows that offload": "host",
+}
+TOOLS = {
+    "deepspeed": "DeepSpeed, `estimate_zero2/3_model_states_mem_needs`",
+    "accelerate": "accelerate, `estimate-memory`, float16",
+    "accelerate_float32": "accelerate, `estimate-memory`, float32",
+    "cookbook": "EleutherAI cookbook, `calc_transformer_mem.py`",
+}
+
+
+def percent(share: float, *, sign: bool = False) -> str:
+    value = round(100 * share, 1 if abs(share) >= 0.01 else 2) or 0.0  # no "-0.00"
+    return f"{value:{'+' if sign and value else ''}.{1 if abs(share) >= 0.01 else 2}f} %"
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+
+
+def cells(summary: Summary | None) -> list[str]:
+    """Rows, mean and worst."""
+    if summary is None:
+        return ["0", "", ""]
+    return [str(summary.rows), percent(summary.mean), percent(summary.worst, sign=True)]
+
+
+def headline(comparisons: Sequence[Comparison]) -> str:
+    lines = []
+    for name, quantity in HEADLINES.items():
+        for of in ("fit", "held-out"):
+            summary = summarize([c for c in comparisons if c["set"] == of], quantity)
+            worst = f"`{summary.worst_row}`" if summary else "not measured yet"
+            lines.append([name, of, *cells(summary), worst])
+    head = ["", "set", "rows", "mean difference", "worst", "the worst row"]
+    return f"{table(head, lines)}\n\n{out_of_memory(comparisons)}"
+
+
+def out_of_memory(comparisons: Sequence[Comparison]) -> str:
+    ended = [c for c in comparisons if c["oom"]]
+    ran = [c for c in comparisons if c["measured"]]
+    refused = sum(not c["fits"] for c in ran)
+    said = f"Of {len(ran)} rows that ran, {refused} {'was' if refused == 1 else 'were'} predicted not to fit."
+    if not ended:
+        return f"{said} No row that runs out of memory has been measured yet."
+    seen = sum(not c["fits"] for c in ended)
+    return f"{said} {len(ended)} rows ran out of memory: {seen} of them were predicted not to fit."
+
+
+def left_out(comparisons: Sequence[Comparison]) -> str:
+    """What the bounds of tests/golden/test_ledger.py leave out, and what they hold."""
+    names = {**TO_MEASURE_AGAIN, **KNOWN_MISSES}
+    by_id = {c["id"]: c for c in comparisons}
+    lines = [
+        [f"`{name}`", percent(by_id[name]["differences"]["reserved"], sign=True), reason]
+        for name, reason in names.items()
+        if name in by_id
+    ]
+    if not lines:
+        return "The bounds hold for every row."
+    held = [c for c in comparisons if c["id"] not in names]
+    _, mean, worst = cells(summarize(held, "reserved"))
+    return (
+        f"All rows are in the numbers of this page. The bounds of reserved memory leave out {len(lines)}; without "
+        f"these the mean difference is {mean}, the worst {worst}.\n\n"
+        f"{table(['row', 'reserved memory', 'why'], lines)}"
+    )
+
+
+def machines(comparisons: Sequence[Comparison]) -> str:
+    rows = [row for c in comparisons if not (row := measured_rows()[c["id"]])["error"]]
+    dates = sorted(row["date"][:10] for row in rows)
+    day = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    gpus = sorted({row["row"]["gpus"] for row in rows})
+    versions = {f"{name} {number}" for row in rows for name, number in row["versions"].items()}
+    named = ("torch", "deepspeed", "transformers", "peft", "triton", "liger-kernel", "python")
+    told = [v for name in named for v in sorted(versions) if v.rsplit(" ", 1)[0] == name]
+    where = {
+        f"{row['gpu']} ({row['power_limit'].split('.')[0]} W, driver {row['driver']}, allocator "
+        f"`{row['allocator']}`)"
+        for row in rows
+    }
+    return (
+        f"{len(rows)} rows, {day}, on {', '.join(map(str, gpus))} GPUs of one node: "
+        f"{'; '.join(sorted(where))}; {', '.join(told)}."
+    )
+
+
+def peers(comparisons: Sequence[Comparison]) -> str:
+    said = json.loads(PEERS.read_text(encoding="utf-8"))
+    measured = {c["id"]: c["measured"]["reserved"] for c in comparisons if c["measured"]}
+    ours = {c["id"]: c["differences"]["reserved"] for c in comparisons if c["measured"]}
+    lines = [_peer("**shardwise plan**", ours, ours)]
+    for tool, name in TOOLS.items():
+        numbers = {row: said.get(row, {}).get(f"{tool}_bytes") for row in measured}
+        theirs = {row: n / measured[row] - 1 for row, n in numbers.items() if n is not None}
+        lines.append(_peer(name, theirs, ours))
+    versions = next(iter(said.values()))["versions"]
+    caption = (
+        f"accelerate {versions['accelerate']}, deepspeed {versions['deepspeed']}, "
+        f"cookbook at {versions['cookbook'][:7]}."
+    )
+    head = ["", "rows with a number", "mean difference", "median", "worst", "too low"]
+    head += ["shardwise on these rows: mean", "worst"]
+    return f"{table(head, lines)}\n\n{caption}"
+
+
+def _peer(name: str, theirs: Mapping[str, float], ours: Mapping[str, float]) -> list[str]:
+    summary = summary_of(theirs)
+    beside = summary_of({row: ours[row] for row in theirs})
+    assert summary is not None
+    count, mean, worst = cells(summary)
+    median = percent(summary.median, sign=True)
+    covered = f"{count} of {len(ours)}"
+    return [name, covered, mean, median, worst, f"{summary.too_low} of {count}", *cells(beside)[1:]]
+
+
+def families(comparisons: Sequence[Comparison]) -> str:
+    lines = []
+    for family in dict.fromkeys(sorted((c["family"] for c in comparisons), key=_family_order)):
+        members = [c for c in comparisons if c["family"] == family]
+        numbers = [cells(summarize(members, quantity)) for quantity in ("reserved", "step", "joules")]
+        lines.append([family, numbers[0][0], *(cell for n in numbers for cell in n[1:])])
+    head = ["strategy", "rows", "reserved memory: mean", "worst", "step time: mean", "worst"]
+    return table([*head, "energy: mean", "worst"], lines)
+
+
+def _family_order(family: str) -> tuple[bool, int]:
+    return " " in family, FAMILIES.index(family.split(maxsplit=1)[0])
+
+
+def terms(comparisons: Sequence[Comparison]) -> str:
+    lines = []
+    for name, quantity in TERMS.items():
+        summary = summarize(comparisons, quantity)
+        middle = percent(summary.median, sign=True) if summary else ""
+        lines.append([name, *cells(summary), middle])
+    return table(["", "rows", "mean difference", "worst", "median"], lines)
+
+
+def ledger(comparisons: Sequence[Comparison]) -> str:
+    head = ["row", "set", "reserved, GiB", "predicted", "", "step, s", "predicted", ""]
+    return table([*head, "energy, J", "predicted", ""], [_ledger_line(c) for c in comparisons])
+
+
+def _ledger_line(c: Comparison) -> list[str]:
+    line = [f"`{c['id']}`", c["set"]]
+    for quantity, unit, digits in (("reserved", GIB, 2), ("step", 1, 3), ("joules", 1, 0)):
+        found, difference = c["measured"].get(quantity), c["differences"][quantity]
+        line.append("" if found is None else f"{found / unit:,.{digits}f}")
+        line.append(f"{c['predicted'][quantity] / unit:,.{digits}f}")
+        line.append("" if difference is None else percent(difference, sign=True))
+    if c["oom"]:
+        line[2], line[4] = "out of memory", "fits" if c["fits"] else "does not fit"
+    return line
+
+
+BLOCKS = {
+    "headline": headline,
+    "machines": machines,
+    "left out": left_out,
+    "peers": peers,
+    "families": families,
+    "terms": terms,
+    "ledger": ledger,
+}
+
+
+def filled(page: str, comparisons: Sequence[Comparison]) -> str:
+    """The page with everything between its marks made anew."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n\n{BLOCKS[match[1]](comparisons)}\n\n<!-- end -->"
+
+    return re.sub(rf"<!-- ({'|'.join(BLOCKS)}) -->.*?<!-- end -->", fill, page, flags=re.DOTALL)
+
+
+def pictures(comparisons: Sequence[Comparison]) -> dict[str, str]:
+    """Name and text of each SVG."""
+    memory = scatter(
+        _points(comparisons, "reserved", GIB),
+        title="Peak reserved memory of a GPU",
+        unit="GiB",
+        band=0.05,
+        groups=FAMILIES,
+    )
+    time = scatter(_points(comparisons, "step", 1), title="Step time", unit="s", band=0.20, groups=FAMILIES)
+    return {"accuracy-memory.svg": memory, "accuracy-time.svg": time}
+
+
+def _points(comparisons: Sequence[Comparison], quantity: str, unit: float) -> list[Point]:
+    return [
+        Point(
+            name=c["id"],
+            group=c["family"].split(maxsplit=1)[0],
+            measured=c["measured"][quantity] / unit,
+            predicted=c["predicted"][quantity] / unit,
+            hollow=c["set"] == "held-out",
+        )
+        for c in comparisons
+        if c["measured"]
+    ]
+
+
+def main() -> None:
+    comparisons = compare_all()
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), comparisons), encoding="utf-8")
+    for name, text in pictures(comparisons).items():
+        (PAGE.parent / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
