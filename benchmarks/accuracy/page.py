@@ -88,7 +88,8 @@ def out_of_memory(comparisons: Sequence[Comparison]) -> str:
     if not ended:
         return f"{said} No row that runs out of memory has been measured yet."
     seen = sum(not c["fits"] for c in ended)
-    return f"{said} {len(ended)} rows ran out of memory: {seen} of them were predicted not to fit."
+    were = "was" if seen == 1 else "were"
+    return f"{said} {len(ended)} rows ran out of memory: {seen} of them {were} predicted not to fit."
 
 
 def left_out(comparisons: Sequence[Comparison]) -> str:
@@ -105,8 +106,8 @@ def left_out(comparisons: Sequence[Comparison]) -> str:
     held = [c for c in comparisons if c["id"] not in names]
     _, mean, worst = cells(summarize(held, "reserved"))
     return (
-        f"All rows are in the numbers of this page. The bounds of reserved memory leave out {len(lines)}; without "
-        f"these the mean difference is {mean}, the worst {worst}.\n\n"
+        f"All rows are in the numbers of this page. The bounds of reserved memory leave out {len(lines)}; "
+        f"without these the mean difference is {mean}, the worst {worst}.\n\n"
         f"{table(['row', 'reserved memory', 'why'], lines)}"
     )
 

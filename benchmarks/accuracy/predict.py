@@ -3,7 +3,7 @@
     python benchmarks/accuracy/predict.py [--set fit] [--match REGEX] [--out FILE]
 
 Needs no GPU: a row's model is traced on meta tensors and its strategy simulated on `NxH200`, as `shardwise
-plan` does. A difference is (predicted - measured) / measured. Of memory, the measured side is the worst rank's.
+plan` does. A difference is (predicted - measured) / measured; memory is measured on the worst rank.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ TO_MEASURE_AGAIN = {
 """Rows whose measured peak of reserved memory is not the present program's, and why: in no bound."""
 
 ZERO3_STREAMS = (
-    "what is allocated is right within 1 %, what is reserved beside it is not: ZeRO-3 frees memory that another "
-    "stream still uses, and how long that stays taken is not known well enough"
+    "what is allocated is right within 1 %, what is reserved beside it is not: ZeRO-3 frees memory that "
+    "another stream still uses, and how long that stays taken is not known well enough"
 )
 KNOWN_MISSES = {
     "llama-3.2-3b.2gpu.zero3.full.s4096.b1x2.ck1": ZERO3_STREAMS,

@@ -49,7 +49,7 @@ class _Log:
 
 
 def scatter(points: Sequence[Point], *, title: str, unit: str, band: float, groups: Sequence[str]) -> str:
-    """The file's text. `band`: a share, drawn to both sides of the diagonal. `groups`: order of the legend."""
+    """The file's text. `band`: a share, drawn to both sides of the diagonal. `groups`: as in the legend."""
     values = [value for point in points for value in (point.measured, point.predicted)]
     low, high = min(values) / 1.15, max(values) * 1.15
     x = _Log(low, high, LEFT, RIGHT)
@@ -94,15 +94,15 @@ def _differences(
     def y(share: float) -> float:
         return (UPPER + LOWER) / 2 - share / reach * (LOWER - UPPER) / 2
 
+    for tick in x.ticks():
+        yield _line(x(tick), UPPER, x(tick), LOWER)
+        yield _text(x(tick), LOWER + 18, f"{tick:g}", anchor="middle")
     yield f'<rect x="{LEFT}" y="{y(band):.1f}" width="{RIGHT - LEFT}" height="{y(-band) - y(band):.1f}" ' + (
         f'fill="{PALE}" fill-opacity="0.5"/>'
     )
     for share in dict.fromkeys((-reach, -band, 0.0, band, reach)):
         yield _line(LEFT, y(share), RIGHT, y(share), colour=PALE if share else "#888888")
         yield _text(LEFT - 8, y(share) + 4, f"{100 * share:+.0f} %" if share else "0", anchor="end")
-    for tick in x.ticks():
-        yield _line(x(tick), UPPER, x(tick), LOWER)
-        yield _text(x(tick), LOWER + 18, f"{tick:g}", anchor="middle")
     yield _frame(UPPER, LOWER)
     yield _text((LEFT + RIGHT) / 2, LOWER + 38, f"measured, {unit}", anchor="middle")
     yield _text(LEFT, UPPER - 10, "difference: (predicted - measured) / measured")

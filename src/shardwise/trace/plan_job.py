@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 
-from shardwise.engine.parameters import DTYPES
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.kernels import attention
 from shardwise.kernels.target import Target
-from shardwise.models.build import BuiltModel, build_model
 from shardwise.plan.cache import plan_key, plan_once
 from shardwise.plan.changes import Change, nearest, small_changes
 from shardwise.plan.plan import Objective, Option, Plan, Workload
@@ -85,9 +83,6 @@ class _Planning:
         self._capability = _capability(hardware)
         # Of a published model only the shape is asked for, which the catalog may know without a network.
         model = job.model.model_copy(update={"weights": "random"})
-        self.built: BuiltModel = build_model(
-            model, dtype=DTYPES[job.train.precision], seed=job.train.seed, vocab_size=vocab_size
-        )
         tracer = Tracer(
             model,
             precision=job.train.precision,
@@ -96,6 +91,7 @@ class _Planning:
             packing=job.data.packing,
             target=Target(capability=self._capability, multiprocessors=MULTIPROCESSORS),
         )
+        self.built = tracer.built
         self.trace: Callable[[int, int], StepTrace] = cache(
             lambda rows, checkpoint_every: tracer.trace(rows=rows, checkpoint_every=checkpoint_every)
         )

@@ -32,7 +32,7 @@ from shardwise.trace.recorder import Recorder, mark_gradients
 
 
 class Tracer:
-    """Traces one model at several micro-batch sizes and ways of checkpointing."""
+    """Traces one model, `built`, at several micro-batch sizes and ways of checkpointing."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class Tracer:
         target: Target = HOPPER,
     ) -> None:
         """`model`, `precision` and `vocab_size` are `build_model`'s, `packing` is the job's."""
-        self._built = build_model(model, dtype=DTYPES[precision], seed=0, vocab_size=vocab_size)
-        self._layout = Layout(self._built)
+        self.built = build_model(model, dtype=DTYPES[precision], seed=0, vocab_size=vocab_size)
+        self._layout = Layout(self.built)
         self._precision = precision
         self._sequence_length = sequence_length
         self._packing = packing
@@ -58,7 +58,7 @@ class Tracer:
         `folded`: repeated blocks are traced a few times only; the result is the same. Raises what
         `build_model` and `CausalLMLoss` raise.
         """
-        built, layout = self._built, self._layout
+        built, layout = self.built, self._layout
         folding = find_folding(block_kinds(built, checkpoint_every)) if folded else None
         kept = list(range(len(built.blocks))) if folding is None else folding.kept(len(built.blocks))
         part = layout.part(kept)

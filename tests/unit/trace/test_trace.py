@@ -114,7 +114,7 @@ def test_products_take_the_flops_that_the_formula_has() -> None:
     ops = [trace.ops[event[1]] for event in trace.events if event[0] == OP]
     assert {op.item_bytes for op in ops if op.kind == "matmul"} == {2}
     products = sum(op.flops for op in ops if op.kind == "matmul")
-    skeleton = traced._built.skeleton
+    skeleton = traced.built.skeleton
     assert products == 6.0 * matmul_parameters(skeleton) * trace.tokens
     attention = sum(op.flops for op in ops if op.kind == "attention")
     # 4 forward and 10 backward of the kernel, which computes the scores again, instead of 12
