@@ -135,7 +135,9 @@ def peers(comparisons: Sequence[Comparison]) -> str:
     said = json.loads(PEERS.read_text(encoding="utf-8"))
     measured = {c["id"]: c["measured"]["reserved"] for c in comparisons if c["measured"]}
     ours = {c["id"]: c["differences"]["reserved"] for c in comparisons if c["measured"]}
+    held = {c["id"]: ours[c["id"]] for c in comparisons if c["measured"] and c["set"] == "held-out"}
     lines = [_peer("**shardwise plan**", ours, ours)]
+    lines += [_peer("**shardwise plan**, rows held out", held, ours)] if held else []
     for tool, name in TOOLS.items():
         numbers = {row: said.get(row, {}).get(f"{tool}_bytes") for row in measured}
         theirs = {row: n / measured[row] - 1 for row, n in numbers.items() if n is not None}

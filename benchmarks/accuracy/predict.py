@@ -43,15 +43,15 @@ TO_MEASURE_AGAIN = {
 """Rows whose measured peak of reserved memory is not the present program's, and why: in no bound."""
 
 ZERO3_STREAMS = (
-    "what is allocated is right within 1 %, what is reserved beside it is not: ZeRO-3 frees memory that "
-    "another stream still uses, and how long that stays taken is not known well enough"
+    "what is allocated is right within 1 %, what is reserved beside it is not. Likely: ZeRO-3 frees memory "
+    "that another stream still uses, and how long that stays taken is not known well enough"
 )
 KNOWN_MISSES = {
     "llama-3.2-3b.2gpu.zero3.full.s4096.b1x2.ck1": ZERO3_STREAMS,
     "llama-3.1-8b.2gpu.zero3.lora16.s4096.b1x1.ck1": ZERO3_STREAMS,
     "llama-2-13b.4gpu.zero3.lora16.s2048.b2x2.ck1": ZERO3_STREAMS,
     "pythia-1.4b.2gpu.zero2-offload.full.s2048.b2x1.ck1": (
-        "what is allocated is right within 1 %, what is reserved beside it is not: the cause is not known"
+        "what is allocated is right within 1 %, what is reserved beside it is not. The cause is not known"
     ),
 }
 """Rows whose reserved memory is predicted further off than the bound allows, and what is known of why."""

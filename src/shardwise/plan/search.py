@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from shardwise.errors import JobError, Problem
@@ -27,6 +28,8 @@ ALIKE = 1.01
 TraceFor = Callable[[int, int], StepTrace]
 """Rows of a micro-batch and `checkpoint_every` to their trace."""
 Simulate = Callable[[StepTrace, Strategy, Hardware], Prediction]
+Spread = Callable[[Callable[[Strategy], Prediction], Sequence[Strategy]], Iterable[Prediction]]
+"""Calls the function with each strategy, like `map`; on several cores it is the same, only sooner."""
 
 
 def search(
@@ -38,6 +41,7 @@ def search(
     objective: Objective = "throughput",
     trace_for: TraceFor,
     simulate: Simulate,
+    spread: Spread = map,
     nearest: Callable[[], Nearest | None] = lambda: None,
     margin: float = MARGIN,
     memory_cap_bytes: int | None = None,
@@ -54,7 +58,7 @@ def search(
     if not strategies:
         raise _all_refused(refused)
     options, skipped = predict(
-        strategies, hardware=hardware, trace_for=trace_for, simulate=simulate, margin=margin
+        strategies, hardware=hardware, trace_for=trace_for, simulate=simulate, spread=spread, margin=margin
     )
     ranked = rank(options, objective, hardware)
     best = ranked[0] if ranked[0].fit != "no" else None
@@ -85,6 +89,7 @@ def predict(
     hardware: Hardware,
     trace_for: TraceFor,
     simulate: Simulate,
+    spread: Spread = map,
     margin: float = MARGIN,
 ) -> tuple[list[Option], list[Skipped]]:
     """Each strategy simulated, or skipped because a leaner one of its family cannot fit.
@@ -96,16 +101,19 @@ def predict(
     skipped: list[Skipped] = []
     failed: dict[Strategy, list[Option]] = defaultdict(list)
     for (rows, checkpoint_every), group in _by_trace(strategies):
-        trace: StepTrace | None = None
+        left = []
         for strategy in group:
-            reason = next(
-                filter(None, (_hopeless(strategy, o, hardware) for o in failed[family(strategy)])), ""
-            )
+            reasons = (_hopeless(strategy, o, hardware) for o in failed[family(strategy)])
+            reason = next(filter(None, reasons), "")
             if reason:
                 skipped.append(Skipped(strategy=strategy, reason=reason))
-                continue
-            trace = trace or trace_for(rows, checkpoint_every)
-            prediction = simulate(trace, strategy, hardware)
+            else:
+                left.append(strategy)
+        if not left:
+            continue
+        # of each family one: they do not wait for each other
+        one = partial(_simulated, simulate, trace_for(rows, checkpoint_every), hardware)
+        for strategy, prediction in zip(left, spread(one, left), strict=True):
             option = Option(
                 strategy=strategy, prediction=prediction, fit=fit(prediction, hardware, margin=margin)
             )
@@ -113,6 +121,10 @@ def predict(
             if option.fit == "no":
                 failed[family(strategy)].append(option)
     return options, skipped
+
+
+def _simulated(simulate: Simulate, trace: StepTrace, hardware: Hardware, strategy: Strategy) -> Prediction:
+    return simulate(trace, strategy, hardware)
 
 
 def leanest_that_fits(

@@ -11,9 +11,9 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, BUFFERS = range(6)
 """Accounts, in the order of prediction.MemoryTerms."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: millions are made, and that would take three times as long
 class Block:
-    """An allocation that is somebody's."""
+    """An allocation that is somebody's; never changed."""
 
     handle: int
     account: int
@@ -31,6 +31,7 @@ class Machine:
     """Of this process: what the engine keeps in host memory."""
     _most: int = 0
     _where: str = "model"
+    _most_here: int = 0
     _largest: dict[str, int] = field(default_factory=dict)
 
     def take(self, account: int, size_bytes: int, stream: int = 0) -> Block:
@@ -39,8 +40,8 @@ class Machine:
         handle = allocator.malloc(size_bytes, stream)
         self.accounts[account] += size_bytes
         allocated = allocator.allocated_bytes
-        if allocated > self._largest.get(self._where, 0):
-            self._largest[self._where] = allocated
+        if allocated > self._most_here:
+            self._most_here = allocated
             if allocated > self._most:
                 self._most = allocated
                 self.fullest = self.accounts.copy()
@@ -63,8 +64,11 @@ class Machine:
 
     def at(self, where: str) -> None:
         """What runs from here on, for the timeline."""
-        self._where = where
+        self._largest[self._where] = self._most_here
+        self._where, self._most_here = where, self._largest.get(where, 0)
 
     @property
     def timeline(self) -> tuple[Moment, ...]:
+        """The most that was allocated while each part ran, in the order of their first runs."""
+        self._largest[self._where] = self._most_here
         return tuple(Moment(where=where, allocated_bytes=size) for where, size in self._largest.items())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import cache, partial
+from multiprocessing import get_context
 
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
@@ -13,13 +17,17 @@ from shardwise.kernels.target import Target
 from shardwise.plan.cache import plan_key, plan_once
 from shardwise.plan.changes import Change, nearest, small_changes
 from shardwise.plan.plan import Objective, Option, Plan, Workload
-from shardwise.plan.search import MARGIN, leanest_that_fits, search
+from shardwise.plan.search import MARGIN, Spread, leanest_that_fits, search
 from shardwise.simulate.simulate import simulate
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy.facts import Architecture
 from shardwise.strategy.space import Refused, candidates
 from shardwise.strategy.strategy import Strategy
 from shardwise.trace.trace import Tracer
+
+MOST_CORES = 8
+WORTH_OTHERS = 40
+"""Strategies from which on other processes save more than the second that they take to start."""
 
 MULTIPROCESSORS = 132
 """Of a GPU whose number is not in the catalog: the H200's. It sizes scratch memory of a few MB."""
@@ -54,24 +62,38 @@ def _make(
 ) -> Plan:
     planning = _Planning(job, hardware, vocab_size)
     strategies, refused = planning.candidates()
-    return search(
-        strategies,
-        refused=refused,
-        hardware=hardware,
-        workload=Workload.of(
-            job,
-            parameters=planning.built.total,
-            trainable_parameters=planning.built.trainable,
-            epoch_tokens=epoch_tokens,
-        ),
-        objective=objective,
-        trace_for=planning.trace,
-        simulate=partial(simulate, memory_cap_bytes=memory_cap_bytes),
-        nearest=lambda: nearest(
-            small_changes(job, hardware, memory_cap_bytes), partial(_attempt, vocab_size=vocab_size)
-        ),
-        memory_cap_bytes=memory_cap_bytes,
-    )
+    with _cores(len(strategies)) as spread:
+        return search(
+            strategies,
+            refused=refused,
+            hardware=hardware,
+            workload=Workload.of(
+                job,
+                parameters=planning.built.total,
+                trainable_parameters=planning.built.trainable,
+                epoch_tokens=epoch_tokens,
+            ),
+            objective=objective,
+            trace_for=planning.trace,
+            simulate=partial(simulate, memory_cap_bytes=memory_cap_bytes),
+            spread=spread,
+            nearest=lambda: nearest(
+                small_changes(job, hardware, memory_cap_bytes), partial(_attempt, vocab_size=vocab_size)
+            ),
+            memory_cap_bytes=memory_cap_bytes,
+        )
+
+
+@contextmanager
+def _cores(strategies: int) -> Iterator[Spread]:
+    """Spreads simulations over this process's cores, where there are enough to be worth starting others."""
+    cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
+    if cores == 1 or strategies < WORTH_OTHERS:
+        yield map
+        return
+    # new interpreters, which import the simulator only: a fork would inherit torch's threads
+    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
+        yield lambda one, group: pool.map(one, group, chunksize=-(-len(group) // cores))
 
 
 class _Planning:
