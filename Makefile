@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Python compiles what it imports; compiling everything that is installed would double the time.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+# Some machines forbid it: then every one of the many processes of the tests compiles torch again, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles its CPU kernels with ninja, which it looks up on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
