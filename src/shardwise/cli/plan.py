@@ -72,10 +72,10 @@ def plan(
     hardware = hardware_of(gpus)
     asked, assumed = job_of(job, model, wanted, hardware)
 
-    from shardwise.plan.cache import kept_plan, plan_key
     from shardwise.plan.explain import show_explanation
     from shardwise.plan.table import show
     from shardwise.plan.why import does_not_fit
+    from shardwise.trace.kept import kept_plan, plan_key
 
     made = kept_plan(plan_key(asked, hardware, objective=objective, memory_cap_bytes=cap))
     if made is None:  # the model has to be built, which takes torch

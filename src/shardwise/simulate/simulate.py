@@ -11,9 +11,10 @@ from shardwise.simulate.step_trace import StepTrace
 from shardwise.simulate.timeline import predict_time
 from shardwise.strategy.strategy import Strategy
 
-DRIVER_SHARE = 0.018
-"""Of a card's memory as nvidia-smi shows it, the most that CUDA does not give out: 16376 MiB of an RTX 4080
-are 15.7 GiB in torch's out-of-memory messages. Of an H200 it is 0.4 %."""
+DRIVER_BYTES = 400 * 1024**2
+"""Of a card's memory as nvidia-smi shows it, what CUDA does not give out: torch finds 23.61 GiB on an RTX
+4090 of 24564 MiB (pinokiofactory/flux-webui#11), 7.75 GiB on an RTX 4060 of 8188 MiB (ESRSchao/EdgeRegNet#2).
+Cards of data centres may keep more; that was not measured."""
 
 
 def simulate(
@@ -32,5 +33,5 @@ def simulate(
 
 def capacity_bytes(gpu: Gpu, memory_cap_bytes: int | None = None) -> int:
     """What a process alone on the GPU can use, its CUDA context included."""
-    whole = int(gpu.memory_bytes * (1 - DRIVER_SHARE))
+    whole = gpu.memory_bytes - DRIVER_BYTES
     return whole if memory_cap_bytes is None else min(whole, memory_cap_bytes)

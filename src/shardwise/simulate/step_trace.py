@@ -16,8 +16,7 @@ An event is a tuple of integers whose first is its kind:
                                     checkpointed)
     (BACKWARD_END, unit)            the gradient of the unit's input is there
 
-Tensor numbers are unique within a trace. Everything allocated is freed, handed over by GRADIENT, or lives on
-in `outputs` (nothing of a training step does).
+Tensor numbers are unique within a trace. Everything allocated is freed or handed over by GRADIENT.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class StepTrace:
     buffers: tuple[int, ...]
     """Bytes of each buffer that lives on the GPU beside the parameters."""
     units: tuple[Unit, ...]
-    """In order of their first use."""
+    """The blocks in order, then the modules outside them."""
     events: tuple[Event, ...]
     ops: tuple[Op, ...]
     """Distinct ones; events name them by index, repeatedly."""

@@ -14,7 +14,6 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.kernels import attention
 from shardwise.kernels.target import Target
-from shardwise.plan.cache import plan_key, plan_once
 from shardwise.plan.changes import Change, nearest, small_changes
 from shardwise.plan.plan import Objective, Option, Plan, Workload
 from shardwise.plan.search import MARGIN, Spread, leanest_that_fits, search
@@ -23,6 +22,7 @@ from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy.facts import Architecture
 from shardwise.strategy.space import Refused, candidates
 from shardwise.strategy.strategy import Strategy
+from shardwise.trace.kept import plan_key, plan_once
 from shardwise.trace.trace import Tracer
 
 MOST_CORES = 8
@@ -30,7 +30,7 @@ WORTH_OTHERS = 40
 """Strategies from which on other processes save more than the second that they take to start."""
 
 MULTIPROCESSORS = 132
-"""Of a GPU whose number is not in the catalog: the H200's. It sizes scratch memory of a few MB."""
+"""The H200's, for every GPU: the catalog has no such number. It sizes scratch memory of a few MB."""
 
 
 def make_plan(
@@ -41,7 +41,7 @@ def make_plan(
     memory_cap_bytes: int | None = None,
     **tokens: int | None,
 ) -> Plan:
-    """The plan of a job on a hardware, made once and then kept (plan.cache).
+    """The plan of a job on a hardware, made once and then kept (trace/kept.py).
 
     `tokens`, where they are known: `vocab_size`, rows of the embedding if a new tokenizer decides them, and
     `epoch_tokens`, of one pass over the data. Raises JobError where no strategy is allowed, and what

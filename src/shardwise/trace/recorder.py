@@ -114,12 +114,10 @@ class Recorder(TorchDispatchMode):
             raise RuntimeError("the model's code depends on values, which a traced step has not")
         return True
 
-    def kernel(self, op: Op, *, scratch: int = 0) -> None:
-        """A kernel that is no operator of torch, with its scratch memory in bytes."""
+    def kernel(self, op: Op) -> None:
+        """A kernel that is no operator of torch."""
         if op not in self._known_ops:
             self._known_ops[op] = self._add(op)
-        if scratch:
-            self._scratch(scratch)
         self.events.append((OP, self._known_ops[op]))  # type: ignore[arg-type]
 
     def _add(self, op: Op | None) -> int | None:
@@ -154,11 +152,11 @@ class Recorder(TorchDispatchMode):
         return gone
 
 
-def record_kernel(op: Op, *, scratch: int = 0) -> None:
+def record_kernel(op: Op) -> None:
     """Tells the active recorder of a kernel that is no operator of torch."""
     recorder = _ACTIVE.get()
     assert recorder is not None, "stand-ins for kernels exist only while a step is recorded"
-    recorder.kernel(op, scratch=scratch)
+    recorder.kernel(op)
 
 
 def mark_gradients(events: list[Event]) -> list[Event]:

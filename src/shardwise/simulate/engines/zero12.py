@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from shardwise.simulate.engines.protocol import EngineMemory, Passive
+from shardwise.simulate.engines.protocol import Passive
 from shardwise.simulate.engines.weights import fill, parts
 from shardwise.simulate.engines.zero_flat import Flat
 from shardwise.simulate.engines.zero_host import pinned
-from shardwise.simulate.engines.zero_replicated import Replicated
 from shardwise.simulate.machine import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Block, Machine
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy.emit.deepspeed import BUCKET
@@ -17,28 +16,6 @@ FP64 = 8
 
 REDUCTION = 1
 """The stream on which gradients are reduced and copied, with memory of its own (reduction_stream)."""
-
-
-class Zero012(Passive):
-    """The stages at which every rank has all weights."""
-
-    def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
-        self._engine: EngineMemory = (Partitioned if strategy.stage else Replicated)(trace, strategy)
-
-    def build(self, machine: Machine) -> None:
-        self._engine.build(machine)
-
-    def begin(self, machine: Machine, micro_batch: int, *, last: bool) -> None:
-        self._engine.begin(machine, micro_batch, last=last)
-
-    def gradient(self, machine: Machine, parameter: int, block: Block) -> None:
-        self._engine.gradient(machine, parameter, block)
-
-    def end(self, machine: Machine, micro_batch: int, *, last: bool) -> None:
-        self._engine.end(machine, micro_batch, last=last)
-
-    def step(self, machine: Machine) -> None:
-        self._engine.step(machine)
 
 
 class Partitioned(Passive):

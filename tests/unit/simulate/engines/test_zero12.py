@@ -6,7 +6,9 @@ import pytest
 
 from shardwise.simulate.allocator import CachingAllocator
 from shardwise.simulate.engines import zero12
-from shardwise.simulate.engines.zero12 import Partitioned, Zero012
+from shardwise.simulate.engines.build import engine_memory
+from shardwise.simulate.engines.protocol import EngineMemory
+from shardwise.simulate.engines.zero12 import Partitioned
 from shardwise.simulate.engines.zero_flat import Flat
 from shardwise.simulate.engines.zero_host import pinned
 from shardwise.simulate.machine import GRADIENTS, Machine
@@ -50,7 +52,7 @@ def _machine() -> Machine:
 class Run:
     """One engine; every gradient it gets is a new allocation, in the order of a backward pass."""
 
-    def __init__(self, engine: Zero012 | Partitioned) -> None:
+    def __init__(self, engine: EngineMemory) -> None:
         self.engine = engine
         self.machine = _machine()
         engine.build(self.machine)
@@ -74,7 +76,7 @@ class Run:
 
 
 def _run(stage: int, **values: object) -> Run:
-    return Run(Zero012(_trace(), _strategy(stage, **values)))
+    return Run(engine_memory(_trace(), _strategy(stage, **values)))
 
 
 TOTAL = sum(NUMEL)
@@ -135,7 +137,7 @@ def test_a_gradient_larger_than_a_bucket_stays_where_it_is(monkeypatch: pytest.M
 
 
 def test_frozen_weights_stay_as_they_are() -> None:
-    run = Run(Zero012(_trace(trainable=(False, True, True)), _strategy(2)))
+    run = Run(engine_memory(_trace(trainable=(False, True, True)), _strategy(2)))
     trained = NUMEL[1] + NUMEL[2]
     assert run.built == 2 * TOTAL + 4 * (trained // 2)
 
@@ -143,7 +145,7 @@ def test_frozen_weights_stay_as_they_are() -> None:
 def test_what_filling_the_weights_took_is_given_back() -> None:
     trace = _trace(trainable=(False, False, True))
     large = replace(trace.parameters[0], shape=(2**27,))  # drawn in fp32: 512 MiB, of which 256 stay
-    run = Run(Zero012(replace(trace, parameters=(large, *trace.parameters[1:])), _strategy(2)))
+    run = Run(engine_memory(replace(trace, parameters=(large, *trace.parameters[1:])), _strategy(2)))
     assert run.machine.allocator.reserved_bytes < 300 * 2**20
 
 
@@ -178,7 +180,7 @@ def test_stage_0_takes_a_step_with_zero_gradients_to_build_its_state() -> None:
 def test_stage_0_in_fp32_is_torchs_optimizer_alone() -> None:
     trace = _trace()
     wide = replace(trace, parameters=tuple(replace(p, item_bytes=4) for p in trace.parameters))
-    run = Run(Zero012(wide, _strategy(0, precision="fp32")))
+    run = Run(engine_memory(wide, _strategy(0, precision="fp32")))
     assert run.built == 4 * TOTAL
     run.backward()
     run.step()

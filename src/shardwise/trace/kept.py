@@ -1,4 +1,4 @@
-"""Plans kept on disk: by what was asked, and by everything that has a say in the answer."""
+"""Plans kept on disk: by what was asked, and by everything that has a say in the answer. Free of torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -63,9 +63,10 @@ def plan_once(key: str, make: Callable[[], Plan]) -> Plan:
         found = kept_plan(key)
         if found is None:
             found = make()
-            partial = _path(key).with_suffix(".partial")
-            partial.write_bytes(_adapter().dump_json(found))
-            partial.rename(_path(key))
+            with suppress(OSError):
+                partial = _path(key).with_suffix(".partial")
+                partial.write_bytes(_adapter().dump_json(found))
+                partial.rename(_path(key))
     return found
 
 
