@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from assets import Assets
 from measure import Limits, Running, end_session
 from rows import Row, load_rows
@@ -175,8 +176,21 @@ def describe_machine() -> dict[str, Any]:
         **gpu,
         "versions": {"python": platform.python_version(), **versions()},
         "allocator": allocator(),
+        "host_call_seconds": host_call_seconds(),
         "command": shlex.join(["python", "benchmarks/accuracy/run.py", *sys.argv[1:]]),
     }
+
+
+def host_call_seconds() -> float:
+    """What a call of torch costs this machine's processor, at best: an addition of two numbers on the CPU."""
+    number, calls = torch.zeros(()), 5000
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(calls):
+            number.add_(1.0)
+        seconds.append((time.perf_counter() - start) / calls)
+    return min(seconds)
 
 
 def allocator() -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.plan.search import MARGIN
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -63,9 +65,7 @@ def test_every_measured_row_is_one_of_the_ledger(predict: ModuleType, comparison
 def test_predictions_are_within_their_bounds(
     predict: ModuleType, comparisons: Comparisons, which: str, quantity: str, mean: float, worst: float
 ) -> None:
-    members = of(comparisons, which)
-    if quantity == "reserved":
-        members = [c for c in members if c["id"] not in {**predict.TO_MEASURE_AGAIN, **predict.KNOWN_MISSES}]
+    members = [c for c in of(comparisons, which) if c["id"] not in predict.LEFT_OUT]
     summary = predict.summarize(members, quantity)
     too_far = {
         c["id"]: f"{c['differences'][quantity]:+.1%}"
@@ -86,19 +86,19 @@ def test_a_row_that_ran_is_not_refused_by_more_than_the_bound(comparisons: Compa
     assert [c["id"] for c in refused if c["differences"]["needed"] > 0.05] == []
 
 
+def test_the_plans_margin_covers_what_was_predicted_too_low(
+    predict: ModuleType, comparisons: Comparisons
+) -> None:
+    members = [c for c in comparisons if c["measured"] and c["id"] not in predict.LEFT_OUT]
+    assert min(c["differences"]["needed"] for c in members) >= -MARGIN
+
+
 def test_rows_to_measure_again_are_still_the_old_ones(predict: ModuleType) -> None:
-    rows = predict.measured_rows()
-    again = [name for name in predict.TO_MEASURE_AGAIN if rows[name]["date"] >= predict.WEIGHTS_BY_BLOCK]
-    assert again == [], "measured again: take them out of TO_MEASURE_AGAIN"
-
-
-def test_known_misses_still_miss(predict: ModuleType, comparisons: Comparisons) -> None:
-    by_id = {c["id"]: c for c in comparisons}
-    hits = [name for name in predict.KNOWN_MISSES if abs(by_id[name]["differences"]["reserved"]) <= 0.05]
-    assert hits == [], "within the bound now: take them out of KNOWN_MISSES"
-    assert all(by_id[name]["set"] == "fit" for name in predict.KNOWN_MISSES), (
-        "held-out rows hold without excuse"
-    )
+    rows, old = predict.measured_rows(), predict.OLD_RELEASE
+    released = [name for name, why in predict.LEFT_OUT.items() if why == old]
+    again = [name for name in released if rows[name]["date"] >= predict.RELEASED_IN_ORDER]
+    assert again == [], "measured again: take them out of LEFT_OUT"
+    assert all(rows[name]["set"] == "fit" for name in predict.LEFT_OUT), "held-out rows hold without excuse"
 
 
 @pytest.mark.parametrize("block", ["headline", "left out", "peers", "families", "terms"])

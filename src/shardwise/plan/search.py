@@ -18,8 +18,8 @@ from shardwise.strategy.space import Refused
 from shardwise.strategy.strategy import Strategy
 from shardwise.units import gib
 
-# Share of the capacity that the choice leaves free: the bound on errors of peak reserved memory that
-# tests/golden holds. The ledger's known misses are beyond it; docs/accuracy.md names them.
+# Share of the capacity that the choice leaves free: no more than this was ever predicted too low of what a
+# process needs (tests/golden; docs/accuracy.md names the rows that are left out of that).
 MARGIN = 0.05
 
 ALIKE = 1.01
@@ -155,7 +155,8 @@ def fit(prediction: Prediction, hardware: Hardware, *, margin: float = MARGIN) -
 def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) -> list[Option]:
     """Best first: what fits, what is tight, each by the objective; then the rest by how far it is off.
 
-    Of those that are as good as the best (ALIKE) the one that needs the least memory comes first.
+    Of those that are as good as the best (ALIKE) comes first what keeps all on the GPU, whose speed depends
+    less on the host's, and of these the one that needs the least memory.
     """
 
     def key(option: Option) -> tuple[int, float, int]:
@@ -170,10 +171,14 @@ def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) ->
         if o.fit == ranked[0].fit != "no" and cost(o, objective) <= ALIKE * cost(ranked[0], objective)
     ]
     if alike:
-        first = min(alike, key=lambda option: option.prediction.memory.needed_bytes)
+        first = min(alike, key=lambda o: (_offloads(o.strategy), o.prediction.memory.needed_bytes))
         ranked.remove(first)
         ranked.insert(0, first)
     return ranked
+
+
+def _offloads(strategy: Strategy) -> bool:
+    return {strategy.offload_optimizer, strategy.offload_parameters} != {"none"}
 
 
 def excess(option: Option, hardware: Hardware) -> float:

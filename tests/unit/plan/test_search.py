@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.errors import JobError
 from shardwise.plan.plan import Nearest
-from shardwise.plan.search import ALIKE, excess, family, leanest, leanest_that_fits, search
+from shardwise.plan.search import ALIKE, excess, family, leanest, leanest_that_fits, rank, search
 from shardwise.strategy.space import Refused
 
 
@@ -52,9 +52,22 @@ def test_of_what_is_as_good_as_the_best_the_leanest_is_chosen(toy) -> None:
         fastest = max(p.time.tokens_per_second_per_gpu for p in fitting)
         alike = [p for p in fitting if p.time.tokens_per_second_per_gpu * ALIKE >= fastest]
         crowds.append(len(alike))
-        least = min(p.memory.needed_bytes for p in alike)
+        least = min(p.memory.needed_bytes for p in alike if p.memory.host_bytes == 0)
         assert plan.chosen.prediction.memory.needed_bytes == least
     assert max(crowds) > 1, "somewhere there was something to choose from"
+
+
+def test_of_what_is_as_good_as_the_best_nothing_offloads_that_need_not(toy) -> None:
+    plan = toy.plan("4xH200")
+    chosen = plan.chosen
+    memory = replace(chosen.prediction.memory, peak_reserved_bytes=0)
+    leaner = replace(
+        chosen,
+        strategy=replace(chosen.strategy, offload_optimizer="cpu"),
+        prediction=replace(chosen.prediction, memory=memory),
+    )
+    assert rank([leaner, chosen], "throughput", plan.hardware) == [chosen, leaner]
+    assert rank([leaner, chosen], "memory", plan.hardware) == [leaner, chosen]
 
 
 def test_the_ranking_is_fits_then_tight_then_what_misses_by_least(toy) -> None:
