@@ -30,6 +30,7 @@ VERBS = {
     "train": {
         "--processes", "--resume", "--max-steps", "--dry-run", "--set", "--memory-cap", "--json",
     },
+    "check": {"--gpus", "--model", "--sequence", "--reader", "--fix", "--json"},
     "report": {"--json"},
     "export": {"--merge", "--out"},
     "generate": {"--prompt", "--max-new-tokens", "--temperature", "--seed"},
