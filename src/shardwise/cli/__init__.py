@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from shardwise import __version__
-from shardwise.cli import check, config, demo, export, generate, init, plan, report, train
+from shardwise.cli import check, config, demo, emit, export, generate, init, plan, report, train
 from shardwise.errors import JobError, MachineError, ShardwiseError, render
 
 INTERRUPTED = 130
@@ -44,6 +44,7 @@ for _verb in (
     plan.plan,
     train.train,
     check.check,
+    emit.emit,
     report.report,
     export.export,
     generate.generate,

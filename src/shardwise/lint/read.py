@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.errors import JobError
 from shardwise.lint.document import Document, Key, Kind, UnreadableError
 from shardwise.lint.json_text import read_json
-from shardwise.lint.schema import deepspeed_schema
+from shardwise.lint.schema import closest, deepspeed_schema
 from shardwise.lint.script_text import is_command, is_python, read_python, read_shell
 from shardwise.lint.yaml_text import read_yaml
 
@@ -37,6 +37,9 @@ _TRAINING = {
     "micro_batch_size",
     "lora_r",
 }
+_TRAINERS_FSDP = {"auto_wrap_policy", "reshard_after_forward", "transformer_layer_cls_to_wrap"}
+_IN_BOTH = {"gradient_accumulation_steps", "bf16", "fp16"}
+"""Keys of DeepSpeed and of the Trainer."""
 WHAT = (
     "a DeepSpeed JSON, an accelerate config, a training script, its arguments or launch command, a job file"
 )
@@ -63,7 +66,10 @@ def read(text: str, name: str) -> Document:
     start = text.lstrip()
     if start.startswith(("{", "//", "/*")):
         document = read_json(text, name)
-        return replace(document, kind=_kind(document.values) or "deepspeed")
+        kind = _kind(document.values)
+        if kind is None:
+            raise UnreadableError("it is nothing that check knows", line=1, fix=f"name {WHAT}")
+        return replace(document, kind=kind)
     if is_python(text):
         return read_python(text, name)
     if is_command(text):
@@ -82,9 +88,14 @@ def _kind(values: Mapping[str, Any]) -> Kind | None:
         return "job"
     if keys & _ACCELERATE:
         return "accelerate"
-    if keys & set(deepspeed_schema().sections[()].keys) - {"gradient_accumulation_steps", "bf16", "fp16"}:
+    if keys & _TRAINERS_FSDP:
+        return "training"
+    known = set(deepspeed_schema().sections[()].keys)
+    if keys & (known - _IN_BOTH):
         return "deepspeed"
-    return "training" if keys & _TRAINING else None
+    if keys & _TRAINING:
+        return "training"
+    return "deepspeed" if any(name in known or closest(str(name), list(known)) for name in keys) else None
 
 
 def referred(document: Document) -> list[str]:

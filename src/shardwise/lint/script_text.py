@@ -14,7 +14,8 @@ from shardwise.lint.document import Document, Mark, UnreadableError
 
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate")
 _COMMAND = re.compile(
-    r"^[ \t]*(?:\w+=\S+[ \t]+|srun\b[^\n]*?[ \t])*(deepspeed|torchrun|accelerate[ \t]+launch)(?=[ \t\\])",
+    r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+|srun\b[^\n]*?[ \t])*"
+    r"(deepspeed|torchrun|accelerate[ \t]+launch)(?=[ \t\\])",
     re.MULTILINE,
 )
 _FLAGS_WITHOUT_VALUE = {"deepspeed", "module", "no_python", "no_ssh", "standalone", "bf16", "fp16"}

@@ -130,6 +130,7 @@ def test_a_file_is_written_whole_and_keeps_its_permissions(tmp_path: Path) -> No
     [
         ('{"zero_optimization": {"stage": 2}}', "deepspeed"),
         ('// pasted\n{"zero_optimisation": {"stage": 2}}', "deepspeed"),
+        ('{"version": 2, "reshard_after_forward": true}', "training"),
         ('{"output_dir": "o", "deepspeed": "ds.json"}', "training"),
         ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", "accelerate"),
         ("model: {source: x}\ndata: {train: y}\n", "job"),
@@ -145,9 +146,13 @@ def test_a_file_is_known_by_its_content(text: str, kind: str) -> None:
 def test_what_is_not_known_is_a_finding_and_what_is_not_there_an_error(tmp_path: Path) -> None:
     file = tmp_path / "notes.yaml"
     file.write_text("groceries: [milk]\n")
-    documents, broken = load([file])
+    other = tmp_path / "package.json"
+    other.write_text('{"private": true}')
+    documents, broken = load([file, other])
     assert documents == ()
-    assert [(one.rule, one.severity) for one in check(Setup(), broken).findings] == [("unreadable", "error")]
+    assert [(one.rule, one.severity) for one in check(Setup(), broken).findings] == [
+        ("unreadable", "error")
+    ] * 2
     with pytest.raises(JobError, match="there is no file"):
         load([tmp_path / "gone.json"])
 

@@ -44,6 +44,8 @@ _DEPRECATED = {
     "cpu_offload": ("offload_optimizer", {"device": "cpu", "pin_memory": True}),
     "cpu_offload_param": ("offload_param", {"device": "cpu", "pin_memory": True}),
 }
+_HOMES: tuple[Key, ...] = ((), ("zero_optimization",))
+"""Sections that a key of theirs is put back into; names inside others, such as `verbose`, tell too little."""
 _COMPARE = {">=": ge, "<=": le, ">": gt, "<": lt}
 
 
@@ -76,8 +78,8 @@ def _meant(key: Key, section: Section, document: Document) -> tuple[str, tuple[C
         return f"`{near}` is given too: keep one of the two", ()
     if near is not None:
         return f"did you mean `{near}`?", (Rename(key=key, name=near),)
-    homes = deepspeed_schema().homes(name)
-    if len(homes) == 1 or (homes and homes[0] == ("zero_optimization",)):
+    homes = [home for home in deepspeed_schema().homes(name) if home in _HOMES]
+    if homes:
         home = (*homes[0], name)
         moved = (Drop(key=key), Put(key=home, value=document.get(*key)))
         place = f"`{'.'.join(homes[0])}`" if homes[0] else "the top level"
@@ -197,6 +199,8 @@ def _wrong_kind(document: Document, _: Setup) -> Iterator[Hit]:
         problem = _kind_problem(value, kind, lenient=section.refuses)
         if problem is not None:
             wanted, better = problem
+            if isinstance(value, float) and not section.refuses:
+                better = None  # half a row: it is not rounding that was forgotten
             yield Hit(
                 key=key,
                 what=f"`{key[-1]}` is {_shown(value)}; DeepSpeed wants {wanted}",

@@ -45,6 +45,8 @@ READ_BY_NOTHING: dict[Key, str] = {
 }
 SMALLEST_BUCKET = 4_194_304
 """Elements of a 2048 x 2048 matrix, the smallest projections of a 1B model."""
+LARGE_MATRIX = 1 << 24
+"""A gradient of this size, 32 MiB in bf16, fills a link on its own: larger buckets gain nothing."""
 
 
 def stage_of(document: Document) -> int | None:
@@ -124,7 +126,7 @@ def _small_bucket(document: Document, setup: Setup) -> Iterator[Hit]:
     if not stage or bucket is None or bucket <= 0:
         return
     hidden = setup.model.hidden_size if setup.model else None
-    least = hidden * hidden if hidden else SMALLEST_BUCKET
+    least = min(hidden * hidden, LARGE_MATRIX) if hidden else SMALLEST_BUCKET
     if bucket >= least:
         return
     matrix = (
