@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,7 +13,6 @@ from shardwise.cli.plan import hardware_of
 from shardwise.errors import JobError
 
 if TYPE_CHECKING:
-    from shardwise.plan.plan import Plan
     from shardwise.strategy.emit.request import Request
 
 
@@ -34,8 +33,8 @@ def emit(
     """Write engine files and launch scripts for your own training script."""
     from shardwise.strategy.emit.files import emit as files_for
 
-    text = _text(source)
-    request = _of_plan(source, text, out) if text.lstrip().startswith("{") else _of_job(source, gpus, out)
+    plan = _plan(_text(source))
+    request = _of_job(source, gpus, out) if plan is None else _of_plan(source, plan, out)
     emitted = files_for(to, request)
     taken = [name for name in emitted.files if (out / name).exists()]
     if taken:
@@ -61,12 +60,21 @@ def _text(source: Path) -> str:
         raise JobError("it cannot be read", where=str(source), fix="name a job file or a plan") from None
 
 
-def _of_plan(source: Path, text: str, out: Path) -> Request:
+def _plan(text: str) -> dict[str, Any] | None:
+    """The plan that a text holds; None for anything else, such as a job."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and "chosen" in values else None
+
+
+def _of_plan(source: Path, plan: dict[str, Any], out: Path) -> Request:
     """The choice of a plan that `plan --out` wrote."""
     from shardwise.strategy.emit.request import Request
 
     try:
-        request = Request.of_plan(json.loads(text), out.as_posix())
+        request = Request.of_plan(plan, out.as_posix())
     except (ValueError, KeyError, TypeError):
         raise JobError(
             "it is no plan of this version", where=str(source), fix="shardwise plan JOB --out plan.json"
@@ -89,7 +97,7 @@ def _of_job(source: Path, gpus: str | None, out: Path) -> Request:
 
     job = load_job(source).job
     hardware = hardware_of(gpus)
-    plan: Plan | None = kept_plan(plan_key(job, hardware, objective="throughput", memory_cap_bytes=None))
+    plan = kept_plan(plan_key(job, hardware, objective="throughput", memory_cap_bytes=None))
     if plan is None:
         from shardwise.trace.plan_job import make_plan
 
