@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -75,10 +76,10 @@ class Document:
         return self.get(*key) is True
 
     def number(self, *key: str) -> float | None:
-        """The value where it is a number; None for `auto` and everything else."""
+        """The value where it is a finite number; None for `auto` and everything else."""
         value = self.get(*key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return value if is_number else None
+        return value if is_number and math.isfinite(value) else None
 
     def line(self, key: Key) -> int:
         """The line of the key, or of the nearest section above that stands in the text; else the first."""

@@ -25,6 +25,7 @@ _FOREIGN = {
     "Infinity": "null",
 }
 DEEPEST = 50
+LONGEST_NUMBER = 400
 
 
 def read_json(text: str, name: str) -> Document:
@@ -170,6 +171,8 @@ class _Reader:
                 else "a number, true, false, null or a text in quotes"
             )
             raise self._wrong(f"{text!r} is no JSON value", fix)
+        if len(text) > LONGEST_NUMBER:
+            raise self._wrong(f"a number of {len(text)} digits", "a number")
         self.at += len(text)
         return float(text) if number[1] or number[2] else int(text)
 

@@ -43,7 +43,7 @@ def is_python(text: str) -> bool:
     """Whether it is a Python program; a YAML file can be one by chance, but imports nothing."""
     try:
         body = ast.parse(text).body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return any(isinstance(node, ast.Import | ast.ImportFrom) for node in body)
 
@@ -159,5 +159,5 @@ def _words(text: str, start: int) -> Iterator[tuple[str, int]]:
 def _scalar(text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         return text

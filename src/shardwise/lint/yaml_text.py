@@ -8,6 +8,8 @@ import yaml
 
 from shardwise.lint.document import Document, Key, Mark, UnreadableError
 
+MOST_KEYS = 10_000
+
 
 def read_yaml(text: str, name: str) -> Document:
     """The mapping a YAML text holds; UnreadableError where it is not one."""
@@ -29,8 +31,11 @@ def read_yaml(text: str, name: str) -> Document:
             line=mark.line + 1 if mark else 1,
             fix="check indentation, quotes and brackets on this line and the one before",
         ) from None
-    except yaml.YAMLError as error:
-        raise UnreadableError(f"not YAML: {error}".splitlines()[0], line=1, fix="save it as UTF-8") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none, say
+        what = (str(error).splitlines() or ["it is too deep"])[0]
+        raise UnreadableError(
+            f"not YAML: {what}", line=1, fix="write plain values, numbers in quotes"
+        ) from None
     finally:
         loader.dispose()
     return Document(
@@ -39,6 +44,8 @@ def read_yaml(text: str, name: str) -> Document:
 
 
 def _places(node: yaml.Node, above: Key, marks: dict[Key, Mark], duplicates: list[tuple[Key, int]]) -> None:
+    if len(marks) > MOST_KEYS:  # aliases of aliases can stand for any number
+        raise UnreadableError(f"more than {MOST_KEYS} keys", line=1, fix="write the values out")
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             key = (*above, str(index))

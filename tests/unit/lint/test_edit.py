@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,44 @@ def test_what_is_not_known_is_a_finding_and_what_is_not_there_an_error(tmp_path:
     ] * 2
     with pytest.raises(JobError, match="there is no file"):
         load([tmp_path / "gone.json"])
+
+
+TEXTS = [path.read_text() for path in sorted((Path(__file__).parent / "examples").iterdir())] + [YAML, TEXT]
+
+
+@given(st.sampled_from(TEXTS), st.randoms())
+def test_a_damaged_file_is_a_finding_and_never_a_crash(text: str, chance: random.Random) -> None:
+    for _ in range(chance.randint(1, 4)):
+        start = chance.randrange(len(text) + 1)
+        end = min(len(text), start + chance.choice([0, 1, 1, 5, 40]))
+        text = text[:start] + chance.choice(["", "", "{", "]", '"', ":", "\n", "&a *a", "1e999"]) + text[end:]
+    try:
+        document = read(text, "t")
+    except UnreadableError:
+        return
+    if document.kind != "job":
+        check(Setup(documents=(document,)))
+
+
+LETTERS = "abcdefghijklmnopq"
+ALIASES = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise(LETTERS))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "distributed_type: 2001-99-99\n",
+        ALIASES,
+        +"".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghijklmnop", "bcdefghijklmnopq")),
+        "a: " + "[" * 5000,
+        '{"zero_optimization": ' + "9" * 5000 + "}",
+        '{"a":' * 2000,
+        "import x\n" + "(" * 5000,
+    ],
+)
+def test_what_would_take_for_ever_is_refused(text: str) -> None:
+    with pytest.raises(UnreadableError):
+        read(text, "t")
 
 
 def test_the_page_of_rules_is_current() -> None:

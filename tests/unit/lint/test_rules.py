@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwise.lint.check import check, correct, findings_of
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Finding
+from shardwise.lint.json_text import read_json
 from shardwise.lint.read import read
 from shardwise.lint.rules import RULES
-from shardwise.lint.setup import ModelFacts, Setup
+from shardwise.lint.schema import accelerate_keys, deepspeed_schema
+from shardwise.lint.setup import READERS, ModelFacts, Setup
+from shardwise.lint.translate import translate
+from shardwise.lint.yaml_text import read_yaml
 
 GONE = object()
 """Takes a key out of the base."""
@@ -491,3 +497,53 @@ def test_deepspeed_itself_says_the_same(case: Case) -> None:
     assert good == {} or parse(good) == ""
     if "auto" not in json.dumps(bad):
         assert (parse(bad) != "") == (case.rule in REFUSED_BY_DEEPSPEED), parse(bad)
+
+
+JUNK = st.sampled_from([None, True, False, 0, -1, 3, 2.5, 1e400, "auto", "", "x", "3", [], [1], {}, {"a": 1}])
+SECTIONS = deepspeed_schema().sections
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> dict[str, Any]:
+    """Known keys in their sections, with values that nobody would give."""
+    values: dict[str, Any] = {}
+    for section in draw(st.lists(st.sampled_from(sorted(SECTIONS)), min_size=1, max_size=8)):
+        holder = values
+        for part in section:
+            below = holder.setdefault(part, {})
+            if not isinstance(below, dict):
+                break
+            holder = below
+        for name in draw(st.lists(st.sampled_from(sorted(SECTIONS[section].keys)), max_size=4)):
+            holder.setdefault(name, draw(JUNK))
+    return values
+
+
+@given(configurations(), st.sampled_from([None, *READERS]), st.sampled_from([None, 1, 4]))
+def test_no_configuration_is_too_strange(values: dict[str, Any], reader: Any, world: int | None) -> None:
+    text = json.dumps(values).replace("Infinity", "1e400")
+    if not values:
+        return
+    document = read_json(text, "f")
+    setup = Setup(documents=(document,), asked_reader=reader, asked_world_size=world, model=LLAMA)
+    check(setup)
+    corrected = correct(document, setup)
+    read_json(corrected.document.text, "f")
+    assert translate(setup) is not None
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*accelerate_keys()[0], "x"]),
+        JUNK
+        | st.dictionaries(st.sampled_from([*accelerate_keys()[1], *accelerate_keys()[2]]), JUNK, max_size=4),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_no_accelerate_file_is_too_strange(values: dict[str, Any]) -> None:
+    document = replace(read_yaml(yaml.safe_dump(values), "f"), kind="accelerate")
+    setup = Setup(documents=(document,))
+    check(setup)
+    correct(document, setup)
+    translate(setup)

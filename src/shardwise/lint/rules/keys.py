@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from operator import ge, gt, le, lt
 from typing import Any
 
@@ -226,6 +227,8 @@ def _kind_problem(value: Any, kind: KeyKind, *, lenient: bool) -> tuple[str, Any
         if lenient and number is not None and not isinstance(value, bool):
             return None
         return "a number without quotes" if isinstance(value, str) else "a number", number
+    if not isfinite(value):
+        return "a finite number", None
     if kind.kind == "int" and value != int(value):
         return "a whole number", int(value)
     return None
@@ -244,6 +247,8 @@ def _as_number(value: Any) -> float | int | None:
     try:
         number = float(value)
     except (TypeError, ValueError):
+        return None
+    if not isfinite(number):
         return None
     return int(number) if number == int(number) else number
 
