@@ -245,9 +245,7 @@ def _left_out(document: Document, stage: int) -> list[str]:
         if stage == 3 and value is not None and value not in (1e9, NEVER_RELEASE) and value < FOREVER:
             found.append(f"{name} {value:g}: simulated with 1e9")
     found += [
-        f"{'.'.join(key)}: not simulated"
-        for key in _NOT_SIMULATED
-        if document.get(*key) not in (None, False, 1, 1.0, AUTO)
+        f"{'.'.join(key)}: not simulated" for key in _NOT_SIMULATED if _asks_for_something(document.get(*key))
     ]
     if stage and document.get(ZERO, "overlap_comm") is False:
         found.append("overlap_comm false: simulated with true")
@@ -255,3 +253,9 @@ def _left_out(document: Document, stage: int) -> list[str]:
     if kind.lower() not in ("adam", "adamw"):
         found.append(f"optimizer {kind}: simulated with AdamW")
     return found
+
+
+def _asks_for_something(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    return value not in (None, 1, AUTO)  # 1: a group of one, the whole of the optimizer

@@ -184,7 +184,6 @@ ALIASES = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pai
     [
         "distributed_type: 2001-99-99\n",
         ALIASES,
-        +"".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghijklmnop", "bcdefghijklmnopq")),
         "a: " + "[" * 5000,
         '{"zero_optimization": ' + "9" * 5000 + "}",
         '{"a":' * 2000,
