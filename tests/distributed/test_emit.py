@@ -72,6 +72,35 @@ if accelerator.is_main_process:
     }, open("result.json", "w"))
 """
 
+OWN = """
+import json
+import torch
+import torch._dynamo
+import deepspeed
+from transformers import AutoConfig, AutoModelForCausalLM
+
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("model"))
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config="engine/deepspeed.json"
+)
+rows, losses = torch.load("rows.pt"), []
+for step in range(12):
+    batch = rows[2 * step : 2 * step + 2]
+    loss = engine(input_ids=batch, labels=batch).loss
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+if torch.distributed.get_rank() == 0:
+    json.dump({
+        "losses": losses,
+        "stage": engine.zero_optimization_stage(),
+        "batch": engine.train_batch_size(),
+        "dtype": str(next(engine.parameters()).dtype),
+        "steps": engine.global_steps,
+    }, open("result.json", "w"))
+"""
+
 # DeepSpeed compiles a transport of its own on CPUs, for a minute; gloo does as well.
 WITHOUT_COMPILING = """
 import importlib.abc, importlib.machinery, sys
@@ -185,3 +214,12 @@ def test_an_accelerate_script_runs_with_accelerate_launch(folder: Path) -> None:
     assert len(result["losses"]) == ROWS / 2 / 2
     assert learns(result["losses"])
     assert (result["stage"], result["batch"], result["dtype"]) == (3, 8, "torch.bfloat16")
+
+
+@pytest.mark.slow
+def test_an_own_script_runs_with_torchrun(folder: Path) -> None:
+    emitted("zero1", "torchrun")
+    result = run(OWN, "launch.sh")
+    assert learns(result["losses"])
+    assert (result["stage"], result["batch"], result["dtype"]) == (1, 8, "torch.bfloat16")
+    assert result["steps"] == 6, "two micro-batches a step"
