@@ -69,7 +69,7 @@ def check(
     if fix:
         from shardwise.lint.check import mend
 
-        setup, fixed = mend(setup)
+        setup, fixed = mend(setup, files)
     checked = run_rules(setup, broken)
     fit = None
     if hardware is not None and model is not None and not broken:

@@ -125,11 +125,16 @@ def correct(document: Document, setup: Setup) -> Corrected:
         fixed.append(candidate)
 
 
-def mend(setup: Setup) -> tuple[Setup, tuple[Finding, ...]]:
-    """Corrects every JSON and YAML file on the disk; the setup after that, and what was mended."""
+def mend(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding, ...]]:
+    """Corrects these JSON and YAML files on the disk; the setup after that, and what was mended.
+
+    Files that are only named by others are left alone, and so are scripts and job files.
+    """
     fixed: list[Finding] = []
+    names = {str(file) for file in files}
     for document in setup.documents:
-        if document.syntax not in ("json", "yaml") or document.kind == "job":
+        editable = document.syntax in ("json", "yaml") and document.kind != "job"
+        if document.name not in names or not editable:
             continue
         corrected = correct(document, setup)
         if corrected.fixed:

@@ -128,7 +128,7 @@ def _json_without(document: Document, key: Key) -> str:
     index = siblings.index(key)
     if comma is not None:
         end = comma + 1
-    rest = re.match(r"[ \t]*(//[^\n]*|#[^\n]*)?(?=\n|$)", text[end:])
+    rest = re.match(r"[ \t\r]*(//[^\n]*|#[^\n]*)?(?=\n|$)", text[end:])
     before = re.search(r"\n[ \t]*$", text[:start])
     if rest and before:  # alone on its lines: they go, with what a comment behind says of it
         start, end = before.start(), end + rest.end()

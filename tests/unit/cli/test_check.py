@@ -44,7 +44,7 @@ def test_an_error_ends_with_2_and_is_one_block(capsys: pytest.CaptureFixture[str
     assert main(["check", str(file)]) == 2
     out = capsys.readouterr().out.splitlines()
     assert out[0] == f"{file}: DeepSpeed configuration"
-    assert out[1].startswith("error: DeepSpeed knows no `zero_optimisation` and says nothing")
+    assert out[1].startswith("error: DeepSpeed knows no `zero_optimisation` and passes over it silently")
     assert out[1].endswith("[ignored-key]")
     assert out[2] == f"  at:  {file}:5: zero_optimisation"
     assert out[3] == "  fix: did you mean `zero_optimization`?"

@@ -110,7 +110,7 @@ def test_what_is_wrong_is_found(
 
 def test_the_misspelt_section_says_what_it_costs() -> None:
     one = checked(["zero_optimisation.json"]).findings[0]
-    assert "trains at stage 0" in one.what
+    assert "training runs at stage 0" in one.what
     assert one.fix == "did you mean `zero_optimization`?"
 
 
@@ -142,7 +142,7 @@ def test_mending_leaves_the_rest_as_it_was(name: str, left: set[str], tmp_path: 
     shutil.copy(EXAMPLES / name, file)
     before = file.read_text()
     documents, _ = load([file])
-    setup, fixed = mend(Setup(documents=documents, asked_world_size=4))
+    setup, fixed = mend(Setup(documents=documents, asked_world_size=4), [file])
     rest = check(setup).findings
     assert {one.rule for one in rest if one.severity == "error"} == left
     lines = file.read_text().splitlines()
@@ -154,6 +154,25 @@ def test_mending_leaves_the_rest_as_it_was(name: str, left: set[str], tmp_path: 
 def test_mending_gives_the_section_its_name_back(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     shutil.copy(EXAMPLES / "zero_optimisation.json", file)
-    mend(Setup(documents=load([file])[0]))
+    mend(Setup(documents=load([file])[0]), [file])
     assert file.read_text() == (EXAMPLES / "zero_optimisation.json").read_text().replace("isation", "ization")
     assert json.loads(file.read_text())["zero_optimization"]["stage"] == 3
+
+
+def test_a_file_that_is_only_named_by_another_is_not_touched(tmp_path: Path) -> None:
+    for name in ("launch.sh", "stage2-offload-param.json"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    script, config = tmp_path / "launch.sh", tmp_path / "stage2-offload-param.json"
+    setup = Setup(documents=load([script])[0])
+    assert len(setup.documents) == 2
+    assert mend(setup, [script])[1] == ()
+    assert config.read_text() == (EXAMPLES / config.name).read_text()
+
+
+def test_lines_that_end_as_on_windows_stay_so(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    text = (EXAMPLES / "stage2-offload-param.json").read_text().replace("\n", "\r\n")
+    file.write_bytes(text.encode())
+    mend(Setup(documents=load([file])[0]), [file])
+    gone = '    "offload_param": {"device": "cpu", "pin_memory": true},\r\n'
+    assert file.read_bytes().decode() == text.replace(gone, "")

@@ -93,13 +93,13 @@ def _ignored_key(document: Document, _: Setup) -> Iterator[Hit]:
     for key, section in _unknown(document, refuses=False):
         fix, changes = _meant(key, section, document)
         meant = not fix.startswith("take it out")
-        effect = "has no effect"
+        effect = "it has no effect"
         if changes and isinstance(changes[0], Rename) and changes[0].name == "zero_optimization":
-            effect = "is not seen: it trains at stage 0, nothing is sharded"
+            effect = "training runs at stage 0, nothing is sharded"
         where = f" in `{'.'.join(key[:-1])}`" if len(key) > 1 else ""
         yield Hit(
             key=key,
-            what=f"DeepSpeed knows no `{key[-1]}`{where} and says nothing: it {effect}",
+            what=f"DeepSpeed knows no `{key[-1]}`{where} and passes over it silently: {effect}",
             fix=fix,
             changes=changes if meant else (),
             severity="error" if meant else "warning",
@@ -142,7 +142,7 @@ def _deprecated_key(document: Document, _: Setup) -> Iterator[Hit]:
             key=key,
             what=f"`{old}` is the old name of `{new}`"
             + (": given together, DeepSpeed stops with an AssertionError" if both else ""),
-            fix=f'"{new}": {{"device": "cpu"}} alone',
+            fix=f'"{new}": {{"device": "cpu"}} alone' if document.on(*key) else "take it out",
             changes=(Drop(key=key), *insert),
             severity="error" if both else "warning",
         )

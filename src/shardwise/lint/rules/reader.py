@@ -109,9 +109,8 @@ def _comments(document: Document, setup: Setup) -> Iterator[Hit]:
     if document.comments and setup.reader != "deepspeed":
         count = len(document.comments)
         first = line_at(document.text, document.comments[0][0])
-        yield _not_strict(
-            document, setup, first, f"{count} comment{'' if count == 1 else 's'} in JSON", "them"
-        )
+        words = ("a comment in JSON", "it") if count == 1 else (f"{count} comments in JSON", "them")
+        yield _not_strict(document, setup, first, *words)
 
 
 def _trailing_commas(document: Document, setup: Setup) -> Iterator[Hit]:
