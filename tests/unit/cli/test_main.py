@@ -30,6 +30,8 @@ VERBS = {
     "train": {
         "--processes", "--resume", "--max-steps", "--dry-run", "--set", "--memory-cap", "--json",
     },
+    "check": {"--gpus", "--model", "--sequence", "--reader", "--fix", "--json"},
+    "emit": {"--to", "--gpus", "--out"},
     "report": {"--json"},
     "export": {"--merge", "--out"},
     "generate": {"--prompt", "--max-new-tokens", "--temperature", "--seed"},

@@ -1,0 +1,156 @@
+"""`shardwise check FILE...`: what is wrong with DeepSpeed and accelerate configs, scripts and job files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from shardwise.cli.options import AsJson, stdout_to_stderr
+from shardwise.errors import JobError
+
+if TYPE_CHECKING:
+    from shardwise.hardware.hardware import Hardware
+    from shardwise.job.schema import Job
+    from shardwise.lint.check import Checked
+    from shardwise.lint.finding import Finding
+    from shardwise.lint.fit import Fit
+    from shardwise.lint.setup import ModelFacts
+    from shardwise.plan.plan import Plan
+
+WRONG = 2
+
+
+def check(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="Files of one training, checked together.", show_default=False
+        ),
+    ],
+    gpus: Annotated[
+        str | None, typer.Option(metavar="GPUS", help="What it runs on: 4xRTX4080, 2x8xH100, 4x24GB.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Hub id, folder or known name; with --gpus: does it fit?"),
+    ] = None,
+    sequence: Annotated[int | None, typer.Option(min=2, metavar="N", help="Tokens in a row.")] = None,
+    reader: Annotated[
+        Literal["trainer", "accelerate", "deepspeed"] | None,
+        typer.Option(help="Who opens the DeepSpeed JSON.  [default: as the other files tell]"),
+    ] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Mend the files in place, where the mend is sure.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Find what would fail, or silently do something else, in a training's files.
+
+    Ends with 2 where a finding is an error, with 0 where there are only warnings.
+    """
+    from shardwise.lint.check import check as run_rules
+    from shardwise.lint.check import load
+    from shardwise.lint.setup import Setup, deepspeed_version
+
+    hardware = _hardware(gpus)
+    documents, broken = load(files)
+    setup = Setup(
+        documents=documents,
+        asked_reader=reader,
+        asked_world_size=hardware.world_size if hardware else None,
+        gpus_per_node=hardware.gpus_per_node if hardware else None,
+        model=_model(model),
+        deepspeed=deepspeed_version(),
+    )
+    fixed: tuple[Finding, ...] = ()
+    if fix:
+        from shardwise.lint.check import mend
+
+        setup, fixed = mend(setup, files)
+    checked = run_rules(setup, broken)
+    fit = None
+    if hardware is not None and model is not None and not broken:
+        from shardwise.lint.fit import fit_of
+
+        changes = [] if sequence is None else [f"data.sequence_length={sequence}"]
+        fit = fit_of(checked.setup, model, changes, hardware, _plan)
+        checked = fit.applied(checked)
+    if as_json:
+        print(json.dumps(_to_json(checked, fixed, fit)))
+    else:
+        _print(checked, fixed, fit)
+    return WRONG if checked.failed else 0
+
+
+def _hardware(gpus: str | None) -> Hardware | None:
+    from shardwise.hardware.parse import parse_hardware
+
+    return None if gpus is None else parse_hardware(gpus)
+
+
+def _model(name: str | None) -> ModelFacts | None:
+    """What is known of the model without a network: a folder's config.json, or the catalog."""
+    if name is None:
+        return None
+    from shardwise.lint.setup import ModelFacts
+    from shardwise.models.catalog import lookup
+
+    file = Path(name) / "config.json"
+    if file.is_file():
+        try:
+            return ModelFacts.of_config(name, json.loads(file.read_text(encoding="utf-8")))
+        except ValueError:
+            raise JobError("it is not JSON", where=str(file), fix="save the model again") from None
+    shape = lookup(name)
+    return ModelFacts.of_config(name, shape.hf_config() if shape else {})
+
+
+def _plan(job: Job, hardware: Hardware) -> Plan:
+    """The job's plan: kept on disk, or made, which takes torch."""
+    from shardwise.trace.kept import kept_plan, plan_key
+
+    made = kept_plan(plan_key(job, hardware, objective="throughput", memory_cap_bytes=None))
+    if made is None:
+        from shardwise.trace.plan_job import make_plan
+
+        with stdout_to_stderr():
+            made = make_plan(job, hardware)
+    return made
+
+
+def _to_json(checked: Checked, fixed: tuple[Finding, ...], fit: Fit | None) -> dict[str, Any]:
+    setup = checked.setup
+    count = {s: sum(one.severity == s for one in checked.findings) for s in ("error", "warning", "note")}
+    return {
+        "schema": 1,
+        "deepspeed": setup.deepspeed,
+        "reader": setup.reader,
+        "world_size": setup.world_size,
+        "files": [{"file": document.name, "kind": document.kind} for document in setup.documents],
+        "errors": count["error"],
+        "warnings": count["warning"],
+        "notes": count["note"],
+        "findings": [one.to_json() for one in checked.findings],
+        "fixed": [one.to_json() for one in fixed],
+        "fit": None if fit is None else fit.to_json(),
+    }
+
+
+def _print(checked: Checked, fixed: tuple[Finding, ...], fit: Fit | None) -> None:
+    from shardwise.lint.show import block, counted, heading
+
+    for line in heading(checked):
+        print(line)
+    for one in fixed:
+        print(
+            f"fixed: {one.what}  [{one.rule}]\n  at:  {one.file}:{one.line}"
+            + (f": {one.key}" if one.key else "")
+        )
+    for one in checked.findings:
+        print(block(one))
+    if fit is not None:
+        print("\n".join(fit.lines()))
+    print(counted(checked.findings))

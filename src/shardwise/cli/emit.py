@@ -1,0 +1,116 @@
+"""`shardwise emit JOB|PLAN`: engine files and launch scripts for a training script of your own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from shardwise.cli.options import stdout_to_stderr
+from shardwise.cli.plan import hardware_of
+from shardwise.errors import JobError
+
+if TYPE_CHECKING:
+    from shardwise.strategy.emit.request import Request
+
+
+def emit(
+    source: Annotated[
+        Path, typer.Argument(metavar="JOB|PLAN", help="Job file, or a plan (plan --out).", show_default=False)
+    ],
+    to: Annotated[
+        Literal["deepspeed", "accelerate", "torchrun", "slurm"],
+        typer.Option(help="What starts the training."),
+    ] = "torchrun",
+    gpus: Annotated[
+        str | None,
+        typer.Option(metavar="GPUS", help="For a job: 4xRTX4080, 2x8xH100.  [default: this machine's]"),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")] = Path("engine"),
+) -> None:
+    """Write engine files and launch scripts for your own training script."""
+    from shardwise.strategy.emit.files import emit as files_for
+
+    plan = _plan(_text(source))
+    request = _of_job(source, gpus, out) if plan is None else _of_plan(source, plan, out)
+    emitted = files_for(to, request)
+    taken = [name for name in emitted.files if (out / name).exists()]
+    if taken:
+        raise JobError(
+            f"{out / taken[0]} exists already", where="--out", fix="name a new folder, or remove the file"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    for name, content in emitted.files.items():
+        (out / name).write_text(content, encoding="utf-8")
+        print(f"wrote {out / name}")
+    for note in emitted.notes:
+        print(f"note: {note}")
+    for start in emitted.start:
+        print(f"start: {start}")
+
+
+def _text(source: Path) -> str:
+    try:
+        return source.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise JobError(f"there is no file {source}", where="shardwise emit", fix="check the path") from None
+    except (OSError, UnicodeDecodeError):
+        raise JobError("it cannot be read", where=str(source), fix="name a job file or a plan") from None
+
+
+def _plan(text: str) -> dict[str, Any] | None:
+    """The plan that a text holds; None for anything else, such as a job."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and "chosen" in values else None
+
+
+def _of_plan(source: Path, plan: dict[str, Any], out: Path) -> Request:
+    """The choice of a plan that `plan --out` wrote."""
+    from shardwise.strategy.emit.request import Request
+
+    try:
+        request = Request.of_plan(plan, out.as_posix())
+    except (ValueError, KeyError, TypeError):
+        raise JobError(
+            "it is no plan of this version", where=str(source), fix="shardwise plan JOB --out plan.json"
+        ) from None
+    if request is None:
+        raise JobError(
+            "nothing fits in this plan, so there is nothing to emit",
+            where=str(source),
+            fix="`shardwise plan` names the nearest change that fits",
+        )
+    return request
+
+
+def _of_job(source: Path, gpus: str | None, out: Path) -> Request:
+    """The plan's choice for a job."""
+    from shardwise.job.load import load_job
+    from shardwise.plan.why import does_not_fit
+    from shardwise.strategy.emit.request import Request
+    from shardwise.trace.kept import kept_plan, plan_key
+
+    job = load_job(source).job
+    hardware = hardware_of(gpus)
+    plan = kept_plan(plan_key(job, hardware, objective="throughput", memory_cap_bytes=None))
+    if plan is None:
+        from shardwise.trace.plan_job import make_plan
+
+        with stdout_to_stderr():
+            plan = make_plan(job, hardware)
+    if plan.chosen is None:
+        raise does_not_fit(plan)
+    return Request(
+        name=job.name,
+        strategy=plan.chosen.strategy,
+        nodes=hardware.nodes,
+        gpus_per_node=hardware.gpus_per_node,
+        trainable_parameters=plan.job.trainable_parameters,
+        optimizer=job.optimizer,
+        folder=out.as_posix(),
+    )

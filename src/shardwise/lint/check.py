@@ -1,0 +1,174 @@
+"""Applies the rules: files in, findings out; and the corrected text of a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.lint.document import Document, UnreadableError
+from shardwise.lint.edit import CannotEditError, edited
+from shardwise.lint.finding import SEVERITIES, Finding, finding, holds_for
+from shardwise.lint.job_file import job_findings
+from shardwise.lint.read import found, read, referred, text_of
+from shardwise.lint.rules import RULES
+from shardwise.lint.setup import Setup
+
+UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """The files that were understood, and everything that was found."""
+
+    setup: Setup
+    findings: tuple[Finding, ...]
+
+    @property
+    def failed(self) -> bool:
+        """Whether a run would fail or silently do something else."""
+        return any(one.severity == "error" for one in self.findings)
+
+
+def load(files: Sequence[Path]) -> tuple[tuple[Document, ...], tuple[Finding, ...]]:
+    """The files, and the DeepSpeed files that they name; a finding for each that is not readable.
+
+    Raises JobError where there is no such file, or no text in it.
+    """
+    documents: list[Document] = []
+    broken: list[Finding] = []
+    waiting, seen = list(files), {file.resolve() for file in files}
+    while waiting:
+        file = waiting.pop(0)
+        try:
+            document = read(text_of(file), str(file))
+        except UnreadableError as error:
+            broken.append(_unreadable(file, error))
+            continue
+        documents.append(document)
+        for path in found(referred(document), file.parent):
+            if path.resolve() not in seen:
+                seen.add(path.resolve())
+                waiting.append(path)
+    return tuple(documents), tuple(broken)
+
+
+def _unreadable(file: Path, error: UnreadableError) -> Finding:
+    return Finding(
+        rule=UNREADABLE,
+        severity="error",
+        file=str(file),
+        line=error.line,
+        key="",
+        what=error.what,
+        fix=error.fix,
+        source="",
+        versions="",
+    )
+
+
+def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
+    """Every finding, in the order of files, severity and lines."""
+    findings = list(broken)
+    for document in setup.documents:
+        findings += findings_of(document, setup)
+    order = {document.name: index for index, document in enumerate(setup.documents)}
+    findings.sort(key=lambda one: (order.get(one.file, -1), SEVERITIES.index(one.severity), one.line))
+    return Checked(setup=setup, findings=tuple(findings))
+
+
+def findings_of(document: Document, setup: Setup) -> list[Finding]:
+    """What the rules for its kind say of a document."""
+    if document.kind == "job":
+        return job_findings(document, setup)
+    return [
+        finding(rule, document, hit)
+        for rule in RULES
+        if rule.kind == document.kind and holds_for(rule.versions, "deepspeed", setup.deepspeed)
+        for hit in rule.find(document, setup)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrected:
+    """A document after its fixes."""
+
+    document: Document
+    fixed: tuple[Finding, ...]
+    left: tuple[Finding, ...]
+    """What --fix could not mend."""
+
+
+def correct(document: Document, setup: Setup) -> Corrected:
+    """The document with every fix that helps: one that brings a new error, or mends nothing, is left out.
+
+    Errors and warnings are mended, and notes are not: what they speak of works.
+    """
+    fixed: list[Finding] = []
+    tried: set[tuple[str, str, str]] = set()
+    while True:
+        current = _with(setup, document)
+        open_ = findings_of(document, current)
+        candidate = next((one for one in open_ if _worth(one) and _id(one) not in tried), None)
+        if candidate is None:
+            return Corrected(document=document, fixed=tuple(fixed), left=tuple(open_))
+        tried.add(_id(candidate))
+        try:
+            after = edited(document, candidate.changes)
+        except (CannotEditError, UnreadableError):
+            continue
+        again = findings_of(after, _with(setup, after))
+        if _id(candidate) in map(_id, again) or _errors(again) > _errors(open_):
+            continue
+        document = after
+        fixed.append(candidate)
+
+
+def mend(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding, ...]]:
+    """Corrects these JSON and YAML files on the disk; the setup after that, and what was mended.
+
+    Files that are only named by others are left alone, and so are scripts and job files.
+    """
+    fixed: list[Finding] = []
+    names = {str(file) for file in files}
+    for document in setup.documents:
+        editable = document.syntax in ("json", "yaml") and document.kind != "job"
+        if document.name not in names or not editable:
+            continue
+        corrected = correct(document, setup)
+        if corrected.fixed:
+            write(corrected.document)
+            setup = _with(setup, corrected.document)
+            fixed += corrected.fixed
+    return setup, tuple(fixed)
+
+
+def _worth(one: Finding) -> bool:
+    return one.fixable and one.severity != "note"
+
+
+def _id(one: Finding) -> tuple[str, str, str]:
+    return one.rule, one.key, repr(one.changes)
+
+
+def _errors(findings: Sequence[Finding]) -> int:
+    return sum(one.severity == "error" for one in findings)
+
+
+def _with(setup: Setup, document: Document) -> Setup:
+    """The setup with this document in the place of the one of the same name."""
+    others = (document if other.name == document.name else other for other in setup.documents)
+    return replace(setup, documents=tuple(others))
+
+
+def write(document: Document) -> None:
+    """Puts the text in the place of the file, whole or not at all, with the file's permissions."""
+    path = Path(document.name).resolve()  # a link stays a link
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(document.text, encoding="utf-8")
+        partial.chmod(path.stat().st_mode & 0o7777)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

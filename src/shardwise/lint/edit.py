@@ -1,0 +1,229 @@
+"""Changes to a JSON or YAML text that leave everything else as it stands."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+from shardwise.lint.document import Document, Key
+from shardwise.lint.json_text import read_json
+from shardwise.lint.yaml_text import read_yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class Put:
+    """Gives a key a value, also where it is not there yet."""
+
+    key: Key
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drop:
+    """Takes a key out."""
+
+    key: Key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rename:
+    """Gives a key another name in the same section."""
+
+    key: Key
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strict:
+    """Takes comments and trailing commas out of a JSON text."""
+
+
+Change = Put | Drop | Rename | Strict
+
+
+class CannotEditError(Exception):
+    """The text is written in a way that this module does not change."""
+
+
+def edited(document: Document, changes: Sequence[Change]) -> Document:
+    """The document after all changes, read anew. CannotEditError where one cannot be made."""
+    for change in changes:
+        made = _json(document, change) if document.syntax == "json" else _yaml(document, change)
+        read = read_json if document.syntax == "json" else read_yaml
+        again = read(made, document.name)
+        document = replace(again, kind=document.kind)
+    return document
+
+
+def _replace(text: str, start: int, end: int, new: str) -> str:
+    return text[:start] + new + text[end:]
+
+
+def _nearest(document: Document, key: Key, value: Any) -> tuple[Key, Any]:
+    """The key to write, and its value, where sections above `key` may be missing too."""
+    for length in range(1, len(key)):
+        if not document.has(*key[:length]):
+            for part in reversed(key[length:]):
+                value = {part: value}
+            return key[:length], value
+    return key, value
+
+
+def _renamed(document: Document, change: Rename, new: str) -> str:
+    mark = document.marks.get(change.key)
+    if mark is None or mark.key is None or document.has(*change.key[:-1], change.name):
+        raise CannotEditError(change.name)
+    return _replace(document.text, *mark.key, new)
+
+
+def _siblings(document: Document, section: Key) -> list[Key]:
+    found = [key for key in document.marks if len(key) == len(section) + 1 and key[:-1] == section]
+    return sorted(found, key=lambda key: document.marks[key].value)
+
+
+# JSON
+
+
+def _json(document: Document, change: Change) -> str:
+    if isinstance(change, Strict):
+        return _strict(document)
+    if isinstance(change, Rename):
+        return _renamed(document, change, json.dumps(change.name))
+    if isinstance(change, Drop):
+        return _json_without(document, change.key)
+    key, value = _nearest(document, change.key, change.value)
+    if document.has(*key):
+        return _replace(document.text, *document.marks[key].value, _dumps(value, key))
+    return _json_with(document, key, value)
+
+
+def _strict(document: Document) -> str:
+    text = document.text
+    pieces = [(position, position + 1) for position in document.trailing_commas] + list(document.comments)
+    for start, end in sorted(pieces, reverse=True):
+        first, last = start, end
+        if text[start] != ",":
+            before = re.search(r"[ \t]*$", text[:start])
+            assert before is not None
+            alone = before.start() == 0 or text[before.start() - 1] == "\n"
+            ends_line = text[end : end + 1] in ("", "\n")
+            first = before.start() if ends_line else start
+            last = end + (1 if alone and ends_line and end < len(text) else 0)
+        text = _replace(text, first, last, "")
+    return text
+
+
+def _json_without(document: Document, key: Key) -> str:
+    mark = document.marks.get(key)
+    if mark is None or mark.key is None:
+        raise CannotEditError(".".join(key))
+    text, (start, end) = document.text, (mark.key[0], mark.value[1])
+    comma = _comma(document, end)
+    siblings = _siblings(document, key[:-1])
+    index = siblings.index(key)
+    if comma is not None:
+        end = comma + 1
+    rest = re.match(r"[ \t\r]*(//[^\n]*|#[^\n]*)?(?=\n|$)", text[end:])
+    before = re.search(r"\n[ \t]*$", text[:start])
+    if rest and before:  # alone on its lines: they go, with what a comment behind says of it
+        start, end = before.start(), end + rest.end()
+    text = _replace(text, start, end, "")
+    if comma is None and index > 0:  # it was the last: the one before it needs no comma now
+        previous = _comma(document, document.marks[siblings[index - 1]].value[1])
+        if previous is not None:
+            text = _replace(text, previous, previous + 1, "")
+    return text
+
+
+def _comma(document: Document, position: int) -> int | None:
+    """Where the comma behind a value stands, over white space and comments; None where there is none."""
+    spans = dict(document.comments)
+    while position < len(document.text):
+        if position in spans:
+            position = spans[position]
+        elif document.text[position].isspace():
+            position += 1
+        else:
+            return position if document.text[position] == "," else None
+    return None
+
+
+def _json_with(document: Document, key: Key, value: Any) -> str:
+    text, siblings = document.text, _siblings(document, key[:-1])
+    entry = f"{json.dumps(key[-1])}: {_dumps(value, key)}"
+    if not siblings:
+        section = document.marks[key[:-1]].value[0] if len(key) > 1 else text.index("{")
+        return _replace(text, section + 1, section + 1, entry)
+    last = document.marks[siblings[-1]]
+    assert last.key is not None
+    at, comma = last.value[1], _comma(document, last.value[1])
+    if comma is not None:  # a trailing comma: it becomes the one between the two
+        at = comma + 1
+    indent = re.search(r"(\n[ \t]*)$", text[: last.key[0]])
+    gap = indent[1] if indent else " "
+    return _replace(text, at, at, f"{',' if comma is None else ''}{gap}{entry}")
+
+
+def _dumps(value: Any, key: Key) -> str:
+    """The value as JSON, indented as deep as the key stands."""
+    if not isinstance(value, Mapping) or not value:
+        return json.dumps(value)
+    flat = json.dumps(value)
+    if len(flat) < 80 and not any(isinstance(inner, Mapping) for inner in value.values()):
+        return flat
+    return json.dumps(value, indent=2).replace("\n", "\n" + "  " * len(key))
+
+
+# YAML
+
+
+def _yaml(document: Document, change: Change) -> str:
+    if isinstance(change, Strict):
+        return document.text
+    if isinstance(change, Rename):
+        return _renamed(document, change, change.name)
+    if isinstance(change, Drop):
+        return _yaml_without(document, change.key)
+    key, value = _nearest(document, change.key, change.value)
+    if document.has(*key):
+        return _replace(document.text, *document.marks[key].value, _scalar(value))
+    return _yaml_with(document, key, value)
+
+
+def _yaml_without(document: Document, key: Key) -> str:
+    mark = document.marks.get(key)
+    if mark is None or mark.key is None:
+        raise CannotEditError(".".join(key))
+    text = document.text
+    start = text.rfind("\n", 0, mark.key[0]) + 1
+    end = text.find("\n", max(mark.value[1] - 1, mark.key[1]))
+    end = len(text) if end < 0 else end + 1
+    others = [document.marks[other].key for other in _siblings(document, key[:-1]) if other != key]
+    if text[start : mark.key[0]].strip() or any(span and start <= span[0] < end for span in others):
+        raise CannotEditError(".".join(key))  # written in braces, several on a line
+    return _replace(text, start, end, "")
+
+
+def _yaml_with(document: Document, key: Key, value: Any) -> str:
+    siblings, text = _siblings(document, key[:-1]), document.text
+    if not siblings or isinstance(value, Mapping):
+        raise CannotEditError(".".join(key))
+    first = document.marks[siblings[0]].key
+    assert first is not None
+    start = text.rfind("\n", 0, first[0]) + 1
+    indent = text[start : first[0]]
+    if indent.strip():
+        raise CannotEditError(".".join(key))
+    return _replace(text, start, start, f"{indent}{key[-1]}: {_scalar(value)}\n")
+
+
+def _scalar(value: Any) -> str:
+    """A value as accelerate's own files write it: on one line."""
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+    )

@@ -1,0 +1,127 @@
+"""Whether a configuration fits the GPUs and how fast it would be: its translation, planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.errors import JobError
+from shardwise.hardware.hardware import Hardware
+from shardwise.job.schema import Job
+from shardwise.lint.check import Checked
+from shardwise.lint.finding import Finding
+from shardwise.lint.setup import Setup
+from shardwise.lint.translate import Translated, translate
+from shardwise.plan.plan import Option, Plan, in_words
+from shardwise.plan.sketch import sketch
+from shardwise.units import duration, gib
+
+RULE = "does-not-fit"
+OWN_LOOP = "shardwise's own training loop: fused loss, packed rows; a script that keeps logits needs more"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What the simulator says; all of it predicted."""
+
+    unavailable: str = ""
+    """Why nothing can be said; empty where something can."""
+    option: Option | None = None
+    """The configuration, at its best where it leaves things open; or what is nearest to fitting."""
+    file: str = ""
+    gpus: str = ""
+    assumed: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    nearest: str = ""
+    """The nearest change with which it fits."""
+
+    @property
+    def fits(self) -> bool:
+        return self.option is not None and self.option.fit != "no"
+
+    def applied(self, checked: Checked) -> Checked:
+        """The findings, with one more where it does not fit."""
+        if self.option is None or self.fits:
+            return checked
+        memory = self.option.prediction.memory
+        lacking = (
+            f"{gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} on the fullest GPU"
+            if not memory.fits
+            else f"{gib(memory.host_bytes)} of each host's memory"
+        )
+        one = Finding(
+            rule=RULE,
+            severity="error",
+            file=self.file,
+            line=1,
+            key="",
+            what=f"it does not fit {self.gpus}: {in_words(self.option.strategy)} needs {lacking} (predicted)",
+            fix=self.nearest or "`shardwise plan` shows what does",
+            source="shardwise's simulator: see docs/accuracy.md for its errors",
+            versions="",
+        )
+        return replace(checked, findings=(one, *checked.findings))
+
+    def lines(self) -> list[str]:
+        """For the terminal."""
+        if self.option is None:
+            return [f"fit: not known: {self.unavailable}"]
+        memory, time = self.option.prediction.memory, self.option.prediction.time
+        verdict = {"fits": "fits", "tight": "fits barely", "no": "does not fit"}[self.option.fit]
+        lines = [
+            f"fit: {verdict} {self.gpus} (predicted): {in_words(self.option.strategy)}",
+            f"  memory: {gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} on the fullest GPU"
+            + (f", {gib(memory.host_bytes)} of each host's" if memory.host_bytes else ""),
+            f"  speed: {time.tokens_per_second_per_gpu:,.0f} tokens/s a GPU, a step takes "
+            f"{duration(time.step_seconds)}, {time.exposed_communication_fraction:.0%} of it waiting for "
+            "communication",
+        ]
+        lines += [f"  assumed: {what}" for what in self.assumed]
+        lines += [f"  not simulated as written: {what}" for what in self.left_out]
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "unavailable": self.unavailable or None,
+            "option": None if self.option is None else self.option.to_json(),
+            "assumed": list(self.assumed),
+            "left_out": list(self.left_out),
+            "nearest": self.nearest or None,
+        }
+
+
+def fit_of(
+    setup: Setup,
+    model: str,
+    changes: Sequence[str],
+    hardware: Hardware,
+    make_plan: Callable[[Job, Hardware], Plan],
+) -> Fit:
+    """Plans what the setup's files ask for; `changes` (`key=value`) come on top of it.
+
+    Raises JobError where the model or the changes are wrong.
+    """
+    asked = translate(setup)
+    if asked is None:
+        return Fit(unavailable="no file says how the training is spread")
+    if asked.impossible:
+        return Fit(unavailable=asked.impossible)
+    drawn = sketch(model, [*asked.changes, *changes], world_size=hardware.world_size)
+    try:
+        plan = make_plan(drawn.job, hardware)
+    except JobError as error:
+        return Fit(unavailable="; ".join(problem.what for problem in error.problems))
+    return _of_plan(plan, asked, drawn.assumed)
+
+
+def _of_plan(plan: Plan, asked: Translated, assumed: tuple[str, ...]) -> Fit:
+    near = plan.nearest
+    return Fit(
+        option=plan.options[0],
+        file=asked.file,
+        gpus=f"{plan.hardware.world_size} x {plan.hardware.gpu.name}",
+        assumed=(*asked.assumed, *assumed, OWN_LOOP),
+        left_out=asked.left_out,
+        nearest="" if near is None else f"{near.how} ({near.what}): {in_words(near.option.strategy)} fits",
+    )

@@ -1,0 +1,180 @@
+"""JSON as people paste it: comments and trailing commas are noted instead of refused, like every place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from shardwise.lint.document import Document, Key, Mark, Span, UnreadableError, line_at
+
+_SPACE = re.compile(r"[ \t\r\n\ufeff]*")
+_COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+_WORD = re.compile(r"[^\s,:\[\]{}\"]+")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_WORDS = {"true": True, "false": False, "null": None}
+_FOREIGN = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    "yes": "true",
+    "no": "false",
+    "NaN": "null",
+    "Infinity": "null",
+}
+DEEPEST = 50
+LONGEST_NUMBER = 400
+
+
+def read_json(text: str, name: str) -> Document:
+    """The object a JSON text holds; UnreadableError where it is not one."""
+    reader = _Reader(text)
+    values = reader.whole()
+    return Document(
+        name=name,
+        text=text,
+        syntax="json",
+        values=values,
+        marks=reader.marks,
+        comments=tuple(reader.comments),
+        trailing_commas=tuple(reader.trailing),
+        duplicates=tuple(reader.duplicates),
+    )
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.marks: dict[Key, Mark] = {}
+        self.comments: list[Span] = []
+        self.trailing: list[int] = []
+        self.duplicates: list[tuple[Key, int]] = []
+
+    def whole(self) -> dict[str, Any]:
+        self._skip()
+        if self._next() != "{":
+            raise self._wrong("a configuration is an object: it begins with `{`", "put it in braces")
+        values = self._object(())
+        self._skip()
+        if self.at < len(self.text):
+            raise self._wrong("there is text after the closing brace", "one object a file: remove the rest")
+        return values
+
+    def _next(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def _skip(self) -> None:
+        """Over white space and comments."""
+        while True:
+            self.at = _SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
+            comment = _COMMENT.match(self.text, self.at)
+            if comment is None:
+                return
+            self.comments.append(comment.span())
+            self.at = comment.end()
+
+    def _object(self, above: Key) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for _ in self._items("}"):
+            start = self.at
+            name = self._string("a key stands in double quotes")
+            key_span = (start, self.at)
+            self._skip()
+            if self._next() != ":":
+                raise self._wrong(f"there is no `:` after the key {name!r}", f'"{name}": value')
+            self.at += 1
+            self._skip()
+            key, line = (*above, name), line_at(self.text, start)
+            again = name in values
+            if again:
+                self.duplicates.append((key, line))
+            before = dict(self.marks) if again else None
+            value_start = self.at
+            value = self._value(key)
+            if before is not None:
+                self.marks = before  # the first is kept, as the one to look at
+                continue
+            values[name] = value
+            self.marks[key] = Mark(line=line, key=key_span, value=(value_start, self.at))
+        return values
+
+    def _list(self, above: Key) -> list[Any]:
+        values: list[Any] = []
+        for index in self._items("]"):
+            key, start = (*above, str(index)), self.at
+            values.append(self._value(key))
+            self.marks[key] = Mark(line=line_at(self.text, start), key=None, value=(start, self.at))
+        return values
+
+    def _items(self, closing: str) -> Sequence[int] | Any:
+        """Yields at the beginning of each item of an object or a list; ends behind the closing bracket."""
+        opened = self.at
+        self.at += 1
+        index, comma = 0, -1
+        while True:
+            self._skip()
+            if self._next() == closing:
+                if comma >= 0:
+                    self.trailing.append(comma)
+                self.at += 1
+                return
+            if not self._next():
+                line = line_at(self.text, opened)
+                raise self._wrong(
+                    f"the `{self.text[opened]}` of line {line} is never closed", f"add `{closing}`"
+                )
+            if index and comma < 0:
+                raise self._wrong("there is no comma before this", "put a comma after the value before it")
+            yield index
+            index += 1
+            self._skip()
+            comma = -1
+            if self._next() == ",":
+                comma = self.at
+                self.at += 1
+
+    def _string(self, what: str) -> str:
+        match = _STRING.match(self.text, self.at)
+        if match is None:
+            raise self._wrong(what, 'write "like this"')
+        self.at = match.end()
+        try:
+            return str(json.loads(match[0]))
+        except json.JSONDecodeError:
+            raise self._wrong(
+                f"{match[0]} holds an escape that JSON does not know", "write \\\\ for a \\"
+            ) from None
+
+    def _value(self, key: Key) -> Any:
+        if len(key) > DEEPEST:
+            raise self._wrong(f"more than {DEEPEST} levels of nesting", "")
+        character = self._next()
+        if character == "{":
+            return self._object(key)
+        if character == "[":
+            return self._list(key)
+        if character == '"':
+            return self._string("a text ends with a double quote on the same line")
+        word = _WORD.match(self.text, self.at)
+        text = word[0] if word else character
+        if text in _WORDS:
+            self.at += len(text)
+            return _WORDS[text]
+        number = _NUMBER.fullmatch(text)
+        if number is None:
+            fix = (
+                f"write {_FOREIGN[text]}"
+                if text in _FOREIGN
+                else "a number, true, false, null or a text in quotes"
+            )
+            raise self._wrong(f"{text!r} is no JSON value", fix)
+        if len(text) > LONGEST_NUMBER:
+            raise self._wrong(f"a number of {len(text)} digits", "a number")
+        self.at += len(text)
+        return float(text) if number[1] or number[2] else int(text)
+
+    def _wrong(self, what: str, fix: str) -> UnreadableError:
+        return UnreadableError(what, line=line_at(self.text, self.at), fix=fix)

@@ -1,0 +1,114 @@
+"""Finds out what a file is, by its content, and reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import JobError
+from shardwise.lint.document import Document, Key, Kind, UnreadableError
+from shardwise.lint.json_text import read_json
+from shardwise.lint.schema import closest, deepspeed_schema
+from shardwise.lint.script_text import is_command, is_python, read_python, read_shell
+from shardwise.lint.yaml_text import read_yaml
+
+LARGEST_FILE_BYTES = 1_000_000
+
+_ACCELERATE = {
+    "distributed_type",
+    "compute_environment",
+    "deepspeed_config",
+    "fsdp_config",
+    "main_training_function",
+    "num_machines",
+}
+_TRAINING = {
+    "per_device_train_batch_size",
+    "output_dir",
+    "deepspeed",
+    "model_name_or_path",
+    "load_in_8bit",
+    "load_in_4bit",
+    "device_map",
+    "base_model",
+    "num_train_epochs",
+    "micro_batch_size",
+    "lora_r",
+}
+_TRAINERS_FSDP = {"auto_wrap_policy", "reshard_after_forward", "transformer_layer_cls_to_wrap"}
+_IN_BOTH = {"gradient_accumulation_steps", "bf16", "fp16"}
+"""Keys of DeepSpeed and of the Trainer."""
+WHAT = (
+    "a DeepSpeed JSON, an accelerate config, a training script, its arguments or launch command, a job file"
+)
+
+
+def text_of(path: Path) -> str:
+    """A file's text; JobError where it cannot be read."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise JobError(f"there is no file {path}", where="shardwise check", fix="check the path") from None
+    except OSError as error:
+        raise JobError(f"it cannot be read: {error.strerror}", where=str(path), fix=f"name {WHAT}") from None
+    if len(raw) > LARGEST_FILE_BYTES:
+        raise JobError(f"{len(raw):,} bytes is no configuration", where=str(path), fix=f"name {WHAT}")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise JobError("it is not UTF-8 text", where=str(path), fix=f"name {WHAT}") from None
+
+
+def read(text: str, name: str) -> Document:
+    """The document a text is. UnreadableError where it is none that is known."""
+    start = text.lstrip()
+    if start.startswith(("{", "//", "/*")):
+        document = read_json(text, name)
+        kind = _kind(document.values)
+        if kind is None:
+            raise UnreadableError("it is nothing that check knows", line=1, fix=f"name {WHAT}")
+        return replace(document, kind=kind)
+    if is_python(text):
+        return read_python(text, name)
+    if is_command(text):
+        return read_shell(text, name)
+    document = read_yaml(text, name)
+    kind = _kind(document.values)
+    if kind is None or kind == "deepspeed":
+        what = "DeepSpeed keys in YAML: DeepSpeed reads JSON" if kind else "it is nothing that check knows"
+        raise UnreadableError(what, line=1, fix="write it as JSON" if kind else f"name {WHAT}")
+    return replace(document, kind=kind)
+
+
+def _kind(values: Mapping[str, Any]) -> Kind | None:
+    keys = set(values)
+    if "model" in keys and ("data" in keys or "strategy" in keys):
+        return "job"
+    if keys & _ACCELERATE:
+        return "accelerate"
+    if keys & _TRAINERS_FSDP:
+        return "training"
+    known = set(deepspeed_schema().sections[()].keys)
+    if keys & (known - _IN_BOTH):
+        return "deepspeed"
+    if keys & _TRAINING:
+        return "training"
+    return "deepspeed" if any(name in known or closest(str(name), list(known)) for name in keys) else None
+
+
+def referred(document: Document) -> list[str]:
+    """DeepSpeed JSON files that an accelerate file, a script or a command names."""
+    tables: dict[str, list[Key]] = {
+        "accelerate": [("deepspeed_config", "deepspeed_config_file")],
+        "training": [("deepspeed",), ("deepspeed_config",), ("deepspeed_config_file",), ("config",)],
+    }
+    values = [document.get(*key) for key in tables.get(document.kind, [])]
+    return [value for value in values if isinstance(value, str) and value.endswith(".json")]
+
+
+def found(names: Sequence[str], beside: Path) -> list[Path]:
+    """Those of the files that exist, from the working directory or beside the file that names them."""
+    paths = [next((p for p in (Path(name), beside / name) if p.is_file()), None) for name in names]
+    return [path for path in paths if path is not None]

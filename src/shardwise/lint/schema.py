@@ -1,0 +1,90 @@
+"""What DeepSpeed and accelerate take: sections, keys, kinds of values, from the two TOML files."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from shardwise.lint.document import Key
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyKind:
+    """The values a key takes."""
+
+    kind: str
+    """int, float, bool, str, list, object, any, or words with `|` between."""
+    nullable: bool
+    bounds: tuple[tuple[str, float], ...]
+    """(comparison, limit); all hold."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return tuple(self.kind.split("|")) if "|" in self.kind else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the configuration."""
+
+    refuses: bool
+    """Whether an unknown key stops DeepSpeed; otherwise it is ignored."""
+    keys: Mapping[str, KeyKind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    version: str
+    sections: Mapping[Key, Section]
+
+    def homes(self, name: str) -> list[Key]:
+        """The sections that have a key of this name, the outermost first."""
+        return sorted((key for key, section in self.sections.items() if name in section.keys), key=len)
+
+
+_TEXT = re.compile(r"(?P<kind>[^ ?]+)(?P<null>\??)(?P<bounds>.*)")
+_BOUND = re.compile(r"(>=|<=|>|<)([-0-9.]+)")
+
+
+@cache
+def deepspeed_schema() -> Schema:
+    """DeepSpeed 0.19.8's."""
+    text = resources.files("shardwise.lint").joinpath("deepspeed_0_19.toml").read_text(encoding="utf-8")
+    data = tomllib.loads(text)
+    return Schema(
+        version=data["version"],
+        sections={
+            tuple(name.split(".")) if name else (): Section(
+                refuses=row["unknown"] == "refused",
+                keys={key: _kind(words) for key, words in row["keys"].items()},
+            )
+            for name, row in data["sections"].items()
+        },
+    )
+
+
+@cache
+def accelerate_keys() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Keys of accelerate's config files: at the top, in `deepspeed_config`, in `fsdp_config`."""
+    text = resources.files("shardwise.lint").joinpath("accelerate_1.toml").read_text(encoding="utf-8")
+    data = tomllib.loads(text)
+    return tuple(data["top"]), tuple(data["deepspeed_config"]), tuple(data["fsdp_config"])
+
+
+def _kind(text: str) -> KeyKind:
+    match = _TEXT.fullmatch(text)
+    assert match is not None, text
+    bounds = tuple((sign, float(limit)) for sign, limit in _BOUND.findall(match["bounds"]))
+    return KeyKind(kind=match["kind"], nullable=bool(match["null"]), bounds=bounds)
+
+
+def closest(name: str, known: Mapping[str, Any] | list[str]) -> str | None:
+    """The known name that `name` is a misspelling of; None where nothing is near."""
+    found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.8)
+    return found[0] if found else None

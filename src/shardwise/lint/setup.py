@@ -1,0 +1,153 @@
+"""What is known of a training beyond one file: who reads it, on how many GPUs, what model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from shardwise.lint.document import Document, Kind
+from shardwise.lint.schema import deepspeed_schema
+from shardwise.lint.script_text import LORA
+
+Reader = Literal["trainer", "accelerate", "deepspeed"]
+READERS: tuple[Reader, ...] = ("trainer", "accelerate", "deepspeed")
+READER_NAMES: dict[Reader, str] = {
+    "trainer": "the Hugging Face Trainer",
+    "accelerate": "Accelerate",
+    "deepspeed": "DeepSpeed itself",
+}
+_HALF = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
+
+
+def deepspeed_version() -> str:
+    """The installed DeepSpeed's; the schema's where there is none, or an older one than it knows of."""
+    known = deepspeed_schema().version
+    try:
+        installed = version("deepspeed")
+    except PackageNotFoundError:
+        return known
+    return installed if installed.startswith("0.19.") else known
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What of a model decides whether a configuration suits it; None where it is not known."""
+
+    name: str
+    hidden_size: int | None = None
+    key_value_heads: int | None = None
+    precision: str | None = None
+    """bf16 or fp16 where the weights are published so."""
+    model_type: str = ""
+    experts: bool = False
+
+    @classmethod
+    def of_config(cls, name: str, config: Mapping[str, Any]) -> ModelFacts:
+        """From the content of a Hugging Face config.json."""
+        text = config.get("text_config") or config
+
+        def first(*names: str) -> Any:
+            return next((text[name] for name in names if text.get(name)), None)
+
+        dtype = str(first("dtype", "torch_dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+        return cls(
+            name=name,
+            hidden_size=first("hidden_size", "n_embd", "d_model"),
+            key_value_heads=first("num_key_value_heads", "num_attention_heads", "n_head", "num_heads"),
+            precision=_HALF.get(dtype),
+            model_type=str(config.get("model_type", "")),
+            experts=bool(first("num_experts", "num_local_experts", "n_routed_experts")),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The files of one training, and what was said of it."""
+
+    documents: tuple[Document, ...] = ()
+    asked_reader: Reader | None = None
+    asked_world_size: int | None = None
+    """From --gpus."""
+    gpus_per_node: int | None = None
+    model: ModelFacts | None = None
+    deepspeed: str = deepspeed_schema().version
+    """DeepSpeed's version that the run would use."""
+
+    def of(self, kind: Kind) -> tuple[Document, ...]:
+        return tuple(document for document in self.documents if document.kind == kind)
+
+    @property
+    def reader(self) -> Reader | None:
+        """Who opens the DeepSpeed JSON; None where nothing tells."""
+        if self.asked_reader is not None:
+            return self.asked_reader
+        found = [reader for document in self.of("training") if (reader := _reader(document))]
+        if self.of("accelerate") and "trainer" not in found:
+            return "accelerate"
+        return min(found, key=READERS.index, default=None)
+
+    @property
+    def hugging_face(self) -> bool:
+        """Whether the Trainer or Accelerate stands between the file and DeepSpeed."""
+        return self.reader in ("trainer", "accelerate")
+
+    @property
+    def world_size(self) -> int | None:
+        """Processes, one a GPU: as said with --gpus, else as the launch says; None where nothing tells."""
+        return self.asked_world_size or self.launched
+
+    @property
+    def launched(self) -> int | None:
+        """Processes that the accelerate file or the launch command starts."""
+        for document in (*self.of("accelerate"), *self.of("training")):
+            count = launched_processes(document)
+            if count is not None:
+                return count
+        return None
+
+    def training(self, *names: str) -> Any:
+        """The first of these values that a script, its arguments or its command gives; None for none."""
+        for document in self.of("training"):
+            for name in names:
+                if document.get(name) is not None:
+                    return document.get(name)
+        return None
+
+    @property
+    def lora(self) -> bool:
+        """Whether the script trains LoRA adapters."""
+        scripts = self.of("training")
+        return any(document.get(LORA) or "get_peft_model" in document.uses for document in scripts) or any(
+            self.training(name) not in (None, False, 0, "full")
+            for name in ("use_peft", "use_lora", "lora_r", "adapter", "finetuning_type")
+        )
+
+
+def launched_processes(document: Document) -> int | None:
+    """How many processes an accelerate file or a launch command starts; None where it leaves that open."""
+    if document.kind == "accelerate":
+        count = document.number("num_processes")
+        return None if count is None or count < 1 else int(count)
+    per_node = document.number("num_gpus") or document.number("nproc_per_node")
+    if document.has("hostfile") and not document.has("num_nodes"):
+        return None  # as many nodes as that file has lines
+    if per_node is not None:
+        return int(per_node) * int(document.number("num_nodes") or document.number("nnodes") or 1)
+    count = document.number("num_processes")
+    return None if count is None else int(count)
+
+
+def _reader(document: Document) -> Reader | None:
+    last = {name.rpartition(".")[2] for name in document.uses}
+    if any(name.endswith("Trainer") for name in last) or "TrainingArguments" in last:
+        return "trainer"
+    if "deepspeed.initialize" in document.uses:
+        return "deepspeed"
+    if "Accelerator" in last or document.get("launcher") == "accelerate":
+        return "accelerate"
+    if document.has("deepspeed_config"):
+        return "deepspeed"
+    config = document.get("deepspeed")
+    return "trainer" if isinstance(config, str | Mapping) else None

@@ -1,0 +1,261 @@
+"""A configuration as a job to plan: what it asks for, and what of it the simulator does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.lint.document import AUTO, Document
+from shardwise.lint.rules.accelerate import DS, FSDP
+from shardwise.lint.rules.batch import ACCUMULATION, MICRO, TOTAL
+from shardwise.lint.rules.offload import OPTIMIZER, PARAMETERS, place
+from shardwise.lint.rules.parallel import degree_of
+from shardwise.lint.rules.zero import ZERO, stage_of
+from shardwise.lint.script_text import LORA
+from shardwise.lint.setup import Setup
+from shardwise.strategy.emit.deepspeed import BUCKET, NEVER_RELEASE, PERSIST, PREFETCH
+
+FOREVER = 10**12
+"""Elements beyond which ZeRO-3's limits release nothing of any model that is trained."""
+ACCELERATE_STAGE = 2
+"""What `auto`, or nothing, means to Accelerate."""
+
+
+_NOT_SIMULATED = (
+    (ZERO, "zenflow"),
+    (ZERO, "zero_hpz_partition_size"),
+    (ZERO, "zero_quantized_weights"),
+    (ZERO, "zero_quantized_gradients"),
+    (ZERO, OPTIMIZER, "super_offload"),
+    (ZERO, OPTIMIZER, "ratio"),
+    ("torch_autocast", "enabled"),
+    ("compile", "deepcompile"),
+    ("bf16", "bf16_master_weights_and_grads"),
+    ("sequence_parallel_size",),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translated:
+    """Changes (`key=value`) to a planned job, and what is not in them."""
+
+    file: str
+    changes: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    """What the files leave open, and what is taken for it."""
+    left_out: tuple[str, ...] = ()
+    """Settings that are simulated with another value, or not at all."""
+    impossible: str = ""
+    """Why nothing can be simulated; empty where it can."""
+
+
+def translate(setup: Setup) -> Translated | None:
+    """The first configuration of the setup; None where there is none.
+
+    `setup.world_size` has to be known.
+    """
+    for document in (*setup.of("deepspeed"), *setup.of("accelerate")):
+        if document.kind == "deepspeed":
+            return _deepspeed(document, setup)
+        if document.section(DS) and not document.get(DS, "deepspeed_config_file"):
+            return _plugin(document, setup)
+        if document.section(FSDP):
+            return _fsdp(document, setup)
+    return None
+
+
+def _deepspeed(document: Document, setup: Setup) -> Translated:
+    if degree_of(document) > 1:
+        return Translated(file=document.name, impossible="tensor parallelism is not simulated")
+    stage, assumed = stage_of(document), []
+    if stage is None:
+        stage = ACCELERATE_STAGE
+        assumed.append(f"stage {stage}, what `auto` means to Accelerate")
+    live = document.number(ZERO, "stage3_max_live_parameters") or 0
+    reuse = document.number(ZERO, "stage3_max_reuse_distance") or 0
+    strategy = {
+        "engine": "deepspeed",
+        "stage": stage,
+        "offload_optimizer": place(document, OPTIMIZER) if stage else "none",
+        "offload_parameters": place(document, PARAMETERS) if stage == 3 else "none",
+        "reshard": not (stage == 3 and min(live, reuse) >= FOREVER),
+    }
+    if "nvme" in strategy.values():
+        strategy["nvme_path"] = "."  # its place makes no difference to a prediction
+    precision = _precision(document, setup, assumed)
+    clip = document.number("gradient_clipping")
+    return Translated(
+        file=document.name,
+        changes=(
+            f"strategy={_flow(strategy)}",
+            f"train.precision={precision}",
+            f"optimizer.clip_norm={1.0 if clip is None else clip}",
+            *_batch(document, setup, assumed),
+            *_script(setup, assumed),
+        ),
+        assumed=tuple(assumed),
+        left_out=tuple(_left_out(document, stage)),
+    )
+
+
+def _plugin(document: Document, setup: Setup) -> Translated:
+    stage = document.number(DS, "zero_stage")
+    assumed: list[str] = []
+    number = ACCELERATE_STAGE if stage is None else int(stage)
+
+    def device(name: str, least: int) -> str:
+        value = document.get(DS, name)
+        return value if value in ("cpu", "nvme") and number >= least else "none"
+
+    strategy = {
+        "engine": "deepspeed",
+        "stage": number,
+        "offload_optimizer": device("offload_optimizer_device", 1),
+        "offload_parameters": device("offload_param_device", 3),
+    }
+    if "nvme" in strategy.values():
+        strategy["nvme_path"] = "."
+    return Translated(
+        file=document.name,
+        changes=(
+            f"strategy={_flow(strategy)}",
+            f"train.precision={_word(document)}",
+            *_batch(document, setup, assumed, (DS, "gradient_accumulation_steps")),
+            *_script(setup, assumed),
+        ),
+        assumed=tuple(assumed),
+    )
+
+
+def _fsdp(document: Document, setup: Setup) -> Translated:
+    assumed: list[str] = []
+    if document.number(FSDP, "fsdp_version") != 2:
+        assumed.append("FSDP2 in the place of FSDP1")
+    offloaded = document.on(FSDP, "fsdp_offload_params")
+    strategy: dict[str, Any] = {
+        "engine": "fsdp2",
+        "reshard": document.get(FSDP, "fsdp_reshard_after_forward") not in (False, "false", "SHARD_GRAD_OP"),
+    }
+    if offloaded:
+        strategy |= {"offload_parameters": "cpu"}
+    checkpointing = (
+        ("train.checkpointing=full",) if document.on(FSDP, "fsdp_activation_checkpointing") else ()
+    )
+    return Translated(
+        file=document.name,
+        changes=(
+            f"strategy={_flow(strategy)}",
+            f"train.precision={_word(document)}",
+            *_batch(document, setup, assumed),
+            *_script(setup, assumed, checkpointing=bool(checkpointing)),
+            *checkpointing,
+        ),
+        assumed=tuple(assumed),
+    )
+
+
+def _flow(values: Mapping[str, Any]) -> str:
+    """A section as `--set` takes it."""
+    words = {True: "true", False: "false"}
+    inner = (f"{k}: {words.get(v, v) if isinstance(v, bool) else v}" for k, v in values.items())
+    return "{" + ", ".join(inner) + "}"
+
+
+def _word(document: Document) -> str:
+    precision = document.get("mixed_precision")
+    return precision if precision in ("bf16", "fp16") else "fp32"
+
+
+def _precision(document: Document, setup: Setup, assumed: list[str]) -> str:
+    if document.on("bf16", "enabled") or document.on("bfloat16", "enabled"):
+        return "bf16"
+    if document.on("fp16", "enabled"):
+        return "fp16"
+    if AUTO in (document.get("bf16", "enabled"), document.get("fp16", "enabled")) or setup.hugging_face:
+        for name in ("bf16", "fp16"):
+            if setup.training(name) is True or any(
+                d.get("mixed_precision") == name for d in setup.of("accelerate")
+            ):
+                return name
+    if AUTO in (document.get("bf16", "enabled"), document.get("fp16", "enabled")):
+        name = "bf16" if document.get("bf16", "enabled") == AUTO else "fp16"
+        assumed.append(f"{name}, which is left to the Trainer's arguments")
+        return name
+    return "fp32"
+
+
+def _batch(
+    document: Document, setup: Setup, assumed: list[str], accumulation_key: tuple[str, ...] = (ACCUMULATION,)
+) -> list[str]:
+    """The rows at a time and of a step, from the file, else from the script, else left to the planner."""
+    world = setup.world_size or 1
+    micro = document.number(MICRO) or _number(setup, "per_device_train_batch_size", "micro_batch_size")
+    steps = document.number(*accumulation_key) or _number(setup, "gradient_accumulation_steps")
+    total = document.number(TOTAL)
+    if micro is None and total is not None:
+        micro = total // (world * (steps or 1))
+    if micro is None or micro < 1:
+        assumed.append("the micro-batch that is best: no file gives one")
+        return []
+    if steps is None:
+        steps = max(1, total // (world * micro)) if total else 1
+    return [f"train.micro_batch={int(micro)}", f"train.global_batch={int(micro * steps) * world}"]
+
+
+def _number(setup: Setup, *names: str) -> float | None:
+    value = setup.training(*names)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _script(setup: Setup, assumed: list[str], *, checkpointing: bool = False) -> list[str]:
+    """What only the script knows: recomputing, adapters, the rows' length."""
+    changes = []
+    recompute = setup.training("gradient_checkpointing", "activation_checkpointing")
+    if isinstance(recompute, bool):
+        changes.append(f"train.checkpointing={'full' if recompute else 'none'}")
+    elif not checkpointing:
+        assumed.append(
+            "the activation checkpointing that is best: no file says whether the script recomputes"
+        )
+    rank = _number(setup, LORA, "lora_r", "lora_rank")
+    if rank is not None:
+        changes.append(f"model.lora.rank={int(rank)}")
+    length = _number(setup, "max_seq_length", "max_length", "cutoff_len", "sequence_len")
+    if length is not None:
+        changes.append(f"data.sequence_length={int(length)}")
+    return changes
+
+
+def _left_out(document: Document, stage: int) -> list[str]:
+    """Settings with a value that the simulator does not take."""
+    simulated = {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+    if stage == 3:
+        simulated |= {
+            "stage3_prefetch_bucket_size": PREFETCH,
+            "stage3_param_persistence_threshold": PERSIST,
+        }
+    found = []
+    for name, used in simulated.items():
+        value = document.get(ZERO, name)
+        if value is not None and value != used:
+            found.append(f"{name} {value}: simulated with {used:,}")
+    for name in ("stage3_max_live_parameters", "stage3_max_reuse_distance"):
+        value = document.number(ZERO, name)
+        if stage == 3 and value is not None and value not in (1e9, NEVER_RELEASE) and value < FOREVER:
+            found.append(f"{name} {value:g}: simulated with 1e9")
+    found += [
+        f"{'.'.join(key)}: not simulated" for key in _NOT_SIMULATED if _asks_for_something(document.get(*key))
+    ]
+    if stage and document.get(ZERO, "overlap_comm") is False:
+        found.append("overlap_comm false: simulated with true")
+    kind = str(document.get("optimizer", "type") or "AdamW")
+    if kind.lower() not in ("adam", "adamw"):
+        found.append(f"optimizer {kind}: simulated with AdamW")
+    return found
+
+
+def _asks_for_something(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    return value not in (None, 1, AUTO)  # 1: a group of one, the whole of the optimizer

@@ -1,0 +1,187 @@
+"""Everything that a training script of the user's own needs to run with a strategy: files and commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
+
+from shardwise.errors import JobError
+from shardwise.strategy.emit.hugging_face import (
+    accelerate_config,
+    fsdp_settings,
+    own_config,
+    trainer_config,
+    trainer_flags,
+)
+from shardwise.strategy.emit.launch import PORT, command, shell_script, slurm_script
+from shardwise.strategy.emit.request import Request
+from shardwise.strategy.strategy import Strategy
+
+Target = Literal["deepspeed", "accelerate", "torchrun", "slurm"]
+
+OWN, FOR_TRAINER, FSDP, YAML = "deepspeed.json", "deepspeed.auto.json", "fsdp.json", "accelerate.yaml"
+_HEAD_NODE = "HEAD-NODE"
+"""Stands for the first node's address where nothing tells it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emitted:
+    """Texts by file name, and what has to be known to use them."""
+
+    files: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    start: tuple[str, ...] = ()
+    """Commands that begin a training."""
+
+
+def emit(target: Target, request: Request) -> Emitted:
+    """The files for a launcher.
+
+    Raises:
+        JobError: the strategy cannot be run with it.
+    """
+    _refuse(target, request.strategy)
+    files = _accelerate(request) if target == "accelerate" else _plain(target, request)
+    suffix = "sbatch" if target == "slurm" else "sh"
+    run = "sbatch" if target == "slurm" else "bash"
+    return Emitted(
+        files=files,
+        notes=tuple(_notes(target, request)),
+        start=(
+            f"{run} {request.path(f'launch.{suffix}')} train.py",
+            f"{run} {request.path(f'launch-trainer.{suffix}')} train.py  # one that takes TrainingArguments",
+        ),
+    )
+
+
+def _refuse(target: Target, strategy: Strategy) -> None:
+    if strategy.engine == "single" and target != "torchrun":
+        raise JobError(
+            f"{strategy.name} runs in one process and needs no configuration",
+            where="--to",
+            fix="--to torchrun, or `python train.py`",
+        )
+    if strategy.engine == "fsdp2" and target == "deepspeed":
+        raise JobError(
+            "the strategy is FSDP2, which is no part of DeepSpeed",
+            where="--to deepspeed",
+            fix="--to accelerate or --to torchrun",
+        )
+    if strategy.offload_parameters == "nvme":
+        raise JobError(
+            "parameters on NVMe need buffers for the model's largest one, which is not known here",
+            where="strategy.offload_parameters",
+            fix="offload_parameters: cpu, or `shardwise train`, which measures it",
+        )
+
+
+def _plain(target: Target, request: Request) -> dict[str, str]:
+    """For deepspeed, torchrun and Slurm: scripts that call the engine, and scripts of the Trainer."""
+    strategy = request.strategy
+    files: dict[str, str] = {}
+    flags = trainer_flags(strategy, request.optimizer)
+    if strategy.engine == "deepspeed":
+        files[OWN] = _json(
+            own_config(strategy, request.optimizer, trainable_parameters=request.trainable_parameters)
+        )
+        files[FOR_TRAINER] = _json(
+            trainer_config(strategy, trainable_parameters=request.trainable_parameters)
+        )
+        flags = [("deepspeed", request.path(FOR_TRAINER)), *flags]
+    elif strategy.engine == "fsdp2":
+        settings = fsdp_settings(strategy)
+        if strategy.offload_parameters == "cpu":
+            settings["cpu_offload"] = True
+        files[FSDP] = _json(settings)
+        flags = [("fsdp", ""), ("fsdp_config", request.path(FSDP)), *flags]
+    start = command(target, nodes=request.nodes, gpus_per_node=request.gpus_per_node)
+    for name, of_script in (("launch", []), ("launch-trainer", flags)):
+        if target == "slurm":
+            files[f"{name}.sbatch"] = slurm_script(
+                request.title,
+                start,
+                name=request.name,
+                nodes=request.nodes,
+                gpus_per_node=request.gpus_per_node,
+                flags=of_script,
+            )
+        else:
+            files[f"{name}.sh"] = shell_script(request.title, start, of_script)
+    return files
+
+
+def _accelerate(request: Request) -> dict[str, str]:
+    strategy = request.strategy
+    files = {YAML: _yaml(request)}
+    if strategy.engine == "deepspeed":
+        files[OWN] = _json(accelerate_config(strategy, trainable_parameters=request.trainable_parameters))
+    start = command(
+        "accelerate", nodes=request.nodes, gpus_per_node=request.gpus_per_node, config=request.path(YAML)
+    )
+    flags = trainer_flags(strategy, request.optimizer)
+    files["launch.sh"] = shell_script(request.title, start)
+    files["launch-trainer.sh"] = shell_script(request.title, start, flags)
+    return files
+
+
+def _yaml(request: Request) -> str:
+    """What `accelerate config` would write."""
+    strategy = request.strategy
+    values: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED" if strategy.engine == "deepspeed" else "FSDP",
+        "num_machines": request.nodes,
+        "num_processes": request.nodes * request.gpus_per_node,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "rdzv_backend": "static",
+        "use_cpu": False,
+    }
+    if request.nodes > 1:
+        values |= {"main_process_ip": _HEAD_NODE, "main_process_port": PORT, "same_network": True}
+    if strategy.engine == "deepspeed":
+        # what the DeepSpeed file says may not be said again, the precision included
+        values["deepspeed_config"] = {
+            "deepspeed_config_file": request.path(OWN),
+            "zero3_init_flag": strategy.stage == 3,
+        }
+        if request.nodes > 1:  # the same command on every node; the default needs ssh between them
+            values["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"
+    else:
+        settings = fsdp_settings(strategy) | {"offload_params": strategy.offload_parameters == "cpu"}
+        values["fsdp_config"] = {f"fsdp_{name}": value for name, value in settings.items()}
+        values["mixed_precision"] = "no" if strategy.precision == "fp32" else strategy.precision
+    return f"# {request.title}\n" + yaml.safe_dump(values, sort_keys=False)
+
+
+def _notes(target: Target, request: Request) -> list[str]:
+    """What the files cannot say."""
+    strategy, notes = request.strategy, []
+    if strategy.tensor_parallel > 1:
+        notes.append(
+            f"{strategy.tensor_parallel} GPUs share each row: the data loader has to give them the same rows"
+        )
+    if target == "accelerate":
+        notes.append(f"your script's data loader decides the micro-batch: batch_size={strategy.micro_batch}")
+        if strategy.checkpoint_every and strategy.engine == "deepspeed":
+            notes.append("your script switches recomputation on: model.gradient_checkpointing_enable()")
+        if request.nodes > 1:
+            notes.append(f"write the first node's address for {_HEAD_NODE}, and each node's own machine_rank")
+    if strategy.engine == "fsdp2" and strategy.checkpoint_every > 1:
+        notes.append(
+            f"every block is recomputed, not every {strategy.checkpoint_every}th: FSDP's setting is all"
+        )
+    if strategy.offload_optimizer != "none" and request.optimizer is None and target != "accelerate":
+        notes.append("an own deepspeed.initialize needs deepspeed.ops.adam.DeepSpeedCPUAdam as its optimizer")
+    if strategy.engine == "fsdp2" and target != "accelerate":
+        notes.append("launch.sh only starts processes: an own script calls fully_shard itself")
+    return notes
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    """Strict JSON, as the Trainer reads it."""
+    return json.dumps(values, indent=2, allow_nan=False) + "\n"

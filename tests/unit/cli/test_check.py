@@ -1,0 +1,255 @@
+"""`shardwise check` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.hardware.hardware import Hardware
+from shardwise.job.schema import Job, StrategySpec
+from shardwise.plan.plan import Plan, Workload
+from shardwise.plan.search import search
+from shardwise.simulate.prediction import Energy, Memory, MemoryTerms, Prediction, Time
+from shardwise.simulate.step_trace import StepTrace
+from shardwise.strategy.strategy import Strategy
+
+EXAMPLES = Path(__file__).parents[1] / "lint" / "examples"
+CLEAN = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 50_000_000},
+}
+
+
+@pytest.fixture
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = Path("ds.json")
+    file.write_text(json.dumps(CLEAN, indent=2))
+    return file
+
+
+def test_an_error_ends_with_2_and_is_one_block(capsys: pytest.CaptureFixture[str]) -> None:
+    file = EXAMPLES / "zero_optimisation.json"
+    assert main(["check", str(file)]) == 2
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == f"{file}: DeepSpeed configuration"
+    assert out[1].startswith("error: DeepSpeed knows no `zero_optimisation` and passes over it silently")
+    assert out[1].endswith("[ignored-key]")
+    assert out[2] == f"  at:  {file}:5: zero_optimisation"
+    assert out[3] == "  fix: did you mean `zero_optimization`?"
+    assert out[4].startswith("  see: deepspeed/runtime/config.py")
+    assert out[-1] == "1 error"
+
+
+def test_warnings_and_notes_end_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(EXAMPLES / "zero3-bucket.json")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 warning, 1 note"
+
+
+def test_nothing_to_say(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(clean)]) == 0
+    assert capsys.readouterr().out.splitlines() == ["ds.json: DeepSpeed configuration", "nothing found"]
+
+
+def test_gpus_decide_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(EXAMPLES / "batch.json")
+    assert main(["check", file]) == 0
+    assert main(["check", file, "--gpus", "1xH100"]) == 0
+    capsys.readouterr()
+    assert main(["check", file, "--gpus", "4xH100"]) == 2
+    assert "32 is not 1 x 32 x 4 processes = 128" in capsys.readouterr().out
+
+
+def test_the_reader_decides_over_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(EXAMPLES / "auto.json")
+    assert [main(["check", file, "--reader", who]) for who in ("trainer", "deepspeed")] == [0, 2]
+
+
+def test_a_published_precision_makes_it_an_error(
+    clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {key: value for key, value in CLEAN.items() if key != "bf16"}
+    clean.write_text(json.dumps(values))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "dtype": "bfloat16"}')
+    assert main(["check", str(clean)]) == 0
+    capsys.readouterr()
+    assert main(["check", str(clean), "--model", "model"]) == 2
+    assert "model is published in bf16" in capsys.readouterr().out
+
+
+def test_json_is_one_object_with_units_and_places(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(EXAMPLES / "overlap_com.json")
+    assert main(["check", file, "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert told["files"] == [{"file": file, "kind": "deepspeed"}]
+    assert (told["errors"], told["warnings"], told["fit"]) == (1, 0, None)
+    first = told["findings"][0]
+    assert (first["severity"], first["rule"], first["line"]) == ("error", "refused-key", 7)
+    assert first["key"] == "zero_optimization.overlap_com"
+    assert first["fixable"] is True
+
+
+def test_fix_mends_the_file_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    shutil.copy(EXAMPLES / "overlap_com.json", file)
+    assert main(["check", "--fix", str(file)]) == 0
+    assert "fixed: `zero_optimization` knows no `overlap_com`" in capsys.readouterr().out
+    assert file.read_text() == (EXAMPLES / "overlap_com.json").read_text().replace(
+        "overlap_com", "overlap_comm"
+    )
+
+
+def test_fix_touches_nothing_that_it_does_not_mend(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = clean.stat()
+    assert main(["check", "--fix", str(clean)]) == 0
+    after = clean.stat()
+    assert (after.st_mtime_ns, after.st_ino) == (before.st_mtime_ns, before.st_ino)
+    clean.write_text(clean.read_text().replace('"stage": 2', '"stage": 2 3'))
+    broken = clean.read_text()
+    assert main(["check", "--fix", str(clean)]) == 2
+    assert clean.read_text() == broken
+    assert "no comma before this" in capsys.readouterr().out
+
+
+def test_a_job_file_is_checked_as_train_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("qa.jsonl").write_text("{}\n")
+    job = Path("job.yaml")
+    job.write_text(
+        "name: run\nmodel: {source: org/model, lora: {rank: 8}}\ndata: {train: qa.jsonl}\n"
+        "train: {global_batch: 10}\nstrategy: {engine: deepspeed, stage: 2, tensor_parallel: 2}\n"
+    )
+    assert main(["check", str(job), "--gpus", "4xH100", "--json"]) == 2
+    rules = {one["rule"] for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert "tensor-parallel-and-lora" in rules
+    job.write_text("name: run\nmodel: {source: org/model}\ndata: {train: qa.jsonl}\ntrain: {setps: 5}\n")
+    assert main(["check", str(job)]) == 2
+    out = capsys.readouterr().out
+    assert "job.yaml:4: train.setps" in out
+    job.write_text("name: run\nmodel: {source: org/model}\ndata: {train: qa.jsonl}\n")
+    assert main(["check", str(job)]) == 0
+
+
+def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "gone.json"]) == 2
+    assert capsys.readouterr().err.startswith("error: there is no file gone.json")
+
+
+PLANNED: list[Job] = []
+
+
+def toy_plan(job: Job, hardware: Hardware, **_: object) -> Plan:
+    """A plan whose one strategy needs 30 GiB."""
+    PLANNED.append(job)
+    terms = MemoryTerms(
+        weights_bytes=30 << 30,
+        gradients_bytes=0,
+        optimizer_bytes=0,
+        activations_bytes=0,
+        loss_bytes=0,
+        engine_buffers_bytes=0,
+        fragmentation_bytes=0,
+    )
+    memory = Memory(
+        peak_reserved_bytes=30 << 30,
+        peak_allocated_bytes=30 << 30,
+        outside_allocator_bytes=0,
+        capacity_bytes=hardware.gpu.memory_bytes,
+        terms=terms,
+        host_bytes=0,
+    )
+    time = Time(
+        step_seconds=2,
+        compute_seconds=2,
+        communication_seconds=0,
+        exposed_communication_seconds=0,
+        copy_seconds=0,
+        optimizer_seconds=0,
+        launch_seconds=0,
+        tokens_per_step=32 * 4096,
+        world_size=4,
+    )
+    prediction = Prediction(
+        memory=memory,
+        time=time,
+        energy=Energy(joules_per_step=1, idle_joules=0, tokens_per_step=32 * 4096),
+    )
+    strategy = Strategy(engine="deepspeed", stage=2, data_parallel=4, micro_batch=2, accumulation=4)
+    trace = StepTrace(
+        parameters=(),
+        buffers=(),
+        units=(),
+        events=(),
+        ops=(),
+        rows=1,
+        sequence_length=4096,
+        checkpoint_every=0,
+        precision="bf16",
+    )
+    return search(
+        [strategy],
+        hardware=hardware,
+        workload=Workload.of(job, parameters=1, trainable_parameters=1),
+        trace_for=lambda *_: trace,
+        simulate=lambda *_: prediction,
+    )
+
+
+def test_whether_it_fits_is_asked_of_the_planner(
+    clean: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shardwise.trace.plan_job", types.SimpleNamespace(make_plan=toy_plan))
+    script = Path("train.py")
+    script.write_text(
+        "from transformers import Trainer, TrainingArguments\n"
+        "TrainingArguments(per_device_train_batch_size=2, gradient_accumulation_steps=4, bf16=True,\n"
+        "    gradient_checkpointing=True)\n"
+    )
+    command = ["check", str(clean), str(script), "--model", "llama-2-7b", "--sequence", "4096", "--gpus"]
+    assert main([*command, "4xRTX4090"]) == 2
+    out = capsys.readouterr().out
+    assert "error: it does not fit 4 x RTX 4090: zero2 with micro-batch 2" in out
+    job = PLANNED[-1]
+    assert isinstance(job.strategy, StrategySpec)
+    assert (job.strategy.engine, job.strategy.stage) == ("deepspeed", 2)
+    assert (job.train.micro_batch, job.train.global_batch, job.train.checkpointing) == (2, 32, "full")
+    assert (job.data.sequence_length, job.train.precision) == (4096, "bf16")
+    assert "not simulated as written: reduce_bucket_size 50000000: simulated with 500,000,000" in out
+    assert main([*command, "4xH100", "--json"]) == 0
+    fit = json.loads(capsys.readouterr().out)["fit"]
+    assert fit["option"]["prediction"]["time"]["tokens_per_second_per_gpu"] == 16384
+    assert any("--full" in what for what in fit["assumed"])
+
+
+def test_tensor_parallelism_is_said_not_to_be_simulated(
+    clean: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clean.write_text(json.dumps({**CLEAN, "tensor_parallel": {"autotp_size": 2}}))
+    assert main(["check", str(clean), "--model", "llama-2-7b", "--gpus", "4xH100"]) == 0
+    assert "fit: not known: tensor parallelism is not simulated" in capsys.readouterr().out
+
+
+def test_nothing_of_it_loads_torch() -> None:
+    script = (
+        "import pkgutil, importlib, sys, shardwise.lint, shardwise.lint.rules\n"
+        "for package in (shardwise.lint, shardwise.lint.rules):\n"
+        "    for module in pkgutil.iter_modules(package.__path__, package.__name__ + '.'):\n"
+        "        importlib.import_module(module.name)\n"
+        "sys.exit(str({'torch', 'transformers', 'deepspeed', 'accelerate'} & set(sys.modules) or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""

@@ -1,0 +1,303 @@
+"""`shardwise emit`: what it writes is right for those who read it, and passes `shardwise check`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from shardwise.cli import main
+from shardwise.errors import JobError
+from shardwise.job.schema import Optimizer
+from shardwise.lint.check import check, load
+from shardwise.lint.setup import Setup
+from shardwise.strategy.emit.files import Emitted, Target, emit
+from shardwise.strategy.emit.request import Request
+from shardwise.strategy.strategy import Strategy
+
+TARGETS: tuple[Target, ...] = get_args(Target)
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1, "checkpoint_every": 2},
+    "zero2": {"stage": 2, "accumulation": 8, "checkpoint_every": 1},
+    "zero2-fp16": {"stage": 2, "precision": "fp16"},
+    "zero2-offload": {"stage": 2, "offload_optimizer": "cpu"},
+    "zero3": {"stage": 3, "accumulation": 4},
+    "zero3-noreshard": {"stage": 3, "reshard": False, "clip_norm": 0.0},
+    "zero3-offload": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    "fsdp2": {"engine": "fsdp2", "checkpoint_every": 1},
+    "fsdp2-offload": {"engine": "fsdp2", "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    "single": {"engine": "single"},
+}
+
+
+def request(name: str, *, nodes: int = 1, own_optimizer: bool = True, folder: str = "engine") -> Request:
+    gpus = 1 if name == "single" else 4
+    parts = {"engine": "deepspeed", "micro_batch": 2, **STRATEGIES[name]}
+    return Request(
+        name="run",
+        strategy=Strategy(data_parallel=nodes * gpus, **parts),
+        nodes=nodes,
+        gpus_per_node=gpus,
+        trainable_parameters=1_000_000,
+        optimizer=Optimizer() if own_optimizer else None,
+        folder=folder,
+    )
+
+
+def write(emitted: Emitted, folder: Path) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    for name, text in emitted.files.items():
+        (folder / name).write_text(text)
+    return [folder / name for name in sorted(emitted.files)]
+
+
+def refused(target: Target, name: str) -> bool:
+    return (name == "single" and target != "torchrun") or (name.startswith("fsdp2") and target == "deepspeed")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_check_finds_nothing_in_what_is_emitted(
+    name: str, target: Target, nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = request(name, nodes=nodes)
+    if refused(target, name):
+        with pytest.raises(JobError):
+            emit(target, asked)
+        return
+    paths = write(emit(target, asked), Path("engine"))
+    documents, broken = load(paths)
+    world = asked.nodes * asked.gpus_per_node
+    assert broken == ()
+    assert len(documents) >= len([path for path in paths if path.suffix != ".yaml"]) - 1
+    together = check(Setup(documents=documents, asked_world_size=world, gpus_per_node=asked.gpus_per_node))
+    assert [(one.file, one.rule, one.what) for one in together.findings] == []
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name.startswith("zero")])
+def test_deepspeed_and_the_trainer_take_their_files(name: str) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    files = emit("deepspeed", request(name)).files
+    own, trainer = json.loads(files["deepspeed.json"]), json.loads(files["deepspeed.auto.json"])
+    parsed = DeepSpeedConfig(own)
+    strategy = request(name).strategy
+    assert parsed.zero_optimization_stage == strategy.stage
+    assert parsed.gradient_accumulation_steps == strategy.accumulation
+    assert parsed.gradient_clipping == strategy.clip_norm
+    assert "train_batch_size" not in own | trainer
+    assert "optimizer" not in trainer
+    assert trainer["zero_optimization"] == own["zero_optimization"]
+    gathers = own["zero_optimization"].get("stage3_gather_16bit_weights_on_model_save", False)
+    assert gathers == (strategy.stage == 3)
+
+
+def flags_of(script: str) -> list[str]:
+    """What the launch script gives to the training script."""
+    return shlex.split(script.partition('"$@"')[2].replace("\\\n", " "))
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp2"])
+def test_the_trainers_arguments_are_arguments_of_the_trainer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import HfArgumentParser, TrainingArguments
+
+    monkeypatch.chdir(tmp_path)
+    emitted = emit("torchrun", request(name))
+    write(emitted, Path("engine"))
+    parser = HfArgumentParser(TrainingArguments)
+    values = vars(parser.parse_args([*flags_of(emitted.files["launch-trainer.sh"]), "--use_cpu"]))
+    strategy = request(name).strategy
+    assert values["per_device_train_batch_size"] == strategy.micro_batch
+    assert values["gradient_accumulation_steps"] == strategy.accumulation
+    assert values["bf16"] is True
+    assert values["learning_rate"] == Optimizer().learning_rate
+    if name == "zero1":
+        assert json.loads(values["activation_checkpointing_kwargs"]) == {"every_n_layers": 2}
+    if name == "zero2":
+        assert values["gradient_checkpointing"] is True
+    if name == "fsdp2":
+        arguments = TrainingArguments(
+            **{key: values[key] for key in ("fsdp", "fsdp_config", "output_dir", "use_cpu")}
+        )
+        plugin = arguments.fsdp_plugin_args
+        assert (plugin["fsdp_version"], plugin["reshard_after_forward"]) == (2, True)
+        assert plugin["activation_checkpointing"] is True
+
+
+@pytest.mark.parametrize(("name", "offloads"), [("fsdp2", False), ("fsdp2-offload", True)])
+def test_accelerate_makes_fsdp2_of_its_file(
+    name: str, offloads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    monkeypatch.chdir(tmp_path)
+    write(emit("accelerate", request(name)), Path("engine"))
+    asked = launch_command_parser().parse_args(["--config_file", "engine/accelerate.yaml", "train.py"])
+    arguments, _, _ = _validate_launch_command(asked)
+    assert arguments.use_fsdp
+    assert arguments.num_processes == 4
+    for key, value in prepare_multi_gpu_env(arguments).items():
+        monkeypatch.setenv(key, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, True)
+    assert (type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy") == offloads
+    assert plugin.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+def test_accelerates_file_names_the_deepspeed_file_and_nothing_that_stands_in_it() -> None:
+    files = emit("accelerate", request("zero3", nodes=2)).files
+    values = yaml.safe_load(files["accelerate.yaml"])
+    assert (values["num_machines"], values["num_processes"]) == (2, 8)
+    assert values["deepspeed_config"] == {
+        "deepspeed_config_file": "engine/deepspeed.json",
+        "zero3_init_flag": True,
+        "deepspeed_multinode_launcher": "standard",
+    }
+    assert "mixed_precision" not in values
+    config = json.loads(files["deepspeed.json"])
+    assert config["bf16"]["enabled"] is True, "else Accelerate would take fp32"
+    assert config["train_micro_batch_size_per_gpu"] == "auto"
+
+
+STUB = '#!/bin/bash\nprintf "%s\\n" "$(basename "$0") $*" >> "$CALLS"\n'
+
+
+@pytest.mark.parametrize(
+    ("target", "nodes", "calls"),
+    [
+        ("torchrun", 1, "torchrun --standalone --nproc_per_node 4 train.py --x"),
+        (
+            "torchrun",
+            2,
+            "torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d "
+            "--rdzv_endpoint n1:29500 train.py --x",
+        ),
+        ("deepspeed", 1, "deepspeed --num_gpus 4 train.py --x"),
+        ("deepspeed", 2, "deepspeed --hostfile hosts --num_gpus 4 train.py --x"),
+        ("accelerate", 1, "accelerate launch --config_file engine/accelerate.yaml train.py --x"),
+        (
+            "slurm",
+            2,
+            "srun --cpu-bind=none torchrun --nnodes 2 --nproc_per_node 4 --rdzv_id 77 --rdzv_backend c10d "
+            "--rdzv_endpoint node-a:29500 train.py --x",
+        ),
+    ],
+)
+def test_the_scripts_start_these_commands(target: Target, nodes: int, calls: str, tmp_path: Path) -> None:
+    paths = write(emit(target, request("zero2", nodes=nodes)), tmp_path / "engine")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("torchrun", "deepspeed", "accelerate", "srun"):
+        (tools / tool).write_text(STUB)
+    (tools / "scontrol").write_text("#!/bin/bash\necho node-a\necho node-b\n")
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    script = next(path for path in paths if path.stem == "launch")
+    subprocess.run(
+        ["bash", str(script), "train.py", "--x"],
+        env={
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "CALLS": str(tmp_path / "calls"),
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NODELIST": "node-[a-b]",
+            "HEAD_NODE": "n1",
+            "HOSTFILE": "hosts",
+        },
+        check=True,
+    )
+    assert (tmp_path / "calls").read_text() == f"{calls}\n"
+
+
+def test_what_a_launcher_cannot_do_is_refused() -> None:
+    with pytest.raises(JobError, match="FSDP2"):
+        emit("deepspeed", request("fsdp2"))
+    with pytest.raises(JobError, match="one process"):
+        emit("accelerate", request("single"))
+    nvme = Strategy(engine="deepspeed", stage=3, offload_parameters="nvme", nvme_path="/nvme")
+    asked = Request(name="run", strategy=nvme, nodes=1, gpus_per_node=1, trainable_parameters=1)
+    with pytest.raises(JobError, match="NVMe"):
+        emit("torchrun", asked)
+
+
+PLAN: dict[str, Any] = {
+    "chosen": {"strategy": request("zero2").strategy.to_json()},
+    "hardware": {"nodes": 1, "gpus_per_node": 4},
+    "job": {"name": "run", "trainable_parameters": 10**9},
+}
+
+
+def test_a_plan_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(json.dumps(PLAN))
+    assert main(["emit", "plan.json", "--to", "deepspeed", "--out", "files"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "wrote files/deepspeed.json"
+    assert out[-1].startswith("start: bash files/launch-trainer.sh train.py")
+    config = json.loads(Path("files/deepspeed.json").read_text())
+    assert "optimizer" not in config, "a plan does not know it"
+    assert config["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    assert main(["emit", "plan.json", "--to", "deepspeed", "--out", "files"]) == 2
+    assert "files/deepspeed.json exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"chosen": None}, "nothing fits in this plan"),
+        ({"job": {"name": "a; rm -rf ~", "trainable_parameters": 1}}, "no plan of this version"),
+        ({"hardware": {}}, "no plan of this version"),
+    ],
+)
+def test_a_plan_that_says_nothing_is_refused(
+    change: dict[str, Any],
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(json.dumps(PLAN | change))
+    assert main(["emit", "plan.json"]) == 2
+    assert what in capsys.readouterr().err
+    assert not Path("engine").exists()
+
+
+def test_a_job_is_planned_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def make_plan(job: Any, hardware: Any) -> Any:
+        asked.append((job.name, hardware.world_size))
+        chosen = types.SimpleNamespace(strategy=request("zero2").strategy)
+        return types.SimpleNamespace(chosen=chosen, job=types.SimpleNamespace(trainable_parameters=10**6))
+
+    monkeypatch.setitem(sys.modules, "shardwise.trace.plan_job", types.SimpleNamespace(make_plan=make_plan))
+    monkeypatch.chdir(tmp_path)
+    Path("qa.jsonl").write_text("{}\n")
+    Path("job.yaml").write_text(
+        "name: emitted\nmodel: {source: org/model}\ndata: {train: qa.jsonl}\n"
+        "optimizer: {learning_rate: 3e-4}\n"
+    )
+    assert main(["emit", "job.yaml", "--gpus", "4xH100", "--to", "torchrun"]) == 0
+    assert asked == [("emitted", 4)]
+    assert json.loads(Path("engine/deepspeed.json").read_text())["optimizer"]["params"]["lr"] == 3e-4
+    assert "--learning_rate 0.0003" in Path("engine/launch-trainer.sh").read_text()

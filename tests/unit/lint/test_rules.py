@@ -1,0 +1,549 @@
+"""Every rule on an example that breaks it and on one that does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.lint.check import check, correct, findings_of
+from shardwise.lint.document import Document
+from shardwise.lint.finding import Finding
+from shardwise.lint.json_text import read_json
+from shardwise.lint.read import read
+from shardwise.lint.rules import RULES
+from shardwise.lint.schema import accelerate_keys, deepspeed_schema
+from shardwise.lint.setup import READERS, ModelFacts, Setup
+from shardwise.lint.translate import translate
+from shardwise.lint.yaml_text import read_yaml
+
+GONE = object()
+"""Takes a key out of the base."""
+
+DEEPSPEED: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "overlap_comm": True},
+}
+STAGE_3 = {"stage": 3, "overlap_comm": True, "stage3_gather_16bit_weights_on_model_save": True}
+ACCELERATE: dict[str, Any] = {
+    "distributed_type": "DEEPSPEED",
+    "mixed_precision": "bf16",
+    "num_processes": 4,
+    "num_machines": 1,
+    "deepspeed_config": {"zero_stage": 2},
+}
+FSDP: dict[str, Any] = {
+    "distributed_type": "FSDP",
+    "deepspeed_config": GONE,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": True,
+    },
+}
+LLAMA = ModelFacts(name="llama", hidden_size=4096, key_value_heads=8, precision="bf16", model_type="llama")
+MAMBA = ModelFacts(name="mamba", model_type="mamba2")
+MOE = ModelFacts(name="moe", model_type="olmoe", experts=True)
+TRAINER = "from transformers import Trainer, TrainingArguments\n"
+LOAD = "from transformers import AutoModelForCausalLM\nm = AutoModelForCausalLM.from_pretrained('x', {})\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Changes to the base of the rule's kind of file, or whole texts; `also`: files beside it."""
+
+    rule: str
+    bad: Any
+    good: Any
+    setup: Mapping[str, Any] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+def params(kind: str = "AdamW", **keys: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": {"lr": 1e-4, **keys}}}
+
+
+def schedule(kind: str, **keys: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": keys}}
+
+
+def plugin(**keys: Any) -> dict[str, Any]:
+    return {"deepspeed_config": keys}
+
+
+def fsdp(**keys: Any) -> dict[str, Any]:
+    return {**FSDP, "fsdp_config": {**FSDP["fsdp_config"], **keys}}
+
+
+OFFLOAD = {"device": "cpu", "pin_memory": True}
+JSON = json.dumps(DEEPSPEED)
+DS_3 = json.dumps({**DEEPSPEED, "zero_optimization": STAGE_3})
+TP = {"tensor_parallel": {"autotp_size": 2}}
+
+CASES = (
+    # how it is written and who reads it
+    Case("auto-without-trainer", zero(stage="auto"), {}, {"asked_reader": "deepspeed"}),
+    Case("auto-nobody-fills", params(betas="auto"), params(lr="auto"), {"asked_reader": "accelerate"}),
+    Case("comments-in-json", "// pasted\n" + JSON, JSON, {"asked_reader": "trainer"}),
+    Case("trailing-comma-in-json", JSON[:-1] + ",}", JSON, {"asked_reader": "trainer"}),
+    Case("duplicate-key", JSON[:-1] + ', "gradient_clipping": 0.5}', JSON),
+    # names and kinds
+    Case("ignored-key", {"zero_optimisation": {"stage": 2}, "zero_optimization": GONE}, {}),
+    Case("refused-key", zero(overlap_com=True), zero(overlap_comm=True)),
+    Case("removed-key", {"amp": {"enabled": False}}, {}),
+    Case("deprecated-key", zero(cpu_offload=True), zero(offload_optimizer=OFFLOAD)),
+    Case("bfloat16-is-bf16", {"bf16": GONE, "bfloat16": {"enabled": True}}, {}),
+    Case("wrong-kind-of-value", zero(reduce_bucket_size=4508876.8), zero(reduce_bucket_size=5e8)),
+    Case(
+        "not-a-choice", zero(offload_optimizer={**OFFLOAD, "device": "gpu"}), zero(offload_optimizer=OFFLOAD)
+    ),
+    Case("out-of-bounds", zero(stage=4), zero(stage=1)),
+    # batches
+    Case(
+        "batch-arithmetic",
+        {"train_batch_size": 32, "gradient_accumulation_steps": 32},
+        {"train_batch_size": 128, "gradient_accumulation_steps": 32},
+        {"asked_world_size": 4},
+    ),
+    Case("no-batch-size", {"train_micro_batch_size_per_gpu": GONE}, {}),
+    Case(
+        "whole-batch-alone",
+        {"train_batch_size": 32, "train_micro_batch_size_per_gpu": GONE, "gradient_accumulation_steps": GONE},
+        {"train_batch_size": 32, "gradient_accumulation_steps": GONE},
+    ),
+    Case("batch-under-tensor-parallelism", {**TP, "train_batch_size": 4}, TP, {"asked_world_size": 4}),
+    Case(
+        "launch-and-gpus-differ",
+        "deepspeed --num_gpus 4 train.py",
+        "deepspeed --num_gpus 8 train.py",
+        {"asked_world_size": 8},
+    ),
+    Case("processes-and-gpus-differ", {"num_processes": 2}, {}, {"asked_world_size": 4}),
+    # ZeRO
+    Case("stage-is-missing", zero(stage=GONE), {}),
+    Case("accelerate-needs-zero", {"zero_optimization": GONE}, zero(stage=0), {"asked_reader": "accelerate"}),
+    Case("stage-3-key-below-stage-3", zero(stage3_max_live_parameters=1e9), {}),
+    Case(
+        "stage-1-2-key-at-stage-3",
+        zero(**STAGE_3, round_robin_gradients=True),
+        zero(round_robin_gradients=True),
+    ),
+    Case("setting-without-effect", zero(allgather_partitions=True), {}),
+    Case(
+        "small-reduce-bucket",
+        zero(**STAGE_3, reduce_bucket_size=1e6),
+        zero(**STAGE_3, reduce_bucket_size=5e7),
+        {"model": LLAMA},
+    ),
+    Case("overlap-comm-off", zero(overlap_comm=False), {}),
+    Case("overlap-comm-default", zero(overlap_comm=GONE), {}),
+    Case("no-model-on-save", zero(stage=3), zero(**STAGE_3), {"asked_reader": "trainer"}),
+    Case("legacy-stage-1", zero(legacy_stage1=True), zero(legacy_stage1=False)),
+    Case("elastic-checkpoint", zero(elastic_checkpoint=True), {}),
+    Case(
+        "compute-grad-norm",
+        zero(**STAGE_3, compute_grad_norm=False),
+        {"gradient_clipping": 0.0, **zero(compute_grad_norm=False)},
+    ),
+    # offloading
+    Case("offload-param-needs-stage-3", zero(offload_param=OFFLOAD), zero(**STAGE_3, offload_param=OFFLOAD)),
+    Case(
+        "offload-optimizer-needs-zero",
+        zero(stage=0, offload_optimizer=OFFLOAD),
+        zero(offload_optimizer=OFFLOAD),
+    ),
+    Case(
+        "nvme-needs-a-path",
+        zero(**STAGE_3, offload_optimizer={**OFFLOAD, "device": "nvme"}),
+        zero(**STAGE_3, offload_optimizer={**OFFLOAD, "device": "nvme", "nvme_path": "/nvme"}),
+    ),
+    Case(
+        "nvme-needs-stage-3",
+        zero(offload_optimizer={**OFFLOAD, "device": "nvme", "nvme_path": "/nvme"}),
+        zero(offload_optimizer=OFFLOAD),
+    ),
+    Case(
+        "partial-offload-needs-stage-3",
+        zero(offload_optimizer={**OFFLOAD, "ratio": 0.5}),
+        zero(**STAGE_3, offload_optimizer={**OFFLOAD, "ratio": 0.5}),
+    ),
+    Case(
+        "super-offload-needs-stage-3",
+        zero(offload_optimizer={**OFFLOAD, "super_offload": True}),
+        zero(**STAGE_3, offload_optimizer={**OFFLOAD, "super_offload": True}),
+    ),
+    Case(
+        "zenflow-needs-offload",
+        zero(zenflow={"topk_ratio": 0.1}),
+        zero(zenflow={"topk_ratio": 0.1}, offload_optimizer=OFFLOAD),
+    ),
+    Case(
+        "offloaded-torch-adam",
+        {**params(torch_adam=True), **zero(offload_optimizer=OFFLOAD)},
+        {**params(), **zero(offload_optimizer=OFFLOAD)},
+    ),
+    Case(
+        "offload-without-device",
+        zero(offload_optimizer={"pin_memory": True}),
+        zero(offload_optimizer=OFFLOAD),
+    ),
+    Case("pinned-by-default", zero(offload_optimizer={"device": "cpu"}), zero(offload_optimizer=OFFLOAD)),
+    Case("aio-without-nvme", {"aio": {"queue_depth": 32}}, {}),
+    # precision
+    Case("bf16-and-fp16", {"fp16": {"enabled": True}}, {"fp16": {"enabled": False}}),
+    Case("no-mixed-precision", {"bf16": GONE}, {}),
+    Case("fp16-for-a-bf16-model", {"bf16": GONE, "fp16": {"enabled": True}}, {}, {"model": LLAMA}),
+    Case(
+        "fp16-needs-zero",
+        {"bf16": GONE, "fp16": {"enabled": True}, **zero(stage=0)},
+        {"bf16": GONE, "fp16": {"enabled": True}},
+    ),
+    Case("half-masters-need-zero", {"bf16": {"enabled": True, "bf16_optimizer_states": True}}, {}),
+    Case(
+        "loss-scale",
+        {"bf16": GONE, "fp16": {"enabled": True, "loss_scale_window": 0}},
+        {"bf16": GONE, "fp16": {"enabled": True, "loss_scale_window": 1000}},
+    ),
+    Case(
+        "accumulates-in-bf16",
+        {"gradient_accumulation_steps": 8},
+        {"gradient_accumulation_steps": 8, "data_types": {"grad_accum_dtype": "fp32"}},
+    ),
+    Case(
+        "autocast-and-more",
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        {"bf16": GONE, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    ),
+    Case("bf16-sent-as-fp16", {"communication_data_type": "fp16"}, {"communication_data_type": "fp32"}),
+    # optimizer
+    Case("unknown-optimizer", params("OneBitAdam"), params("AdamW")),
+    Case("untested-optimizer", params("SGD"), {**params("SGD"), "zero_allow_untested_optimizer": True}),
+    Case("adam-is-adamw", params("Adam"), params("Adam", adam_w_mode=False)),
+    Case("max-grad-norm", params(max_grad_norm=1.0), params()),
+    Case("unknown-optimizer-parameter", params(learning_rate=1e-4), params()),
+    Case("clipping-default", {"gradient_clipping": GONE}, {"gradient_clipping": 0.0}),
+    Case("unknown-schedule", schedule("WarmupLinear"), schedule("WarmupLR", warmup_num_steps=10)),
+    Case(
+        "schedule-needs-a-parameter",
+        schedule("WarmupDecayLR"),
+        schedule("WarmupDecayLR", total_num_steps=100),
+    ),
+    Case("warmup-steps", schedule("WarmupLR", warmup_num_steps=0), schedule("WarmupLR", warmup_num_steps=1)),
+    Case(
+        "muon-at-stage-3",
+        {**params("Muon"), **zero(**STAGE_3)},
+        {**params("Muon"), **zero(**STAGE_3, reduce_scatter=False)},
+    ),
+    # tensor parallelism and groups
+    Case("tensor-parallel-without-size", {"tensor_parallel": {"tp_overlap_comm": True}}, TP),
+    Case(
+        "tensor-parallel-divides-the-gpus",
+        {"tensor_parallel": {"autotp_size": 3}},
+        TP,
+        {"asked_world_size": 4},
+    ),
+    Case("tensor-parallel-divides-the-heads", {"tensor_parallel": {"autotp_size": 3}}, TP, {"model": LLAMA}),
+    Case("tensor-parallel-model", TP, {}, {"model": MAMBA}),
+    Case("tensor-parallel-and-lora", TP, {}, also=("from peft import LoraConfig\nLoraConfig(r=8)\n",)),
+    Case(
+        "tensor-parallel-inner-size",
+        {"tensor_parallel": {"autotp_size": 4, "tp": {"tp_size": 2}}},
+        {"tensor_parallel": {"autotp_size": 4, "tp": {"tp_size": 4}}},
+    ),
+    Case("tensor-parallel-dtype", {"tensor_parallel": {"autotp_size": 2, "dtype": "bf16"}}, TP),
+    Case(
+        "tensor-parallel-preset",
+        {"tensor_parallel": {"autotp_size": 2, "preset_model": "gemma"}},
+        {"tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}},
+    ),
+    Case("tensor-parallel-at-stage-3", {**TP, **zero(**STAGE_3)}, TP, {"deepspeed": "0.19.3"}),
+    Case(
+        "hpz-divides-the-gpus",
+        zero(**STAGE_3, zero_hpz_partition_size=3),
+        zero(**STAGE_3, zero_hpz_partition_size=8),
+        {"asked_world_size": 16, "gpus_per_node": 8},
+    ),
+    Case(
+        "experts-at-stage-3",
+        zero(**STAGE_3),
+        zero(**STAGE_3, leaf_module={"classes": ["OlmoeSparseMoeBlock"]}),
+        {"model": MOE},
+    ),
+    # other sections
+    Case("activation-checkpointing", {"activation_checkpointing": {"cpu_checkpointing": True}}, {}),
+    Case(
+        "checkpoint-writer",
+        {"checkpoint": {"writer": {"type": "FAST"}}},
+        {"checkpoint": {"writer": {"type": "FAST", "data_parallel": "replica"}}},
+    ),
+    Case(
+        "checkpoint-tag-validation",
+        {"checkpoint": {"tag_validation": "Stop"}},
+        {"checkpoint": {"tag_validation": "Fail"}},
+    ),
+    Case("deepcompile-is-called", {"compile": {"deepcompile": True}}, {}, {"asked_reader": "trainer"}),
+    Case("compile-passes", {"compile": {"passes": ["autotp", "z1"]}}, {"compile": {"passes": ["z1"]}}),
+    Case(
+        "summed-gradients",
+        {"gradient_allreduce_op": "sum", **zero(**STAGE_3)},
+        {"gradient_allreduce_op": "sum"},
+    ),
+    Case("slow-diagnostics", {"wall_clock_breakdown": True}, {"wall_clock_breakdown": False}),
+    Case("autotuning-section", {"autotuning": {"enabled": True}}, {"autotuning": {"enabled": False}}),
+    Case(
+        "access-key-in-the-file", {"comet": {"enabled": True, "api_key": "k"}}, {"comet": {"enabled": True}}
+    ),
+    # accelerate
+    Case("accelerate-unknown-key", {"num_proceses": 4}, {}),
+    Case("accelerate-distributed-type", {"distributed_type": "MULTI_GPU"}, {}),
+    Case(
+        "accelerate-file-and-keys",
+        plugin(deepspeed_config_file="ds.json"),
+        {"mixed_precision": GONE, **plugin(zero_stage=GONE, deepspeed_config_file="ds.json")},
+    ),
+    Case("accelerate-precision", {"mixed_precision": False}, {"mixed_precision": "no"}),
+    Case(
+        "accelerate-offload-and-stage",
+        plugin(offload_param_device="cpu"),
+        plugin(zero_stage=3, zero3_save_16bit_model=True, offload_param_device="cpu"),
+    ),
+    Case("accelerate-stage-3-flags", plugin(zero_stage=3), plugin(zero_stage=3, zero3_save_16bit_model=True)),
+    Case("accelerate-machines", {"num_machines": 2}, {"num_machines": 2, "main_process_ip": "10.0.0.1"}),
+    Case("accelerate-processes", {"num_processes": GONE}, {}),
+    Case("fsdp-version", fsdp(fsdp_version=GONE), fsdp()),
+    Case("fsdp1-key-with-fsdp2", fsdp(fsdp_use_orig_params=True), fsdp()),
+    Case(
+        "fsdp-efficient-loading",
+        fsdp(fsdp_cpu_ram_efficient_loading=True, fsdp_sync_module_states=False),
+        fsdp(fsdp_cpu_ram_efficient_loading=True),
+    ),
+    Case("fsdp-wraps-nothing", fsdp(fsdp_auto_wrap_policy="NO_WRAP"), fsdp()),
+    Case(
+        "accelerate-parallelism",
+        {"parallelism_config": {"parallelism_config_tp_size": 2}},
+        {**FSDP, "parallelism_config": {"parallelism_config_tp_size": 2}},
+    ),
+    # scripts and launches
+    Case(
+        "device-map-and-processes",
+        LOAD.format("device_map='auto'"),
+        LOAD.format("dtype='auto'"),
+        also=(JSON,),
+    ),
+    Case(
+        "load-in-8bit-was-removed",
+        LOAD.format("load_in_8bit=True"),
+        LOAD.format("quantization_config=BitsAndBytesConfig(load_in_8bit=True)"),
+    ),
+    Case("quantised-under-zero", LOAD.format("load_in_8bit=True"), LOAD.format("dtype='auto'"), also=(JSON,)),
+    Case(
+        "trainer-and-file-differ",
+        TRAINER + "TrainingArguments(per_device_train_batch_size=4, bf16=True)\n",
+        TRAINER + "TrainingArguments(per_device_train_batch_size=1, bf16=True)\n",
+        also=(JSON,),
+    ),
+    Case("module-flag-and-file", "deepspeed --module train.py --deepspeed d.json", "deepspeed train.py"),
+    Case(
+        "visible-devices",
+        "CUDA_VISIBLE_DEVICES=0,1 deepspeed --num_gpus 2 train.py",
+        "CUDA_VISIBLE_DEVICES=0,1 deepspeed train.py",
+    ),
+    Case(
+        "include-and-number",
+        "deepspeed --include localhost:0,1 --num_gpus 2 train.py",
+        "deepspeed --include localhost:0,1 train.py",
+    ),
+    Case(
+        "found-batch-size-and-stage-3",
+        TRAINER + "TrainingArguments(auto_find_batch_size=True, per_device_train_batch_size=1, bf16=True)\n",
+        TRAINER + "TrainingArguments(per_device_train_batch_size=1, bf16=True)\n",
+        also=(DS_3,),
+    ),
+)
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in over.items():
+        below = result.get(key)
+        inner = below if isinstance(below, dict) else {}
+        result[key] = merged(inner, value) if isinstance(value, dict) else value
+    return {key: value for key, value in result.items() if value is not GONE}
+
+
+def documents(case: Case, example: Any) -> tuple[Document, ...]:
+    """The example as a file, the first, and those beside it."""
+    kind = next(rule.kind for rule in RULES if rule.name == case.rule)
+    text = example
+    if isinstance(example, dict) and kind == "accelerate":
+        text = yaml.safe_dump(merged(ACCELERATE, example))
+    elif isinstance(example, dict):
+        text = json.dumps(merged(DEEPSPEED, example), indent=2)
+    return tuple(read(each, f"file{index}") for index, each in enumerate((text, *case.also)))
+
+
+def found(case: Case, example: Any) -> list[Finding]:
+    made = documents(case, example)
+    return [one for one in check(Setup(documents=made, **case.setup)).findings if one.file == "file0"]
+
+
+def test_every_rule_has_an_example_and_there_are_enough_of_them() -> None:
+    assert [case.rule for case in CASES] == [rule.name for rule in RULES]
+    assert len(RULES) >= 40
+    assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
+def test_the_bad_example_breaks_the_rule_and_the_good_one_does_not(case: Case) -> None:
+    rule = next(rule for rule in RULES if rule.name == case.rule)
+    hits = [one for one in found(case, case.bad) if one.rule == case.rule]
+    assert hits, "the bad example passes"
+    for one in hits:
+        assert one.what
+        assert one.fix
+        assert one.source
+        assert one.line >= 1
+    if case.rule not in ("activation-checkpointing", "clipping-default"):
+        assert rule.severity in {one.severity for one in hits}
+    rest = found(case, case.good)
+    assert [one.what for one in rest if one.rule == case.rule] == []
+    assert [one.what for one in rest if one.severity == "error"] == [], "the good example is good"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
+def test_what_can_be_mended_is_mended_and_brings_nothing_new(case: Case) -> None:
+    made = documents(case, case.bad)
+    setup = Setup(documents=made, **case.setup)
+    before = findings_of(made[0], setup)
+    mine = [one for one in before if one.rule == case.rule and one.fixable and one.severity != "note"]
+    corrected = correct(made[0], setup)
+    if mine:
+        assert corrected.fixed
+        assert case.rule not in {one.rule for one in corrected.left if one.fixable and one.severity != "note"}
+    errors = {one.rule for one in before if one.severity == "error"}
+    assert {one.rule for one in corrected.left if one.severity == "error"} <= errors
+
+
+def test_the_bases_are_without_any_finding() -> None:
+    for base in (DEEPSPEED, merged(DEEPSPEED, zero(**STAGE_3))):
+        text = json.dumps(base, indent=2)
+        assert check(Setup(documents=(read(text, "d"),), asked_reader="trainer")).findings == ()
+    for accelerate in (ACCELERATE, merged(ACCELERATE, FSDP)):
+        assert check(Setup(documents=(read(yaml.safe_dump(accelerate), "a"),))).findings == ()
+
+
+PARSED = [
+    case
+    for case, rule in zip(CASES, RULES, strict=True)
+    if rule.kind == "deepspeed" and isinstance(case.bad, dict)
+]
+
+
+def parse(values: dict[str, Any]) -> str:
+    """What the installed DeepSpeed says of a configuration; empty where it takes it."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig(values)
+    except (Exception, AssertionError) as error:  # noqa: BLE001 (its errors have no common kind)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+REFUSED_BY_DEEPSPEED = {
+    "refused-key",
+    "removed-key",
+    "wrong-kind-of-value",
+    "not-a-choice",
+    "out-of-bounds",
+    "no-batch-size",
+    "compute-grad-norm",
+    "partial-offload-needs-stage-3",
+    "bf16-and-fp16",
+    "half-masters-need-zero",
+    "loss-scale",
+    "tensor-parallel-dtype",
+    "checkpoint-tag-validation",
+    "summed-gradients",
+}
+"""Rules whose bad examples DeepSpeed does not even parse."""
+
+
+@pytest.mark.parametrize("case", PARSED, ids=lambda case: case.rule)
+def test_deepspeed_itself_says_the_same(case: Case) -> None:
+    """It parses every good example, and refuses the bad ones of the rules that say so, and no others."""
+    made = [documents(case, example)[0] for example in (case.bad, case.good)]
+    world = case.setup.get("asked_world_size", 1)
+    bad, good = (json.loads(document.text) for document in made)
+    for values in (bad, good):
+        if "train_batch_size" in values and case.rule != "no-batch-size":
+            values.pop("train_batch_size") if world > 1 else None
+            values.setdefault("train_micro_batch_size_per_gpu", 1)
+    if "auto" in json.dumps(good):
+        good = {}
+    assert good == {} or parse(good) == ""
+    if "auto" not in json.dumps(bad):
+        assert (parse(bad) != "") == (case.rule in REFUSED_BY_DEEPSPEED), parse(bad)
+
+
+JUNK = st.sampled_from([None, True, False, 0, -1, 3, 2.5, 1e400, "auto", "", "x", "3", [], [1], {}, {"a": 1}])
+SECTIONS = deepspeed_schema().sections
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> dict[str, Any]:
+    """Known keys in their sections, with values that nobody would give."""
+    values: dict[str, Any] = {}
+    for section in draw(st.lists(st.sampled_from(sorted(SECTIONS)), min_size=1, max_size=8)):
+        holder = values
+        for part in section:
+            below = holder.setdefault(part, {})
+            if not isinstance(below, dict):
+                break
+            holder = below
+        for name in draw(st.lists(st.sampled_from(sorted(SECTIONS[section].keys)), max_size=4)):
+            holder.setdefault(name, draw(JUNK))
+    return values
+
+
+@given(configurations(), st.sampled_from([None, *READERS]), st.sampled_from([None, 1, 4]))
+def test_no_configuration_is_too_strange(values: dict[str, Any], reader: Any, world: int | None) -> None:
+    text = json.dumps(values).replace("Infinity", "1e400")
+    if not values:
+        return
+    document = read_json(text, "f")
+    setup = Setup(documents=(document,), asked_reader=reader, asked_world_size=world, model=LLAMA)
+    check(setup)
+    corrected = correct(document, setup)
+    read_json(corrected.document.text, "f")
+    assert translate(setup) is not None
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*accelerate_keys()[0], "x"]),
+        JUNK
+        | st.dictionaries(st.sampled_from([*accelerate_keys()[1], *accelerate_keys()[2]]), JUNK, max_size=4),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_no_accelerate_file_is_too_strange(values: dict[str, Any]) -> None:
+    document = replace(read_yaml(yaml.safe_dump(values), "f"), kind="accelerate")
+    setup = Setup(documents=(document,))
+    check(setup)
+    correct(document, setup)
+    translate(setup)

@@ -1,0 +1,103 @@
+"""A configuration becomes the job that a planner would be asked for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shardwise.lint.read import read
+from shardwise.lint.setup import Setup
+from shardwise.lint.translate import translate
+from shardwise.plan.sketch import sketch
+
+SCRIPT = """
+from peft import LoraConfig
+from transformers import Trainer, TrainingArguments
+TrainingArguments(per_device_train_batch_size=4, gradient_accumulation_steps=2, bf16=True,
+                  gradient_checkpointing=False, max_length=1024)
+LoraConfig(r=8)
+"""
+
+
+def planned(*texts: str, gpus: int = 4) -> tuple[dict[str, Any], Any]:
+    """The strategy and the job that the files ask for, and what is not in them."""
+    documents = tuple(read(text, f"file{index}") for index, text in enumerate(texts))
+    asked = translate(Setup(documents=documents, asked_world_size=gpus))
+    assert asked is not None
+    job = sketch("llama-2-7b", asked.changes, world_size=gpus).job
+    return job.model_dump(), asked
+
+
+def test_auto_is_what_the_script_and_accelerate_make_of_it() -> None:
+    config = {
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+    }
+    job, asked = planned(json.dumps(config), SCRIPT)
+    assert (job["strategy"]["engine"], job["strategy"]["stage"]) == ("deepspeed", 2)
+    assert (job["train"]["micro_batch"], job["train"]["global_batch"]) == (4, 32)
+    assert (job["train"]["precision"], job["train"]["checkpointing"]) == ("bf16", "none")
+    assert (job["model"]["lora"]["rank"], job["data"]["sequence_length"]) == (8, 1024)
+    assert asked.assumed == ("stage 2, what `auto` means to Accelerate",)
+    assert asked.left_out == ("reduce_bucket_size auto: simulated with 500,000,000",)
+
+
+def test_sizes_follow_from_each_other() -> None:
+    config = {"train_batch_size": 64, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1}}
+    job, _ = planned(json.dumps(config))
+    assert (job["train"]["micro_batch"], job["train"]["global_batch"]) == (4, 64)
+    assert job["train"]["precision"] == "fp32", "DeepSpeed's default"
+
+
+def test_places_and_what_is_kept_after_the_forward_pass() -> None:
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"},
+        "offload_param": {"device": "cpu"},
+        "stage3_max_live_parameters": 1e15,
+        "stage3_max_reuse_distance": 1e15,
+        "zero_quantized_weights": True,
+    }
+    config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    job, asked = planned(json.dumps(config))
+    strategy = job["strategy"]
+    assert (strategy["offload_optimizer"], strategy["offload_parameters"]) == ("nvme", "cpu")
+    assert strategy["reshard"] is False
+    assert asked.left_out == ("zero_optimization.zero_quantized_weights: not simulated",)
+    zero["stage"] = 2
+    zero["offload_optimizer"] = {"device": "cpu"}
+    job, _ = planned(json.dumps(config))
+    assert job["strategy"]["offload_parameters"] == "none", "DeepSpeed does nothing there"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 4\n"
+            "deepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu}\n",
+            {"engine": "deepspeed", "stage": 3, "offload_optimizer": "cpu", "offload_parameters": "none"},
+        ),
+        (
+            "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 4\n"
+            "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false}\n",
+            {"engine": "fsdp2", "reshard": False},
+        ),
+        (
+            "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 4\n"
+            "fsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: true\n"
+            "  fsdp_activation_checkpointing: true\n",
+            {"engine": "fsdp2", "offload_parameters": "cpu"},
+        ),
+    ],
+)
+def test_accelerates_own_sections(text: str, expected: dict[str, Any]) -> None:
+    job, _ = planned(text)
+    assert expected.items() <= job["strategy"].items()
+    assert job["train"]["precision"] == "bf16"
+    assert job["train"]["micro_batch"] is None, "the planner chooses"
+    assert job["train"]["checkpointing"] == ("full" if "activation_checkpointing" in text else "auto")
