@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 MEASURED = HERE / "results" / "measured.jsonl"
 
 RELEASED_IN_ORDER = "2026-11-21T19:50"
-"""ZeRO-3 rows measured since then give gathered weights back as decision 0019 says."""
+"""ZeRO-3 rows measured since then give gathered weights back as decision 0017 says."""
 OLD_RELEASE = "measured by a version of which ZeRO-3's host waited for the GPU before it gathered on"
 BUSY_HOST = (
     "bound by the host, which was slow: one of these rows took 0.57 and 0.81 s a step on two machines of one "

@@ -53,6 +53,7 @@ def test_packages_that_promise_it_load_without_torch() -> None:
         "hardware",
         "job",
         "launch",
+        "lint",
         "plan",
         "record",
         "report",

@@ -1,4 +1,4 @@
-"""ZeRO-3 gives gathered parameters back in the order of the streams (decision 0019).
+"""ZeRO-3 gives gathered parameters back in the order of the streams (decision 0017).
 
 DeepSpeed 0.19.8 gathers on a stream of its own and, when it lets a parameter go, marks its memory as used by
 the computation (`record_stream`). The allocator then keeps it until the GPU has come that far, while the host

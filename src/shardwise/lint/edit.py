@@ -154,6 +154,8 @@ def _comma(document: Document, position: int) -> int | None:
 
 
 def _json_with(document: Document, key: Key, value: Any) -> str:
+    if len(key) > 1 and not isinstance(document.get(*key[:-1]), Mapping):
+        raise CannotEditError(".".join(key))
     text, siblings = document.text, _siblings(document, key[:-1])
     entry = f"{json.dumps(key[-1])}: {_dumps(value, key)}"
     if not siblings:
