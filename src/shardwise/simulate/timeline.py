@@ -39,13 +39,14 @@ def play(trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Played:
     return Played(seconds=ends[-1] - ends[-2], totals=streams.totals)
 
 
-def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Time:
+def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, played: Played) -> Time:
     """The time of one optimizer step of `strategy` on `hardware`, whose micro-batches are each `trace`.
+
+    `played`: what `play` says of the same.
 
     All GPUs do the same, so one of them is played. When its work would draw more than the power limit on
     average, the clock falls until it does not, and the step lasts as long as its joules need.
     """
-    played = play(trace, strategy, hardware)
     totals = played.totals
     return Time(
         step_seconds=max(played.seconds, Draw(hardware.gpu).powered_seconds(totals.joules)),

@@ -13,7 +13,7 @@ from shardwise.simulate.prediction import Time
 from shardwise.simulate.roofline import Roofline, table
 from shardwise.simulate.step_trace import Op, StepTrace
 from shardwise.simulate.streams import Streams
-from shardwise.simulate.timeline import predict_time
+from shardwise.simulate.timeline import play, predict_time
 from shardwise.strategy.strategy import Strategy
 
 HARDWARE = parse_hardware("4xH200")
@@ -23,7 +23,8 @@ BANDWIDTH = 4.8e12
 def predict(trace: StepTrace, *, gpus: int = 1, spec: str = "", **strategy: Any) -> Time:
     strategy = {"engine": "single", "data_parallel": gpus, **strategy}
     hardware = parse_hardware(spec) if spec else HARDWARE
-    return predict_time(trace, Strategy(**strategy), hardware)
+    chosen = Strategy(**strategy)
+    return predict_time(trace, chosen, hardware, play(trace, chosen, hardware))
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
