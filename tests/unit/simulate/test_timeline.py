@@ -12,7 +12,7 @@ from shardwise.simulate import communication
 from shardwise.simulate.prediction import Time
 from shardwise.simulate.roofline import Roofline, table
 from shardwise.simulate.step_trace import Op, StepTrace
-from shardwise.simulate.streams import Streams
+from shardwise.simulate.streams import Clocks, Streams, event
 from shardwise.simulate.timeline import play, predict_time
 from shardwise.strategy.strategy import Strategy
 
@@ -257,26 +257,33 @@ def test_a_drive_is_slower_than_memory(layers) -> None:
 # Streams
 
 
+def played(streams: Streams) -> Clocks:
+    clocks = Clocks(events=1)
+    clocks.run(streams.work)
+    return clocks
+
+
 def test_collectives_take_multiprocessors_from_the_computation() -> None:
     share = table()["communication"]["multiprocessors"]
     streams = Streams(HARDWARE, "bf16")
     streams.communicate(1.0, 0.0, after_compute=False)
     streams.compute(0.5)
-    assert streams.compute_clock == pytest.approx(0.5 / (1 - share), rel=1e-3)
+    assert played(streams).compute == pytest.approx(0.5 / (1 - share), rel=1e-3)
     streams.compute(1.0)  # what is left when the collective ends runs at full speed
-    assert streams.compute_clock == pytest.approx(1.0 + 1.5 - (1 - share), rel=1e-3)
+    assert played(streams).compute == pytest.approx(1.0 + 1.5 - (1 - share), rel=1e-3)
 
 
 def test_a_copy_and_a_collective_run_beside_each_other() -> None:
     streams = Streams(HARDWARE, "bf16")
-    copied = streams.copy(HARDWARE.host_link.bytes_per_second)
-    sent = streams.communicate(0.7, 0.0, after_compute=False)
-    assert copied == pytest.approx(1.0, rel=1e-3)
-    assert sent == pytest.approx(0.7, rel=1e-3)
+    copied = streams.copy(HARDWARE.host_link.bytes_per_second, done=event(0))
+    streams.communicate(0.7, 0.0, after_compute=False)
     streams.compute_waits(copied)
-    assert streams.totals.exposed == pytest.approx(1.0, rel=1e-3)
     streams.host_waits()
-    assert streams.host_clock == copied
+    clocks = played(streams)
+    assert clocks.copy == pytest.approx(1.0, rel=1e-3)
+    assert clocks.communication == pytest.approx(0.7, rel=1e-3)
+    assert clocks.totals.exposed == pytest.approx(1.0, rel=1e-3)
+    assert clocks.host == clocks.copy
 
 
 # Tensor parallelism, and all together
