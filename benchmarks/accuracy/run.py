@@ -67,6 +67,7 @@ def measure_all(
 ) -> Iterator[dict[str, Any]]:
     """Runs the rows, large ones first, and yields each as it ends. What still runs is ended at the end.
 
+    A row that offloads runs alone: its optimizer is bound by the memory that all processors share.
     `places`: entries of CUDA_VISIBLE_DEVICES, one a GPU; empty ones where CPUs are used.
     """
     limits = Limits(
@@ -90,7 +91,12 @@ def measure_all(
                 print(f"the time is over; {len(waiting) + len(running)} rows are left", file=sys.stderr)
                 return
             ready = built is None or built.ended()
-            fitting = (row for row in waiting if row.gpus <= len(free) and (ready or not row.offloads))
+            alone = any(one.row.offloads for one in running)
+            fitting = (
+                row
+                for row in waiting
+                if row.gpus <= len(free) and not alone and (not row.offloads or (ready and not running))
+            )
             row = next(fitting, None)
             if row is not None:
                 waiting.remove(row)

@@ -28,6 +28,7 @@ from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engine.deepspeed_norm import use_joint_norms
+from shardwise.engine.deepspeed_release import release_in_order
 from shardwise.engine.parameters import (
     Fill,
     chosen,
@@ -86,6 +87,8 @@ class DeepSpeedEngine:
         )
         if strategy.stage > 0 and strategy.offload_optimizer == "none" and strategy.tensor_parallel == 1:
             use_joint_norms(self._optimizer)
+        if strategy.stage == 3 and world.device.type == "cuda":
+            release_in_order(self._optimizer)
         _reset_step_counts(self._optimizer)
         self._frozen = any(not p.requires_grad for p in module.parameters())
         self._engine.train()

@@ -23,8 +23,9 @@ ADAMW_BYTES = 7 * FP32
 NORM_BYTES = FP32
 
 
-# The same in host memory, where the clipped gradient is written back first; on a drive, weight, moments and
-# gradient are read, and all but the gradient written.
+# The same in host memory, where the clipped gradient is written back: by torch's AdamW as it goes, by
+# DeepSpeed before. On a drive, weight, moments and gradient are read, and all but the gradient written.
+TORCH_CPU_ADAMW_BYTES = ADAMW_BYTES + FP32
 CPU_ADAMW_BYTES = ADAMW_BYTES + 2 * FP32
 NVME_ADAMW_BYTES = 7 * FP32
 
@@ -192,13 +193,21 @@ class ZeroOff(Schedule):
             streams.move((FP32 + self.item) * elements, "foreach_copy")
 
 
-def cpu_seconds(num_bytes: float, processes: int) -> float:
+def cpu_seconds(num_bytes: float, processes: int, *, by: str) -> float:
     """How long the host needs to read and write `num_bytes` for each of the `processes` of a node.
 
-    Updating weights computes little: cores wait for memory, which all processes share.
+    Updating weights computes little: cores wait for memory, which all processes share. `by`: whose code it
+    is, `deepspeed` or `torch`, of which one process alone may not use all that the memory gives.
     """
-    rate: float = table()["cpu"]["bytes_per_second"]
+    rates = table()["cpu"]
+    rate: float = min(processes * rates[f"{by}_bytes_per_second"], rates["bytes_per_second"])
     return num_bytes * processes / rate
+
+
+def pageable_seconds(num_bytes: float) -> float:
+    """How long a copy to the GPU lasts from host memory that is not page-locked."""
+    rate: float = table()["cpu"]["pageable_bytes_per_second"]
+    return num_bytes / rate
 
 
 def nvme_seconds(num_bytes: float, processes: int) -> float:

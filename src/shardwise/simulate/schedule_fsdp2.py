@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate import communication
-from shardwise.simulate.schedule import ADAMW_BYTES, FP32, NORM_BYTES, Schedule, cpu_seconds
+from shardwise.simulate.schedule import (
+    ADAMW_BYTES,
+    FP32,
+    NORM_BYTES,
+    TORCH_CPU_ADAMW_BYTES,
+    Schedule,
+    cpu_seconds,
+)
 from shardwise.simulate.segments import Segment
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.simulate.streams import event
@@ -115,13 +122,14 @@ class Fsdp2(Schedule):
             streams.copy(FP32 * part, after=done)
             if not first:
                 streams.host_waits()
-                streams.issue(cpu_seconds(3 * FP32 * part, self.neighbours))
+                streams.issue(cpu_seconds(3 * FP32 * part, self.neighbours, by="torch"))
 
     def update(self) -> None:
         streams, part = self.streams, self.trainable / self.ranks
         if self.offload:
             streams.host_waits()
-            streams.issue(cpu_seconds((NORM_BYTES + ADAMW_BYTES) * part, self.neighbours))
+            num_bytes = (NORM_BYTES + TORCH_CPU_ADAMW_BYTES) * part
+            streams.issue(cpu_seconds(num_bytes, self.neighbours, by="torch"))
             return
         streams.move(NORM_BYTES * part, "foreach_norm")
         streams.compute_waits(

@@ -12,6 +12,7 @@ from shardwise.simulate.schedule import (
     Schedule,
     cpu_seconds,
     nvme_seconds,
+    pageable_seconds,
 )
 from shardwise.simulate.segments import Segment
 from shardwise.simulate.step_trace import StepTrace
@@ -30,7 +31,7 @@ class _Buckets(Schedule):
         self.filled = 0.0  # at the end of a pass nothing is left
         self.part = self.trainable / self.ranks
 
-    def collect(self, segment: Segment, *, first: bool) -> None:
+    def collect(self, segment: Segment, *, first: bool, last: bool) -> None:
         """What the hooks on a segment's gradients do."""
         if self.filled + segment.learned <= self.bucket:
             if segment.gradients:
@@ -42,18 +43,18 @@ class _Buckets(Schedule):
         for index in segment.gradients:
             elements = self.elements(index)
             if self.filled and self.filled + elements > self.bucket:
-                self.flush(first=first)
+                self.flush(first=first, last=last)
             if elements <= self.bucket:
                 self.streams.move(2 * self.item * elements, "foreach_copy")
             self.filled += elements
 
-    def flush(self, *, first: bool) -> None:
+    def flush(self, *, first: bool, last: bool) -> None:
         """Reduces the bucket; one reduction at a time."""
         raise NotImplementedError
 
-    def end_pass(self, *, first: bool) -> None:
+    def end_pass(self, *, first: bool, last: bool) -> None:
         """The epilogue of a backward pass: the last bucket, then the process waits for the GPU."""
-        self.flush(first=first)
+        self.flush(first=first, last=last)
         self.streams.compute_waits(REDUCED)
         self.streams.host_waits()
 
@@ -81,7 +82,7 @@ class _Buckets(Schedule):
         """Clipping, DeepSpeedCPUAdam and the cast over the part in host memory; the GPU has nothing to do."""
         self.streams.host_waits()
         one = CPU_ADAMW_BYTES + FP32 + self.item
-        self.streams.issue(cpu_seconds(one * self.part, self.neighbours))
+        self.streams.issue(cpu_seconds(one * self.part, self.neighbours, by="deepspeed"))
         if self.strategy.offload_optimizer == "nvme":
             self.streams.issue(nvme_seconds(NVME_ADAMW_BYTES * self.part, self.neighbours))
 
@@ -97,11 +98,11 @@ class Zero12(_Buckets):
             if self.strategy.stage == 1 and hooks and not first:
                 self.streams.move(3 * self.item * segment.learned, kernels=hooks)
             if reduces:
-                self.collect(segment, first=first)
+                self.collect(segment, first=first, last=last)
         if reduces:
-            self.end_pass(first=first)
+            self.end_pass(first=first, last=last)
 
-    def flush(self, *, first: bool) -> None:
+    def flush(self, *, first: bool, last: bool) -> None:  # noqa: ARG002 - the same for all
         """All-reduces a bucket, of which each rank keeps its part: `allreduce_and_scatter`."""
         streams, elements = self.streams, self.filled
         self.filled = 0.0
@@ -169,7 +170,7 @@ class Zero3(_Buckets):
                 distance += self.sizes[other]
         return kept
 
-    def micro_batch(self, *, first: bool, last: bool) -> None:  # noqa: ARG002 - the same for all
+    def micro_batch(self, *, first: bool, last: bool) -> None:
         self.ahead = 0
         place = 0
         for number, segment in enumerate(self.segments):
@@ -179,8 +180,8 @@ class Zero3(_Buckets):
             self.run(segment, issue=len(segment.gradients) * self.host.seconds("zero3_hook"))
             if segment.unit >= 0 and number not in self.kept:
                 self.whole.discard(segment.unit)
-            self.collect(segment, first=first)
-        self.end_pass(first=first)
+            self.collect(segment, first=first, last=last)
+        self.end_pass(first=first, last=last)
         self.whole.clear()
 
     def _fetch(self, unit: int, place: int, passes: int) -> None:
@@ -221,7 +222,7 @@ class Zero3(_Buckets):
         moved += self.item * elements
         self.arriving[unit] = streams.communicate(seconds, moved, after_compute=False, done=event(unit))
 
-    def flush(self, *, first: bool) -> None:
+    def flush(self, *, first: bool, last: bool) -> None:
         """Reduce-scatters a bucket: laid end to end by rank, scaled, summed, added to this rank's part."""
         streams, elements = self.streams, self.filled
         self.filled = 0.0
@@ -234,13 +235,19 @@ class Zero3(_Buckets):
         moved += 2 * self.item * elements if self.ranks > 1 else 0.0
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
         if self.offload:
-            streams.copy(FP32 * own, after=REDUCED, done=REDUCED)
+            self._to_host(own, last=last)
+
+    def _to_host(self, own: float, *, last: bool) -> None:
+        """Gradients to their sums on the host and back again, at the end for their norm (partition_grads)."""
+        item = FP32 if self.strategy.accumulation > 1 and self.mixed else self.item
+        num_bytes = 2 * item * own + (FP32 * own if last else 0.0)
+        self.streams.copy(num_bytes, after=REDUCED, done=REDUCED)
 
     def update(self) -> None:
         if self.offload:
             self.step_on_host()
-            if not self.on_host:
-                self.streams.compute_waits(self.streams.copy(self.item * self.part))
+            if not self.on_host:  # converted on the host, into memory that is not page-locked
+                self.streams.issue(pageable_seconds(self.item * self.part))
             return
         self.norm()
         self.step_part()

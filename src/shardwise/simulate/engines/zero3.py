@@ -97,16 +97,24 @@ class Zero3(Passive):
         if self._offload:
             machine.host_bytes += self._optimizer_host_bytes()
         elif self._item != FP32 or self._offload_parameters:
-            for numel in self._numels():  # _create_fp32_partitions
-                converted = machine.take(OPTIMIZER, FP32 * numel)
-                machine.take(OPTIMIZER, FP32 * numel)
-                machine.give(converted)
+            self._make_masters(machine)
         if not self._offload:
             machine.scratch(OPTIMIZER, FP32 * max(self._numels()))  # initialize_optimizer_states
         machine.take(BUFFERS, self._item * self._bucket_numel)
         if not self._offload:
             machine.take(GRADIENTS, self._sum_item * total)  # grad_partitions_flat_buffer
         self._make_hooks(machine)
+
+    def _make_masters(self, machine: Machine) -> None:
+        """Weights are converted, then copied (_create_fp32_partitions); the last converted stay a while."""
+        converted: Block | None = None
+        for numel in self._numels():
+            before, converted = converted, machine.take(OPTIMIZER, FP32 * numel)
+            if before is not None:
+                machine.give(before)
+            machine.take(OPTIMIZER, FP32 * numel)
+        if converted is not None:
+            machine.give(converted)
 
     def _shard(self, machine: Machine) -> list[Block]:
         """Part by part (engine/deepspeed.py: _shard); partitions of what is trained."""
@@ -169,12 +177,7 @@ class Zero3(Passive):
 
     def forward_end(self, machine: Machine, unit: int) -> None:
         if not self._turned:
-            self._release(machine, unit)
-
-    def _release(self, machine: Machine, unit: int) -> None:
-        self._coordinator.release(unit)
-        self._free_later(machine, self._coordinator.freed)
-        self._coordinator.freed.clear()
+            self._coordinator.release(unit)
 
     def _free_later(self, machine: Machine, blocks: list[Block]) -> None:
         """Frees memory that another stream still uses, which keeps it for a while (record_stream).
@@ -211,7 +214,7 @@ class Zero3(Passive):
             for parameter, block in sorted(waiting.items()):
                 self._collect(machine, parameter, block)
             machine.give(output)
-        self._release(machine, unit)
+        self._coordinator.release(unit)
 
     def gradient(self, machine: Machine, parameter: int, block: Block) -> None:
         unit = self._unit_of.get(parameter)
@@ -273,10 +276,7 @@ class Zero3(Passive):
         self._complete(machine)
 
     def step(self, machine: Machine) -> None:
-        self._coordinator.release_all()
-        self._free_later(machine, self._coordinator.freed)
-        self._coordinator.freed.clear()
-        self._complete(machine)
+        self._coordinator.release_all(machine)
         for group, numel in zip(self._groups, self._numels(), strict=True):
             if not self._offload:
                 self._step_group(machine, len(group), numel)

@@ -70,8 +70,9 @@ class Coordinator:
         self._whole: dict[int, Block | None] = {}
         self._coming: dict[int, _Gathering] = {}
         self._released_at: dict[tuple[int, int], frozenset[int]] = {}
-        self.freed: list[Block] = []
-        """Released on the host, while the GPU may still compute with them (free_param)."""
+        self._latest: list[Block] = []
+        self._earlier: list[Block] = []
+        """Let go since the latest module began, and before that (engine/deepspeed_release.py)."""
 
     def _direct(self, call: int) -> Sequence[int]:
         return sorted(self._trace.units[call].parameters, key=self._ids.__getitem__) if call >= 0 else ()
@@ -103,6 +104,8 @@ class Coordinator:
             self._fetch(machine, self._calls[self._step])
 
     def _fetch(self, machine: Machine, call: int) -> None:
+        self._give_earlier(machine)
+        self._earlier, self._latest = self._latest, []
         wanted = self._direct(call)
         self._gather(machine, wanted)
         # Which comes first is chance: DeepSpeed goes through a set. Last comes what frees a buffer.
@@ -117,6 +120,11 @@ class Coordinator:
             self._forget_queued(wanted)
             self._prefetch(machine)
         self._step += 1
+
+    def _give_earlier(self, machine: Machine) -> None:
+        for block in self._earlier:
+            machine.give(block)
+        self._earlier = []
 
     def _forget_queued(self, wanted: Iterable[int]) -> None:
         new = {p for p in wanted if self._asked_for.get(p, NEVER) < self._step}
@@ -194,7 +202,7 @@ class Coordinator:
             block = self._whole.pop(parameter)
             self._live -= self._numel[parameter]
             if block is not None:
-                self.freed.append(block)
+                self._latest.append(block)
 
     def _reusable(self, unit: int) -> frozenset[int]:
         """What may go: not persistent, and not to be used again soon (__params_to_release)."""
@@ -217,10 +225,13 @@ class Coordinator:
     def _own_of(self, call: int) -> Sequence[int]:
         return self._direct(call) if call >= 0 and self._trace.units[call].block < 0 else ()
 
-    def release_all(self) -> None:
+    def release_all(self, machine: Machine) -> None:
         """Before the optimizer's step (partition_all_parameters)."""
         for parameter in list(self._whole):
             self._drop(parameter)
+        self._give_earlier(machine)
+        self._earlier, self._latest = self._latest, []
+        self._give_earlier(machine)
 
     def gather_persistent(self, machine: Machine) -> None:
         """After it, on the stream of the computation (_post_step)."""
