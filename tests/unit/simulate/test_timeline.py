@@ -11,8 +11,9 @@ from shardwise.hardware.parse import parse_hardware
 from shardwise.simulate import communication
 from shardwise.simulate.prediction import Time
 from shardwise.simulate.roofline import Roofline, table
+from shardwise.simulate.schedule import Schedule
 from shardwise.simulate.step_trace import Op, StepTrace
-from shardwise.simulate.streams import Clocks, Streams, event
+from shardwise.simulate.streams import Clocks, Streams, Work, event
 from shardwise.simulate.timeline import play, predict_time
 from shardwise.strategy.strategy import Strategy
 
@@ -284,6 +285,34 @@ def test_a_copy_and_a_collective_run_beside_each_other() -> None:
     assert clocks.communication == pytest.approx(0.7, rel=1e-3)
     assert clocks.totals.exposed == pytest.approx(1.0, rel=1e-3)
     assert clocks.host == clocks.copy
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"engine": "deepspeed", "stage": 1},
+        {"engine": "deepspeed", "stage": 2, **OFFLOAD},
+        {"engine": "deepspeed", "stage": 3, "offload_parameters": "cpu", **OFFLOAD},
+        {"engine": "fsdp2", "reshard": False},
+        {"engine": "fsdp2"},
+    ],
+)
+def test_work_that_is_played_again_is_what_would_be_asked_for(
+    layers, monkeypatch: pytest.MonkeyPatch, strategy: dict[str, Any]
+) -> None:
+    """Four micro-batches of three steps are three kinds; here each of the twelve is asked for."""
+    trace = layers(blocks=6, checkpoint_every=2)
+    chosen = Strategy(data_parallel=4, accumulation=4, **strategy)
+    again = play(trace, chosen, HARDWARE)
+    asked = []
+
+    def written(self: Schedule, *, first: bool, last: bool) -> list[Work]:
+        asked.append((first, last))
+        return self._written(lambda: self.micro_batch(first=first, last=last))
+
+    monkeypatch.setattr(Schedule, "_micro_batch", written)
+    assert play(trace, chosen, HARDWARE) == again
+    assert len(asked) == 12
 
 
 # Tensor parallelism, and all together
