@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import pickle
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import replace
-from functools import partial
+from functools import cache, lru_cache
+from heapq import heappop, heappush
 from math import inf
 
 from shardwise.errors import JobError, Problem
@@ -28,8 +31,6 @@ ALIKE = 1.01
 TraceFor = Callable[[int, int], StepTrace]
 """Rows of a micro-batch and `checkpoint_every` to their trace."""
 Simulate = Callable[[StepTrace, Strategy, Hardware], Prediction]
-Spread = Callable[[Callable[[Strategy], Prediction], Sequence[Strategy]], Iterable[Prediction]]
-"""Calls the function with each strategy, like `map`; on several cores it is the same, only sooner."""
 
 
 def search(
@@ -41,7 +42,7 @@ def search(
     objective: Objective = "throughput",
     trace_for: TraceFor,
     simulate: Simulate,
-    spread: Spread = map,
+    executor: Executor | None = None,
     nearest: Callable[[], Nearest | None] = lambda: None,
     margin: float = MARGIN,
     memory_cap_bytes: int | None = None,
@@ -50,7 +51,7 @@ def search(
 
     Chosen is what fits and leaves the margin; where nothing does, the best of what fits without it; where
     nothing fits at all, nothing, and `nearest` is asked for a change that would help. `simulate` knows
-    the capacity; `memory_cap_bytes` only says in the plan where it comes from.
+    the capacity; `memory_cap_bytes` only says in the plan where it comes from. `executor`: as of `predict`.
 
     Raises:
         JobError: no strategy is allowed; it lists the rules that refused them.
@@ -58,7 +59,12 @@ def search(
     if not strategies:
         raise _all_refused(refused)
     options, skipped = predict(
-        strategies, hardware=hardware, trace_for=trace_for, simulate=simulate, spread=spread, margin=margin
+        strategies,
+        hardware=hardware,
+        trace_for=trace_for,
+        simulate=simulate,
+        executor=executor,
+        margin=margin,
     )
     ranked = rank(options, objective, hardware)
     best = ranked[0] if ranked[0].fit != "no" else None
@@ -89,42 +95,89 @@ def predict(
     hardware: Hardware,
     trace_for: TraceFor,
     simulate: Simulate,
-    spread: Spread = map,
+    executor: Executor | None = None,
     margin: float = MARGIN,
 ) -> tuple[list[Option], list[Skipped]]:
     """Each strategy simulated, or skipped because a leaner one of its family cannot fit.
 
-    Strategies that share a trace stand together, the leanest first, so that one trace is held at a time and
-    is made only where something is left to simulate.
+    Of a family the leanest comes first, and the next only when that is known; families do not wait for each
+    other. Those that share a trace come together, so that it is made only where something is to be simulated.
+    `executor` runs simulations in other processes, while this one goes on tracing: the result is the same.
     """
-    options: list[Option] = []
-    skipped: list[Skipped] = []
-    failed: dict[Strategy, list[Option]] = defaultdict(list)
-    for (rows, checkpoint_every), group in _by_trace(strategies):
-        left = []
-        for strategy in group:
-            reasons = (_hopeless(strategy, o, hardware) for o in failed[family(strategy)])
+    ordered = sorted(strategies, key=_appetite)
+    families: dict[Strategy, deque[int]] = defaultdict(deque)
+    for place, strategy in enumerate(ordered):
+        families[family(strategy)].append(place)
+    options: dict[int, Option] = {}
+    skipped: dict[int, Skipped] = {}
+    ready: list[int] = []  # a heap
+
+    def advance(left: deque[int], failed: Sequence[Option]) -> None:
+        """Of a family: what to simulate next."""
+        while left:
+            place = left.popleft()
+            reasons = (_hopeless(ordered[place], o, hardware) for o in failed)
             reason = next(filter(None, reasons), "")
-            if reason:
-                skipped.append(Skipped(strategy=strategy, reason=reason))
-            else:
-                left.append(strategy)
-        if not left:
-            continue
-        # of each family one: they do not wait for each other
-        one = partial(_simulated, simulate, trace_for(rows, checkpoint_every), hardware)
-        for strategy, prediction in zip(left, spread(one, left), strict=True):
+            if not reason:
+                heappush(ready, place)
+                return
+            skipped[place] = Skipped(strategy=ordered[place], reason=reason)
+
+    failed: dict[Strategy, list[Option]] = defaultdict(list)
+    for left in families.values():
+        advance(left, ())
+    start = _starter(hardware=hardware, trace_for=cache(trace_for), simulate=simulate, executor=executor)
+    running: dict[Future[Prediction], int] = {}
+    while ready or running:
+        if ready:
+            place = heappop(ready)
+            running[start(ordered[place])] = place
+        for done in wait(running, timeout=0 if ready else None, return_when=FIRST_COMPLETED).done:
+            place = running.pop(done)
+            strategy, prediction = ordered[place], done.result()
             option = Option(
                 strategy=strategy, prediction=prediction, fit=fit(prediction, hardware, margin=margin)
             )
-            options.append(option)
+            options[place] = option
+            kin = family(strategy)
             if option.fit == "no":
-                failed[family(strategy)].append(option)
-    return options, skipped
+                failed[kin].append(option)
+            advance(families[kin], failed[kin])
+    return [options[place] for place in sorted(options)], [skipped[place] for place in sorted(skipped)]
 
 
-def _simulated(simulate: Simulate, trace: StepTrace, hardware: Hardware, strategy: Strategy) -> Prediction:
-    return simulate(trace, strategy, hardware)
+def _starter(
+    *, hardware: Hardware, trace_for: TraceFor, simulate: Simulate, executor: Executor | None
+) -> Callable[[Strategy], Future[Prediction]]:
+    """What begins to simulate a strategy: in the executor, or here, and is then done already."""
+
+    @cache
+    def packed(rows: int, checkpoint_every: int) -> bytes:
+        return pickle.dumps(trace_for(rows, checkpoint_every))
+
+    def there(strategy: Strategy) -> Future[Prediction]:
+        assert executor is not None
+        trace = packed(strategy.micro_batch, strategy.checkpoint_every)
+        return executor.submit(_simulated, simulate, trace, strategy, hardware)
+
+    def here(strategy: Strategy) -> Future[Prediction]:
+        future: Future[Prediction] = Future()
+        trace = trace_for(strategy.micro_batch, strategy.checkpoint_every)
+        future.set_result(simulate(trace, strategy, hardware))
+        return future
+
+    return here if executor is None else there
+
+
+def _simulated(simulate: Simulate, packed: bytes, strategy: Strategy, hardware: Hardware) -> Prediction:
+    return simulate(_unpacked(packed), strategy, hardware)
+
+
+@lru_cache(maxsize=4)
+def _unpacked(packed: bytes) -> StepTrace:
+    """In another process: a trace that many strategies share, unpacked once."""
+    trace: StepTrace = pickle.loads(packed)  # noqa: S301 - packed by the process that started this one
+    return trace
 
 
 def leanest_that_fits(
@@ -208,13 +261,6 @@ def leanest(strategies: Sequence[Strategy]) -> list[Strategy]:
     for strategy in sorted(strategies, key=_appetite):
         lean.setdefault(family(strategy), strategy)
     return list(lean.values())
-
-
-def _by_trace(strategies: Sequence[Strategy]) -> Iterator[tuple[tuple[int, int], list[Strategy]]]:
-    groups: dict[tuple[int, int], list[Strategy]] = defaultdict(list)
-    for strategy in sorted(strategies, key=_appetite):
-        groups[strategy.micro_batch, strategy.checkpoint_every].append(strategy)
-    yield from groups.items()
 
 
 def _appetite(strategy: Strategy) -> tuple[int, float]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from shardwise.simulate import expandable
-from shardwise.simulate.blocks import ADDRESS_BITS, FREE, IN_USE, Block, Pool
+from shardwise.simulate.blocks import Block, Pool
+from shardwise.simulate.expandable import best_fit, grow, release
 from shardwise.units import GIB
 
 MIB = 1024**2
@@ -98,12 +98,12 @@ class CachingAllocator:
         self._max_split = UNLIMITED if max_split_size_bytes is None else max_split_size_bytes
         self._divisions = roundup_power2_divisions
         self._gc_threshold = 0.0 if limit_bytes is None else garbage_collection_threshold
-        self._defaults = not (expandable_segments or max_split_size_bytes or self._gc_threshold)
+        self._choosy = bool(max_split_size_bytes or self._gc_threshold)
         self._searches = 0  # for large blocks: the clock of garbage collection
         self._small: dict[int, Pool] = {}
         self._large: dict[int, Pool] = {}
         self._live: dict[int, Block] = {}
-        self._deferred: dict[int, Block | None] = {}
+        self._deferred: dict[int, Block | None] = {}  # the last number is the block's size
         self._deferred_bytes = 0
         self._last_handle = NO_BLOCK
         self.allocated_bytes = self.peak_allocated_bytes = self.peak_active_bytes = 0
@@ -123,7 +123,12 @@ class CachingAllocator:
         if self._expandable:
             return 0
         pools = [*self._small.values(), *self._large.values()]
-        return sum(block.size for pool in pools for block in pool.blocks if block.is_split)
+        return sum(
+            size
+            for pool in pools
+            for address, size in pool.starts.items()
+            if not pool.is_whole(address, size)
+        )
 
     def reset_peaks(self) -> None:
         """As torch.cuda.reset_peak_memory_stats."""
@@ -132,7 +137,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = self.reserved_bytes
 
     def malloc(self, size_bytes: int, stream: int = 0) -> int:
-        """Allocate for use on a stream (malloc, alloc_found_block).
+        """Allocate for use on a stream.
 
         Returns:
             A handle for `free`, never given twice. `NO_BLOCK` for 0 bytes.
@@ -143,61 +148,20 @@ class CachingAllocator:
         if size_bytes <= 0:
             assert size_bytes == 0
             return NO_BLOCK
-        size = (size_bytes + 511) & -512 if self._divisions < 2 else self._rounded(size_bytes)
-        try:
-            pool = (self._small if size <= SMALL_BYTES else self._large)[stream]
-        except KeyError:
-            pool = self._new_pool(stream, small=size <= SMALL_BYTES)
-        keys = pool.keys
-        index = bisect_left(keys, size << ADDRESS_BITS)
-        if not self._defaults:
-            index = self._best_fit(pool, size, index)
-        if index < len(keys):
-            del keys[index]
-            block = pool.blocks.pop(index)
-        else:
-            block = self._obtain(pool, size, size_bytes)
-        rest = block.size - size
-        if rest >= pool.smallest_rest and size < pool.split_below:
-            front = Block(pool, block.address, size, block.preceding, block, IN_USE)
-            if block.preceding is not None:
-                block.preceding.following = front
-            block.preceding = front
-            block.address += size
-            block.size = rest
-            pool.insert(block)
-            block = front
-        else:
-            block.state = IN_USE
-            size = block.size
-        block.requested = size_bytes
-        self.requested_bytes += size_bytes
-        self.allocated_bytes = allocated = self.allocated_bytes + size
-        if allocated > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = allocated
-        if allocated + self._deferred_bytes > self.peak_active_bytes:
-            self.peak_active_bytes = allocated + self._deferred_bytes
         self._last_handle = handle = self._last_handle + 1
-        self._live[handle] = block
+        self._live[handle] = self.take(size_bytes, stream)
         return handle
 
     def free(self, handle: int) -> None:
-        """Free an allocation, or complete one that was freed with `free_later` (free, free_block).
+        """Free an allocation, or complete one that was freed with `free_later`.
 
         Raises:
             KeyError: the handle was freed already or never given.
         """
-        try:
-            block = self._live.pop(handle)
-        except KeyError:
-            if handle != NO_BLOCK:
-                self._complete(self._deferred.pop(handle))
-            return
-        self.allocated_bytes -= block.size
-        self.requested_bytes -= block.requested
-        block.pool.put_back(block)
-        if self._gc_threshold:
-            block.cached_at = self._searches
+        if handle in self._live:
+            self.give(self._live.pop(handle))
+        elif handle != NO_BLOCK:
+            self._complete(self._deferred.pop(handle))
 
     def free_later(self, handle: int) -> None:
         """Free an allocation that other streams still use (recordStream, insert_events).
@@ -208,21 +172,89 @@ class CachingAllocator:
         Raises:
             KeyError: the handle was freed already or never given.
         """
-        if handle == NO_BLOCK:
-            return
-        block = self._live.pop(handle)
-        self._deferred[handle] = block
-        self._deferred_bytes += block.size
-        self.allocated_bytes -= block.size
+        if handle != NO_BLOCK:
+            self._defer(handle, self._live.pop(handle))
 
-    def _complete(self, block: Block | None) -> None:
-        if block is None:  # completed before, when memory was short
-            return
-        self._deferred_bytes -= block.size
-        self.requested_bytes -= block.requested
-        block.pool.put_back(block)
+    def take(self, size_bytes: int, stream: int = 0, owner: int = 0) -> Block:
+        """`malloc` of more than 0 bytes, for callers that keep the block itself (malloc, alloc_found_block).
+
+        Written in one piece: half of all events of a replay are this call. `owner` comes back in the block.
+        """
+        size = (size_bytes + 511) & -512 if self._divisions < 2 else self._rounded(size_bytes)
+        try:
+            pool = (self._small if size <= SMALL_BYTES else self._large)[stream]
+        except KeyError:
+            pool = self._new_pool(stream, small=size <= SMALL_BYTES)
+        sizes, addresses = pool.sizes, pool.addresses
+        index = bisect_left(sizes, size)
+        if self._choosy:
+            index = self._best_fit(pool, size, index)
+        elif index < len(sizes) and addresses[index] + sizes[index] in pool.unmapped:
+            index = best_fit(pool, index)
+        if index == len(sizes):
+            index = self._obtain(pool, size, size_bytes)
+        address, found = addresses[index], sizes[index]
+        rest = found - size
+        if rest >= pool.smallest_rest and size < pool.split_below:
+            behind = address + size
+            del pool.starts[address]
+            pool.starts[behind] = rest
+            pool.ends[address + found] = behind
+            if index and sizes[index - 1] >= rest:
+                del sizes[index], addresses[index]
+                index = pool.place(behind, rest)
+                sizes.insert(index, rest)
+                addresses.insert(index, behind)
+            else:
+                sizes[index], addresses[index] = rest, behind
+        else:
+            del sizes[index], addresses[index], pool.starts[address], pool.ends[address + found]
+            size = found
+        pool.live[address] = size
+        self.requested_bytes += size_bytes
+        self.allocated_bytes = allocated = self.allocated_bytes + size
+        if allocated > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = allocated
+        if allocated + self._deferred_bytes > self.peak_active_bytes:
+            self.peak_active_bytes = allocated + self._deferred_bytes
+        return pool, address, size_bytes, owner
+
+    def give(self, block: Block) -> None:
+        """`free` of a block that `take` gave (free, free_block).
+
+        Raises:
+            KeyError: nothing is in use at its address.
+        """
+        pool, address, requested, _ = block
+        size = pool.live.pop(address)
+        self.allocated_bytes -= size
+        self.requested_bytes -= requested
+        address = pool.put_back(address, size)
         if self._gc_threshold:
-            block.cached_at = self._searches
+            pool.freed_at[address] = self._searches
+
+    def give_later(self, block: Block) -> int:
+        """`free_later` of a block that `take` gave; returns a handle for the `free` that completes it."""
+        self._last_handle = handle = self._last_handle + 1
+        self._defer(handle, block)
+        return handle
+
+    def _defer(self, handle: int, block: Block) -> None:
+        pool, address, requested, _ = block
+        size = pool.live.pop(address)
+        self._deferred[handle] = pool, address, requested, size
+        self._deferred_bytes += size
+        self.allocated_bytes -= size
+
+    def _complete(self, deferred: Block | None) -> None:
+        if deferred is None:  # completed before, when memory was short
+            return
+        pool, address, requested, size = deferred
+        self._deferred_bytes -= size
+        self.requested_bytes -= requested
+        address = pool.put_back(address, size)
+        if self._gc_threshold:
+            pool.freed_at[address] = self._searches
 
     def empty_cache(self) -> None:
         """Give back every segment, or page, without a block in use (emptyCache, release_cached_blocks)."""
@@ -231,10 +263,10 @@ class CachingAllocator:
             self._deferred[handle] = None
         for pool in (*self._large.values(), *self._small.values()):
             if self._expandable:
-                self.reserved_bytes -= expandable.release(pool)
+                self.reserved_bytes -= release(pool)
             else:
-                for block in [block for block in pool.blocks if not block.is_split]:
-                    self._release(block)
+                for address, size in pool.whole:
+                    self._release(pool, address, size)
 
     def _rounded(self, size_bytes: int) -> int:
         """Up to the next of `divisions` equal steps between two powers of two (round_size)."""
@@ -259,37 +291,40 @@ class CachingAllocator:
         """Index of the block to use, given that of the smallest that fits (get_free_block)."""
         if size > SMALL_BYTES:
             self._searches += 1
-        none = len(pool.keys)
+        none = len(pool.sizes)
         if index == none:
             return none
         if self._expandable:
-            index = expandable.best_fit(pool, index)
-        found = pool.blocks[index].size
+            index = best_fit(pool, index)
+        found = pool.sizes[index]
         if size < self._max_split:
             return index if found < self._max_split else none
         return index if found < size + OVERSIZE_SLACK_BYTES else none
 
-    def _obtain(self, pool: Pool, size: int, size_bytes: int) -> Block:
-        """A block from the device, for which more and more of the cache is given back (malloc)."""
+    def _obtain(self, pool: Pool, size: int, size_bytes: int) -> int:
+        """Gets a free block from the device, for which more and more of the cache is given back (malloc).
+
+        Returns its index in the pool.
+        """
         if self._gc_threshold:
             self._collect_garbage()
-        block = self._from_device(pool, size)
-        if block is None and self._release_oversize(pool, size):
-            block = self._from_device(pool, size)
-        if block is None:
+        address = self._from_device(pool, size)
+        if address is None and self._release_oversize(pool, size):
+            address = self._from_device(pool, size)
+        if address is None:
             self.empty_cache()
             self.alloc_retries += 1
-            block = self._from_device(pool, size)
-        if block is None:
+            address = self._from_device(pool, size)
+        if address is None:
             raise OutOfMemoryError(
                 requested_bytes=size_bytes,
                 allocated_bytes=self.allocated_bytes,
                 reserved_bytes=self.reserved_bytes,
             )
-        return block
+        return pool.place(address, pool.starts[address])
 
-    def _from_device(self, pool: Pool, size: int) -> Block | None:
-        """A block of a new segment or of one that grew (alloc_block, get_allocation_size)."""
+    def _from_device(self, pool: Pool, size: int) -> int | None:
+        """The address of a free block: of a new segment, or of one that grew (alloc_block)."""
         if size <= SMALL_BYTES:
             segment = SMALL_SEGMENT_BYTES
         elif size < OWN_SEGMENT_BYTES:
@@ -299,25 +334,26 @@ class CachingAllocator:
         if self.reserved_bytes + segment > self._limit:
             return None
         if self._expandable:
-            return expandable.grow(pool, size, self._take)
-        if not self._take(segment):
+            return grow(pool, size, self._reserve)
+        if not self._reserve(segment):
             return None
         self.segments += 1
-        block = Block(pool, pool.end, segment, None, None, FREE)
-        pool.end += segment
-        return block
+        address = pool.new_segment(segment)
+        pool.insert(address, segment)
+        return address
 
-    def _take(self, size: int) -> bool:
+    def _reserve(self, size: int) -> bool:
         if self.reserved_bytes + size > self._capacity:
             return False
         self.reserved_bytes += size
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
-    def _release(self, block: Block) -> None:
+    def _release(self, pool: Pool, address: int, size: int) -> None:
         """Give back a segment that is one free block (release_block)."""
-        block.pool.remove(block)
-        self.reserved_bytes -= block.size
+        pool.remove(address, size)
+        del pool.segments[address]
+        self.reserved_bytes -= size
         self.segments -= 1
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
@@ -325,23 +361,26 @@ class CachingAllocator:
         if self._max_split == UNLIMITED or self._expandable:
             return False
         needed = max(size, self._max_split)
-        index = bisect_left(pool.keys, needed << ADDRESS_BITS)
-        if index < len(pool.blocks):
-            self._release(pool.blocks[index])
+        sizes, addresses = pool.sizes, pool.addresses
+        index = bisect_left(sizes, needed)
+        if index < len(sizes):
+            self._release(pool, addresses[index], sizes[index])
             return True
         released = 0
-        while released < needed and pool.blocks and pool.blocks[-1].size >= self._max_split:
-            released += pool.blocks[-1].size
-            self._release(pool.blocks[-1])
+        while released < needed and sizes and sizes[-1] >= self._max_split:
+            released += sizes[-1]
+            self._release(pool, addresses[-1], sizes[-1])
         return released >= needed
 
     def _collect_garbage(self) -> None:
         """Give back the segments that waited longest (garbage_collect_cached_blocks)."""
         surplus = self.reserved_bytes - int(self._gc_threshold * self._limit)
-        whole = [block for pool in self._large.values() for block in pool.blocks if not block.is_split]
+        whole = [(pool, *block) for pool in self._large.values() for block in pool.whole]
         while surplus > 0 and whole:
-            average = sum(self._searches - block.cached_at for block in whole) / len(whole)
-            for block in [block for block in whole if self._searches - block.cached_at >= average]:
-                surplus -= block.size
+            waited = [self._searches - pool.freed_at[address] for pool, address, _ in whole]
+            average = sum(waited) / len(waited)
+            oldest = [block for block, time in zip(whole, waited, strict=True) if time >= average]
+            for block in oldest:
+                surplus -= block[2]
                 whole.remove(block)
-                self._release(block)
+                self._release(*block)

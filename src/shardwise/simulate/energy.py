@@ -9,15 +9,14 @@ from __future__ import annotations
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.power import Draw
 from shardwise.simulate.prediction import Energy, Time
-from shardwise.simulate.step_trace import StepTrace
-from shardwise.simulate.timeline import play
+from shardwise.simulate.timeline import Played
 from shardwise.strategy.strategy import Strategy
 
 
-def predict_energy(trace: StepTrace, strategy: Strategy, hardware: Hardware, time: Time) -> Energy:
-    """The energy of one optimizer step on all GPUs; `time`: what `predict_time` says of the same."""
+def predict_energy(strategy: Strategy, hardware: Hardware, time: Time, played: Played) -> Energy:
+    """The energy of one optimizer step on all GPUs; `time`: what `predict_time` says of `played`."""
     idle = Draw(hardware.gpu).constant_watts * time.step_seconds
-    work = play(trace, strategy, hardware).totals.joules
+    work = played.totals.joules
     return Energy(
         joules_per_step=(idle + work) * strategy.world_size,
         idle_joules=idle * strategy.world_size,

@@ -6,13 +6,9 @@ file that stand in parentheses below.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable
-from operator import attrgetter
 
-from shardwise.simulate.blocks import FREE, IN_USE, UNMAPPED, Block, Pool
-
-_address = attrgetter("address")
+from shardwise.simulate.blocks import Pool
 
 
 def best_fit(pool: Pool, index: int) -> int:
@@ -21,21 +17,20 @@ def best_fit(pool: Pool, index: int) -> int:
     A block followed by addresses without memory counts as large as it could grow, so that the end of the
     segment is used last.
     """
-    blocks = pool.blocks
-    following = blocks[index].following
-    if following is None or following.state != UNMAPPED:
-        return index  # larger blocks do not reach less far
-    while index + 1 < len(blocks) and _reach(blocks[index + 1]) < _reach(blocks[index]):
-        index += 1
-    return index
+    sizes, addresses, unmapped = pool.sizes, pool.addresses, pool.unmapped
+    reach = 0
+    for place in range(index, len(sizes)):
+        size = sizes[place]
+        beyond = unmapped.get(addresses[place] + size, 0)
+        if place > index and size + beyond >= reach:
+            return place - 1
+        if not beyond:
+            return place  # larger blocks do not reach less far
+        reach = size + beyond
+    return len(sizes) - 1
 
 
-def _reach(block: Block) -> int:
-    following = block.following
-    return block.size + (following.size if following is not None and following.state == UNMAPPED else 0)
-
-
-def grow(pool: Pool, size: int, take: Callable[[int], bool]) -> Block | None:
+def grow(pool: Pool, size: int, take: Callable[[int], bool]) -> int | None:
     """A block of `size` bytes or more after mapping pages, or None (try_allocate_expandable_block).
 
     Args:
@@ -44,62 +39,50 @@ def grow(pool: Pool, size: int, take: Callable[[int], bool]) -> Block | None:
         take: takes so many bytes of the device's memory, or says that it cannot.
 
     Returns:
-        A block that has left the pool. After None, what was mapped on the way stays in the pool, as in torch.
+        The address of a free block. After None, what was mapped on the way stays in the pool, as in torch.
     """
-    block: Block | None = _lowest_room(pool, size)
-    if block is not None and block.state == UNMAPPED:
-        block = _map(pool, block, min(block.size, size), take)
-    while block is not None and block.size < size:
-        assert block.following is not None, "_lowest_room found room"
-        block = _map(pool, block.following, min(size - block.size, block.following.size), take)
-    if block is not None:
-        pool.remove(block)
-    return block
+    starts, unmapped = pool.starts, pool.unmapped
+    start = _lowest_room(pool, size)
+    if start in unmapped and not _map(pool, start, min(unmapped[start], size), take):
+        return None
+    while starts[start] < size:
+        end = start + starts[start]
+        if not _map(pool, end, min(size - starts[start], unmapped[end]), take):
+            return None
+    return start
 
 
-def _lowest_room(pool: Pool, size: int) -> Block:
-    """The first block of the lowest run of free and unmapped blocks with room (find_expandable_block)."""
-    for unmapped in pool.unmapped:
-        start = unmapped
-        before = unmapped.preceding
-        if before is not None and before.state == FREE:
-            start = before
-        room = 0
-        block: Block | None = start
-        while room < size and block is not None and block.state != IN_USE:
-            room, block = room + block.size, block.following
-        if room >= size:
+def _lowest_room(pool: Pool, size: int) -> int:
+    """Where the lowest run of free and unmapped addresses with room begins (find_expandable_block)."""
+    starts, ends, unmapped = pool.starts, pool.ends, pool.unmapped
+    for address in sorted(unmapped):
+        start = end = ends.get(address, address)
+        while end - start < size:
+            more = starts.get(end) or unmapped.get(end)
+            if more is None:
+                break
+            end += more
+        else:
             return start
     addresses = -(-pool.segment_bytes // pool.page_bytes) * pool.page_bytes
-    segment = Block(pool, pool.end, addresses, None, None, UNMAPPED)
-    pool.end += addresses
-    pool.unmapped.append(segment)
-    return segment
+    start = pool.new_segment(addresses)
+    unmapped[start] = addresses
+    return start
 
 
-def _map(pool: Pool, unmapped: Block, size: int, take: Callable[[int], bool]) -> Block | None:
-    """Put memory behind the first `size` bytes of an unmapped block, in whole pages (map_block).
+def _map(pool: Pool, address: int, size: int, take: Callable[[int], bool]) -> bool:
+    """Put memory behind the first `size` bytes of an unmapped range, in whole pages (map_block).
 
     Pages are created one by one, but when one fails those of the same call are given back.
-
-    Returns:
-        The free block that these pages are now part of.
     """
     mapped = -(-size // pool.page_bytes) * pool.page_bytes
     if not take(mapped):
-        return None
-    block = unmapped
-    if mapped == unmapped.size:
-        pool.unmapped.remove(unmapped)
-    else:
-        block = Block(pool, unmapped.address, mapped, unmapped.preceding, unmapped, FREE)
-        if unmapped.preceding is not None:
-            unmapped.preceding.following = block
-        unmapped.preceding = block
-        unmapped.address += mapped
-        unmapped.size -= mapped
-    pool.put_back(block)
-    return block
+        return False
+    rest = pool.unmapped.pop(address) - mapped
+    if rest:
+        pool.unmapped[address + mapped] = rest
+    pool.put_back(address, mapped)
+    return True
 
 
 def release(pool: Pool) -> int:
@@ -108,50 +91,32 @@ def release(pool: Pool) -> int:
     Returns:
         Bytes given back.
     """
-    return sum(_unmap(pool, block) for block in list(pool.blocks))
+    return sum(_unmap(pool, address, size) for address, size in list(pool.starts.items()))
 
 
-def _unmap(pool: Pool, block: Block) -> int:
+def _unmap(pool: Pool, start: int, size: int) -> int:
     """Give back the whole pages of a free block; what they leave at its ends stays free (unmap_block)."""
-    page = pool.page_bytes
-    start, end = block.address, block.address + block.size
+    page, end = pool.page_bytes, start + size
     first, last = -(-start // page) * page, end // page * page
     if first >= last:
         return 0
-    pool.remove(block)
+    pool.remove(start, size)
     if start < first:
-        before = Block(pool, start, first - start, block.preceding, block, FREE)
-        if block.preceding is not None:
-            block.preceding.following = before
-        block.preceding = before
-        pool.insert(before)
+        pool.insert(start, first - start)
     if last < end:
-        after = Block(pool, last, end - last, block, block.following, FREE)
-        if block.following is not None:
-            block.following.preceding = after
-        block.following = after
-        pool.insert(after)
-    block.address, block.size, block.state = first, last - first, UNMAPPED
-    _merge_unmapped(pool, block)
-    if not block.is_split:  # a whole segment: its addresses go back too (release_expandable_segment)
-        pool.unmapped.remove(block)
+        pool.insert(last, end - last)
+    _add_unmapped(pool, first, last)
     return last - first
 
 
-def _merge_unmapped(pool: Pool, block: Block) -> None:
-    """Join a block with the unmapped ones beside it (try_merge_blocks)."""
-    before, after = block.preceding, block.following
-    if before is not None and before.state == UNMAPPED:
-        pool.unmapped.remove(before)
-        block.address = before.address
-        block.size += before.size
-        block.preceding = before.preceding
-        if block.preceding is not None:
-            block.preceding.following = block
-    if after is not None and after.state == UNMAPPED:
-        pool.unmapped.remove(after)
-        block.size += after.size
-        block.following = after.following
-        if block.following is not None:
-            block.following.preceding = block
-    insort(pool.unmapped, block, key=_address)
+def _add_unmapped(pool: Pool, first: int, last: int) -> None:
+    """Join a range with the unmapped ones beside it (try_merge_blocks)."""
+    unmapped = pool.unmapped
+    for address, size in list(unmapped.items()):
+        if address + size == first or address == last:
+            first, last = min(first, address), max(last, address + size)
+            del unmapped[address]
+    if pool.is_whole(first, last - first):
+        del pool.segments[first]  # its addresses go back too (release_expandable_segment)
+    else:
+        unmapped[first] = last - first

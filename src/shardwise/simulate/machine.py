@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shardwise.simulate import blocks
 from shardwise.simulate.allocator import CachingAllocator
 from shardwise.simulate.prediction import Moment
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, BUFFERS = range(6)
 """Accounts, in the order of prediction.MemoryTerms."""
 
+Block = blocks.Block
+"""A tensor: the allocator's block that it lies in, whose own number is the tensor's account."""
 
-@dataclass(slots=True)  # not frozen: millions are made, and that would take three times as long
-class Block:
-    """An allocation that is somebody's; never changed."""
-
-    handle: int
-    account: int
-    size_bytes: int
+_EMPTY: Block = blocks.Pool(page_bytes=1, segment_bytes=0, smallest_rest=0, split_below=0), 0, 0, WEIGHTS
+"""A tensor without elements, which has no memory."""
 
 
 @dataclass
@@ -33,11 +31,14 @@ class Machine:
     _where: str = "model"
     _most_here: int = 0
     _largest: dict[str, int] = field(default_factory=dict)
+    _late: dict[Block, int] = field(default_factory=dict)
 
     def take(self, account: int, size_bytes: int, stream: int = 0) -> Block:
         """Allocates; OutOfMemoryError where the GPU is full. A stream other than 0 has memory of its own."""
+        if not size_bytes:
+            return _EMPTY
         allocator = self.allocator
-        handle = allocator.malloc(size_bytes, stream)
+        block = allocator.take(size_bytes, stream, account)
         self.accounts[account] += size_bytes
         allocated = allocator.allocated_bytes
         if allocated > self._most_here:
@@ -45,11 +46,20 @@ class Machine:
             if allocated > self._most:
                 self._most = allocated
                 self.fullest = self.accounts.copy()
-        return Block(handle, account, size_bytes)
+        return block
 
     def give(self, block: Block) -> None:
-        self.allocator.free(block.handle)
-        self.accounts[block.account] -= block.size_bytes
+        """Frees; or completes what `give_later` has freed."""
+        if self._late and block in self._late:
+            self.allocator.free(self._late.pop(block))
+        elif block[2]:
+            self.allocator.give(block)
+        self.accounts[block[3]] -= block[2]
+
+    def give_later(self, block: Block) -> None:
+        """Frees what another stream still uses; nobody gets its memory until `give`."""
+        if block[2]:
+            self._late[block] = self.allocator.give_later(block)
 
     def scratch(self, account: int, *sizes: int) -> None:
         """Memory that exists for a moment: all of `sizes` at once."""
@@ -58,9 +68,10 @@ class Machine:
 
     def move(self, block: Block, account: int) -> Block:
         """The same memory on another account."""
-        self.accounts[block.account] -= block.size_bytes
-        self.accounts[account] += block.size_bytes
-        return Block(block.handle, account, block.size_bytes)
+        pool, address, size_bytes, before = block
+        self.accounts[before] -= size_bytes
+        self.accounts[account] += size_bytes
+        return pool, address, size_bytes, account
 
     def at(self, where: str) -> None:
         """What runs from here on, for the timeline."""

@@ -87,18 +87,19 @@ def _replay(trace: StepTrace, machine: Machine, engine: EngineMemory, workspace:
     names = [unit.name if unit.block < 0 else f"block {unit.block}" for unit in trace.units]
     products = {index for index, op in enumerate(trace.ops) if op.kind == "matmul"}
     due, turned = bool(workspace), False
-    for event in trace.events:
+    take, give = machine.take, machine.give
+    for event in trace.events if workspace else trace.moves:
         kind = event[0]
         if kind == ALLOC:
-            live[event[1]] = machine.take(_ACCOUNT_OF_TAG[event[3]], event[2])
+            live[event[1]] = take(_ACCOUNT_OF_TAG[event[3]], event[2])
         elif kind == FREE:
-            machine.give(live.pop(event[1]))
-        elif kind == GRADIENT:
-            engine.gradient(machine, event[1], live.pop(event[2]))
+            give(live.pop(event[1]))
         elif kind == OP:
             if due and event[1] in products:
-                machine.take(BUFFERS, workspace)
+                take(BUFFERS, workspace)
                 due = False
+        elif kind == GRADIENT:
+            engine.gradient(machine, event[1], live.pop(event[2]))
         elif kind == FORWARD:
             machine.at(f"{names[event[1]]} forward")
             engine.forward(machine, event[1])

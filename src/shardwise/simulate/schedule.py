@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any
 
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate import communication
+from shardwise.simulate.host import Host
 from shardwise.simulate.roofline import table
 from shardwise.simulate.segments import Segment, segments
 from shardwise.simulate.step_trace import StepTrace
-from shardwise.simulate.streams import Streams
+from shardwise.simulate.streams import Clocks, Streams, Work
 from shardwise.strategy.strategy import Strategy
 
 FP32 = 4
@@ -28,13 +31,17 @@ NVME_ADAMW_BYTES = 7 * FP32
 
 
 class Schedule:
-    """One optimizer step of one GPU under an engine, on its streams, as often as it is asked for."""
+    """One optimizer step of one GPU under an engine, as often as it is asked for.
+
+    What `micro_batch` and `update` put on the streams is played once they are over. It may follow from
+    nothing but `first`, `last`, `whole` and `arriving`: where these are the same again, so is the work.
+    """
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         self.trace = trace
         self.strategy = strategy
         self.streams = Streams(hardware, trace.precision)
-        self.host = self.streams.host
+        self.host = Host()
         self.item: int = 2 if trace.precision in ("bf16", "fp16") else FP32
         self.mixed = self.item < FP32
         self.group = communication.group(hardware, strategy.data_parallel, stride=strategy.tensor_parallel)
@@ -43,15 +50,44 @@ class Schedule:
         self.neighbours = min(hardware.gpus_per_node, strategy.world_size)
         self.segments = segments(trace, hardware.gpu, parts=strategy.tensor_parallel)
         self.trainable = sum(self.elements(index) for index in trace.trainable)
+        self.arriving: dict[int, int] = {}
+        """Sharded weights on the way: whose, and the event of their arrival."""
+        self.whole: set[int] = set()
+        """Sharded weights that are there."""
+        self._known: dict[Any, tuple[list[Work], dict[int, int], set[int]]] = {}
 
-    def step(self) -> None:
+    def step(self, clocks: Clocks) -> None:
         """All micro-batches and the update."""
         for micro_batch in range(self.strategy.accumulation):
-            self.micro_batch(first=micro_batch == 0, last=micro_batch == self.strategy.accumulation - 1)
-        before = self.streams.busy_until
-        self.update()
-        self.streams.totals.optimizer += self.streams.busy_until - before
-        self.streams.issue(self.host.seconds("step"))
+            first, last = micro_batch == 0, micro_batch == self.strategy.accumulation - 1
+            clocks.run(self._micro_batch(first=first, last=last))
+        before = clocks.busy_until
+        clocks.run(self._update)
+        clocks.totals.optimizer += clocks.busy_until - before
+        clocks.run(self._between)
+
+    def _micro_batch(self, *, first: bool, last: bool) -> list[Work]:
+        key = first, last, frozenset(self.whole), tuple(self.arriving.items())
+        if key not in self._known:
+            work = self._written(lambda: self.micro_batch(first=first, last=last))
+            self._known[key] = work, self.arriving.copy(), self.whole.copy()
+        work, arriving, whole = self._known[key]
+        self.arriving, self.whole = arriving.copy(), whole.copy()
+        return work
+
+    @cached_property
+    def _update(self) -> list[Work]:
+        return self._written(self.update)
+
+    @cached_property
+    def _between(self) -> list[Work]:
+        return self._written(lambda: self.streams.issue(self.host.seconds("step")))
+
+    def _written(self, ask: Callable[[], None]) -> list[Work]:
+        work: list[Work] = []
+        self.streams.work = work
+        ask()
+        return work
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
         """Forward and backward pass."""

@@ -19,6 +19,7 @@ from shardwise.simulate.schedule import (
 )
 from shardwise.simulate.segments import Segment
 from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.streams import event
 from shardwise.strategy.strategy import Strategy
 
 ROOT = -1
@@ -43,8 +44,6 @@ class Fsdp2(Schedule):
             block: self.count(trainable.intersection(indices)) for block, indices in self.parameters.items()
         }
         self.blocks = sorted(block for block in self.parameters if block != ROOT)
-        self.arriving: dict[int, float] = {}
-        self.whole: set[int] = set()
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
         release = self.strategy.reshard or last
@@ -64,7 +63,7 @@ class Fsdp2(Schedule):
         self._reduce(ROOT, first=first)
         if release:
             self.whole.discard(ROOT)
-        self.streams.compute_waits(self.streams.communication_clock)
+        self.streams.settle()
         if self.offload:
             self.streams.host_waits()  # gradients are added up on the host
 
@@ -93,11 +92,14 @@ class Fsdp2(Schedule):
         streams, elements, learned = self.streams, self.elements_of[block], self.learned_of[block]
         shard = (learned * FP32 + (elements - learned) * self.item) / self.ranks
         self._visit(block, 2)
-        arrived = streams.copy(shard) if self.offload else 0.0
+        arrived = event(block + 1)
+        if self.offload:
+            streams.copy(shard, done=arrived)
+            streams.communication_waits(arrived)
         seconds = streams.moving(shard + self.item * elements / self.ranks, "foreach_copy")
         seconds += communication.all_gather(self.item * elements, self.group)
-        streams.communication_clock = max(streams.communication_clock, arrived)
-        self.arriving[block] = streams.communicate(seconds, shard + self.item * elements, after_compute=False)
+        moved = shard + self.item * elements
+        self.arriving[block] = streams.communicate(seconds, moved, after_compute=False, done=arrived)
 
     def _visit(self, block: int, times: int) -> None:
         """The process goes through a group and its parameters so often; a gathered one is released again."""

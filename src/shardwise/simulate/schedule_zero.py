@@ -16,6 +16,7 @@ from shardwise.simulate.schedule import (
 )
 from shardwise.simulate.segments import Segment
 from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.streams import NEVER, REDUCED, event
 from shardwise.strategy.emit.deepspeed import BUCKET, PERSIST, PREFETCH, RELEASE_AT
 from shardwise.strategy.strategy import Strategy
 
@@ -27,8 +28,7 @@ class _Buckets(Schedule):
         super().__init__(trace, strategy, hardware)
         self.bucket = min(BUCKET, self.trainable)
         self.offload = strategy.offload_optimizer != "none"
-        self.filled = 0.0
-        self.reduced = 0.0
+        self.filled = 0.0  # at the end of a pass nothing is left
         self.part = self.trainable / self.ranks
 
     def collect(self, segment: Segment, *, first: bool, last: bool) -> None:
@@ -55,7 +55,7 @@ class _Buckets(Schedule):
     def end_pass(self, *, first: bool, last: bool) -> None:
         """The epilogue of a backward pass: the last bucket, then the process waits for the GPU."""
         self.flush(first=first, last=last)
-        self.streams.compute_waits(self.reduced)
+        self.streams.compute_waits(REDUCED)
         self.streams.host_waits()
 
     def step_part(self) -> None:
@@ -108,7 +108,7 @@ class Zero12(_Buckets):
         self.filled = 0.0
         if not elements:
             return
-        streams.compute_waits(self.reduced)
+        streams.compute_waits(REDUCED)
         own = elements / self.ranks
         moved = 2 * self.item * elements + (6 * self.item if self.ranks > 1 else 2 * self.item) * own
         if self.strategy.accumulation > 1 and self.strategy.stage == 2:
@@ -116,15 +116,15 @@ class Zero12(_Buckets):
         seconds = streams.moving(moved, "foreach_copy")
         seconds += communication.all_reduce(self.item * elements, self.group)
         moved += 2 * self.item * elements if self.ranks > 1 else 0.0
-        self.reduced = streams.communicate(seconds, moved, after_compute=True)
+        streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
         if self.offload:
             self._to_host(own, first=first)
 
     def _to_host(self, own: float, *, first: bool) -> None:
         """The part's gradients in fp32; with accumulation they come back to be added to."""
         if not first:
-            self.streams.copy(self.item * own, after=self.reduced)
-        self.reduced = self.streams.copy(FP32 * own, after=self.reduced)
+            self.streams.copy(self.item * own, after=REDUCED)
+        self.streams.copy(FP32 * own, after=REDUCED, done=REDUCED)
 
     def update(self) -> None:
         streams = self.streams
@@ -152,8 +152,6 @@ class Zero3(_Buckets):
             (segment.unit, number) for number, segment in enumerate(self.segments) if segment.unit >= 0
         ]
         self.kept = self._kept()
-        self.arriving: dict[int, float] = {}
-        self.whole: set[int] = set()
         self.ahead = 0
 
     def _kept(self) -> set[int]:
@@ -209,22 +207,20 @@ class Zero3(_Buckets):
     def _gather(self, unit: int) -> None:
         """Parts into one buffer, all-gather, and every parameter's parts laid end to end."""
         streams, elements = self.streams, self.sizes[unit]
-        arrived = 0.0
+        self.arriving[unit] = NEVER
         if self.on_host:
             num_bytes = self.item * elements / self.ranks
-            read = streams.host_clock
-            if self.strategy.offload_parameters == "nvme":
-                read += nvme_seconds(num_bytes, self.neighbours)
-            arrived = streams.copy(num_bytes, after=read)
+            nvme = self.strategy.offload_parameters == "nvme"
+            read = nvme_seconds(num_bytes, self.neighbours) if nvme else 0.0
+            self.arriving[unit] = streams.copy(num_bytes, read_seconds=read, done=event(unit))
         if self.ranks == 1 or not elements:
-            self.arriving[unit] = arrived
             return
-        streams.communication_clock = max(streams.communication_clock, arrived)
+        streams.communication_waits(self.arriving[unit])
         moved = 2 * self.item * elements * (1 + 1 / self.ranks)
         seconds = streams.moving(moved, "foreach_copy")
         seconds += communication.all_gather(self.item * elements, self.group)
         moved += self.item * elements
-        self.arriving[unit] = streams.communicate(seconds, moved, after_compute=False)
+        self.arriving[unit] = streams.communicate(seconds, moved, after_compute=False, done=event(unit))
 
     def flush(self, *, first: bool, last: bool) -> None:
         """Reduce-scatters a bucket: laid end to end by rank, scaled, summed, added to this rank's part."""
@@ -237,7 +233,7 @@ class Zero3(_Buckets):
         seconds = streams.moving(moved, "foreach_copy")
         seconds += communication.reduce_scatter(self.item * elements, self.group)
         moved += 2 * self.item * elements if self.ranks > 1 else 0.0
-        self.reduced = streams.communicate(seconds, moved, after_compute=True)
+        streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
         if self.offload:
             self._to_host(own, last=last)
 
@@ -245,7 +241,7 @@ class Zero3(_Buckets):
         """Gradients to their sums on the host and back again, at the end for their norm (partition_grads)."""
         item = FP32 if self.strategy.accumulation > 1 and self.mixed else self.item
         num_bytes = 2 * item * own + (FP32 * own if last else 0.0)
-        self.reduced = self.streams.copy(num_bytes, after=self.reduced)
+        self.streams.copy(num_bytes, after=REDUCED, done=REDUCED)
 
     def update(self) -> None:
         if self.offload:

@@ -8,7 +8,7 @@ from shardwise.simulate.energy import predict_energy
 from shardwise.simulate.memory import predict_memory
 from shardwise.simulate.prediction import Prediction
 from shardwise.simulate.step_trace import StepTrace
-from shardwise.simulate.timeline import predict_time
+from shardwise.simulate.timeline import play, predict_time
 from shardwise.strategy.strategy import Strategy
 
 DRIVER_BYTES = 400 * 1024**2
@@ -21,13 +21,14 @@ def simulate(
     trace: StepTrace, strategy: Strategy, hardware: Hardware, *, memory_cap_bytes: int | None = None
 ) -> Prediction:
     """The prediction for one micro-batch size; `memory_cap_bytes`: the process may use no more of its GPU."""
-    time = predict_time(trace, strategy, hardware)
+    played = play(trace, strategy, hardware)
+    time = predict_time(trace, strategy, hardware, played)
     return Prediction(
         memory=predict_memory(
             trace, strategy, hardware, capacity_bytes=capacity_bytes(hardware.gpu, memory_cap_bytes)
         ),
         time=time,
-        energy=predict_energy(trace, strategy, hardware, time),
+        energy=predict_energy(strategy, hardware, time, played),
     )
 
 

@@ -2,16 +2,36 @@
 
 Four things go on at a time: the process issues work, the GPU computes, it communicates with other GPUs, and
 copies go to and from the host. Each is a clock that says until when it is taken.
+
+What a schedule asks for does not depend on the clocks. So it is written down (`Streams`), and played
+(`Clocks`) as often as the same is asked for again: most micro-batches are alike.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.host import Host
 from shardwise.simulate.power import Draw
 from shardwise.simulate.roofline import Roofline, table
+
+COMPUTE, COMMUNICATE, COMPUTE_WAITS, COPY, ISSUE, HOST_READS, HOST_WAITS, COMMUNICATION_WAITS, SETTLE = range(
+    9
+)
+
+Work = tuple[Any, ...]
+"""What is asked for: its kind, and the numbers that `Streams` gives it; see `Clocks.run`."""
+
+NEVER, LATEST, REDUCED = range(3)
+"""Events: one that is long over; the end of the last work that has no other; gradients have been summed."""
+
+
+def event(index: int) -> int:
+    """An event of a schedule's own; `index` counts from 0."""
+    return REDUCED + 1 + index
 
 
 @dataclass
@@ -27,46 +47,30 @@ class Totals:
     joules: float = 0.0
 
 
-@dataclass
 class Streams:
-    """Work is put on a stream in the order in which it is issued."""
+    """Work is put on a stream in the order in which it is issued; `work` is what was put there so far."""
 
-    hardware: Hardware
-    precision: str
-    host_clock: float = 0.0
-    compute_clock: float = 0.0
-    communication_clock: float = 0.0
-    copy_clock: float = 0.0
-    totals: Totals = field(default_factory=Totals)
-
-    def __post_init__(self) -> None:
-        self.host = Host()
-        self.draw = Draw(self.hardware.gpu)
-        self.roofline = Roofline(self.hardware.gpu, self.precision)
-        self._launch = self.host.seconds("launch")
-        self._slowed: float = 1.0 / (1.0 - table()["communication"]["multiprocessors"])
-
-    @property
-    def busy_until(self) -> float:
-        """When both the computation and the process are done with what they have."""
-        return max(self.host_clock, self.compute_clock)
+    def __init__(self, hardware: Hardware, precision: str) -> None:
+        self.work: list[Work] = []
+        self.draw = Draw(hardware.gpu)
+        self.roofline = Roofline(hardware.gpu, precision)
+        self._link = hardware.host_link
 
     def issue(self, seconds: float) -> None:
         """The process is busy for so long."""
-        self.host_clock += seconds
-        self.totals.issue += seconds
+        self.work.append((ISSUE, seconds))
 
     def host_waits(self) -> None:
         """The process waits until the GPU has done all it was asked for."""
-        self.host_clock = max(self.host_clock, self.compute_clock, self.communication_clock, self.copy_clock)
+        self.work.append((HOST_WAITS,))
+
+    def host_reads(self) -> None:
+        """The process waits for what was computed so far, to read it."""
+        self.work.append((HOST_READS,))
 
     def compute(self, seconds: float, *, issue: float = 0.0, joules: float = 0.0) -> None:
         """Kernels of `seconds` together, which the process needs `issue` seconds to ask for."""
-        start = max(self.compute_clock, self.host_clock + self._launch)
-        self.issue(issue)
-        self.compute_clock = max(start + self._beside(start, seconds), self.host_clock + self._launch)
-        self.totals.compute += seconds
-        self.totals.joules += joules
+        self.work.append((COMPUTE, seconds, issue, joules))
 
     def move(
         self, num_bytes: float, key: str = "elementwise", *, kernels: int = 1, issue: float = 0.0
@@ -79,44 +83,105 @@ class Streams:
         one = self.roofline.moving(num_bytes / max(kernels, 1), key)
         return one * kernels
 
-    def _beside(self, start: float, seconds: float) -> float:
-        """How long `seconds` of computing take from `start` on: collectives hold some multiprocessors."""
-        shared = self.communication_clock - start
-        if shared <= 0.0:
-            return seconds
-        if seconds * self._slowed <= shared:
-            return seconds * self._slowed
-        return shared + seconds - shared / self._slowed
-
-    def communicate(self, seconds: float, num_bytes: float, *, after_compute: bool) -> float:
-        """A collective behind those before it; when it ends.
+    def communicate(
+        self, seconds: float, num_bytes: float, *, after_compute: bool, done: int = LATEST
+    ) -> int:
+        """A collective behind those before it; returns `done`, the event of its end.
 
         `num_bytes`: what it reads and writes of this GPU's memory. `after_compute`: it needs what was
         computed so far.
         """
-        start = max(self.communication_clock, self.host_clock + self._launch)
-        if after_compute:
-            start = max(start, self.compute_clock)
-        self.communication_clock = start + seconds
-        self.totals.communication += seconds
-        self.totals.joules += self.draw.moving(num_bytes)
-        return self.communication_clock
+        self.work.append((COMMUNICATE, seconds, self.draw.moving(num_bytes), after_compute, done))
+        return done
 
-    def host_reads(self) -> None:
-        """The process waits for what was computed so far, to read it."""
-        self.host_clock = max(self.host_clock, self.compute_clock)
+    def communication_waits(self, until: int) -> None:
+        """The next collective begins no sooner than an event."""
+        self.work.append((COMMUNICATION_WAITS, until))
 
-    def compute_waits(self, until: float) -> None:
-        """The computation goes on no sooner than `until`, when a collective or copy ends."""
-        begin = max(self.compute_clock, self.host_clock)
-        self.totals.exposed += max(0.0, until - begin)
-        self.compute_clock = max(self.compute_clock, until)
+    def compute_waits(self, until: int) -> None:
+        """The computation goes on no sooner than an event."""
+        self.work.append((COMPUTE_WAITS, until))
 
-    def copy(self, num_bytes: float, *, after: float = 0.0) -> float:
-        """A copy between host and GPU, no sooner than `after`; when it ends."""
-        link = self.hardware.host_link
-        seconds = link.latency_seconds + num_bytes / link.bytes_per_second
-        self.copy_clock = max(self.copy_clock, self.host_clock, after) + seconds
-        self.totals.copy += seconds
-        self.totals.joules += self.draw.moving(num_bytes)
-        return self.copy_clock
+    def settle(self) -> None:
+        """The computation goes on when all collectives are over."""
+        self.work.append((SETTLE,))
+
+    def copy(
+        self, num_bytes: float, *, after: int = NEVER, read_seconds: float = 0.0, done: int = LATEST
+    ) -> int:
+        """A copy between host and GPU, no sooner than `after`; returns `done`, the event of its end.
+
+        `read_seconds`: how long the host needs to have the bytes, from when it is asked for them.
+        """
+        seconds = self._link.latency_seconds + num_bytes / self._link.bytes_per_second
+        self.work.append((COPY, seconds, self.draw.moving(num_bytes), after, read_seconds, done))
+        return done
+
+
+class Clocks:
+    """When work that is asked for is done; seconds."""
+
+    def __init__(self, events: int = 0) -> None:
+        """`events`: how many a schedule has of its own."""
+        self.host = 0.0
+        self.compute = 0.0
+        self.communication = 0.0
+        self.copy = 0.0
+        self.totals = Totals()
+        self._events = [0.0] * event(events)
+        self._launch = Host().seconds("launch")
+        self._slowed: float = 1.0 / (1.0 - table()["communication"]["multiprocessors"])
+
+    @property
+    def busy_until(self) -> float:
+        """When both the computation and the process are done with what they have."""
+        return max(self.host, self.compute)
+
+    def run(self, work: Iterable[Work]) -> None:
+        """Plays it, in one piece: a plan plays millions of kinds of work."""
+        totals, events, launch = self.totals, self._events, self._launch
+        host, compute, communication, copy = self.host, self.compute, self.communication, self.copy
+        for item in work:
+            kind = item[0]
+            if kind == COMPUTE:
+                _, seconds, issue, joules = item
+                start = max(compute, host + launch)
+                host += issue
+                totals.issue += issue
+                lasts = seconds if communication <= start else self._beside(communication - start, seconds)
+                compute = max(start + lasts, host + launch)
+                totals.compute += seconds
+                totals.joules += joules
+            elif kind == COMMUNICATE:
+                _, seconds, joules, after_compute, done = item
+                start = max(communication, host + launch)
+                if after_compute:
+                    start = max(start, compute)
+                events[done] = communication = start + seconds
+                totals.communication += seconds
+                totals.joules += joules
+            elif kind in (COMPUTE_WAITS, SETTLE):
+                until = communication if kind == SETTLE else events[item[1]]
+                totals.exposed += max(0.0, until - max(compute, host))
+                compute = max(compute, until)
+            elif kind == ISSUE:
+                host += item[1]
+                totals.issue += item[1]
+            elif kind == COPY:
+                _, seconds, joules, after, read_seconds, done = item
+                events[done] = copy = max(copy, host + read_seconds, events[after]) + seconds
+                totals.copy += seconds
+                totals.joules += joules
+            elif kind == COMMUNICATION_WAITS:
+                communication = max(communication, events[item[1]])
+            elif kind == HOST_READS:
+                host = max(host, compute)
+            else:
+                host = max(host, compute, communication, copy)
+        self.host, self.compute, self.communication, self.copy = host, compute, communication, copy
+
+    def _beside(self, shared: float, seconds: float) -> float:
+        """How long `seconds` of computing take if collectives, which hold multiprocessors, last `shared`."""
+        if seconds * self._slowed <= shared:
+            return seconds * self._slowed
+        return shared + seconds - shared / self._slowed

@@ -11,7 +11,7 @@ from shardwise.simulate.schedule import Schedule, Single, ZeroOff
 from shardwise.simulate.schedule_fsdp2 import Fsdp2
 from shardwise.simulate.schedule_zero import Zero3, Zero12
 from shardwise.simulate.step_trace import StepTrace
-from shardwise.simulate.streams import Totals
+from shardwise.simulate.streams import Clocks, Totals
 from shardwise.strategy.strategy import Strategy
 
 STEPS = 3
@@ -30,22 +30,23 @@ class Played:
 def play(trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Played:
     """Replays steps until they are all alike."""
     schedule = _schedule(trace, strategy, hardware)
-    streams = schedule.streams
+    clocks = Clocks(events=len(trace.units) + 1)
     ends = [0.0]
     for _ in range(STEPS):
-        streams.totals = Totals()
-        schedule.step()
-        ends.append(max(streams.compute_clock, streams.communication_clock, streams.copy_clock))
-    return Played(seconds=ends[-1] - ends[-2], totals=streams.totals)
+        clocks.totals = Totals()
+        schedule.step(clocks)
+        ends.append(max(clocks.compute, clocks.communication, clocks.copy))
+    return Played(seconds=ends[-1] - ends[-2], totals=clocks.totals)
 
 
-def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Time:
+def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, played: Played) -> Time:
     """The time of one optimizer step of `strategy` on `hardware`, whose micro-batches are each `trace`.
+
+    `played`: what `play` says of the same.
 
     All GPUs do the same, so one of them is played. When its work would draw more than the power limit on
     average, the clock falls until it does not, and the step lasts as long as its joules need.
     """
-    played = play(trace, strategy, hardware)
     totals = played.totals
     return Time(
         step_seconds=max(played.seconds, Draw(hardware.gpu).powered_seconds(totals.joules)),

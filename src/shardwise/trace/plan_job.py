@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from multiprocessing import get_context
+from typing import TYPE_CHECKING
 
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
-from shardwise.kernels import attention
-from shardwise.kernels.target import Target
 from shardwise.plan.changes import Change, nearest, small_changes
 from shardwise.plan.plan import Objective, Option, Plan, Workload
-from shardwise.plan.search import MARGIN, Spread, leanest_that_fits, search
+from shardwise.plan.search import MARGIN, leanest_that_fits, search
 from shardwise.simulate.simulate import simulate
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy.facts import Architecture
 from shardwise.strategy.space import Refused, candidates
 from shardwise.strategy.strategy import Strategy
 from shardwise.trace.kept import plan_key, plan_once
-from shardwise.trace.trace import Tracer
+
+if TYPE_CHECKING:
+    from shardwise.models.build import BuiltModel
 
 MOST_CORES = 8
 WORTH_OTHERS = 40
@@ -60,9 +62,9 @@ def _make(
     vocab_size: int | None = None,
     epoch_tokens: int | None = None,
 ) -> Plan:
-    planning = _Planning(job, hardware, vocab_size)
-    strategies, refused = planning.candidates()
-    with _cores(len(strategies)) as spread:
+    with _other_processes(job, hardware) as executor:
+        planning = _Planning(job, hardware, vocab_size)
+        strategies, refused = planning.candidates()
         return search(
             strategies,
             refused=refused,
@@ -76,7 +78,7 @@ def _make(
             objective=objective,
             trace_for=planning.trace,
             simulate=partial(simulate, memory_cap_bytes=memory_cap_bytes),
-            spread=spread,
+            executor=executor,
             nearest=lambda: nearest(
                 small_changes(job, hardware, memory_cap_bytes), partial(_attempt, vocab_size=vocab_size)
             ),
@@ -85,24 +87,58 @@ def _make(
 
 
 @contextmanager
-def _cores(strategies: int) -> Iterator[Spread]:
-    """Spreads simulations over this process's cores, where there are enough to be worth starting others."""
+def _other_processes(job: Job, hardware: Hardware) -> Iterator[Executor | None]:
+    """One for each of this process's cores, where simulating keeps them busy; they start at once.
+
+    While they import the simulator this process imports torch, and while they simulate it traces.
+    """
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
-    if cores == 1 or strategies < WORTH_OTHERS:
-        yield map
+    if cores == 1 or len(_candidates(job, hardware, None)[0]) < WORTH_OTHERS:
+        yield None
         return
     # new interpreters, which import the simulator only: a fork would inherit torch's threads
-    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
-        yield lambda one, group: pool.map(one, group, chunksize=-(-len(group) // cores))
+    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as executor:
+        executor.submit(_capability, hardware)
+        yield executor
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Torch and transformers make a million objects that stay; looking through them would take a second."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _candidates(
+    job: Job, hardware: Hardware, architecture: Architecture | None
+) -> tuple[list[Strategy], list[Refused]]:
+    return candidates(
+        job.strategy,
+        train=job.train,
+        clip_norm=job.optimizer.clip_norm,
+        lora=job.model.lora is not None,
+        world_size=hardware.world_size,
+        gpus_per_node=hardware.gpus_per_node,
+        capability=_capability(hardware),
+        architecture=architecture,
+    )
 
 
 class _Planning:
     """A job's model on a hardware: its candidates, and its traces, each made once."""
 
     def __init__(self, job: Job, hardware: Hardware, vocab_size: int | None) -> None:
+        with _no_collection():
+            from shardwise.kernels.target import Target
+            from shardwise.trace.trace import Tracer
+
         self._job = job
         self._hardware = hardware
-        self._capability = _capability(hardware)
         # Of a published model only the shape is asked for, which the catalog may know without a network.
         model = job.model.model_copy(update={"weights": "random"})
         tracer = Tracer(
@@ -111,26 +147,20 @@ class _Planning:
             sequence_length=job.data.sequence_length,
             vocab_size=vocab_size,
             packing=job.data.packing,
-            target=Target(capability=self._capability, multiprocessors=MULTIPROCESSORS),
+            target=Target(capability=_capability(hardware), multiprocessors=MULTIPROCESSORS),
         )
-        self.built = tracer.built
+        self.built: BuiltModel = tracer.built
         self.trace: Callable[[int, int], StepTrace] = cache(
             lambda rows, checkpoint_every: tracer.trace(rows=rows, checkpoint_every=checkpoint_every)
         )
 
     def candidates(self) -> tuple[list[Strategy], list[Refused]]:
-        job, config = self._job, self.built.config
+        from shardwise.kernels import attention
+
+        config = self.built.config
         flash = attention.choose(config).packing == "varlen"
-        return candidates(
-            job.strategy,
-            train=job.train,
-            clip_norm=job.optimizer.clip_norm,
-            lora=job.model.lora is not None,
-            world_size=self._hardware.world_size,
-            gpus_per_node=self._hardware.gpus_per_node,
-            capability=self._capability,
-            architecture=Architecture.of(config.get_text_config(), flash_attention=flash),
-        )
+        architecture = Architecture.of(config.get_text_config(), flash_attention=flash)
+        return _candidates(self._job, self._hardware, architecture)
 
 
 def _attempt(change: Change, *, vocab_size: int | None) -> Option | None:

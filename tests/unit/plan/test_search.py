@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -110,6 +112,33 @@ def test_what_is_larger_than_what_fails_is_not_simulated_and_said_to_be_a_no(toy
     assert skipped.reason == (
         "zero0 with micro-batch 1, accumulation 16, checkpointing every block needs 22.7 GiB already"
     )
+
+
+@pytest.mark.parametrize("gpus", ["4xRTX3060", "4xRTX4080", "2xRTX4090", "4xH200"])
+def test_in_whatever_order_simulations_end_the_plan_is_the_same(toy, gpus: str) -> None:
+    alone = toy.plan(gpus)
+    simulate = toy.simulate
+
+    def dawdling(trace, strategy, hardware):
+        time.sleep(0.002 * (len(toy.simulated) * 7 % 5))
+        return simulate(trace, strategy, hardware)
+
+    toy.simulate = dawdling
+    toy.traced.clear()
+    toy.simulated.clear()
+    with ThreadPoolExecutor(4) as executor:
+        assert toy.plan(gpus, executor=executor) == alone
+    assert len(toy.traced) == len(set(toy.traced))
+    assert len(toy.simulated) == len(alone.options), "nothing is simulated that is skipped"
+
+
+def test_what_goes_wrong_in_another_process_is_not_lost(toy) -> None:
+    def broken(trace, strategy, hardware):
+        raise ZeroDivisionError
+
+    toy.simulate = broken
+    with ThreadPoolExecutor(2) as executor, pytest.raises(ZeroDivisionError):
+        toy.plan("4xRTX4080", executor=executor)
 
 
 def test_skipping_loses_nothing_that_fits(toy) -> None:

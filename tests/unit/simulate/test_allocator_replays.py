@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.simulate.allocator import NO_BLOCK, CachingAllocator, OutOfMemoryError
-from shardwise.simulate.blocks import IN_USE, Block, Pool
+from shardwise.simulate.blocks import Pool
 
 MIB, GIB = 1024**2, 1024**3
 
@@ -92,32 +92,39 @@ def pools_of(allocator: CachingAllocator) -> list[Pool]:
     return [*allocator._small.values(), *allocator._large.values()]
 
 
-def free_blocks(allocator: CachingAllocator) -> list[Block]:
-    return [block for pool in pools_of(allocator) for block in pool.blocks]
+def free_sizes(allocator: CachingAllocator) -> list[int]:
+    return [size for pool in pools_of(allocator) for size in pool.starts.values()]
 
 
 def check(allocator: CachingAllocator, capacity_bytes: int) -> None:
     live = list(allocator._live.values())
-    assert allocator.allocated_bytes == sum(block.size for block in live)
-    assert allocator.requested_bytes == sum(block.requested for block in live)
-    free = free_blocks(allocator)
-    assert allocator.reserved_bytes == allocator.allocated_bytes + sum(block.size for block in free)
+    used = [size for pool in pools_of(allocator) for size in pool.live.values()]
+    assert len(used) == len(live)
+    assert allocator.allocated_bytes == sum(used)
+    assert allocator.requested_bytes == sum(requested for _, _, requested, _ in live)
+    assert all(pool.live[address] >= requested for pool, address, requested, _ in live)
+    assert allocator.reserved_bytes == allocator.allocated_bytes + sum(free_sizes(allocator))
     assert allocator.reserved_bytes <= allocator.peak_reserved_bytes <= capacity_bytes
     assert allocator.allocated_bytes <= allocator.peak_allocated_bytes
     for pool in pools_of(allocator):
-        assert pool.keys == sorted(set(pool.keys))
-        blocks = [block for block in live if block.pool is pool] + pool.blocks + pool.unmapped
-        blocks.sort(key=lambda block: block.address)
-        for block, following in pairwise(blocks):
-            assert block.address + block.size <= following.address, "they overlap"
-            assert block.following in (following, None)
-            assert following.preceding in (block, None)
-            if block.state != IN_USE and block.following is not None:
-                assert following.state != block.state, "they should have merged"
-        assert all(
-            (block.size % 512 == 0 and block.state != IN_USE) or block.size >= block.requested
-            for block in blocks
-        )
+        check_pool(pool)
+
+
+def check_pool(pool: Pool) -> None:
+    ordered = sorted((size, address) for address, size in pool.starts.items())
+    assert list(zip(pool.sizes, pool.addresses, strict=True)) == ordered
+    assert pool.ends == {address + size: address for address, size in pool.starts.items()}
+    kinds = {"free": pool.starts, "live": pool.live, "unmapped": pool.unmapped}
+    ranges = sorted((a, size, kind) for kind, found in kinds.items() for a, size in found.items())
+    assert all(size % 512 == 0 for _, size, _ in ranges)
+    covered: dict[int, int] = {}
+    for (address, size, kind), following in pairwise([*ranges, (1 << 60, 0, "")]):
+        start = address if address in pool.segments else max(covered)
+        assert start + covered.get(start, 0) == address, "they overlap, or leave a gap"
+        covered[start] = covered.get(start, 0) + size
+        if address + size == following[0] and kind != "live":
+            assert kind != following[2], "they should have merged"
+    assert covered == pool.segments
 
 
 SIZES = st.one_of(
@@ -158,4 +165,4 @@ def test_blocks_never_overlap_and_bytes_add_up(
         allocator.free(handle)
     assert (allocator.allocated_bytes, allocator.requested_bytes, allocator.inactive_split_bytes) == (0, 0, 0)
     allocator.empty_cache()
-    assert (allocator.reserved_bytes, allocator.segments, free_blocks(allocator)) == (0, 0, [])
+    assert (allocator.reserved_bytes, allocator.segments, free_sizes(allocator)) == (0, 0, [])

@@ -9,7 +9,7 @@ from shardwise.simulate.energy import predict_energy
 from shardwise.simulate.power import Draw
 from shardwise.simulate.prediction import Energy, Time
 from shardwise.simulate.step_trace import Op, StepTrace
-from shardwise.simulate.timeline import predict_time
+from shardwise.simulate.timeline import play, predict_time
 from shardwise.strategy.strategy import Strategy
 
 HARDWARE = parse_hardware("4xH200")
@@ -18,8 +18,9 @@ H200 = Draw(HARDWARE.gpu)
 
 def predict(trace: StepTrace, **strategy) -> tuple[Time, Energy]:
     chosen = Strategy(**{"engine": "single", **strategy})
-    time = predict_time(trace, chosen, HARDWARE)
-    return time, predict_energy(trace, chosen, HARDWARE, time)
+    played = play(trace, chosen, HARDWARE)
+    time = predict_time(trace, chosen, HARDWARE, played)
+    return time, predict_energy(chosen, HARDWARE, time, played)
 
 
 def test_large_products_run_at_the_power_limit(layers) -> None:

@@ -11,9 +11,10 @@ from shardwise.hardware.parse import parse_hardware
 from shardwise.simulate import communication
 from shardwise.simulate.prediction import Time
 from shardwise.simulate.roofline import Roofline, table
+from shardwise.simulate.schedule import Schedule
 from shardwise.simulate.step_trace import Op, StepTrace
-from shardwise.simulate.streams import Streams
-from shardwise.simulate.timeline import predict_time
+from shardwise.simulate.streams import Clocks, Streams, Work, event
+from shardwise.simulate.timeline import play, predict_time
 from shardwise.strategy.strategy import Strategy
 
 HARDWARE = parse_hardware("4xH200")
@@ -23,7 +24,8 @@ BANDWIDTH = 4.8e12
 def predict(trace: StepTrace, *, gpus: int = 1, spec: str = "", **strategy: Any) -> Time:
     strategy = {"engine": "single", "data_parallel": gpus, **strategy}
     hardware = parse_hardware(spec) if spec else HARDWARE
-    return predict_time(trace, Strategy(**strategy), hardware)
+    chosen = Strategy(**strategy)
+    return predict_time(trace, chosen, hardware, play(trace, chosen, hardware))
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -256,26 +258,61 @@ def test_a_drive_is_slower_than_memory(layers) -> None:
 # Streams
 
 
+def played(streams: Streams) -> Clocks:
+    clocks = Clocks(events=1)
+    clocks.run(streams.work)
+    return clocks
+
+
 def test_collectives_take_multiprocessors_from_the_computation() -> None:
     share = table()["communication"]["multiprocessors"]
     streams = Streams(HARDWARE, "bf16")
     streams.communicate(1.0, 0.0, after_compute=False)
     streams.compute(0.5)
-    assert streams.compute_clock == pytest.approx(0.5 / (1 - share), rel=1e-3)
+    assert played(streams).compute == pytest.approx(0.5 / (1 - share), rel=1e-3)
     streams.compute(1.0)  # what is left when the collective ends runs at full speed
-    assert streams.compute_clock == pytest.approx(1.0 + 1.5 - (1 - share), rel=1e-3)
+    assert played(streams).compute == pytest.approx(1.0 + 1.5 - (1 - share), rel=1e-3)
 
 
 def test_a_copy_and_a_collective_run_beside_each_other() -> None:
     streams = Streams(HARDWARE, "bf16")
-    copied = streams.copy(HARDWARE.host_link.bytes_per_second)
-    sent = streams.communicate(0.7, 0.0, after_compute=False)
-    assert copied == pytest.approx(1.0, rel=1e-3)
-    assert sent == pytest.approx(0.7, rel=1e-3)
+    copied = streams.copy(HARDWARE.host_link.bytes_per_second, done=event(0))
+    streams.communicate(0.7, 0.0, after_compute=False)
     streams.compute_waits(copied)
-    assert streams.totals.exposed == pytest.approx(1.0, rel=1e-3)
     streams.host_waits()
-    assert streams.host_clock == copied
+    clocks = played(streams)
+    assert clocks.copy == pytest.approx(1.0, rel=1e-3)
+    assert clocks.communication == pytest.approx(0.7, rel=1e-3)
+    assert clocks.totals.exposed == pytest.approx(1.0, rel=1e-3)
+    assert clocks.host == clocks.copy
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"engine": "deepspeed", "stage": 1},
+        {"engine": "deepspeed", "stage": 2, **OFFLOAD},
+        {"engine": "deepspeed", "stage": 3, "offload_parameters": "cpu", **OFFLOAD},
+        {"engine": "fsdp2", "reshard": False},
+        {"engine": "fsdp2"},
+    ],
+)
+def test_work_that_is_played_again_is_what_would_be_asked_for(
+    layers, monkeypatch: pytest.MonkeyPatch, strategy: dict[str, Any]
+) -> None:
+    """Four micro-batches of three steps are three kinds; here each of the twelve is asked for."""
+    trace = layers(blocks=6, checkpoint_every=2)
+    chosen = Strategy(data_parallel=4, accumulation=4, **strategy)
+    again = play(trace, chosen, HARDWARE)
+    asked = []
+
+    def written(self: Schedule, *, first: bool, last: bool) -> list[Work]:
+        asked.append((first, last))
+        return self._written(lambda: self.micro_batch(first=first, last=last))
+
+    monkeypatch.setattr(Schedule, "_micro_batch", written)
+    assert play(trace, chosen, HARDWARE) == again
+    assert len(asked) == 12
 
 
 # Tensor parallelism, and all together

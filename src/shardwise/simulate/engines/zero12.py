@@ -124,7 +124,7 @@ class Partitioned(Passive):
             if parameter in self._owned:
                 self._keep(machine, parameter)
         if self._oversized is not None:
-            machine.allocator.free_later(self._oversized.handle)  # the reduction stream uses it
+            machine.give_later(self._oversized)  # the reduction stream uses it
             self._late.append(self._oversized)
             self._oversized = None
         self._bucket.clear()

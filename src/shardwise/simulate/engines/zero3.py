@@ -186,7 +186,7 @@ class Zero3(Passive):
         recorded runs of full training reserve as much.
         """
         for block in blocks:
-            machine.allocator.free_later(block.handle)
+            machine.give_later(block)
         self._late += blocks
 
     def _complete(self, machine: Machine) -> None:

@@ -1,0 +1,69 @@
+"""What memory is for, on top of the allocator."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.simulate.allocator import CachingAllocator
+from shardwise.simulate.machine import ACTIVATIONS, GRADIENTS, WEIGHTS, Machine
+
+MIB = 1024**2
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine(CachingAllocator(capacity_bytes=1 << 40, expandable_segments=True))
+
+
+def test_the_accounts_are_those_of_the_fullest_moment(machine: Machine) -> None:
+    machine.take(WEIGHTS, 100)
+    activation = machine.take(ACTIVATIONS, 3 * MIB)
+    machine.give(activation)
+    gradient = machine.move(machine.take(ACTIVATIONS, 2 * MIB), GRADIENTS)
+    assert machine.fullest[:4] == [100, 0, 0, 3 * MIB]
+    assert machine.accounts[:4] == [100, 2 * MIB, 0, 0]
+    machine.give(gradient)
+    assert machine.accounts == [100, 0, 0, 0, 0, 0]
+
+
+def test_a_tensor_without_elements_has_no_memory(machine: Machine) -> None:
+    empty = machine.take(WEIGHTS, 0)
+    machine.give_later(empty)
+    machine.give(machine.move(empty, GRADIENTS))
+    assert (machine.allocator.reserved_bytes, machine.accounts) == (0, [0] * 6)
+
+
+def test_what_is_given_later_is_nobodys_until_then(machine: Machine) -> None:
+    block = machine.take(GRADIENTS, 20 * MIB)
+    machine.give_later(block)
+    assert machine.allocator.allocated_bytes == 0
+    assert machine.accounts[GRADIENTS] == 20 * MIB
+    machine.take(GRADIENTS, 20 * MIB)
+    assert machine.allocator.reserved_bytes == 40 * MIB
+    machine.give(block)
+    machine.take(ACTIVATIONS, 20 * MIB)
+    assert machine.allocator.reserved_bytes == 40 * MIB
+    assert machine.accounts[GRADIENTS] == 20 * MIB
+
+
+def test_memory_is_given_back_once(machine: Machine) -> None:
+    block = machine.take(WEIGHTS, 512)
+    machine.give(block)
+    for give in (machine.give, machine.give_later):
+        with pytest.raises(KeyError):
+            give(block)
+
+
+def test_the_timeline_says_the_most_of_each_part_in_the_order_of_their_first_runs(machine: Machine) -> None:
+    machine.at("block 0 forward")
+    block = machine.take(ACTIVATIONS, 2 * MIB)
+    machine.at("optimizer")
+    machine.give(block)
+    machine.take(WEIGHTS, MIB)
+    machine.at("block 0 forward")
+    machine.take(ACTIVATIONS, 4 * MIB)
+    assert [(m.where, m.allocated_bytes) for m in machine.timeline] == [
+        ("model", 0),
+        ("block 0 forward", 5 * MIB),
+        ("optimizer", MIB),
+    ]

@@ -1,0 +1,65 @@
+"""A job's plan, on one core and on several."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shardwise.hardware.parse import parse_hardware
+from shardwise.job.schema import Job
+from shardwise.trace import plan_job
+
+JOB = Job.model_validate(
+    {
+        "name": "run",
+        "model": {
+            "source": "llama-3.2-1b",
+            "weights": "random",
+            "config": {
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "vocab_size": 512,
+            },
+        },
+        "data": {"train": "text.txt", "sequence_length": 64},
+        "train": {"steps": 2, "global_batch": 8},
+        "strategy": "auto",
+    }
+)
+
+
+def test_a_plan_is_the_same_on_several_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = []
+    pool = plan_job.ProcessPoolExecutor
+
+    def counted(*arguments, **options):
+        pools.append(arguments)
+        return pool(*arguments, **options)
+
+    monkeypatch.setattr(plan_job, "ProcessPoolExecutor", counted)
+    plans = []
+    for cores in ({0}, {0, 1}):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores)
+        plans.append(plan_job._make(JOB, parse_hardware("2xRTX4080"), "throughput", None))
+    assert pools == [(2,)]
+    assert plans[0] == plans[1]
+    assert len(plans[0].options) >= plan_job.WORTH_OTHERS
+    assert gc.isenabled()
+
+
+def test_few_strategies_start_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(plan_job, "ProcessPoolExecutor", None)  # would fail if it were called
+    job = JOB.model_copy(update={"strategy": "zero2"})
+    assert plan_job._make(job, parse_hardware("2xRTX4080"), "throughput", None).chosen is not None
+
+
+def test_other_processes_need_no_torch() -> None:
+    """They start in half a second; torch alone takes two."""
+    code = "import sys, shardwise.trace.plan_job; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
