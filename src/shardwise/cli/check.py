@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardwise.cli.options import AsJson, stdout_to_stderr
+from shardwise.cli.options import AsJson
+from shardwise.cli.plan import plan_of
 from shardwise.errors import JobError
 
 if TYPE_CHECKING:
     from shardwise.hardware.hardware import Hardware
-    from shardwise.job.schema import Job
     from shardwise.lint.check import Checked
     from shardwise.lint.finding import Finding
     from shardwise.lint.fit import Fit
     from shardwise.lint.setup import ModelFacts
-    from shardwise.plan.plan import Plan
 
 WRONG = 2
 
@@ -76,7 +75,7 @@ def check(
         from shardwise.lint.fit import fit_of
 
         changes = [] if sequence is None else [f"data.sequence_length={sequence}"]
-        fit = fit_of(checked.setup, model, changes, hardware, _plan)
+        fit = fit_of(checked.setup, model, changes, hardware, plan_of)
         checked = fit.applied(checked)
     if as_json:
         print(json.dumps(_to_json(checked, fixed, fit)))
@@ -106,19 +105,6 @@ def _model(name: str | None) -> ModelFacts | None:
             raise JobError("it is not JSON", where=str(file), fix="save the model again") from None
     shape = lookup(name)
     return ModelFacts.of_config(name, shape.hf_config() if shape else {})
-
-
-def _plan(job: Job, hardware: Hardware) -> Plan:
-    """The job's plan: kept on disk, or made, which takes torch."""
-    from shardwise.trace.kept import kept_plan, plan_key
-
-    made = kept_plan(plan_key(job, hardware, objective="throughput", memory_cap_bytes=None))
-    if made is None:
-        from shardwise.trace.plan_job import make_plan
-
-        with stdout_to_stderr():
-            made = make_plan(job, hardware)
-    return made
 
 
 def _to_json(checked: Checked, fixed: tuple[Finding, ...], fit: Fit | None) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardwise.cli.options import stdout_to_stderr
-from shardwise.cli.plan import hardware_of
+from shardwise.cli.options import Changes
+from shardwise.cli.plan import hardware_of, plan_of
 from shardwise.errors import JobError
 
 if TYPE_CHECKING:
@@ -29,12 +29,15 @@ def emit(
         typer.Option(metavar="GPUS", help="For a job: 4xRTX4080, 2x8xH100.  [default: this machine's]"),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")] = Path("engine"),
+    changes: Changes = [],
 ) -> None:
     """Write engine files and launch scripts for your own training script."""
     from shardwise.strategy.emit.files import emit as files_for
 
     plan = _plan(_text(source))
-    request = _of_job(source, gpus, out) if plan is None else _of_plan(source, plan, out)
+    if plan is not None and changes:
+        raise JobError("a plan is not changed", where="--set", fix="name the job that it was made of")
+    request = _of_job(source, changes, gpus, out) if plan is None else _of_plan(source, plan, out)
     emitted = files_for(to, request)
     taken = [name for name in emitted.files if (out / name).exists()]
     if taken:
@@ -88,21 +91,15 @@ def _of_plan(source: Path, plan: dict[str, Any], out: Path) -> Request:
     return request
 
 
-def _of_job(source: Path, gpus: str | None, out: Path) -> Request:
+def _of_job(source: Path, changes: list[str], gpus: str | None, out: Path) -> Request:
     """The plan's choice for a job."""
     from shardwise.job.load import load_job
     from shardwise.plan.why import does_not_fit
     from shardwise.strategy.emit.request import Request
-    from shardwise.trace.kept import kept_plan, plan_key
 
-    job = load_job(source).job
+    job = load_job(source, changes).job
     hardware = hardware_of(gpus)
-    plan = kept_plan(plan_key(job, hardware, objective="throughput", memory_cap_bytes=None))
-    if plan is None:
-        from shardwise.trace.plan_job import make_plan
-
-        with stdout_to_stderr():
-            plan = make_plan(job, hardware)
+    plan = plan_of(job, hardware)
     if plan.chosen is None:
         raise does_not_fit(plan)
     return Request(

@@ -15,6 +15,7 @@ from shardwise.errors import JobError, MachineError
 if TYPE_CHECKING:
     from shardwise.hardware.hardware import Hardware
     from shardwise.job.schema import Job
+    from shardwise.plan.plan import Objective, Plan
 
 
 def plan(
@@ -75,14 +76,8 @@ def plan(
     from shardwise.plan.explain import show_explanation
     from shardwise.plan.table import show
     from shardwise.plan.why import does_not_fit
-    from shardwise.trace.kept import kept_plan, plan_key
 
-    made = kept_plan(plan_key(asked, hardware, objective=objective, memory_cap_bytes=cap))
-    if made is None:  # the model has to be built, which takes torch
-        from shardwise.trace.plan_job import make_plan
-
-        with stdout_to_stderr():
-            made = make_plan(asked, hardware, objective=objective, memory_cap_bytes=cap)
+    made = plan_of(asked, hardware, objective=objective, memory_cap_bytes=cap)
     made = replace(made, job=replace(made.job, assumed=(*made.job.assumed, *assumed)))
     text = json.dumps(made.to_json())
     if out is not None:
@@ -96,6 +91,21 @@ def plan(
             show_explanation(made)
     if made.chosen is None:
         raise does_not_fit(made)
+
+
+def plan_of(
+    job: Job, hardware: Hardware, *, objective: Objective = "throughput", memory_cap_bytes: int | None = None
+) -> Plan:
+    """The job's plan: kept on disk, or made."""
+    from shardwise.trace.kept import kept_plan, plan_key
+
+    made = kept_plan(plan_key(job, hardware, objective=objective, memory_cap_bytes=memory_cap_bytes))
+    if made is None:  # the model has to be built, which takes torch
+        from shardwise.trace.plan_job import make_plan
+
+        with stdout_to_stderr():
+            made = make_plan(job, hardware, objective=objective, memory_cap_bytes=memory_cap_bytes)
+    return made
 
 
 def hardware_of(gpus: str | None) -> Hardware:

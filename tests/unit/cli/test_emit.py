@@ -256,6 +256,8 @@ def test_a_plan_is_enough(
     assert config["zero_optimization"]["reduce_bucket_size"] == 500_000_000
     assert main(["emit", "plan.json", "--to", "deepspeed", "--out", "files"]) == 2
     assert "files/deepspeed.json exists already" in capsys.readouterr().err
+    assert main(["emit", "plan.json", "--out", "more", "--set", "train.steps=3"]) == 2
+    assert "a plan is not changed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ def test_a_job_is_planned_first(
 ) -> None:
     asked: list[Any] = []
 
-    def make_plan(job: Any, hardware: Any) -> Any:
+    def make_plan(job: Any, hardware: Any, **_: Any) -> Any:
         asked.append((job.name, hardware.world_size))
         chosen = types.SimpleNamespace(strategy=request("zero2").strategy)
         return types.SimpleNamespace(chosen=chosen, job=types.SimpleNamespace(trainable_parameters=10**6))
@@ -295,9 +297,10 @@ def test_a_job_is_planned_first(
     Path("qa.jsonl").write_text("{}\n")
     Path("job.yaml").write_text(
         "name: emitted\nmodel: {source: org/model}\ndata: {train: qa.jsonl}\n"
-        "optimizer: {learning_rate: 3e-4}\n"
+        "optimizer: {learning_rate: 1e-5}\n"
     )
-    assert main(["emit", "job.yaml", "--gpus", "4xH100", "--to", "torchrun"]) == 0
+    change = ["--set", "optimizer.learning_rate=3e-4"]
+    assert main(["emit", "job.yaml", "--gpus", "4xH100", "--to", "torchrun", *change]) == 0
     assert asked == [("emitted", 4)]
     assert json.loads(Path("engine/deepspeed.json").read_text())["optimizer"]["params"]["lr"] == 3e-4
     assert "--learning_rate 0.0003" in Path("engine/launch-trainer.sh").read_text()

@@ -31,7 +31,7 @@ VERBS = {
         "--processes", "--resume", "--max-steps", "--dry-run", "--set", "--memory-cap", "--json",
     },
     "check": {"--gpus", "--model", "--sequence", "--reader", "--fix", "--json"},
-    "emit": {"--to", "--gpus", "--out"},
+    "emit": {"--to", "--gpus", "--out", "--set"},
     "report": {"--json"},
     "export": {"--merge", "--out"},
     "generate": {"--prompt", "--max-new-tokens", "--temperature", "--seed"},

@@ -63,12 +63,16 @@ def autos(document: Document) -> list[Key]:
     return [key for key in document.marks if document.get(*key) == AUTO and ".".join(key) not in _OWN_AUTO]
 
 
+def _times(count: int) -> str:
+    return "" if count == 1 else f" and at {count - 1} more keys"
+
+
 def _auto_without_trainer(document: Document, setup: Setup) -> Iterator[Hit]:
     if setup.reader is None and (keys := autos(document)):
         yield Hit(
             key=keys[0],
-            what=f"`auto` in {len(keys)} places: the Trainer and Accelerate fill it in; DeepSpeed itself "
-            "drops it in some (`stage` becomes 0) and stops at others",
+            what=f"`auto` stands here{_times(len(keys))}: the Trainer and Accelerate fill it in; DeepSpeed "
+            "itself drops it in some (`stage` becomes 0) and stops at others",
             fix="nothing, if one of them reads this file (--reader trainer says so); else write the values",
             severity="note",
         )
