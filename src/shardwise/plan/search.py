@@ -25,7 +25,7 @@ from shardwise.units import gib
 # process needs (tests/golden; docs/accuracy.md names the rows that are left out of that).
 MARGIN = 0.05
 
-ALIKE = 1.01
+ALIKE = 1.005
 """Costs within this factor of the best are taken for the same: the ledger's errors of time are larger."""
 
 TraceFor = Callable[[int, int], StepTrace]
