@@ -27,7 +27,10 @@ SWEEP_TILE = 4
 """The same in the passes forward in time: more would not fit into a thread's registers."""
 
 BLOCK = 32
-"""Channels of a program of one warp."""
+"""Channels of a program of one warp, forward in time."""
+
+COLUMNS = 64
+"""The same back in time: so many are summed before the gradients of B and C go to memory."""
 
 WARPS = 2048
 """Warps that keep a GPU busy: about 16 on each of 132 multiprocessors."""

@@ -14,10 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shardwise.kernels.selective_scan import TILE
+from shardwise.kernels.selective_scan import COLUMNS, TILE
 from shardwise.kernels.selective_scan_triton import LOG2E, RESET, Run, later_after_earlier, softplus
-
-COLUMNS = 64
 
 
 @triton.jit

@@ -75,7 +75,7 @@ def machine_code(kernel):
 def test_on_hopper_no_scan_crosses_threads_and_states_stay_in_registers():
     """What the kernels' speed rests on, and a change of block sizes, or of Triton, can undo."""
     from shardwise.kernels import selective_scan_backward_triton, selective_scan_triton
-    from shardwise.kernels.selective_scan import BLOCK, SWEEP_TILE, TILE
+    from shardwise.kernels.selective_scan import BLOCK, COLUMNS, SWEEP_TILE, TILE
 
     half = {"x", "delta", "z", "out", "dout", "dz", "fine", "dy"}
     integers = {"tokens", "width", "z_stride", "dz_stride", "chunk"}
@@ -95,7 +95,7 @@ def test_on_hopper_no_scan_crosses_threads_and_states_stay_in_registers():
     shape = {
         "n_state": 16,
         "tile": TILE,
-        "block": selective_scan_backward_triton.COLUMNS,
+        "block": COLUMNS,
         "precision": "tf32",
     }
     stack, code = machine_code(
