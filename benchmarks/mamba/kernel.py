@@ -201,27 +201,25 @@ def sweep(arguments: argparse.Namespace) -> Iterator[Row]:
         x, delta, a, bc, d, z, bias, where, dout = scan_inputs(rows, length, hidden)
         usual = scan.chunk_tokens(rows, length, 2 * hidden)
         chunks = [usual, *(c for c in (64, 128, 256, 512, 1024, length) if c != usual and c <= length)]
-        for chunk, tile, block, fine_tile, columns in itertools.chain(
-            ((c, 4, 32, 8, 64) for c in chunks),
-            ((usual, t, b, 8, 64) for t, b in ((2, 32), (8, 32), (4, 64), (4, 128))),
-            ((usual, 4, 32, f, c) for f, c in ((8, 32), (4, 64), (4, 128), (16, 32), (8, 128))),
+        for chunk, tile, block, columns in itertools.chain(
+            ((c, 4, 32, 64) for c in chunks),
+            ((usual, t, b, 64) for t, b in ((2, 32), (8, 32), (4, 64), (4, 128))),
+            ((usual, 4, 32, c) for c in (32, 128, 256)),
         ):
             common = {"chunk": chunk}
             fixed = (x, delta, a, bc, d, z, bias, where)
             blocks = {"tile": tile, "block": block}
             _, states = sweeps.forward(*fixed, **common, **blocks)
             dz = torch.empty_like(z)
-            again = sweeps.replay(*fixed, states, dout.clone(), dz, **common, **blocks, fine_tile=fine_tile)
+            again = sweeps.replay(*fixed, states, dout.clone(), dz, **common, **blocks)
             _, fine, adjoints = again
 
             # `dout` shrinks from call to call, which costs no time
             run_forward = partial(sweeps.forward, *fixed, **common, **blocks)
-            run_replay = partial(
-                sweeps.replay, *fixed, states, dout, dz, **common, **blocks, fine_tile=fine_tile
-            )
+            run_replay = partial(sweeps.replay, *fixed, states, dout, dz, **common, **blocks)
             run_backward = partial(
                 back.backward, x, delta.clone(), a, bc, d, bias, where, fine, adjoints, dout.clone(),
-                **common, tile=fine_tile, block=columns,
+                **common, block=columns,
             )  # fmt: skip
 
             yield {
@@ -231,7 +229,6 @@ def sweep(arguments: argparse.Namespace) -> Iterator[Row]:
                 "length": length,
                 **common,
                 **blocks,
-                "fine_tile": fine_tile,
                 "columns": columns,
                 "forward_ms": milliseconds(run_forward, 5),
                 "replay_ms": milliseconds(run_replay, 5),

@@ -15,18 +15,56 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.selective_scan import COLUMNS, TILE
-from shardwise.kernels.selective_scan_triton import LOG2E, RESET, Run, later_after_earlier, softplus
+from shardwise.kernels.selective_scan_triton import LOG2E, RESET, Run, softplus
 
 
 @triton.jit
-def _earlier_after_later(a_later, p_later, q_later, a_earlier, p_earlier, q_earlier):
-    """Composes r -> a (p r + q), back in time, where r is what reaches a token from the later ones.
+def _states(a_earlier, b_earlier, _decay, _own, a_later, b_later, decay, own):
+    """Composes h -> a h + b; the other two pass through.
 
-    The whole's q is the gradient g of the earliest token's state, a g what reaches the token before it.
-    Elements have p = 1, so that within a thread p costs nothing.
+    They leave the scan in a layout that the compiler cannot trade for computing them anew in another one.
     """
-    p = p_earlier * a_later
-    return a_earlier, p * p_later, p * q_later + q_earlier
+    return a_later * a_earlier, a_later * b_earlier + b_later, decay, own
+
+
+@triton.jit
+def _rows(v, block: tl.constexpr):
+    """The 8 rows of a tile, [8, block] to [block] each; within a thread, so that nothing moves."""
+    even, odd = tl.split(tl.permute(tl.reshape(v, [2, 2, 2, block]), (3, 0, 1, 2)))
+    row_04, row_26 = tl.split(even)
+    row_15, row_37 = tl.split(odd)
+    row_0, row_4 = tl.split(row_04)
+    row_2, row_6 = tl.split(row_26)
+    row_1, row_5 = tl.split(row_15)
+    row_3, row_7 = tl.split(row_37)
+    return row_0, row_1, row_2, row_3, row_4, row_5, row_6, row_7
+
+
+@triton.jit
+def _tile(r0, r1, r2, r3, r4, r5, r6, r7, block: tl.constexpr):
+    """The inverse of `_rows`."""
+    even = tl.join(tl.join(r0, r4), tl.join(r2, r6))
+    odd = tl.join(tl.join(r1, r5), tl.join(r3, r7))
+    return tl.reshape(tl.permute(tl.join(even, odd), (1, 2, 3, 0)), [8, block])
+
+
+@triton.jit
+def _adjoints(decay, own, reaching, block: tl.constexpr):
+    """g_t = own_t + decay_{t+1} g_{t+1} of a tile, `reaching` it from later ones; and what leaves it.
+
+    Row by row: Triton scans backwards by turning whole warps around, shuffle by shuffle (3.6).
+    """
+    a0, a1, a2, a3, a4, a5, a6, a7 = _rows(decay, block)
+    g0, g1, g2, g3, g4, g5, g6, g7 = _rows(own, block)
+    g7 += reaching
+    g6 += a7 * g7
+    g5 += a6 * g6
+    g4 += a5 * g5
+    g3 += a4 * g4
+    g2 += a3 * g3
+    g1 += a2 * g2
+    g0 += a1 * g1
+    return _tile(g0, g1, g2, g3, g4, g5, g6, g7, block), a0 * g0
 
 
 @triton.jit(do_not_specialize=["tokens", "width", "chunk"])
@@ -36,6 +74,7 @@ def _back(
     n_state: tl.constexpr, tile: tl.constexpr, block: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one block of channels. `a` is [N, W] here; `dbc` is [blocks, tokens, 2 N]."""
+    tl.static_assert(tile == 8, "rows are taken apart by hand")
     column = tl.program_id(0) * block + tl.arange(0, block)
     chosen = tl.program_id(1).to(tl.int64)
     inside = column < width
@@ -47,10 +86,8 @@ def _back(
     dbc += tl.program_id(0).to(tl.int64) * tokens * (2 * n_state)
     row = tl.arange(0, tile)
     first = (row == 0)[:, None]
-    last = (row == tile - 1)[:, None]
     pair = tl.arange(0, 2)
     ones = tl.full([block, 16], 1.0, tl.float32)
-    identity = tl.full([tile, block], 1.0, tl.float32)
     end = tl.minimum((chosen + 1) * chunk, tokens)
     tiles = tl.cdiv(chunk, tile)
     sum_d = tl.zeros([block], tl.float32)
@@ -83,11 +120,9 @@ def _back(
             dt_x = dt * xs
             added = dt_x * b
             start = tl.where(first, added + decay * before[None, :], added)
-            _, h = tl.associative_scan((decay, start), 0, later_after_earlier)
-            own = g_out * c
-            own = tl.where(last, own + after[None, :], own)
-            _, _, g = tl.associative_scan((decay, identity, own), 0, _earlier_after_later, reverse=True)
-            tl.store(adjoints + at, tl.sum(tl.where(first, decay * g, 0.0), axis=0), mask=inside)
+            _, h, kept, own = tl.associative_scan((decay, start, decay, g_out * c), 0, _states)
+            g, leaving = _adjoints(kept, own, after, block)
+            tl.store(adjoints + at, leaving, mask=inside)
             sum_gb += g * b
             w = g * (h - added)
             sum_wa += w * a_n[None, :]
@@ -111,9 +146,9 @@ def _back(
 
 
 def backward(
-    x, delta, a, bc, d, bias, positions, fine, adjoints, dy, *, chunk=None, block=COLUMNS, tile=TILE
+    x, delta, a, bc, d, bias, positions, fine, adjoints, dy, *, chunk=None, block=COLUMNS
 ):  # fmt: skip
-    """`selective_scan_backward` on the current stream. `chunk`, `block` and `tile` are for tests and tuning.
+    """`selective_scan_backward` on the current stream. `chunk` and `block` are for tests and tuning.
 
     `adjoints` is used up.
     """
@@ -126,7 +161,7 @@ def backward(
     _back[(blocks, run.chunks)](
         x, delta, a.t().contiguous(), bc, d, bias, positions, fine, adjoints, dy, da, dbc, dd, dbias,
         run.tokens, run.width, run.chunk,
-        n_state=run.n_state, tile=tile, block=block,
+        n_state=run.n_state, tile=TILE, block=block,
         # three products of tf32 make up for its 10 bits where the inputs have more
         precision="tf32x3" if x.dtype == torch.float32 else "tf32",
         num_warps=max(block // 64, 1),

@@ -175,17 +175,17 @@ def forward(x, delta, a, bc, d, z, bias, positions, *, chunk=None, block=BLOCK, 
 
 def replay(
     x, delta, a, bc, d, z, bias, positions, states, dout, dz,
-    *, chunk=None, block=BLOCK, tile=SWEEP_TILE, fine_tile=TILE,
+    *, chunk=None, block=BLOCK, tile=SWEEP_TILE,
 ):  # fmt: skip
-    """`selective_scan_replay` on the current stream. `fine_tile` is `tile` of `backward`."""
+    """`selective_scan_replay` on the current stream."""
     run = Run(x, a, chunk)
     out = torch.empty_like(x)
-    fine = x.new_empty(run.chunks * -(-run.chunk // fine_tile), run.n_state, run.width)
+    fine = x.new_empty(run.chunks * -(-run.chunk // TILE), run.n_state, run.width)
     adjoints = torch.empty_like(states) if run.carried else torch.zeros_like(states)
     decays = x.new_empty(run.chunks, run.width, dtype=torch.float32)
     _launch_sweep(
         run, REPLAY, x, delta, a, bc, d, z, bias, positions, states, decays, out, dout, dz, fine, adjoints,
-        z_stride=z.stride(-2), dz_stride=dz.stride(-2), block=block, tile=tile, fine_tile=fine_tile,
+        z_stride=z.stride(-2), dz_stride=dz.stride(-2), block=block, tile=tile,
     )  # fmt: skip
     if run.carried:
         _launch_carry(run, adjoints, decays, a, reverse=True)
@@ -204,7 +204,7 @@ class Run:
         self.carried = self.chunk != length
 
 
-def _launch_sweep(run, mode, *tensors, z_stride, dz_stride, block, tile, fine_tile=TILE):
+def _launch_sweep(run, mode, *tensors, z_stride, dz_stride, block, tile):
     _sweep[(triton.cdiv(run.width, block), run.chunks)](
         *tensors,
         run.tokens,
@@ -216,7 +216,7 @@ def _launch_sweep(run, mode, *tensors, z_stride, dz_stride, block, tile, fine_ti
         mode=mode,
         carried=run.carried,
         n_block=triton.next_power_of_2(run.n_state),
-        fine_tile=fine_tile,
+        fine_tile=TILE,
         tile=tile,
         block=block,
         num_warps=max(block // 32, 1),

@@ -16,13 +16,12 @@ from shardwise.kernels import causal_conv_triton, selective_scan_backward_triton
 from shardwise.kernels.causal_conv import causal_conv_reference
 from shardwise.kernels.selective_scan import selective_scan_reference
 
-TILE = 4
 CASES = {
     # rows, length, width, states, chunk (None: a row), samples begin at, dtype
-    "row": (1, 10, 6, 3, None, (), torch.float32),
+    "row": (1, 18, 6, 3, None, (), torch.float32),
     "rows": (2, 7, 6, 4, None, (), torch.float32),
-    "chunks": (1, 21, 6, 3, 8, (), torch.float32),
-    "packed": (1, 22, 18, 3, 8, (5, 8, 17), torch.float32),
+    "chunks": (1, 37, 6, 3, 16, (), torch.float32),
+    "packed": (1, 36, 18, 3, 16, (5, 8, 16, 33), torch.float32),
     "packed rows": (2, 13, 6, 4, 8, (3,), torch.float32),
     "bf16": (2, 13, 6, 4, 8, (3,), torch.bfloat16),
 }
@@ -62,14 +61,14 @@ def scan(rows, length, width, states, chunk, borders, dtype) -> dict[str, float]
     expected = y * torch.nn.functional.silu(exact["z"])
     right = dict(zip(exact, torch.autograd.grad(expected, exact.values(), upstream.double()), strict=True))
 
-    options = {"chunk": chunk, "block": 8, "tile": TILE // 2}
+    options = {"chunk": chunk, "block": 8, "tile": 4}
     out, kept = selective_scan_triton.forward(x, delta, a, bc, d, z, bias, positions, **options)
     dz, dy, ddelta = torch.empty_like(z.repeat(1, 1, 2))[..., width:], upstream.clone(), delta.clone()
     again, fine, adjoints = selective_scan_triton.replay(
-        x, ddelta, a, bc, d, z, bias, positions, kept, dy, dz, fine_tile=TILE, **options
+        x, ddelta, a, bc, d, z, bias, positions, kept, dy, dz, **options
     )
     da, dbc, dd, dbias = selective_scan_backward_triton.backward(
-        x, ddelta, a, bc, d, bias, positions, fine, adjoints, dy, chunk=chunk, block=16, tile=TILE
+        x, ddelta, a, bc, d, bias, positions, fine, adjoints, dy, chunk=chunk, block=16
     )
     found = {"x": dy, "delta": ddelta, "a": da, "bc": dbc, "d": dd, "bias": dbias, "z": dz}
     return {
