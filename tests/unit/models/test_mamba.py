@@ -227,6 +227,14 @@ def test_config_values_that_would_not_be_what_is_computed_are_refused(key: str, 
     assert caught.value.problems[0].where == f"model.config.{key}"
 
 
+def test_mamba_2_is_refused_by_name(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba2"}')
+    with pytest.raises(JobError) as caught:
+        build(str(tmp_path), fill=False)
+    assert "Mamba-1" in caught.value.problems[0].what
+    assert "130m_mamba" in caught.value.problems[0].fix
+
+
 def test_flops_of_a_token_at_the_7b_shape():
     """Worked out by hand: 6 for every weight a token is multiplied with, and three times the scan's 9 W N."""
     built = build("7b_mamba", fill=False)

@@ -16,6 +16,9 @@ from shardwise.models.mamba.modules import CLASSES, Mixer
 MAMBA = "mamba"
 """Hugging Face's name of the architecture."""
 
+RELATED = frozenset({"mamba2", "falcon_mamba", "bamba", "zamba", "zamba2", "jamba"})
+"""Architectures with mixers that are not Mamba-1's, or not only: no kernel here computes them."""
+
 OURS = ("initializer_range", "rescale_prenorm_residual")
 """Values of the config that the authors' initialisation does not ask for."""
 
@@ -33,6 +36,16 @@ def prepare(model: PreTrainedModel) -> None:
                 if parameter.dtype != torch.float64:
                     parameter.data = parameter.data.float()
                 parameter._no_weight_decay = True
+
+
+def refuse_related(kind: str, where: str) -> None:
+    """Refuses what transformers would train in plain PyTorch, far too slowly. Raises JobError."""
+    if kind in RELATED:
+        raise JobError(
+            f"of the Mamba family Mamba-1 is trained here, and {kind!r} is another architecture",
+            where=where,
+            fix="use a Mamba-1, such as 130m_mamba or 1b_mamba, or a transformer",
+        )
 
 
 def check_config(config: PretrainedConfig, changed: dict[str, object]) -> None:
