@@ -77,12 +77,17 @@ def _dropout(
 
 def _rms_norm(
     input: torch.Tensor,  # noqa: A002 - torch's name
-    _shape: Any,
-    weight: torch.Tensor,
-    eps: float = 1e-5,  # noqa: ARG001
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
 ) -> torch.Tensor:
+    if weight is None or weight.dtype != input.dtype:  # torch has no kernel for these either
+        return _UNFUSED_RMS_NORM(input, normalized_shape, weight, eps)
     out: torch.Tensor = _RmsNorm.apply(input, weight)
     return out
+
+
+_UNFUSED_RMS_NORM = functional.rms_norm
 
 
 class _RmsNorm(torch.autograd.Function):
