@@ -8,6 +8,7 @@ import torch
 from shardwise.data.batch import IGNORED, MicroBatch
 from shardwise.engine.loss import CausalLMLoss
 from shardwise.job.schema import Model
+from shardwise.kernels import mamba_inner as module
 from shardwise.kernels.causal_conv import causal_conv_reference
 from shardwise.kernels.mamba_inner import mamba_inner
 from shardwise.kernels.selective_scan import chunk_tokens, selective_scan_reference
@@ -93,16 +94,27 @@ def test_the_mixer_is_float64s(dtype, bound, rows, length, width, states, border
         assert error(found, wanted) <= bound, name
 
 
-@pytest.mark.parametrize("rows", [1, 64], ids=["in chunks", "by rows"])
+@pytest.mark.parametrize("rows", [1, 128], ids=["in chunks", "by rows"])
 def test_the_same_bits_every_time(rows):
     width, length = 2048, 256
-    assert (chunk_tokens(rows, length, width) == length) == (rows == 64)
+    assert (chunk_tokens(rows, length, width) == length) == (rows == 128)
     values, where = inputs(rows, length, width, 16, 64, torch.bfloat16), positions(rows, length, (100,))
     others = {name: value for name, value in values.items() if name != "xz"}
     found = []
     for _ in range(2):
         out = mamba_inner(values["xz"], where.to(DEVICE), **others)
         found.append([out, *torch.autograd.grad(out.float().square().sum(), values.values())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_operators_call_the_same_kernels(monkeypatch):
+    values, where = inputs(1, 150, 64, 16, 6, torch.bfloat16), positions(1, 150, (75,)).to(DEVICE)
+    others = {name: value for name, value in values.items() if name != "xz"}
+    found = []
+    for calls in (module._calls, lambda _: module._OPERATORS):
+        monkeypatch.setattr(module, "_calls", calls)
+        out = mamba_inner(values["xz"], where, **others)
+        found.append([out, *torch.autograd.grad(out.sum(), values.values())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -12,7 +12,8 @@ comes from. The tensors that the backward pass needs for a while are written ove
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,11 +87,12 @@ class _MambaInner(torch.autograd.Function):
         d: torch.Tensor,
         out_proj: torch.Tensor,
     ) -> torch.Tensor:
+        call = _calls(xz)
         x, z = xz.chunk(2, dim=-1)
-        u = causal_conv(x, conv_weight, conv_bias, positions)
+        u = call.conv(x, conv_weight, conv_bias, positions)
         small = u @ x_proj.t()
         delta, bc = _delta_and_bc(small, dt_proj)
-        gated, states = selective_scan(u, delta, a, bc, d, z, dt_bias, positions)
+        gated, states = call.scan(u, delta, a, bc, d, z, dt_bias, positions)
         ctx.save_for_backward(
             xz, positions, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, a, d, out_proj, small, states
         )
@@ -101,22 +103,19 @@ class _MambaInner(torch.autograd.Function):
         (
             xz, positions, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, a, d, out_proj, small, states
         ) = ctx.saved_tensors  # fmt: skip
+        call = _calls(xz)
         needed = dict(zip(_INPUTS, ctx.needs_input_grad, strict=True))
         x, z = xz.chunk(2, dim=-1)
         dxz = torch.empty_like(xz)
         dx, dz = dxz.chunk(2, dim=-1)
 
-        u = causal_conv(x, conv_weight, conv_bias, positions)
+        u = call.conv(x, conv_weight, conv_bias, positions)
         delta, bc = _delta_and_bc(small, dt_proj)
         dout = grad @ out_proj
-        gated, fine, adjoints = selective_scan_replay(
-            u, delta, a, bc, d, z, dt_bias, positions, states, dout, dz
-        )
+        gated, fine, adjoints = call.replay(u, delta, a, bc, d, z, dt_bias, positions, states, dout, dz)
         d_out_proj = _weight_gradient(grad, gated) if needed["out_proj"] else None
         del gated
-        da, dbc, dd, d_dt_bias = selective_scan_backward(
-            u, delta, a, bc, d, dt_bias, positions, fine, adjoints, dout
-        )
+        da, dbc, dd, d_dt_bias = call.backward(u, delta, a, bc, d, dt_bias, positions, fine, adjoints, dout)
         del fine, adjoints, bc
         ddelta, du = delta, dout  # what they have become
 
@@ -128,7 +127,7 @@ class _MambaInner(torch.autograd.Function):
         d_x_proj = _weight_gradient(dsmall, u) if needed["x_proj"] else None
         del u, delta, ddelta
         du.view(-1, du.shape[-1]).addmm_(dsmall.view(-1, dsmall.shape[-1]), x_proj)
-        dconv = causal_conv_backward(x, conv_weight, conv_bias, positions, du, dx).to(conv_weight.dtype)
+        dconv = call.conv_backward(x, conv_weight, conv_bias, positions, du, dx).to(conv_weight.dtype)
         d_conv_bias = None if conv_bias is None else dconv[:, -1].contiguous()
         d_conv = dconv[:, :-1].contiguous()
         return dxz, None, d_conv, d_conv_bias, d_x_proj, d_dt_proj, d_dt_bias, da, dd, d_out_proj
@@ -137,6 +136,34 @@ class _MambaInner(torch.autograd.Function):
 _INPUTS = (
     "xz", "positions", "conv_weight", "conv_bias", "x_proj", "dt_proj", "dt_bias", "a", "d", "out_proj"
 )  # fmt: skip
+
+
+class _Calls(NamedTuple):
+    conv: Callable[..., Any]
+    conv_backward: Callable[..., Any]
+    scan: Callable[..., Any]
+    replay: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+_OPERATORS = _Calls(
+    causal_conv, causal_conv_backward, selective_scan, selective_scan_replay, selective_scan_backward
+)
+
+
+def _calls(x: torch.Tensor) -> _Calls:
+    """The operators; on a GPU what they call, as an operator by itself takes 80 us of Python (torch 2.13)."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return _OPERATORS
+    from shardwise.kernels import causal_conv_triton, selective_scan_backward_triton, selective_scan_triton
+
+    return _Calls(
+        causal_conv_triton.forward,
+        causal_conv_triton.backward,
+        selective_scan_triton.forward,
+        selective_scan_triton.replay,
+        selective_scan_backward_triton.backward,
+    )
 
 
 def _delta_and_bc(small: torch.Tensor, dt_proj: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,8 +32,8 @@ BLOCK = 32
 COLUMNS = 64
 """The same back in time: so many are summed before the gradients of B and C go to memory."""
 
-WARPS = 2048
-"""Warps that keep a GPU busy: about 16 on each of 132 multiprocessors."""
+WARPS = 8192
+"""Warps that keep a GPU busy: several times the 1056 to 1584 that 132 multiprocessors hold at once."""
 
 SHORTEST = 64
 """Tokens of the shortest chunk: its state, in fp32, takes 64 bytes a channel, as half a bf16 activation."""

@@ -173,11 +173,11 @@ def test_the_backward_pass_leaves_what_was_kept_alone():
 @pytest.mark.parametrize(
     ("rows", "length", "width", "expected"),
     [
-        (1, 4096, 9728, 512),  # 7B: 304 blocks of channels, 8 chunks
-        (8, 4096, 9728, 4096),  # the rows are enough work
+        (1, 4096, 9728, 128),  # 7B: 304 blocks of channels, 32 chunks
+        (8, 4096, 9728, 1024),
+        (32, 4096, 9728, 4096),  # the rows are enough work
         (1, 2048, 1536, 64),  # 130M: never shorter
-        (1, 16384, 1536, 256),
-        (1, 16384, 4096, 1024),
+        (1, 16384, 4096, 256),
         (4, 48, 1536, 48),
     ],
 )
@@ -213,9 +213,9 @@ def test_kept_between_the_passes_are_xz_the_small_product_and_a_state_for_each_c
     assert out.shape == (1, length, hidden)
     of_weights = {w.untyped_storage()._cdata for w in weights.values()}
     per_token = sum(size for key, size in kept.items() if key not in of_weights) / length
-    expected = 2 * 2 * width + 2 * (rank + 2 * states) + 4 * states * width / 512 + 4
+    expected = 2 * 2 * width + 2 * (rank + 2 * states) + 4 * states * width / 128 + 4
     assert per_token == pytest.approx(expected, rel=1e-2)  # A, and fp32 copies of vectors, are the rest
-    assert per_token < 0.70 * 6.14 * width
+    assert per_token < 0.76 * 6.14 * width
 
 
 def test_both_sides_agree_on_what_comes_out():

@@ -203,11 +203,11 @@ def kept_per_token(trace: StepTrace) -> list[float]:
     return [after - before for before, after in pairwise(ends)]
 
 
-def test_a_mamba_block_of_the_7b_shape_keeps_70_kb_a_token() -> None:
+def test_a_mamba_block_of_the_7b_shape_keeps_74_kb_a_token() -> None:
     """mamba_ssm's fused function and what is around it keep 98.6 kB there: it keeps the scan's output too."""
     built = Tracer(model("7b_mamba"), precision="bf16", sequence_length=4096)
     kept = kept_per_token(built.trace(rows=1, checkpoint_every=0))
-    width, hidden, rank, states, length, chunk = 9728, 4864, 304, 16, 4096, 512
+    width, hidden, rank, states, length, chunk = 9728, 4864, 304, 16, 4096, 128
     expected = (
         2 * 2 * width  # xz
         + 2 * (rank + 2 * states)  # dt, B and C before dt's projection
@@ -219,10 +219,10 @@ def test_a_mamba_block_of_the_7b_shape_keeps_70_kb_a_token() -> None:
         + 4 * hidden / length  # its weight in fp32
     )
     assert set(kept[1:]) == {expected}
-    assert expected == 70_296.75
+    assert expected == 73_944.75
     upstream = 6.14 * width + 8 * hidden
     assert upstream == pytest.approx(98.6e3, rel=1e-3)
-    assert expected < 0.72 * upstream
+    assert expected < 0.76 * upstream
 
 
 def test_a_checkpointed_mamba_block_keeps_its_input() -> None:
