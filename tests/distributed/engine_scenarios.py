@@ -79,25 +79,26 @@ def parity(folder: Path, world: World) -> dict[str, Any]:
 
 def mamba(folder: Path, world: World) -> dict[str, Any]:
     """Parity for Mamba, full and LoRA; its fp32 parameters; whether a resumed run goes on the same."""
-    exact = {lora: w.reference(STEPS, model=w.mamba, lora=lora) for lora in (False, True)}
+    kinds: dict[str, dict[str, bool]] = {"full": {}, "lora": {"lora": True}, "few": {"few": True}}
+    exact = {kind: w.reference(STEPS, model=w.mamba, **options) for kind, options in kinds.items()}
     results: dict[str, Any] = {}
     for name, bare in chosen(world).items():
-        for precision, lora in (("fp32", False), ("bf16", False), ("bf16", True)):
+        for precision, kind in (("fp32", "full"), ("bf16", "full"), ("bf16", "lora"), ("bf16", "few")):
             strategy = replace(w.fitted(bare, world, 2), precision=precision)
-            engine = w.engine_for(strategy, world, model=w.mamba, lora=lora)
+            engine = w.engine_for(strategy, world, model=w.mamba, **kinds[kind])
             steps = w.train(engine, strategy, STEPS)
-            losses, norms, weights = exact[lora]
+            losses, norms, weights = exact[kind]
             found = snapshot(engine)
             assert found.keys() == weights.keys()
             kept = [t for n, t in found.items() if n.endswith(("A_log", ".D", "dt_proj.bias"))]
-            results[f"{name}/{precision}/{'lora' if lora else 'full'}"] = {
+            results[f"{name}/{precision}/{kind}"] = {
                 "loss_error": worst([step.loss.item() for step in steps], losses),
                 "norm_error": worst([float(step.grad_norm) for step in steps], norms),
                 "weight_error": largest_difference(found, weights) if world.rank == 0 else 0.0,
                 "kept": len(kept),
                 "fp32": all(t.dtype == torch.float32 and not same_in_bf16(t) for t in kept),
             }
-            if precision == "bf16" and not lora:
+            if precision == "bf16" and kind == "full":
                 results[f"{name}/{precision}/full"]["resumed"] = resumes(engine, strategy, folder / name)
     return results
 

@@ -70,8 +70,11 @@ def llama(dtype: torch.dtype, *, tied: bool = False, lora: bool = False) -> tupl
     return _on_meta(SummedLoss(model)), blocks
 
 
-def mamba(dtype: torch.dtype, *, lora: bool = False) -> tuple[nn.Module, list[nn.Module]]:
-    """A tiny Mamba as it is trained: A_log, D and dt's bias in fp32 beside bf16."""
+def mamba(dtype: torch.dtype, *, lora: bool = False, few: bool = False) -> tuple[nn.Module, list[nn.Module]]:
+    """A tiny Mamba as it is trained: A_log, D and dt's bias in fp32 beside bf16.
+
+    `few`: they and one norm are all that is trained, so that they are half of the gradient's norm.
+    """
     from transformers import MambaConfig, MambaForCausalLM
 
     from shardwise.engine.loss import CausalLMLoss
@@ -84,6 +87,9 @@ def mamba(dtype: torch.dtype, *, lora: bool = False) -> tuple[nn.Module, list[nn
     prepare(model)
     if lora:
         add_lora(model, Lora(rank=4, alpha=8.0), source="", revision=None)
+    for name, p in model.named_parameters():
+        if few and not name.endswith(("A_log", ".D", "dt_proj.bias", "layers.0.norm.weight")):
+            p.requires_grad_(False)
     return _on_meta(CausalLMLoss(model)), list(model.backbone.layers)
 
 
