@@ -42,12 +42,8 @@ class WholeParameters:
                 if name is None or p is None:
                     continue
                 tensor = p.detach().requires_grad_(p.requires_grad)
-                # a name of nn.Module's own: an attribute, for code that reads it, and no parameter to engines
-                if attribute == "bias":
-                    owner._parameters[attribute] = None
-                else:
-                    del owner._parameters[attribute]
-                owner.__dict__[attribute] = tensor
+                del owner._parameters[attribute]
+                owner.__dict__[attribute] = tensor  # the module's code reads it as before
                 self.tensors[name] = tensor
 
     @property

@@ -114,11 +114,17 @@ def _resolve(job: Job, built: BuiltModel, processes: int) -> tuple[Strategy, lis
         total_parameters=built.total,
         device_memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else None,
         lora=job.model.lora is not None,
-        architecture=Architecture.of(
-            built.config.get_text_config(),
-            flash_attention=attention.choose(built.config).packing == "varlen",
-        ),
+        architecture=_architecture(built),
     )
+
+
+def _architecture(built: BuiltModel) -> Architecture | None:
+    """None where the config is no decoder's that the rules know."""
+    flash = attention.choose(built.config).packing == "varlen"
+    try:
+        return Architecture.of(built.config.get_text_config(), flash_attention=flash)
+    except AttributeError:
+        return None
 
 
 def count_steps(ready: Ready) -> int:
