@@ -9,8 +9,8 @@ Two conventions differ from that paper:
   where the paper counts S. Samples packed into a row see still fewer; that is not taken off.
 - A frozen matrix costs 4, forward and the gradient of its input; an adapter's costs 6.
 
-A state space model's scan takes 9 per channel and state in the forward pass (A. Gu, github.com/state-
-spaces/mamba, issue 110), and counts three times, as products do.
+A state space model's scan takes 9 per channel and state in the forward pass (A. Gu,
+github.com/state-spaces/mamba, number 110), and counts three times, as products do.
 """
 
 from __future__ import annotations
