@@ -89,6 +89,11 @@ def _to_input(
     tl.store(place, total.to(dx.dtype.element_ty), mask=(t < tokens)[:, None] & here[None, :])
 
 
+def _warps(block_t, block):
+    """So many that a thread has 8 values of a block, and room for them in its registers."""
+    return max(block_t * block // 256, 1)
+
+
 def forward(x, weight, bias, positions, *, block_t=TOKENS, block=CHANNELS):
     """`causal_conv` on the current stream. `block_t` and `block` are for tests and tuning."""
     rows, length, width = x.shape
@@ -97,6 +102,7 @@ def forward(x, weight, bias, positions, *, block_t=TOKENS, block=CHANNELS):
     _forward[grid](
         x, weight, weight if bias is None else bias, positions, out, rows * length, width, x.stride(-2),
         taps=weight.shape[1], has_bias=bias is not None, block_t=block_t, block=block,
+        num_warps=_warps(block_t, block),
     )  # fmt: skip
     return out
 
@@ -111,9 +117,11 @@ def backward(x, weight, bias, positions, dout, dx, *, block_t=TOKENS, block=CHAN
     _through_silu[grid](
         x, weight, weight if bias is None else bias, positions, dout, sums, rows * length, width,
         x.stride(-2), taps=taps, has_bias=bias is not None, block_t=block_t, block=block,
+        num_warps=_warps(block_t, block),
     )  # fmt: skip
     _to_input[grid](
         weight, positions, dout, dx, rows * length, width, dx.stride(-2),
         taps=taps, block_t=block_t, block=block,
+        num_warps=_warps(block_t, block),
     )  # fmt: skip
     return sums.sum(0)

@@ -36,7 +36,7 @@ def test_kernels_equal_float64_in_the_interpreter():
         assert all(error < bound for error in errors.values()), (case, errors)
 
 
-def compiled(kernel, constants, *, half, integers):
+def compiled(kernel, constants, *, half, integers, warps=1):
     """For sm_90, as on a GPU: addresses of tensors are multiples of 16, sizes are anything."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -52,7 +52,7 @@ def compiled(kernel, constants, *, half, integers):
             kind = "i32" if name == "positions" else "bf16" if name in half else "fp32"
             signature[name], attributes[place,] = f"*{kind}", [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
 def machine_code(kernel):
@@ -104,3 +104,25 @@ def test_on_hopper_no_scan_crosses_threads_and_states_stay_in_registers():
     assert stack <= 32
     assert any(name.startswith("HMMA") for name in code)
     assert sum(name.startswith("SHFL") for name in code) < 40  # scans across threads would be hundreds
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_on_hopper_the_convolutions_blocks_fit_into_registers():
+    from shardwise.kernels import causal_conv_triton
+    from shardwise.kernels.causal_conv import TOKENS
+    from shardwise.kernels.causal_conv_triton import CHANNELS
+
+    shape = {"taps": 4, "block_t": TOKENS, "block": CHANNELS}
+    half = {"x", "weight", "bias", "out", "dout", "dpre", "dx"}
+    integers = {"tokens", "width", "x_stride", "dx_stride"}
+    for kernel, more in (
+        (causal_conv_triton._forward, {"has_bias": True}),
+        (causal_conv_triton._through_silu, {"has_bias": True}),
+        (causal_conv_triton._to_input, {}),
+    ):
+        warps = causal_conv_triton._warps(TOKENS, CHANNELS)
+        stack, _ = machine_code(
+            compiled(kernel, {**shape, **more}, half=half, integers=integers, warps=warps)
+        )
+        assert stack == 0, kernel.fn.__name__
