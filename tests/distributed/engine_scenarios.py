@@ -77,6 +77,49 @@ def parity(folder: Path, world: World) -> dict[str, Any]:
     return results
 
 
+def mamba(folder: Path, world: World) -> dict[str, Any]:
+    """Parity for Mamba, full and LoRA; its fp32 parameters; whether a resumed run goes on the same."""
+    kinds: dict[str, dict[str, bool]] = {"full": {}, "lora": {"lora": True}, "few": {"few": True}}
+    exact = {kind: w.reference(STEPS, model=w.mamba, **options) for kind, options in kinds.items()}
+    results: dict[str, Any] = {}
+    for name, bare in chosen(world).items():
+        for precision, kind in (("fp32", "full"), ("bf16", "full"), ("bf16", "lora"), ("bf16", "few")):
+            strategy = replace(w.fitted(bare, world, 2), precision=precision)
+            engine = w.engine_for(strategy, world, model=w.mamba, **kinds[kind])
+            steps = w.train(engine, strategy, STEPS)
+            losses, norms, weights = exact[kind]
+            found = snapshot(engine)
+            assert found.keys() == weights.keys()
+            kept = [t for n, t in found.items() if n.endswith(("A_log", ".D", "dt_proj.bias"))]
+            results[f"{name}/{precision}/{kind}"] = {
+                "loss_error": worst([step.loss.item() for step in steps], losses),
+                "norm_error": worst([float(step.grad_norm) for step in steps], norms),
+                "weight_error": largest_difference(found, weights) if world.rank == 0 else 0.0,
+                "kept": len(kept),
+                "fp32": all(t.dtype == torch.float32 and not same_in_bf16(t) for t in kept),
+            }
+            if precision == "bf16" and kind == "full":
+                results[f"{name}/{precision}/full"]["resumed"] = resumes(engine, strategy, folder / name)
+    return results
+
+
+def resumes(engine: Engine, strategy: Strategy, place: Path) -> bool:
+    """Whether a new engine that loads what this one saves takes the same next step."""
+    place.mkdir(exist_ok=True)
+    dist.barrier()
+    engine.save(place)
+    w.train(engine, strategy, range(4, 5))
+    other = w.engine_for(strategy, engine.world, model=w.mamba)
+    w.train(other, strategy, range(9, 10))  # what is loaded has to replace this
+    other.load(place)
+    w.train(other, strategy, range(4, 5))
+    return same(snapshot(engine), snapshot(other))
+
+
+def same_in_bf16(tensor: torch.Tensor) -> bool:
+    return torch.equal(tensor, tensor.bfloat16().to(tensor.dtype))
+
+
 def resume(folder: Path, world: World) -> dict[str, Any]:
     """Whether saving after step 2 and going on in a new engine gives the same bits as not stopping."""
     results = {}
@@ -181,7 +224,13 @@ def poisoned(engine: Engine) -> Iterator[None]:
         handle.remove()
 
 
-SCENARIOS = {"parity": parity, "resume": resume, "not_finite": not_finite, "evaluate": evaluate}
+SCENARIOS = {
+    "parity": parity,
+    "resume": resume,
+    "not_finite": not_finite,
+    "evaluate": evaluate,
+    "mamba": mamba,
+}
 
 
 def _main() -> None:

@@ -67,14 +67,41 @@ def llama(dtype: torch.dtype, *, tied: bool = False, lora: bool = False) -> tupl
 
         adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", bias="none")
         model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
-    module = SummedLoss(model)
+    return _on_meta(SummedLoss(model)), blocks
+
+
+def mamba(dtype: torch.dtype, *, lora: bool = False, few: bool = False) -> tuple[nn.Module, list[nn.Module]]:
+    """A tiny Mamba as it is trained: A_log, D and dt's bias in fp32 beside bf16.
+
+    `few`: they and one norm are all that is trained, so that they are half of the gradient's norm.
+    """
+    from transformers import MambaConfig, MambaForCausalLM
+
+    from shardwise.engine.loss import CausalLMLoss
+    from shardwise.job.schema import Lora
+    from shardwise.models.adapters import add_lora
+    from shardwise.models.mamba.prepare import prepare
+
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8)
+    model = MambaForCausalLM(config).to(dtype)
+    prepare(model)
+    if lora:
+        add_lora(model, Lora(rank=4, alpha=8.0), source="", revision=None)
+    for name, p in model.named_parameters():
+        if few and not name.endswith(("A_log", ".D", "dt_proj.bias", "layers.0.norm.weight")):
+            p.requires_grad_(False)
+    return _on_meta(CausalLMLoss(model)), list(model.backbone.layers)
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
     for name, p in module.named_parameters(remove_duplicate=False):
         owner = module.get_submodule(name.rpartition(".")[0])
         twin = owner._parameters[name.rpartition(".")[2]]
         if not twin.is_meta:
             meta = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            meta.__dict__.update(p.__dict__)
             _replace(module, p, meta)
-    return module, blocks
+    return module
 
 
 def _replace(root: nn.Module, old: torch.Tensor, new: nn.Parameter) -> None:
@@ -84,7 +111,7 @@ def _replace(root: nn.Module, old: torch.Tensor, new: nn.Parameter) -> None:
                 owner._parameters[name] = new
 
 
-def make_fill(module: nn.Module, dtype: torch.dtype) -> Callable[[nn.Module, torch.device], None]:
+def make_fill(module: nn.Module) -> Callable[[nn.Module, torch.device], None]:
     """Fills parameters with values that depend on their names only, rounded to bf16."""
     names = dict(module.named_parameters())
 
@@ -92,7 +119,8 @@ def make_fill(module: nn.Module, dtype: torch.dtype) -> Callable[[nn.Module, tor
         inside = {id(p) for p in part.parameters()}
         for name, p in names.items():
             if id(p) in inside and p.is_meta:
-                new = nn.Parameter(value(name, p.shape).to(device, dtype), requires_grad=p.requires_grad)
+                new = nn.Parameter(value(name, p.shape).to(device, p.dtype), requires_grad=p.requires_grad)
+                new.__dict__.update(p.__dict__)
                 _replace(module, p, new)
 
     return fill
@@ -158,10 +186,10 @@ def fitted(strategy: Strategy, world: World, accumulation: int = 1) -> Strategy:
     )
 
 
-def engine_for(strategy: Strategy, world: World, *, tied: bool = False, lora: bool = False) -> Engine:
+def engine_for(strategy: Strategy, world: World, *, model: Any = llama, **options: bool) -> Engine:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[strategy.precision]
-    module, blocks = llama(dtype, tied=tied, lora=lora)
-    return build_engine(strategy, module, blocks, make_fill(module, dtype), OPTIMIZER, world)
+    module, blocks = model(dtype, **options)
+    return build_engine(strategy, module, blocks, make_fill(module), OPTIMIZER, world)
 
 
 def train(engine: Engine, strategy: Strategy, steps: range) -> list[StepResult]:
@@ -178,14 +206,17 @@ def train(engine: Engine, strategy: Strategy, steps: range) -> list[StepResult]:
     return results
 
 
-def reference(steps: range, **options: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def reference(
+    steps: range, *, model: Any = llama, **options: bool
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms and final weights in float64: one process, one batch, plain torch."""
-    module, _ = llama(torch.float64, **options)
-    make_fill(module, torch.float64)(module, torch.device("cpu"))
+    module, _ = model(torch.float64, **options)
+    make_fill(module)(module, torch.device("cpu"))
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    decaying = {name for name, p in parameters.items() if p.ndim >= 2 and not name.endswith("A_log")}
     groups = [
-        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [parameters[name] for name in decaying], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for name, p in parameters.items() if name not in decaying], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(
         [group for group in groups if group["params"]],

@@ -7,7 +7,7 @@ the guard becomes the second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +41,7 @@ class AdamW:
     """Steps fp32 tensors whose `.grad` holds the gradient of this rank's share.
 
     With `sharded`, each rank holds a disjoint part of every tensor, and norms and losses are summed
-    over all ranks.
+    over all ranks. Tensors named in `replicated` are whole on every rank, gradients too.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class AdamW:
         fp16: bool,
         sharded: bool,
         device: torch.device,
+        replicated: Collection[str] = (),
     ) -> None:
         # A rank may hold nothing of a small tensor.
         self.parameters = {name: p for name, p in parameters.items() if p.numel() > 0}
@@ -61,6 +62,8 @@ class AdamW:
         self.fp16 = fp16
         self.sharded = sharded
         self.device = device
+        self._elsewhere = frozenset(replicated if sharded and dist.get_rank() != 0 else ())
+        """What another rank counts into the norm."""
         self.torch_optimizer = torch.optim.AdamW(
             parameter_groups(self.parameters, decay),
             lr=optimizer.learning_rate,
@@ -104,7 +107,7 @@ class AdamW:
         divisor = loss_scale
         if self.clip_norm > 0:
             divisor = divisor * ((norm + 1e-6) / self.clip_norm).clamp(min=1.0)
-        self._apply(learning_rate, divisor=divisor, skipped=skipped)
+        self.apply(learning_rate, divisor=divisor, skipped=skipped)
         if self.fp16:
             torch._amp_update_scale_(
                 self.guard.loss_scale, self.guard.growth, bad, GROWTH, BACKOFF, GROWTH_INTERVAL
@@ -117,12 +120,14 @@ class AdamW:
         )
 
     def _sum_of_squares(self) -> torch.Tensor:
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        counted = (p for name, p in self.parameters.items() if name not in self._elsewhere)
+        gradients = [p.grad for p in counted if p.grad is not None]
         if not gradients:
             return torch.zeros((), device=self.device)
         return torch.stack(torch._foreach_norm(gradients)).square().sum().to(self.device)
 
-    def _apply(self, learning_rate: float, *, divisor: torch.Tensor, skipped: torch.Tensor) -> None:
+    def apply(self, learning_rate: float, *, divisor: torch.Tensor, skipped: torch.Tensor) -> None:
+        """Steps with the gradients over `divisor`, or not at all where `skipped` is 1.0, and drops them."""
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
         # The kernel wants the scalars beside the weights, which may be offloaded to the host.

@@ -9,6 +9,7 @@ What DeepSpeed does differently from the protocol, and how it is made up for:
 - At stage 0 in fp32 nothing keeps a non-finite gradient from the weights. The norm is checked here.
 - After a skipped bf16 or fp32 step it would go on. Here all later steps are skipped too, as the other
   engines do, until the loop has read the flag.
+- It rounds all parameters to the computation's format. Those wanted in fp32 are stepped beside it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from shardwise.engine.parameters import (
     trainable,
 )
 from shardwise.engine.protocol import StepResult, World
+from shardwise.engine.state import load_state, save_state
+from shardwise.engine.whole import WholeOptimizer, WholeParameters
 from shardwise.errors import CheckpointError
 from shardwise.job import schema
 from shardwise.strategy.emit.deepspeed import deepspeed_config
@@ -74,11 +77,13 @@ class DeepSpeedEngine:
         import deepspeed
 
         move_buffers(module, world.device)
+        self._whole = WholeParameters(module, precision=strategy.precision)
         if strategy.stage == 3:
-            _shard(module, blocks, fill, world.device, self._config)
+            _shard(module, blocks, fill, world.device, self._config, self._whole)
         else:
             for part in (*blocks, module):
                 fill(part, world.device)
+                self._whole.take(part)
         self._engine, self._optimizer, *_ = deepspeed.initialize(
             model=module,
             optimizer=_make_optimizer(strategy, parameter_groups(trainable(module), decay), optimizer),
@@ -89,6 +94,11 @@ class DeepSpeedEngine:
             use_joint_norms(self._optimizer)
         if strategy.stage == 3 and world.device.type == "cuda":
             release_in_order(self._optimizer)
+        self._beside: WholeOptimizer | None = None
+        if self._whole.trainable:
+            self._beside = WholeOptimizer(
+                self._whole, decay, optimizer, self._optimizer, clip_norm=strategy.clip_norm, world=world
+            )
         _reset_step_counts(self._optimizer)
         self._frozen = any(not p.requires_grad for p in module.parameters())
         self._engine.train()
@@ -111,7 +121,11 @@ class DeepSpeedEngine:
         loss = self._mean_loss(loss_sum, target_tokens)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
+        if self._beside is not None:
+            self._beside.before_step()
         norm, skipped = self._apply()
+        if self._beside is not None:
+            self._beside.after_step(norm, skipped=skipped, learning_rate=learning_rate)
         if skipped and self._strategy.precision != "fp16":
             self._diverged = True
         return StepResult(
@@ -137,6 +151,8 @@ class DeepSpeedEngine:
             save_latest=False,
             exclude_frozen_parameters=self._frozen,  # they come from the base model again
         )
+        if self._beside is not None:
+            save_state(directory, self.world, self._beside.adamw.state())
 
     def load(self, directory: Path) -> None:
         path, client_state = self._engine.load_checkpoint(
@@ -149,6 +165,8 @@ class DeepSpeedEngine:
                 fix="resume with the strategy the run was started with",
             )
         self._diverged = bool(client_state["shardwise_diverged"])
+        if self._beside is not None:
+            self._beside.adamw.restore(load_state(directory, self.world))
 
     @torch.no_grad()
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -159,6 +177,8 @@ class DeepSpeedEngine:
                 # Only rank 0 pays for the copy to the host.
                 full = p.detach().to("cpu", copy=True) if self.world.rank == 0 else torch.empty(0)
             yield public_name(name), full
+        for name, tensor in self._whole.chosen(names):
+            yield public_name(name), tensor.detach().cpu() if self.world.rank == 0 else torch.empty(0)
 
     def config(self) -> dict[str, Any]:
         return self._config
@@ -221,12 +241,14 @@ def _shard(
     fill: Fill,
     device: torch.device,
     config: dict[str, Any],
+    whole: WholeParameters,
 ) -> None:
     """Fills and shards one block after the other, then what is outside the blocks."""
     import deepspeed
 
     for part in (*blocks, module):
         fill(part, device)
+        whole.take(part)
         deepspeed.zero.Init(module=part, config_dict_or_path=copy.deepcopy(config))
     # Whole blocks are gathered, not each linear layer on its own (decision 0009). Fused layers rely on it.
     for block in blocks:

@@ -31,6 +31,7 @@ from shardwise.engine.parameters import (
 )
 from shardwise.engine.protocol import StepResult, World
 from shardwise.engine.state import Part, load_state, save_state
+from shardwise.engine.whole import WholeParameters
 from shardwise.job import schema
 from shardwise.strategy.strategy import Strategy
 
@@ -54,17 +55,19 @@ class FsdpEngine:
         self._settings = optimizer
         decay = decay_by_name(module, optimizer.weight_decay)
         move_buffers(module, world.device)
-        _shard(strategy, module, blocks, fill, world)
+        self._whole = WholeParameters(module, precision=strategy.precision)
+        _shard(strategy, module, blocks, fill, world, self._whole)
         self._sharded: dict[str, DTensor] = trainable(module)  # type: ignore[assignment]
         self._shards = {name: p.to_local().detach() for name, p in self._sharded.items()}
         self._optimizer = AdamW(
-            self._shards,
+            {**self._shards, **self._whole.trainable},
             decay,
             optimizer,
             clip_norm=strategy.clip_norm,
             fp16=strategy.precision == "fp16",
             sharded=True,
             device=world.device,
+            replicated=self._whole.trainable,
         )
         module.train()
 
@@ -84,6 +87,7 @@ class FsdpEngine:
             if isinstance(p.grad, DTensor):
                 self._shards[name].grad = p.grad.to_local()
             p.grad = None
+        self._whole.reduce()
         return self._optimizer.step(loss_sum / target_tokens, learning_rate=learning_rate)
 
     @torch.no_grad()
@@ -114,6 +118,8 @@ class FsdpEngine:
                 shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
             ).full_tensor()
             yield public_name(name), full.cpu() if self.world.rank == 0 else torch.empty(0)
+        for name, tensor in self._whole.chosen(names):
+            yield public_name(name), tensor.detach().cpu() if self.world.rank == 0 else torch.empty(0)
 
     def _reshard(self) -> None:
         """Drop what an evaluation may have left gathered; the parameters are shards again."""
@@ -145,7 +151,12 @@ class FsdpEngine:
 
 
 def _shard(
-    strategy: Strategy, module: nn.Module, blocks: Sequence[nn.Module], fill: Fill, world: World
+    strategy: Strategy,
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    fill: Fill,
+    world: World,
+    whole: WholeParameters,
 ) -> None:
     """Fills and shards one block after the other, then what is outside the blocks."""
     options: dict[str, Any] = {
@@ -160,6 +171,7 @@ def _shard(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for part in (*blocks, module):
         fill(part, world.device)
+        whole.take(part)
         for p in part.parameters():
             if p.requires_grad and not isinstance(p, DTensor):
                 p.data = p.data.float()

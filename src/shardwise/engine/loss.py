@@ -21,15 +21,19 @@ from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_PLAIN_HEADS = attention.VARLEN_TYPES | {
-    "bloom",
-    "codegen",
-    "falcon",
-    "gemma2",
-    "gpt_neo",
-    "gptj",
-    "stablelm",
-}
+_PLAIN_HEADS = (
+    attention.VARLEN_TYPES
+    | attention.STATE_TYPES
+    | {
+        "bloom",
+        "codegen",
+        "falcon",
+        "gemma2",
+        "gpt_neo",
+        "gptj",
+        "stablelm",
+    }
+)
 """Model types whose logits are the head applied to the backbone's output, then `_logits_after`."""
 
 

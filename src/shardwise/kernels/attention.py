@@ -1,6 +1,6 @@
 """Attention over packed rows: every token attends to the earlier tokens of its own segment, and to no other.
 
-Four ways, chosen by model type (`choose`):
+Five ways, chosen by model type (`choose`):
 
 - `varlen`: the rows are laid end to end, [1, B*S], and the borders of the segments go to the kernel. No mask
   exists and nothing is computed across segments. Registered with transformers as `shardwise_varlen`. Rows
@@ -8,6 +8,7 @@ Four ways, chosen by model type (`choose`):
 - `positions`: transformers builds the block-diagonal mask itself from position ids that restart, for models
   that hand them to its mask function.
 - `mask`: our own [B, 1, S, S] mask, for models that take one but ignore the position ids.
+- `state`: a state space model, no attention; its mixers take the position ids and forget where they restart.
 - `rows`: plain causal rows; only right where a row holds a single sample followed by padding.
 """
 
@@ -64,12 +65,14 @@ _POSITION_TYPES = VARLEN_TYPES - {"opt"} | {"codegen", "gemma2", "gpt_neo", "gpt
 
 _MASK_TYPES = frozenset({"falcon", "opt"})
 
+STATE_TYPES = frozenset({"mamba"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """How a model attends over rows."""
 
-    packing: Literal["varlen", "positions", "mask", "rows"]
+    packing: Literal["varlen", "positions", "mask", "state", "rows"]
     implementation: str | None
     """Name for `set_attn_implementation`; None leaves what transformers picks for the model."""
     windowed: bool = False
@@ -79,6 +82,8 @@ class Attention:
 def choose(config: PretrainedConfig) -> Attention:
     """The fastest exact way for a model; `rows` if nothing is known about it."""
     kind = config.model_type
+    if kind in STATE_TYPES:
+        return Attention(packing="state", implementation=None)
     dropout = max(getattr(config, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
     softcap = getattr(config, "attn_logit_softcapping", None)
     if kind in VARLEN_TYPES and dropout == 0.0 and softcap is None and _kernel_takes(_head_size(config)):

@@ -14,6 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.errors import JobError
 from shardwise.job.schema import Lora
+from shardwise.models.mamba.modules import Mixer
+from shardwise.models.mamba.prepare import MAMBA
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -31,14 +33,17 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
     no linear module.
     """
     candidates = linear_modules(model)
+    targets: str | list[str] = lora.targets
     if isinstance(lora.targets, list):
-        _check_targets(lora.targets, candidates)
+        _check_targets(lora.targets, candidates, model)
+    elif model.config.model_type == MAMBA:
+        targets = ["in_proj"]  # PEFT refuses `all-linear`, which it would read as out_proj too
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=lora.targets,
+        target_modules=targets,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in candidates.values()),
     )
     with warnings.catch_warnings():
@@ -55,12 +60,22 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
 
 
 def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """What can have an adapter: every linear layer but the output head, by name."""
-    head = model.get_output_embeddings()
+    """What can have an adapter, by name: every linear layer that is called, but the output head."""
+    left_out = {model.get_output_embeddings(), *_never_called(model).values()}
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+        if isinstance(module, (nn.Linear, Conv1D)) and module not in left_out
+    }
+
+
+def _never_called(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Modules whose weights a fused kernel reads: an adapter on them would be left out without a word."""
+    return {
+        f"{name}.{part}": getattr(module, part)
+        for name, module in model.named_modules()
+        if isinstance(module, Mixer)
+        for part in ("conv1d", "x_proj", "dt_proj", "out_proj")
     }
 
 
@@ -88,9 +103,16 @@ def initial_values(name: str, shape: torch.Size, device: torch.device) -> torch.
     return nn.init.zeros_(value)
 
 
-def _check_targets(targets: Iterable[str], candidates: Iterable[str]) -> None:
+def _check_targets(targets: Iterable[str], candidates: Iterable[str], model: PreTrainedModel) -> None:
     """PEFT itself is content when one of several targets matches."""
     names = list(candidates)
+    fused = [t for t in targets if any(n == t or n.endswith(f".{t}") for n in _never_called(model))]
+    if fused:
+        raise JobError(
+            f"the kernel reads the weights of {', '.join(fused)} itself: an adapter would train nothing",
+            where="model.lora.targets",
+            fix="targets: [in_proj]",
+        )
     unknown = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
     if unknown:
         known = sorted({name.rpartition(".")[2] for name in names})

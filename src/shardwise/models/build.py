@@ -17,6 +17,7 @@ from shardwise.errors import JobError
 from shardwise.job.schema import Model
 from shardwise.models.adapters import add_lora
 from shardwise.models.file_weights import open_weights
+from shardwise.models.mamba.prepare import MAMBA, check_config, prepare, refuse_related
 from shardwise.models.random_weights import RandomWeights
 from shardwise.models.source import Source, find_source
 from shardwise.models.structure import build_buffers, count_parameters, find_blocks
@@ -117,6 +118,7 @@ def _config(model: Model, found: Source, vocab_size: int | None) -> PretrainedCo
             where="model.source",
             fix="name the model they were made from",
         )
+    refuse_related(str(found.config["model_type"]), f"model.source: {model.source}")
     try:
         config = _read_config(model, found, {})
         if model.config or vocab_size is not None:
@@ -128,6 +130,8 @@ def _config(model: Model, found: Source, vocab_size: int | None) -> PretrainedCo
             where="model.config" if model.config else f"model.source: {model.source}",
             fix="correct the values",
         ) from None
+    if config.model_type == MAMBA:
+        check_config(config, model.config)
     return config
 
 
@@ -185,6 +189,8 @@ def _construct(config: PretrainedConfig, model: Model, dtype: torch.dtype) -> Pr
             where="model.config" if model.config else f"model.source: {model.source}",
             fix="use a decoder-only language model, and values that fit each other",
         ) from None
+    if config.model_type == MAMBA:
+        prepare(built)
     return built
 
 

@@ -8,6 +8,9 @@ Two conventions differ from that paper:
 - Only keys that the causal mask or a window leaves are counted: (S + 1) / 2 on average in a row of S tokens
   where the paper counts S. Samples packed into a row see still fewer; that is not taken off.
 - A frozen matrix costs 4, forward and the gradient of its input; an adapter's costs 6.
+
+A state space model's scan takes 9 per channel and state in the forward pass (A. Gu,
+github.com/state-spaces/mamba, number 110), and counts three times, as products do.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import nn
+from transformers.models.mamba.modeling_mamba import MambaMixer
 
+from shardwise.models.mamba.prepare import MAMBA
 from shardwise.models.structure import count_parameters
 
 if TYPE_CHECKING:
@@ -31,7 +36,10 @@ def train_flops_per_token(built: BuiltModel, *, sequence_length: int) -> float:
         weights = 6.0 * base
     else:
         weights = 4.0 * base + 6.0 * (built.total - count_parameters(built.skeleton))
-    return weights + attention_flops_per_token(built.skeleton.config, sequence_length)
+    config = built.skeleton.config
+    if config.model_type == MAMBA:
+        return weights + scan_flops_per_token(config)
+    return weights + attention_flops_per_token(config, sequence_length)
 
 
 def matmul_parameters(model: PreTrainedModel) -> float:
@@ -49,9 +57,19 @@ def matmul_parameters(model: PreTrainedModel) -> float:
         for parameter in module.parameters(recurse=False):
             if parameter.ndim == 3 and experts and active and parameter.shape[0] == experts:
                 total += parameter.numel() * active / experts
-            elif parameter.ndim >= 2:
+            elif parameter.ndim >= 2 and not _is_decay(module, parameter):
                 total += parameter.numel()
     return total
+
+
+def _is_decay(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Mamba's A: two dimensions, and no product; the scan's FLOPs are counted by themselves."""
+    return isinstance(module, MambaMixer) and parameter is module.A_log
+
+
+def scan_flops_per_token(config: PretrainedConfig) -> float:
+    """FLOPs of Mamba's selective scan, forward and backward."""
+    return 27.0 * config.intermediate_size * config.state_size * config.num_hidden_layers
 
 
 def attention_flops_per_token(config: PretrainedConfig, sequence_length: int) -> float:

@@ -54,6 +54,8 @@ class Roofline:
             return self._matmul(op)
         if op.kind == "attention":
             return self._attention(op)
+        if op.kind == "scan":
+            return self._scan(op)
         by_row: float = table()["row_seconds"].get(op.name, 0.0) * self._rows
         return by_row + self.moving(op.read_bytes + op.written_bytes, bandwidth_key(op))
 
@@ -104,6 +106,14 @@ class Roofline:
         peak = self.half_flops if op.item_bytes == 2 else self.fp32_flops
         computing: float = op.flops * filled(head, kernel["heads"]) / (peak * share)
         return self._kernel_seconds + max(computing, self._operands(op))
+
+    def _scan(self, op: Op) -> float:
+        """Instructions of the kernels' loops, one a lane and clock: the fp32 peak counts two."""
+        rules = table()["scan"]
+        instructions: float = math.prod(op.shape) * rules["instructions"][op.name]
+        computing = instructions / (self.fp32_flops / 2)
+        launching: float = rules["kernels"] * self._kernel_seconds
+        return launching + max(computing, self._operands(op))
 
     def _operands(self, op: Op) -> float:
         """Seconds to read and write all of a product's or an attention's matrices once."""

@@ -72,7 +72,8 @@ class Op:
     """One kernel, or a few launched by one call."""
 
     kind: str
-    """`matmul`, `attention`, `elementwise`, `reduction`, `normalization`, `loss`, `embedding`, `copy`."""
+    """`matmul`, `attention`, `scan`, `elementwise`, `reduction`, `normalization`, `loss`, `embedding` or
+    `copy`."""
     flops: float
     """Multiplications and additions; of a causal attention only those its mask leaves."""
     read_bytes: int
@@ -80,7 +81,8 @@ class Op:
     item_bytes: int = 2
     """Of its inputs' format."""
     shape: tuple[int, ...] = ()
-    """matmul: (batch, m, n, k). attention: (batch, heads, key-value heads, queries, keys, head size)."""
+    """matmul: (batch, m, n, k). attention: (batch, heads, key-value heads, queries, keys, head size).
+    scan: (tokens, channels, states)."""
     name: str = ""
     """torch's, for people."""
 

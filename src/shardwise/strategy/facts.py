@@ -17,14 +17,15 @@ class Architecture:
     blocks: int
     """Transformer blocks."""
     key_value_heads: int
-    """As many as attention heads, or fewer under grouped-query attention."""
+    """As many as attention heads, or fewer under grouped-query attention; 0 of a state space model."""
     flash_attention: bool
     """Whether half precision attends through torch's flash attention (`kernels.attention`: `varlen`)."""
 
     @classmethod
     def of(cls, config: object, *, flash_attention: bool) -> Architecture:
         """From a Hugging Face config of a decoder; AttributeError where it is none."""
-        heads: int = config.num_attention_heads  # type: ignore[attr-defined]
+        attends = getattr(config, "model_type", None) != "mamba"
+        heads: int = config.num_attention_heads if attends else 0  # type: ignore[attr-defined]
         blocks: int = config.num_hidden_layers  # type: ignore[attr-defined]
         return cls(
             blocks=blocks,

@@ -69,8 +69,12 @@ def _parallel(facts: Facts) -> bool:
     return _deepspeed(facts) and facts.strategy.tensor_parallel > 1
 
 
+def _has_no_heads(facts: Facts) -> bool:
+    return facts.architecture is not None and facts.architecture.key_value_heads == 0
+
+
 def _splits_a_head(facts: Facts) -> bool:
-    if not _parallel(facts) or facts.architecture is None:
+    if not _parallel(facts) or facts.architecture is None or _has_no_heads(facts):
         return False
     return facts.architecture.key_value_heads % facts.strategy.tensor_parallel != 0
 
@@ -268,6 +272,15 @@ RULES: tuple[Rule, ...] = (
         versions=DEEPSPEED,
     ),
     Rule(
+        name="tensor-parallel-needs-heads",
+        broken=lambda f: _parallel(f) and _has_no_heads(f),
+        reason="AutoTP would cut Mamba's input projection across its two halves, and knows no Mamba",
+        where="strategy.tensor_parallel",
+        fix="tensor_parallel: 1; zero2, zero3 and fsdp2 train Mamba",
+        source="deepspeed/module_inject: no policy names Mamba, whose in_proj has rows of x, then of z",
+        versions=DEEPSPEED,
+    ),
+    Rule(
         name="tensor-parallel-stops-at-the-first-batch",
         broken=_parallel,
         reason="DeepSpeed's AutoTP compares the GPUs' first batches, and fails on batches of several tensors",
@@ -311,6 +324,14 @@ RULES: tuple[Rule, ...] = (
         fix="strategy: zero1 or zero2, or train.precision: bf16",
         source="deepspeed/runtime/engine.py 0.19.8: backward scales the loss for ZeRO's optimizers only",
         versions=DEEPSPEED,
+    ),
+    Rule(
+        name="fp16-and-parameters-in-fp32",
+        broken=lambda f: f.strategy.precision == "fp16" and _deepspeed(f) and _has_no_heads(f),
+        reason="Mamba's A_log, D and dt's bias are stepped beside DeepSpeed, which alone scales fp16's loss",
+        where="train.precision",
+        fix="train.precision: bf16, or strategy: fsdp2",
+        source="shardwise.engine.whole",
     ),
     Rule(
         name="global-batch-divides",

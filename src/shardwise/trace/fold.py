@@ -71,6 +71,8 @@ def block_kinds(built: BuiltModel, checkpoint_every: int) -> list[Any]:
             tuple((p.shape, p.dtype, p.requires_grad) for p in block.parameters()),
             tuple(str(values[index]) for values in per_layer),
             checkpoint_every > 0 and index % checkpoint_every == 0,
+            # the embeddings are not in fp32 yet
+            index == 0 and getattr(config, "residual_in_fp32", False),
         )
         for index, block in enumerate(built.blocks)
     ]

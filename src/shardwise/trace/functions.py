@@ -10,20 +10,24 @@ import torch
 from torch.nn import functional
 
 from shardwise.kernels.target import target
+from shardwise.simulate.step_trace import Op
+from shardwise.trace.recorder import record_kernel
 
 HOPPER = 9
 
 
 @contextmanager
 def cuda_functions() -> Iterator[None]:
-    """Within, `scaled_dot_product_attention` and `dropout` are the kernels of the target GPU.
+    """Within, `scaled_dot_product_attention`, `dropout` and `rms_norm` are the kernels of the target GPU.
 
     torch picks attention's in this order (sdp_utils.cpp): cuDNN on Hopper and newer, flash attention where
     there is no mask, memory-efficient attention. All want half precision, but for the last. The functions are
     put in torch's place: a function mode would not be active while a checkpointed block is computed again.
     """
-    replaced = {name: getattr(functional, name) for name in ("scaled_dot_product_attention", "dropout")}
-    functional.scaled_dot_product_attention, functional.dropout = _attention, _dropout  # type: ignore[assignment]
+    stand_ins = {"scaled_dot_product_attention": _attention, "dropout": _dropout, "rms_norm": _rms_norm}
+    replaced = {name: getattr(functional, name) for name in stand_ins}
+    for name, function in stand_ins.items():
+        setattr(functional, name, function)
     try:
         yield
     finally:
@@ -69,3 +73,50 @@ def _dropout(
     if not training or p == 0.0:
         return input
     return torch.native_dropout(input, p, True)[0]
+
+
+def _rms_norm(
+    input: torch.Tensor,  # noqa: A002 - torch's name
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    if weight is None or weight.dtype != input.dtype:  # torch has no kernel for these either
+        return _UNFUSED_RMS_NORM(input, normalized_shape, weight, eps)
+    out: torch.Tensor = _RmsNorm.apply(input, weight)
+    return out
+
+
+_UNFUSED_RMS_NORM = functional.rms_norm
+
+
+class _RmsNorm(torch.autograd.Function):
+    """torch's `_fused_rms_norm` of CUDA, which meta tensors have not: keeps its input and a number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        y = torch.empty_like(x)
+        scale = x.new_empty(*x.shape[:-1], 1)
+        record_kernel(_norm("rms_norm", [x, weight], [y, scale]))
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        dweight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        written = [dx] if dweight is None else [dx, dweight]
+        record_kernel(_norm("rms_norm_backward", [dy, x, weight, scale], written))
+        return dx, dweight
+
+
+def _norm(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> Op:
+    return Op(
+        kind="normalization",
+        flops=float(sum(t.numel() for t in read)),
+        read_bytes=sum(t.numel() * t.element_size() for t in read),
+        written_bytes=sum(t.numel() * t.element_size() for t in written),
+        item_bytes=read[0].element_size(),
+        name=name,
+    )

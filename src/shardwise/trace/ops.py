@@ -56,9 +56,13 @@ def describe(
         return None
     if name in _MATMUL:
         return _matmul(name, inputs, outputs)
+    if name in SCANS:
+        return _scan(name, inputs, outputs)
     if any(part in name for part in _ATTENTION):
         return _attention(name, args, inputs, outputs)
     read, written = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
+    if name == "causal_conv_backward":
+        read, written = read + _bytes(inputs[0]), written + 2 * _bytes(inputs[0])  # two kernels, in place
     if name == "cross_entropy_":
         written += _bytes(inputs[0])  # the gradient takes the place of the logits
     kind = _kind(name)
@@ -78,6 +82,26 @@ def is_view(function: Any) -> bool:
     """Whether the operator only names a part of its input."""
     schema = function._schema
     return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+
+
+SCANS = {"selective_scan": 9.0, "selective_scan_replay": 9.0, "selective_scan_backward": 18.0}
+"""FLOPs per channel, state and token (models/flops.py); the replay is the forward pass once more."""
+
+
+def _scan(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Op:
+    x, _, a = inputs[:3]
+    width, states = a.shape
+    tokens = x.numel() // width
+    rewritten = {"selective_scan_replay": inputs[-2:], "selective_scan_backward": (inputs[1], inputs[-1])}
+    return Op(
+        kind="scan",
+        flops=SCANS[name] * tokens * width * states,
+        read_bytes=sum(map(_bytes, inputs)),
+        written_bytes=sum(map(_bytes, (*outputs, *rewritten.get(name, ())))),
+        item_bytes=x.element_size(),
+        shape=(tokens, width, states),
+        name=name,
+    )
 
 
 def _kind(name: str) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from shardwise.kernels.causal_conv import TOKENS
+from shardwise.kernels.selective_scan import COLUMNS, chunks_of
 from shardwise.kernels.target import Target
 
 
@@ -97,6 +99,26 @@ def _embedding_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Targ
     return [8 * count] * 5 + [8 * parts, 4 * parts * gradient.shape[-1]]
 
 
+def _scan(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
+    """`selective_scan_triton`: what survives of a state in each chunk."""
+    rows, length, width = args[0].shape
+    return [4 * width * chunks_of(rows, length, width)]
+
+
+def _scan_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
+    """`selective_scan_backward_triton`: da, dd and dbias by chunk, dbc by block of channels."""
+    x, a, bc = args[0], args[2], args[3]
+    rows, length, width = x.shape
+    by_chunk = 4 * chunks_of(rows, length, width) * width * (a.shape[1] + 2)
+    return [4 * a.numel() + by_chunk + 4 * -(-width // COLUMNS) * bc.numel()]
+
+
+def _convolution_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
+    """`causal_conv_triton`: sums of the weight's and the bias's gradient by block of tokens."""
+    x, weight = args[:2]
+    return [4 * -(-(x.shape[0] * x.shape[1]) // TOKENS) * (weight.numel() + weight.shape[0])]
+
+
 UNSORTED_TOKENS = 3072
 TOKENS_IN_A_PART = 10
 
@@ -116,6 +138,10 @@ _RULES = {
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
     "_softmax_backward_data": _softmax_backward,
     "_varlen_attn_backward": _flash_backward,
+    "causal_conv_backward": _convolution_backward,
+    "selective_scan": _scan,
+    "selective_scan_replay": _scan,
+    "selective_scan_backward": _scan_backward,
     "embedding_dense_backward": _embedding_backward,
     "sum": _sum,
 }

@@ -18,11 +18,13 @@ from shardwise.engine.protocol import World
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import detect_hardware
 from shardwise.job.schema import Job
+from shardwise.kernels import attention
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.tokenizer import load_tokenizer, model_vocabulary
 from shardwise.plan.plan import Plan
 from shardwise.plan.why import does_not_fit
 from shardwise.strategy.auto import resolve
+from shardwise.strategy.facts import Architecture
 from shardwise.strategy.strategy import Strategy
 from shardwise.trace.plan_job import make_plan
 
@@ -112,7 +114,17 @@ def _resolve(job: Job, built: BuiltModel, processes: int) -> tuple[Strategy, lis
         total_parameters=built.total,
         device_memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else None,
         lora=job.model.lora is not None,
+        architecture=_architecture(built),
     )
+
+
+def _architecture(built: BuiltModel) -> Architecture | None:
+    """None where the config is no decoder's that the rules know."""
+    flash = attention.choose(built.config).packing == "varlen"
+    try:
+        return Architecture.of(built.config.get_text_config(), flash_attention=flash)
+    except AttributeError:
+        return None
 
 
 def count_steps(ready: Ready) -> int:

@@ -57,6 +57,10 @@ BROKEN = {
     "tensor-parallel-divides-key-value-heads": facts(
         tensor_parallel=4, data_parallel=1, architecture=shape(key_value_heads=2)
     ),
+    "tensor-parallel-needs-heads": facts(
+        tensor_parallel=2, data_parallel=2, architecture=shape(key_value_heads=0)
+    ),
+    "fp16-and-parameters-in-fp32": facts(precision="fp16", architecture=shape(key_value_heads=0)),
     NO_TENSOR_PARALLEL: facts(tensor_parallel=2, data_parallel=2),
     "bf16-needs-ampere": facts(capability=(7, 5)),
     "flash-attention-needs-ampere": facts(capability=(7, 0), precision="fp16", architecture=shape()),

@@ -1,0 +1,113 @@
+"""Mamba's short causal convolution along packed rows, one filter a channel, followed by SiLU.
+
+    pre_t = bias + sum_j weight_{K-1-j} x_{t-j}    over the j taps that do not reach before the token's sample
+    out_t = silu(pre_t)
+
+`positions` says how far each token is from its sample's first. Sums are in fp32, or fp64 for fp64 inputs.
+The CPU side is plain PyTorch; the CUDA side is in `causal_conv_triton`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+TOKENS = 64
+"""Tokens of a program's block, each with its own sums of the gradients of weight and bias."""
+
+
+def causal_conv_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor
+) -> torch.Tensor:
+    """`causal_conv` in fp32 or fp64, gradients by autograd."""
+    return functional.silu(_pre(x, weight, bias, positions))
+
+
+def _pre(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor
+) -> torch.Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    pre = torch.zeros_like(x, dtype=dtype) if bias is None else bias.to(dtype).expand(x.shape)
+    for back, earlier in enumerate(_earlier(x.to(dtype), weight.shape[1], positions)):
+        pre = pre + earlier * weight[:, -1 - back].to(dtype)
+    return pre
+
+
+def _earlier(x: torch.Tensor, taps: int, positions: torch.Tensor) -> list[torch.Tensor]:
+    """For each number of tokens back the token there, 0 where it belongs to another sample."""
+    length = x.shape[1]
+    return [
+        functional.pad(x, (0, 0, back, 0))[:, :length] * (positions >= back).unsqueeze(-1)
+        for back in range(taps)
+    ]
+
+
+@torch.library.custom_op("shardwise::causal_conv", mutates_args=(), device_types="cpu")
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor
+) -> torch.Tensor:
+    """SiLU of the convolution.
+
+    Args:
+        x: [B, T, W], tokens at one stride.
+        weight: [W, K]; the last tap is the token's own.
+        bias: [W].
+        positions: int32 [B, T]; 0 at the first token of a row and of every sample.
+
+    Returns:
+        [B, T, W], contiguous, in x's format.
+    """
+    return causal_conv_reference(x, weight, bias, positions).to(x.dtype).contiguous()
+
+
+@torch.library.custom_op("shardwise::causal_conv_backward", mutates_args=("dout", "dx"), device_types="cpu")
+def causal_conv_backward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    positions: torch.Tensor,
+    dout: torch.Tensor,
+    dx: torch.Tensor,
+) -> torch.Tensor:
+    """Gradients of `causal_conv`.
+
+    `dout`, [B, T, W] and contiguous, is used up; `dx`, [B, T, W] with tokens at one stride, takes the
+    gradient of `x`. Returns that of the weight and, in the last column, of the bias: fp32 (fp64) [W, K + 1].
+    """
+    pre, taps, length = _pre(x, weight, bias, positions), weight.shape[1], x.shape[1]
+    sigmoid = torch.sigmoid(pre)
+    g = dout.to(pre.dtype) * sigmoid * (1.0 + pre * (1.0 - sigmoid))
+    total = torch.zeros_like(g)
+    for ahead in range(taps):
+        reached = g * (positions >= ahead).unsqueeze(-1) * weight[:, -1 - ahead].to(g.dtype)
+        total += functional.pad(reached, (0, 0, 0, ahead))[:, ahead : ahead + length]
+    dx.copy_(total)
+    sums = [(g * earlier).sum((0, 1)) for earlier in _earlier(x.to(g.dtype), taps, positions)]
+    return torch.stack([*reversed(sums), g.sum((0, 1))], dim=1)
+
+
+@causal_conv.register_kernel("cuda")
+def _forward_cuda(*arguments: Any) -> Any:
+    from shardwise.kernels.causal_conv_triton import forward  # Triton is not there without a GPU
+
+    return forward(*arguments)
+
+
+@causal_conv_backward.register_kernel("cuda")
+def _backward_cuda(*arguments: Any) -> Any:
+    from shardwise.kernels.causal_conv_triton import backward
+
+    return backward(*arguments)
+
+
+@causal_conv.register_fake
+def _forward_fake(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@causal_conv_backward.register_fake
+def _backward_fake(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    width, taps = weight.shape
+    return weight.new_empty(width, taps + 1, dtype=torch.promote_types(x.dtype, torch.float32))

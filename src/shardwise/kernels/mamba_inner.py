@@ -1,0 +1,177 @@
+"""What a Mamba mixer does between its input and its output projection, both gradients' memory in mind.
+
+    x, z = xz                                   [.., W] each
+    u = silu(conv(x))
+    r, B, C = u x_proj^T                        [.., R], [.., N], [.., N]
+    out = scan(u, r dt_proj^T, A, B, C, D, z) out_proj^T
+
+As in mamba_ssm's `mamba_inner_fn` one autograd node keeps `xz` and the small product, and computes the rest
+again; unlike there, the scan's output too: at 2 bytes a channel and token it is dearer than the states it
+comes from. The tensors that the backward pass needs for a while are written over each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.kernels.causal_conv import causal_conv, causal_conv_backward
+from shardwise.kernels.selective_scan import (
+    scan_dtype,
+    selective_scan,
+    selective_scan_backward,
+    selective_scan_replay,
+)
+
+
+def mamba_inner(
+    xz: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    x_proj: torch.Tensor,
+    dt_proj: torch.Tensor,
+    dt_bias: torch.Tensor,
+    a_log: torch.Tensor,
+    d: torch.Tensor,
+    out_proj: torch.Tensor,
+) -> torch.Tensor:
+    """Convolution, scan, gate and output projection.
+
+    Args:
+        xz: [B, T, 2 W], contiguous; the input projection's output.
+        positions: int32 [B, T]; 0 at the first token of a row and of every sample, which sees no earlier one.
+        conv_weight: [W, K].
+        conv_bias: [W].
+        x_proj: [R + 2 N, W].
+        dt_proj: [W, R].
+        dt_bias: [W]; like `a_log` and `d` in any format, used in fp32 (fp64 for fp64).
+        a_log: [W, N].
+        d: [W].
+        out_proj: [H, W].
+
+    Returns:
+        [B, T, H] in xz's format.
+    """
+    dtype = scan_dtype(xz)
+    out: torch.Tensor = _MambaInner.apply(
+        xz,
+        positions,
+        conv_weight,
+        conv_bias,
+        x_proj,
+        dt_proj,
+        dt_bias.to(dtype),
+        -torch.exp(a_log.to(dtype)),
+        d.to(dtype),
+        out_proj,
+    )
+    return out
+
+
+class _MambaInner(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        xz: torch.Tensor,
+        positions: torch.Tensor,
+        conv_weight: torch.Tensor,
+        conv_bias: torch.Tensor | None,
+        x_proj: torch.Tensor,
+        dt_proj: torch.Tensor,
+        dt_bias: torch.Tensor,
+        a: torch.Tensor,
+        d: torch.Tensor,
+        out_proj: torch.Tensor,
+    ) -> torch.Tensor:
+        call = _calls(xz)
+        x, z = xz.chunk(2, dim=-1)
+        u = call.conv(x, conv_weight, conv_bias, positions)
+        small = u @ x_proj.t()
+        delta, bc = _delta_and_bc(small, dt_proj)
+        gated, states = call.scan(u, delta, a, bc, d, z, dt_bias, positions)
+        ctx.save_for_backward(
+            xz, positions, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, a, d, out_proj, small, states
+        )
+        return gated @ out_proj.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (
+            xz, positions, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, a, d, out_proj, small, states
+        ) = ctx.saved_tensors  # fmt: skip
+        call = _calls(xz)
+        needed = dict(zip(_INPUTS, ctx.needs_input_grad, strict=True))
+        x, z = xz.chunk(2, dim=-1)
+        dxz = torch.empty_like(xz)
+        dx, dz = dxz.chunk(2, dim=-1)
+
+        u = call.conv(x, conv_weight, conv_bias, positions)
+        delta, bc = _delta_and_bc(small, dt_proj)
+        dout = grad @ out_proj
+        gated, fine, adjoints = call.replay(u, delta, a, bc, d, z, dt_bias, positions, states, dout, dz)
+        d_out_proj = _weight_gradient(grad, gated) if needed["out_proj"] else None
+        del gated
+        da, dbc, dd, d_dt_bias = call.backward(u, delta, a, bc, d, dt_bias, positions, fine, adjoints, dout)
+        del fine, adjoints, bc
+        ddelta, du = delta, dout  # what they have become
+
+        rank = dt_proj.shape[1]
+        dsmall = torch.empty_like(small)
+        dsmall[..., rank:] = dbc
+        dsmall[..., :rank] = ddelta @ dt_proj
+        d_dt_proj = _weight_gradient(ddelta, small[..., :rank]) if needed["dt_proj"] else None
+        d_x_proj = _weight_gradient(dsmall, u) if needed["x_proj"] else None
+        del u, delta, ddelta
+        du.view(-1, du.shape[-1]).addmm_(dsmall.view(-1, dsmall.shape[-1]), x_proj)
+        dconv = call.conv_backward(x, conv_weight, conv_bias, positions, du, dx).to(conv_weight.dtype)
+        d_conv_bias = None if conv_bias is None else dconv[:, -1].contiguous()
+        d_conv = dconv[:, :-1].contiguous()
+        return dxz, None, d_conv, d_conv_bias, d_x_proj, d_dt_proj, d_dt_bias, da, dd, d_out_proj
+
+
+_INPUTS = (
+    "xz", "positions", "conv_weight", "conv_bias", "x_proj", "dt_proj", "dt_bias", "a", "d", "out_proj"
+)  # fmt: skip
+
+
+class _Calls(NamedTuple):
+    conv: Callable[..., Any]
+    conv_backward: Callable[..., Any]
+    scan: Callable[..., Any]
+    replay: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+_OPERATORS = _Calls(
+    causal_conv, causal_conv_backward, selective_scan, selective_scan_replay, selective_scan_backward
+)
+
+
+def _calls(x: torch.Tensor) -> _Calls:
+    """The operators; on a GPU what they call, as an operator by itself takes 80 us of Python (torch 2.13)."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return _OPERATORS
+    from shardwise.kernels import causal_conv_triton, selective_scan_backward_triton, selective_scan_triton
+
+    return _Calls(
+        causal_conv_triton.forward,
+        causal_conv_triton.backward,
+        selective_scan_triton.forward,
+        selective_scan_triton.replay,
+        selective_scan_backward_triton.backward,
+    )
+
+
+def _delta_and_bc(small: torch.Tensor, dt_proj: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the scan takes from the small product: delta [B, T, W]; B and C [B, T, 2 N], in its format."""
+    rank = dt_proj.shape[1]
+    return small[..., :rank] @ dt_proj.t(), small[..., rank:].to(scan_dtype(small)).contiguous()
+
+
+def _weight_gradient(out: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Of a linear layer, from the gradient of its output and its input: [.., O], [.., I] to [O, I]."""
+    return out.reshape(-1, out.shape[-1]).t() @ into.reshape(-1, into.shape[-1])
