@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from choices import fastest_table, rehearsal_table
 from predict import (
     LEFT_OUT,
     Summary,
@@ -201,6 +202,16 @@ def _ledger_line(c: Comparison) -> list[str]:
     return line
 
 
+def fastest(_: Sequence[Comparison]) -> str:
+    head = ["job", "the plan's choice", "tokens/s/GPU", "the fastest measured", "tokens/s/GPU", "slower by"]
+    return table(head, fastest_table())
+
+
+def rehearsals(_: Sequence[Comparison]) -> str:
+    head = ["job", "the plan's choice", "measured", "predicted not to fit"]
+    return table(head, rehearsal_table())
+
+
 BLOCKS = {
     "headline": headline,
     "machines": machines,
@@ -208,6 +219,8 @@ BLOCKS = {
     "peers": peers,
     "families": families,
     "terms": terms,
+    "fastest": fastest,
+    "rehearsals": rehearsals,
     "ledger": ledger,
 }
 

@@ -101,6 +101,22 @@ def test_rows_to_measure_again_are_still_the_old_ones(predict: ModuleType) -> No
     assert all(rows[name]["set"] == "fit" for name in predict.LEFT_OUT), "held-out rows hold without excuse"
 
 
+def test_the_plans_choice_is_among_the_fastest() -> None:
+    choices = _module("choices")
+    found = [choices.chosen(job) for job in choices.FASTEST]
+    if any(one.measured is None for one in found):
+        pytest.skip("not all choices have been measured yet")
+    assert {str(one.job): one.behind for one in found if one.behind > 0.03} == {}
+
+
+def test_on_smaller_cards_the_choice_runs_and_what_does_not_fit_does_not() -> None:
+    choices = _module("choices")
+    found = [choices.chosen(job) for job in choices.REHEARSALS]
+    if any(one.measured is None for one in found):
+        pytest.skip("not all choices have been measured yet")
+    assert [str(one.job) for one in found if one.measured["error"]] == []
+
+
 @pytest.mark.parametrize("block", ["headline", "left out", "peers", "families", "terms"])
 def test_the_page_says_what_is_computed_now(page: ModuleType, comparisons: Comparisons, block: str) -> None:
     """`python benchmarks/accuracy/page.py` makes it anew."""

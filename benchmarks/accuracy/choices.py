@@ -1,0 +1,166 @@
+"""What a plan chooses for a job, beside all strategies of that job that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from predict import HERE, measured_rows
+from rows import GIB, Row, load_rows
+
+from shardwise.hardware.parse import parse_hardware
+from shardwise.plan.plan import in_words
+from shardwise.plan.sketch import sketch
+from shardwise.strategy.strategy import Strategy
+from shardwise.trace.plan_job import make_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model, its rows and what it may use; strategy, micro-batch and checkpointing are the plan's."""
+
+    model: str
+    gpus: int = 4
+    sequence_length: int = 2048
+    global_batch: int
+    lora: int = 0
+    memory_cap_gib: float = 0.0
+
+    def __str__(self) -> str:
+        how = f"LoRA {self.lora}" if self.lora else "all weights"
+        cap = f" of {self.memory_cap_gib:g} GiB" if self.memory_cap_gib else ""
+        rows = f"{self.global_batch} rows of {self.sequence_length}"
+        return f"{self.model}, {how}, {rows}, {self.gpus} GPUs{cap}"
+
+    @property
+    def rows(self) -> list[Row]:
+        """Those of the ledger that train this job."""
+        return [row for row in load_rows(HERE / "rows.toml") if _job_of(row) == self]
+
+    def choice(self) -> Strategy:
+        """What `shardwise plan` puts first."""
+        changes = [f"data.sequence_length={self.sequence_length}", f"train.global_batch={self.global_batch}"]
+        changes += [f"model.lora.rank={self.lora}"] if self.lora else []
+        hardware = parse_hardware(f"{self.gpus}xH200")
+        job = sketch(self.model, changes, world_size=hardware.world_size).job
+        plan = make_plan(job, hardware, memory_cap_bytes=int(self.memory_cap_gib * GIB) or None)
+        if plan.chosen is None:
+            raise ValueError(f"nothing fits: {self}")
+        return plan.chosen.strategy
+
+
+def _job_of(row: Row) -> Job:
+    return Job(
+        model=row.model,
+        gpus=row.gpus,
+        sequence_length=row.sequence_length,
+        global_batch=row.micro_batch * row.accumulation * row.gpus,
+        lora=row.lora,
+        memory_cap_gib=row.memory_cap_gib,
+    )
+
+
+FASTEST = (
+    Job(model="llama-2-7b", global_batch=8),
+    Job(model="llama-3.1-8b", lora=16, sequence_length=4096, global_batch=16),
+    Job(model="tinyllama-1.1b", global_batch=32),
+)
+"""Jobs of which several strategies were measured."""
+
+REHEARSALS = (
+    Job(model="gpt-neo-2.7b", lora=16, global_batch=16, memory_cap_gib=16),
+    Job(model="llama-2-7b", lora=16, global_batch=16, memory_cap_gib=16),
+    Job(model="llama-2-7b", lora=16, global_batch=16, memory_cap_gib=24),
+    Job(model="gpt3-1.3b", global_batch=16, memory_cap_gib=16),
+    Job(model="gpt3-6.7b", global_batch=16, memory_cap_gib=24),
+)
+"""Smaller cards, of which a limit on the process's share of an H200 stands for the memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A job's choice, and what was measured of it and of the others."""
+
+    job: Job
+    strategy: Strategy
+    measured: Mapping[str, Any] | None
+    """The choice's row; None where it has not been measured."""
+    others: tuple[tuple[Row, Mapping[str, Any]], ...]
+    """All measured rows of the job, the choice's among them."""
+
+    @property
+    def fastest(self) -> tuple[Row, Mapping[str, Any]]:
+        ran = [(row, found) for row, found in self.others if not found["error"]]
+        return min(ran, key=lambda pair: pair[1]["step_seconds"])
+
+    @property
+    def behind(self) -> float:
+        """By what share its step takes longer than the fastest measured one."""
+        assert self.measured is not None
+        return float(self.measured["step_seconds"] / self.fastest[1]["step_seconds"] - 1)
+
+    @property
+    def words(self) -> str:
+        return in_words(self.strategy)
+
+
+@cache
+def chosen(job: Job) -> Chosen:
+    """Plans the job and looks its choice up in the ledger."""
+    strategy, found = job.choice(), measured_rows()
+    others = tuple((row, found[row.id]) for row in job.rows if row.id in found)
+    mine = next((m for row, m in others if row.resolved() == strategy), None)
+    return Chosen(job=job, strategy=strategy, measured=mine, others=others)
+
+
+NOT_YET = "not measured yet"
+
+
+def fastest_table() -> list[list[str]]:
+    """Lines of a table: how the choice stands among what was measured of its job."""
+    lines = []
+    for job in FASTEST:
+        one = chosen(job)
+        if one.measured is None:
+            lines.append([str(job), one.words, NOT_YET, "", "", ""])
+            continue
+        row, found = one.fastest
+        speed = _speed(job, one.measured), _speed(job, found)
+        lines.append(
+            [
+                str(job),
+                one.words,
+                f"{speed[0]:,.0f}",
+                in_words(row.resolved()),
+                f"{speed[1]:,.0f}",
+                f"{100 * one.behind:.1f} % of {len(one.others)}",
+            ]
+        )
+    return lines
+
+
+def rehearsal_table() -> list[list[str]]:
+    """Lines of a table: whether the choice ran within its memory, and what else was tried."""
+    lines = []
+    for job in REHEARSALS:
+        one = chosen(job)
+        others = [(row, m) for row, m in one.others if m is not one.measured]
+        tried = [f"{in_words(row.resolved())}: {_ended(found)}" for row, found in others]
+        lines.append([str(job), one.words, _ended(one.measured), "; ".join(tried) or NOT_YET])
+    return lines
+
+
+def _speed(job: Job, found: Mapping[str, Any]) -> float:
+    tokens: float = found["tokens_per_step"]
+    return tokens / found["step_seconds"] / job.gpus
+
+
+def _ended(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return NOT_YET
+    if found["oom"]:
+        return "out of memory"
+    needed = found["peak_reserved_bytes"] + found["outside_allocator_bytes"]
+    return f"ran, with {needed / GIB:.1f} GiB"
