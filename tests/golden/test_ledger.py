@@ -101,19 +101,23 @@ def test_rows_to_measure_again_are_still_the_old_ones(predict: ModuleType) -> No
     assert all(rows[name]["set"] == "fit" for name in predict.LEFT_OUT), "held-out rows hold without excuse"
 
 
-def test_the_plans_choice_is_among_the_fastest() -> None:
+def _chosen(predict: ModuleType, jobs: str) -> list[Any]:
+    """The plan's choices for the jobs of that name. Planning them takes a minute, so not in vain."""
     choices = _module("choices")
-    found = [choices.chosen(job) for job in choices.FASTEST]
-    if any(one.measured is None for one in found):
-        pytest.skip("not all choices have been measured yet")
+    rows = predict.measured_rows()
+    tried = [all(row.id in rows for row in job.rows) for job in getattr(choices, jobs)]
+    if not all(tried):
+        pytest.skip(f"not all rows of {jobs} have been measured yet")
+    return [choices.chosen(job) for job in getattr(choices, jobs)]
+
+
+def test_the_plans_choice_is_within_3_percent_of_the_fastest(predict: ModuleType) -> None:
+    found = _chosen(predict, "FASTEST")
     assert {str(one.job): one.behind for one in found if one.behind > 0.03} == {}
 
 
-def test_on_smaller_cards_the_choice_runs_and_what_does_not_fit_does_not() -> None:
-    choices = _module("choices")
-    found = [choices.chosen(job) for job in choices.REHEARSALS]
-    if any(one.measured is None for one in found):
-        pytest.skip("not all choices have been measured yet")
+def test_on_smaller_cards_the_choice_runs(predict: ModuleType) -> None:
+    found = _chosen(predict, "REHEARSALS")
     assert [str(one.job) for one in found if one.measured["error"]] == []
 
 
