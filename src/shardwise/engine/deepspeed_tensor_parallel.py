@@ -86,7 +86,7 @@ def check_same_rows(micro_batches: Sequence[MicroBatch], device: torch.device) -
 
 
 def digest_of(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-    """Two int64: how many tokens and targets, and a hash of them in their order, whose negative exists too."""
+    """Two int64: how many tokens and targets, and a hash of them in their order, 2^62 at most in size."""
     numbers = torch.cat([t.flatten() for b in micro_batches for t in (b.input_ids, b.labels)]).long()
     places = torch.arange(1, len(numbers) + 1, device=numbers.device)
     mixed = (numbers + places * _MULTIPLIER) * _MULTIPLIER  # wraps around
