@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine.protocol import Engine, World
+from shardwise.errors import ShardwiseError
 from shardwise.strategy.strategy import Strategy
 
 DEEPSPEED = {
@@ -103,13 +105,100 @@ def mamba(folder: Path, world: World) -> dict[str, Any]:
     return results
 
 
-def resumes(engine: Engine, strategy: Strategy, place: Path) -> bool:
+PARALLEL = {
+    "autotp2-zero1": Strategy(engine="deepspeed", stage=1, tensor_parallel=2),
+    "autotp2-zero2": Strategy(engine="deepspeed", stage=2, tensor_parallel=2),
+}
+PARALLEL_OFFLOAD = {
+    "autotp2-zero2-offload": Strategy(
+        engine="deepspeed", stage=2, tensor_parallel=2, offload_optimizer="cpu"
+    ),
+}
+FAMILIES: dict[str, Any] = {
+    "llama": w.llama,
+    "qwen2-tied": partial(w.decoder, kind="qwen2", tie_word_embeddings=True),
+    "qwen3": partial(w.decoder, kind="qwen3"),
+    "gemma3": partial(w.decoder, kind="gemma3_text"),
+    "gpt_neox": partial(w.decoder, kind="gpt_neox"),
+}
+
+
+def tensor_parallel(folder: Path, world: World) -> dict[str, Any]:
+    """Parity under AutoTP, of models whose norms, biases and embeddings are cut or shared differently."""
+    world = w.in_pairs(world)
+    every = world.data_size == 1
+    families = FAMILIES if every else {name: FAMILIES[name] for name in ("llama", "qwen3")}
+    results: dict[str, Any] = {}
+    for family, model in families.items():
+        losses, norms, weights = w.reference(STEPS, model=model)
+        for name, bare in (PARALLEL | (PARALLEL_OFFLOAD if family == "llama" else {})).items():
+            for precision in ("fp32", "bf16") if family in ("llama", "qwen3") else ("fp32",):
+                strategy = replace(w.fitted(bare, world, 2), precision=precision)
+                engine = w.engine_for(strategy, world, model=model)
+                steps = w.train(engine, strategy, STEPS)
+                found = snapshot(engine)
+                assert found.keys() == weights.keys()
+                results[f"{name}/{precision}/{family}"] = {
+                    "loss_error": worst([step.loss.item() for step in steps], losses),
+                    "norm_error": worst([float(step.grad_norm) for step in steps], norms),
+                    "weight_error": largest_difference(found, weights) if world.rank == 0 else 0.0,
+                    "resumed": resumes(engine, strategy, folder / f"{name}-{precision}-{family}", model),
+                }
+    return results
+
+
+def tensor_parallel_checks(folder: Path, world: World) -> dict[str, Any]:
+    """What AutoTP's engine does about a NaN, rows that differ, a model no plan fits, and evaluations."""
+    apart, world = world, w.in_pairs(world)
+    results: dict[str, Any] = {"nan": {}, "errors": {}}
+    for name, bare in PARALLEL.items():
+        for precision in ("fp32", "bf16"):
+            strategy = replace(w.fitted(bare, world, 2), precision=precision)
+            results["nan"][f"{name}/{precision}"] = after_a_nan(strategy, world)
+    strategy = replace(w.fitted(PARALLEL["autotp2-zero1"], world, 2), precision="fp32")
+    results["logits"] = loss_of_the_exported(strategy, world)
+    engine = w.engine_for(strategy, world)
+    mine = w.share(w.rows(0), strategy, apart)
+    results["errors"]["rows"] = error_of(lambda: engine.step(mine, target_tokens=1, learning_rate=0.0))
+    cohere = partial(w.decoder, kind="cohere", use_qk_norm=True)
+    results["errors"]["norms"] = error_of(lambda: w.engine_for(strategy, world, model=cohere))
+    return results
+
+
+def loss_of_the_exported(strategy: Strategy, world: World) -> dict[str, Any]:
+    """An evaluation after training, in the engine and in transformers with the engine's weights."""
+    from transformers import LlamaForCausalLM
+
+    engine = w.engine_for(strategy, world)
+    w.train(engine, strategy, STEPS)
+    weights = snapshot(engine)
+    (batch,) = w.share(w.rows(77), replace(strategy, micro_batch=w.GLOBAL_BATCH), world)
+    ours = engine.loss_sum(batch).item()
+    w.train(engine, strategy, range(4, 5))  # the weights that were looked at are still those it trains
+    changed = not same(weights, snapshot(engine))
+    if world.rank != 0:
+        return {}
+    module, _ = w.llama(torch.float32)
+    model = LlamaForCausalLM(module.model.config)
+    model.load_state_dict(weights)
+    return {"ours": ours, "theirs": w.SummedLoss(model)(batch).item(), "changed": changed}
+
+
+def error_of(call: Callable[[], object]) -> list[str]:
+    try:
+        call()
+    except ShardwiseError as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def resumes(engine: Engine, strategy: Strategy, place: Path, model: Any = w.mamba) -> bool:
     """Whether a new engine that loads what this one saves takes the same next step."""
     place.mkdir(exist_ok=True)
     dist.barrier()
     engine.save(place)
     w.train(engine, strategy, range(4, 5))
-    other = w.engine_for(strategy, engine.world, model=w.mamba)
+    other = w.engine_for(strategy, engine.world, model=model)
     w.train(other, strategy, range(9, 10))  # what is loaded has to replace this
     other.load(place)
     w.train(other, strategy, range(4, 5))
@@ -151,19 +240,23 @@ def not_finite(folder: Path, world: World) -> dict[str, Any]:
     for name, bare in chosen(world).items():
         for precision in ("fp32", "bf16"):
             strategy = replace(w.fitted(bare, world, 2), precision=precision)
-            engine = w.engine_for(strategy, world)
-            w.train(engine, strategy, range(2))
-            before = snapshot(engine)
-            with poisoned(engine):
-                (bad,) = w.train(engine, strategy, range(2, 3))
-            (later,) = w.train(engine, strategy, range(3, 4))
-            results[f"{name}/{precision}"] = {
-                "skipped": bad.skipped.item(),
-                "reported": not bool(torch.isfinite(bad.loss + bad.grad_norm)),
-                "untouched": same(before, snapshot(engine)),
-                "later_skipped": later.skipped.item(),
-            }
+            results[f"{name}/{precision}"] = after_a_nan(strategy, world)
     return results
+
+
+def after_a_nan(strategy: Strategy, world: World) -> dict[str, Any]:
+    engine = w.engine_for(strategy, world)
+    w.train(engine, strategy, range(2))
+    before = snapshot(engine)
+    with poisoned(engine):
+        (bad,) = w.train(engine, strategy, range(2, 3))
+    (later,) = w.train(engine, strategy, range(3, 4))
+    return {
+        "skipped": bad.skipped.item(),
+        "reported": not bool(torch.isfinite(bad.loss + bad.grad_norm)),
+        "untouched": same(before, snapshot(engine)),
+        "later_skipped": later.skipped.item(),
+    }
 
 
 def evaluate(folder: Path, world: World) -> dict[str, Any]:
@@ -230,6 +323,8 @@ SCENARIOS = {
     "not_finite": not_finite,
     "evaluate": evaluate,
     "mamba": mamba,
+    "tensor_parallel": tensor_parallel,
+    "tensor_parallel_checks": tensor_parallel_checks,
 }
 
 

@@ -93,6 +93,28 @@ def mamba(dtype: torch.dtype, *, lora: bool = False, few: bool = False) -> tuple
     return _on_meta(CausalLMLoss(model)), list(model.backbone.layers)
 
 
+def decoder(dtype: torch.dtype, *, kind: str, **changes: Any) -> tuple[nn.Module, list[nn.Module]]:
+    """A tiny model of a family, with the loss that is trained with: kernels of our own, packed rows."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from shardwise.engine.loss import CausalLMLoss
+
+    values: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        **changes,
+    }
+    if kind == "gpt_neox":
+        del values["num_key_value_heads"], values["head_dim"]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values)).to(dtype)
+    return _on_meta(CausalLMLoss(model)), list(model.base_model.layers)
+
+
 def _on_meta(module: nn.Module) -> nn.Module:
     for name, p in module.named_parameters(remove_duplicate=False):
         owner = module.get_submodule(name.rpartition(".")[0])
@@ -168,6 +190,11 @@ def targets(batch: MicroBatch) -> int:
     return int((batch.labels != IGNORED).sum())
 
 
+def in_pairs(world: World) -> World:
+    """The same process where two ranks after each other see the same rows."""
+    return replace(world, data_rank=world.rank // 2, data_size=world.size // 2)
+
+
 def world_here() -> World:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return World(
@@ -176,10 +203,10 @@ def world_here() -> World:
 
 
 def fitted(strategy: Strategy, world: World, accumulation: int = 1) -> Strategy:
-    micro = GLOBAL_BATCH // world.size // accumulation
+    micro = GLOBAL_BATCH // world.data_size // accumulation
     return replace(
         strategy,
-        data_parallel=world.size,
+        data_parallel=world.data_size,
         micro_batch=micro,
         accumulation=accumulation,
         clip_norm=OPTIMIZER.clip_norm,

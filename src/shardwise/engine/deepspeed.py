@@ -1,4 +1,4 @@
-"""DeepSpeed behind the engine protocol: ZeRO-0 to 3, optimizer and parameter offload.
+"""DeepSpeed behind the engine protocol: ZeRO-0 to 3, optimizer and parameter offload, tensor parallelism.
 
 What DeepSpeed does differently from the protocol, and how it is made up for:
 
@@ -19,6 +19,7 @@ import logging
 import os
 import warnings
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ from torch import nn
 from shardwise.data.batch import MicroBatch
 from shardwise.engine.deepspeed_norm import use_joint_norms
 from shardwise.engine.deepspeed_release import release_in_order
+from shardwise.engine.deepspeed_tensor_parallel import (
+    check_same_rows,
+    cut_by_plan,
+    drop_first_batch_check,
+    whole,
+)
 from shardwise.engine.parameters import (
     Fill,
     chosen,
@@ -84,13 +91,18 @@ class DeepSpeedEngine:
             for part in (*blocks, module):
                 fill(part, world.device)
                 self._whole.take(part)
-        self._engine, self._optimizer, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=_make_optimizer(strategy, parameter_groups(trainable(module), decay), optimizer),
-            config=copy.deepcopy(self._config),
-            dist_init_required=False,
-        )
-        if strategy.stage > 0 and strategy.offload_optimizer == "none" and strategy.tensor_parallel == 1:
+        parallel = strategy.tensor_parallel > 1
+        with cut_by_plan(module) if parallel else nullcontext():
+            self._engine, self._optimizer, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=_make_optimizer(strategy, parameter_groups(trainable(module), decay), optimizer),
+                config=copy.deepcopy(self._config),
+                dist_init_required=False,
+            )
+        if parallel:
+            drop_first_batch_check(self._engine)
+        self._rows_are_checked = not parallel
+        if strategy.stage > 0 and strategy.offload_optimizer == "none" and not parallel:
             use_joint_norms(self._optimizer)
         if strategy.stage == 3 and world.device.type == "cuda":
             release_in_order(self._optimizer)
@@ -109,6 +121,9 @@ class DeepSpeedEngine:
         loss_sum = torch.zeros((), device=self.world.device)
         if self._diverged:
             return self._skipped_step(loss_sum)
+        if not self._rows_are_checked:  # once: the rows of all steps are a function of the same few numbers
+            check_same_rows(micro_batches, self.world.device)
+            self._rows_are_checked = True
         factor = self.world.data_size / target_tokens
         loss_scale = self._loss_scale()
         for index, micro_batch in enumerate(micro_batches):
@@ -173,7 +188,7 @@ class DeepSpeedEngine:
         import deepspeed
 
         for name, p in chosen(self._engine.module, names).items():
-            with deepspeed.zero.GatheredParameters([p], enabled=self._strategy.stage == 3):
+            with deepspeed.zero.GatheredParameters([p], enabled=self._strategy.stage == 3), whole(p):
                 # Only rank 0 pays for the copy to the host.
                 full = p.detach().to("cpu", copy=True) if self.world.rank == 0 else torch.empty(0)
             yield public_name(name), full

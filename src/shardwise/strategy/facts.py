@@ -9,6 +9,11 @@ from shardwise.strategy.strategy import Strategy
 
 Devices = Literal["cpu", "cuda"]
 
+_UNPLANNED_TYPES = frozenset({"apertus", "doge"})
+"""Their activation's and their attention's own weights are in no plan (transformers 5.23)."""
+_UNPLANNED_FLAGS = ("use_qk_norm", "qk_layernorm")
+"""Cohere's and Phi's: norms of query and key that are off unless asked for, and in no plan."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
@@ -20,6 +25,10 @@ class Architecture:
     """As many as attention heads, or fewer under grouped-query attention; 0 of a state space model."""
     flash_attention: bool
     """Whether half precision attends through torch's flash attention (`kernels.attention`: `varlen`)."""
+    plan_styles: frozenset[str] = frozenset()
+    """The ways in which transformers' plan for tensor parallelism cuts layers; empty without a plan."""
+    unplanned_weights: bool = False
+    """Whether weights that the plan leaves out act between layers that it cuts, on a rank's own part."""
 
     @classmethod
     def of(cls, config: object, *, flash_attention: bool) -> Architecture:
@@ -27,10 +36,14 @@ class Architecture:
         attends = getattr(config, "model_type", None) != "mamba"
         heads: int = config.num_attention_heads if attends else 0  # type: ignore[attr-defined]
         blocks: int = config.num_hidden_layers  # type: ignore[attr-defined]
+        plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
         return cls(
             blocks=blocks,
             key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
             flash_attention=flash_attention,
+            plan_styles=frozenset(plan.values()),
+            unplanned_weights=getattr(config, "model_type", None) in _UNPLANNED_TYPES
+            or any(getattr(config, flag, False) for flag in _UNPLANNED_FLAGS),
         )
 
 

@@ -15,6 +15,18 @@ Words = str | Callable[[Facts], str]
 DEEPSPEED = "deepspeed>=0.19,<0.20"
 TORCH = "torch>=2.10,<2.14"
 
+PLAN_STYLES = frozenset(
+    {
+        "colwise",
+        "colwise_rep",
+        "colwise_gather_output",
+        "rowwise",
+        "replicated_with_grad_allreduce",
+        "embedding_rowwise",
+    }
+)
+"""What AutoTP can do of a plan in transformers (deepspeed/module_inject/tp_plan_converter.py)."""
+
 AMPERE = (8, 0)
 """The first CUDA compute capability with bf16."""
 
@@ -71,6 +83,26 @@ def _parallel(facts: Facts) -> bool:
 
 def _has_no_heads(facts: Facts) -> bool:
     return facts.architecture is not None and facts.architecture.key_value_heads == 0
+
+
+def _lacks_a_plan(facts: Facts) -> bool:
+    shape = facts.architecture
+    if not _parallel(facts) or shape is None or _has_no_heads(facts):
+        return False
+    return not shape.plan_styles or bool(shape.plan_styles - PLAN_STYLES)
+
+
+def _plan_reason(facts: Facts) -> str:
+    assert facts.architecture is not None
+    unknown = sorted(facts.architecture.plan_styles - PLAN_STYLES)
+    if not unknown:
+        return "transformers has no plan of how to cut this architecture's layers"
+    ways = ", ".join(unknown)
+    return f"transformers' plan for this architecture cuts layers in ways AutoTP does not know: {ways}"
+
+
+def _has_unplanned_weights(facts: Facts) -> bool:
+    return _parallel(facts) and facts.architecture is not None and facts.architecture.unplanned_weights
 
 
 def _splits_a_head(facts: Facts) -> bool:
@@ -281,13 +313,32 @@ RULES: tuple[Rule, ...] = (
         versions=DEEPSPEED,
     ),
     Rule(
-        name="tensor-parallel-stops-at-the-first-batch",
-        broken=_parallel,
-        reason="DeepSpeed's AutoTP compares the GPUs' first batches, and fails on batches of several tensors",
+        name="tensor-parallel-needs-a-plan",
+        broken=_lacks_a_plan,
+        reason=_plan_reason,
         where="strategy.tensor_parallel",
         fix="tensor_parallel: 1; zero3 and fsdp2 spread a model over GPUs, too",
-        source="deepspeed/runtime/engine.py: check_dataloader_inputs_same_across_ranks, on a MicroBatch",
+        source="deepspeed/module_inject/tp_plan_converter.py; transformers: base_model_tp_plan of a config",
         versions=DEEPSPEED,
+    ),
+    Rule(
+        name="tensor-parallel-and-unplanned-weights",
+        broken=_has_unplanned_weights,
+        reason="weights between the cut layers, such as a norm of query and key, are not in transformers' "
+        "plan for this model: AutoTP would not sum their gradients, and each GPU train them differently",
+        where="strategy.tensor_parallel",
+        fix="tensor_parallel: 1; zero3 and fsdp2 spread a model over GPUs, too",
+        source="deepspeed/module_inject/auto_tp.py: register_replicated_grad_hooks, for what the plan names",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="tensor-parallel-is-for-zero-1-and-2",
+        broken=lambda f: _parallel(f) and f.strategy.stage not in (1, 2),
+        reason="tensor parallelism trains with ZeRO-1 and 2: at stage 0 the norm in fp32 would be that of "
+        "one GPU's part, and ZeRO-3 shards blocks before AutoTP can cut them",
+        where="strategy.stage",
+        fix="strategy.stage: 1, or tensor_parallel: 1",
+        source="shardwise.engine.deepspeed",
     ),
     Rule(
         name="bf16-needs-ampere",

@@ -30,7 +30,7 @@ SHAPES: tuple[Parts, ...] = (
 """What `auto` considers besides tensor parallelism; from the fastest where it fits to the most frugal."""
 
 TENSOR_PARALLEL = (2, 4, 8)
-TENSOR_PARALLEL_STAGES = (0, 1, 2)
+TENSOR_PARALLEL_STAGES = (1, 2)
 
 CHECKPOINT_EVERY = (0, 4, 2, 1)
 """From nothing computed again to everything."""
@@ -97,6 +97,24 @@ def candidates(
         if not broken:
             accepted += variants
     return accepted, refused
+
+
+def predictable(accepted: list[Strategy], refused: list[Refused]) -> tuple[list[Strategy], list[Refused]]:
+    """What `candidates` gave, without the strategies whose memory and time nobody simulates.
+
+    A trace is that of whole layers, and the models of the engines' memory know whole parameters.
+    """
+    parallel = {one.name: one for one in reversed(accepted) if one.tensor_parallel > 1}
+    left_out = [
+        Refused(
+            strategy=strategy,
+            rule="tensor-parallel-is-not-simulated",
+            reason="memory and time under tensor parallelism are not simulated yet: it trains, unplanned",
+            fix="train with it as the job names it, or tensor_parallel: 1 for a plan",
+        )
+        for strategy in reversed(parallel.values())
+    ]
+    return [one for one in accepted if one.tensor_parallel == 1], refused + left_out
 
 
 def micro_batches(rows: int) -> list[int]:

@@ -20,7 +20,7 @@ from shardwise.plan.search import MARGIN, leanest_that_fits, search
 from shardwise.simulate.simulate import simulate
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy.facts import Architecture
-from shardwise.strategy.space import Refused, candidates
+from shardwise.strategy.space import Refused, candidates, predictable
 from shardwise.strategy.strategy import Strategy
 from shardwise.trace.kept import plan_key, plan_once
 
@@ -117,7 +117,7 @@ def _no_collection() -> Iterator[None]:
 def _candidates(
     job: Job, hardware: Hardware, architecture: Architecture | None
 ) -> tuple[list[Strategy], list[Refused]]:
-    return candidates(
+    accepted, refused = candidates(
         job.strategy,
         train=job.train,
         clip_norm=job.optimizer.clip_norm,
@@ -127,6 +127,7 @@ def _candidates(
         capability=_capability(hardware),
         architecture=architecture,
     )
+    return predictable(accepted, refused)
 
 
 class _Planning:

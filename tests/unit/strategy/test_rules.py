@@ -8,14 +8,15 @@ import pytest
 from packaging.requirements import Requirement
 
 from shardwise.strategy.facts import Architecture, Facts
-from shardwise.strategy.rules import RULES, broken_rules, violations
+from shardwise.strategy.rules import PLAN_STYLES, RULES, broken_rules, violations
 from shardwise.strategy.strategy import Strategy
 
-NO_TENSOR_PARALLEL = "tensor-parallel-stops-at-the-first-batch"
+PLAN = frozenset({"colwise", "rowwise"})
 
 
-def shape(*, key_value_heads: int = 8, flash_attention: bool = True) -> Architecture:
-    return Architecture(blocks=32, key_value_heads=key_value_heads, flash_attention=flash_attention)
+def shape(*, plan_styles: frozenset[str] = PLAN, unplanned: bool = False, **parts: Any) -> Architecture:
+    values = {"blocks": 32, "key_value_heads": 8, "flash_attention": True, **parts}
+    return Architecture(plan_styles=plan_styles, unplanned_weights=unplanned, **values)
 
 
 def facts(
@@ -61,7 +62,13 @@ BROKEN = {
         tensor_parallel=2, data_parallel=2, architecture=shape(key_value_heads=0)
     ),
     "fp16-and-parameters-in-fp32": facts(precision="fp16", architecture=shape(key_value_heads=0)),
-    NO_TENSOR_PARALLEL: facts(tensor_parallel=2, data_parallel=2),
+    "tensor-parallel-needs-a-plan": facts(
+        tensor_parallel=2, data_parallel=2, architecture=shape(plan_styles=frozenset())
+    ),
+    "tensor-parallel-and-unplanned-weights": facts(
+        tensor_parallel=2, data_parallel=2, architecture=shape(unplanned=True)
+    ),
+    "tensor-parallel-is-for-zero-1-and-2": facts(stage=3, tensor_parallel=2, data_parallel=2),
     "bf16-needs-ampere": facts(capability=(7, 5)),
     "flash-attention-needs-ampere": facts(capability=(7, 0), precision="fp16", architecture=shape()),
     "fp16-needs-a-gpu": facts(precision="fp16", devices="cpu"),
@@ -82,10 +89,7 @@ def test_there_is_a_case_for_every_rule() -> None:
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_rule_refuses_its_case_and_no_other_rule_does(name: str) -> None:
-    # AutoTP is refused as a whole besides
-    others = set() if BROKEN[name].strategy.tensor_parallel == 1 else {NO_TENSOR_PARALLEL}
-    assert {rule.name for rule, _ in broken_rules(BROKEN[name])} - others == {name} - others
-    assert name in {rule.name for rule, _ in broken_rules(BROKEN[name])}
+    assert {rule.name for rule, _ in broken_rules(BROKEN[name])} == {name}
 
 
 @pytest.mark.parametrize(
@@ -106,6 +110,9 @@ def test_a_rule_refuses_its_case_and_no_other_rule_does(name: str) -> None:
         facts(engine="fsdp2", stage=0, reshard=False),
         facts(engine="fsdp2", stage=0, offload_optimizer="cpu", offload_parameters="cpu"),
         facts(devices="cpu", precision="bf16"),
+        facts(stage=1, tensor_parallel=2, data_parallel=2, architecture=shape()),
+        facts(tensor_parallel=4, data_parallel=1, offload_optimizer="cpu", architecture=shape()),
+        facts(tensor_parallel=2, data_parallel=2),
     ],
     ids=lambda good: good.strategy.name,
 )
@@ -145,6 +152,44 @@ def test_a_degree_that_cuts_heads_is_answered_with_one_that_does_not() -> None:
     [problem] = [found for rule, found in broken_rules(cut) if rule.name.endswith("key-value-heads")]
     assert problem.what.startswith("4 GPUs cannot share 6 key-value heads")
     assert problem.fix == "tensor_parallel: 3"
+
+
+def test_a_plan_that_autotp_cannot_follow_is_told_by_what_it_does_not_know() -> None:
+    fused = shape(plan_styles=PLAN | {"rowwise_split_input"})
+    [problem] = violations(facts(tensor_parallel=2, data_parallel=2, architecture=fused))
+    assert problem.what.endswith("does not know: rowwise_split_input")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "broken"),
+    [
+        ("llama", {}, set()),
+        ("qwen3", {}, set()),  # its norms of query and key are in the plan
+        ("gemma3_text", {"num_key_value_heads": 4}, set()),
+        ("gpt2", {}, {"tensor-parallel-needs-a-plan"}),
+        ("phi3", {}, {"tensor-parallel-needs-a-plan"}),
+        ("cohere", {}, set()),
+        ("cohere", {"use_qk_norm": True}, {"tensor-parallel-and-unplanned-weights"}),
+        ("phi", {"qk_layernorm": True}, {"tensor-parallel-and-unplanned-weights"}),
+        ("apertus", {}, {"tensor-parallel-and-unplanned-weights"}),
+        ("mamba", {}, {"tensor-parallel-needs-heads"}),
+    ],
+)
+def test_an_architecture_is_known_from_its_config(
+    model_type: str, changes: dict[str, Any], broken: set[str]
+) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type, **changes)
+    architecture = Architecture.of(config, flash_attention=True)
+    found = broken_rules(facts(tensor_parallel=2, data_parallel=2, architecture=architecture))
+    assert {rule.name for rule, _ in found} == broken
+
+
+def test_what_autotp_can_do_of_a_plan_is_what_deepspeed_says() -> None:
+    from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
+
+    assert PLAN_STYLES == SUPPORTED_STYLES
 
 
 @pytest.mark.parametrize(("flash", "fix"), [(True, "fp32"), (False, "fp16 or fp32")])

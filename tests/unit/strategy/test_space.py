@@ -10,10 +10,11 @@ from shardwise.job import schema
 from shardwise.strategy.facts import Architecture, Facts
 from shardwise.strategy.named import NAMED
 from shardwise.strategy.rules import RULES
-from shardwise.strategy.space import Refused, candidates, micro_batches
+from shardwise.strategy.space import Refused, candidates, micro_batches, predictable
 from shardwise.strategy.strategy import Strategy
 
-LLAMA_8B = Architecture(blocks=32, key_value_heads=8, flash_attention=True)
+PLAN = frozenset({"colwise", "rowwise"})
+LLAMA_8B = Architecture(blocks=32, key_value_heads=8, flash_attention=True, plan_styles=PLAN)
 
 
 def space(
@@ -36,7 +37,7 @@ def names(strategies: list[Strategy]) -> set[str]:
 
 
 def test_llama_8b_on_8_gpus_has_240_candidates() -> None:
-    found, _ = space()
+    found, _ = predictable(*space())
     assert len(found) == len(set(found)) == 12 * 4 * 5  # shapes, checkpointing, rows 1 2 4 8 16
     assert {s.micro_batch for s in found} == {1, 2, 4, 8, 16}
     assert {s.checkpoint_every for s in found} == {0, 1, 2, 4}
@@ -102,7 +103,7 @@ def test_no_candidate_breaks_a_rule_and_each_refused_one_breaks_the_rule_it_name
 
 
 def test_what_is_refused_says_so_once_for_every_rule() -> None:
-    few_heads = Architecture(blocks=24, key_value_heads=2, flash_attention=True)
+    few_heads = Architecture(blocks=24, key_value_heads=2, flash_attention=True, plan_styles=PLAN)
     found, refused = space(world_size=4, gpus_per_node=4, lora=True, architecture=few_heads)
     count = Counter((one.strategy.name, one.rule) for one in refused)
     assert max(count.values()) == 1
@@ -110,7 +111,6 @@ def test_what_is_refused_says_so_once_for_every_rule() -> None:
     assert {rule for name, rule in count if name == "autotp4-zero1"} == {
         "tensor-parallel-and-lora",
         "tensor-parallel-divides-key-value-heads",
-        "tensor-parallel-stops-at-the-first-batch",
     }
     assert not any(strategy.tensor_parallel > 1 for strategy in found)
     assert all(one.reason and one.fix for one in refused)
@@ -118,16 +118,32 @@ def test_what_is_refused_says_so_once_for_every_rule() -> None:
 
 def test_tensor_parallelism_is_tried_within_a_node_and_where_it_divides_one() -> None:
     def degrees(world_size: int, gpus_per_node: int) -> set[int]:
-        _, refused = space(world_size=world_size, gpus_per_node=gpus_per_node)
-        return {one.strategy.tensor_parallel for one in refused} - {1}
+        train = schema.Train(global_batch=8 * world_size)
+        found, _ = space(world_size=world_size, gpus_per_node=gpus_per_node, train=train)
+        return {one.tensor_parallel for one in found} - {1}
 
     assert degrees(8, 8) == {2, 4, 8}
     assert degrees(16, 4) == {2, 4}
     assert degrees(6, 6) == {2}
 
 
+def test_tensor_parallelism_may_be_trained_with_and_is_not_planned() -> None:
+    spec = schema.StrategySpec(engine="deepspeed", stage=1, tensor_parallel=2)
+    found, refused = space(spec)
+    assert names(found) == {"autotp2-zero1"}
+    assert refused == []
+    planned, left_out = predictable(*space(spec))
+    assert planned == []
+    [only] = left_out
+    assert (only.strategy, only.rule) == (found[0], "tensor-parallel-is-not-simulated")
+    _, of_auto = predictable(*space())
+    assert [one.strategy.name for one in of_auto if one.rule == only.rule] == [
+        f"autotp{degree}-zero{stage}" for degree in (2, 4, 8) for stage in (1, 2)
+    ]
+
+
 def test_a_global_batch_that_cannot_be_shared_leaves_nothing() -> None:
-    found, refused = space(train=schema.Train(global_batch=12))
+    found, refused = predictable(*space(train=schema.Train(global_batch=12)))
     assert found == []
     plain = {one.rule for one in refused if one.strategy.name == "zero2"}
     assert plain == {"global-batch-divides"}
