@@ -27,9 +27,10 @@ setup: .venv/.ready
 demo: setup
 	$(BIN)/shardwise demo
 
-## test: everything that needs no GPU
+## test: everything that needs no GPU; the tests in tests/distributed start several processes each
 test: setup
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest -m 'not gpu' --numprocesses logical --dist loadfile tests/unit tests/golden
+	$(BIN)/python -m pytest -m 'not gpu' tests/distributed
 
 ## check: lint, format, types, import contracts
 check: setup

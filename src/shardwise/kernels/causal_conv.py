@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-TOKENS = 64
-"""Tokens of a program's block, each with its own sums of the gradients of weight and bias."""
-
 
 def causal_conv_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardwise.kernels.causal_conv import TOKENS
+from shardwise.kernels.mamba_work import CONVOLVED
 
 CHANNELS = 64
 
@@ -94,7 +94,7 @@ def _warps(block_t, block):
     return max(block_t * block // 256, 1)
 
 
-def forward(x, weight, bias, positions, *, block_t=TOKENS, block=CHANNELS):
+def forward(x, weight, bias, positions, *, block_t=CONVOLVED, block=CHANNELS):
     """`causal_conv` on the current stream. `block_t` and `block` are for tests and tuning."""
     rows, length, width = x.shape
     out = x.new_empty(rows, length, width)
@@ -107,7 +107,7 @@ def forward(x, weight, bias, positions, *, block_t=TOKENS, block=CHANNELS):
     return out
 
 
-def backward(x, weight, bias, positions, dout, dx, *, block_t=TOKENS, block=CHANNELS):
+def backward(x, weight, bias, positions, dout, dx, *, block_t=CONVOLVED, block=CHANNELS):
     """`causal_conv_backward` on the current stream."""
     rows, length, width = x.shape
     taps = weight.shape[1]

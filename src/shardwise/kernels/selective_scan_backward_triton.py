@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardwise.kernels.selective_scan import COLUMNS, TILE
+from shardwise.kernels.mamba_work import COLUMNS, TILE
 from shardwise.kernels.selective_scan_triton import LOG2E, RESET, Run, softplus
 
 

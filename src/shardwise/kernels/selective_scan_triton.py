@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardwise.kernels.selective_scan import BLOCK, SWEEP_TILE, TILE, chunk_tokens
+from shardwise.kernels.mamba_work import BLOCK, SWEEP_TILE, TILE, chunk_tokens
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 RESET: tl.constexpr = tl.constexpr(-1e30)

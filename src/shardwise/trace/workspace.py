@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.kernels.causal_conv import TOKENS
-from shardwise.kernels.selective_scan import COLUMNS, chunks_of
+from shardwise.kernels.mamba_work import COLUMNS, CONVOLVED, chunks_of
 from shardwise.kernels.target import Target
 
 
@@ -116,7 +115,7 @@ def _scan_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -
 def _convolution_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
     """`causal_conv_triton`: sums of the weight's and the bias's gradient by block of tokens."""
     x, weight = args[:2]
-    return [4 * -(-(x.shape[0] * x.shape[1]) // TOKENS) * (weight.numel() + weight.shape[0])]
+    return [4 * -(-(x.shape[0] * x.shape[1]) // CONVOLVED) * (weight.numel() + weight.shape[0])]
 
 
 UNSORTED_TOKENS = 3072

@@ -75,7 +75,7 @@ def machine_code(kernel):
 def test_on_hopper_no_scan_crosses_threads_and_states_stay_in_registers():
     """What the kernels' speed rests on, and a change of block sizes, or of Triton, can undo."""
     from shardwise.kernels import selective_scan_backward_triton, selective_scan_triton
-    from shardwise.kernels.selective_scan import BLOCK, COLUMNS, SWEEP_TILE, TILE
+    from shardwise.kernels.mamba_work import BLOCK, COLUMNS, SWEEP_TILE, TILE
 
     half = {"x", "delta", "z", "out", "dout", "dz", "fine", "dy"}
     integers = {"tokens", "width", "z_stride", "dz_stride", "chunk"}
@@ -110,10 +110,10 @@ def test_on_hopper_no_scan_crosses_threads_and_states_stay_in_registers():
 @pytest.mark.filterwarnings("ignore")
 def test_on_hopper_the_convolutions_blocks_fit_into_registers():
     from shardwise.kernels import causal_conv_triton
-    from shardwise.kernels.causal_conv import TOKENS
     from shardwise.kernels.causal_conv_triton import CHANNELS
+    from shardwise.kernels.mamba_work import CONVOLVED
 
-    shape = {"taps": 4, "block_t": TOKENS, "block": CHANNELS}
+    shape = {"taps": 4, "block_t": CONVOLVED, "block": CHANNELS}
     half = {"x", "weight", "bias", "out", "dout", "dpre", "dx"}
     integers = {"tokens", "width", "x_stride", "dx_stride"}
     for kernel, more in (
@@ -121,7 +121,7 @@ def test_on_hopper_the_convolutions_blocks_fit_into_registers():
         (causal_conv_triton._through_silu, {"has_bias": True}),
         (causal_conv_triton._to_input, {}),
     ):
-        warps = causal_conv_triton._warps(TOKENS, CHANNELS)
+        warps = causal_conv_triton._warps(CONVOLVED, CHANNELS)
         stack, _ = machine_code(
             compiled(kernel, {**shape, **more}, half=half, integers=integers, warps=warps)
         )
