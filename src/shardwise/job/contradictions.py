@@ -93,6 +93,17 @@ def random_with_lora(job: Job, given: Given) -> Finding | None:
     )
 
 
+def quantization_without_lora(job: Job, given: Given) -> Finding | None:
+    """A step of the optimizer is lost between two quantised values: such weights are never trained."""
+    if job.model.quantization == "none" or job.model.lora is not None:
+        return None
+    return Finding(
+        keys=("model.quantization", "model.lora"),
+        what="model.quantization freezes the weights, and without model.lora nothing else is trained",
+        fix="add `lora: {rank: 16}` to model, or remove model.quantization to train all weights",
+    )
+
+
 def config_of_pretrained(job: Job, given: Given) -> Finding | None:
     """Pretrained weights fit one shape."""
     if job.model.weights != "pretrained" or not job.model.config:
@@ -201,6 +212,7 @@ CHECKS: tuple[Check, ...] = (
     final_fraction_of_constant,
     micro_batch_divides,
     random_with_lora,
+    quantization_without_lora,
     config_of_pretrained,
     tokenizer_for_pretrained,
     vocabulary_of_given_tokenizer,

@@ -28,6 +28,9 @@ StrategyName = Literal[
 ]
 
 
+Quantization = Literal["none", "int8", "nf4"]
+
+
 class Section(BaseModel):
     """A part of the job. Unknown keys are refused; values are not coerced between kinds."""
 
@@ -64,6 +67,8 @@ class Model(Section):
     """Vocabulary size (byte-level BPE) when `tokenizer: train`."""
     lora: Lora | None = None
     """Train adapters instead of all weights."""
+    quantization: Quantization = "none"
+    """Format of the frozen weights below `lora`: int8 (LLM.int8's) or nf4 (QLoRA's). Needs bitsandbytes."""
     trust_remote_code: bool = False
     """Run Python code that a hub repository brings. Needs `revision` to be a commit hash."""
 

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.errors import JobError
 from shardwise.job.schema import Lora
+from shardwise.kernels.quantized_linear import QuantizedLinear
 from shardwise.models.mamba.modules import Mixer
 from shardwise.models.mamba.prepare import MAMBA
 
@@ -54,6 +55,8 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.to(model.dtype)  # PEFT leaves what is on the meta device in fp32
+    # what is saved is for the base as published
+    config.fan_in_fan_out = any(_is_transposed(module) for module in candidates.values())
     config.base_model_name_or_path = source  # PEFT put the model's own, empty one there
     config.revision = revision
     return peft
@@ -67,6 +70,10 @@ def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and module not in left_out
     }
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    return isinstance(module, Conv1D) or (isinstance(module, QuantizedLinear) and module.transposed)
 
 
 def _never_called(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -15,9 +15,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 
 from shardwise.errors import JobError
 from shardwise.job.schema import Model
-from shardwise.models.adapters import add_lora
+from shardwise.models.adapters import add_lora, is_adapter
 from shardwise.models.file_weights import open_weights
 from shardwise.models.mamba.prepare import MAMBA, check_config, prepare, refuse_related
+from shardwise.models.quantize import quantize_linears
 from shardwise.models.random_weights import RandomWeights
 from shardwise.models.source import Source, find_source
 from shardwise.models.structure import build_buffers, count_parameters, find_blocks
@@ -38,7 +39,7 @@ class BuiltModel:
     weights: Weights
     config: PretrainedConfig
     total: int
-    """Parameters, tied ones once, adapters included."""
+    """Parameters, tied ones once, adapters included; a quantised weight as many as it stands for."""
     trainable: int
     """Parameters that get a gradient."""
     trainable_shapes: Mapping[str, torch.Size]
@@ -88,17 +89,22 @@ def build_model(model: Model, *, dtype: torch.dtype, seed: int, vocab_size: int 
         if source.unused:
             unused = f"{len(source.unused)} of the files' tensors, e.g. {source.unused[0]}"
             notes.append(f"the model has no place for {unused}")
+    if model.quantization != "none":
+        quantize_linears(built, model.quantization)
     peft = None
     if model.lora is not None:
         peft = add_lora(built, model.lora, source=model.source, revision=model.revision)
         if any(parameter.ndim == 3 for parameter in skeleton.parameters()):
             notes.append("the experts get no adapter: they are not linear modules")
+            if model.quantization != "none":
+                notes.append("the experts are not quantised: they are not linear modules")
+    adapters = sum(p.numel() for name, p in built.named_parameters() if is_adapter(name))
     return BuiltModel(
         model=built,
         blocks=blocks,
         weights=Weights(built, source, seed=seed),
         config=built.config,
-        total=count_parameters(built),
+        total=count_parameters(skeleton) + adapters,
         trainable=count_parameters(built, trainable=True),
         trainable_shapes={name: p.shape for name, p in built.named_parameters() if p.requires_grad},
         source=f"{found.description}, {'random' if model.weights == 'random' else 'pretrained'} weights",

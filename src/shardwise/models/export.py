@@ -17,6 +17,7 @@ from shardwise.errors import CheckpointError, JobError
 from shardwise.job.schema import Model
 from shardwise.models.adapters import ADAPTER, saved_name
 from shardwise.models.build import BuiltModel, build_model
+from shardwise.models.quantize import check_bitsandbytes, dequantize_linears
 from shardwise.models.quiet import quiet
 from shardwise.models.structure import join
 
@@ -79,8 +80,8 @@ def export(model_dir: Path, out: Path, *, merge: bool, base: Model) -> dict[str,
     Args:
         model_dir: a checkpoint's `model` folder.
         out: where to write.
-        merge: add the adapter to its base and write a whole model. Its logits on fixed prompts are
-            compared with those of base and adapter.
+        merge: add the adapter to its base, a quantised one as it was trained on, and write a whole model
+            in the adapter's format. Its logits on fixed prompts are compared with those of base and adapter.
         base: the job's `model` section.
 
     Returns what was written: `kind` (model, adapter, merged), `dtype` (`bfloat16`), `out`, and for a merged
@@ -110,7 +111,8 @@ def export(model_dir: Path, out: Path, *, merge: bool, base: Model) -> dict[str,
 def load_with_adapter(model_dir: Path, base: Model, device: torch.device) -> BuiltModel:
     """The base model with the adapter of `model_dir` on it, on `device` and in evaluation mode.
 
-    Raises CheckpointError where the adapter is damaged or does not fit, JobError for a random base.
+    Raises CheckpointError where the adapter is damaged or does not fit, JobError for a random base,
+    MachineError where the base cannot be quantised here.
     """
     tensors = read_adapter(model_dir)
     if base.weights == "random":
@@ -119,6 +121,7 @@ def load_with_adapter(model_dir: Path, base: Model, device: torch.device) -> Bui
             where="model.weights",
             fix="train adapters on pretrained weights",
         )
+    check_bitsandbytes(base)
     built = build_model(base, dtype=next(iter(tensors.values())).dtype, seed=0)
     _check(tensors, {saved_name(name): shape for name, shape in built.trainable_shapes.items()})
     built.weights.fill(built.model, device)
@@ -161,6 +164,7 @@ def _merge(model_dir: Path, out: Path, base: Model) -> dict[str, float]:
     assert built.peft is not None
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     before = _logits(built.model, tokenizer)
+    dequantize_linears(built.model)
     merged = built.peft.merge_and_unload(safe_merge=True)
     after = _logits(merged, tokenizer)
     largest = float(before.abs().max())

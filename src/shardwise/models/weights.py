@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
 
 from shardwise.errors import CheckpointError
+from shardwise.kernels.quantized_linear import QuantizedLinear
 from shardwise.models.adapters import base_name, initial_values, is_adapter
 from shardwise.models.seeding import seeded
 from shardwise.models.structure import join, own_tensors
@@ -34,6 +35,8 @@ class _Slot:
     tensor: torch.Tensor
     names: list[str] = field(default_factory=list)
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    layer: QuantizedLinear | None = None
+    """Whose weight it is, and stored in fewer bits."""
 
 
 class Weights:
@@ -50,7 +53,7 @@ class Weights:
         """Gives every meta parameter and persistent buffer below `module` its value, on `device`.
 
         Each keeps its dtype, its `requires_grad` and its attributes; tied ones stay tied, wherever
-        they stand. What is not on the meta device is left alone.
+        they stand. A quantised layer quantises its value. What is not on the meta device is left alone.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -71,6 +74,8 @@ class Weights:
     def verify(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Compares whole tensors, named as in the model, with their source; returns how many were compared.
 
+        Quantised weights may differ by what quantising rounds.
+
         For a sharded model gather a few parameters and hand them in: reading every one again takes as
         long as loading. Adapters are skipped.
 
@@ -82,8 +87,13 @@ class Weights:
             if is_adapter(full_name):
                 continue
             name = base_name(full_name)
-            expected = self.source.read([name], tensor.device)[name].to(tensor.dtype)
-            if not torch.equal(expected, tensor):
+            expected = self.source.read([name], tensor.device)[name]
+            owner = self._model.get_submodule(full_name.rpartition(".")[0])
+            if _is_quantized(owner, full_name.rpartition(".")[2]):
+                right = owner.holds(expected, tensor)
+            else:
+                right = torch.equal(expected.to(tensor.dtype), tensor)
+            if not right:
                 raise CheckpointError(
                     "a weight of the model in memory is not the one that was loaded",
                     where=full_name,
@@ -100,7 +110,8 @@ class Weights:
             for place, name, tensor in own_tensors(owner):
                 if not tensor.is_meta:
                     continue
-                slot = slots.setdefault(id(tensor), _Slot(tensor))
+                layer = owner if _is_quantized(owner, name) else None
+                slot = slots.setdefault(id(tensor), _Slot(tensor, layer=layer))
                 slot.names.append(join(prefix, name))
                 slot.places.append((place, name))
                 if owner in below:
@@ -113,8 +124,16 @@ class Weights:
             return initial_values(slot.names[0], slot.tensor.shape, device)
 
 
+def _is_quantized(owner: nn.Module, name: str) -> TypeGuard[QuantizedLinear]:
+    """Whether the tensor of that name is a weight in fewer bits."""
+    return isinstance(owner, QuantizedLinear) and name == "weight"
+
+
 def _put(slot: _Slot, value: torch.Tensor) -> None:
     old = slot.tensor
+    if slot.layer is not None:
+        slot.layer.quantize(value)
+        return
     new = value.to(old.dtype)
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)

@@ -1,7 +1,7 @@
 """From what the job says about the strategy to a complete one.
 
 `auto` follows a rule of thumb on model states alone; it does not know activations. With P parameters, T of
-them trained, N GPUs, and w bytes a weight (2 in bf16 and fp16, 4 in fp32), a GPU holds
+them trained, N GPUs, and w bytes a weight (2 in bf16 and fp16, 4 in fp32, fewer quantised), a GPU holds
 (ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, with fp32 gradients):
 
     single           w P + 16 T            fp32 gradient 4, master weight 4, two moments 8
@@ -28,6 +28,9 @@ from shardwise.units import count, gib
 
 SHARE_FOR_STATES = 0.6
 
+QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.516}
+"""A weight of a quantised base, its scales included (QLoRA, Dettmers et al. 2023: 4.127 bits)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
@@ -38,7 +41,7 @@ class Situation:
     device_memory_bytes: int | None
     trainable_parameters: int
     total_parameters: int
-    bytes_per_weight: int
+    bytes_per_weight: float
 
 
 def resolve(
@@ -52,6 +55,7 @@ def resolve(
     total_parameters: int,
     device_memory_bytes: int | None,
     lora: bool,
+    quantization: schema.Quantization = "none",
     architecture: Architecture | None = None,
     capability: tuple[int, int] | None = None,
 ) -> tuple[Strategy, list[str]]:
@@ -65,7 +69,7 @@ def resolve(
         device_memory_bytes=device_memory_bytes,
         trainable_parameters=trainable_parameters,
         total_parameters=total_parameters,
-        bytes_per_weight=4 if train.precision == "fp32" else 2,
+        bytes_per_weight=QUANTIZED_BYTES.get(quantization) or (4 if train.precision == "fp32" else 2),
     )
     why: list[str] = []
     parts = _parts(spec, situation, why)
@@ -88,6 +92,7 @@ def resolve(
             world_size=world_size,
             global_batch=train.global_batch,
             lora=lora,
+            quantization=quantization,
             micro_batch=train.micro_batch,
             architecture=architecture,
             capability=capability,

@@ -114,6 +114,7 @@ def _resolve(job: Job, built: BuiltModel, processes: int) -> tuple[Strategy, lis
         total_parameters=built.total,
         device_memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else None,
         lora=job.model.lora is not None,
+        quantization=job.model.quantization,
         architecture=_architecture(built),
     )
 

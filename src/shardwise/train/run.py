@@ -27,6 +27,7 @@ from shardwise.launch.spec import LaunchSpec
 from shardwise.models.adapters import is_adapter
 from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.models.export import save_weights
+from shardwise.models.quantize import check_bitsandbytes
 from shardwise.record.environment import environment
 from shardwise.record.read import read_run
 from shardwise.record.write import RunFolder
@@ -58,6 +59,7 @@ def run(spec: LaunchSpec) -> None:
         announce(ready, total_steps=count_steps(ready), json_plan=spec.dry_run and spec.as_json)
     if spec.dry_run:
         return
+    check_bitsandbytes(job.model)
     world = join(
         tensor_parallel=ready.strategy.tensor_parallel,
         reserve_at_most_bytes=_left_of_the_cap(spec.memory_cap_bytes, ready.strategy),

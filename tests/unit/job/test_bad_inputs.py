@@ -116,6 +116,14 @@ CASES = [
     Case(
         "micro-batch", with_("  micro_batch: 3"), ["does not divide train.global_batch 16", "micro_batch: 2"]
     ),
+    Case(
+        "quantised-without-lora",
+        model("quantization: int8"),
+        ["job.yaml:4: model.quantization", "model.lora", "add `lora: {rank: 16}`"],
+    ),
+    Case(
+        "unknown-quantisation", model("quantization: int4", "lora: {}"), ["expected one of none, int8, nf4"]
+    ),
     Case("random-lora", model("weights: random", "lora: {rank: 8}"), ["job.yaml:5: model.lora", "random"]),
     Case("config-of-pretrained", model("config: {n_layer: 2}"), ["job.yaml:4: model.config"]),
     Case("train-tokenizer", model("tokenizer: train"), ["does not match pretrained weights"]),

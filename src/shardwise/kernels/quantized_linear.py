@@ -1,0 +1,279 @@
+"""Linear layers whose frozen weight is kept in 8 or 4 bits, and multiplied with in 16 (or 32).
+
+    y = x W^T + b,  W = codes * scale          int8: one fp32 scale a row (LLM.int8's weights)
+                    W = nf4[codes] * scale     nf4: one scale for 64 values, itself in 8 bits (QLoRA's)
+
+Quantised and unpacked by bitsandbytes' kernels, in layers of our own (decision 0021): its int8 layer keeps
+its input where activation checkpointing does not see it, and its weights are no plain parameters to an
+engine that shards. Here autograd keeps the stored weight only, the whole one exists while a product needs it,
+and codes are stored as if they were numbers of the computation's format: what every engine shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+Unpack = Callable[..., torch.Tensor]
+"""Makes the weight [O, I] of what a layer stores."""
+
+NF4_BLOCK = 64
+"""Values of a weight that share a scale (QLoRA, Dettmers et al. 2023; bitsandbytes' default)."""
+SCALE_BLOCK = 256
+"""Scales that share a scale of their own: double quantisation."""
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear layer with a quantised weight.
+
+    An nn.Linear to PEFT, which injects its adapters around it. `weight` is a plain parameter, never
+    stepped; the scales are buffers, which are in no checkpoint: they follow from the base model again.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: nn.Parameter | None,
+        *,
+        dtype: torch.dtype,
+        transposed: bool = False,
+    ) -> None:
+        """On the meta device.
+
+        Args:
+            in_features: I.
+            out_features: O.
+            bias: as the replaced layer has it; it is frozen, too.
+            dtype: format of the computation.
+            transposed: whether the replaced layer's weight is [I, O] (transformers' Conv1D).
+        """
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        self.dtype, self.transposed = dtype, transposed
+        packed = self.packed_shape(in_features, out_features, dtype)
+        assert packed is not None, "asked before"
+        self.weight = nn.Parameter(torch.empty(packed, dtype=dtype, device="meta"), requires_grad=False)
+        self.register_parameter("bias", bias)
+
+    @staticmethod
+    def packed_shape(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[int, int] | None:
+        """Shape of the stored weight in numbers of `dtype`; None where the codes do not fill such numbers."""
+        raise NotImplementedError
+
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that `unpack` makes the weight of."""
+        raise NotImplementedError
+
+    @property
+    def unpack(self) -> Unpack:
+        raise NotImplementedError
+
+    def quantize(self, weight: torch.Tensor) -> None:
+        """Takes a weight, [O, I] (or [I, O] where transposed), on the device where it is to stay."""
+        raise NotImplementedError
+
+    def tolerance(self, weight: torch.Tensor) -> torch.Tensor:
+        """How far each value of `weight`, [O, I], may be from what was made of it; fp32 [O, I]."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def whole_weight(self) -> torch.Tensor:
+        """The weight that is computed with: [O, I] in `dtype`."""
+        return self.unpack(*self.stored())
+
+    @torch.no_grad()
+    def holds(self, weight: torch.Tensor, packed: torch.Tensor) -> bool:
+        """Whether `packed`, this layer's own weight as an engine gives it back, was made of `weight`."""
+        expected = self._upright(weight)
+        _, *scales = self.stored()
+        found = self.unpack(packed, *(scale.to(packed.device) for scale in scales))
+        return bool(((found.float() - expected.float()).abs() <= self.tolerance(expected)).all())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _FrozenLinear.apply(x, self.bias, self.unpack, *self.stored())
+        return out
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+    def _upright(self, weight: torch.Tensor) -> torch.Tensor:
+        return (weight.t() if self.transposed else weight).to(self.dtype).contiguous()
+
+    def _store(self, packed: torch.Tensor) -> None:
+        old = self.weight
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight.__dict__.update(old.__dict__)
+
+
+class Int8Linear(QuantizedLinear):
+    """int8 [O, I] and fp32 [O]: the largest code of a row is 127."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("scale", torch.empty(self.out_features, device="meta"), persistent=False)
+        self.scale: torch.Tensor
+
+    @staticmethod
+    def packed_shape(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[int, int] | None:
+        whole = in_features % dtype.itemsize == 0
+        return (out_features, in_features // dtype.itemsize) if whole else None
+
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        return self.weight, self.scale
+
+    @property
+    def unpack(self) -> Unpack:
+        return partial(dequantize_int8, dtype=self.dtype)
+
+    @torch.no_grad()
+    def quantize(self, weight: torch.Tensor) -> None:
+        import bitsandbytes  # noqa: F401  (it registers its kernels)
+
+        # fp16 is what its kernel takes, and what LLM.int8 quantises
+        half = self._upright(weight).half()
+        codes, largest, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(half)
+        self._store(codes.view(self.dtype))
+        self.scale = largest * (1.0 / INT8_LARGEST)
+
+    def tolerance(self, weight: torch.Tensor) -> torch.Tensor:
+        """Half a step, and the roundings to fp16 and to the computation's format."""
+        size = weight.float().abs()
+        return size.amax(1, keepdim=True) * (0.5 / INT8_LARGEST) + size * 2**-7
+
+
+class Nf4Linear(QuantizedLinear):
+    """4 bits a value; uint8 scales, and for those an fp32 scale for 256 each and their mean."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        values = self.in_features * self.out_features
+        blocks = -(-values // NF4_BLOCK)
+        buffers = {
+            "scales": torch.empty(blocks, dtype=torch.uint8, device="meta"),
+            "scale": torch.empty(-(-blocks // SCALE_BLOCK), device="meta"),
+            "mean": torch.empty((), device="meta"),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
+        self.scales: torch.Tensor
+        self.scale: torch.Tensor
+        self.mean: torch.Tensor
+
+    @staticmethod
+    def packed_shape(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[int, int] | None:
+        numbers, rest = divmod(in_features * out_features, 2 * dtype.itemsize)
+        return None if rest else (numbers, 1)
+
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        return self.weight, self.scales, self.scale, self.mean
+
+    @property
+    def unpack(self) -> Unpack:
+        shape = [self.out_features, self.in_features]
+        return partial(dequantize_nf4, shape=shape, dtype=self.dtype)
+
+    @torch.no_grad()
+    def quantize(self, weight: torch.Tensor) -> None:
+        from bitsandbytes.functional import quantize_4bit
+
+        packed, state = quantize_4bit(
+            self._upright(weight),
+            blocksize=NF4_BLOCK,
+            compress_statistics=True,
+            quant_type="nf4",
+            quant_storage=self.dtype,
+        )
+        self._store(packed)
+        self.scales, self.scale, self.mean = state.absmax, state.state2.absmax, state.offset
+
+    def tolerance(self, weight: torch.Tensor) -> torch.Tensor:
+        """Half the widest gap between NF4's values, -1 and -0.696, and a twentieth for the scale's 8 bits."""
+        size = weight.float().abs().flatten()
+        rest = -size.numel() % NF4_BLOCK
+        largest = nn.functional.pad(size, (0, rest)).view(-1, NF4_BLOCK).amax(1)
+        return (0.2 * largest).repeat_interleave(NF4_BLOCK)[: size.numel()].view(weight.shape)
+
+
+LAYERS: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "nf4": Nf4Linear}
+"""By the job's `model.quantization`."""
+
+INT8_LARGEST = 127.0
+
+
+@torch.library.custom_op("shardwise::dequantize_int8", mutates_args=())
+def dequantize_int8(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [O, I] in `dtype`: int8 codes, stored as any format, times fp32 [O]; rounded once."""
+    codes = packed.view(torch.int8)
+    weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    return torch.mul(codes, scale.unsqueeze(1), out=weight)
+
+
+@torch.library.custom_op("shardwise::dequantize_nf4", mutates_args=())
+def dequantize_nf4(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    scale: torch.Tensor,
+    mean: torch.Tensor,
+    shape: list[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The weight of `shape` [O, I] in `dtype`.
+
+    Args:
+        packed: two codes a byte, stored as any format.
+        scales: uint8, one for NF4_BLOCK values.
+        scale: fp32, one for SCALE_BLOCK scales.
+        mean: fp32 scalar that was taken off the scales.
+        shape: [O, I].
+        dtype: bf16, fp16 or fp32.
+    """
+    import bitsandbytes  # noqa: F401
+
+    kernels = torch.ops.bitsandbytes
+    whole = kernels.dequantize_blockwise(
+        scales, scale, _scale_values(scales.device), SCALE_BLOCK, torch.float32
+    )
+    whole += mean
+    return kernels.dequantize_4bit(packed, whole, NF4_BLOCK, "nf4", shape, dtype)  # type: ignore[no-any-return]
+
+
+@dequantize_int8.register_fake
+def _int8_fake(packed: torch.Tensor, _: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return packed.new_empty(packed.shape[0], packed.shape[1] * packed.element_size(), dtype=dtype)
+
+
+@dequantize_nf4.register_fake
+def _nf4_fake(packed: torch.Tensor, *others: Any) -> torch.Tensor:
+    shape, dtype = others[-2:]
+    return packed.new_empty(shape, dtype=dtype)
+
+
+@cache
+def _scale_values(device: torch.device) -> torch.Tensor:
+    """What the 256 codes of a scale stand for (bitsandbytes.functional.quantize_blockwise), fp32."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    return create_dynamic_map().to(device)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """x [..., I], b [O] or None, what makes W [O, I] to y [..., O]; keeps what W is made of."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, unpack: Unpack, *stored: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(*stored)
+        ctx.unpack = unpack
+        return nn.functional.linear(x, unpack(*stored), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        stored = ctx.saved_tensors
+        dx = grad_y @ ctx.unpack(*stored) if ctx.needs_input_grad[0] else None
+        return dx, None, None, *(None for _ in stored)

@@ -1,0 +1,85 @@
+"""A base model's linear layers in 8 or 4 bits: put in on the meta device, and taken out for merging."""
+
+from __future__ import annotations
+
+import torch
+from peft.tuners.lora.layer import Linear as PeftLinear
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.errors import JobError, MachineError
+from shardwise.job.schema import Model
+from shardwise.kernels.quantized_linear import LAYERS, QuantizedLinear
+from shardwise.models.adapters import linear_modules
+
+_INSTALL = "pip install bitsandbytes"
+
+
+def quantize_linears(model: PreTrainedModel, kind: str) -> None:
+    """Replaces, in place, what an adapter can be put around: all linear layers but the output head.
+
+    Those are the layers that transformers converts, too. Embeddings, norms and stacked experts stay as they
+    are. Raises JobError where the codes of a weight do not fill numbers of its format.
+    """
+    for name, module in linear_modules(model).items():
+        weight, bias = module.requires_grad_(False).get_parameter("weight"), module._parameters["bias"]
+        transposed = isinstance(module, Conv1D)
+        inputs, outputs = weight.shape if transposed else reversed(weight.shape)
+        if LAYERS[kind].packed_shape(inputs, outputs, weight.dtype) is None:
+            raise JobError(
+                f"{outputs} x {inputs} values of {name} fill no whole numbers of {weight.dtype} in {kind}",
+                where="model.quantization",
+                fix="quantization: none, or a model of even sizes",
+            )
+        layer = LAYERS[kind](inputs, outputs, bias, dtype=weight.dtype, transposed=transposed)
+        model.set_submodule(name, layer)
+
+
+@torch.no_grad()
+def dequantize_linears(model: nn.Module) -> None:
+    """Replaces the quantised layers, in place, by plain ones with the weights that they compute with."""
+    for layer in [module for module in model.modules() if isinstance(module, PeftLinear)]:
+        if isinstance(layer.base_layer, QuantizedLinear):
+            layer.fan_in_fan_out = layer.base_layer.transposed
+    for name, module in list(model.named_modules()):
+        if isinstance(module, QuantizedLinear):
+            model.set_submodule(name, _plain(module))
+
+
+def _plain(layer: QuantizedLinear) -> nn.Module:
+    weight = layer.whole_weight()
+    plain: nn.Module
+    with torch.device("meta"):
+        if layer.transposed:
+            plain, weight = Conv1D(layer.out_features, layer.in_features), weight.t().contiguous()
+        else:
+            plain = nn.Linear(layer.in_features, layer.out_features)
+    plain.weight = nn.Parameter(weight, requires_grad=False)
+    plain.bias = layer.bias
+    return plain
+
+
+def check_bitsandbytes(model: Model) -> None:
+    """Raises MachineError where the model is to be quantised and bitsandbytes cannot do it here."""
+    if model.quantization == "none":
+        return
+    where = f"model.quantization: {model.quantization}"
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise MachineError(
+            f"bitsandbytes, which quantises the weights, cannot be imported: {error}",
+            where=where,
+            fix=f"{_INSTALL}, or quantization: none",
+        ) from None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    library = bitsandbytes.cextension.lib
+    native = not isinstance(library, bitsandbytes.cextension.ErrorHandlerMockBNBNativeLibrary)
+    if not native or (device == "cuda" and not library.compiled_with_cuda):
+        raise MachineError(
+            f"bitsandbytes {bitsandbytes.__version__} has no kernels for this machine's "
+            f"{'GPUs' if device == 'cuda' else 'CPU'}",
+            where=where,
+            fix=f"{_INSTALL} -U (`python -m bitsandbytes` says what is missing), or quantization: none",
+        )

@@ -1,0 +1,95 @@
+"""What tests/distributed/test_quantization.py runs inside the processes: adapters on a quantised base.
+
+The model comes the way a job's does: built on the meta device, its layers replaced, filled block by block.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import engine_worker as w
+import torch
+from torch import nn
+
+from shardwise.engine.build import build_engine
+from shardwise.engine.loss import CausalLMLoss
+from shardwise.engine.parameters import DTYPES
+from shardwise.engine.protocol import Engine, World
+from shardwise.job.schema import Lora, Model
+from shardwise.kernels.lora_linear import fuse_lora
+from shardwise.kernels.quantized_linear import QuantizedLinear
+from shardwise.models.build import BuiltModel, build_model
+from shardwise.models.quantize import dequantize_linears
+from shardwise.strategy.strategy import Strategy
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": w.VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mlp_bias": True,
+    "initializer_range": 0.2,
+}
+
+
+def build(folder: Path, quantization: str, precision: str) -> BuiltModel:
+    source = folder / "model"
+    source.mkdir(exist_ok=True)
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    model = Model(
+        source=str(source), weights="random", lora=Lora(rank=4, alpha=8.0), quantization=quantization
+    )
+    return build_model(model, dtype=DTYPES[precision], seed=3)
+
+
+def engine_for(
+    folder: Path, quantization: str, strategy: Strategy, world: World, *, fused: bool = True
+) -> tuple[Engine, BuiltModel]:
+    built = build(folder, quantization, strategy.precision)
+    if fused:
+        assert fuse_lora(built.model) == 14
+    module = CausalLMLoss(built.model)
+    return build_engine(strategy, module, built.blocks, built.weights.fill, w.OPTIMIZER, world), built
+
+
+def reference(
+    folder: Path, quantization: str, steps: range
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Float64 in one process and plain torch, on the values that the quantised layers stand for."""
+    built = build(folder, quantization, "fp32")
+    built.weights.fill(built.model, torch.device("cpu"))
+    dequantize_linears(built.model)
+
+    def exact(_: torch.dtype) -> tuple[nn.Module, list[nn.Module]]:
+        return w.SummedLoss(built.model.double()), built.blocks
+
+    return w.reference(steps, model=exact)
+
+
+def stored_bytes(engine: Engine) -> int:
+    """Bytes of the quantised weights that this rank holds between steps, scales left out."""
+    root = getattr(engine, "module", None) or engine._engine.module  # type: ignore[attr-defined]
+    return sum(_local(layer.weight) for layer in _layers(root))
+
+
+def _layers(root: nn.Module) -> Iterator[QuantizedLinear]:
+    return (module for module in root.modules() if isinstance(module, QuantizedLinear))
+
+
+def _local(weight: Any) -> int:
+    if hasattr(weight, "ds_tensor"):
+        weight = weight.ds_tensor
+    elif hasattr(weight, "to_local"):
+        weight = weight.to_local()
+    return weight.numel() * weight.element_size()
+
+
+def fitted(bare: Strategy, world: World, precision: str) -> Strategy:
+    return replace(w.fitted(bare, world, 2), precision=precision)
