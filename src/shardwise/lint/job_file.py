@@ -40,7 +40,6 @@ def _strategy(document: Document, setup: Setup, loaded: LoadedJob) -> Iterator[F
         train=job.train,
         clip_norm=job.optimizer.clip_norm,
         lora=job.model.lora is not None,
-        quantization=job.model.quantization,
         world_size=world,
         gpus_per_node=setup.gpus_per_node or world,
     )

@@ -43,6 +43,8 @@ class Parameter:
     item_bytes: int
     """Of the format it is computed in."""
     trainable: bool
+    made_of: int = 0
+    """Values that a quantised weight stands for; 0 for any other."""
 
     @property
     def numel(self) -> int:

@@ -92,7 +92,6 @@ def resolve(
             world_size=world_size,
             global_batch=train.global_batch,
             lora=lora,
-            quantization=quantization,
             micro_batch=train.micro_batch,
             architecture=architecture,
             capability=capability,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.job.schema import Quantization
 from shardwise.strategy.strategy import Strategy
 
 Devices = Literal["cpu", "cuda"]
@@ -57,8 +56,6 @@ class Facts:
     world_size: int
     global_batch: int
     lora: bool
-    quantization: Quantization = "none"
-    """Of the base below the adapters."""
     micro_batch: int | None = None
     """As the job names it; None where it was chosen for the user."""
     architecture: Architecture | None = None

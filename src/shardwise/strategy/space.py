@@ -61,7 +61,6 @@ def candidates(
     devices: Devices = "cuda",
     capability: tuple[int, int] | None = None,
     architecture: Architecture | None = None,
-    quantization: schema.Quantization = "none",
 ) -> tuple[list[Strategy], list[Refused]]:
     """What the job leaves open, spelled out: strategies worth predicting, and refused ones.
 
@@ -86,7 +85,6 @@ def candidates(
             world_size=world_size,
             global_batch=train.global_batch,
             lora=lora,
-            quantization=quantization,
             micro_batch=train.micro_batch,
             architecture=architecture,
             capability=capability,

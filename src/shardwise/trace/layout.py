@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.kernels.quantized_linear import QuantizedLinear
 from shardwise.models.build import BuiltModel
 from shardwise.simulate.step_trace import Parameter, Unit
 
@@ -32,8 +33,15 @@ class Layout:
         named = list(built.model.named_parameters())
         self._originals = [p for _, p in named]
         index = {id(p): i for i, p in enumerate(self._originals)}
+        made_of = _quantized(built)
         self.parameters = tuple(
-            Parameter(name=name, shape=tuple(p.shape), item_bytes=p.element_size(), trainable=p.requires_grad)
+            Parameter(
+                name=name,
+                shape=tuple(p.shape),
+                item_bytes=p.element_size(),
+                trainable=p.requires_grad,
+                made_of=made_of.get(id(p), 0),
+            )
             for name, p in named
         )
         self.buffers = tuple(b.numel() * b.element_size() for b in built.model.buffers())
@@ -89,6 +97,15 @@ class Layout:
                 if id(module) in copies
             },
         )
+
+
+def _quantized(built: BuiltModel) -> dict[int, int]:
+    """Values that each quantised weight stands for."""
+    return {
+        id(module.weight): module.in_features * module.out_features
+        for module in built.model.modules()
+        if isinstance(module, QuantizedLinear)
+    }
 
 
 def _outside(built: BuiltModel) -> list[nn.Module]:

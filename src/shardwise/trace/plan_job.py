@@ -122,7 +122,6 @@ def _candidates(
         train=job.train,
         clip_norm=job.optimizer.clip_norm,
         lora=job.model.lora is not None,
-        quantization=job.model.quantization,
         world_size=hardware.world_size,
         gpus_per_node=hardware.gpus_per_node,
         capability=_capability(hardware),

@@ -118,6 +118,11 @@ def _convolution_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Ta
     return [4 * -(-(x.shape[0] * x.shape[1]) // CONVOLVED) * (weight.numel() + weight.shape[0])]
 
 
+def _dequantize_nf4(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
+    """The scales in fp32 (kernels/quantized_linear.py)."""
+    return [4 * args[1].numel()]
+
+
 UNSORTED_TOKENS = 3072
 TOKENS_IN_A_PART = 10
 
@@ -141,6 +146,7 @@ _RULES = {
     "selective_scan": _scan,
     "selective_scan_replay": _scan,
     "selective_scan_backward": _scan_backward,
+    "dequantize_nf4": _dequantize_nf4,
     "embedding_dense_backward": _embedding_backward,
     "sum": _sum,
 }

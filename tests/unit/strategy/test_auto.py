@@ -57,6 +57,14 @@ def test_fp32_weights_count_double() -> None:
     assert pick(train=train, device_memory_bytes=75 * GB)[0].name == "zero3"  # 4 P + 4 P = 53.9 GB of 45
 
 
+def test_quantised_weights_count_what_they_take() -> None:
+    """2 P are 13.5 GB, more than 60 % of 16 GB; in int8 6.7 GB are not, and 3.5 GB in NF4 fit 6 GB."""
+    adapters = {"trainable_parameters": 40_000_000, "world_size": 1}
+    assert pick(device_memory_bytes=16 * GB, **adapters)[0].name == "zero3-offload"
+    assert pick(device_memory_bytes=16 * GB, quantization="int8", **adapters)[0].name == "single"
+    assert pick(device_memory_bytes=7 * GB, quantization="nf4", **adapters)[0].name == "single"
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_a_named_strategy_has_the_name_it_was_asked_by(name: str) -> None:
     assert pick(name, world_size=1 if name == "single" else 4)[0].name == name

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.simulate.machine import WEIGHTS, Block, Machine
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.step_trace import Parameter, StepTrace
 
-FP32 = 4
+FP32, FP16 = 4, 2
 
 
 def parts(trace: StepTrace) -> Iterator[list[int]]:
@@ -25,11 +25,9 @@ def fill(machine: Machine, trace: StepTrace, part: list[int]) -> dict[int, Block
     """The weights of one part, by parameter; adapters come last."""
     weights: dict[int, Block] = {}
     base = [index for index in part if ".lora_" not in trace.parameters[index].name]
-    drawn = {index: machine.take(WEIGHTS, FP32 * trace.parameters[index].numel) for index in base}
+    drawn = {index: machine.take(WEIGHTS, _drawn_bytes(trace, index)) for index in base}
     # Embeddings that the output head shares are drawn for both (models/random_weights.py).
-    machine.scratch(
-        WEIGHTS, *(FP32 * trace.parameters[index].numel for index in base if _is_tied(trace, index))
-    )
+    machine.scratch(WEIGHTS, *(_drawn_bytes(trace, index) for index in base if _is_tied(trace, index)))
     for index in base:
         weights[index] = _rounded(machine, trace, index, drawn[index])
     for index in part:
@@ -39,14 +37,27 @@ def fill(machine: Machine, trace: StepTrace, part: list[int]) -> dict[int, Block
     return weights
 
 
+def _drawn_bytes(trace: StepTrace, index: int) -> int:
+    return FP32 * (trace.parameters[index].made_of or trace.parameters[index].numel)
+
+
 def _is_tied(trace: StepTrace, index: int) -> bool:
     return sum(index in unit.parameters for unit in trace.units if unit.block < 0) > 1
 
 
 def _rounded(machine: Machine, trace: StepTrace, index: int, drawn: Block) -> Block:
     parameter = trace.parameters[index]
-    if parameter.item_bytes == FP32:
+    if parameter.item_bytes == FP32 and not parameter.made_of:
         return drawn
+    rounded = [machine.take(WEIGHTS, size) for size in _before_quantising(parameter)]
     weight = machine.take(WEIGHTS, parameter.size_bytes)
-    machine.give(drawn)
+    for block in (*rounded, drawn):
+        machine.give(block)
     return weight
+
+
+def _before_quantising(parameter: Parameter) -> list[int]:
+    """Bytes of the copies in the computation's format, and for int8 in fp16 (kernels/quantized_linear.py)."""
+    copies = [parameter.item_bytes] if parameter.item_bytes != FP32 else []
+    copies += [FP16] if parameter.size_bytes == parameter.made_of else []
+    return [item * parameter.made_of for item in copies] if parameter.made_of else []
