@@ -205,6 +205,36 @@ def resumes(engine: Engine, strategy: Strategy, place: Path, model: Any = w.mamb
     return same(snapshot(engine), snapshot(other))
 
 
+def quantization(folder: Path, world: World) -> dict[str, Any]:
+    """Parity of adapters on a quantised base, what a rank stores of it, and whether a run can be resumed."""
+    import quantized_worker as q
+
+    results: dict[str, Any] = {}
+    kinds = [(kind, precision) for kind in ("int8", "nf4") for precision in ("fp32", "bf16")]
+    exact = {both: q.reference(folder, *both, STEPS) for both in kinds}
+    for kind in ("int8", "nf4"):
+        for name, bare in engines(world).items():
+            if name.endswith("noreshard") or (name == "zero2-offload" and kind == "int8"):
+                continue
+            for precision in ("fp32", "bf16"):
+                losses, norms, weights = exact[kind, precision]
+                strategy = replace(w.fitted(bare, world, 2), precision=precision)
+                engine, built = q.engine_for(folder, kind, strategy, world)
+                steps = w.train(engine, strategy, STEPS)
+                found = snapshot(engine)
+                assert found.keys() == weights.keys()
+                results[f"{name}/{precision}/{kind}"] = {
+                    "loss_error": worst([step.loss.item() for step in steps], losses),
+                    "norm_error": worst([float(step.grad_norm) for step in steps], norms),
+                    "weight_error": largest_difference(found, weights) if world.rank == 0 else 0.0,
+                    "stored_bytes": q.stored_bytes(engine),
+                    "right": q.base_is_right(engine, built),
+                    "resumed": precision == "fp32"
+                    or q.resumes(engine, kind, strategy, folder / f"{name}-{kind}"),
+                }
+    return results
+
+
 def same_in_bf16(tensor: torch.Tensor) -> bool:
     return torch.equal(tensor, tensor.bfloat16().to(tensor.dtype))
 
@@ -325,6 +355,7 @@ SCENARIOS = {
     "mamba": mamba,
     "tensor_parallel": tensor_parallel,
     "tensor_parallel_checks": tensor_parallel_checks,
+    "quantization": quantization,
 }
 
 

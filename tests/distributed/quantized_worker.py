@@ -6,13 +6,14 @@ The model comes the way a job's does: built on the meta device, its layers repla
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import engine_worker as w
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine.build import build_engine
@@ -40,7 +41,7 @@ CONFIG = {
 
 
 def build(folder: Path, quantization: str, precision: str) -> BuiltModel:
-    source = folder / "model"
+    source = folder / f"model-{os.environ['RANK']}"
     source.mkdir(exist_ok=True)
     (source / "config.json").write_text(json.dumps(CONFIG))
     model = Model(
@@ -60,10 +61,10 @@ def engine_for(
 
 
 def reference(
-    folder: Path, quantization: str, steps: range
+    folder: Path, quantization: str, precision: str, steps: range
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Float64 in one process and plain torch, on the values that the quantised layers stand for."""
-    built = build(folder, quantization, "fp32")
+    built = build(folder, quantization, precision)
     built.weights.fill(built.model, torch.device("cpu"))
     dequantize_linears(built.model)
 
@@ -91,5 +92,24 @@ def _local(weight: Any) -> int:
     return weight.numel() * weight.element_size()
 
 
-def fitted(bare: Strategy, world: World, precision: str) -> Strategy:
-    return replace(w.fitted(bare, world, 2), precision=precision)
+def base_is_right(engine: Engine, built: BuiltModel) -> bool:
+    """Whether the quantised weights that the engine gives back after training are those of the source."""
+    names = [name for name, _ in built.model.named_parameters() if name.endswith("proj.base_layer.weight")]
+    gathered = list(engine.weights(names))
+    if engine.world.rank != 0:
+        return True
+    return built.weights.verify(gathered) == len(names) == 14
+
+
+def resumes(engine: Engine, quantization: str, strategy: Strategy, place: Path) -> bool:
+    """Whether a new engine that loads what this one saves takes the same next step, to the bit."""
+    place.mkdir(exist_ok=True)
+    dist.barrier()
+    engine.save(place)
+    (straight,) = w.train(engine, strategy, range(4, 5))
+    other, _ = engine_for(place.parent, quantization, strategy, engine.world)
+    w.train(other, strategy, range(9, 10))  # what is loaded has to replace this
+    other.load(place)
+    (resumed,) = w.train(other, strategy, range(4, 5))
+    mine, theirs = dict(engine.weights()), dict(other.weights())
+    return straight.loss.item() == resumed.loss.item() and all(mine[n].equal(theirs[n]) for n in mine)

@@ -74,7 +74,7 @@ def test_a_weight_is_whole_only_while_a_product_needs_it(quantization: str, scra
     """In each pass of a layer: its 16-bit weight, and NF4's scales in fp32 while it is made."""
     trace = traced(quantization, 1)
     names = Counter(trace.ops[e[1]].name for e in trace.events if e[0] == OP)
-    # forward, forward again, backward; the first block's input needs no gradient, so q, k and v want no weight
+    # forward, again, backward; the first block's input needs no gradient, so q, k and v want no weight there
     assert names[f"dequantize_{quantization}"] == 3 * 224 - 3
     largest = 2 * 4096 * 11008
     sizes = Counter(e[2] for e in trace.events if e[0] == ALLOC)
