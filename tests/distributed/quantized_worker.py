@@ -1,4 +1,4 @@
-"""What tests/distributed/test_quantization.py runs inside the processes: adapters on a quantised base.
+"""What tests/distributed/test_quantization_runs.py runs inside the processes: adapters on a quantised base.
 
 The model comes the way a job's does: built on the meta device, its layers replaced, filled block by block.
 """
