@@ -213,9 +213,7 @@ def quantization(folder: Path, world: World) -> dict[str, Any]:
     kinds = [(kind, precision) for kind in ("int8", "nf4") for precision in ("fp32", "bf16")]
     exact = {both: q.reference(folder, *both, STEPS) for both in kinds}
     for kind in ("int8", "nf4"):
-        for name, bare in engines(world).items():
-            if name.endswith("noreshard") or (name == "zero2-offload" and kind == "int8"):
-                continue
+        for name, bare in q.engines(world).items():
             for precision in ("fp32", "bf16"):
                 losses, norms, weights = exact[kind, precision]
                 strategy = replace(w.fitted(bare, world, 2), precision=precision)

@@ -40,6 +40,20 @@ CONFIG = {
 }
 
 
+def engines(world: World) -> dict[str, Strategy]:
+    """Of those that move frozen weights in another way, each one; ZeRO-3 last (see engine_scenarios)."""
+    alone = {"single": Strategy(engine="single")} if world.size == 1 else {}
+    return alone | {
+        "fsdp2": Strategy(engine="fsdp2"),
+        "fsdp2-offload": Strategy(engine="fsdp2", offload_optimizer="cpu", offload_parameters="cpu"),
+        "zero0": Strategy(engine="deepspeed", stage=0),
+        "zero1": Strategy(engine="deepspeed", stage=1),
+        "zero2": Strategy(engine="deepspeed", stage=2),
+        "zero3": Strategy(engine="deepspeed", stage=3),
+        "zero3-offload-parameters": Strategy(engine="deepspeed", stage=3, offload_parameters="cpu"),
+    }
+
+
 def build(folder: Path, quantization: str, precision: str) -> BuiltModel:
     source = folder / f"model-{os.environ['RANK']}"
     source.mkdir(exist_ok=True)
