@@ -10,6 +10,9 @@ import pytest
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Lora, Model
 from shardwise.plan.sketch import sketch
+from shardwise.simulate.allocator import CachingAllocator
+from shardwise.simulate.engines.weights import fill, parts
+from shardwise.simulate.machine import Machine
 from shardwise.simulate.step_trace import ALLOC, BACKWARD, FREE, OP, StepTrace
 from shardwise.trace.plan_job import make_plan
 from shardwise.trace.trace import Tracer
@@ -125,3 +128,15 @@ def test_what_bf16_cannot_fit_on_16_gb_a_quantised_base_can() -> None:
     assert 7 * 2**30 < fits["int8"] < 11 * 2**30
     # weights in 4 bits are 3 GiB less
     assert 2.5 * 2**30 < fits["int8"] - fits["nf4"] < 3.2 * 2**30
+
+
+@pytest.mark.parametrize(("quantization", "copies"), [("int8", 2 + 2 + 1), ("nf4", 2 + 0.5)])
+def test_filling_a_block_takes_its_values_in_fp32_and_copies_of_one_weight(
+    quantization: str, copies: float
+) -> None:
+    """The first weight is the fullest moment: q's copies in bf16 (int8: and fp16), its codes, nothing dropped."""
+    trace = traced(quantization)
+    machine = Machine(CachingAllocator(capacity_bytes=1 << 50, expandable_segments=True))
+    fill(machine, trace, next(parts(trace)))
+    drawn = 4 * (LINEARS // 32 + 2 * 4096)
+    assert machine.allocator.peak_allocated_bytes == drawn + copies * 4096**2
