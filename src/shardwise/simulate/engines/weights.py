@@ -26,10 +26,11 @@ def fill(machine: Machine, trace: StepTrace, part: list[int]) -> dict[int, Block
     weights: dict[int, Block] = {}
     base = [index for index in part if ".lora_" not in trace.parameters[index].name]
     drawn = {index: machine.take(WEIGHTS, FP32 * trace.parameters[index].numel) for index in base}
-    # Embeddings that the output head shares are drawn for both (models/random_weights.py).
-    machine.scratch(
-        WEIGHTS, *(FP32 * trace.parameters[index].numel for index in base if _is_tied(trace, index))
-    )
+    for index in base:
+        if _is_tied(trace, index):  # drawn for both places, of which the second stays (random_weights.py)
+            first = drawn[index]
+            drawn[index] = machine.take(WEIGHTS, FP32 * trace.parameters[index].numel)
+            machine.give(first)
     for index in base:
         weights[index] = _rounded(machine, trace, index, drawn[index])
     for index in part:
