@@ -57,10 +57,16 @@ class Row:
     def predicted(self) -> dict[str, Any]:
         """For the result: the prediction with its memory over the step, or why there is none."""
         if isinstance(self.option, Unavailable):
-            return {"predicted": None, "predicted_unavailable": self.option.reason, "fit": None}
+            reason = self.option.reason
+            return {"predicted": None, "predicted_unavailable": reason, "fit": None, "why": []}
         prediction = self.option.prediction.to_json()
         prediction["memory"]["timeline"] = [asdict(m) for m in self.option.prediction.memory.timeline]
-        return {"predicted": prediction, "predicted_unavailable": None, "fit": self.option.fit}
+        return {
+            "predicted": prediction,
+            "predicted_unavailable": None,
+            "fit": self.option.fit,
+            "why": list(self.option.why),
+        }
 
 
 def make_rows(
