@@ -122,11 +122,11 @@ def _failure(code: int | None, steps: int, seconds: float, settings: Settings, l
     tail = log_tail(log)
     done = f"{steps} of {settings.warmup + settings.steps} steps"
     if code is None:
-        status, why = TIMED_OUT, f"not done after {duration(seconds)} (--timeout), {done}"
+        status, why = TIMED_OUT, f"after {duration(seconds)} (--timeout) and {done}"
     elif code == DoesNotFitError.exit_code:
-        status, why = OUT_OF_MEMORY, f"out of memory after {done}"
+        status, why = OUT_OF_MEMORY, f"after {done}"
     else:
-        status, why = FAILED, f"ended with exit code {code} after {done}"
+        status, why = FAILED, f"with exit code {code} after {done}"
     return status, f"{why}\n{tail}".strip()
 
 

@@ -37,10 +37,17 @@ def show_bench(bench: BenchRecord, *, console: Console | None = None) -> None:
         soft_wrap=True,
     )
     if rows:
+        foretold = any(row["predicted"] for row in rows)
+        console.print()
+        if foretold:
+            console.print(Text("predicted > measured", style="dim"))
         console.print(_beside(rows))
+        console.print()
         console.print(_more(rows))
-        if any(row["predicted"] for row in rows):
+        if foretold:
+            console.print(Text("\npredicted memory by term, GiB", style="dim"))
             console.print(_terms(rows))
+        console.print()
     for line in _remarks(bench):
         console.print(line, soft_wrap=True)
 
@@ -100,13 +107,13 @@ def _beside(rows: Sequence[Row]) -> Table:
         tuple[str, Callable[[Row], tuple[float | None, float | None]], Callable[[float], str]], ...
     ]
     columns = (
-        ("GiB", needed, lambda value: f"{value / GIB:.2f}"),
+        ("GiB", needed, lambda value: f"{value / GIB:.3g}"),
         ("tok/s/GPU", speed, count),
         ("exposed", exposed, lambda value: f"{value:.0%}"),
         ("J/token", energy, lambda value: f"{value:.3g}"),
     )
     foretold = any(row["predicted"] for row in rows)
-    table = _table("predicted > measured" if foretold else "measured")
+    table = _table()
     for name, _, _ in columns:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
@@ -127,39 +134,53 @@ def _cell(values: tuple[float | None, float | None], text: Callable[[float], str
 
 
 def _more(rows: Sequence[Row]) -> Table:
-    table = _table("measured")
-    for name in ("micro x acc", "s/step", "TFLOP/s", "MFU", "loss", "grad norm"):
+    table = _table()
+    for name in ("batch", "recomputed", "s/step", "TFLOP/s", "MFU", "loss", "norm"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        found = row["measured"]
-        flops, mfu = found["tflops_per_gpu"], found["mfu"]
+        found, strategy = row["measured"], row["strategy"]
+        flops, mfu, every = found["tflops_per_gpu"], found["mfu"], strategy["checkpoint_every"]
         table.add_row(
             Text(row["label"]),
-            batch(row),
+            f"{strategy['micro_batch']} x {strategy['accumulation']}",
+            {0: "none", 1: "all"}.get(every, f"1 in {every}"),
             f"{found['step_seconds']:.3g}",
             ABSENT if flops is None else f"{flops:.3g}",
-            ABSENT if mfu is None else f"{mfu:.1%}",
-            _from_to(found["loss"]),
-            _from_to(found["grad_norm"]),
+            ABSENT if mfu is None else f"{mfu:.0%}",
+            _last(found["loss"]),
+            _last(found["grad_norm"]),
         )
     return table
 
 
 def _terms(rows: Sequence[Row]) -> Table:
-    """Of what is predicted by term, in GiB; then its sum and what was measured."""
-    table = _table("GiB predicted")
-    for name in TERMS.values():
-        table.add_column(name.replace("output head and ", ""), justify="right")
-    table.add_column("sum", justify="right")
-    table.add_column("measured", justify="right")
+    """What is predicted, term by term; then its sum, and what was measured."""
+    table = _table()
+    for name in TERMS:
+        table.add_column(_SHORT.get(name, TERMS[name]), justify="right", no_wrap=True)
+    table.add_column("sum", justify="right", no_wrap=True)
+    table.add_column("real", justify="right", no_wrap=True)
     for row in rows:
         if row["predicted"] is None:
             continue
         memory = row["predicted"]["memory"]
         values = {**memory["terms"], "outside_allocator_bytes": memory["outside_allocator_bytes"]}
-        cells = [f"{values[key] / GIB:.2f}" for key in TERMS]
-        table.add_row(Text(row["label"]), *cells, *(f"{(v or 0) / GIB:.2f}" for v in needed(row)))
+        cells = [f"{round(values[key] / GIB, 2):.3g}" for key in TERMS]
+        table.add_row(Text(row["label"]), *cells, *(f"{round((v or 0) / GIB, 2):.3g}" for v in needed(row)))
     return table
+
+
+_SHORT = {
+    "weights_bytes": "weight",
+    "gradients_bytes": "grad",
+    "optimizer_bytes": "optim",
+    "activations_bytes": "activ",
+    "loss_bytes": "loss",
+    "engine_buffers_bytes": "engine",
+    "fragmentation_bytes": "fragm",
+    "outside_allocator_bytes": "CUDA",
+}
+"""Names of the terms of memory in a narrow table."""
 
 
 def _remarks(bench: BenchRecord) -> list[Text]:
@@ -201,12 +222,12 @@ def reasons(rows: Sequence[Row]) -> dict[str, str]:
     }
 
 
-def _table(title: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(title, header_style="dim", no_wrap=True)
+def _table() -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("", max_width=22)
     return table
 
 
-def _from_to(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{known[0]:.4g} → {known[-1]:.4g}" if known else ABSENT
+def _last(values: Sequence[float | None]) -> str:
+    """The last that is finite."""
+    return next((f"{value:.4g}" for value in reversed(values) if value is not None), ABSENT)

@@ -37,9 +37,14 @@ def bench_page(bench: BenchRecord) -> str:
         str(head["name"]),
         eyebrow="shardwise bench",
         lead=lead,
-        made=f"measured {dates[0]} to {dates[-1]}" if dates else "nothing is measured yet",
+        made=f"measured {_when(dates[0])} to {_when(dates[-1])}" if dates else "nothing is measured yet",
         body=[_facts(measured), *_parts(bench)],
     )
+
+
+def _when(date: str) -> str:
+    """`2026-11-21 16:21 UTC` of a date as ISO 8601 writes it."""
+    return f"{date[:10]} {date[11:16]} UTC"
 
 
 def _facts(rows: Sequence[Row]) -> Child:
@@ -60,7 +65,7 @@ def _facts(rows: Sequence[Row]) -> Child:
         entries.append(("Least energy", f"{numbers.plain(joules)} J/token", row["label"]))
     errors = [_mean_error(rows, read) for read in (values.needed, values.speed)]
     if errors[0] is not None and errors[1] is not None:
-        remark = f"memory on average, {numbers.share(errors[1])} speed"
+        remark = f"in memory, {numbers.share(errors[1])} in speed, on average"
         entries.append(("Predictions off by", numbers.share(errors[0]), remark))
     return sections.facts(entries) if entries else None
 
@@ -168,19 +173,20 @@ def _decision(bench: BenchRecord) -> Child:
             ]
         )
     said += [f"{reason} ({labels})" for reason, labels in values.reasons(bench.rows).items()]
-    for failed in bench.rows:
-        if failed["measured"] is None:
-            first, _, rest = str(failed["error"]).partition("\n")
-            log = (
-                h("details", None, h("summary", None, "the end of its log"), h("pre", None, rest))
-                if rest
-                else None
-            )
-            said.append([h("b", None, failed["label"]), f": {failed['status']}, {first}", log])
+    said += [_failure(row) for row in bench.rows if row["measured"] is None]
     said += [
         [h("b", None, left["strategy"]), f" was not run: {left['reason']}"] for left in bench.head["left_out"]
     ]
     return sections.listed(said)
+
+
+def _failure(row: Row) -> Child:
+    """What became of a row without measurements; the end of its log can be unfolded."""
+    first, _, rest = str(row["error"]).partition("\n")
+    what = rest.partition("\n")[0].removeprefix("error: ") if rest.startswith("error: ") else ""
+    log = h("details", None, h("summary", None, "the end of its log"), h("pre", None, rest)) if rest else None
+    said = f": {row['status']}, {first}{f': {what}' if what else ''}"
+    return [h("b", None, row["label"]), said, log]
 
 
 def _again(bench: BenchRecord) -> Child:

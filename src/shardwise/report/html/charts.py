@@ -46,6 +46,7 @@ class Curve:
     style: str
     """Classes of the style sheet, `l-COLOUR` first."""
     stairs: bool = False
+    width: float = 1.75
 
 
 def ticks(high: float, low: float = 0.0, count: int = 4) -> list[float]:
@@ -91,16 +92,17 @@ def _bar(bar: Bar, scale: float, limit: float | None, label: str, text: Text) ->
     return h("svg", {"role": "img", "aria-label": label, "height": 16}, shapes)
 
 
-def legend(entries: Mapping[str, str]) -> Html:
+def legend(entries: Mapping[str, str], *, alone: bool = False) -> Html:
     """Name to classes of the swatch: `f-COLOUR` fills it, `l-COLOUR` draws a line through it."""
     items = []
     for name, style in entries.items():
         if style.startswith("f-"):
             swatch = h("rect", {"width": 12, "height": 12, "rx": 3, "class": style})
         else:
-            swatch = h("line", {"x1": 0, "x2": 12, "y1": 6, "y2": 6, "class": f"line {style}"})
+            at = {"x1": 0, "x2": 12, "y1": 6, "y2": 6, "stroke-width": 2}
+            swatch = h("line", {**at, "class": f"line {style}"})
         items.append(h("li", None, h("svg", {"aria-hidden": "true"}, swatch), name))
-    return h("ul", {"class": "legend"}, items)
+    return h("ul", {"class": "legend alone" if alone else "legend"}, items)
 
 
 def plot(
@@ -169,7 +171,16 @@ def _line(curve: Curve, place: Callable[[float, float], tuple[float, float]]) ->
         else:
             steps.append(f"L{px:.1f} {py:.1f}")
         begun, before = True, py
-    return h("path", {"d": "".join(steps), "class": f"line {curve.style}"}, h("title", None, curve.name))
+    return h(
+        "path",
+        {"d": "".join(steps), "class": f"line {curve.style}", "stroke-width": curve.width},
+        h("title", None, curve.name),
+    )
+
+
+def layered(place: int, count: int) -> float:
+    """Width of a line among others: the first is widest, so that it is seen below those that cover it."""
+    return 1.75 + (3.5 * (count - 1 - place) / (count - 1) if count > 1 else 0.0)
 
 
 def _percent(share: float) -> str:

@@ -17,6 +17,11 @@ def gib(value: float | None) -> str:
     return f"{size:.1f}{THIN}GiB" if size >= 10 else f"{size:.2f}{THIN}GiB"
 
 
+def of_gib(size: float) -> str:
+    """What is in GiB already, for an axis: `2.5 GiB`."""
+    return f"{size:.3g}{THIN}GiB"
+
+
 def plain(value: float | None) -> str:
     """Three digits that count, and every one before the point: `12,345`, `0.0123`."""
     if value is None:
@@ -45,4 +50,4 @@ def loss(value: float | None) -> str:
 
 def seconds(value: float) -> str:
     """`0.43 s`, `12 ms`."""
-    return f"{value:.3g}{THIN}s" if value >= 0.1 else f"{1000 * value:.3g}{THIN}ms"
+    return f"{value:.3g}{THIN}s" if value >= 0.1 or value == 0 else f"{1000 * value:.3g}{THIN}ms"

@@ -8,8 +8,9 @@ from typing import Any
 from shardwise.plan.why import TERMS
 from shardwise.report import bench
 from shardwise.report.html import numbers
-from shardwise.report.html.charts import COLOURS, SMALL, Bar, Curve, Part, bars, legend, plot
+from shardwise.report.html.charts import COLOURS, SMALL, Bar, Curve, Part, bars, layered, legend, plot
 from shardwise.report.html.markup import Child, Html, h
+from shardwise.units import GIB
 
 Row = Mapping[str, Any]
 Pair = Callable[[Row], tuple[float | None, float | None]]
@@ -142,12 +143,10 @@ def memory(rows: Sequence[Row]) -> Html:
     limit = _worth_drawing(
         capacity, [sum(p.value for p in bar.parts) for *_, drawn in lines for bar in drawn]
     )
-    entries = {name: f"f-{COLOUR[key]}" for key, name in TERMS.items()} if capacity else {}
-    entries |= {"measured: allocated at most": "f-measured", "reserved beyond it": "f-fragmentation"}
-    if any(row["measured"]["memory_of"] == "gpu" for row in ran(rows)):
-        entries |= {"outside torch's allocator": "f-outside"}
-    else:
-        entries = {"resident set of the fullest process": "f-measured"}
+    entries = {"resident set of the fullest process": "f-measured"}
+    if capacity is not None or any(row["measured"]["memory_of"] == "gpu" for row in ran(rows)):
+        entries = {name: f"f-{COLOUR[key]}" for key, name in TERMS.items()}
+        entries = {**entries, "measured: allocated at most": "f-measured"}
     if limit is not None:
         entries[f"what a process may use, {numbers.gib(limit)}"] = "l-limit limit"
     return card(legend(entries), bars(lines, limit=limit, text=numbers.gib))
@@ -203,7 +202,9 @@ def overlay(
         style = f"l-s{place % COLOURS}" + (" dashed" if place >= COLOURS else "")
         found = row["measured"]
         at = found.get("step_numbers") or range(1, len(found[key]) + 1)
-        curves.append(Curve(name=row["label"], points=list(zip(at, found[key], strict=True)), style=style))
+        points = list(zip(at, found[key], strict=True))
+        width = layered(place, len(ran(rows)))
+        curves.append(Curve(name=row["label"], points=points, style=style, width=width))
         entries[row["label"]] = style
         if held_out and found.get("evaluations"):
             curves.append(
@@ -232,12 +233,14 @@ def each_step(rows: Sequence[Row]) -> Html:
         found = row["measured"]
         values = found["step_seconds_all"]
         counted = values[found["warmup_steps"] :]
-        points = [(float(n), min(value, 3 * max(counted))) for n, value in enumerate(values, start=1)]
+        most = 3 * max(counted)  # the first step compiles: it may take a hundred times as long
+        points = [(n + 0.5, min(value, most)) for n, value in enumerate(values)]
+        points.append((len(values) + 0.5, points[-1][1]))
         drawing = plot(
             [Curve(name=row["label"], points=points, style="l-measured", stairs=True)],
             label=f"seconds of each step, {row['label']}",
             text=numbers.seconds,
-            x_labels=step_labels([x for x, _ in points]),
+            x_labels=step_labels([1, len(values)]),
             height=SMALL,
             shade_to=float(found["warmup_steps"]) + 0.5,
         )
@@ -258,20 +261,17 @@ def within_step(rows: Sequence[Row]) -> Html | None:
             continue
         curves = []
         if profiled:
-            curves.append(
-                Curve(name="reserved", points=[(x, r) for x, _, r in profiled], style="l-reserved thin")
-            )
-            curves.append(
-                Curve(name="allocated", points=[(x, a) for x, a, _ in profiled], style="l-measured")
-            )
+            reserved, allocated = ([(x, values[k] / GIB) for x, *values in profiled] for k in (1, 0))
+            curves.append(Curve(name="reserved", points=reserved, style="l-reserved"))
+            curves.append(Curve(name="allocated", points=allocated, style="l-measured"))
         if moments:
             count = len(moments)
-            foretold = [((n + 0.5) / count, moment["allocated_bytes"]) for n, moment in enumerate(moments)]
+            foretold = [((n + 0.5) / count, one["allocated_bytes"] / GIB) for n, one in enumerate(moments)]
             curves.append(Curve(name="predicted", points=foretold, style="l-predicted dashed", stairs=True))
         drawing = plot(
             curves,
             label=f"memory over one step, {row['label']}",
-            text=numbers.gib,
+            text=numbers.of_gib,
             x_labels=["step begins", "ends"],
             height=SMALL + 30,
         )
@@ -280,10 +280,10 @@ def within_step(rows: Sequence[Row]) -> Html | None:
         return None
     entries = {
         "allocated, measured": "l-measured",
-        "reserved, measured": "l-reserved thin",
+        "reserved, measured": "l-reserved",
         "allocated, predicted": "l-predicted dashed",
     }
-    return h("div", None, card(legend(entries)), h("div", {"class": "many"}, cards))
+    return h("div", None, legend(entries, alone=True), h("div", {"class": "many"}, cards))
 
 
 def over_steps(rows: Sequence[Row]) -> Html:
@@ -294,13 +294,17 @@ def over_steps(rows: Sequence[Row]) -> Html:
         at = found.get("step_numbers") or range(1, found["steps"] + 1)
         kinds = (("reserved_by_step_bytes", "l-reserved"), ("allocated_by_step_bytes", "l-measured"))
         curves = [
-            Curve(name=key.partition("_")[0], points=list(zip(at, found[key], strict=True)), style=style)
+            Curve(
+                name=key.partition("_")[0],
+                points=[(x, None if y is None else y / GIB) for x, y in zip(at, found[key], strict=True)],
+                style=style,
+            )
             for key, style in kinds
         ]
         drawing = plot(
             curves,
             label=f"memory after each step, {row['label']}",
-            text=numbers.gib,
+            text=numbers.of_gib,
             x_labels=step_labels(list(at)),
             height=SMALL + 30,
         )
