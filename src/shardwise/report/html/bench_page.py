@@ -55,7 +55,13 @@ def _facts(rows: Sequence[Row]) -> Child:
     if fast:
         best, speed = fast[0]
         ahead = f", {speed / fast[1][1]:.2f} times {fast[1][0]['label']}" if len(fast) > 1 else ""
-        entries.append(("Fastest", f"{numbers.plain(speed)} tok/s", f"per GPU, {best['label']}{ahead}"))
+        entries.append(
+            (
+                "Fastest",
+                f"{numbers.plain(speed)} tok/s",
+                f"per {sections.whose(rows)}, {best['label']}{ahead}",
+            )
+        )
     lean = sorted(((row, values.needed(row)[1] or 0) for row in rows), key=lambda one: one[1])
     if lean:
         entries.append(("Least memory", numbers.gib(lean[0][1]), lean[0][0]["label"]))
@@ -92,7 +98,9 @@ def _parts(bench: BenchRecord) -> list[Child]:
             sections.table(rows, verdicts=True),
         ),
         section("Memory", _of_memory(rows), sections.memory(rows)) if ran(rows) else None,
-        section("Speed", "Tokens a second and GPU, over the steps that count.", speed) if speed else None,
+        section("Speed", f"Tokens a second and {sections.whose(rows)}, over the steps that count.", speed)
+        if speed
+        else None,
         section(
             "Waiting for communication",
             "The share of a step in which only communication runs, from one more step under torch.profiler.",
@@ -151,6 +159,7 @@ def _curves(rows: Sequence[Row]) -> list[Child]:
 def _decision(bench: BenchRecord) -> Child:
     """What was predicted to be best, what was, and why rows failed or were left out."""
     said: list[Child] = []
+    each = sections.whose(bench.rows)
     guesses = [(row, values.speed(row)[0]) for row in bench.rows if row.get("fit") in ("fits", "tight")]
     best_guess = max(((row, rate) for row, rate in guesses if rate), key=lambda one: one[1], default=None)
     found = [(row, values.speed(row)[1]) for row in ran(bench.rows)]
@@ -160,7 +169,7 @@ def _decision(bench: BenchRecord) -> Child:
         said.append(
             [
                 h("b", None, guessed["label"]),
-                f" was predicted to be the fastest that fits, {numbers.plain(rate)} tok/s a GPU",
+                f" was predicted to be the fastest that fits, {numbers.plain(rate)} tok/s a {each}",
             ]
         )
         said += [f"{guessed['label']}: {reason}" for reason in guessed["why"]]
@@ -169,7 +178,7 @@ def _decision(bench: BenchRecord) -> Child:
         said.append(
             [
                 h("b", None, row["label"]),
-                f" was measured to be the fastest, {numbers.plain(rate)} tok/s a GPU",
+                f" was measured to be the fastest, {numbers.plain(rate)} tok/s a {each}",
             ]
         )
     said += [f"{reason} ({labels})" for reason, labels in values.reasons(bench.rows).items()]

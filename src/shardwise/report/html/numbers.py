@@ -30,9 +30,11 @@ def plain(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """`12 %`, a decimal below ten."""
+    """`12 %`, a decimal below ten; what is smaller than that still tells how small."""
     if value is None:
         return NONE
+    if 0 < abs(value) < 0.0005:
+        return f"{100 * value:.1g}{THIN}%"
     return f"{100 * value:.0f}{THIN}%" if abs(value) >= 0.0995 else f"{100 * value:.1f}{THIN}%"
 
 

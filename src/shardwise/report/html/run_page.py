@@ -45,7 +45,7 @@ def _facts(row: Row) -> Child:
     summary, found = row["summary"], row["measured"]
     if found is None:
         return None
-    whose = "of the fullest GPU" if found["memory_of"] == "gpu" else "of the fullest process"
+    fullest = f"of the fullest {sections.whose([row])}"
     each = numbers.plain(found["tokens_per_second_per_gpu"])
     entries = [
         ("Loss", numbers.loss(summary["last_loss"]), f"from {numbers.loss(summary['first_loss'])}"),
@@ -57,7 +57,7 @@ def _facts(row: Row) -> Child:
         (
             "Memory at most",
             numbers.gib(values.needed(row)[1]),
-            whose,
+            fullest,
         ),
         ("Took", duration(summary["wall_seconds"]), f"{count(summary['tokens'])} tokens"),
     ]
@@ -96,7 +96,12 @@ def _parts(rows: Sequence[Row], records: Sequence[RunRecord]) -> list[Child]:
                 "Throughput",
                 "Tokens a second, of all GPUs, in each step.",
                 sections.overlay(
-                    _rates(rows), "rates", label="tokens a second by step", text=numbers.plain, zero=True
+                    _rates(rows),
+                    "rates",
+                    label="tokens a second by step",
+                    text=numbers.plain,
+                    zero=True,
+                    alike=False,
                 ),
             ),
             section("Energy", "Of all GPUs; the host is not in it.", energy) if energy else None,

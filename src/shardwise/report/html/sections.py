@@ -42,6 +42,13 @@ def ran(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["measured"] is not None]
 
 
+def whose(rows: Sequence[Row]) -> str:
+    """What memory and speed are told for: a `GPU`, or a `process` where there is none."""
+    measured = ran(rows)
+    on_gpus = not measured or any(row["measured"]["memory_of"] == "gpu" for row in measured)
+    return "GPU" if on_gpus else "process"
+
+
 def note(row: Row) -> str:
     """Micro-batch and checkpointing, where they are known."""
     return bench.batch(row) if row.get("strategy") else ""
@@ -58,15 +65,16 @@ def facts(entries: Sequence[tuple[str, str, str]]) -> Html:
 
 def table(rows: Sequence[Row], *, verdicts: bool) -> Html:
     """All rows in numbers; on a narrow page each is a list of its own."""
-    on_gpus = not ran(rows) or any(row["measured"]["memory_of"] == "gpu" for row in ran(rows))
-    names = ["GPU memory" if on_gpus else "Process memory", "Tokens/s per GPU", "TFLOP/s"]
+    each = whose(rows)
+    names = [f"Memory per {each}", f"Tokens/s per {each}", "TFLOP/s"]
     names += ["Exposed comm.", "J/token", "Last loss", "Steps"]
+    cells = [dict(zip(names, _cells(row, verdicts=verdicts), strict=True)) for row in rows]
+    names = [name for name in names if any(line[name] != numbers.NONE for line in cells)]
     head = h("tr", None, h("th", {"scope": "col"}, ""), [h("th", {"scope": "col"}, name) for name in names])
     lines = []
-    for row in rows:
+    for row, line in zip(rows, cells, strict=True):
         title = h("th", {"scope": "row"}, row["label"], h("small", None, note(row)))
-        cells = zip(names, _cells(row, verdicts=verdicts), strict=True)
-        lines.append(h("tr", None, title, [_cell(name, cell) for name, cell in cells]))
+        lines.append(h("tr", None, title, [_cell(name, line[name]) for name in names]))
     whole = h("table", None, h("thead", None, head), h("tbody", None, lines))
     return h("div", {"class": "card beside"}, whole)
 
@@ -194,16 +202,20 @@ def overlay(
     label: str,
     text: Callable[[float], str],
     zero: bool,
+    alike: bool = True,
     held_out: bool = False,
 ) -> Html:
-    """One curve a row over the steps; with `held_out` also, dashed, the losses of evaluations."""
+    """One curve a row over the steps; with `held_out` also, dashed, the losses of evaluations.
+
+    `alike`: the curves may lie on each other, and are drawn so that each is seen.
+    """
     curves, entries = [], {}
     for place, row in enumerate(ran(rows)):
         style = f"l-s{place % COLOURS}" + (" dashed" if place >= COLOURS else "")
         found = row["measured"]
         at = found.get("step_numbers") or range(1, len(found[key]) + 1)
         points = list(zip(at, found[key], strict=True))
-        width = layered(place, len(ran(rows)))
+        width = layered(place, len(ran(rows)) if alike else 1)
         curves.append(Curve(name=row["label"], points=points, style=style, width=width))
         entries[row["label"]] = style
         if held_out and found.get("evaluations"):
