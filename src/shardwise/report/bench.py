@@ -65,7 +65,7 @@ def needed(row: Row) -> tuple[float | None, float | None]:
     if predicted is not None:
         memory = predicted["memory"]
         foretold = memory["peak_reserved_bytes"] + memory["outside_allocator_bytes"]
-    if found is None:
+    if found is None or found["peak_reserved_bytes"] is None:
         return foretold, None
     return foretold, found["peak_reserved_bytes"] + (found["outside_allocator_bytes"] or 0)
 

@@ -143,7 +143,7 @@ def memory(rows: Sequence[Row]) -> Html:
             parts = [Part(name=name, value=values[key], colour=COLOUR[key]) for key, name in TERMS.items()]
             total = bench.needed(row)[0]
             drawn.append(Bar(parts=parts, text=f"{numbers.gib(total)} predicted", guess=True))
-        if row["measured"]:
+        if bench.needed(row)[1] is not None:
             parts = _measured_parts(row["measured"])
             drawn.append(Bar(parts=parts, text=f"{numbers.gib(bench.needed(row)[1])} measured"))
         if drawn:
@@ -161,7 +161,8 @@ def memory(rows: Sequence[Row]) -> Html:
 
 
 def _measured_parts(found: Row) -> list[Part]:
-    allocated, reserved = found["peak_allocated_bytes"], found["peak_reserved_bytes"]
+    reserved = found["peak_reserved_bytes"]
+    allocated = found["peak_allocated_bytes"] or reserved
     return [
         Part(name="allocated at most", value=allocated, colour="measured"),
         Part(name="reserved beyond it", value=reserved - allocated, colour="fragmentation"),
