@@ -41,7 +41,9 @@ def show_bench(bench: BenchRecord, *, console: Console | None = None) -> None:
         console.print()
         if foretold:
             console.print(Text("predicted > measured", style="dim"))
-        console.print(_beside(rows))
+        console.print(_beside(rows, _HEADLINE, verdicts=True))
+        console.print()
+        console.print(_beside(rows, _MEMORY))
         console.print()
         console.print(_more(rows))
         if foretold:
@@ -68,6 +70,21 @@ def needed(row: Row) -> tuple[float | None, float | None]:
     if found is None or found["peak_reserved_bytes"] is None:
         return foretold, None
     return foretold, found["peak_reserved_bytes"] + (found["outside_allocator_bytes"] or 0)
+
+
+def reserved(row: Row) -> tuple[float | None, float | None]:
+    """(predicted, measured) bytes that torch's allocator takes at most."""
+    return _pair(row, ("memory", "peak_reserved_bytes"), "peak_reserved_bytes")
+
+
+def allocated(row: Row) -> tuple[float | None, float | None]:
+    """(predicted, measured) bytes in tensors at most."""
+    return _pair(row, ("memory", "peak_allocated_bytes"), "peak_allocated_bytes")
+
+
+def outside(row: Row) -> tuple[float | None, float | None]:
+    """(predicted, measured) bytes of CUDA, its kernels and NCCL."""
+    return _pair(row, ("memory", "outside_allocator_bytes"), "outside_allocator_bytes")
 
 
 def speed(row: Row) -> tuple[float | None, float | None]:
@@ -101,17 +118,11 @@ def _pair(row: Row, path: tuple[str, str], name: str) -> tuple[float | None, flo
     )
 
 
-def _beside(rows: Sequence[Row]) -> Table:
-    """Each quantity in three columns: predicted, measured, by how much the prediction is off."""
-    columns: tuple[
-        tuple[str, Callable[[Row], tuple[float | None, float | None]], Callable[[float], str]], ...
-    ]
-    columns = (
-        ("GiB", needed, lambda value: f"{value / GIB:.3g}"),
-        ("tok/s/GPU", speed, count),
-        ("exposed", exposed, lambda value: f"{value:.0%}"),
-        ("J/token", energy, lambda value: f"{value:.3g}"),
-    )
+Column = tuple[str, Callable[[Row], tuple[float | None, float | None]], Callable[[float], str]]
+
+
+def _beside(rows: Sequence[Row], columns: Sequence[Column], *, verdicts: bool = False) -> Table:
+    """Each quantity as predicted and as measured."""
     foretold = any(row["predicted"] for row in rows)
     table = _table()
     for name, _, _ in columns:
@@ -119,9 +130,27 @@ def _beside(rows: Sequence[Row]) -> Table:
     table.add_column("")
     for row in rows:
         cells = [_cell(read(row), text, both=foretold) for _, read, text in columns]
-        verdict = row["measured"]["verdict"]
-        table.add_row(Text(row["label"]), *cells, Text(verdict, style="" if verdict == "valid" else "yellow"))
+        verdict = Text(row["measured"]["verdict"] if verdicts else "")
+        verdict.stylize("yellow" if verdict.plain == "noisy" else "")
+        table.add_row(Text(row["label"]), *cells, verdict)
     return table
+
+
+def _in_gib(value: float) -> str:
+    return f"{value / GIB:.3g}"
+
+
+_HEADLINE: tuple[Column, ...] = (
+    ("GiB", needed, _in_gib),
+    ("tok/s/GPU", speed, count),
+    ("exposed", exposed, lambda value: f"{value:.0%}"),
+    ("J/token", energy, lambda value: f"{value:.3g}"),
+)
+_MEMORY: tuple[Column, ...] = (
+    ("GiB reserved", reserved, _in_gib),
+    ("allocated", allocated, _in_gib),
+    ("outside", outside, _in_gib),
+)
 
 
 def _cell(values: tuple[float | None, float | None], text: Callable[[float], str], *, both: bool) -> Text:

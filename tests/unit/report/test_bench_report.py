@@ -26,6 +26,7 @@ def shown(folder: Path, width: int = 120) -> str:
 def test_predicted_beside_measured(bench_folder: Path) -> None:
     lines = [" ".join(line.split()) for line in shown(bench_folder).splitlines()]
     assert "zero2 13 > 11 1.1k > 1k 20% > 25% 0.5 > 0.4 valid" in lines
+    assert "zero2 12 > 10 10.5 > 7.5 1 > 1" in lines
     assert "zero2 2 x 4 none 0.5 123 40% 3.8 1" in lines
     assert "zero2 6 1.5 1.5 1.5 0 0 1.5 1 13 11" in lines
     assert any(line.startswith("zero0: out of memory, after 0 of 13 steps") for line in lines)

@@ -42,7 +42,7 @@ def off(predicted: float | None, measured: float | None) -> str | None:
     """By how much a prediction is off what was measured: `+3.1 %`; None where one is missing."""
     if predicted is None or not measured:
         return None
-    return f"{100 * (predicted / measured - 1):+.1f}{THIN}%"
+    return f"{round(100 * (predicted / measured - 1), 1) + 0.0:+.1f}{THIN}%"  # no -0.0
 
 
 def loss(value: float | None) -> str:

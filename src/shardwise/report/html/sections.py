@@ -157,7 +157,23 @@ def memory(rows: Sequence[Row]) -> Html:
         entries = {**entries, "measured: allocated at most": "f-measured"}
     if limit is not None:
         entries[f"what a process may use, {numbers.gib(limit)}"] = "l-limit limit"
-    return card(legend(entries), bars(lines, limit=limit, text=numbers.gib))
+    drawn_bars = card(legend(entries), bars(lines, limit=limit, text=numbers.gib))
+    return h("div", None, drawn_bars, _memory_table(rows))
+
+
+def _memory_table(rows: Sequence[Row]) -> Html | None:
+    """Reserved, allocated and outside, each measured and predicted; None without a GPU."""
+    shown = {"Reserved": bench.reserved, "Allocated": bench.allocated, "Outside": bench.outside}
+    if all(bench.outside(row) == (None, None) for row in rows):
+        return None
+    head = h("tr", None, h("th", {"scope": "col"}, ""), [h("th", {"scope": "col"}, name) for name in shown])
+    lines = []
+    for row in rows:
+        title = h("th", {"scope": "row"}, row["label"])
+        cells = [_cell(name, _both(read(row), numbers.gib)) for name, read in shown.items()]
+        lines.append(h("tr", None, title, cells))
+    whole = h("table", None, h("thead", None, head), h("tbody", None, lines))
+    return h("div", {"class": "card beside"}, whole)
 
 
 def _measured_parts(found: Row) -> list[Part]:
