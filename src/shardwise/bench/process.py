@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.launch.spec import LaunchSpec
-from shardwise.launch.worker import die_with
 
 LAUNCHER = ("-P", "-m", "shardwise.bench.launcher")
 END_SECONDS = 20.0
@@ -26,15 +25,13 @@ def run_to_the_end(spec: LaunchSpec, *, spec_file: Path, log: Path, timeout_seco
     processes that were started is left.
     """
     spec_file.write_text(json.dumps(spec.to_json()), encoding="utf-8")
-    parent = os.getpid()
     with log.open("wb") as output:
         leader = subprocess.Popen(
-            [sys.executable, *LAUNCHER, str(spec_file)],
+            [sys.executable, *LAUNCHER, str(spec_file), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: die_with(parent),  # noqa: PLW1509 - this process has one thread
         )
     deadline = time.monotonic() + timeout_seconds
     try:

@@ -103,7 +103,7 @@ def start(rank: int, *, module: str, spec: Path, folder: Path, environment: Mapp
 
 
 def die_with(parent: int) -> None:
-    """In a new process: the kernel kills it when `parent`, which has started it, ends."""
+    """In a new process: the kernel kills it when the process `parent`, which has started it, ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -53,7 +54,9 @@ def test_what_hangs_is_ended_with_all_it_has_started(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_bench_that_is_ended_leaves_no_launcher(tmp_path: Path, number: signal.Signals) -> None:
     """On SIGTERM through `finally`, with all processes; on SIGKILL the kernel ends the launcher."""
-    (tmp_path / "hangs.py").write_text(HANGS)
+    hangs = f"def launch(spec):\n{textwrap.indent(HANGS, '    ')}\n"
+    real = "from shardwise.bench import launcher\nlauncher.launch = launch\nlauncher.main()\n"
+    (tmp_path / "hangs.py").write_text(hangs + real)
     code = (
         "import signal, sys\nfrom pathlib import Path\nfrom shardwise.bench import process\n"
         "from shardwise.launch.spec import LaunchSpec\n"

@@ -65,9 +65,12 @@ def test_a_row_run_again_from_its_job_is_the_same_strategy(job: Path) -> None:
     """What the row's processes resolve from its job is what the row says."""
     from shardwise.strategy.auto import resolve
 
-    rows, _ = make_rows(points(job, [], []), [ALL], processes=2, plan_for=None)
+    found = points(job, ["train.micro_batch=null", "train.checkpointing=auto"], [])
+    rows, _ = make_rows(found, [ALL], processes=2, plan_for=None)
     assert len(rows) >= 10
     for row in rows:
+        assert row.job.train.micro_batch == row.strategy.micro_batch == 4, "the rule of thumb's, now named"
+        assert row.job.train.checkpointing == "none"
         strategy, _ = resolve(
             row.job.strategy,
             train=row.job.train,

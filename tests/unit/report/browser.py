@@ -7,12 +7,22 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+MOVE = """
+import fcntl, os, sys
+commands, answers = (fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3])
+os.dup2(commands, 3)
+os.dup2(answers, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""Chromium reads commands from descriptor 3 and answers on 4. (`preexec_fn` is not for threaded tests.)"""
 
 
 def found() -> str | None:
@@ -31,20 +41,16 @@ class Browser:
         ours_in, theirs_out = os.pipe()
         theirs_in, ours_out = os.pipe()
 
-        def pipes() -> None:
-            """Chromium reads commands from descriptor 3 and answers on 4."""
-            moved_in, moved_out = os.dup(theirs_in), os.dup(theirs_out)
-            os.dup2(moved_in, 3)
-            os.dup2(moved_out, 4)
-
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
         self._process = subprocess.Popen(
-            [program, *flags, "--remote-debugging-pipe", f"--user-data-dir={profile}"],
+            [
+                *(sys.executable, "-c", MOVE, str(theirs_in), str(theirs_out)),
+                *(program, *flags, "--remote-debugging-pipe", f"--user-data-dir={profile}"),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            close_fds=False,
-            preexec_fn=pipes,  # noqa: PLW1509 - no threads here
+            pass_fds=(theirs_in, theirs_out),
             start_new_session=True,
         )
         os.close(theirs_in)
