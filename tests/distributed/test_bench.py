@@ -67,6 +67,11 @@ def test_strategies_side_by_side(tmp_path: Path) -> None:
     code, out, err = finish(shardwise("report", "bb", cwd=tmp_path))
     assert code == 0, err
     assert "zero2 learning_rate=1e30: failed" in out
+    code, out, err = finish(shardwise("report", "bb", "--html", "bench.html", cwd=tmp_path))
+    assert code == 0, err
+    page = (tmp_path / "bench.html").read_text()
+    assert "Waiting for communication" in page
+    assert "no prediction: no GPU: the simulator predicts GPUs (all)" in page
 
 
 def test_what_is_done_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:

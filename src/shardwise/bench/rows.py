@@ -11,9 +11,10 @@ from typing import Any
 
 from shardwise.bench.sweep import ALL, Point, own_parts, shapes, varied
 from shardwise.energy.meter import Unavailable
-from shardwise.errors import JobError
+from shardwise.errors import JobError, Problem, ShardwiseError
 from shardwise.job.schema import Job, StrategySpec
 from shardwise.plan.plan import Option, Plan
+from shardwise.plan.why import does_not_fit
 from shardwise.strategy.auto import resolve
 from shardwise.strategy.facts import Devices
 from shardwise.strategy.named import Parts
@@ -76,9 +77,12 @@ def make_rows(
 
     `names`: the strategies asked for; [ALL]: each kind of which the plan says that it fits, without a GPU
     each that the rules allow; None: the job's own. `plan_for` makes a plan; None without a GPU.
+
+    Raises DoesNotFitError where nothing fits, JobError where nothing is allowed.
     """
     rows: dict[str, Row] = {}
     left_out: dict[str, str] = {}
+    nothing: ShardwiseError | None = None
     for point in points:
         making = _Making(point, processes, plan_for)
         if names is None:
@@ -86,10 +90,13 @@ def make_rows(
         elif ALL in names:
             made, refused = making.everything()
             left_out |= refused
+            nothing = nothing or (None if made else making.nothing(refused))
         else:
             made = [making.named(name) for name in names]
         for row in made:
             rows.setdefault(row.key, row)
+    if not rows and nothing is not None:
+        raise nothing
     return list(rows.values()), [{"strategy": name, "reason": why} for name, why in left_out.items()]
 
 
@@ -134,6 +141,13 @@ class _Making:
             else:
                 kept.append(row)
         return kept, left_out
+
+    def nothing(self, left_out: Mapping[str, str]) -> ShardwiseError:
+        """The error that there is nothing to run."""
+        if isinstance(self._whole, Plan) and self._whole.chosen is None:
+            return does_not_fit(self._whole)
+        problems = [Problem(what=f"{name}: {reason}") for name, reason in left_out.items()]
+        return JobError("no strategy can be used for this job", problems=problems)
 
     def _all(self) -> Plan | JobError:
         """The plan in which every strategy is open; the error where none is allowed."""

@@ -10,7 +10,7 @@ import pytest
 from shardwise.bench.rows import make_rows
 from shardwise.bench.sweep import ALL, chosen_names, points
 from shardwise.energy.meter import Unavailable
-from shardwise.errors import JobError
+from shardwise.errors import DoesNotFitError, JobError
 from shardwise.hardware.parse import parse_hardware
 from shardwise.plan.plan import Option
 from shardwise.trace.plan_job import make_plan
@@ -109,14 +109,18 @@ def test_on_gpus_each_row_has_its_prediction_and_what_does_not_fit_is_left_out(j
         assert predicted["memory"]["peak_reserved_bytes"] > 2**30
         assert {"where", "allocated_bytes"} == set(predicted["memory"]["timeline"][0])
 
-    tight = partial(make_plan, hardware=hardware, memory_cap_bytes=4 * 2**30)
+    tight = partial(make_plan, hardware=hardware, memory_cap_bytes=10 * 2**30)
     fitting, left_out = make_rows(found, [ALL], processes=2, plan_for=tight)
-    assert "zero0" not in {row.strategy.name for row in fitting}
+    names = {row.strategy.name for row in fitting}
+    assert "fsdp2" in names
+    assert "zero0" not in names
     reasons = {one["strategy"]: one["reason"] for one in left_out}
     assert "more than there is" in reasons["zero0"]
     (asked,), _ = make_rows(found, ["zero0"], processes=2, plan_for=tight)
     assert asked.predicted()["fit"] == "no", "what is asked for by name is run all the same"
     assert asked.refused is None
+    with pytest.raises(DoesNotFitError, match="nothing fits"):
+        make_rows(found, [ALL], processes=2, plan_for=partial(tight, memory_cap_bytes=3 * 2**30))
 
 
 def test_a_forbidden_strategy_is_a_row_that_says_why(job: Path) -> None:

@@ -163,6 +163,17 @@ def test_the_page_says_what_was_decided_and_what_failed(pages: dict[str, Path]) 
     assert "no step is done yet" in pages["runs"].read_text() or "running" in pages["runs"].read_text()
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_bench_without_results_has_a_page(kept: int, bench_folder: Path, tmp_path: Path) -> None:
+    """Just begun, or with nothing but a failure."""
+    rows = bench_folder / "rows.jsonl"
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[-1:][:kept]))
+    assert main(["report", str(bench_folder), "--html", str(tmp_path / "p.html")]) == 0
+    text = (tmp_path / "p.html").read_text()
+    assert ("out of memory, after 0 of 13 steps" in text) == bool(kept)
+    assert main(["report", str(bench_folder)]) == 0
+
+
 def test_a_page_says_where_it_is_and_json_stays_alone(
     bench_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
