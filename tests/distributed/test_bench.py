@@ -87,7 +87,7 @@ def test_what_is_done_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert code == 143, err
     (first,) = rows_of(tmp_path)
     assert first["label"] == "zero1"
-    code, _, err = finish(shardwise(*command, cwd=tmp_path))
+    code, _, err = finish(shardwise(*command, cwd=tmp_path), 400)
     assert code == 0, err
     assert "1 of 2 are done already" in err
     assert [row["label"] for row in rows_of(tmp_path)] == ["zero1", "zero0"]
@@ -98,7 +98,7 @@ def test_what_is_done_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:
 def test_a_strategy_that_takes_too_long_is_ended_and_the_bench_goes_on(tmp_path: Path) -> None:
     write_job(tmp_path)
     flags = ("--strategies", "zero2,fsdp2", "--timeout", "1.5")
-    code, out, err = finish(shardwise("bench", "job.yaml", *FLAGS, *flags, cwd=tmp_path))
+    code, out, err = finish(shardwise("bench", "job.yaml", *FLAGS, *flags, cwd=tmp_path), 400)
     assert code == 0, err
     assert [row["status"] for row in rows_of(tmp_path)] == ["timed out", "timed out"]
     assert "zero2: timed out, after" in out
