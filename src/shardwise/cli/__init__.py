@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from shardwise import __version__
-from shardwise.cli import check, config, demo, emit, export, generate, init, plan, report, train
+from shardwise.cli import bench, check, config, demo, emit, export, generate, init, plan, report, train
 from shardwise.errors import JobError, MachineError, ShardwiseError, render
 
 INTERRUPTED = 130
@@ -43,6 +43,7 @@ for _verb in (
     config.config,
     plan.plan,
     train.train,
+    bench.bench,
     check.check,
     emit.emit,
     report.report,
