@@ -111,8 +111,8 @@ def left_out(comparisons: Sequence[Comparison]) -> str:
         _, mean, worst = cells(summarize([c for c in comparisons if c["id"] not in LEFT_OUT[key]], key))
         without.append(f"of {words} {mean} in the mean, {worst} at worst")
     return (
-        "All rows are in the numbers of this page. The bounds leave out these, to which they do not hold; the "
-        f"difference without them is {'; '.join(without)}.\n\n"
+        "All rows are in the numbers of this page. The bounds leave out these, to which they do not hold; "
+        f"the difference without them is {'; '.join(without)}.\n\n"
         f"{table(['row', 'what', 'difference', 'why'], lines)}\n\n"
         f"Measured before decision 0017 changed how ZeRO-3 gives weights back, and to be measured again: "
         f"{', '.join(f'`{name}`' for name in OLD_RELEASE)}."

@@ -39,8 +39,8 @@ class Row:
     memory_cap_gib: float = 0.0
     """The process may use so much of the GPU; 0: all of it."""
     set: str = "fit"
-    """`fit`: constants may have been found with it; `held-out`: not looked at before they were fixed; `choices`:
-    neither, measured for choices.py."""
+    """`fit`: constants may have been found with it; `held-out`: not looked at before they were fixed;
+    `choices`: neither, measured for choices.py."""
 
     @property
     def id(self) -> str:

@@ -29,9 +29,10 @@ from typing import Any
 
 import torch
 from assets import Assets
-from measure import Limits, Running, end_session
+from measure import Limits, Running
 from rows import SETS, Row, load_rows
 
+from shardwise.bench.process import end_session
 from shardwise.hardware.detect import gpu_count
 from shardwise.record.environment import versions
 
