@@ -35,6 +35,7 @@ VERBS = {
     "report": {"--json"},
     "export": {"--merge", "--out"},
     "generate": {"--prompt", "--max-new-tokens", "--temperature", "--seed"},
+    "doctor": {"--calibrate", "--json"},
 }  # fmt: skip
 
 
