@@ -24,6 +24,8 @@ from typing import Any
 MODULE = "shardwise.doctor.probes"
 LIMIT_SECONDS = 60.0
 """Without an event. Importing torch from a cold network disk takes half of it."""
+GRACE_SECONDS = 5.0
+"""For ranks that wait for one that has failed."""
 _LOOK_EVERY_SECONDS = 0.02
 _TAIL_LINES, _TAIL_CHARACTERS = 3, 400
 
@@ -93,12 +95,17 @@ class Child:
         failed = at if at in self._left else self._left[0]
         words = f"hung for {self.limit_seconds:.0f} s" if code is None else _ended(code)
         self.answers[failed] = Answer(
-            failure=words + (f" while {stage}" if stage else ""), printed=self._tail()
+            failure=words + (f" while {stage}" if stage else ""), printed=self.printed()
         )
         if not self._left:
             return True
         self.start()
         return False
+
+    @property
+    def failed(self) -> bool:
+        """Whether a probe has failed so far."""
+        return any(answer.facts is None for answer in self.answers.values())
 
     def kill(self) -> None:
         """End it and what it has started."""
@@ -106,6 +113,11 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+
+    def printed(self) -> str:
+        """The last lines of its present process."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return " / ".join(line.strip() for line in lines[-_TAIL_LINES:] if line.strip())[-_TAIL_CHARACTERS:]
 
     @property
     def _left(self) -> list[str]:
@@ -138,10 +150,6 @@ class Child:
                 self.answers[at] = Answer(failure=event["error"])
         return at, stage, last
 
-    def _tail(self) -> str:
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return " / ".join(line.strip() for line in lines[-_TAIL_LINES:] if line.strip())[-_TAIL_CHARACTERS:]
-
 
 class Children:
     """All the children of one look at the machine; they run at the same time."""
@@ -151,6 +159,7 @@ class Children:
         self._module = module
         self._limit_seconds = limit_seconds
         self._all: list[Child] = []
+        self._teams: list[list[Child]] = []
 
     def ask(
         self, *names: str, environment: Mapping[str, str] | None = None, limit_seconds: float | None = None
@@ -169,11 +178,26 @@ class Children:
         child.start()
         return child
 
+    def ask_together(
+        self, name: str, environments: Sequence[Mapping[str, str]], limit_seconds: float | None = None
+    ) -> list[Child]:
+        """A child for each environment. They wait for each other, but not long for one that has failed."""
+        team = [
+            self.ask(name, environment=environment, limit_seconds=limit_seconds)
+            for environment in environments
+        ]
+        self._teams.append(team)
+        return team
+
     def wait(self) -> None:
         """Until every child has answered or failed."""
         waiting = list(self._all)
         while waiting:
             waiting = [child for child in waiting if not child.look()]
+            for team in self._teams:
+                if any(child.failed for child in team):
+                    for child in team:
+                        child.limit_seconds = min(child.limit_seconds, GRACE_SECONDS)
             if waiting:
                 time.sleep(_LOOK_EVERY_SECONDS)
 

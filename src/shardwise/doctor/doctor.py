@@ -145,15 +145,9 @@ def _built_cpu_adam(family: Children) -> Iterator[Check]:
 def _ranks(family: Children, gpus: Gpus, probe: str, *, limit_seconds: float | None = None) -> list[Child]:
     """A process for each GPU, or two where there is none, that can meet."""
     size = len(gpus.cards) or CPU_RANKS
-    environment = _environment(size)
-    return [
-        family.ask(
-            probe,
-            environment={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            limit_seconds=limit_seconds,
-        )
-        for rank in range(size)
-    ]
+    shared = _environment(size)
+    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    return family.ask_together(probe, ranks, limit_seconds)
 
 
 def _environment(processes: int) -> Mapping[str, str]:

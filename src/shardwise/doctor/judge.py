@@ -192,7 +192,9 @@ def collective(answers: Sequence[Answer]) -> Check:
     name = "all-reduce"
     failed = {rank: answer for rank, answer in enumerate(answers) if answer.facts is None}
     if failed:
-        told = "; ".join(f"rank {rank} {answer.why}" for rank, answer in failed.items())
+        # those that only waited for another come last
+        order = sorted(failed, key=lambda rank: ("hung" in failed[rank].failure, rank))
+        told = "; ".join(f"rank {rank} {failed[rank].why}" for rank in order)
         return Check(name=name, status="problem", finding=told[:600], fix=_collective_fix(failed))
     facts = answers[0].facts or {}
     wrong = [rank for rank, answer in enumerate(answers) if not (answer.facts or {})["right"]]
@@ -211,8 +213,8 @@ def collective(answers: Sequence[Answer]) -> Check:
 
 
 def _collective_fix(failed: Mapping[int, Answer]) -> str:
-    hung = any("hung" in answer.failure for answer in failed.values())
-    if hung and any("joins" in answer.failure for answer in failed.values()):
+    hung = all("hung" in answer.failure for answer in failed.values())
+    if hung and all("joins" in answer.failure for answer in failed.values()):
         return "ranks meet on 127.0.0.1: see `ports`; unset NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
     if hung:
         return (

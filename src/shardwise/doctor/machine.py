@@ -167,7 +167,7 @@ def ports(rendezvous: int = RENDEZVOUS_PORT) -> Check:
         return Check(
             name="ports",
             status="problem",
-            finding=f"two processes cannot meet on 127.0.0.1: {error.strerror or error}",
+            finding=f"two processes cannot meet on 127.0.0.1: {_reason(error)}",
             fix="see `ip addr show lo`, `ulimit -n` and the firewall's rules for the loopback device",
         )
     try:
@@ -177,12 +177,17 @@ def ports(rendezvous: int = RENDEZVOUS_PORT) -> Check:
         return Check(
             name="ports",
             status="warning",
-            finding=f"port {rendezvous}, torchrun's and deepspeed's default, is taken: {error.strerror}",
+            finding=f"port {rendezvous}, torchrun's and deepspeed's default, is taken: {_reason(error)}",
             fix="`shardwise train` finds a free one; give the others --master_port, or see `ss -ltnp`",
             facts=facts,
         )
     finding = f"a free port on 127.0.0.1, and {rendezvous} for torchrun and deepspeed"
     return Check(name="ports", status="ok", finding=finding, facts=facts)
+
+
+def _reason(error: OSError) -> str:
+    """Without the address that newer versions of Python add."""
+    return str(error) if error.errno is None else os.strerror(error.errno)
 
 
 def _path() -> str:

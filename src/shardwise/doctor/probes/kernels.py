@@ -50,7 +50,7 @@ def mamba(stage: Callable[[str], None]) -> dict[str, Any]:
     from shardwise.kernels.mamba_inner import mamba_inner
 
     names = ("xz", "conv_weight", "conv_bias", "x_proj", "dt_proj", "dt_bias", "a_log", "d", "out_proj")
-    shapes = ((2, 64, 64), (32, 4), (32,), (34, 32), (32, 2), (32,), (32, 16), (32,), (16, 32))
+    shapes = ((2, 64, 192), (96, 4), (96,), (34, 96), (96, 2), (96,), (96, 16), (96,), (48, 96))
     positions = torch.cat([torch.arange(40), torch.arange(24)]).repeat(2, 1).int()
 
     def mix(*tensors: torch.Tensor) -> torch.Tensor:
