@@ -72,7 +72,7 @@ def examine(
     gpus = gpu_checks.look()
     with children(module=module, limit_seconds=limit_seconds) as family:
         asked = _Asked(family, gpus)
-        local = [*gpu_checks.checks(gpus), *machine.checks(gpus=len(gpus.cards), cache=cache, runs=runs)]
+        local = [*gpu_checks.checks(gpus), *machine.checks(gpus=gpus.count, cache=cache, runs=runs)]
         family.wait()
         checks = [*local, *asked.checks()]
         if calibrate and ready(checks):
@@ -91,14 +91,14 @@ class _Asked:
 
     def __init__(self, family: Children, gpus: Gpus) -> None:
         self._gpus = gpus
-        environment = _environment(max(1, len(gpus.cards)))
+        environment = _environment(max(1, gpus.count))
         self._ranks = _ranks(family, gpus, "collective")
         self._liger = find_spec("liger_kernel") is not None
         ours, others = ["cross_entropy", "mamba"], ["attention", *(["liger"] if self._liger else [])]
         low_bit = ["bitsandbytes"] if find_spec("bitsandbytes") else []
         # compiling kernels takes a GPU machine's time, importing libraries that of one without
         groups = [["torch", "formats", *ours, *others, *low_bit]]
-        if gpus.cards:
+        if gpus.count:
             groups = [["torch", "formats", *low_bit], ours, others, ["nvml"]]
         self._several = [family.ask(*names, environment=environment) for names in groups]
         self._deepspeed: Child | None = None
@@ -144,8 +144,10 @@ def _built_cpu_adam(family: Children) -> Iterator[Check]:
 
 def _ranks(family: Children, gpus: Gpus, probe: str, *, limit_seconds: float | None = None) -> list[Child]:
     """A process for each GPU, or two where there is none, that can meet."""
-    size = len(gpus.cards) or CPU_RANKS
-    shared = _environment(size)
+    size = gpus.count or CPU_RANKS
+    shared = dict(_environment(size))
+    if not gpus.count:
+        shared["CUDA_VISIBLE_DEVICES"] = ""  # torch may see what the launcher does not count
     ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
     return family.ask_together(probe, ranks, limit_seconds)
 

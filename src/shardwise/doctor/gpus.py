@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.doctor.check import Check
 from shardwise.errors import MachineError
-from shardwise.hardware.detect import FIELDS, MIB, Card, chosen, detect_hardware, read_cards
+from shardwise.hardware.detect import FIELDS, MIB, Card, chosen, detect_hardware, read_cards, visible
 from shardwise.hardware.driver import ask
 from shardwise.hardware.hardware import Hardware
 from shardwise.units import GIB, gib
@@ -59,6 +59,8 @@ class Gpus:
     driver: str | None = None
     failure: str = ""
     """Why the driver did not answer; empty where it did."""
+    count: int = 0
+    """How many processes the launcher would start: all of `cards`, or parts of GPUs that MIG divides."""
     hidden: int = 0
     """GPUs that CUDA_VISIBLE_DEVICES leaves out."""
 
@@ -69,18 +71,17 @@ def look() -> Gpus:
     if reply.text is None:
         return Gpus(failure=reply.failure)
     states, driver = _states()
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = sum(bool(line.strip()) for line in reply.text.splitlines())
+    count = visible(present, setting)
+    found = Gpus(driver=driver, count=count, hidden=max(0, present - count))
     try:
-        every = read_cards(reply.text)
-        cards = chosen(every, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        cards = chosen(read_cards(reply.text), setting)
         mine = {card.index for card in cards}
-        states = [state for state in states if state.index in mine]
-        hidden = len(every) - len(cards)
+        found = replace(found, cards=cards, states=[state for state in states if state.index in mine])
+        return replace(found, hardware=detect_hardware())
     except MachineError as error:
-        return Gpus(error=error, driver=driver)
-    try:
-        return Gpus(cards=cards, states=states, hardware=detect_hardware(), driver=driver, hidden=hidden)
-    except MachineError as error:
-        return Gpus(cards=cards, states=states, error=error, driver=driver, hidden=hidden)
+        return replace(found, error=error)
 
 
 def checks(gpus: Gpus) -> Iterator[Check]:
@@ -112,6 +113,14 @@ def present(gpus: Gpus) -> Check:
     if gpus.error is not None:
         problem = gpus.error.problems[0]
         return Check(name=name, status="warning", finding=problem.what, fix=problem.fix, facts=facts)
+    if not gpus.cards and gpus.count:
+        return Check(
+            name=name,
+            status="warning",
+            finding=f"{gpus.count} parts of GPUs by CUDA_VISIBLE_DEVICES, which the planner does not know",
+            fix="plan for their memory, as --gpus 1x20GiB",
+            facts=facts,
+        )
     if not gpus.cards:
         setting = os.environ.get("CUDA_VISIBLE_DEVICES")
         finding = f"CUDA_VISIBLE_DEVICES={setting} hides all {gpus.hidden} GPUs: training runs on the CPU"

@@ -48,7 +48,7 @@ def torch_build(answer: Answer, gpus: Gpus) -> Check:
 
 def _mismatch(facts: Mapping[str, Any], gpus: Gpus) -> tuple[str, str] | None:
     """What does not go together, and what to do; None where all does."""
-    present, seen, cuda = len(gpus.cards), facts["gpus"], facts["cuda"]
+    present, seen, cuda = gpus.count, facts["gpus"], facts["cuda"]
     if seen and gpus.failure:
         return (
             f"it sees {seen} GPUs, but {gpus.failure}, by which shardwise counts them",
@@ -214,7 +214,7 @@ def collective(answers: Sequence[Answer]) -> Check:
 
 def _collective_fix(failed: Mapping[int, Answer]) -> str:
     hung = all("hung" in answer.failure for answer in failed.values())
-    if hung and all("joins" in answer.failure for answer in failed.values()):
+    if hung and all("meets" in answer.failure for answer in failed.values()):
         return "ranks meet on 127.0.0.1: see `ports`; unset NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
     if hung:
         return (

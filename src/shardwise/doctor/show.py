@@ -35,7 +35,8 @@ def heading(report: Report) -> Text:
     """What the machine is."""
     gpus = report.gpus
     if not gpus.cards:
-        return Text.assemble(("this machine", "bold"), ": no GPU to train on")
+        what = f"{gpus.count} parts of GPUs" if gpus.count else "no GPU to train on"
+        return Text.assemble(("this machine", "bold"), f": {what}")
     first = gpus.cards[0]
     name = first.name.removeprefix("NVIDIA ") if gpus.hardware is None else gpus.hardware.gpu.name
     link = "" if gpus.hardware is None or len(gpus.cards) == 1 else f" · {gpus.hardware.intra.name}"
@@ -59,9 +60,8 @@ def verdict(report: Report) -> Text:
         return Text.assemble(
             ("✗ not ready", "bold red"), f": training cannot run here as it is{tail}{seconds}"
         )
-    where = f"{len(report.gpus.cards)} GPU{'' if len(report.gpus.cards) == 1 else 's'}"
-    if not report.gpus.cards:
-        where = "the CPU"
+    number = report.gpus.count
+    where = f"{number} GPU{'' if number == 1 else 's'}" if number else "the CPU"
     return Text.assemble(("▶ ready", "bold green"), f": training can run on {where}{tail}{seconds}")
 
 

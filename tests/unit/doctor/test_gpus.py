@@ -75,6 +75,16 @@ def test_a_divided_gpu_keeps_the_planners_words(driver: Driver, tmp_path: Path) 
     assert "divided by MIG" in found["GPUs"].finding
 
 
+def test_parts_of_a_gpu_are_counted_as_the_launcher_counts_them(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver(of=1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5b0c,MIG-77aa")
+    found = gpus.look()
+    assert (found.count, found.cards) == (2, [])
+    assert gpus.present(found).status == "warning"
+
+
 def test_memory_that_others_hold(driver: Driver) -> None:
     driver(of=2, used=30 * 1024)
     check = looked()["GPU memory"]

@@ -16,7 +16,7 @@ CARD = Card(
     index=0, uuid="GPU-1", name="NVIDIA H200", memory_bytes=143771 << 20, pcie_generation=5, pcie_lanes=16,
     compute_capability="9.0", divided=False,
 )  # fmt: skip
-FOUR = Gpus(cards=[replace(CARD, index=i) for i in range(4)], driver="580.95.05")
+FOUR = Gpus(cards=[replace(CARD, index=i) for i in range(4)], driver="580.95.05", count=4)
 NONE = Gpus(failure="there is no nvidia-smi on PATH")
 BUILD: dict[str, Any] = {
     "torch": "2.13.0+cu130", "cuda": "13.0", "gpus": 4, "said": "", "capabilities": [[9, 0]] * 4,
@@ -161,9 +161,14 @@ def test_an_all_reduce_that_is_right() -> None:
             "NCCL_P2P_DISABLE=1",
         ),
         (
-            [summed(), Answer(failure="hung for 60 s while rank 1 of 2 joins the others")],
-            "joins",
-            "127.0.0.1",
+            [summed(), Answer(failure="hung for 60 s while rank 1 of 2 meets the others")],
+            "meets",
+            "NCCL_SOCKET_IFNAME",
+        ),
+        (
+            [Answer(failure="hung for 60 s while rank 0 of 2 connects over nccl")] * 2,
+            "connects",
+            "P2P_DISABLE",
         ),
         ([summed(), Answer(failure="crashed with SIGBUS")], "rank 1 crashed with SIGBUS", "shared memory"),
     ],

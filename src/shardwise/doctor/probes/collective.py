@@ -23,9 +23,14 @@ def join(stage: Callable[[str], None]) -> tuple[int, int, torch.device]:
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    stage(f"rank {rank} of {size} joins the others")
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    stage(f"rank {rank} of {size} meets the others on {host}:{port}")
+    store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=TIMEOUT)  # type: ignore[attr-defined]
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    stage(f"rank {rank} of {size} connects over {backend}")
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend,
+        store=store,
         rank=rank,
         world_size=size,
         timeout=TIMEOUT,

@@ -75,6 +75,7 @@ def _compiled(name: str, builder: Any, *, installed: bool) -> dict[str, Any]:
         file = _extensions() / name / f"{name}.so"
     if file is None or not file.is_file():
         return {"built": False}
+    name = file.name.partition(".")[0]  # an installed one is called otherwise: cpu_adam_op
     try:
         loader = importlib.machinery.ExtensionFileLoader(name, str(file))
         spec = importlib.util.spec_from_file_location(name, file, loader=loader)
@@ -108,7 +109,7 @@ def _cuda() -> dict[str, Any] | None:
     try:
         major, minor = builder.installed_cuda_version()
         nvcc = f"{major}.{minor}"
-    except (builder.MissingCUDAException, ValueError) as error:
+    except (builder.MissingCUDAException, OSError, ValueError) as error:
         return {"torch": torch.version.cuda, "nvcc": None, "why": str(error)[:200]}
     try:
         builder.assert_no_cuda_mismatch()

@@ -111,11 +111,10 @@ def _products(bench: _Bench, stage: Callable[[str], None]) -> Iterator[dict[str,
     """FLOP/s of square bf16 products. All ranks take the same sizes: they begin each together."""
     for side in SIDES[bench.device.type]:
         stage(f"multiplying matrices of {side} x {side}")
+        calls = 1 if bench.device.type == "cpu" else 100 if side <= 4096 else 10
         a, b = (torch.randn(side, side, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
         out = torch.empty_like(a)
-        seconds = bench.seconds(
-            partial(torch.mm, a, b, out=out), calls=10 if bench.device.type == "cuda" else 1
-        )
+        seconds = bench.seconds(partial(torch.mm, a, b, out=out), calls=calls)
         yield {"side": side, "flops_per_second": 2 * side**3 / seconds}
 
 
