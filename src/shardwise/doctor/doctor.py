@@ -15,7 +15,7 @@ from shardwise.doctor import calibrate as calibration
 from shardwise.doctor import gpus as gpu_checks
 from shardwise.doctor import judge, judge_software, machine
 from shardwise.doctor.check import Check, count, ready
-from shardwise.doctor.child import LIMIT_SECONDS, MODULE, Answer, Child, Children, children
+from shardwise.doctor.child import LIMIT_SECONDS, MODULE, Child, Children, children
 from shardwise.doctor.gpus import Gpus
 from shardwise.hardware.calibration import Calibration
 from shardwise.launch.worker import worker_environment
@@ -96,14 +96,12 @@ class _Asked:
         self._liger = find_spec("liger_kernel") is not None
         ours, others = ["cross_entropy", "mamba"], ["attention", *(["liger"] if self._liger else [])]
         low_bit = ["bitsandbytes"] if find_spec("bitsandbytes") else []
-        # compiling kernels takes a GPU machine's time, importing libraries that of one without
-        groups = [["torch", "formats", *ours, *others, *low_bit]]
+        engine = ["deepspeed"] if find_spec("deepspeed") else []
+        # compiling kernels takes a GPU machine's time, importing torch several times that of one without
+        groups = [["torch", "formats", *ours, *others, *engine, *low_bit]]
         if gpus.count:
-            groups = [["torch", "formats", *low_bit], ours, others, ["nvml"]]
-        self._several = [family.ask(*names, environment=environment) for names in groups]
-        self._deepspeed: Child | None = None
-        if find_spec("deepspeed"):
-            self._deepspeed = family.ask("deepspeed", environment=environment)
+            groups = [["torch", "formats", *low_bit], ours, others, engine, ["nvml"]]
+        self._several = [family.ask(*names, environment=environment) for names in groups if names]
         self._hub: Child | None = None
         if not judge_software.offline():
             self._hub = family.ask("hub", limit_seconds=HUB_SECONDS)
@@ -115,16 +113,11 @@ class _Asked:
         yield judge.collective([child.answers["collective"] for child in self._ranks])
         yield from judge.formats(answers["formats"])
         yield from judge.kernels(answers, liger=self._liger)
-        yield from judge_software.deepspeed(_only(self._deepspeed))
+        yield from judge_software.deepspeed(answers.get("deepspeed"))
         yield judge.bitsandbytes(answers.get("bitsandbytes"))
         if "nvml" in answers:
             yield judge.energy(answers["nvml"])
-        yield judge_software.hub(_only(self._hub))
-
-
-def _only(child: Child | None) -> Answer | None:
-    """What a child of one probe has answered; None where nobody was asked."""
-    return None if child is None else next(iter(child.answers.values()))
+        yield judge_software.hub(None if self._hub is None else self._hub.answers["hub"])
 
 
 def _measure(family: Children, gpus: Gpus) -> tuple[Calibration | None, Check]:
