@@ -51,6 +51,7 @@ def test_packages_that_promise_it_load_without_torch() -> None:
         "bench",
         "errors.py",
         "units.py",
+        "doctor",
         "hardware",
         "job",
         "launch",
@@ -67,7 +68,7 @@ def test_packages_that_promise_it_load_without_torch() -> None:
     modules = [
         ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
         for path in files
-        if path.suffix == ".py"
+        if path.suffix == ".py" and path.parent.name != "probes"  # what the doctor runs in child processes
     ]
     script = f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n" + (
         "sys.exit(str({'torch', 'transformers', 'datasets', 'deepspeed', 'pandas'} & set(sys.modules) or ''))"

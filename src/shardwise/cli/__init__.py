@@ -17,7 +17,20 @@ from typing import Annotated
 import typer
 
 from shardwise import __version__
-from shardwise.cli import bench, check, config, demo, emit, export, generate, init, plan, report, train
+from shardwise.cli import (
+    bench,
+    check,
+    config,
+    demo,
+    doctor,
+    emit,
+    export,
+    generate,
+    init,
+    plan,
+    report,
+    train,
+)
 from shardwise.errors import JobError, MachineError, ShardwiseError, render
 
 INTERRUPTED = 130
@@ -49,6 +62,7 @@ for _verb in (
     report.report,
     export.export,
     generate.generate,
+    doctor.doctor,
 ):
     app.command()(_verb)
 

@@ -39,6 +39,7 @@ VERBS = {
     "report": {"--html", "--json"},
     "export": {"--merge", "--out"},
     "generate": {"--prompt", "--max-new-tokens", "--temperature", "--seed"},
+    "doctor": {"--calibrate", "--json"},
 }  # fmt: skip
 
 
