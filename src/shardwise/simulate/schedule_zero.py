@@ -91,12 +91,12 @@ class _Buckets(Schedule):
         host is taken to need as long for a gradient as stage 0 does for nearly the same.
         """
         streams, parameters = self.streams, -(-len(self.trace.trainable) // self.ranks)
-        streams.issue(parameters * self.host.seconds("zero0_parameter"))
-        streams.move(2 * self.item * self.part, "foreach_norm")
+        issue = parameters * self.host.seconds("zero0_parameter")
+        streams.move(2 * self.item * self.part, "foreach_norm", kernels=2 * parameters, issue=issue)
         streams.sum_over_peers(2 * communication.all_reduce(FP32, self.peers), 0.0)
         streams.host_waits()
-        streams.move((self.item + FP64) * self.part, "mixed")
-        streams.move(FP64 * self.part, "foreach_norm")
+        streams.move((self.item + FP64) * self.part, "mixed", kernels=parameters)
+        streams.move(FP64 * self.part, "foreach_norm", kernels=parameters)
 
     def step_on_host(self) -> None:
         """Clipping, DeepSpeedCPUAdam and the cast over the part in host memory; the GPU has nothing to do."""
