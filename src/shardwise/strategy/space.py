@@ -36,10 +36,10 @@ CHECKPOINT_EVERY = (0, 4, 2, 1)
 """From nothing computed again to everything."""
 
 PARALLEL_CHECKPOINT_EVERY = (0, 1)
-PARALLEL_STEP = 4
+PARALLEL_STEP, PARALLEL_MOST_ROWS = 4, 16
 """How `auto` thins tensor parallelism out: every degree has traces of its own, which cost a plan its seconds.
-Checkpointing of none or all, and micro-batches each at least so many times the one before. A job that names
-tensor parallelism gets the rest as well."""
+Checkpointing of none or all; micro-batches each at least so many times the one before, up to so many rows. A
+job that names tensor parallelism gets the rest as well."""
 
 GATHERED_STYLES = frozenset({"colwise_rep", "colwise_gather_output"})
 """Ways to cut whose outputs AutoTP gathers: no plan that it can follow has one (transformers 5.23)."""
@@ -180,7 +180,8 @@ def _variants(
     sizes = [train.micro_batch] if train.micro_batch else micro_batches(rows) or [1]
     checkpointing = _checkpointing(train.checkpointing, architecture)
     if thin:
-        sizes = _sparse(sizes, PARALLEL_STEP)
+        few = [n for n in sizes if n <= PARALLEL_MOST_ROWS]
+        sizes = _sparse(few or sizes, PARALLEL_STEP)
         if train.checkpointing == "auto":
             checkpointing = [every for every in checkpointing if every in PARALLEL_CHECKPOINT_EVERY]
     for checkpoint_every in checkpointing:
