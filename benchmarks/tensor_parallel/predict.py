@@ -36,8 +36,8 @@ LENGTHS = (2048, 8192)
 ROWS = (4, 32)
 """Of a step: one for each GPU, and eight."""
 GPUS = {"H200, NVLink": "4xH200", "H200, PCIe 4.0": "4xH200@pcie4"}
-CAPS = (None, 40 * GIB)
-"""Memory that a process may use: all of the GPU, and what a card of 40 GiB has."""
+CAPS = (None, 48 * GIB)
+"""Memory that a process may use: all of the GPU, and what a card of 48 GiB has."""
 STRATEGIES = {
     "AutoTP-4 + ZeRO-1": StrategySpec(engine="deepspeed", stage=1, tensor_parallel=4),
     "AutoTP-2 + ZeRO-1": StrategySpec(engine="deepspeed", stage=1, tensor_parallel=2),
@@ -144,10 +144,10 @@ def _cell(one: dict[str, Any] | None, most: float) -> str:
 
 def filled(page: str, rows: list[dict[str, Any]]) -> str:
     """The page with its tables made anew, between `<!-- predicted, NAME -->` and `<!-- end -->`."""
-    for name, cap in (("whole GPUs", None), ("40 GiB", CAPS[1])):
-        pattern = rf"(<!-- predicted, {name} -->\n).*?(\n<!-- end -->)"
+    for name, cap in (("whole GPUs", None), ("48 GiB", CAPS[1])):
+        pattern = rf"(<!-- predicted, {name} -->\n).*?(<!-- end -->)"
         text = table(rows, cap=cap)
-        page = re.sub(pattern, lambda m, text=text: f"{m[1]}\n{text}\n{m[2]}", page, flags=re.DOTALL)
+        page = re.sub(pattern, lambda m, text=text: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.DOTALL)
     return page
 
 
