@@ -194,7 +194,9 @@ def test_ranks_that_see_other_rows_share_the_states_of_a_part(data_parallel: int
 
 def test_all_weights_are_whole_before_they_are_cut() -> None:
     """The last one is drawn in fp32 while all the others are there; then a part is copied."""
-    run = Run(engine_memory(_cut(), _strategy(1, tensor_parallel=2, data_parallel=4)))
+    halves = [replace(p, shape=(p.numel // 2,), cut_from=p.shape) for p in _trace().parameters]
+    trace = replace(_trace(), parameters=tuple(halves), tensor_parallel=2)
+    run = Run(engine_memory(trace, _strategy(1, tensor_parallel=2, data_parallel=4)))
     embedding, first, second = NUMEL
     drawn = 2 * (first + second) + (4 + 2) * embedding
     assert run.machine.allocator.peak_allocated_bytes == drawn > 2 * TOTAL + 2 * first // 2
