@@ -100,7 +100,12 @@ def predict(row: Row) -> Prediction:
     strategy = row.resolved()
     tracer = row.model, row.layers, row.lora, row.sequence_length, row.precision
     return simulate(
-        _trace(*tracer, micro_batch=row.micro_batch, checkpoint_every=strategy.checkpoint_every),
+        _trace(
+            *tracer,
+            micro_batch=row.micro_batch,
+            checkpoint_every=strategy.checkpoint_every,
+            tensor_parallel=strategy.tensor_parallel,
+        ),
         strategy,
         parse_hardware(f"{row.gpus}xH200"),
         memory_cap_bytes=row.memory_cap_bytes,
@@ -115,8 +120,10 @@ def _tracer(model: str, layers: int, lora: int, sequence_length: int, precision:
 
 
 @cache
-def _trace(*tracer: Any, micro_batch: int, checkpoint_every: int) -> StepTrace:
-    return _tracer(*tracer).trace(rows=micro_batch, checkpoint_every=checkpoint_every)
+def _trace(*tracer: Any, micro_batch: int, checkpoint_every: int, tensor_parallel: int) -> StepTrace:
+    return _tracer(*tracer).trace(
+        rows=micro_batch, checkpoint_every=checkpoint_every, tensor_parallel=tensor_parallel
+    )
 
 
 def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,20 +22,20 @@ def parts(trace: StepTrace) -> Iterator[list[int]]:
 
 
 def fill(machine: Machine, trace: StepTrace, part: list[int]) -> dict[int, Block]:
-    """The weights of one part, by parameter; adapters come last."""
+    """The weights of one part, by parameter, whole; adapters come last."""
     weights: dict[int, Block] = {}
     base = [index for index in part if ".lora_" not in trace.parameters[index].name]
-    drawn = {index: machine.take(WEIGHTS, FP32 * trace.parameters[index].numel) for index in base}
+    drawn = {index: machine.take(WEIGHTS, FP32 * trace.parameters[index].whole_numel) for index in base}
     for index in base:
         if _is_tied(trace, index):  # drawn for both places, of which the second stays (random_weights.py)
             first = drawn[index]
-            drawn[index] = machine.take(WEIGHTS, FP32 * trace.parameters[index].numel)
+            drawn[index] = machine.take(WEIGHTS, FP32 * trace.parameters[index].whole_numel)
             machine.give(first)
     for index in base:
         weights[index] = _rounded(machine, trace, index, drawn[index])
     for index in part:
         if index not in weights:
-            adapter = machine.take(WEIGHTS, FP32 * trace.parameters[index].numel)
+            adapter = machine.take(WEIGHTS, FP32 * trace.parameters[index].whole_numel)
             weights[index] = _rounded(machine, trace, index, adapter)
     return weights
 
@@ -48,6 +48,19 @@ def _rounded(machine: Machine, trace: StepTrace, index: int, drawn: Block) -> Bl
     parameter = trace.parameters[index]
     if parameter.item_bytes == FP32:
         return drawn
-    weight = machine.take(WEIGHTS, parameter.size_bytes)
+    weight = machine.take(WEIGHTS, parameter.item_bytes * parameter.whole_numel)
     machine.give(drawn)
     return weight
+
+
+def cut(machine: Machine, trace: StepTrace, weights: dict[int, Block]) -> dict[int, Block]:
+    """What a rank of a tensor-parallel group keeps of whole weights, layer by layer.
+
+    Parts are copies, after which the whole is given back (deepspeed/module_inject/layers.py: move).
+    """
+    kept = dict(weights)
+    for index, parameter in enumerate(trace.parameters):
+        if parameter.cut_from is not None:
+            kept[index] = machine.take(WEIGHTS, parameter.size_bytes)
+            machine.give(weights[index])
+    return kept
