@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -20,14 +18,15 @@ from typing import Any
 from assets import Assets
 from rows import Row
 
+from shardwise.bench.process import end_session
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.read import read_events
 
 DOES_NOT_FIT = 3
-END_SECONDS = 20.0
 LAUNCH = """
 import json, sys
 from shardwise.launch.local import launch
+from shardwise.bench.process import end_session
 from shardwise.launch.spec import LaunchSpec
 sys.exit(launch(LaunchSpec.from_json(json.load(open(sys.argv[1])))))
 """
@@ -197,35 +196,3 @@ def _why(code: int | None, seconds: float) -> str:
 
 def _tail(log: str, lines: int = 25) -> str:
     return "\n".join(log.splitlines()[-lines:])[-4000:]
-
-
-def end_session(leader: subprocess.Popen[bytes]) -> None:
-    """Ends a session leader with all it has started, and waits until they are gone and their GPUs free.
-
-    Workers have process groups of their own; the session is what they share.
-    """
-    deadline = time.monotonic() + END_SECONDS
-    while (alive := _session(leader.pid)) and time.monotonic() < deadline:
-        for pid in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            leader.wait(0.05)
-
-
-def _session(leader: int) -> list[int]:
-    """Processes of the session that still run."""
-    pids = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            # pid (name) state parent group session ...; a name may hold spaces and brackets
-            fields = (
-                (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            )
-        except OSError:
-            continue  # it has just ended
-        if int(fields[3]) == leader and fields[0] != "Z":
-            pids.append(int(folder.name))
-    return pids

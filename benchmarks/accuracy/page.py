@@ -16,12 +16,15 @@ from typing import Any
 from choices import fastest_table, rehearsal_table
 from predict import (
     LEFT_OUT,
+    OLD_RELEASE,
     Summary,
     compare_all,
     measured_rows,
+    repeats,
     summarize,
     summary_of,
 )
+from rows import SETS
 from scatter import Point, scatter
 
 HERE = Path(__file__).parent
@@ -37,6 +40,7 @@ HEADLINES = {
     "step time": "step",
     "energy": "joules",
 }
+BOUND = {name: HEADLINES[name] for name in ("peak reserved memory", "step time")}
 TERMS = {
     "allocated, at its peak": "allocated",
     "fragmentation: reserved and not allocated, in shares of the reserved": "fragmentation",
@@ -72,7 +76,7 @@ def cells(summary: Summary | None) -> list[str]:
 def headline(comparisons: Sequence[Comparison]) -> str:
     lines = []
     for name, quantity in HEADLINES.items():
-        for of in ("fit", "held-out"):
+        for of in SETS:
             summary = summarize([c for c in comparisons if c["set"] == of], quantity)
             worst = f"`{summary.worst_row}`" if summary else "not measured yet"
             lines.append([name, of, *cells(summary), worst])
@@ -96,20 +100,35 @@ def left_out(comparisons: Sequence[Comparison]) -> str:
     """What the bounds of tests/golden/test_ledger.py leave out, and what they hold."""
     by_id = {c["id"]: c["differences"] for c in comparisons}
     lines = [
-        [f"`{name}`", *(percent(by_id[name][key], sign=True) for key in ("reserved", "step")), reason]
-        for name, reason in LEFT_OUT.items()
+        [f"`{name}`", words, percent(by_id[name][key], sign=True), reason]
+        for words, key in BOUND.items()
+        for name, reason in LEFT_OUT[key].items()
     ]
     if not lines:
         return "The bounds hold for every row."
-    held = [c for c in comparisons if c["id"] not in LEFT_OUT]
-    _, memory, memory_worst = cells(summarize(held, "reserved"))
-    _, time, time_worst = cells(summarize(held, "step"))
+    without = []
+    for words, key in BOUND.items():
+        _, mean, worst = cells(summarize([c for c in comparisons if c["id"] not in LEFT_OUT[key]], key))
+        without.append(f"of {words} {mean} in the mean, {worst} at worst")
     return (
-        f"All rows are in the numbers of this page. The bounds leave out {len(lines)}; without them the "
-        f"mean difference of reserved memory is {memory}, the worst {memory_worst}; of step time {time} and "
-        f"{time_worst}.\n\n"
-        f"{table(['row', 'reserved memory', 'step time', 'why'], lines)}"
+        "All rows are in the numbers of this page. The bounds leave out these, to which they do not hold; "
+        f"the difference without them is {'; '.join(without)}.\n\n"
+        f"{table(['row', 'what', 'difference', 'why'], lines)}\n\n"
+        f"Measured before decision 0017 changed how ZeRO-3 gives weights back, and to be measured again: "
+        f"{', '.join(f'`{name}`' for name in OLD_RELEASE)}."
     )
+
+
+def again(_: Sequence[Comparison]) -> str:
+    """Rows that were measured more than once, with every measurement."""
+    lines = []
+    for name, rows in repeats().items():
+        ran = [row for row in rows if not row["error"]]
+        if len(ran) > 1:
+            seconds = ", ".join(f"{row['step_seconds']:.3f}" for row in ran)
+            memory = ", ".join(f"{row['peak_reserved_bytes'] / GIB:.2f}" for row in ran)
+            lines.append([f"`{name}`", seconds, memory])
+    return table(["row", "step, s", "reserved, GiB"], lines)
 
 
 def machines(comparisons: Sequence[Comparison]) -> str:
@@ -135,7 +154,7 @@ def peers(comparisons: Sequence[Comparison]) -> str:
     said = json.loads(PEERS.read_text(encoding="utf-8"))
     measured = {c["id"]: c["measured"]["reserved"] for c in comparisons if c["measured"]}
     ours = {c["id"]: c["differences"]["reserved"] for c in comparisons if c["measured"]}
-    held = {c["id"]: ours[c["id"]] for c in comparisons if c["measured"] and c["set"] == "held-out"}
+    held = {c["id"]: ours[c["id"]] for c in comparisons if c["measured"] and c["set"] != "fit"}
     lines = [_peer("**shardwise plan**", ours, ours)]
     lines += [_peer("**shardwise plan**, rows held out", held, ours)] if held else []
     for tool, name in TOOLS.items():
@@ -216,6 +235,7 @@ BLOCKS = {
     "headline": headline,
     "machines": machines,
     "left out": left_out,
+    "again": again,
     "peers": peers,
     "families": families,
     "terms": terms,
@@ -254,7 +274,7 @@ def _points(comparisons: Sequence[Comparison], quantity: str, unit: float) -> li
             group=c["family"].split(maxsplit=1)[0],
             measured=c["measured"][quantity] / unit,
             predicted=c["predicted"][quantity] / unit,
-            hollow=c["set"] == "held-out",
+            hollow=c["set"] != "fit",
         )
         for c in comparisons
         if c["measured"]

@@ -14,6 +14,7 @@ from shardwise.strategy.auto import resolve
 from shardwise.strategy.strategy import Strategy
 
 GIB = 1024**3
+SETS = ("fit", "held-out", "choices")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,8 @@ class Row:
     memory_cap_gib: float = 0.0
     """The process may use so much of the GPU; 0: all of it."""
     set: str = "fit"
-    """`fit`: constants may have been found with it; `held-out`: not looked at before they were fixed."""
+    """`fit`: constants may have been found with it; `held-out`: not looked at before they were fixed;
+    `choices`: neither, measured for choices.py."""
 
     @property
     def id(self) -> str:

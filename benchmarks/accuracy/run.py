@@ -29,9 +29,10 @@ from typing import Any
 
 import torch
 from assets import Assets
-from measure import Limits, Running, end_session
-from rows import Row, load_rows
+from measure import Limits, Running
+from rows import SETS, Row, load_rows
 
+from shardwise.bench.process import end_session
 from shardwise.hardware.detect import gpu_count
 from shardwise.record.environment import versions
 
@@ -239,7 +240,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="say which rows would run")
     parser.add_argument("--gpus", type=int, action="append", help="rows for so many GPUs; may be repeated")
     parser.add_argument("--match", default="", help="regular expression on the row's id")
-    parser.add_argument("--set", choices=("fit", "held-out"))
+    parser.add_argument("--set", choices=SETS)
     parser.add_argument("--text", type=Path, action="append", default=[], help="txt, or jsonl with `text`")
     parser.add_argument("--assets", type=Path, help="keep tokenizers and texts there")
     parser.add_argument("--cpu", type=int, metavar="N", help="N processes on CPUs instead of GPUs")

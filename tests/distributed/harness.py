@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,13 @@ class Run:
     max_steps: int | None = None
 
 
-def run_all(runs: list[Run], *, processes: int, folder: Path, timeout: float = 600.0) -> list[Path]:
+def run_all(
+    runs: list[Run], *, processes: int, folder: Path, timeout: float = 600.0, listen: bool = False
+) -> list[Path]:
     """Runs the jobs one after the other in one set of processes; returns their run folders.
 
-    Raises AssertionError with the processes' output when one of them fails.
+    `listen`: each process notes the all-reduces of its tensor-parallel group, see `sums_of`. Raises
+    AssertionError with the processes' output when one of them fails.
     """
     specs = []
     for run in runs:
@@ -66,7 +71,7 @@ def run_all(runs: list[Run], *, processes: int, folder: Path, timeout: float = 6
             "NCCL_SOCKET_IFNAME": "lo",
         }
         with (folder / f"rank-{rank}.log").open("w") as log:
-            command = [sys.executable, __file__, str(path)]
+            command = [sys.executable, __file__, str(path), *(["listen"] if listen else [])]
             children.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
         codes = [child.wait(timeout) for child in children]
@@ -85,12 +90,47 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["kind"] == "step"]
 
 
+def sums_of(run_dir: Path, rank: int) -> list[int]:
+    """Bytes of each tensor that was summed over the tensor-parallel group of a run, in their order.
+
+    Scalars, of which gradient norms are made, are left out.
+    """
+    noted: list[int] = json.loads((run_dir / f"sums-{rank}.json").read_text())
+    return noted
+
+
 def _main() -> None:
     """In a child process: run every spec of the file in turn."""
     from shardwise.train.run import run
 
     for record in json.loads(Path(sys.argv[1]).read_text()):
-        run(LaunchSpec.from_json(record))
+        spec = LaunchSpec.from_json(record)
+        noted: list[int] = []
+        with _listening(noted) if "listen" in sys.argv else nullcontext():
+            run(spec)
+        if "listen" in sys.argv:
+            (Path(spec.run_dir) / f"sums-{os.environ['RANK']}.json").write_text(json.dumps(noted))
+
+
+@contextmanager
+def _listening(noted: list[int]) -> Iterator[None]:
+    """Adds the bytes of all sums over the tensor-parallel group to `noted`."""
+    import torch.distributed as dist
+    from deepspeed.utils import groups
+
+    original = dist.all_reduce
+
+    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any) -> Any:
+        of_rows = group is not None and group is groups.get_tensor_model_parallel_group()
+        if of_rows and op == dist.ReduceOp.SUM and tensor.numel() > 1:
+            noted.append(tensor.numel() * tensor.element_size())
+        return original(tensor, op=op, group=group, **options)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield
+    finally:
+        dist.all_reduce = original
 
 
 if __name__ == "__main__":

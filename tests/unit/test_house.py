@@ -48,8 +48,10 @@ def test_files_stay_readable(path: Path) -> None:
 def test_packages_that_promise_it_load_without_torch() -> None:
     """import-linter sees import statements; this sees what really happens."""
     packages = (
+        "bench",
         "errors.py",
         "units.py",
+        "doctor",
         "hardware",
         "job",
         "launch",
@@ -66,7 +68,7 @@ def test_packages_that_promise_it_load_without_torch() -> None:
     modules = [
         ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
         for path in files
-        if path.suffix == ".py"
+        if path.suffix == ".py" and path.parent.name != "probes"  # what the doctor runs in child processes
     ]
     script = f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n" + (
         "sys.exit(str({'torch', 'transformers', 'datasets', 'deepspeed', 'pandas'} & set(sys.modules) or ''))"

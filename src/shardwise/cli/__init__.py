@@ -17,7 +17,20 @@ from typing import Annotated
 import typer
 
 from shardwise import __version__
-from shardwise.cli import check, config, demo, emit, export, generate, init, plan, report, train
+from shardwise.cli import (
+    bench,
+    check,
+    config,
+    demo,
+    doctor,
+    emit,
+    export,
+    generate,
+    init,
+    plan,
+    report,
+    train,
+)
 from shardwise.errors import JobError, MachineError, ShardwiseError, render
 
 INTERRUPTED = 130
@@ -43,11 +56,13 @@ for _verb in (
     config.config,
     plan.plan,
     train.train,
+    bench.bench,
     check.check,
     emit.emit,
     report.report,
     export.export,
     generate.generate,
+    doctor.doctor,
 ):
     app.command()(_verb)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.errors import MachineError
+from shardwise.hardware.calibration import calibrated
 from shardwise.hardware.catalog import Gpu, assumed, find
+from shardwise.hardware.driver import ask
 from shardwise.hardware.hardware import Hardware, Link
 from shardwise.hardware.host import cpu_cores, host_memory_bytes
 from shardwise.hardware.links import (
@@ -47,17 +47,19 @@ class Card:
 def detect_hardware() -> Hardware | None:
     """This machine's own GPUs, those that CUDA_VISIBLE_DEVICES leaves; None without a GPU or a driver.
 
+    Their links are as `doctor --calibrate` measured them, where it did (hardware/calibration.py).
+
     Raises:
         MachineError: the GPUs differ, are divided by MIG, or their memory is not told.
     """
-    listing = _nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
+    listing = ask(f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits").text
     if listing is None:
         return None
     cards = chosen(read_cards(listing), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not cards:
         return None
-    paths = read_paths(_nvidia_smi("topo", "-m") or "")
-    return machine(cards, paths, memory_bytes=host_memory_bytes(), cores=cpu_cores())
+    paths = read_paths(ask("topo", "-m").text or "")
+    return calibrated(machine(cards, paths, memory_bytes=host_memory_bytes(), cores=cpu_cores()))
 
 
 def read_cards(listing: str) -> list[Card]:
@@ -93,7 +95,7 @@ def gpu_count() -> int:
 
     CUDA_VISIBLE_DEVICES narrows them as CUDA does: entries after the first invalid one do not count.
     """
-    listing = _nvidia_smi("-L")
+    listing = ask("-L").text
     if listing is None:
         return 0
     present = sum(line.startswith("GPU ") for line in listing.splitlines())
@@ -128,20 +130,6 @@ def chosen(cards: Sequence[Card], setting: str | None) -> list[Card]:
             break
         found += named
     return found
-
-
-def _nvidia_smi(*arguments: str) -> str | None:
-    """What the driver answers; None without a driver, or where it does not know the question."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        answer = subprocess.run(
-            [program, *arguments], capture_output=True, text=True, timeout=30, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    return answer.stdout if answer.returncode == 0 else None
 
 
 def _card(parts: Sequence[str]) -> Card:

@@ -19,6 +19,8 @@ class Link:
     bytes_per_second: float
     """What one GPU sends, and receives as well, while all GPUs that share the link do so."""
     source: str
+    measured: bool = False
+    """On this machine, by `doctor --calibrate`; otherwise it is the catalog's."""
 
 
 @dataclass(frozen=True, kw_only=True)

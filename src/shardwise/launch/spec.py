@@ -25,6 +25,10 @@ class LaunchSpec:
     """Print the plan of a dry run on stdout, as one JSON object."""
     memory_cap_bytes: int | None = None
     """Use no more than this much of each GPU."""
+    measure_steps: int | None = None
+    """Only measure: run so many steps whatever the job's length, evaluate and save nothing."""
+    profile: str | None = None
+    """Measure two more steps under torch.profiler, and write rank 0's Chrome trace of the second there."""
     command: Sequence[str] | None = None
     """What the user typed; for the run's record."""
 

@@ -84,12 +84,6 @@ def start(rank: int, *, module: str, spec: Path, folder: Path, environment: Mapp
     outlive the launcher: the kernel kills it when the launcher dies.
     """
     parent = os.getpid()
-
-    def die_with_parent() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-
     log = None if rank == 0 else log_path(folder, rank).open("wb")
     try:
         process = subprocess.Popen(
@@ -100,12 +94,19 @@ def start(rank: int, *, module: str, spec: Path, folder: Path, environment: Mapp
             stdout=log,
             stderr=None if log is None else subprocess.STDOUT,
             process_group=0,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - the launcher has one thread
+            preexec_fn=lambda: die_with(parent),  # noqa: PLW1509 - the launcher has one thread
         )
     finally:
         if log is not None:
             log.close()
     return Worker(rank=rank, process=process, folder=folder)
+
+
+def die_with(parent: int) -> None:
+    """In a new process: the kernel kills it when the process `parent`, which has started it, ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
 
 
 def worker_environment(*, processes: int, folder: Path) -> dict[str, str]:

@@ -105,8 +105,6 @@ def fit_of(
     asked = translate(setup)
     if asked is None:
         return Fit(unavailable="no file says how the training is spread")
-    if asked.impossible:
-        return Fit(unavailable=asked.impossible)
     drawn = sketch(model, [*asked.changes, *changes], world_size=hardware.world_size)
     try:
         plan = make_plan(drawn.job, hardware)

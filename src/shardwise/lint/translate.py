@@ -46,8 +46,6 @@ class Translated:
     """What the files leave open, and what is taken for it."""
     left_out: tuple[str, ...] = ()
     """Settings that are simulated with another value, or not at all."""
-    impossible: str = ""
-    """Why nothing can be simulated; empty where it can."""
 
 
 def translate(setup: Setup) -> Translated | None:
@@ -66,8 +64,7 @@ def translate(setup: Setup) -> Translated | None:
 
 
 def _deepspeed(document: Document, setup: Setup) -> Translated:
-    if degree_of(document) > 1:
-        return Translated(file=document.name, impossible="tensor parallelism is not simulated")
+    degree = max(1, degree_of(document))
     stage, assumed = stage_of(document), []
     if stage is None:
         stage = ACCELERATE_STAGE
@@ -81,6 +78,8 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
         "offload_parameters": place(document, PARAMETERS) if stage == 3 else "none",
         "reshard": not (stage == 3 and min(live, reuse) >= FOREVER),
     }
+    if degree > 1:
+        strategy["tensor_parallel"] = degree
     if "nvme" in strategy.values():
         strategy["nvme_path"] = "."  # its place makes no difference to a prediction
     precision = _precision(document, setup, assumed)
@@ -91,7 +90,7 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
             f"strategy={_flow(strategy)}",
             f"train.precision={precision}",
             f"optimizer.clip_norm={1.0 if clip is None else clip}",
-            *_batch(document, setup, assumed),
+            *_batch(document, setup, assumed, degree=degree),
             *_script(setup, assumed),
         ),
         assumed=tuple(assumed),
@@ -186,10 +185,18 @@ def _precision(document: Document, setup: Setup, assumed: list[str]) -> str:
 
 
 def _batch(
-    document: Document, setup: Setup, assumed: list[str], accumulation_key: tuple[str, ...] = (ACCUMULATION,)
+    document: Document,
+    setup: Setup,
+    assumed: list[str],
+    accumulation_key: tuple[str, ...] = (ACCUMULATION,),
+    *,
+    degree: int = 1,
 ) -> list[str]:
-    """The rows at a time and of a step, from the file, else from the script, else left to the planner."""
-    world = setup.world_size or 1
+    """The rows at a time and of a step, from the file, else from the script, else left to the planner.
+
+    `degree`: GPUs that share a layer, and so have the same rows.
+    """
+    world = max(1, (setup.world_size or 1) // degree)
     micro = document.number(MICRO) or _number(setup, "per_device_train_batch_size", "micro_batch_size")
     steps = document.number(*accumulation_key) or _number(setup, "gradient_accumulation_steps")
     total = document.number(TOTAL)

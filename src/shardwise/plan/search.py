@@ -28,8 +28,8 @@ MARGIN = 0.05
 ALIKE = 1.005
 """Costs within this factor of the best are taken for the same: the ledger's errors of time are larger."""
 
-TraceFor = Callable[[int, int], StepTrace]
-"""Rows of a micro-batch and `checkpoint_every` to their trace."""
+TraceFor = Callable[[int, int, int], StepTrace]
+"""Rows of a micro-batch, `checkpoint_every` and `tensor_parallel` to their trace."""
 Simulate = Callable[[StepTrace, Strategy, Hardware], Prediction]
 
 
@@ -152,17 +152,17 @@ def _starter(
     """What begins to simulate a strategy: in the executor, or here, and is then done already."""
 
     @cache
-    def packed(rows: int, checkpoint_every: int) -> bytes:
-        return pickle.dumps(trace_for(rows, checkpoint_every))
+    def packed(rows: int, checkpoint_every: int, tensor_parallel: int) -> bytes:
+        return pickle.dumps(trace_for(rows, checkpoint_every, tensor_parallel))
 
     def there(strategy: Strategy) -> Future[Prediction]:
         assert executor is not None
-        trace = packed(strategy.micro_batch, strategy.checkpoint_every)
+        trace = packed(strategy.micro_batch, strategy.checkpoint_every, strategy.tensor_parallel)
         return executor.submit(_simulated, simulate, trace, strategy, hardware)
 
     def here(strategy: Strategy) -> Future[Prediction]:
         future: Future[Prediction] = Future()
-        trace = trace_for(strategy.micro_batch, strategy.checkpoint_every)
+        trace = trace_for(strategy.micro_batch, strategy.checkpoint_every, strategy.tensor_parallel)
         future.set_result(simulate(trace, strategy, hardware))
         return future
 

@@ -67,7 +67,8 @@ def heading(plan: Plan) -> Iterator[Text]:
     yield Text.assemble(
         (f"{number}{hardware.gpus_per_node} × {hardware.gpu.name}", "bold"),
         f"{rates}, {gib(plan.capacity_bytes)} to use of each",
-        *(f" · {link.name}" for link in links if link is not None),
+        *(f" · {link.name}{' (measured)' if link.measured else ''}" for link in links if link is not None),
+        " · copies from the host (measured)" if hardware.host_link.measured else "",
     )
     ranked = {"throughput": "fastest first", "memory": "leanest first", "energy": "least energy first"}
     yield Text(

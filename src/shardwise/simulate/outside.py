@@ -3,7 +3,8 @@
 Measured by NVML beside what torch had reserved, in the accuracy ledger (`outside_allocator_bytes` in
 benchmarks/accuracy/results/measured.jsonl: H200, driver 580, torch 2.11, DeepSpeed 0.19.8; one node of 1, 2
 and 4 GPUs). It hardly depends on the model, and not on the batch. Other GPUs are taken to be like the H200,
-several nodes and tensor parallelism to add nothing, until they are measured.
+several nodes to add nothing, and one more group of processes to take what NCCL does for the first, until they
+are measured.
 """
 
 from __future__ import annotations
@@ -37,4 +38,6 @@ def outside_allocator_bytes(strategy: Strategy) -> int:
     if together:
         total += DEEPSPEED_GROUP_BYTES
         total += NCCL_BYTES if strategy.offload_parameters == "none" else 0
+    if strategy.tensor_parallel > 1 and strategy.data_parallel > 1:
+        total += NCCL_BYTES  # three groups: of all, of the same rows, of the same part of the model
     return total

@@ -48,7 +48,8 @@ class Schedule:
         self.peers = communication.group(hardware, strategy.tensor_parallel)
         self.ranks = strategy.data_parallel
         self.neighbours = min(hardware.gpus_per_node, strategy.world_size)
-        self.segments = segments(trace, hardware.gpu, parts=strategy.tensor_parallel)
+        assert trace.tensor_parallel == strategy.tensor_parallel, "a trace is that of one degree"
+        self.segments = segments(trace, hardware.gpu)
         self.trainable = sum(self.elements(index) for index in trace.trainable)
         self.arriving: dict[int, int] = {}
         """Sharded weights on the way: whose, and the event of their arrival."""
@@ -99,7 +100,7 @@ class Schedule:
 
     def elements(self, parameter: int) -> float:
         """Of a parameter, on this GPU when it is whole there."""
-        return self.trace.parameters[parameter].numel / self.strategy.tensor_parallel
+        return float(self.trace.parameters[parameter].numel)
 
     def count(self, parameters: Iterable[int]) -> float:
         """Elements of several."""
@@ -110,22 +111,9 @@ class Schedule:
         if segment.read_back:
             self.streams.host_reads()
         self.streams.compute(segment.seconds, issue=segment.host_seconds + issue, joules=segment.joules)
-        if self.peers.size > 1 and segment.unit >= 0 and self.trace.units[segment.unit].block >= 0:
-            self._sum_activations(2 * segment.passes)
-
-    def _sum_activations(self, times: int) -> None:
-        """Tensor parallelism adds up a block's activations after attention and after the MLP, each way."""
-        num_bytes = self.trace.tokens * self.width * self.item
-        for _ in range(times):
-            one = communication.all_reduce(num_bytes, self.peers)
-            self.streams.compute_waits(self.streams.communicate(one, 2 * num_bytes, after_compute=True))
-
-    @property
-    def width(self) -> int:
-        """Of the hidden state: the embedding's or head's last dimension."""
-        outside = [index for unit in self.trace.units if unit.block < 0 for index in unit.parameters]
-        shapes = [self.trace.parameters[index].shape for index in outside]
-        return max((shape[-1] for shape in shapes if len(shape) == 2), default=0)
+        if segment.sums:
+            seconds = sum(communication.all_reduce(num_bytes, self.peers) for num_bytes in segment.sums)
+            self.streams.sum_over_peers(seconds, 2 * sum(segment.sums))
 
 
 class Single(Schedule):

@@ -20,13 +20,16 @@ from shardwise.simulate.streams import NEVER, REDUCED, event
 from shardwise.strategy.emit.deepspeed import BUCKET, PERSIST, PREFETCH, RELEASE_AT
 from shardwise.strategy.strategy import Strategy
 
+FP64 = 8
+
 
 class _Buckets(Schedule):
     """Gradients are copied into a bucket; a full one is reduced beside the rest of the backward pass."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
-        self.bucket = min(BUCKET, self.trainable)
+        # its size is set before tensor parallelism cuts the model
+        self.bucket = min(BUCKET, float(sum(trace.parameters[i].whole_numel for i in trace.trainable)))
         self.offload = strategy.offload_optimizer != "none"
         self.filled = 0.0  # at the end of a pass nothing is left
         self.part = self.trainable / self.ranks
@@ -72,11 +75,28 @@ class _Buckets(Schedule):
     def norm(self) -> None:
         """The gradient's norm over all ranks; the process waits for it, to decide whether to step at all."""
         streams = self.streams
-        streams.move(self.item * self.part, "foreach_norm")
+        if self.peers.size > 1:
+            self._norm_of_each()
+        else:
+            streams.move(self.item * self.part, "foreach_norm")
         streams.compute_waits(
             streams.communicate(communication.all_reduce(FP32, self.group), 0.0, after_compute=True)
         )
         streams.host_waits()
+
+    def _norm_of_each(self) -> None:
+        """DeepSpeed's own, under tensor parallelism: `has_overflow`, then `get_grad_norm_direct`.
+
+        It looks for the largest and the smallest value of each gradient, waits, and copies each to fp64. The
+        host is taken to need as long for a gradient as stage 0 does for nearly the same.
+        """
+        streams, parameters = self.streams, -(-len(self.trace.trainable) // self.ranks)
+        issue = parameters * self.host.seconds("zero0_parameter")
+        streams.move(2 * self.item * self.part, "foreach_norm", kernels=2 * parameters, issue=issue)
+        streams.sum_over_peers(2 * communication.all_reduce(FP32, self.peers), 0.0)
+        streams.host_waits()
+        streams.move((self.item + FP64) * self.part, "mixed", kernels=parameters)
+        streams.move(FP64 * self.part, "foreach_norm", kernels=parameters)
 
     def step_on_host(self) -> None:
         """Clipping, DeepSpeedCPUAdam and the cast over the part in host memory; the GPU has nothing to do."""

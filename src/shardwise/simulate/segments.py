@@ -34,40 +34,38 @@ class Segment:
     """Parameters whose gradient it completes."""
     learned: float = 0.0
     """Their elements on this GPU."""
+    sums: tuple[int, ...] = ()
+    """Bytes of each sum over the tensor-parallel group in it; they are not in `seconds` and `joules`."""
 
 
 READ_BACK = frozenset({"all", "any", "_local_scalar_dense", "nonzero"})
 """Operators whose result Python looks at: transformers looks for packed samples in the position ids."""
 
-SHARED = frozenset({"matmul", "attention"})
-"""What tensor parallelism divides; norms and residual sums are computed by each rank."""
-
-_CUT: dict[tuple[int, str, int], tuple[weakref.ref[StepTrace], tuple[Segment, ...]]] = {}
+_CUT: dict[tuple[int, str], tuple[weakref.ref[StepTrace], tuple[Segment, ...]]] = {}
 
 
-def segments(trace: StepTrace, gpu: Gpu, *, parts: int = 1) -> tuple[Segment, ...]:
-    """The trace's segments in order, on this GPU; kept for as long as the trace is.
-
-    `parts`: GPUs that share the products and attention heads of a block (tensor parallelism).
-    """
-    key = id(trace), gpu.name, parts
+def segments(trace: StepTrace, gpu: Gpu) -> tuple[Segment, ...]:
+    """The trace's segments in order, on this GPU; kept for as long as the trace is."""
+    key = id(trace), gpu.name
     found = _CUT.get(key)
     if found is not None and found[0]() is trace:
         return found[1]
-    cut = tuple(_cut(trace, gpu, parts))
+    cut = tuple(_cut(trace, gpu))
     _CUT[key] = weakref.ref(trace, lambda _: _CUT.pop(key, None)), cut
     return cut
 
 
-def _cut(trace: StepTrace, gpu: Gpu, parts: int) -> Iterator[Segment]:
+def _cut(trace: StepTrace, gpu: Gpu) -> Iterator[Segment]:
     sizes = [size for parameter in trace.parameters for size in parameter.shape]
     roofline = Roofline(gpu, trace.precision, rows=trace.tokens, sizes=sizes)
     draw, host = Draw(gpu), Host()
-    shares = [1.0 / parts if op.kind in SHARED else 1.0 for op in trace.ops]
-    seconds = [roofline.seconds(op) * share for op, share in zip(trace.ops, shares, strict=True)]
-    joules = [draw.joules(op) * share for op, share in zip(trace.ops, shares, strict=True)]
+    summed = {index: op.read_bytes for index, op in enumerate(trace.ops) if op.kind == "collective"}
+    seconds = [0.0 if index in summed else roofline.seconds(op) for index, op in enumerate(trace.ops)]
+    joules = [0.0 if index in summed else draw.joules(op) for index, op in enumerate(trace.ops)]
     looked_at = {index for index, op in enumerate(trace.ops) if op.name in READ_BACK}
     calls = [(host.forward(op), host.backward(op)) for op in trace.ops]
+    for index in summed:  # from Python on both passes
+        calls[index] = (calls[index][0], calls[index][0])
     forwards: dict[int, int] = {}
     unit, backward, ops, gradients = -1, False, list[int](), list[int]()
 
@@ -86,7 +84,8 @@ def _cut(trace: StepTrace, gpu: Gpu, parts: int) -> Iterator[Segment]:
             read_back=any(op in looked_at for op in ops),
             passes=2 if again else 1,
             gradients=tuple(gradients),
-            learned=sum(trace.parameters[index].numel for index in gradients) / parts,
+            learned=float(sum(trace.parameters[index].numel for index in gradients)),
+            sums=tuple(summed[op] for op in ops if op in summed) if summed else (),
         )
 
     for event in trace.events:

@@ -1,7 +1,8 @@
 """What one micro-batch's forward and backward pass does to a GPU, in order, as plain numbers.
 
 `shardwise.trace` records it from the real model; the simulator replays it under a strategy. Sizes are those
-of one GPU that holds everything; what an engine shards, gathers or buffers is not in it.
+of one GPU that holds everything, or of one of a tensor-parallel group; what an engine shards, gathers or
+buffers is not in it.
 
 An event is a tuple of integers whose first is its kind:
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 ALLOC, FREE, GRADIENT, OP, FORWARD, FORWARD_END, BACKWARD, BACKWARD_END = range(8)
 
@@ -45,13 +47,17 @@ class Parameter:
     trainable: bool
     made_of: int = 0
     """Values that a quantised weight stands for; 0 for any other."""
+    cut_from: tuple[int, ...] | None = None
+    """The shape of the whole, where this is what one rank of a tensor-parallel group has of it."""
 
     @property
     def numel(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return prod(self.shape)
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements before tensor parallelism cuts it."""
+        return prod(self.shape if self.cut_from is None else self.cut_from)
 
     @property
     def size_bytes(self) -> int:
@@ -74,8 +80,8 @@ class Op:
     """One kernel, or a few launched by one call."""
 
     kind: str
-    """`matmul`, `attention`, `scan`, `elementwise`, `reduction`, `normalization`, `loss`, `embedding` or
-    `copy`."""
+    """`matmul`, `attention`, `scan`, `elementwise`, `reduction`, `normalization`, `loss`, `embedding`,
+    `copy`, or `collective`: a sum over the tensor-parallel group, in place, that what follows waits for."""
     flops: float
     """Multiplications and additions; of a causal attention only those its mask leaves."""
     read_bytes: int
@@ -105,6 +111,8 @@ class StepTrace:
     sequence_length: int
     checkpoint_every: int
     precision: str
+    tensor_parallel: int = 1
+    """GPUs that share each row; the trace is that of the first of them, which has the largest parts."""
 
     @property
     def tokens(self) -> int:

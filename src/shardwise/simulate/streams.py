@@ -18,9 +18,8 @@ from shardwise.simulate.host import Host
 from shardwise.simulate.power import Draw
 from shardwise.simulate.roofline import Roofline, table
 
-COMPUTE, COMMUNICATE, COMPUTE_WAITS, COPY, ISSUE, HOST_READS, HOST_WAITS, COMMUNICATION_WAITS, SETTLE = range(
-    9
-)
+COMPUTE, COMMUNICATE, COMPUTE_WAITS, COPY, ISSUE = range(5)
+HOST_READS, HOST_WAITS, COMMUNICATION_WAITS, SETTLE, PEERS = range(5, 10)
 
 Work = tuple[Any, ...]
 """What is asked for: its kind, and the numbers that `Streams` gives it; see `Clocks.run`."""
@@ -93,6 +92,13 @@ class Streams:
         """
         self.work.append((COMMUNICATE, seconds, self.draw.moving(num_bytes), after_compute, done))
         return done
+
+    def sum_over_peers(self, seconds: float, num_bytes: float) -> None:
+        """Collectives of the tensor-parallel group, which run on the stream of the computation itself.
+
+        `seconds`: with the links to themselves. `num_bytes`: what they read and write of this GPU's memory.
+        """
+        self.work.append((PEERS, seconds, self.draw.moving(num_bytes)))
 
     def communication_waits(self, until: int) -> None:
         """The next collective begins no sooner than an event."""
@@ -171,6 +177,18 @@ class Clocks:
                 _, seconds, joules, after, read_seconds, done = item
                 events[done] = copy = max(copy, host + read_seconds, events[after]) + seconds
                 totals.copy += seconds
+                totals.joules += joules
+            elif kind == PEERS:
+                _, seconds, joules = item
+                start = max(compute, host + launch)
+                # half of the links each, until either is over
+                beside = min(seconds, max(0.0, communication - start))
+                if beside:
+                    communication += beside
+                    events[:] = [at + beside if at > start else at for at in events]
+                totals.exposed += start + seconds + beside - max(compute, host)
+                compute = start + seconds + beside
+                totals.communication += seconds
                 totals.joules += joules
             elif kind == COMMUNICATION_WAITS:
                 communication = max(communication, events[item[1]])

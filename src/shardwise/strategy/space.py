@@ -35,6 +35,15 @@ TENSOR_PARALLEL_STAGES = (1, 2)
 CHECKPOINT_EVERY = (0, 4, 2, 1)
 """From nothing computed again to everything."""
 
+PARALLEL_CHECKPOINT_EVERY = (0, 1)
+PARALLEL_STEP, PARALLEL_MOST_ROWS = 4, 16
+"""How `auto` thins tensor parallelism out: every degree has traces of its own, which cost a plan its seconds.
+Checkpointing of none or all; micro-batches each at least so many times the one before, up to so many rows. A
+job that names tensor parallelism gets the rest as well."""
+
+GATHERED_STYLES = frozenset({"colwise_rep", "colwise_gather_output"})
+"""Ways to cut whose outputs AutoTP gathers: no plan that it can follow has one (transformers 5.23)."""
+
 MOST_ROWS = 128
 """Micro-batches beyond this are not considered: the matrices are large enough long before."""
 MOST_MICRO_BATCHES = 8
@@ -74,11 +83,12 @@ def candidates(
     problems = spec_problems(spec)
     if problems:
         raise JobError("the strategy does not work", problems=problems)
-    shapes = _shapes(gpus_per_node) if spec == "auto" else [parts_of(spec)]
+    shapes = _shapes(world_size, gpus_per_node) if spec == "auto" else [parts_of(spec)]
     accepted: list[Strategy] = []
     refused: list[Refused] = []
     for parts in shapes:
-        variants = list(_variants(parts, train, clip_norm, world_size, architecture))
+        thin = spec == "auto" and parts.get("tensor_parallel", 1) > 1
+        variants = list(_variants(parts, train, clip_norm, world_size, architecture, thin=thin))
         facts = Facts(
             strategy=variants[0],  # no rule tells them apart: all micro-batches divide, or the job's does not
             devices=devices,
@@ -99,17 +109,21 @@ def candidates(
     return accepted, refused
 
 
-def predictable(accepted: list[Strategy], refused: list[Refused]) -> tuple[list[Strategy], list[Refused]]:
+def predictable(
+    accepted: list[Strategy], refused: list[Refused], architecture: Architecture | None
+) -> tuple[list[Strategy], list[Refused]]:
     """What `candidates` gave, without the strategies whose memory and time nobody simulates.
 
-    A trace is that of whole layers, and the models of the engines' memory know whole parameters.
+    The trace of a cut model knows no layer whose outputs are gathered.
     """
+    if architecture is None or not architecture.plan_styles & GATHERED_STYLES:
+        return accepted, refused
     parallel = {one.name: one for one in reversed(accepted) if one.tensor_parallel > 1}
     left_out = [
         Refused(
             strategy=strategy,
-            rule="tensor-parallel-is-not-simulated",
-            reason="memory and time under tensor parallelism are not simulated yet: it trains, unplanned",
+            rule="gathered-layers-are-not-simulated",
+            reason="its plan gathers the outputs of cut layers, which is not simulated: it trains, unplanned",
             fix="train with it as the job names it, or tensor_parallel: 1 for a plan",
         )
         for strategy in reversed(parallel.values())
@@ -124,22 +138,29 @@ def micro_batches(rows: int) -> list[int]:
     before.
     """
     divisors = [n for n in range(1, min(rows, MOST_ROWS) + 1) if rows % n == 0]
-    if len(divisors) <= MOST_MICRO_BATCHES:
-        return divisors
-    sparse = [1]
-    for n in divisors:
-        if n >= 2 * sparse[-1]:
+    return divisors if len(divisors) <= MOST_MICRO_BATCHES else _sparse(divisors, 2)
+
+
+def _sparse(sizes: list[int], step: int) -> list[int]:
+    """Of ascending sizes those that are at least `step` times the one before."""
+    sparse = sizes[:1]
+    for n in sizes[1:]:
+        if n >= step * sparse[-1]:
             sparse.append(n)
     return sparse
 
 
-def _shapes(gpus_per_node: int) -> list[Parts]:
-    """What `auto` considers. Tensor parallelism stays within a node: every layer waits for it twice."""
+def _shapes(world_size: int, gpus_per_node: int) -> list[Parts]:
+    """What `auto` considers. Tensor parallelism stays within a node: every layer waits for it.
+
+    Where one group takes all GPUs there is nothing to shard, and both stages are the same.
+    """
     parallel = [
         {"engine": "deepspeed", "stage": stage, "tensor_parallel": degree}
         for degree in TENSOR_PARALLEL
         if gpus_per_node % degree == 0
         for stage in TENSOR_PARALLEL_STAGES
+        if stage == TENSOR_PARALLEL_STAGES[0] or degree != world_size
     ]
     return [*SHAPES, *parallel]
 
@@ -150,12 +171,20 @@ def _variants(
     clip_norm: float,
     world_size: int,
     architecture: Architecture | None,
+    *,
+    thin: bool,
 ) -> Iterator[Strategy]:
-    """A shape with every checkpointing and micro-batch that the job leaves open; at least one."""
+    """A shape with every checkpointing and micro-batch that the job leaves open, or some; at least one."""
     data_parallel = max(1, world_size // parts.get("tensor_parallel", 1))
     rows = train.global_batch // data_parallel
     sizes = [train.micro_batch] if train.micro_batch else micro_batches(rows) or [1]
-    for checkpoint_every in _checkpointing(train.checkpointing, architecture):
+    checkpointing = _checkpointing(train.checkpointing, architecture)
+    if thin:
+        few = [n for n in sizes if n <= PARALLEL_MOST_ROWS]
+        sizes = _sparse(few or sizes, PARALLEL_STEP)
+        if train.checkpointing == "auto":
+            checkpointing = [every for every in checkpointing if every in PARALLEL_CHECKPOINT_EVERY]
+    for checkpoint_every in checkpointing:
         for micro_batch in sizes:
             yield Strategy(
                 **parts,

@@ -28,21 +28,23 @@ class Part:
 class Layout:
     """Parameters and units of the whole model: its blocks in order, then the leaf modules outside them."""
 
-    def __init__(self, built: BuiltModel) -> None:
+    def __init__(self, built: BuiltModel, *, whole: Layout | None = None) -> None:
+        """`whole`: that of the model which `built` is a rank's part of."""
         self._model, self._blocks = built.model, built.blocks
         named = list(built.model.named_parameters())
         self._originals = [p for _, p in named]
         index = {id(p): i for i, p in enumerate(self._originals)}
         made_of = _quantized(built)
-        self.parameters = tuple(
+        self.parameters: tuple[Parameter, ...] = tuple(
             Parameter(
                 name=name,
                 shape=tuple(p.shape),
                 item_bytes=p.element_size(),
                 trainable=p.requires_grad,
                 made_of=made_of.get(id(p), 0),
+                cut_from=_other(p, whole.parameters[i].shape) if whole else None,
             )
-            for name, p in named
+            for i, (name, p) in enumerate(named)
         )
         self.buffers = tuple(b.numel() * b.element_size() for b in built.model.buffers())
         self._modules: list[nn.Module] = [*built.blocks, *_outside(built)]
@@ -106,6 +108,10 @@ def _quantized(built: BuiltModel) -> dict[int, int]:
         for module in built.model.modules()
         if isinstance(module, QuantizedLinear)
     }
+
+
+def _other(parameter: nn.Parameter, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    return None if parameter.shape == shape else shape
 
 
 def _outside(built: BuiltModel) -> list[nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
@@ -16,9 +16,8 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.plan.changes import Change, nearest, small_changes
 from shardwise.plan.plan import Objective, Option, Plan, Workload
-from shardwise.plan.search import MARGIN, leanest_that_fits, search
+from shardwise.plan.search import MARGIN, TraceFor, leanest_that_fits, search
 from shardwise.simulate.simulate import simulate
-from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy.facts import Architecture
 from shardwise.strategy.space import Refused, candidates, predictable
 from shardwise.strategy.strategy import Strategy
@@ -127,7 +126,7 @@ def _candidates(
         capability=_capability(hardware),
         architecture=architecture,
     )
-    return predictable(accepted, refused)
+    return predictable(accepted, refused, architecture)
 
 
 class _Planning:
@@ -151,8 +150,10 @@ class _Planning:
             target=Target(capability=_capability(hardware), multiprocessors=MULTIPROCESSORS),
         )
         self.built: BuiltModel = tracer.built
-        self.trace: Callable[[int, int], StepTrace] = cache(
-            lambda rows, checkpoint_every: tracer.trace(rows=rows, checkpoint_every=checkpoint_every)
+        self.trace: TraceFor = cache(
+            lambda rows, checkpoint_every, tensor_parallel: tracer.trace(
+                rows=rows, checkpoint_every=checkpoint_every, tensor_parallel=tensor_parallel
+            )
         )
 
     def candidates(self) -> tuple[list[Strategy], list[Refused]]:

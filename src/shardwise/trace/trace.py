@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from shardwise.engine.loss import CausalLMLoss
 from shardwise.engine.parameters import DTYPES
 from shardwise.job import schema
 from shardwise.kernels.target import HOPPER, Target, speaking_for
-from shardwise.models.build import build_model
+from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.simulate.step_trace import (
     ACTIVATION,
@@ -29,10 +30,11 @@ from shardwise.trace.functions import cuda_functions
 from shardwise.trace.fused import traced_kernels
 from shardwise.trace.layout import Layout, Part
 from shardwise.trace.recorder import Recorder, mark_gradients
+from shardwise.trace.tensor_parallel import cut, sum_gradients
 
 
 class Tracer:
-    """Traces one model, `built`, at several micro-batch sizes and ways of checkpointing."""
+    """Traces one model, `built`, at several micro-batch sizes, ways of checkpointing and degrees."""
 
     def __init__(
         self,
@@ -46,31 +48,41 @@ class Tracer:
     ) -> None:
         """`model`, `precision` and `vocab_size` are `build_model`'s, `packing` is the job's."""
         self.built = build_model(model, dtype=DTYPES[precision], seed=0, vocab_size=vocab_size)
-        self._layout = Layout(self.built)
+        self._cut = cache(self._cut_over)
         self._precision = precision
         self._sequence_length = sequence_length
         self._packing = packing
         self._target = target
 
-    def trace(self, *, rows: int, checkpoint_every: int, folded: bool = True) -> StepTrace:
+    def trace(
+        self, *, rows: int, checkpoint_every: int, tensor_parallel: int = 1, folded: bool = True
+    ) -> StepTrace:
         """One micro-batch of `rows` full rows, each a single segment.
 
-        `folded`: repeated blocks are traced a few times only; the result is the same. Raises what
-        `build_model` and `CausalLMLoss` raise.
+        `tensor_parallel`: GPUs that share each row; the trace is that of the first of them. `folded`:
+        repeated blocks are traced a few times only; the result is the same. Raises what `build_model` and
+        `CausalLMLoss` raise.
         """
-        built, layout = self.built, self._layout
+        built, layout = self._cut(tensor_parallel)
         folding = find_folding(block_kinds(built, checkpoint_every)) if folded else None
         kept = list(range(len(built.blocks))) if folding is None else folding.kept(len(built.blocks))
         part = layout.part(kept)
         if checkpoint_every:
             checkpoint_blocks([part.units[i] for i in kept if i % checkpoint_every == 0], every=1)
+        if tensor_parallel > 1:
+            sum_gradients(part.model)
         with speaking_for(self._target), traced_kernels(part.model):
             recorder = _record(part, self._batch(rows), self._target, packing=self._packing)
         events: list[Event] | None = mark_gradients(recorder.events)
         if folding is not None:
             events = unfold(events or [], folding, len(built.blocks), layout)
             if events is None:
-                return self.trace(rows=rows, checkpoint_every=checkpoint_every, folded=False)
+                return self.trace(
+                    rows=rows,
+                    checkpoint_every=checkpoint_every,
+                    tensor_parallel=tensor_parallel,
+                    folded=False,
+                )
         return StepTrace(
             parameters=layout.parameters,
             buffers=layout.buffers,
@@ -81,7 +93,16 @@ class Tracer:
             sequence_length=self._sequence_length,
             checkpoint_every=checkpoint_every,
             precision=self._precision,
+            tensor_parallel=tensor_parallel,
         )
+
+    def _cut_over(self, degree: int) -> tuple[BuiltModel, Layout]:
+        """The model as a rank of `degree` has it."""
+        whole = Layout(self.built)
+        if degree == 1:
+            return self.built, whole
+        part = cut(self.built, degree)
+        return part, Layout(part, whole=whole)
 
     def _batch(self, rows: int) -> MicroBatch:
         shape = rows, self._sequence_length

@@ -76,7 +76,10 @@ class _Issued:
 
 
 class Loop:
-    """Runs optimizer steps from `progress.step` to `last_step`; evaluates and saves on the way."""
+    """Runs optimizer steps from `progress.step` to `last_step`; evaluates and saves on the way.
+
+    Without `evaluation` or `save` it does not.
+    """
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class Loop:
         chorus: Chorus,
         stop: StopSignal,
         observer: Observer,
-        save: Callable[[Progress], int],
+        save: Callable[[Progress], int] | None,
         progress: Progress,
         total_steps: int,
     ) -> None:
@@ -162,6 +165,8 @@ class Loop:
 
     def save(self) -> None:
         self._read()
+        if self.save_state is None:
+            return
         self.watch.restart()
         size_bytes = self.save_state(self.progress)
         self.observer.on_save(step=self.progress.step, size_bytes=size_bytes, seconds=self.watch.lap())

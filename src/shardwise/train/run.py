@@ -37,6 +37,7 @@ from shardwise.train.announce import announce, header, speed
 from shardwise.train.loop import Loop, Progress
 from shardwise.train.observe import Quiet, Recorder
 from shardwise.train.process import Chorus, StopSignal, join, place
+from shardwise.train.profile import PROFILED_STEPS, Profiled
 from shardwise.train.ready import Ready, count_steps, get_ready, identity, make_streams
 from shardwise.train.snapshot import Snapshots
 from shardwise.units import gib
@@ -71,7 +72,9 @@ def run(spec: LaunchSpec) -> None:
 
 def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> None:
     """Trains to the end, to `spec.max_steps`, or until asked to stop (StoppedError, exit code 75)."""
-    job, total_steps = ready.job, count_steps(ready)
+    job = ready.job
+    measuring = spec.measure_steps is not None
+    total_steps = max(count_steps(ready), _steps_to_measure(spec))
     run_dir = Path(spec.run_dir)
     chorus = Chorus(world)
     engine = make_engine(ready, world)
@@ -97,21 +100,22 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     with observer:
         loop = Loop(
             job=job,
-            engine=engine,
+            engine=engine if spec.profile is None else Profiled(engine, spec),
             stream=stream,
-            evaluation=evaluation,
+            evaluation=None if measuring else evaluation,
             chorus=chorus,
             stop=stop,
             observer=observer,
-            save=snapshots.save,
+            save=None if measuring else snapshots.save,
             progress=progress,
             total_steps=total_steps,
         )
         # What exists now stays. To search it for garbage again would hold up a step, on each rank another.
         gc.collect()
         gc.freeze()
-        arrived = loop.run(min(total_steps, spec.max_steps or total_steps))
-        done = progress.step >= total_steps
+        last_step = _steps_to_measure(spec) or min(total_steps, spec.max_steps or total_steps)
+        arrived = loop.run(last_step)
+        done = progress.step >= (last_step if measuring else total_steps)
         status = "finished" if done else "paused" if arrived else "stopped"
         observer.finish(step=progress.step, status=status)
     if not arrived:
@@ -120,6 +124,13 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             where=spec.run_dir,
             fix=f"`{resume_command(run_dir)}` goes on from here",
         )
+
+
+def _steps_to_measure(spec: LaunchSpec) -> int:
+    """Those that count, and those under the profiler; 0 for a run that is not only measured."""
+    if spec.measure_steps is None:
+        return 0
+    return spec.measure_steps + (0 if spec.profile is None else PROFILED_STEPS)
 
 
 def _left_of_the_cap(cap_bytes: int | None, strategy: Strategy) -> int | None:

@@ -235,12 +235,14 @@ def test_whether_it_fits_is_asked_of_the_planner(
     assert any("--full" in what for what in fit["assumed"])
 
 
-def test_tensor_parallelism_is_said_not_to_be_simulated(
-    clean: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpus_that_share_a_layer_have_the_same_rows(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shardwise.trace.plan_job", types.SimpleNamespace(make_plan=toy_plan))
     clean.write_text(json.dumps({**CLEAN, "tensor_parallel": {"autotp_size": 2}}))
-    assert main(["check", str(clean), "--model", "llama-2-7b", "--gpus", "4xH100"]) == 0
-    assert "fit: not known: tensor parallelism is not simulated" in capsys.readouterr().out
+    main(["check", str(clean), "--model", "llama-2-7b", "--gpus", "4xH100"])
+    job = PLANNED[-1]
+    assert isinstance(job.strategy, StrategySpec)
+    assert job.strategy.tensor_parallel == 2
+    assert (job.train.micro_batch, job.train.global_batch) == (2, 16)
 
 
 def test_nothing_of_it_loads_torch() -> None:

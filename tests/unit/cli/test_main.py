@@ -30,11 +30,16 @@ VERBS = {
     "train": {
         "--processes", "--resume", "--max-steps", "--dry-run", "--set", "--memory-cap", "--json",
     },
+    "bench": {
+        "--strategies", "--sweep", "--processes", "--steps", "--warmup", "--timeout", "--profile", "--out",
+        "--set", "--memory-cap", "--json",
+    },
     "check": {"--gpus", "--model", "--sequence", "--reader", "--fix", "--json"},
     "emit": {"--to", "--gpus", "--out", "--set"},
-    "report": {"--json"},
+    "report": {"--html", "--json"},
     "export": {"--merge", "--out"},
     "generate": {"--prompt", "--max-new-tokens", "--temperature", "--seed"},
+    "doctor": {"--calibrate", "--json"},
 }  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             hardware=hardware,
             workload=Workload.of(job, parameters=10**9, trainable_parameters=10**9),
             objective=objective,
-            trace_for=lambda rows, every: StepTrace(
+            trace_for=lambda rows, every, _: StepTrace(
                 parameters=(), buffers=(), units=(), events=(), ops=(), rows=rows, sequence_length=1,
                 checkpoint_every=every, precision="bf16",
             ),

@@ -158,7 +158,7 @@ class Toy:
         self.simulated: list[Strategy] = []
         self.host_memory_bytes: int | None = None
 
-    def trace_for(self, rows: int, checkpoint_every: int) -> StepTrace:
+    def trace_for(self, rows: int, checkpoint_every: int, _tensor_parallel: int = 1) -> StepTrace:
         self.traced.append((rows, checkpoint_every))
         return toy_trace(rows, checkpoint_every)
 

@@ -46,6 +46,19 @@ def test_the_table_at_80_columns(toy, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(toy.plan("4xRTX4080", "zero0", "zero2", "zero3-offload-optimizer"), 80) == GOLDEN
 
 
+def test_links_that_were_measured_here_are_said_to_be(toy) -> None:
+    plan = toy.plan("4xRTX4080", "zero2")
+    hardware = plan.hardware
+    measured = replace(
+        hardware,
+        intra=replace(hardware.intra, measured=True),
+        host_link=replace(hardware.host_link, measured=True),
+    )
+    told = "pcie4x16 through host memory (measured) · copies from the host (measured)"
+    assert told in shown(replace(plan, hardware=measured), 140)
+    assert "measured" not in shown(plan, 140)
+
+
 @pytest.mark.parametrize("width", [80, 100, 140])
 @pytest.mark.parametrize("gpus", ["1xRTX4080", "4xRTX4080", "2x4xRTX4090+eth100", "4x24GB"])
 def test_nothing_is_cut_at_any_width(toy, width: int, gpus: str) -> None:

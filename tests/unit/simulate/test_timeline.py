@@ -12,7 +12,7 @@ from shardwise.simulate import communication
 from shardwise.simulate.prediction import Time
 from shardwise.simulate.roofline import Roofline, table
 from shardwise.simulate.schedule import Schedule
-from shardwise.simulate.step_trace import Op, StepTrace
+from shardwise.simulate.step_trace import FORWARD, FORWARD_END, OP, Op, StepTrace
 from shardwise.simulate.streams import Clocks, Streams, Work, event
 from shardwise.simulate.timeline import play, predict_time
 from shardwise.strategy.strategy import Strategy
@@ -318,15 +318,88 @@ def test_work_that_is_played_again_is_what_would_be_asked_for(
 # Tensor parallelism, and all together
 
 
-def test_tensor_parallelism_divides_products_and_adds_up_activations(layers) -> None:
-    trace = layers(blocks=16, width=8192, tokens=8192)
-    whole = predict(trace, **zero(1, gpus=2))
-    split = predict(trace, **zero(1, gpus=2, tensor_parallel=2))
-    assert split.world_size == 4
-    assert split.compute_seconds < 0.6 * whole.compute_seconds
+SUMMED = Op(
+    kind="collective",
+    flops=0.0,
+    read_bytes=8192 * 8192 * 2,
+    written_bytes=8192 * 8192 * 2,
+    name="all_reduce",
+)
+
+
+def parallel(layers: Any, degree: int, *, sums: int = 1, **shape: Any) -> StepTrace:
+    """A trace of `layers` in which each forward pass of a block ends with `sums` sums over the group."""
+    trace: StepTrace = layers(tail=(SUMMED,), **shape)
+    blocks = {i for i, unit in enumerate(trace.units) if unit.block >= 0}
+    events = [e for e in trace.events if e != (OP, 1)]
+    for place in reversed(range(len(events))):
+        if events[place][0] == FORWARD_END or (
+            events[place][0] == FORWARD and events[place][1] not in blocks
+        ):
+            continue
+        if events[place][0] == FORWARD:
+            events[place + 2 : place + 2] = [(OP, 1)] * sums
+    return replace(trace, events=tuple(events), tensor_parallel=degree)
+
+
+def test_sums_over_a_tensor_parallel_group_hold_up_the_computation(layers, unlimited) -> None:
+    shape = {"blocks": 16, "width": 8192, "tokens": 8192}
+    plain = replace(layers(**shape), tensor_parallel=2)
+    trace = parallel(layers, 2, sums=2, **shape)
+    strategy = zero(1, gpus=1, tensor_parallel=2)
+    without, with_sums = predict(plain, **strategy), predict(trace, **strategy)
     one = communication.all_reduce(8192 * 8192 * 2, communication.group(HARDWARE, 2))
-    assert split.exposed_communication_seconds > 16 * 4 * one
-    assert split.tokens_per_step == whole.tokens_per_step
+    added = with_sums.exposed_communication_seconds - without.exposed_communication_seconds
+    assert added == pytest.approx(16 * 2 * one)
+    assert with_sums.step_seconds - without.step_seconds == pytest.approx(16 * 2 * one, rel=0.01)
+    assert with_sums.communication_seconds - without.communication_seconds == pytest.approx(16 * 2 * one)
+    assert with_sums.compute_seconds == pytest.approx(without.compute_seconds)
+    assert with_sums.world_size == 2
+    assert with_sums.tokens_per_step == without.tokens_per_step == 8192
+
+
+def test_sums_take_the_links_within_the_node(layers, unlimited) -> None:
+    shape = {"blocks": 16, "width": 8192, "tokens": 8192}
+    plain, trace = replace(layers(**shape), tensor_parallel=2), parallel(layers, 2, **shape)
+    strategy = zero(1, gpus=1, tensor_parallel=2)
+
+    def added(spec: str) -> float:
+        with_sums, without = (predict(t, spec=spec, **strategy) for t in (trace, plain))
+        return with_sums.exposed_communication_seconds - without.exposed_communication_seconds
+
+    for spec, rate in (("4xH100", 370.8e9), ("4xH100@pcie4", 24e9)):
+        assert added(spec) == pytest.approx(16 * 8192 * 8192 * 2 / rate, rel=0.05)
+
+
+def test_a_sum_and_a_collective_beside_it_have_half_of_the_links_each() -> None:
+    """A bucket of 10 s, of which 4 s are over; 3 s of sums last 6, and the bucket is over 3 s later."""
+    streams, clocks = Streams(HARDWARE, "bf16"), Clocks()
+    streams.communicate(10.0, 0.0, after_compute=False, done=event(0))
+    streams.sum_over_peers(3.0, 0.0)
+    clocks = Clocks(events=1)
+    clocks.compute = 4.0 + clocks._launch
+    clocks.run(streams.work)
+    assert clocks.compute - clocks._launch == pytest.approx(4.0 + 6.0)
+    assert clocks.communication - clocks._launch == pytest.approx(13.0)
+    assert clocks._events[event(0)] == clocks.communication
+    assert clocks.totals.exposed == pytest.approx(6.0)
+    later = Streams(HARDWARE, "bf16")
+    later.sum_over_peers(5.0, 0.0)  # outlasts the bucket: 3 s of both take 6, then 2 s alone
+    clocks.run(later.work)
+    assert clocks.compute - clocks._launch == pytest.approx(10.0 + 8.0)
+    assert clocks.communication - clocks._launch == pytest.approx(16.0)
+
+
+def test_each_gradient_has_a_norm_of_its_own_under_tensor_parallelism(layers, unlimited) -> None:
+    """Its largest and smallest value, a copy in fp64, and the copy's norm, instead of one norm of all."""
+    shape = {"blocks": 16, "width": 8192, "tokens": 8192}
+    alone = predict(layers(**shape), **zero(1, gpus=1))
+    trace = replace(layers(**shape), tensor_parallel=2)
+    cut = predict(trace, **zero(1, gpus=1, tensor_parallel=2))
+    elements = 16 * 8192**2 + 1024 * 8192
+    more = elements * (10 / 0.40 + 8 / 0.74 - 2 / 0.74) / BANDWIDTH
+    more += 17 * table()["host"]["zero0_parameter"]  # the first look takes the GPU half of that
+    assert cut.optimizer_seconds - alone.optimizer_seconds == pytest.approx(more, rel=0.05)
 
 
 @pytest.mark.parametrize("gpus", [1, 4])

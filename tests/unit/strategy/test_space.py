@@ -36,8 +36,8 @@ def names(strategies: list[Strategy]) -> set[str]:
     return {strategy.name for strategy in strategies}
 
 
-def test_llama_8b_on_8_gpus_has_240_candidates() -> None:
-    found, _ = predictable(*space())
+def test_llama_8b_on_8_gpus_has_240_candidates_besides_tensor_parallelism() -> None:
+    found = [one for one in space()[0] if one.tensor_parallel == 1]
     assert len(found) == len(set(found)) == 12 * 4 * 5  # shapes, checkpointing, rows 1 2 4 8 16
     assert {s.micro_batch for s in found} == {1, 2, 4, 8, 16}
     assert {s.checkpoint_every for s in found} == {0, 1, 2, 4}
@@ -127,24 +127,58 @@ def test_tensor_parallelism_is_tried_within_a_node_and_where_it_divides_one() ->
     assert degrees(6, 6) == {2}
 
 
-def test_tensor_parallelism_may_be_trained_with_and_is_not_planned() -> None:
+def test_tensor_parallelism_is_planned_thinly_by_auto_and_in_full_where_it_is_named() -> None:
+    found, refused = predictable(*space(), LLAMA_8B)
+    parallel = [one for one in found if one.tensor_parallel > 1]
+    assert refused == [one for one in refused if one.strategy.tensor_parallel == 1]
+    assert [*dict.fromkeys(one.name for one in parallel)] == [
+        "autotp2-zero1",
+        "autotp2-zero2",
+        "autotp4-zero1",
+        "autotp4-zero2",
+        "autotp8-zero1",  # one group: nothing is left for stage 2 to shard
+    ]
+    assert {s.checkpoint_every for s in parallel} == {0, 1}
+    # of the 32, 64 and 128 rows of a group
+    sizes = {d: sorted({s.micro_batch for s in parallel if s.tensor_parallel == d}) for d in (2, 4, 8)}
+    assert sizes == {2: [1, 4, 16], 4: [1, 4, 16], 8: [1, 4, 16]}
+    assert all(s.global_batch == 128 and s.world_size == 8 for s in parallel)
+
+    spec = schema.StrategySpec(engine="deepspeed", stage=2, tensor_parallel=8)
+    named, _ = predictable(*space(spec), LLAMA_8B)
+    assert names(named) == {"autotp8-zero2"}
+    assert {s.checkpoint_every for s in named} == {0, 1, 2, 4}
+    assert {s.micro_batch for s in named} == {1, 2, 4, 8, 16, 32, 64, 128}
+    train = schema.Train(global_batch=128, micro_batch=2, checkpointing=4)
+    fixed = [one for one in space(train=train)[0] if one.tensor_parallel > 1]
+    assert {(s.micro_batch, s.checkpoint_every) for s in fixed} == {(2, 4)}
+
+
+def test_gathered_outputs_are_trained_with_and_not_planned() -> None:
+    gathers = Architecture(
+        blocks=32,
+        key_value_heads=8,
+        flash_attention=True,
+        plan_styles=PLAN | {"colwise_gather_output"},
+    )
     spec = schema.StrategySpec(engine="deepspeed", stage=1, tensor_parallel=2)
-    found, refused = space(spec)
+    found, refused = space(spec, architecture=gathers)
     assert names(found) == {"autotp2-zero1"}
     assert refused == []
-    planned, left_out = predictable(*space(spec))
+    planned, [only] = predictable(found, refused, gathers)
     assert planned == []
-    [only] = left_out
-    assert (only.strategy, only.rule) == (found[0], "tensor-parallel-is-not-simulated")
-    _, of_auto = predictable(*space())
-    assert [one.strategy.name for one in of_auto if one.rule == only.rule] == [
-        f"autotp{degree}-zero{stage}" for degree in (2, 4, 8) for stage in (1, 2)
-    ]
+    assert (only.strategy, only.rule) == (found[0], "gathered-layers-are-not-simulated")
 
 
-def test_a_global_batch_that_cannot_be_shared_leaves_nothing() -> None:
-    found, refused = predictable(*space(train=schema.Train(global_batch=12)))
-    assert found == []
+def test_a_global_batch_that_cannot_be_shared_leaves_tensor_parallelism() -> None:
+    found, refused = space(train=schema.Train(global_batch=12))
+    assert names(found) == {
+        "autotp2-zero1",
+        "autotp2-zero2",
+        "autotp4-zero1",
+        "autotp4-zero2",
+        "autotp8-zero1",
+    }
     plain = {one.rule for one in refused if one.strategy.name == "zero2"}
     assert plain == {"global-batch-divides"}
 

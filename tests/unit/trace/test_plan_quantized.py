@@ -134,7 +134,7 @@ def test_what_bf16_cannot_fit_on_16_gb_a_quantised_base_can() -> None:
 def test_filling_a_block_takes_its_values_in_fp32_and_copies_of_one_weight(
     quantization: str, copies: float
 ) -> None:
-    """The first weight is the fullest moment: q's copies in bf16 (int8: and fp16), its codes, nothing dropped."""
+    """Fullest is the first weight's moment: its copies (int8: in fp16, too), its codes, nothing dropped."""
     trace = traced(quantization)
     machine = Machine(CachingAllocator(capacity_bytes=1 << 50, expandable_segments=True))
     fill(machine, trace, next(parts(trace)))

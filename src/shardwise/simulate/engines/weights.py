@@ -22,23 +22,26 @@ def parts(trace: StepTrace) -> Iterator[list[int]]:
 
 
 def fill(machine: Machine, trace: StepTrace, part: list[int]) -> dict[int, Block]:
-    """The weights of one part, by parameter; adapters come last."""
+    """The weights of one part, by parameter, whole; adapters come last."""
     weights: dict[int, Block] = {}
     base = [index for index in part if ".lora_" not in trace.parameters[index].name]
     drawn = {index: machine.take(WEIGHTS, _drawn_bytes(trace, index)) for index in base}
-    # Embeddings that the output head shares are drawn for both (models/random_weights.py).
-    machine.scratch(WEIGHTS, *(_drawn_bytes(trace, index) for index in base if _is_tied(trace, index)))
+    for index in base:
+        if _is_tied(trace, index):  # drawn for both places, of which the second stays (random_weights.py)
+            first = drawn[index]
+            drawn[index] = machine.take(WEIGHTS, _drawn_bytes(trace, index))
+            machine.give(first)
     for index in base:
         weights[index] = _rounded(machine, trace, index, drawn[index])
     for index in part:
         if index not in weights:
-            adapter = machine.take(WEIGHTS, FP32 * trace.parameters[index].numel)
+            adapter = machine.take(WEIGHTS, FP32 * trace.parameters[index].whole_numel)
             weights[index] = _rounded(machine, trace, index, adapter)
     return weights
 
 
 def _drawn_bytes(trace: StepTrace, index: int) -> int:
-    return FP32 * (trace.parameters[index].made_of or trace.parameters[index].numel)
+    return FP32 * (trace.parameters[index].made_of or trace.parameters[index].whole_numel)
 
 
 def _is_tied(trace: StepTrace, index: int) -> bool:
@@ -50,7 +53,7 @@ def _rounded(machine: Machine, trace: StepTrace, index: int, drawn: Block) -> Bl
     if parameter.item_bytes == FP32 and not parameter.made_of:
         return drawn
     rounded = [machine.take(WEIGHTS, size) for size in _before_quantising(parameter)]
-    weight = machine.take(WEIGHTS, parameter.size_bytes)
+    weight = machine.take(WEIGHTS, parameter.item_bytes * parameter.whole_numel)
     for block in (*rounded, drawn):
         machine.give(block)
     return weight
@@ -61,3 +64,16 @@ def _before_quantising(parameter: Parameter) -> list[int]:
     copies = [parameter.item_bytes] if parameter.item_bytes != FP32 else []
     copies += [FP16] if parameter.size_bytes == parameter.made_of else []
     return [item * parameter.made_of for item in copies] if parameter.made_of else []
+
+
+def cut(machine: Machine, trace: StepTrace, weights: dict[int, Block]) -> dict[int, Block]:
+    """What a rank of a tensor-parallel group keeps of whole weights, layer by layer.
+
+    Parts are copies, after which the whole is given back (deepspeed/module_inject/layers.py: move).
+    """
+    kept = dict(weights)
+    for index, parameter in enumerate(trace.parameters):
+        if parameter.cut_from is not None:
+            kept[index] = machine.take(WEIGHTS, parameter.size_bytes)
+            machine.give(weights[index])
+    return kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.simulate.engines.protocol import Passive
-from shardwise.simulate.engines.weights import fill, parts
+from shardwise.simulate.engines.weights import cut, fill, parts
 from shardwise.simulate.engines.zero_flat import Flat
 from shardwise.simulate.engines.zero_host import pinned
 from shardwise.simulate.machine import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Block, Machine
@@ -35,8 +35,10 @@ class Partitioned(Passive):
         self._item = FP32 if strategy.precision == "fp32" else 2
         self._stage = strategy.stage
         self._offload = strategy.offload_optimizer != "none"
+        self._parallel = strategy.tensor_parallel > 1
         self._accumulation = strategy.accumulation
-        self._bucket_numel = min(BUCKET, sum(self._numel.values()))
+        # its size is set before tensor parallelism cuts the model
+        self._bucket_numel = min(BUCKET, sum(trace.parameters[i].whole_numel for i in trace.trainable))
         # data_types.grad_accum_dtype of strategy/emit/deepspeed.py (_use_compact_grad_partition_buffer)
         self._fp32_sum = strategy.stage == 2 and strategy.accumulation > 1 and strategy.precision == "bf16"
         self._last = True
@@ -57,6 +59,7 @@ class Partitioned(Passive):
         weights: dict[int, Block] = {}
         for part in parts(trace):
             weights |= fill(machine, trace, part)
+        weights = cut(machine, trace, weights)
         machine.allocator.empty_cache()
         machine.take(WEIGHTS, self._item * flat.numel)
         for index in trace.trainable:  # views of the flat buffer from here on (_update_model_bit16_weights)
@@ -177,6 +180,9 @@ class Partitioned(Passive):
                 machine.give(self._sum)
                 self._sum = None
             return
+        if self._parallel:  # each gradient in fp64, for its norm (get_grad_norm_direct)
+            for index in sorted(self._owned):
+                machine.scratch(OPTIMIZER, FP64 * dict(self._flat.pieces(index))[self._rank])
         size = FP32 * self._flat.partition
         gradient = self._gradient_of_partition(machine, size)
         if not self._states:

@@ -167,6 +167,74 @@ def test_an_offloaded_gradient_is_widened_twice_on_its_way() -> None:
     assert run.machine.allocator.peak_allocated_bytes == during + 8 * NUMEL[0]
 
 
+def _cut() -> StepTrace:
+    """Of both blocks one of two ranks has half; the embedding is whole."""
+    trace = _trace()
+    embedding, *blocks = trace.parameters
+    halves = [replace(p, shape=(p.numel // 2,), cut_from=p.shape) for p in blocks]
+    return replace(trace, parameters=(embedding, *halves), tensor_parallel=2)
+
+
+CUT = (8 + 2 + 2) * K
+"""Elements of them."""
+
+
+@pytest.mark.parametrize("data_parallel", [1, 2])
+def test_ranks_that_see_other_rows_share_the_states_of_a_part(data_parallel: int) -> None:
+    strategy = _strategy(1, tensor_parallel=2, data_parallel=data_parallel)
+    run = Run(engine_memory(_cut(), strategy))
+    assert run.built == 2 * CUT + 4 * CUT // data_parallel  # the part's weights, its masters
+    run.engine.begin(run.machine, 0, last=True)
+    for index, numel in ((2, 2 * K), (1, 2 * K), (0, 8 * K)):
+        run.engine.gradient(run.machine, index, run.machine.take(GRADIENTS, 2 * numel))
+    run.engine.end(run.machine, 0, last=True)
+    run.step()
+    assert run.allocated == 2 * CUT + 12 * CUT // data_parallel + STEP_COUNT
+
+
+def test_all_weights_are_whole_before_they_are_cut() -> None:
+    """The last one is drawn in fp32 while all the others are there; then a part is copied."""
+    halves = [replace(p, shape=(p.numel // 2,), cut_from=p.shape) for p in _trace().parameters]
+    trace = replace(_trace(), parameters=tuple(halves), tensor_parallel=2)
+    run = Run(engine_memory(trace, _strategy(1, tensor_parallel=2, data_parallel=4)))
+    embedding, first, second = NUMEL
+    drawn = 2 * (first + second) + (4 + 2) * embedding
+    assert run.machine.allocator.peak_allocated_bytes == drawn > 2 * TOTAL + 2 * first // 2
+
+
+def test_a_bucket_is_as_large_as_the_whole_model_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's bucket size is set before the model is cut: two of them, of all elements."""
+    run = Run(engine_memory(_cut(), _strategy(1, tensor_parallel=2)))
+    run.engine.begin(run.machine, 0, last=True)
+    run.engine.gradient(run.machine, 2, run.machine.take(GRADIENTS, 2 * 2 * K))
+    assert run.allocated == run.built + 2 * 2 * TOTAL
+    monkeypatch.setattr(zero12, "BUCKET", CUT)
+    smaller = Run(engine_memory(_cut(), _strategy(1, tensor_parallel=2)))
+    smaller.engine.gradient(smaller.machine, 2, smaller.machine.take(GRADIENTS, 2 * 2 * K))
+    assert smaller.allocated == smaller.built + 2 * 2 * CUT
+
+
+def test_a_norm_of_a_cut_model_takes_its_gradients_in_fp64() -> None:
+    """More than anything else in a step where most of a part is one embedding."""
+
+    def most(trace: StepTrace, **values: object) -> int:
+        run = Run(engine_memory(trace, _strategy(1, data_parallel=1, **values)))
+        run.engine.begin(run.machine, 0, last=True)
+        for index in (2, 1, 0):
+            numel = trace.parameters[index].numel
+            run.engine.gradient(run.machine, index, run.machine.take(GRADIENTS, 2 * numel))
+        run.engine.end(run.machine, 0, last=True)
+        before = run.allocated
+        run.machine.allocator.reset_peaks()
+        run.engine._gradient_of_partition = lambda machine, _: machine.take(GRADIENTS, 0)  # type: ignore[attr-defined]
+        run.engine._states = True  # type: ignore[attr-defined]
+        run.step()
+        return run.machine.allocator.peak_allocated_bytes - before
+
+    assert most(_cut(), tensor_parallel=2) == 8 * NUMEL[0]
+    assert most(_trace()) == 0
+
+
 def test_stage_0_takes_a_step_with_zero_gradients_to_build_its_state() -> None:
     run = _run(0)
     states = 3 * STEP_COUNT

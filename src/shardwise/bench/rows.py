@@ -1,0 +1,242 @@
+"""The rows of a bench: one complete strategy each, with what the simulator says of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardwise.bench.sweep import ALL, Point, own_parts, shapes, varied
+from shardwise.energy.meter import Unavailable
+from shardwise.errors import JobError, Problem, ShardwiseError
+from shardwise.job.schema import Job, StrategySpec
+from shardwise.plan.plan import Option, Plan
+from shardwise.plan.why import does_not_fit
+from shardwise.strategy.auto import resolve
+from shardwise.strategy.facts import Devices
+from shardwise.strategy.named import Parts
+from shardwise.strategy.strategy import Strategy
+
+NO_GPU = Unavailable(reason="no GPU: the simulator predicts GPUs")
+
+PlanFor = Callable[[Job], Plan]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One strategy on one variant of the job."""
+
+    job: Job
+    """Complete: run again from it, it is the same strategy."""
+    strategy: Strategy
+    sweep: Mapping[str, str]
+    option: Option | Unavailable
+    """What was predicted."""
+    refused: str | None = None
+    """Why it cannot be run at all."""
+
+    @property
+    def label(self) -> str:
+        """`zero2`, `zero2 micro_batch=4`."""
+        swept = (f"{key.rpartition('.')[2]}={value}" for key, value in self.sweep.items())
+        return " ".join([self.strategy.name, *swept])
+
+    @property
+    def slug(self) -> str:
+        """Name of its run; as the label, in characters that a name may have."""
+        return re.sub(r"[^A-Za-z0-9.-]+", "-", self.label).strip("-.")[:90]
+
+    @property
+    def key(self) -> str:
+        """What the row is, whatever it is called; under it a result is found again."""
+        content = self.job.model_dump(mode="json", exclude={"name", "output", "tracking"})
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    def predicted(self) -> dict[str, Any]:
+        """For the result: the prediction with its memory over the step, or why there is none."""
+        if isinstance(self.option, Unavailable):
+            reason = self.option.reason
+            return {"predicted": None, "predicted_unavailable": reason, "fit": None, "why": []}
+        prediction = self.option.prediction.to_json()
+        prediction["memory"]["timeline"] = [asdict(m) for m in self.option.prediction.memory.timeline]
+        return {
+            "predicted": prediction,
+            "predicted_unavailable": None,
+            "fit": self.option.fit,
+            "why": list(self.option.why),
+        }
+
+
+def make_rows(
+    points: Sequence[Point], names: Sequence[str] | None, *, processes: int, plan_for: PlanFor | None
+) -> tuple[list[Row], list[dict[str, str]]]:
+    """The rows to run, and [{strategy, reason}] of what was left out because it cannot be run or fit.
+
+    `names`: the strategies asked for; [ALL]: each kind of which the plan says that it fits, without a GPU
+    each that the rules allow; None: the job's own. `plan_for` makes a plan; None without a GPU.
+
+    Raises DoesNotFitError where nothing fits, JobError where nothing is allowed.
+    """
+    rows: dict[str, Row] = {}
+    left_out: dict[str, str] = {}
+    nothing: ShardwiseError | None = None
+    for point in points:
+        making = _Making(point, processes, plan_for)
+        if names is None:
+            made = [making.own()]
+        elif ALL in names:
+            made, refused = making.everything()
+            left_out |= refused
+            nothing = nothing or (None if made else making.nothing(refused))
+        else:
+            made = [making.named(name) for name in names]
+        for row in made:
+            rows.setdefault(row.key, row)
+    if not rows and nothing is not None:
+        raise nothing
+    return list(rows.values()), [{"strategy": name, "reason": why} for name, why in left_out.items()]
+
+
+class _Making:
+    """The rows of one point; its job is planned at most once for each set of parts."""
+
+    def __init__(self, point: Point, processes: int, plan_for: PlanFor | None) -> None:
+        self._point = point
+        self._processes = processes
+        self._plan_for = plan_for
+        self._shapes = shapes(processes)
+        self._whole: Plan | JobError | None = None
+
+    def own(self) -> Row:
+        """The job's own strategy; `auto`: the plan's choice, without a GPU the rule of thumb's."""
+        spec = self._point.job.strategy
+        if self._point.parts or spec != "auto":
+            return self._of(varied(own_parts(self._point.job), self._point.parts))
+        if self._plan_for is None:
+            return self._row(self._resolved("auto"), NO_GPU)
+        plan = self._plan_for(self._point.job)
+        best = plan.options[0]
+        return self._row(best.strategy, best)
+
+    def named(self, name: str) -> Row:
+        parts = self._shapes[name]
+        if not self._point.parts and self._plan_for is not None:
+            return self._planned(name, self._all())
+        return self._of(varied(parts, self._point.parts))
+
+    def everything(self) -> tuple[list[Row], dict[str, str]]:
+        rows = [self.named(name) for name in self._shapes]
+        kept, left_out = [], {}
+        for row in rows:
+            option = row.option
+            if row.refused is not None:
+                left_out[row.strategy.name] = row.refused
+            elif isinstance(option, Option) and option.fit == "no":
+                left_out[row.strategy.name] = option.why[0] if option.why else "it does not fit"
+            elif isinstance(option, Unavailable) and self._plan_for is not None:
+                left_out[row.strategy.name] = option.reason
+            else:
+                kept.append(row)
+        return kept, left_out
+
+    def nothing(self, left_out: Mapping[str, str]) -> ShardwiseError:
+        """The error that there is nothing to run."""
+        if isinstance(self._whole, Plan) and self._whole.chosen is None:
+            return does_not_fit(self._whole)
+        problems = [Problem(what=f"{name}: {reason}") for name, reason in left_out.items()]
+        return JobError("no strategy can be used for this job", problems=problems)
+
+    def _all(self) -> Plan | JobError:
+        """The plan in which every strategy is open; the error where none is allowed."""
+        if self._whole is None:
+            assert self._plan_for is not None
+            try:
+                self._whole = self._plan_for(self._point.job.model_copy(update={"strategy": "auto"}))
+            except JobError as error:
+                self._whole = error
+        return self._whole
+
+    def _of(self, parts: Parts) -> Row:
+        """A strategy of these parts, on a plan of its own."""
+        if self._plan_for is None:
+            return self._unplanned(parts, NO_GPU)
+        try:
+            spec = StrategySpec.model_validate(parts)
+            plan = self._plan_for(self._point.job.model_copy(update={"strategy": spec}))
+        except JobError as error:
+            return self._unplanned(parts, Unavailable(reason=_said(error)))
+        return self._row(plan.options[0].strategy, plan.options[0])
+
+    def _planned(self, name: str, plan: Plan | JobError) -> Row:
+        """The best of a kind that the plan has simulated, even if it does not fit."""
+        parts = self._shapes[name]
+        if isinstance(plan, JobError):
+            return self._unplanned(parts, Unavailable(reason=_said(plan)))
+        option = next((one for one in plan.options if one.strategy.name == name), None)
+        if option is not None:
+            return self._row(option.strategy, option)
+        skipped = next((one for one in plan.skipped if one.strategy.name == name), None)
+        if skipped is not None:
+            return self._row(skipped.strategy, Unavailable(reason=f"not simulated: {skipped.reason}"))
+        refused = next((one for one in plan.refused if one.strategy.name == name), None)
+        reason = "the plan does not know it" if refused is None else refused.reason
+        return self._unplanned(parts, Unavailable(reason=reason))
+
+    def _unplanned(self, parts: Parts, why: Unavailable) -> Row:
+        """A strategy without a prediction: what can be run is run, what a rule forbids is refused."""
+        try:
+            return self._row(self._resolved(StrategySpec.model_validate(parts)), why)
+        except JobError as error:
+            strategy = Strategy(**parts, data_parallel=self._processes)
+            return Row(
+                job=_pinned(self._point.job, strategy),
+                strategy=strategy,
+                sweep=self._point.values,
+                option=why,
+                refused=_said(error),
+            )
+
+    def _resolved(self, spec: str | StrategySpec) -> Strategy:
+        job = self._point.job
+        devices: Devices = "cpu" if self._plan_for is None else "cuda"
+        strategy, _ = resolve(
+            spec,
+            train=job.train,
+            clip_norm=job.optimizer.clip_norm,
+            world_size=self._processes,
+            devices=devices,
+            trainable_parameters=0,  # sizes matter to `auto` on GPUs only, which the plan decides
+            total_parameters=0,
+            device_memory_bytes=None,
+            lora=job.model.lora is not None,
+        )
+        return strategy
+
+    def _row(self, strategy: Strategy, option: Option | Unavailable) -> Row:
+        job = _pinned(self._point.job, strategy)
+        return Row(job=job, strategy=strategy, sweep=self._point.values, option=option)
+
+
+def _pinned(job: Job, strategy: Strategy) -> Job:
+    """The job with nothing left open: its strategy's parts, micro-batch and checkpointing are named."""
+    names = set(StrategySpec.model_fields)
+    parts = {key: value for key, value in asdict(strategy).items() if key in names}
+    if strategy.engine != "deepspeed":
+        parts["stage"] = None
+    every = strategy.checkpoint_every
+    checkpointing = {0: "none", 1: "full"}.get(every, every)
+    train = {"micro_batch": strategy.micro_batch, "checkpointing": checkpointing}
+    return job.model_copy(
+        update={
+            "strategy": StrategySpec.model_validate(parts),
+            "train": job.train.model_copy(update=train),
+            "tracking": [],
+        }
+    )
+
+
+def _said(error: JobError) -> str:
+    return "; ".join(problem.what for problem in error.problems)

@@ -1,0 +1,163 @@
+"""Runs the rows of a bench one after the other; a row that fails is a result as well."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shardwise.bench import process
+from shardwise.bench.exposed import read_trace
+from shardwise.bench.rows import Row
+from shardwise.errors import DoesNotFitError
+from shardwise.launch.spec import LaunchSpec
+from shardwise.record.read import EVENTS, read_events
+from shardwise.report.measured import measured
+from shardwise.units import duration
+
+MEASURED, OUT_OF_MEMORY, TIMED_OUT, FAILED, REFUSED = (
+    "measured",
+    "out of memory",
+    "timed out",
+    "failed",
+    "refused",
+)
+FINAL = (MEASURED, OUT_OF_MEMORY)
+"""A row that ended so is not run again in the same folder."""
+_TAIL_LINES = 25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How each row is run."""
+
+    folder: Path
+    processes: int
+    warmup: int
+    steps: int
+    """Steady steps, after the warm-up's."""
+    timeout_seconds: float
+    """Of a row, from its start; then it is ended."""
+    memory_cap_bytes: int | None = None
+    profile: bool = True
+
+
+def run_rows(rows: Sequence[Row], settings: Settings) -> Iterator[dict[str, Any]]:
+    """Runs each row and yields its result: JSON values, as they stand in `rows.jsonl`."""
+    for row in rows:
+        yield _refused(row) if row.refused is not None else _run(row, settings)
+
+
+def _refused(row: Row) -> dict[str, Any]:
+    return {**_about(row), "status": REFUSED, "error": row.refused, **_no_result(), "seconds": 0.0}
+
+
+def _run(row: Row, settings: Settings) -> dict[str, Any]:
+    folder, began = settings.folder, time.monotonic()
+    run_dir, log = folder / "runs" / row.slug, folder / "logs" / f"{row.slug}.log"
+    trace = folder / "traces" / f"{row.slug}.json.gz"
+    shutil.rmtree(run_dir, ignore_errors=True)  # what an attempt that did not finish left
+    trace.unlink(missing_ok=True)
+    spec = LaunchSpec(
+        job={**row.job.model_dump(mode="json"), "name": row.slug, "output": str(run_dir.parent)},
+        run_dir=str(run_dir),
+        processes=settings.processes,
+        memory_cap_bytes=settings.memory_cap_bytes,
+        measure_steps=settings.warmup + settings.steps,
+        profile=str(trace) if settings.profile else None,
+        command=["shardwise", "bench", row.label],
+    )
+    code = process.run_to_the_end(
+        spec,
+        spec_file=log.with_suffix(".spec.json"),
+        log=log,
+        timeout_seconds=settings.timeout_seconds,
+    )
+    seconds = time.monotonic() - began
+    events = read_events(run_dir / EVENTS) if (run_dir / EVENTS).exists() else []
+    steps = [event for event in events if event["kind"] == "step"]
+    common = {
+        **_about(row),
+        "run": f"runs/{row.slug}",
+        "log": f"logs/{log.name}",
+        "seconds": round(seconds, 1),
+    }
+    if len(steps) < settings.warmup + settings.steps:
+        status, error = _failure(code, len(steps), seconds, settings, log)
+        return {**common, "status": status, "error": error, **_no_result()}
+    numbers = measured(steps, warmup=settings.warmup, count=settings.steps, processes=settings.processes)
+    header = next((event for event in events if event["kind"] == "run"), {})
+    about = ("parameters", "trainable_parameters", "energy_source", "outside_allocator_source")
+    numbers |= {name: header.get(name) for name in about}
+    return {
+        **common,
+        "status": MEASURED,
+        "error": None,
+        "measured": {**numbers, **_profiled(trace, settings, code, seconds)},
+        "trace": f"traces/{trace.name}" if trace.exists() else None,
+    }
+
+
+def _about(row: Row) -> dict[str, Any]:
+    return {
+        "key": row.key,
+        "label": row.label,
+        "strategy": row.strategy.to_json(),
+        "sweep": dict(row.sweep),
+        **row.predicted(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _no_result() -> dict[str, Any]:
+    return {"measured": None, "trace": None}
+
+
+def _failure(code: int | None, steps: int, seconds: float, settings: Settings, log: Path) -> tuple[str, str]:
+    """(status, why) of a row that did not get through its steps."""
+    tail = log_tail(log)
+    done = f"{steps} of {settings.warmup + settings.steps} steps"
+    if code is None:
+        status, why = TIMED_OUT, f"after {duration(seconds)} (--timeout) and {done}"
+    elif code == DoesNotFitError.exit_code:
+        status, why = OUT_OF_MEMORY, f"after {done}"
+    else:
+        status, why = FAILED, f"with exit code {code} after {done}"
+    return status, f"{why}\n{tail}".strip()
+
+
+def log_tail(log: Path) -> str:
+    """The error block that ends a log, or else its last lines."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    last = max((place for place, line in enumerate(lines) if line.startswith("error: ")), default=None)
+    return "\n".join(lines[-_TAIL_LINES:] if last is None else lines[last:])[-4000:]
+
+
+def _profiled(trace: Path, settings: Settings, code: int | None, seconds: float) -> dict[str, Any]:
+    """What the profiled step says; a trace that is missing or broken costs only these numbers."""
+    nothing: dict[str, Any] = {
+        "exposed_communication_fraction": None,
+        "exposed_communication_seconds": None,
+        "communication_seconds": None,
+        "memory_in_step": [],
+    }
+    if not settings.profile:
+        return {**nothing, "exposed_unavailable": "not profiled: --no-profile"}
+    if code != 0:
+        ended = f"was not done after {duration(seconds)}" if code is None else f"ended with exit code {code}"
+        return {**nothing, "exposed_unavailable": f"the profiled step {ended}"}
+    try:
+        step = read_trace(trace)
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        return {**nothing, "exposed_unavailable": f"the trace cannot be read: {error}"}
+    return {
+        "exposed_communication_fraction": step.exposed_communication_fraction,
+        "exposed_communication_seconds": step.exposed_communication_seconds,
+        "communication_seconds": step.communication_seconds,
+        "memory_in_step": step.memory,
+        "exposed_unavailable": None,
+    }

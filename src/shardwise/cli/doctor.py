@@ -1,0 +1,38 @@
+"""`shardwise doctor`: whether this machine can train, what is wrong with it, and what it is capable of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.cli.options import AsJson
+from shardwise.errors import MachineError
+
+
+def doctor(
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Also measure this machine (minutes) and keep it for the planner."),
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Look at this machine: is it ready to train, and what has to be mended.
+
+    Drivers, GPUs, links, kernels, collectives, DeepSpeed, disks and ports are tried out, on the GPUs that
+    CUDA_VISIBLE_DEVICES leaves; no setting is changed. Ends with 0 where training can run, else with 4;
+    with 4, too, where --calibrate could not measure.
+    """
+    from shardwise.doctor.doctor import cache_folder, examine
+
+    report = examine(runs=Path("runs"), cache=cache_folder(), calibrate=calibrate)
+    if as_json:
+        print(json.dumps(report.to_json()))
+    else:
+        from shardwise.doctor.show import show
+
+        show(report)
+    done = report.ready and (not calibrate or report.calibration is not None)
+    return 0 if done else MachineError.exit_code

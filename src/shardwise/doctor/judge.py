@@ -1,0 +1,261 @@
+"""From what probes answered to checks: torch against the driver, number formats, kernels, collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shardwise.doctor.check import Check
+from shardwise.doctor.child import Answer, Answers
+from shardwise.doctor.gpus import Gpus
+
+LEAST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+"""By CUDA's major version, on Linux: CUDA Toolkit 13.0 release notes, minor version compatibility."""
+
+FORMAT_ERROR = {"bf16": 1e-2, "fp16": 2e-3, "fp8": 1e-1}
+"""A rounding of each factor to 8, 11 or 4 bits, and room."""
+
+BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
+"""CUDA compute capabilities with matrix units for the format: Ampere; Ada and Hopper."""
+
+NF4_ERROR = 0.15
+
+KERNELS = {
+    "cross_entropy": "kernel: loss",
+    "attention": "kernel: attention",
+    "mamba": "kernel: Mamba",
+    "liger": "kernels: Liger",
+}
+
+
+def torch_build(answer: Answer, gpus: Gpus) -> Check:
+    """Whether torch, its CUDA, the driver and the GPUs go together."""
+    name = "torch and driver"
+    if answer.facts is None:
+        fix = "install torch again (https://pytorch.org/get-started); `python -c 'import torch'` shows more"
+        return Check(name=name, status="problem", finding=f"torch does not start: {answer.why}", fix=fix)
+    facts = answer.facts
+    wrong = _mismatch(facts, gpus)
+    built = f"torch {facts['torch']}"
+    if wrong is not None:
+        return Check(name=name, status="problem", finding=f"{built}: {wrong[0]}", fix=wrong[1], facts=facts)
+    if facts["cuda"] is not None and facts["gpus"]:
+        built += f" with CUDA {facts['cuda']} and NCCL {facts['nccl']}, driver {gpus.driver}"
+    else:
+        built += ", on the CPU"
+    return Check(name=name, status="ok", finding=built, facts=facts)
+
+
+def _mismatch(facts: Mapping[str, Any], gpus: Gpus) -> tuple[str, str] | None:
+    """What does not go together, and what to do; None where all does."""
+    present, seen, cuda = gpus.count, facts["gpus"], facts["cuda"]
+    if seen and gpus.failure:
+        return (
+            f"it sees {seen} GPUs, but {gpus.failure}, by which shardwise counts them",
+            "install the driver's utilities; in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+        )
+    if not present:
+        return None
+    if cuda is None:
+        return (
+            f"it is built without CUDA, so {present} GPUs would stand idle",
+            "install torch with CUDA: https://pytorch.org/get-started",
+        )
+    least = LEAST_DRIVER.get(int(cuda.split(".")[0]))
+    if not seen and least is not None and gpus.driver is not None and _version(gpus.driver) < least:
+        return (
+            f"driver {gpus.driver} is too old for CUDA {cuda}, which wants {least[0]}.{least[1]} or newer",
+            "update the driver, or install a torch for an older CUDA: https://pytorch.org/get-started",
+        )
+    if seen < present:
+        said = f": {facts['said']}" if facts["said"] else ""
+        return (
+            f"CUDA shows {seen} of the {present} GPUs that the driver shows{said}",
+            "restart the driver's services (nvidia-persistenced, on NVSwitch machines nvidia-fabricmanager), "
+            "look for Xid in `dmesg`, check the permissions of /dev/nvidia*",
+        )
+    unknown = [
+        capability for capability in facts["capabilities"] if not _runs_on(facts["compiled_for"], capability)
+    ]
+    if unknown:
+        major, minor = unknown[0]
+        return (
+            f"it has no code for these GPUs (sm_{major}{minor}; it has {', '.join(facts['compiled_for'])})",
+            "install a torch for a newer CUDA; for GPUs that it has dropped, an older one",
+        )
+    return None
+
+
+def _runs_on(compiled_for: Sequence[str], capability: Sequence[int]) -> bool:
+    """Code of the same major version, no newer minor one; or PTX of any older version, compiled on the spot.
+
+    Architecture-specific code (sm_90a) counts for its own architecture.
+    """
+    major, minor = capability
+    for entry in compiled_for:
+        kind, _, digits = entry.rstrip("af").partition("_")
+        made = (int(digits[:-1]), int(digits[-1]))
+        if kind == "sm" and made[0] == major and made[1] <= minor:
+            return True
+        if kind == "compute" and made <= (major, minor):
+            return True
+    return not compiled_for
+
+
+def formats(answer: Answer) -> Iterator[Check]:
+    """bf16 and fp16, which training uses, and fp8."""
+    if answer.facts is None:
+        yield Check(
+            name="bf16", status="problem", finding=f"matrix products fail: {answer.why}", fix=_GPU_FIX
+        )
+        return
+    facts = answer.facts
+    capability = tuple(facts["capability"]) if facts["capability"] else None
+    where = "the CPU" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+    for name in ("bf16", "fp16"):
+        yield _format(
+            name,
+            facts[name],
+            where,
+            native=capability is None or name != "bf16" or capability >= BF16_CAPABILITY,
+        )
+    if capability is None or capability < FP8_CAPABILITY:
+        finding = f"no matrix units for it on {where}"
+        yield Check(name="fp8", status="skipped", finding=finding, facts=facts["fp8"])
+    else:
+        yield _format("fp8", facts["fp8"], where, native=True)
+
+
+def _format(name: str, found: Mapping[str, Any], where: str, *, native: bool) -> Check:
+    if "failed" in found:
+        finding = f"products fail on {where}: {found['failed']}"
+    elif not found["error"] <= FORMAT_ERROR[name]:  # not a number, too
+        return Check(
+            name=name,
+            status="problem",
+            finding=f"products on {where} are {found['error']:.1%} off",
+            fix=_GPU_FIX,
+            facts=found,
+        )
+    elif not native:
+        finding = f"emulated on {where}, slowly"
+    else:
+        return Check(name=name, status="ok", finding=f"products right on {where}", facts=found)
+    other = {"bf16": "fp16", "fp16": "bf16", "fp8": "bf16"}[name]
+    return Check(
+        name=name,
+        status="warning",
+        finding=finding,
+        fix=f"train with `train.precision: {other}`",
+        facts=found,
+    )
+
+
+_GPU_FIX = (
+    "run again; if it stays, GPU or driver are damaged: look for Xid in `dmesg`, `nvidia-smi -q -d ECC`"
+)
+
+
+def kernels(answers: Answers, *, liger: bool) -> Iterator[Check]:
+    """Each kernel run and compared; `liger`: it is installed."""
+    for name, title in KERNELS.items():
+        if name == "liger" and not liger:
+            finding = (
+                "not installed: norms, MLPs and rotary embeddings run as PyTorch has them, slower on a GPU"
+            )
+            fix = "on a GPU: pip install 'shardwise[train]'"
+            yield Check(name=title, status="skipped", finding=finding, fix=fix)
+        else:
+            yield _kernel(name, title, answers[name])
+
+
+def _kernel(name: str, title: str, answer: Answer) -> Check:
+    fix = (
+        "Triton compiles with gcc and Python.h: see `compilers`; clear ~/.triton/cache; see that torch and "
+        + ("liger-kernel fit each other" if name == "liger" else "triton fit each other (`pip check`)")
+    )
+    if answer.facts is None:
+        return Check(name=title, status="problem", finding=f"fails: {answer.why}", fix=fix)
+    facts = answer.facts
+    if "error" not in facts:
+        return Check(name=title, status="skipped", finding="for GPUs only", facts=facts)
+    side = "on the GPU" if facts["device"] == "cuda" else "the CPU's side"
+    if not facts["error"] <= facts["bound"]:
+        finding = f"{side}: {facts['error']:.1e} off float64, more than {facts['bound']:.0e}"
+        return Check(name=title, status="problem", finding=finding, fix=fix, facts=facts)
+    finding = f"{side}, right to {facts['error']:.0e}"
+    return Check(name=title, status="ok", finding=finding, facts=facts)
+
+
+def collective(answers: Sequence[Answer]) -> Check:
+    """The all-reduce that every rank has run."""
+    name = "all-reduce"
+    failed = {rank: answer for rank, answer in enumerate(answers) if answer.facts is None}
+    if failed:
+        # those that only waited for another come last
+        order = sorted(failed, key=lambda rank: ("hung" in failed[rank].failure, rank))
+        told = "; ".join(f"rank {rank} {failed[rank].why}" for rank in order)
+        return Check(name=name, status="problem", finding=told[:600], fix=_collective_fix(failed))
+    facts = answers[0].facts or {}
+    wrong = [rank for rank, answer in enumerate(answers) if not (answer.facts or {})["right"]]
+    backend, who = ("NCCL", "GPU") if facts["backend"] == "nccl" else ("gloo", "process")
+    if wrong:
+        finding = f"{backend}'s sum is wrong on ranks {', '.join(map(str, wrong))}"
+        fix = "run again with NCCL_P2P_DISABLE=1: if it is right then, peer access is broken (IOMMU, ACS)"
+        return Check(name=name, status="problem", finding=finding, fix=fix, facts=facts)
+    seconds = max((answer.facts or {})["seconds"] for answer in answers)
+    plural = "" if facts["ranks"] == 1 else "es" if who == "process" else "s"
+    size = facts["bytes"] / 2**20
+    finding = (
+        f"{backend} over {facts['ranks']} {who}{plural}: {size:.0f} MiB in {seconds * 1e3:.2g} ms, sums right"
+    )
+    return Check(name=name, status="ok", finding=finding, facts={**facts, "seconds": seconds})
+
+
+def _collective_fix(failed: Mapping[int, Answer]) -> str:
+    hung = all("hung" in answer.failure for answer in failed.values())
+    if hung and all("meets" in answer.failure for answer in failed.values()):
+        return "ranks meet on 127.0.0.1: see `ports`; unset NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+    if hung:
+        return (
+            "try NCCL_P2P_DISABLE=1 (IOMMU or ACS in the way of peer access), then NCCL_SHM_DISABLE=1 "
+            "(/dev/shm); NCCL_DEBUG=INFO shows where it waits"
+        )
+    return "NCCL_DEBUG=INFO shows more; see `shared memory` and `torch and driver`"
+
+
+def energy(answer: Answer) -> Check:
+    """Whether joules will be recorded."""
+    name = "energy"
+    if answer.facts is None or not answer.facts["tells"]:
+        missing = answer.failure or "NVML tells neither energy nor power of this GPU"
+        fix = (
+            "pip install nvidia-ml-py"
+            if "ModuleNotFoundError" in answer.failure
+            else "see `nvidia-smi -q -d POWER`"
+        )
+        return Check(name=name, status="warning", finding=f"runs will have no joules: {missing}", fix=fix)
+    told = answer.facts["tells"][0]
+    source = "NVML counts joules" if told == "energy" else "NVML tells watts, which are summed up"
+    return Check(name=name, status="ok", finding=source, facts=answer.facts)
+
+
+def bitsandbytes(answer: Answer | None) -> Check:
+    """For 4 and 8 bit bases; None where it is not installed, which is no fault."""
+    name = "bitsandbytes"
+    if answer is None:
+        finding = "not installed: only bases of 4 and 8 bits need it"
+        return Check(name=name, status="skipped", finding=finding, fix="pip install bitsandbytes")
+    if answer.facts is None:
+        fix = "install a version for this CUDA; `python -m bitsandbytes` shows more"
+        return Check(name=name, status="warning", finding=f"fails: {answer.why}", fix=fix)
+    facts = answer.facts
+    where = "the GPU" if facts["device"] == "cuda" else "the CPU"
+    if not facts["error"] <= NF4_ERROR:
+        finding = f"{facts['version']}: NF4 on {where} is {facts['error']:.0%} off"
+        return Check(name=name, status="warning", finding=finding, fix="install another version", facts=facts)
+    return Check(name=name, status="ok", finding=f"{facts['version']}, NF4 right on {where}", facts=facts)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdigit())

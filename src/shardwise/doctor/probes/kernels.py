@@ -1,0 +1,116 @@
+"""Runs each of the kernels that training uses, forward and backward, and compares it with plain float64.
+
+On a GPU these are our Triton kernels, flash attention and Liger; on a CPU the reference sides of ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from shardwise.doctor.probes.torch_build import error
+
+
+def cross_entropy(stage: Callable[[str], None]) -> dict[str, Any]:
+    """The output head with its loss: 64 tokens of a vocabulary of 1000."""
+    from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
+
+    hidden, weight = _values((64, 128), (1000, 128))
+    labels = torch.arange(64) * 15
+
+    def fused(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(hidden, weight, labels.to(hidden.device))
+
+    def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
+
+    return _compared(stage, fused, plain, (hidden, weight * 0.1), half=False)
+
+
+def attention(stage: Callable[[str], None]) -> dict[str, Any]:
+    """Two samples in a row of 128 tokens, 4 heads of 64, in bf16 on a GPU."""
+    from shardwise.kernels.attention import varlen_attention
+
+    borders = torch.tensor([0, 48, 128], dtype=torch.int32)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        module = torch.nn.Module()
+        out, _ = varlen_attention(module, q, k, v, None, cu_seq_lens_q=borders.to(q.device), max_length_q=80)
+        return out
+
+    return _compared(stage, attend, attend, _values(*[(1, 4, 128, 64)] * 3), half=True)
+
+
+def mamba(stage: Callable[[str], None]) -> dict[str, Any]:
+    """Mamba's mixer: convolution, selective scan and gate, on rows of two samples."""
+    from shardwise.kernels.mamba_inner import mamba_inner
+
+    names = ("xz", "conv_weight", "conv_bias", "x_proj", "dt_proj", "dt_bias", "a_log", "d", "out_proj")
+    shapes = ((2, 64, 192), (96, 4), (96,), (34, 96), (96, 2), (96,), (96, 16), (96,), (48, 96))
+    positions = torch.cat([torch.arange(40), torch.arange(24)]).repeat(2, 1).int()
+
+    def mix(*tensors: torch.Tensor) -> torch.Tensor:
+        values = dict(zip(names, tensors, strict=True))
+        return mamba_inner(values.pop("xz"), positions.to(tensors[0].device), **values)
+
+    return _compared(stage, mix, mix, [t * 0.3 for t in _values(*shapes)], half=False)
+
+
+def liger(stage: Callable[[str], None]) -> dict[str, Any]:
+    """Liger's RMS norm and gated activation; for GPUs only."""
+    if not torch.cuda.is_available():
+        return {"device": "cpu"}
+    from liger_kernel.ops import LigerRMSNormFunction, LigerSiLUMulFunction
+
+    def fused(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        normed = LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "llama", False)
+        out: torch.Tensor = LigerSiLUMulFunction.apply(gate, normed)
+        return out
+
+    def plain(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+        return functional.silu(gate) * normed
+
+    return _compared(stage, fused, plain, _values((32, 256), (256,), (32, 256)), half=False)
+
+
+def _values(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def _compared(
+    stage: Callable[[str], None],
+    measured: Callable[..., torch.Tensor],
+    expected: Callable[..., torch.Tensor],
+    values: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    *,
+    half: bool,
+) -> dict[str, Any]:
+    """The largest error of the result and of the gradients; `half`: the GPU computes in bf16."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if half and device.type == "cuda" else torch.float32
+    mine = [t.to(device, dtype).requires_grad_() for t in values]
+    exact = [t.detach().double().cpu().requires_grad_() for t in mine]
+    right = expected(*exact)
+    upstream = torch.randn(right.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    stage("compiling and running")
+    start = time.perf_counter()
+    found = measured(*mine)
+    gradients = torch.autograd.grad(found, mine, upstream.to(device, found.dtype))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    errors = [error(found, right)]
+    errors += map(error, gradients, torch.autograd.grad(right, exact, upstream))
+    # fp32 on a GPU may multiply in TF32 (Triton's dot), with 10 bits; bf16 has 7
+    return {
+        "device": device.type,
+        "error": max(errors),
+        "bound": 2e-2 if dtype == torch.bfloat16 else 2e-3 if device.type == "cuda" else 1e-4,
+        "seconds": seconds,
+    }

@@ -1,0 +1,78 @@
+"""What torch was built for, what it sees, and which number formats its products run in."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+SIDE = 256
+"""Of the square matrices."""
+
+
+def build(stage: Callable[[str], None]) -> dict[str, Any]:
+    """Versions, the GPUs that CUDA shows, and what CUDA said where it shows none."""
+    said: list[str] = []
+    stage("asking CUDA for its GPUs")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count()
+        try:
+            if torch.version.cuda is not None:
+                torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            said.append(" ".join(str(error).split()))
+        said += [" ".join(str(one.message).split()) for one in caught]
+    works = torch.cuda.is_initialized()
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpus": count if works else 0,
+        "said": said[0][:400] if said else "",
+        "capabilities": [list(torch.cuda.get_device_capability(i)) for i in range(count)] if works else [],
+        "compiled_for": torch.cuda.get_arch_list() if works else [],
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if works else None,
+        "peers": _peers(count) if works else [],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _peers(count: int) -> list[list[bool]]:
+    """Whether GPU i can read GPU j's memory."""
+    return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
+
+
+def formats(stage: Callable[[str], None]) -> dict[str, Any]:
+    """Matrix products in bf16, fp16 and fp8, compared with fp32; by format an error or why there is none."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(SIDE, SIDE, generator=generator).to(device) for _ in range(2))
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    found: dict[str, Any] = {"device": device.type, "capability": capability}
+    for name, multiply in (
+        ("bf16", lambda: a.bfloat16() @ b.bfloat16()),
+        ("fp16", lambda: a.half() @ b.half()),
+        ("fp8", lambda: _fp8(a, b)),
+    ):
+        stage(f"multiplying in {name}")
+        try:
+            found[name] = {"error": error(multiply(), a @ b)}
+        except (RuntimeError, ValueError, NotImplementedError) as failed:
+            found[name] = {"failed": " ".join(str(failed).split())[:200]}
+    return found
+
+
+def _fp8(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Scales are 1: the values are of about 1, and e4m3 reaches to 448."""
+    one = torch.ones((), device=a.device)
+    left, right = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
+    product: torch.Tensor = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return product
+
+
+def error(measured: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of the expected, in float64 on the CPU."""
+    measured, expected = (t.detach().double().cpu() for t in (measured, expected))
+    return float((measured - expected).norm() / expected.norm())

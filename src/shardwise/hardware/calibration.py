@@ -1,0 +1,161 @@
+"""What `shardwise doctor --calibrate` measured of a machine, kept in the cache folder for the planner.
+
+A file for each kind and number of GPUs and each driver. Links that were measured replace those of the catalog
+in what hardware/detect.py finds; nothing else of the machine does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.hardware.driver import driver_version
+from shardwise.hardware.hardware import Hardware, Link
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """A link as the alpha-beta model sees it, as `Link` does."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One transfer. `bytes` are those of the whole tensor, gathered or not yet scattered."""
+
+    what: str
+    """`all_reduce`, `all_gather`, `reduce_scatter`, `send_to_neighbour`, or a copy: `pinned_to_gpu`."""
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A product of two square matrices in bf16."""
+
+    side: int
+    flops_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Measured while all GPUs of the machine worked at once; of the slowest of them."""
+
+    device: str
+    """The GPU's name in the catalog, or the driver's; `CPU` on a machine without one."""
+    count: int
+    """GPUs, or processes of a CPU."""
+    driver: str | None
+    date: str
+    """Of the measurement, as 2026-08-31."""
+    versions: Mapping[str, str]
+    link: str | None
+    """What joined the GPUs, as `Link.name`: others of the same machine may be joined by something else."""
+    between: Rate | None
+    """Between the GPUs, fitted to the all-gathers and reduce-scatters; None for one GPU."""
+    host: Rate | None
+    """Between pinned host memory and each GPU, fitted to the copies in both directions."""
+    memory_bytes_per_second: float
+    """Read and written by a copy within the GPU's memory, or the host's on a CPU."""
+    host_call_seconds: float
+    """Of one call of torch on the CPU, an addition of two numbers."""
+    products: tuple[Product, ...]
+    samples: tuple[Sample, ...]
+    skipped: tuple[str, ...]
+    """What was not measured, and why."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Calibration:
+        """The value that `to_json` wrote. KeyError, TypeError or ValueError where it is something else."""
+        rest = dict(values)
+        if rest.pop("schema") != SCHEMA:
+            raise ValueError("another version wrote it")
+        rates = {
+            key: None if rest[key] is None else Rate(**_positive(rest[key])) for key in ("between", "host")
+        }
+        lists = {
+            "products": tuple(Product(**one) for one in rest["products"]),
+            "samples": tuple(Sample(**one) for one in rest["samples"]),
+            "skipped": tuple(rest["skipped"]),
+        }
+        return cls(**{**rest, **rates, **lists})
+
+
+def save(calibration: Calibration) -> Path:
+    """Writes it where `load` finds it, whole or not at all. OSError where the cache cannot be written."""
+    path = _path(calibration.device, calibration.count, calibration.driver)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(calibration.to_json(), indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def load(device: str, count: int, driver: str | None) -> Calibration | None:
+    """The calibration of such a machine; None where there is none, or none that can be read."""
+    try:
+        text = _path(device, count, driver).read_text(encoding="utf-8")
+        return Calibration.from_json(json.loads(text))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def of_hardware(hardware: Hardware) -> Calibration | None:
+    """What was measured of this machine's GPUs with its present driver, joined as they are."""
+    name, count = hardware.gpu.name, hardware.gpus_per_node
+    if not any(_folder().glob(f"{_slug(name)}-x{count}-*.json")):
+        return None  # without asking the driver, which may take a second
+    found = load(name, count, driver_version())
+    return None if found is None or found.link not in (None, hardware.intra.name) else found
+
+
+def calibrated(hardware: Hardware) -> Hardware:
+    """The same machine with the links that were measured on it, if they were."""
+    found = of_hardware(hardware)
+    if found is None:
+        return hardware
+    return replace(
+        hardware,
+        intra=_measured(hardware.intra, found.between, found.date),
+        host_link=_measured(hardware.host_link, found.host, found.date),
+    )
+
+
+def _measured(link: Link, rate: Rate | None, date: str) -> Link:
+    if rate is None:
+        return link
+    return replace(
+        link, **asdict(rate), source=f"shardwise doctor --calibrate on this machine, {date}", measured=True
+    )
+
+
+def _path(device: str, count: int, driver: str | None) -> Path:
+    return _folder() / f"{_slug(device)}-x{count}-{_slug(driver or 'none')}.json"
+
+
+def _folder() -> Path:
+    root = Path(os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise")
+    return root / "calibration"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+def _positive(rate: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A file that somebody edited must not divide the planner by zero."""
+    if rate["latency_seconds"] < 0 or not rate["bytes_per_second"] > 0:
+        raise ValueError("a rate that no link has")
+    return rate

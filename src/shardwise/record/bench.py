@@ -1,0 +1,54 @@
+"""The folder of a bench: what was asked in `bench.json`, a line a finished row in `rows.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import JobError
+from shardwise.record.read import read_events
+
+BENCH = "bench.json"
+ROWS = "rows.jsonl"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRecord:
+    """What a bench's folder says."""
+
+    path: Path
+    head: Mapping[str, Any]
+    """The job, processes, steps, machine, and what was left out."""
+    rows: list[dict[str, Any]]
+    """In the order they were asked for first; of a row that was run again, the newest."""
+
+
+def is_bench_folder(path: Path) -> bool:
+    """Whether a bench was begun here."""
+    return (path / BENCH).is_file()
+
+
+def read_bench(path: Path) -> BenchRecord:
+    """All of it, while the bench goes on too. JobError where it is none, or is damaged."""
+    try:
+        head = json.loads((path / BENCH).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise JobError(
+            f"{BENCH} cannot be read ({type(error).__name__})", where=str(path), fix="name a bench's folder"
+        ) from None
+    if not isinstance(head, dict) or head.get("schema") != SCHEMA:
+        raise JobError(
+            f"{BENCH} is not of schema {SCHEMA}",
+            where=str(path / BENCH),
+            fix="read it with the version of shardwise that wrote it",
+        )
+    newest: dict[str, dict[str, Any]] = {}
+    for row in read_events(path / ROWS) if (path / ROWS).exists() else []:
+        newest[row["key"]] = row
+    order = {key: place for place, key in enumerate(head["order"])}
+    rows = sorted(newest.values(), key=lambda row: order.get(row["key"], len(order)))
+    return BenchRecord(path=path, head=head, rows=rows)

@@ -1,0 +1,55 @@
+"""Numbers as the page writes them."""
+
+from __future__ import annotations
+
+from shardwise.units import GIB
+
+NONE = "–"
+THIN = "\u202f"
+"""A narrow space that keeps a number and its unit on one line."""
+
+
+def gib(value: float | None) -> str:
+    """`12.3 GiB`, two decimals below ten."""
+    if value is None:
+        return NONE
+    size = value / GIB
+    return f"{size:.1f}{THIN}GiB" if size >= 10 else f"{size:.2f}{THIN}GiB"
+
+
+def of_gib(size: float) -> str:
+    """What is in GiB already, for an axis: `2.5 GiB`."""
+    return f"{size:.3g}{THIN}GiB"
+
+
+def plain(value: float | None) -> str:
+    """Three digits that count, and every one before the point: `12,345`, `0.0123`."""
+    if value is None:
+        return NONE
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def share(value: float | None) -> str:
+    """`12 %`, a decimal below ten; what is smaller than that still tells how small."""
+    if value is None:
+        return NONE
+    if 0 < abs(value) < 0.0005:
+        return f"{100 * value:.1g}{THIN}%"
+    return f"{100 * value:.0f}{THIN}%" if abs(value) >= 0.0995 else f"{100 * value:.1f}{THIN}%"
+
+
+def off(predicted: float | None, measured: float | None) -> str | None:
+    """By how much a prediction is off what was measured: `+3.1 %`; None where one is missing."""
+    if predicted is None or not measured:
+        return None
+    return f"{round(100 * (predicted / measured - 1), 1) + 0.0:+.1f}{THIN}%"  # no -0.0
+
+
+def loss(value: float | None) -> str:
+    """Four digits: losses are compared."""
+    return NONE if value is None else f"{value:.4g}"
+
+
+def seconds(value: float) -> str:
+    """`0.43 s`, `12 ms`."""
+    return f"{value:.3g}{THIN}s" if value >= 0.1 or value == 0 else f"{1000 * value:.3g}{THIN}ms"

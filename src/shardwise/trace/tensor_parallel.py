@@ -1,0 +1,143 @@
+"""A model as one rank of a tensor-parallel group has it: cut as DeepSpeed's AutoTP cuts, without DeepSpeed.
+
+Follows deepspeed/module_inject/{tp_plan_converter,auto_tp,layers}.py, 0.19.8, for the plan that
+`engine/deepspeed_tensor_parallel.py` shows to it; held to it by tests (decision 0025). Of a group's ranks the
+first has the largest parts, and is the one that is built. Its collectives are operators of kind `collective`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.models.build import BuiltModel
+from shardwise.models.structure import find_blocks
+from shardwise.simulate.step_trace import Op
+from shardwise.trace.recorder import record_kernel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def cut(built: BuiltModel, degree: int) -> BuiltModel:
+    """A copy on the meta device whose linear layers in the plan are a rank's parts; the rest is whole."""
+    model = copy.deepcopy(built.model)
+    for name, owner, attribute, style in _planned(model):
+        layer = owner._modules[attribute]
+        if style in _LAYERS:
+            assert isinstance(layer, nn.Linear), name
+            owner._modules[attribute] = _LAYERS[style](layer, degree)
+    return replace(built, model=model, blocks=find_blocks(model))
+
+
+def sum_gradients(model: PreTrainedModel) -> None:
+    """Whole weights that act on a rank's own heads: their gradients are summed as soon as they are there.
+
+    (register_replicated_grad_hooks)
+    """
+    for _, owner, attribute, style in _planned(model):
+        if style == "replicated_with_grad_allreduce":
+            weight = owner._modules[attribute]._parameters["weight"]  # type: ignore[union-attr]
+            if weight is not None and weight.requires_grad:
+                weight.register_hook(_summed)
+
+
+def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, str]]:
+    """(name, owner, attribute, way to cut) of each layer that the plan names; its first pattern counts."""
+    plan: dict[str, str] = model.config.get_text_config().base_model_tp_plan or {}
+    patterns = [
+        (re.compile(".*" + p.replace(".", r"\.").replace("*", ".*")), way.lower()) for p, way in plan.items()
+    ]
+    found = []
+    for name, module in model.named_modules():
+        if "weight" not in module._parameters:
+            continue
+        style = next((way for pattern, way in patterns if pattern.fullmatch(name)), None)
+        if style is not None:
+            parent, _, attribute = name.rpartition(".")
+            found.append((name, model.get_submodule(parent), attribute, style))
+    yield from found
+
+
+class _Columns(nn.Module):
+    """A rank's outputs of a linear layer (LinearLayer); the gradient of the input is summed."""
+
+    def __init__(self, layer: nn.Linear, degree: int) -> None:
+        super().__init__()
+        self.weight = _part(layer.weight, degree, dim=0)
+        bias: torch.Tensor | None = layer.bias
+        self.bias = None if bias is None else _part(bias, degree, dim=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.matmul(_SumBackward.apply(x), self.weight.transpose(-1, -2))
+        return out if self.bias is None else out + self.bias
+
+
+class _Rows(nn.Module):
+    """A rank's inputs of a linear layer (LinearAllreduce); outputs are summed before the bias is added."""
+
+    def __init__(self, layer: nn.Linear, degree: int) -> None:
+        super().__init__()
+        self.weight = _part(layer.weight, degree, dim=1)
+        self.bias: torch.Tensor | None = layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _SumForward.apply(torch.matmul(x, self.weight.transpose(-1, -2)))
+        return out if self.bias is None else out + self.bias
+
+
+_LAYERS = {"colwise": _Columns, "rowwise": _Rows}
+"""The other ways leave a layer whole; rules and `strategy/space.py: predictable` let no further ones pass."""
+
+
+def _part(parameter: torch.Tensor, degree: int, *, dim: int) -> nn.Parameter:
+    """The first rank's: what does not divide goes to the first ones (get_shard_size)."""
+    shape = list(parameter.shape)
+    shape[dim] = -(-shape[dim] // degree)
+    return nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
+
+
+class _SumForward(torch.autograd.Function):
+    """RowParallel: an all-reduce in place on the way forward."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return _summed(x)
+
+    @staticmethod
+    def backward(_: Any, dx: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return dx
+
+
+class _SumBackward(torch.autograd.Function):
+    """ColumnParallel: an all-reduce in place on the way back."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x
+
+    @staticmethod
+    def backward(_: Any, dx: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return _summed(dx)
+
+
+def _summed(tensor: torch.Tensor) -> torch.Tensor:
+    """Records the all-reduce of a tensor over the group, in its own format and memory."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    record_kernel(
+        Op(
+            kind="collective",
+            flops=0.0,
+            read_bytes=num_bytes,
+            written_bytes=num_bytes,
+            item_bytes=tensor.element_size(),
+            name="all_reduce",
+        )
+    )
+    return tensor

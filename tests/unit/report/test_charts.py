@@ -1,0 +1,67 @@
+"""Charts draw what they are given, to scale; and markup is made here only."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shardwise.report.html import numbers
+from shardwise.report.html.charts import Bar, Curve, Part, bars, plot, ticks
+from shardwise.report.html.markup import Html, h, joined
+
+
+def test_text_is_escaped_and_markup_is_not() -> None:
+    assert (
+        h("p", {"class": 'a"b'}, "<i>", h("b", None, "&")) == '<p class="a&quot;b">&lt;i&gt;<b>&amp;</b></p>'
+    )
+    assert joined(["a", None, [Html("<br>")]]) == "a<br>"
+    assert h("rect", {"x": 1 / 3, "y": 2.0, "z": None}) == '<rect x="0.33" y="2"></rect>'
+
+
+@pytest.mark.parametrize(
+    ("high", "low", "expected"),
+    [
+        (55.9, 0.0, [0, 20, 40, 60]),
+        (1.0, 0.0, [0, 0.25, 0.5, 0.75, 1.0]),
+        (6.13, 5.57, [5.4, 5.6, 5.8, 6.0, 6.2]),
+        (0.0, 0.0, [-0.5, -0.25, 0, 0.25, 0.5]),
+    ],
+)
+def test_ticks_are_round_and_span_the_values(high: float, low: float, expected: list[float]) -> None:
+    assert ticks(high, low) == pytest.approx(expected)
+
+
+def test_bars_share_one_scale() -> None:
+    one, three, two = (Part(name=f"part {n}", value=n, colour="s0") for n in (1, 3, 2))
+    rows = [("a", "", [Bar(parts=[one, three], text="4")]), ("b", "", [Bar(parts=[two], text="2")])]
+    drawn = bars(rows, limit=8.0, text=str)
+    widths = [float(width) for width in re.findall(r'<rect x="[\d.]+%" width="([\d.]+)%"', drawn)]
+    assert widths == pytest.approx([100 / 8.08, 300 / 8.08, 200 / 8.08], abs=1e-3)
+    assert drawn.count('class="limit"') == 2
+    assert "<title>part 3: 3</title>" in drawn
+
+
+def test_a_curve_is_interrupted_where_there_is_no_value() -> None:
+    curve = Curve(name="c", points=[(0, 0.0), (1, 1.0), (2, None), (3, 0.5)], style="l-s0")
+    drawn = plot([curve], label="l", text=str, x_labels=["0", "3"])
+    path = re.search(r'd="([^"]*)"', drawn)
+    assert path is not None
+    assert path[1].count("M") == 2
+    assert path[1].startswith("M0.0 210.0")
+    assert "M1000.0 105.0" in path[1]
+
+
+def test_nothing_measured_is_said() -> None:
+    assert "nothing was measured" in plot([], label="l", text=str, x_labels=[])
+
+
+def test_numbers_as_a_person_reads_them() -> None:
+    thin = numbers.THIN
+    assert numbers.gib(11.04 * 2**30) == f"11.0{thin}GiB"
+    assert numbers.plain(10755.3) == "10,755"
+    assert numbers.share(0.0832) == f"8.3{thin}%"
+    assert numbers.share(0.000003) == f"0.0003{thin}%"
+    assert numbers.off(11.0, 10.0) == f"+10.0{thin}%"
+    assert numbers.off(None, 10.0) is None
+    assert (numbers.gib(None), numbers.share(None)) == (numbers.NONE, numbers.NONE)
