@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,10 @@ class LaunchSpec:
     """Print the plan of a dry run on stdout, as one JSON object."""
     memory_cap_bytes: int | None = None
     """Use no more than this much of each GPU."""
+    on_oom: Literal["stop", "retry"] = "stop"
+    """After a process ran out of GPU memory: end, or go on with a strategy that needs less."""
+    chosen: Mapping[str, Any] | None = None
+    """The launcher's choice for a retry, as plan.json's `chosen`: it holds whatever the job says."""
     command: Sequence[str] | None = None
     """What the user typed; for the run's record."""
 

@@ -28,7 +28,8 @@ VERBS = {
         "--explain", "--json", "--out", "--set", "--memory-cap",
     },
     "train": {
-        "--processes", "--resume", "--max-steps", "--dry-run", "--set", "--memory-cap", "--json",
+        "--processes", "--resume", "--max-steps", "--dry-run", "--set", "--memory-cap", "--on-oom",
+        "--json",
     },
     "check": {"--gpus", "--model", "--sequence", "--reader", "--fix", "--json"},
     "emit": {"--to", "--gpus", "--out", "--set"},
