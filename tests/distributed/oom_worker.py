@@ -1,7 +1,7 @@
 """The real worker on CPUs, with a border for memory that CPUs do not have: so many rows at a time fit.
 
-`OOM_BORDER`, JSON: `rows`, the most that fit; `phase`, where more do not; `from_step`, the first step in which
-they do not; `rank`, which alone runs out (null: all). Every row trained on is noted in `OOM_ROWS`.RANK.
+`OOM_BORDER`, JSON: `rows`, the most that fit; `phase`, where more do not; `from_step`, the first step in
+which they do not; `rank`, the only one to run out (null: all). Rows trained on are noted in `OOM_ROWS`.RANK.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import signal
-import sys
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,9 @@ from shardwise.train.worker import main
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.19 "
-    "GiB is free. Including non-PyTorch memory, this process has 77.91 GiB memory in use. Of the allocated memory 71.00 "
-    "GiB is allocated by PyTorch, and 5.00 GiB is reserved by PyTorch but unallocated. If reserved but "
-    "unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+    "GiB is free. Including non-PyTorch memory, this process has 77.91 GiB memory in use. Of the allocated "
+    "memory 71.00 GiB is allocated by PyTorch, and 5.00 GiB is reserved by PyTorch but unallocated. If "
+    "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
 )
 RANK = int(os.environ["RANK"])
 BORDER: dict[str, Any] = json.loads(os.environ.get("OOM_BORDER", "{}"))

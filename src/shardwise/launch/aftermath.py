@@ -107,6 +107,7 @@ class Aftermath:
 
     def _ask(self, spec: LaunchSpec, saved: int | None) -> dict[str, Any] | None:
         """The post-mortem's answer; None where it could not give one."""
+        print("out of GPU memory: looking for what would fit", file=sys.stderr, flush=True)
         folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
         try:
             evidence = [failure["evidence"] for failure in self._failures]

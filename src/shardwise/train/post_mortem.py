@@ -18,6 +18,7 @@ from shardwise.errors import JobError, MachineError, Problem
 from shardwise.hardware.detect import detect_hardware, gpu_count
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job, StrategySpec
+from shardwise.launch.resume import resume_command
 from shardwise.launch.spec import LaunchSpec
 from shardwise.plan.plan import Option, Plan, in_words
 from shardwise.plan.relief import flags, following, leaner_unpredicted, reliefs, same_state
@@ -30,6 +31,8 @@ from shardwise.trace.plan_job import make_plan, nearest_change, predict_strategy
 from shardwise.train.out_of_memory import headline, memory_in_words, size
 from shardwise.units import gib
 
+WORTH_TELLING = 0.005
+"""Excesses below this share of the GPU are not told."""
 HARDER = "shorter rows (data.sequence_length), LoRA (model.lora), more GPUs or larger ones"
 
 
@@ -121,9 +124,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def post_mortem(request: Mapping[str, Any], hardware: Hardware | None) -> dict[str, Any]:
-    """The answer: `headline`, `facts` and `changes` of the error; `next`: plan.json's `chosen`.
+    """The answer: `headline`, `facts` and `changes` of the error, and what a retry goes on with.
 
-    With `next`, which a retry goes on with, comes `next_in_words`; where it is null, `why_no_next`, and `instead`, what would have to change.
+    `next` is that as plan.json's `chosen`, and comes with `next_in_words`; where it is null, and a retry was
+    asked for, `why_no_next` says so, and `instead` what would have to change.
     """
     spec = LaunchSpec.from_json(request["spec"])
     case = Case(
@@ -179,7 +183,8 @@ def _against_the_plan(case: Case) -> Iterator[Problem]:
     needed, capacity = gib(memory.needed_bytes), gib(memory.capacity_bytes)
     planned = f"the plan says {needed} of {capacity} for {in_words(case.failed)}"
     terms = [term for term in measured(evidence, memory) if term.measured is not None]
-    over = sorted((term for term in terms if term.excess > 0), key=lambda term: -term.excess)
+    worth_telling = WORTH_TELLING * memory.capacity_bytes
+    over = sorted((term for term in terms if term.excess > worth_telling), key=lambda term: -term.excess)
     lines = [
         f"{term.name} {size(term.measured or 0)} beside {size(term.predicted)}" for term in over or terms
     ]
@@ -268,7 +273,7 @@ def _how(case: Case, strategy: Strategy) -> str:
     if case.saved_step is None:
         return said
     if same_state(case.failed, strategy):
-        return f"--resume {said}"
+        return f"{resume_command(Path(case.spec.run_dir))} {said}"
     return f"{said}, from the start under another name: another kind of strategy cannot load the state"
 
 

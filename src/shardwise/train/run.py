@@ -54,7 +54,7 @@ def run(spec: LaunchSpec) -> None:
         job,
         processes=spec.processes if spec.dry_run else size,
         memory_cap_bytes=spec.memory_cap_bytes,
-        resumed=_resumed(spec),
+        resumed=resumed_strategy(spec),
         chosen=spec.chosen,
     )
     if rank == 0:
@@ -136,7 +136,7 @@ def _left_of_the_cap(cap_bytes: int | None, strategy: Strategy) -> int | None:
     return left
 
 
-def _resumed(spec: LaunchSpec) -> Strategy | None:
+def resumed_strategy(spec: LaunchSpec) -> Strategy | None:
     """The strategy of a retry, or of the run that goes on; None where the job decides.
 
     A run keeps what it was last run with: `auto` might choose another now, and a strategy that the job names
