@@ -158,7 +158,13 @@ def _conclude(workers: Sequence[Worker], requests: Sequence[int], *, killed_befo
     """The run's exit code, and the one error there is to tell."""
     failed = sorted(
         (worker for worker in workers if worker.failed_at is not None),
-        key=lambda worker: (_code(worker) == STOPPED, worker.failed_at, worker.rank),
+        # Memory that ran out is a cause, never a consequence of what another rank met, however early that was.
+        key=lambda worker: (
+            _code(worker) == STOPPED,
+            worker.out_of_memory is None,
+            worker.failed_at,
+            worker.rank,
+        ),
     )
     interrupted = requests.count(signal.SIGINT) >= 2
     if interrupted or (failed and requests and _ended_by_our_term(failed[0])):

@@ -43,12 +43,12 @@ def following(
     beyond_bytes: int,
     hardware: Hardware,
 ) -> Option | None:
-    """The fastest of `options` that fits after correction, and needs less than `failed`; None without one."""
-    fitting = [
-        option
-        for option in (corrected(option, beyond_bytes) for option in options)
-        if option.fit != "no" and option.strategy not in tried and _saves(failed, option)
-    ]
+    """What to go on with: the fastest that needs less than `failed` and fits after correction, if any.
+
+    It leaves the margin free where anything does. To fit after correction is to save what was seen missing.
+    """
+    left = (corrected(option, beyond_bytes) for option in options if option.strategy not in tried)
+    fitting = [option for option in left if option.fit != "no" and _saves(failed, option)]
     return rank(fitting, "throughput", hardware)[0] if fitting else None
 
 

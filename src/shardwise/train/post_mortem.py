@@ -25,7 +25,7 @@ from shardwise.plan.relief import flags, following, leaner_unpredicted, reliefs,
 from shardwise.plan.search import MARGIN
 from shardwise.record.schema import OutOfMemory
 from shardwise.simulate.prediction import Memory
-from shardwise.strategy.space import candidates
+from shardwise.strategy.space import candidates, predictable
 from shardwise.strategy.strategy import Strategy
 from shardwise.trace.plan_job import make_plan, nearest_change, predict_strategy
 from shardwise.train.out_of_memory import headline, memory_in_words, size
@@ -307,7 +307,7 @@ def _pools(case: Case) -> Iterator[Sequence[Option]]:
 def _unpredicted(case: Case, *, keep_state: bool) -> Iterator[Strategy]:
     allowed: list[Strategy] = []
     for strategy in (_spec(case.failed), "auto"):
-        accepted, _ = candidates(
+        accepted, refused = candidates(
             strategy,
             train=case.job.train.model_copy(update={"micro_batch": None, "checkpointing": "auto"}),
             clip_norm=case.job.optimizer.clip_norm,
@@ -316,7 +316,7 @@ def _unpredicted(case: Case, *, keep_state: bool) -> Iterator[Strategy]:
             gpus_per_node=case.spec.processes,
             devices="cuda" if gpu_count() else "cpu",
         )
-        allowed += accepted
+        allowed += accepted if strategy != "auto" else predictable(accepted, refused)[0]
     fresh = leaner_unpredicted(list(dict.fromkeys(allowed)), case.failed, keep_state=keep_state)
     return (strategy for strategy in fresh if strategy not in case.tried)
 

@@ -141,6 +141,22 @@ def test_all_ranks_that_run_out_are_named_the_first_first(tmp_path: Path) -> Non
     assert record(tmp_path)[0]["evidence"]["ranks"] == [1, 0]
 
 
+def test_what_another_rank_met_because_of_it_does_not_hide_it(tmp_path: Path) -> None:
+    body = """
+begin()
+if rank == 1:
+    time.sleep(0.5)
+    out_of_memory()
+report = {"exit_code": 4, "headline": "", "problems": [{"what": "rank 1 could not write"}]}
+(Path(os.environ["SHARDWISE_ERROR_DIR"]) / "rank-0.json").write_text(json.dumps(report))
+sys.exit(4)
+"""
+    code, err = end(start(tmp_path, body))
+    assert code == 3
+    assert err.startswith("error: out of GPU memory\n")
+    assert "could not write" not in err
+
+
 SMALL_ENOUGH = """
 begin()
 if rows > 1:

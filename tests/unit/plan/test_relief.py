@@ -69,9 +69,10 @@ def test_where_nothing_fits_there_is_no_next(toy: Any) -> None:
     plan = toy.plan("4xRTX4090")
     failed = min(plan.options, key=needed)
     for beyond in (0, 100 * GIB):
-        options = plan.options
-        found = following(failed, options, tried=[], beyond_bytes=beyond, hardware=plan.hardware)
+        found = following(failed, plan.options, tried=[], beyond_bytes=beyond, hardware=plan.hardware)
         assert found is None, "the leanest ran out already"
+    found = following(chosen(plan), plan.options, tried=[], beyond_bytes=100 * GIB, hardware=plan.hardware)
+    assert found is None, "more was missing than any other saves"
 
 
 def test_reliefs_are_fewer_rows_more_checkpointing_and_another_kind(toy: Any) -> None:
