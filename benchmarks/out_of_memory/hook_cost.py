@@ -2,8 +2,8 @@
 
     python benchmarks/out_of_memory/hook_cost.py --out benchmarks/out_of_memory/results/hook-cost.json
 
-Blocks of one tiny operation, so that nearly all of the time is Python's and autograd's own. CPU seconds of this
-process, not wall seconds: others on the machine do not count. On and off take turns; the smallest of each counts.
+Blocks of one tiny operation, so that nearly all of the time is Python's and autograd's own. CPU seconds of
+this process, not wall seconds. On and off take turns; the smallest of each counts.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _conclude(workers: Sequence[Worker], requests: Sequence[int], *, killed_befo
     """The run's exit code, and the one error there is to tell."""
     failed = sorted(
         (worker for worker in workers if worker.failed_at is not None),
-        # Memory that ran out is a cause, never a consequence of what another rank met, however early that was.
+        # Memory that ran out is a cause, never a consequence of what another rank met before it was told.
         key=lambda worker: (
             _code(worker) == STOPPED,
             worker.out_of_memory is None,
