@@ -37,6 +37,7 @@ def write_job(folder: Path, strategy: str) -> None:
     values = job(folder, "run", strategy, steps=6, global_batch=16 * GPUS, micro_batch=16, precision="bf16")
     values["model"] |= {"config": WIDE}
     values["data"] |= {"sequence_length": 2048, "packing": True, "eval_fraction": 0.0}
+    values["optimizer"] |= {"learning_rate": 3e-4}
     values["train"] |= {"checkpointing": "none", "eval_every": 0}
     values["output"] = "runs"
     written = Job.model_validate(values).model_dump(mode="json", exclude_defaults=True)
