@@ -1,7 +1,7 @@
 """Where in a run an error came from: the phase, the step and the module, read from its traceback.
 
-A backward pass runs in C++, where a traceback shows no modules. So a hook on a block's last operation notes that
-the block is next: two calls of Python a block and micro-batch, which cost microseconds
+A backward pass runs in C++, where a traceback shows no modules. So a hook on each block notes when it begins:
+two calls of Python a block and micro-batch, which cost microseconds
 (docs/out-of-memory.md has the measurement). All else is found out after the failure only.
 """
 
