@@ -23,6 +23,8 @@ from shardwise.launch.spec import LaunchSpec
 from shardwise.record.read import read_events
 
 DOES_NOT_FIT = 3
+FOREVER = 100_000
+"""Steps: the driver ends a row. A last checkpoint would only measure the disk."""
 LAUNCH = """
 import json, sys
 from shardwise.launch.local import launch
@@ -84,6 +86,7 @@ class Running:
             run_dir=str(self._run),
             processes=row.gpus,
             memory_cap_bytes=row.memory_cap_bytes,
+            measure_steps=FOREVER,  # one that runs out of memory just ends
         )
         self._since = time.monotonic()
         (self._folder / "spec.json").write_text(json.dumps(spec.to_json()), encoding="utf-8")

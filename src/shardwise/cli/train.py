@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -40,6 +40,12 @@ def train(
     memory_cap: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Use no more of each GPU, e.g. 16GiB.")
     ] = None,
+    on_oom: Annotated[
+        Literal["stop", "retry"],
+        typer.Option(
+            help="After a GPU ran out of memory: end, or go on with a strategy that needs less.",
+        ),
+    ] = "stop",
     as_json: AsJson = False,
 ) -> int:
     """Train a model as the job file says."""
@@ -70,6 +76,7 @@ def train(
         dry_run=dry_run,
         as_json=as_json,
         memory_cap_bytes=cap_in_bytes(memory_cap, gpus) if memory_cap is not None else None,
+        on_oom=on_oom,
         command=["shardwise", *sys.argv[1:]],
     )
     if not as_json or dry_run:  # a dry run's stdout is its plan, as JSON

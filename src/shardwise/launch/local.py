@@ -19,6 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 from shardwise.errors import MachineError, Problem, ShardwiseError, StoppedError, render
+from shardwise.launch.aftermath import POST_MORTEM_MODULE, Aftermath, Ending
+from shardwise.launch.host_memory import host_memory_kills, killed
 from shardwise.launch.spec import LaunchSpec
 from shardwise.launch.worker import Worker, start, worker_environment
 
@@ -27,26 +29,54 @@ STOPPED = StoppedError.exit_code
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _LOOK_EVERY_SECONDS = 0.02
 _TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL, for the survivors of a failure
+_OUT_OF_MEMORY_SECONDS = 2.0  # for ranks with the same load, which run out a moment later, to say so too
 
 
-def launch(spec: LaunchSpec, *, module: str = WORKER_MODULE, grace_seconds: float = 10.0) -> int:
+def launch(
+    spec: LaunchSpec,
+    *,
+    module: str = WORKER_MODULE,
+    post_mortem: str = POST_MORTEM_MODULE,
+    grace_seconds: float = 10.0,
+) -> int:
     """Run the job with `spec.processes` workers; returns the exit code, the workers' error printed.
 
     0 all workers finished; 75 stopped on request with the state saved; 130 or 143 stopped by signal
-    before the state could be saved; otherwise the code of the worker that failed first. Must be
-    called from the main thread, which receives the signals. MachineError where no worker can start.
+    before the state could be saved; otherwise the code of the worker that failed first. Where that ran out
+    of GPU memory, it is explained by `post_mortem`, another process, and with `spec.on_oom` "retry" run again
+    (aftermath.py); a run that is only measured is not. Must be called from the main thread, which receives
+    the signals. MachineError where no worker can start.
     """
+    aftermath = Aftermath(spec, module=post_mortem)
+    while True:
+        ending = _run(spec, module, grace_seconds)
+        if ending.out_of_memory is None or spec.measure_steps is not None:
+            aftermath.write()
+            if ending.error is not None:
+                _tell(ending.error)
+            return ending.code
+        error, following = aftermath.of(spec, ending)
+        aftermath.write()
+        _tell(error)
+        if following is None:
+            return ending.code
+        aftermath.make_room(following)
+        spec = following
+
+
+def _run(spec: LaunchSpec, module: str, grace_seconds: float) -> Ending:
     folder = Path(tempfile.mkdtemp(prefix="shardwise-"))  # mode 0700
     try:
         spec_path = folder / "spec.json"
         spec_path.write_text(json.dumps(spec.to_json()), encoding="utf-8")
+        killed_before = host_memory_kills()
         with _requests() as requests:
             workers = _start_all(1 if spec.dry_run else spec.processes, module, spec_path, folder)
             try:
                 _watch(workers, requests, grace_seconds)
             finally:
                 _kill(workers)
-        return _conclude(workers, requests)
+        return _conclude(workers, requests, killed_before=killed_before)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -101,6 +131,8 @@ def _watch(workers: Sequence[Worker], requests: Sequence[int], grace_seconds: fl
         failures = [worker.failed_at for worker in workers if worker.failed_at and _code(worker) != STOPPED]
         if failures:
             since = time.time() - min(failures)
+            if since > _OUT_OF_MEMORY_SECONDS and any(worker.out_of_memory for worker in workers):
+                return  # the others wait in a collective, where they hear no SIGTERM, and have nothing to add
             if since > grace_seconds and not warned:
                 warned = True
                 _ask_to_stop(workers)
@@ -122,29 +154,39 @@ def _kill(workers: Sequence[Worker]) -> None:
         worker.process.wait()
 
 
-def _conclude(workers: Sequence[Worker], requests: Sequence[int]) -> int:
-    """The run's exit code; prints the one error block there is to print."""
+def _conclude(workers: Sequence[Worker], requests: Sequence[int], *, killed_before: int | None) -> Ending:
+    """The run's exit code, and the one error there is to tell."""
     failed = sorted(
         (worker for worker in workers if worker.failed_at is not None),
-        key=lambda worker: (_code(worker) == STOPPED, worker.failed_at, worker.rank),
+        # Memory that ran out is a cause, never a consequence of what another rank met before it was told.
+        key=lambda worker: (
+            _code(worker) == STOPPED,
+            worker.out_of_memory is None,
+            worker.failed_at,
+            worker.rank,
+        ),
     )
     interrupted = requests.count(signal.SIGINT) >= 2
     if interrupted or (failed and requests and _ended_by_our_term(failed[0])):
         number = signal.SIGINT if interrupted else signal.SIGTERM
-        _tell(
-            ShardwiseError(
-                "stopped before the state could be saved",
-                fix="--resume goes on from the last checkpoint, if there is one",
-            )
+        error = ShardwiseError(
+            "stopped before the state could be saved",
+            fix="--resume goes on from the last checkpoint, if there is one",
         )
-        return 128 + number
+        return Ending(code=128 + number, error=error, requested=True)
     if not failed:
-        return 0
+        return Ending(code=0)
     first = failed[0]
-    error = _error_of(first)
-    if error is not None:
-        _tell(error)
-    return _code(first)
+    evidence = first.out_of_memory
+    if evidence is not None:
+        ranks = [first.rank, *(worker.rank for worker in failed[1:] if worker.out_of_memory)]
+        evidence = {**evidence, "ranks": ranks}
+    return Ending(
+        code=_code(first),
+        error=_error_of(first, killed_before=killed_before),
+        out_of_memory=evidence,
+        requested=bool(requests),
+    )
 
 
 def _ended_by_our_term(worker: Worker) -> bool:
@@ -159,7 +201,7 @@ def _code(worker: Worker) -> int:
     return code if code is not None and code > 0 else MachineError.exit_code
 
 
-def _error_of(worker: Worker) -> ShardwiseError | None:
+def _error_of(worker: Worker, *, killed_before: int | None) -> ShardwiseError | None:
     """What to print for a worker that failed; None when it only stopped as it was asked to."""
     code, where = worker.process.returncode, f"rank {worker.rank} of this run"
     if worker.report is not None:
@@ -174,11 +216,7 @@ def _error_of(worker: Worker) -> ShardwiseError | None:
     if tail:
         print(f"--- the last lines of rank {worker.rank} ---\n{tail}\n---", file=sys.stderr)
     if code == -signal.SIGKILL:
-        return MachineError(
-            f"rank {worker.rank} was killed, probably out of host memory",
-            where=f"{where}, process {worker.process.pid}",
-            fix="look for `Out of memory` in `dmesg`; use less host memory: no offloading, fewer processes",
-        )
+        return killed(where=f"{where}, process {worker.process.pid}", rank=worker.rank, before=killed_before)
     if code is not None and code < 0:
         return MachineError(
             f"rank {worker.rank} crashed with {signal.Signals(-code).name}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,10 @@ class LaunchSpec:
     """Only measure: run so many steps whatever the job's length, evaluate and save nothing."""
     profile: str | None = None
     """Measure two more steps under torch.profiler, and write rank 0's Chrome trace of the second there."""
+    on_oom: Literal["stop", "retry"] = "stop"
+    """After a process ran out of GPU memory: end, or go on with a strategy that needs less."""
+    chosen: Mapping[str, Any] | None = None
+    """The launcher's choice for a retry, as plan.json's `chosen`: it holds whatever the job says."""
     command: Sequence[str] | None = None
     """What the user typed; for the run's record."""
 

@@ -31,8 +31,14 @@ class Worker:
     failed_at: float | None = None
     """Unix seconds, None while nothing is known to be wrong."""
     report: Mapping[str, Any] | None = None
-    """The error it left: {"exit_code", "headline", "problems": [{"what", "where", "fix"}]}."""
+    """The error it left: {"exit_code", "headline", "problems": [{"what", "where", "fix"}]}, and, where it ran
+    out of GPU memory, "out_of_memory": `record.schema.OutOfMemory`."""
     _looked_at: float = field(default=0.0)
+
+    @property
+    def out_of_memory(self) -> Mapping[str, Any] | None:
+        """What it left to explain that GPU memory ran out; None where that is not why it failed."""
+        return None if self.report is None else self.report.get("out_of_memory")
 
     def look(self, now: float) -> bool:
         """Take note of an error report or an end; True when the process has ended."""
@@ -77,14 +83,22 @@ def log_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
 
 
-def start(rank: int, *, module: str, spec: Path, folder: Path, environment: Mapping[str, str]) -> Worker:
+def start(
+    rank: int,
+    *,
+    module: str,
+    spec: Path,
+    folder: Path,
+    environment: Mapping[str, str],
+    quiet: bool = False,
+) -> Worker:
     """Start one worker in a process group of its own, so that Ctrl-C reaches it only through the launcher.
 
-    Rank 0 shares the launcher's output; the others write to a log in `folder`. A worker does not
-    outlive the launcher: the kernel kills it when the launcher dies.
+    Rank 0 shares the launcher's output unless it is `quiet`; the others write to a log in `folder`. A worker
+    does not outlive the launcher: the kernel kills it when the launcher dies.
     """
     parent = os.getpid()
-    log = None if rank == 0 else log_path(folder, rank).open("wb")
+    log = None if rank == 0 and not quiet else log_path(folder, rank).open("wb")
     try:
         process = subprocess.Popen(
             # -P: a file of the user's folder must not stand in for a module of the same name.

@@ -118,3 +118,45 @@ class StopEvent:
 
 
 Event = RunEvent | StepEvent | EvalEvent | SaveEvent | ResumeEvent | StopEvent
+
+OUT_OF_MEMORY = "out_of_memory.json"
+"""Beside events.jsonl, where a process ran out of GPU memory: {"schema": 1, "failures": [...]}, of each the
+`evidence` (below), the `error` as it was told, and the strategy `retried_with` and `from_step`, or null."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory:
+    """How one process ran out of GPU memory. Bytes are null where nobody could tell (on a CPU, all are)."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    """All that ran out before the run was ended, this one first."""
+    phase: str
+    """`building`, `restoring`, `batch`, `forward`, `backward`, `optimizer`, `evaluation`, `saving`, or
+    `other`."""
+    step: int | None
+    """The optimizer step that was under way, or, evaluating and saving, the last one done."""
+    module: str | None
+    """The innermost one known by name; in a backward pass the block whose gradient was being computed."""
+    call: str
+    """The innermost line of Python: `stage3.py:812 in partition_grads`."""
+    message: str
+    """The first line of what the allocator, or the library, said."""
+    strategy: dict[str, object]
+    """`Strategy.to_json()`."""
+    vocab_size: int | None
+    """Rows of the embedding, where a new tokenizer decided them."""
+    asked_bytes: int | None
+    allocated_bytes: int | None
+    """In tensors at that moment."""
+    resident_bytes: int | None
+    """Of these, what stays when the step is let go of: weights, optimizer, gradients so far, buffers."""
+    reserved_bytes: int | None
+    """What torch's allocator held; beyond `allocated_bytes` it is fragments too small for what was asked."""
+    process_bytes: int | None
+    """What this process held of the GPU, CUDA's context and NCCL included."""
+    free_bytes: int | None
+    total_bytes: int | None
+    """Of the GPU."""
+    allowed_bytes: int | None
+    """What torch's allocator may reserve under --memory-cap; null without one."""

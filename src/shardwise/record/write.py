@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shardwise.errors import JobError, MachineError
-from shardwise.record.read import ENVIRONMENT, EVENTS, JOB, LOCK, PLAN, is_run_folder, read_events
+from shardwise.record.read import ENVIRONMENT, EVENTS, JOB, LOCK, PLAN, is_run_folder, read_events, read_run
 from shardwise.record.redact import redact, redact_tree
 from shardwise.record.schema import Event
 
@@ -68,6 +68,14 @@ class RunFolder:
         if not is_run_folder(path):
             raise JobError(f"there is no run to resume in {path}", where="--resume", fix="leave --resume out")
         return RunFolder(path, _lock(path))
+
+    def keep_choice(self, chosen: Mapping[str, Any]) -> None:
+        """Note in plan.json what the run goes on with, where that is another strategy than before."""
+        plan = dict(read_run(self.path).plan)
+        if plan.get("chosen", {}).get("strategy") != chosen["strategy"]:
+            temporary = (self.path / PLAN).with_suffix(".tmp")
+            _write_json(temporary, {**plan, "chosen": chosen})
+            temporary.replace(self.path / PLAN)
 
     def close(self) -> None:
         """Let others write to the folder."""

@@ -15,8 +15,8 @@ from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.plan.changes import Change, nearest, small_changes
-from shardwise.plan.plan import Objective, Option, Plan, Workload
-from shardwise.plan.search import MARGIN, TraceFor, leanest_that_fits, search
+from shardwise.plan.plan import Nearest, Objective, Option, Plan, Workload
+from shardwise.plan.search import MARGIN, TraceFor, fit, leanest_that_fits, search
 from shardwise.simulate.simulate import simulate
 from shardwise.strategy.facts import Architecture
 from shardwise.strategy.space import Refused, candidates, predictable
@@ -52,6 +52,34 @@ def make_plan(
     return plan_once(key, lambda: _make(job, hardware, objective, memory_cap_bytes, **tokens))
 
 
+def predict_strategy(
+    job: Job,
+    hardware: Hardware,
+    strategy: Strategy,
+    *,
+    memory_cap_bytes: int | None = None,
+    vocab_size: int | None = None,
+) -> Option:
+    """One strategy simulated, whether the rules allow it for the job or not."""
+    planning = _Planning(job, hardware, vocab_size)
+    trace = planning.trace(strategy.micro_batch, strategy.checkpoint_every, strategy.tensor_parallel)
+    prediction = simulate(trace, strategy, hardware, memory_cap_bytes=memory_cap_bytes)
+    return Option(strategy=strategy, prediction=prediction, fit=fit(prediction, hardware))
+
+
+def nearest_change(
+    job: Job,
+    hardware: Hardware,
+    *,
+    memory_cap_bytes: int | None = None,
+    vocab_size: int | None = None,
+    margin: float = MARGIN,
+) -> Nearest | None:
+    """The nearest change of the job or the hardware with which something fits; None where none is enough."""
+    attempt = partial(_attempt, vocab_size=vocab_size, margin=margin)
+    return nearest(small_changes(job, hardware, memory_cap_bytes), attempt)
+
+
 def _make(
     job: Job,
     hardware: Hardware,
@@ -78,8 +106,8 @@ def _make(
             trace_for=planning.trace,
             simulate=partial(simulate, memory_cap_bytes=memory_cap_bytes),
             executor=executor,
-            nearest=lambda: nearest(
-                small_changes(job, hardware, memory_cap_bytes), partial(_attempt, vocab_size=vocab_size)
+            nearest=lambda: nearest_change(
+                job, hardware, memory_cap_bytes=memory_cap_bytes, vocab_size=vocab_size
             ),
             memory_cap_bytes=memory_cap_bytes,
         )
@@ -165,7 +193,7 @@ class _Planning:
         return _candidates(self._job, self._hardware, architecture)
 
 
-def _attempt(change: Change, *, vocab_size: int | None) -> Option | None:
+def _attempt(change: Change, *, vocab_size: int | None, margin: float) -> Option | None:
     try:
         planning = _Planning(change.job, change.hardware, vocab_size)
         strategies, _ = planning.candidates()
@@ -176,7 +204,7 @@ def _attempt(change: Change, *, vocab_size: int | None) -> Option | None:
         hardware=change.hardware,
         trace_for=planning.trace,
         simulate=partial(simulate, memory_cap_bytes=change.memory_cap_bytes),
-        margin=MARGIN,
+        margin=margin,
     )
 
 

@@ -5,6 +5,7 @@ Everything that can be wrong with the job, the data and the model is found here,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,21 +42,30 @@ class Ready:
     why: list[str]
     plan: Plan | None = None
     """What the strategy was chosen from, where it was."""
+    chosen: Mapping[str, Any] | None = None
+    """The launcher's choice for a retry, as plan.json has it."""
 
     def to_json(self) -> dict[str, Any]:
         """The run folder's plan.json."""
         if self.plan is not None:
             return self.plan.to_json()
+        if self.chosen is not None:
+            return {"schema": 1, "chosen": dict(self.chosen)}
         return {"schema": 1, "chosen": {"strategy": self.strategy.to_json(), "why": self.why}}
 
 
 def get_ready(
-    job: Job, *, processes: int, memory_cap_bytes: int | None = None, resumed: Strategy | None = None
+    job: Job,
+    *,
+    processes: int,
+    memory_cap_bytes: int | None = None,
+    resumed: Strategy | None = None,
+    chosen: Mapping[str, Any] | None = None,
 ) -> Ready:
     """Tokenizer, model on the meta device, data (tokenised once, by one process), strategy.
 
     On GPUs `strategy: auto` is the plan's choice; DoesNotFitError where nothing fits. `resumed`: the strategy
-    of the run that goes on.
+    of the run that goes on, or of a retry, for which `chosen` has the reasons and the prediction.
     """
     tokenizer = load_tokenizer(job.model, corpus=lambda: documents(job))
     built = build_model(
@@ -68,8 +78,10 @@ def get_ready(
     if data.chat_template is not None:
         tokenizer.chat_template = data.chat_template  # saved with the weights: asked as it was trained
     if resumed is not None:
-        why = ["the strategy the run was started with"]
-        return Ready(job=job, tokenizer=tokenizer, built=built, data=data, strategy=resumed, why=why)
+        why = ["the strategy the run was last run with"] if chosen is None else list(chosen["why"])
+        return Ready(
+            job=job, tokenizer=tokenizer, built=built, data=data, strategy=resumed, why=why, chosen=chosen
+        )
     if job.strategy == "auto" and torch.cuda.is_available():
         plan = _plan(job, built, data, processes, memory_cap_bytes)
         assert plan.chosen is not None
@@ -169,7 +181,6 @@ def identity(ready: Ready) -> dict[str, Any]:
         "packing": job.data.packing,
         "optimizer": job.optimizer.model_dump(mode="json"),
         "global_batch": job.train.global_batch,
-        "micro_batch": ready.strategy.micro_batch,
         "steps": job.train.steps,
         "epochs": job.train.epochs,
         "precision": job.train.precision,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from shardwise.strategy.strategy import Strategy
 from shardwise.train.announce import announce, header, speed
 from shardwise.train.loop import Loop, Progress
 from shardwise.train.observe import Quiet, Recorder
+from shardwise.train.out_of_memory import explained
 from shardwise.train.process import Chorus, StopSignal, join, place
 from shardwise.train.profile import PROFILED_STEPS, Profiled
 from shardwise.train.ready import Ready, count_steps, get_ready, identity, make_streams
@@ -54,20 +56,20 @@ def run(spec: LaunchSpec) -> None:
         job,
         processes=spec.processes if spec.dry_run else size,
         memory_cap_bytes=spec.memory_cap_bytes,
-        resumed=_resumed(spec),
+        resumed=resumed_strategy(spec),
+        chosen=spec.chosen,
     )
     if rank == 0:
         announce(ready, total_steps=count_steps(ready), json_plan=spec.dry_run and spec.as_json)
     if spec.dry_run:
         return
     check_bitsandbytes(job.model)
-    world = join(
-        tensor_parallel=ready.strategy.tensor_parallel,
-        reserve_at_most_bytes=_left_of_the_cap(spec.memory_cap_bytes, ready.strategy),
-    )
-    stop = StopSignal()
-    stop.install()  # from here on there is something to save; before, a signal simply ends the process
-    train(ready, spec, world, stop)
+    at_most = _left_of_the_cap(spec.memory_cap_bytes, ready.strategy)
+    with explained(ready):
+        world = join(tensor_parallel=ready.strategy.tensor_parallel, reserve_at_most_bytes=at_most)
+        stop = StopSignal()
+        stop.install()  # from here on there is something to save; before, a signal simply ends the process
+        train(ready, spec, world, stop)
 
 
 def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> None:
@@ -147,12 +149,33 @@ def _left_of_the_cap(cap_bytes: int | None, strategy: Strategy) -> int | None:
     return left
 
 
-def _resumed(spec: LaunchSpec) -> Strategy | None:
-    """What `strategy: auto` has chosen for the run that goes on: another choice would be another run."""
-    if not spec.resume or spec.job["strategy"] != "auto":
+def resumed_strategy(spec: LaunchSpec) -> Strategy | None:
+    """The strategy of a retry, or of the run that goes on; None where the job decides.
+
+    A run keeps what it was last run with: `auto` might choose another now, and a strategy that the job names
+    may have run out of memory. What is new in the job about micro-batch and checkpointing counts.
+    """
+    if spec.chosen is not None:
+        return Strategy.from_json(spec.chosen["strategy"])
+    if not spec.resume:
         return None
-    chosen = Strategy.from_json(read_run(Path(spec.run_dir)).plan["chosen"]["strategy"])
-    return chosen if chosen.world_size == spec.processes else None
+    record = read_run(Path(spec.run_dir))
+    then, now = Job.model_validate(record.job), Job.model_validate(spec.job)
+    strategy = Strategy.from_json(record.plan["chosen"]["strategy"])
+    if strategy.world_size != spec.processes or now.strategy != then.strategy:
+        return None
+    if now.train.micro_batch not in (None, then.train.micro_batch):
+        rows = strategy.micro_batch * strategy.accumulation
+        strategy = replace(
+            strategy,
+            micro_batch=now.train.micro_batch,
+            accumulation=max(1, rows // now.train.micro_batch),
+        )
+    if now.train.checkpointing not in ("auto", then.train.checkpointing):
+        asked = now.train.checkpointing
+        every = {"none": 0, "full": 1}[asked] if isinstance(asked, str) else asked
+        strategy = replace(strategy, checkpoint_every=every)
+    return strategy
 
 
 def make_engine(ready: Ready, world: World) -> Engine:
@@ -187,6 +210,7 @@ def make_observer(ready: Ready, spec: LaunchSpec, engine: Engine, progress: Prog
     job = ready.job.model_dump(mode="json")
     if spec.resume:
         folder = RunFolder.reopen(Path(spec.run_dir))
+        folder.keep_choice(ready.to_json()["chosen"])
     else:
         folder = RunFolder.create(
             Path(spec.run_dir),

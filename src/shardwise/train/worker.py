@@ -9,7 +9,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from shardwise.errors import DoesNotFitError, MachineError, ShardwiseError, render
+from shardwise.errors import MachineError, ShardwiseError, render
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,16 +53,6 @@ def _translate(error: Exception) -> ShardwiseError | None:
     """Errors of libraries that have a cause the user can act on."""
     import torch
 
-    if isinstance(error, torch.OutOfMemoryError):
-        free, total = torch.cuda.mem_get_info()
-        peak = torch.cuda.max_memory_reserved()
-        return DoesNotFitError(
-            f"out of GPU memory: {peak / 2**30:.1f} GiB reserved at most, {total / 2**30:.1f} GiB on the "
-            f"card, {free / 2**30:.1f} GiB free now ({str(error).splitlines()[0]})",
-            where=f"rank {os.environ.get('RANK', '0')}",
-            fix="train.checkpointing: full, a smaller train.micro_batch, or the next strategy of "
-            "zero2, zero3, zero3-offload; each keeps the global batch",
-        )
     if isinstance(error, torch.distributed.DistBackendError) or "/gloo/" in str(error):
         return MachineError(
             f"communication between the processes failed: {str(error).splitlines()[0]}",
@@ -89,10 +79,19 @@ def _tell(error: ShardwiseError) -> None:
         return
     problems = [asdict(problem) for problem in error.problems]
     record = {"exit_code": error.exit_code, "headline": error.headline, "problems": problems}
+    evidence = getattr(error, "evidence", None)  # of OutOfGpuMemoryError
+    if evidence is not None:
+        record["out_of_memory"] = asdict(evidence)
     path = Path(folder) / f"rank-{rank}.json"
     path.with_suffix(".tmp").write_text(json.dumps(record))
     path.with_suffix(".tmp").rename(path)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code:
+        # What failed has told so, and closed its files. To take the interpreter apart around half a process
+        # group would print pages of other libraries' complaints, or wait for the other half.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -28,7 +28,8 @@ VERBS = {
         "--explain", "--json", "--out", "--set", "--memory-cap",
     },
     "train": {
-        "--processes", "--resume", "--max-steps", "--dry-run", "--set", "--memory-cap", "--json",
+        "--processes", "--resume", "--max-steps", "--dry-run", "--set", "--memory-cap", "--on-oom",
+        "--json",
     },
     "bench": {
         "--strategies", "--sweep", "--processes", "--steps", "--warmup", "--timeout", "--profile", "--out",

@@ -292,7 +292,7 @@ def test_a_killed_rank_is_4_and_the_others_are_gone_within_the_grace(tmp_path: P
     began = time.monotonic()
     code, _, err = run.end()
     assert code == 4
-    assert f"rank {victim} was killed, probably out of host memory" in err
+    assert f"rank {victim} was killed" in err
     assert err.count("error:") == 1
     assert time.monotonic() - began < 0.3 + 3.0 + 1.5
 
