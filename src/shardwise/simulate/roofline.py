@@ -108,10 +108,10 @@ class Roofline:
         return self._kernel_seconds + max(computing, self._operands(op))
 
     def _scan(self, op: Op) -> float:
-        """Instructions of the kernels' loops, one a lane and clock: the fp32 peak counts two."""
+        """Instructions of the kernels' loops; the fp32 peak counts two a lane and clock."""
         rules = table()["scan"]
         instructions: float = math.prod(op.shape) * rules["instructions"][op.name]
-        computing = instructions / (self.fp32_flops / 2)
+        computing = instructions / (rules["issued"] * self.fp32_flops / 2)
         launching: float = rules["kernels"] * self._kernel_seconds
         return launching + max(computing, self._operands(op))
 
