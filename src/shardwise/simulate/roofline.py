@@ -111,7 +111,7 @@ class Roofline:
         """Instructions of the kernels' loops; the fp32 peak counts two a lane and clock."""
         rules = table()["scan"]
         instructions: float = math.prod(op.shape) * rules["instructions"][op.name]
-        computing = instructions / (rules["issued"] * self.fp32_flops / 2)
+        computing: float = instructions / (rules["issued"] * self.fp32_flops / 2)
         launching: float = rules["kernels"] * self._kernel_seconds
         return launching + max(computing, self._operands(op))
 
