@@ -186,7 +186,7 @@ def test_each_kind_of_kernel_has_its_bandwidth(op: Op, key: str) -> None:
 
 @pytest.mark.parametrize(("hidden_gb", "bound"), [(0.1, "instructions"), (50.0, "memory")])
 def test_a_scan_issues_its_instructions_or_moves_its_bytes(hidden_gb: float, bound: str) -> None:
-    """Mamba's forward scan at the 7B shape: 22.2 instructions for each of 6.4e8 states and tokens, 0.27 a clock."""
+    """Mamba's forward scan at the 7B shape: 22.2 instructions, 0.27 a clock, for each of 6.4e8 states."""
     tokens, width, states = 4096, 9728, 16
     moved = int(hidden_gb * 1e9)
     op = Op(
