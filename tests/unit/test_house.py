@@ -50,6 +50,7 @@ def test_packages_that_promise_it_load_without_torch() -> None:
     packages = (
         "bench",
         "errors.py",
+        "folders.py",
         "units.py",
         "doctor",
         "hardware",

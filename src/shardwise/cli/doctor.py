@@ -25,9 +25,10 @@ def doctor(
     CUDA_VISIBLE_DEVICES leaves; no setting is changed. Ends with 0 where training can run, else with 4;
     with 4, too, where --calibrate could not measure.
     """
-    from shardwise.doctor.doctor import cache_folder, examine
+    from shardwise.doctor.doctor import examine
+    from shardwise.folders import cache_root
 
-    report = examine(runs=Path("runs"), cache=cache_folder(), calibrate=calibrate)
+    report = examine(runs=Path("runs"), cache=cache_root(), calibrate=calibrate)
     if as_json:
         print(json.dumps(report.to_json()))
     else:

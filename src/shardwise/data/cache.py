@@ -132,11 +132,6 @@ class Writer:
             _make_durable(seal)
 
 
-def cache_root() -> Path:
-    """`$SHARDWISE_CACHE`, else `~/.cache/shardwise`."""
-    return Path(os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise")
-
-
 def load_or_build(
     root: Path, key: str, build: Callable[[Writer], dict[str, Any]]
 ) -> tuple[TokenDataset, dict[str, Any]]:

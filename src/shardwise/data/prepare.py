@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.cache import FORMAT, TokenDataset, Writer, cache_root, load_or_build
+from shardwise.data.cache import FORMAT, TokenDataset, Writer, load_or_build
 from shardwise.data.chat import Renderer, template_for
 from shardwise.data.encode import Encoded, Encoder, Tokens
 from shardwise.data.formats import Conversation, Reader, Sample
@@ -21,6 +21,7 @@ from shardwise.data.packing import permutation, rows_of_epoch
 from shardwise.data.render import Rendered
 from shardwise.data.sources import Findings, Source, Text, open_sources
 from shardwise.errors import DataError
+from shardwise.folders import cache_root
 from shardwise.job.schema import Job
 
 if TYPE_CHECKING:

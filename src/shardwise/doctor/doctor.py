@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -148,8 +147,3 @@ def _ranks(family: Children, gpus: Gpus, probe: str, *, limit_seconds: float | N
 def _environment(processes: int) -> Mapping[str, str]:
     """What a worker of a run gets, so that what is tried is what will run."""
     return worker_environment(processes=processes, folder=Path(tempfile.gettempdir()))
-
-
-def cache_folder() -> Path:
-    """`$SHARDWISE_CACHE`, else `~/.cache/shardwise`."""
-    return Path(os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise")

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.folders import cache_root
 from shardwise.hardware.driver import driver_version
 from shardwise.hardware.hardware import Hardware, Link
 
@@ -146,8 +147,7 @@ def _path(device: str, count: int, driver: str | None) -> Path:
 
 
 def _folder() -> Path:
-    root = Path(os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise")
-    return root / "calibration"
+    return cache_root() / "calibration"
 
 
 def _slug(text: str) -> str:

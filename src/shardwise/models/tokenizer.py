@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shardwise.errors import JobError, MachineError
+from shardwise.folders import cache_root
 from shardwise.job.schema import Model
 from shardwise.models.catalog import lookup
 from shardwise.models.source import TOKENIZER_FILES, download
@@ -48,7 +48,7 @@ def load_tokenizer(
         MachineError: it has to be downloaded, and the hub cannot be reached; or the cache cannot be written.
     """
     if model.tokenizer == "train":
-        root = (cache or _default_cache()) / "tokenizers"
+        root = (cache or cache_root()) / "tokenizers"
         return _from_folder(_trained(root, corpus, model.tokenizer_vocab), model)
     tokenizer = _from_folder(_folder(model), model)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
@@ -178,7 +178,3 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _default_cache() -> Path:
-    return Path(os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise")

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 import shardwise
-from shardwise.data.cache import cache_root
+from shardwise.folders import cache_root
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.plan.plan import Plan

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.data.cache import COLUMNS, Writer, cache_root, load_or_build
+from shardwise.data.cache import COLUMNS, Writer, load_or_build
 from shardwise.errors import DataError, MachineError
 
 SAMPLES = [([5, 6, 7], [0, 1, 1]), ([8], [1]), ([9, 9, 70_000], [1, 0, 1])]
@@ -135,13 +135,6 @@ def test_a_full_disk_is_said_also_by_the_last_bytes(tmp_path: Path, finish: bool
 
     with pytest.raises(MachineError, match="No space left"):
         write()
-
-
-def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
-    assert cache_root() == tmp_path
-    monkeypatch.delenv("SHARDWISE_CACHE")
-    assert cache_root() == Path.home() / ".cache" / "shardwise"
 
 
 def test_meta_names_all_columns(tmp_path: Path) -> None:

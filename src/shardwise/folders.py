@@ -1,0 +1,11 @@
+"""Where shardwise keeps what it can make again: tokenised data, tokenizers, traces, plans, calibrations."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_root() -> Path:
+    """`$SHARDWISE_CACHE`, else `~/.cache/shardwise`."""
+    return Path(os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise")
