@@ -37,7 +37,8 @@ class Job:
     @property
     def rows(self) -> list[Row]:
         """Those of the ledger that train this job."""
-        return [row for row in load_rows(HERE / "rows.toml") if _job_of(row) == self]
+        rows = [row for row in load_rows(HERE / "rows.toml") if row.quantization == "none"]
+        return [row for row in rows if _job_of(row) == self]
 
     def choice(self) -> Strategy:
         """What `shardwise plan` puts first."""
@@ -56,7 +57,7 @@ def _job_of(row: Row) -> Job:
         model=row.model,
         gpus=row.gpus,
         sequence_length=row.sequence_length,
-        global_batch=row.micro_batch * row.accumulation * row.gpus,
+        global_batch=row.global_batch,
         lora=row.lora,
         memory_cap_gib=row.memory_cap_gib,
     )

@@ -247,6 +247,11 @@ def errors(peers: Mapping[str, Mapping[str, Any]], measured: Iterable[Mapping[st
     return found
 
 
+def known_rows() -> list[Row]:
+    """Those of which other tools know the family."""
+    return [row for row in load_rows(HERE / "rows.toml") if row.set != "families"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What other estimators say of the rows' memory")
     parser.add_argument("--out", type=Path, required=True, help="JSON, one entry a row id")
@@ -254,7 +259,8 @@ def main() -> None:
     arguments = parser.parse_args()
     versions = {name: version(name) for name in ("accelerate", "deepspeed", "torch", "transformers")}
     versions["cookbook"] = COOKBOOK
-    peers = {row.id: {**peer(row), "versions": versions} for row in load_rows(HERE / "rows.toml")}
+    rows = known_rows()
+    peers = {row.id: {**peer(row), "versions": versions} for row in rows}
     lines = [f"{json.dumps(row)}: {json.dumps(entry)}" for row, entry in peers.items()]
     arguments.out.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     measured = [json.loads(line) for line in arguments.measured.read_text(encoding="utf-8").splitlines()]

@@ -98,7 +98,7 @@ def process_bytes() -> int:
 def predict(row: Row) -> Prediction:
     """What the simulator says of the row on the GPUs it was measured on."""
     strategy = row.resolved()
-    tracer = row.model, row.layers, row.lora, row.sequence_length, row.precision
+    tracer = row.model, row.layers, row.lora, row.quantization, row.sequence_length, row.precision
     return simulate(
         _trace(
             *tracer,
@@ -113,8 +113,17 @@ def predict(row: Row) -> Prediction:
 
 
 @cache
-def _tracer(model: str, layers: int, lora: int, sequence_length: int, precision: str) -> Tracer:
-    row = Row(model=model, layers=layers, lora=lora, sequence_length=sequence_length, precision=precision)
+def _tracer(
+    model: str, layers: int, lora: int, quantization: str, sequence_length: int, precision: str
+) -> Tracer:
+    row = Row(
+        model=model,
+        layers=layers,
+        lora=lora,
+        quantization=quantization,
+        sequence_length=sequence_length,
+        precision=precision,
+    )
     job = row.job(source=model, text="text.txt", output="runs")
     return Tracer(job.model, precision=precision, sequence_length=sequence_length)
 

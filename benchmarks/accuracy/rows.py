@@ -14,7 +14,7 @@ from shardwise.strategy.auto import resolve
 from shardwise.strategy.strategy import Strategy
 
 GIB = 1024**3
-SETS = ("fit", "held-out", "choices")
+SETS = ("fit", "held-out", "choices", "families")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +35,15 @@ class Row:
     checkpointing: str | int = "none"
     lora: int = 0
     """Rank of adapters on all linear layers; 0 trains all weights."""
+    quantization: str = "none"
+    """Of the base below adapters: `int8` or `nf4`."""
     precision: str = "bf16"
     memory_cap_gib: float = 0.0
     """The process may use so much of the GPU; 0: all of it."""
     set: str = "fit"
     """`fit`: constants may have been found with it; `held-out`: not looked at before they were fixed;
-    `choices`: neither, measured for choices.py."""
+    `choices`: neither, measured for choices.py; `families`: neither, Mamba, quantised bases and tensor
+    parallelism."""
 
     @property
     def id(self) -> str:
@@ -53,6 +56,7 @@ class Row:
             f"b{self.micro_batch}x{self.accumulation}",
             f"ck{ {'none': 0, 'full': 1}.get(str(self.checkpointing), self.checkpointing) }",
         ]
+        parts += [self.quantization] if self.quantization != "none" else []
         parts += [self.precision] if self.precision != "bf16" else []
         parts += [f"cap{self.memory_cap_gib:g}"] if self.memory_cap_gib else []
         return ".".join(parts)
@@ -61,6 +65,12 @@ class Row:
     def offloads(self) -> bool:
         """Whether the optimizer is DeepSpeed's for CPUs, which is compiled when first used."""
         return self.resolved().engine == "deepspeed" and self.resolved().offload_optimizer != "none"
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a step. GPUs that share a layer have the same ones."""
+        together = self.strategy.get("tensor_parallel", 1) if isinstance(self.strategy, dict) else 1
+        return self.micro_batch * self.accumulation * self.gpus // int(together)
 
     @property
     def memory_cap_bytes(self) -> int | None:
@@ -89,6 +99,7 @@ class Row:
         model: dict[str, Any] = {"source": source, "weights": "random", "config": self.config}
         if self.lora:
             model["lora"] = {"rank": self.lora, "alpha": 2.0 * self.lora, "targets": "all-linear"}
+            model["quantization"] = self.quantization
         return Job.model_validate(
             {
                 "name": "row",
@@ -103,7 +114,7 @@ class Row:
                 "optimizer": {"learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0},
                 "train": {
                     "steps": 1,  # measure.py says how many
-                    "global_batch": self.micro_batch * self.accumulation * self.gpus,
+                    "global_batch": self.global_batch,
                     "micro_batch": self.micro_batch,
                     "precision": self.precision,
                     "checkpointing": self.checkpointing,
@@ -129,6 +140,7 @@ class Row:
             total_parameters=0,
             device_memory_bytes=None,
             lora=self.lora > 0,
+            quantization=job.model.quantization,
         )
         return strategy
 

@@ -60,7 +60,7 @@ def test_every_measured_row_is_one_of_the_ledger(predict: ModuleType, comparison
     assert failed == [], "a row that ended for another reason than memory says nothing"
 
 
-@pytest.mark.parametrize("which", ["fit", "held-out", "choices"])
+@pytest.mark.parametrize("which", ["fit", "held-out", "choices", "families"])
 @pytest.mark.parametrize(("quantity", "mean", "worst"), [("reserved", 0.02, 0.05), ("step", 0.10, 0.20)])
 def test_predictions_are_within_their_bounds(
     predict: ModuleType, comparisons: Comparisons, which: str, quantity: str, mean: float, worst: float
