@@ -27,12 +27,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from assets import Assets
 from measure import Limits, Running
 from rows import SETS, Row, load_rows
 
 from shardwise.bench.process import end_session
+from shardwise.doctor.probes.measure import host_call_seconds
 from shardwise.hardware.detect import gpu_count
 from shardwise.record.environment import versions
 
@@ -180,18 +180,6 @@ def describe_machine() -> dict[str, Any]:
         "host_call_seconds": host_call_seconds(),
         "command": shlex.join(["python", "benchmarks/accuracy/run.py", *sys.argv[1:]]),
     }
-
-
-def host_call_seconds() -> float:
-    """What a call of torch costs this machine's processor, at best: an addition of two numbers on the CPU."""
-    number, calls = torch.zeros(()), 5000
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(calls):
-            number.add_(1.0)
-        seconds.append((time.perf_counter() - start) / calls)
-    return min(seconds)
 
 
 def allocator() -> str:

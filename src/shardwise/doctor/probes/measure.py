@@ -36,7 +36,7 @@ def measure(stage: Callable[[str], None]) -> dict[str, Any]:
     bench = _Bench(device)
     found: dict[str, Any] = {"ranks": size, "device": device.type, "samples": [], "skipped": []}
     stage("timing calls of torch on the host")
-    found["host_call_seconds"] = _host_call_seconds()
+    found["host_call_seconds"] = host_call_seconds()
     stage("timing memory")
     found["memory_bytes_per_second"] = _memory(bench)
     found["products"] = list(_products(bench, stage))
@@ -87,7 +87,7 @@ def _calls(num_bytes: int) -> int:
     return 50 if num_bytes <= 2**20 else 10 if num_bytes <= 2**24 else 5
 
 
-def _host_call_seconds() -> float:
+def host_call_seconds() -> float:
     """What a call of torch costs this processor, at best: an addition of two numbers on the CPU."""
     number = torch.zeros(())
     rounds = []
