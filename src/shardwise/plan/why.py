@@ -73,7 +73,10 @@ def shortcoming(
 def does_not_fit(plan: Plan) -> DoesNotFitError:
     """The error of a plan in which nothing is chosen, with the nearest change that would help."""
     least, hardware, near = plan.options[0], plan.hardware, plan.nearest
-    fix = "shorter rows, LoRA, 8 GPUs a node and the largest GPU of the catalog were tried: none is enough"
+    fewer = "LoRA" if plan.job.lora_rank is None else "a quantised base"
+    fix = (
+        f"shorter rows, {fewer}, 8 GPUs a node and the largest GPU of the catalog were tried: none is enough"
+    )
     if near is not None:
         needed = gib(near.option.prediction.memory.needed_bytes)
         fix = f"{near.how} ({near.what}): {in_words(near.option.strategy)} fits, in {needed}"
@@ -163,12 +166,12 @@ def _step(chosen: Option, hardware: Hardware) -> str:
 
 
 def _waits(strategy: Strategy, time: Time, hardware: Hardware) -> dict[str, float]:
-    """Seconds waited by the link that is waited for: each group's slowest."""
-    peers = group(hardware, strategy.tensor_parallel)
+    """Seconds waited by the link that is waited for: each group's slowest, the host's of a GPU alone."""
+    peers = group(hardware, strategy.tensor_parallel).slowest.name
     others = group(hardware, strategy.data_parallel, stride=strategy.tensor_parallel)
-    within = time.exposed_to_peers_seconds
-    waits = {others.slowest.name: time.exposed_communication_seconds - within}
-    waits[peers.slowest.name] = waits.get(peers.slowest.name, 0.0) + within
+    for_others = hardware.host_link.name if others.size == 1 else others.slowest.name
+    waits = {for_others: time.exposed_communication_seconds - time.exposed_to_peers_seconds}
+    waits[peers] = waits.get(peers, 0.0) + time.exposed_to_peers_seconds
     return waits
 
 

@@ -64,6 +64,8 @@ def test_each_wait_names_the_link_of_its_group(toy) -> None:
     assert "waiting for communication over 8xib400 5%" in told
     assert "waiting for communication over nvlink4 11%" in told
     assert "ib400" not in waits(toy, "2x8xH100+ib400", 8, peers=0.11)
+    alone = waits(toy, "1xRTX4080", 1, others=0.05)
+    assert f"waiting for communication over {parse_hardware('1xRTX4080').host_link.name} 5%" in alone
     one_node = waits(toy, "8xH100", 4, peers=0.11, others=0.05)
     assert "waiting for communication over nvlink4 16%" in one_node, "one link, one number"
 
@@ -129,4 +131,7 @@ def test_the_error_names_the_nearest_change(toy) -> None:
     assert "needs 12.2 GiB of a GPU, 0.5 GiB more than there is" in text
     assert "at:  toy-1.3b on 4 × RTX 3060" in text
     assert "fix: --gpus 4xRTX-3090 (RTX 3090, of 24 GB, instead of RTX 3060): zero1 with" in text
-    assert "none is enough" in render(does_not_fit(toy.plan("4xRTX3060", "zero1")))
+    hopeless = toy.plan("4xRTX3060", "zero1")
+    assert "shorter rows, LoRA, 8 GPUs a node" in render(does_not_fit(hopeless))
+    adapters = replace(hopeless, job=replace(hopeless.job, lora_rank=16))
+    assert "shorter rows, a quantised base, 8 GPUs a node" in render(does_not_fit(adapters))
