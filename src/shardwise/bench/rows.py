@@ -212,6 +212,7 @@ class _Making:
             total_parameters=0,
             device_memory_bytes=None,
             lora=job.model.lora is not None,
+            quantization=job.model.quantization,
         )
         return strategy
 

@@ -119,6 +119,7 @@ def check_strategy(loaded: LoadedJob, processes: int, gpus: int) -> None:
             total_parameters=0,
             device_memory_bytes=None,
             lora=job.model.lora is not None,
+            quantization=job.model.quantization,
         )
     except JobError as error:
         located = [

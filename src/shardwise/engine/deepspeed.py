@@ -37,6 +37,7 @@ from shardwise.engine.deepspeed_tensor_parallel import (
     drop_first_batch_check,
     whole,
 )
+from shardwise.engine.extensions import needed_operators, pass_locks
 from shardwise.engine.parameters import (
     Fill,
     chosen,
@@ -81,6 +82,7 @@ class DeepSpeedEngine:
             largest_parameter=largest,
         )
         _prepare_deepspeed(world)
+        pass_locks(needed_operators(strategy))
         import deepspeed
 
         move_buffers(module, world.device)

@@ -182,6 +182,8 @@ def _whole_rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: int, scale: float | None
 ) -> torch.Tensor:
     """Causal attention within `rows` segments of the same length."""
+    if q.dtype == torch.float32:
+        k, v = (_for_each_head(t, q) for t in (k, v))
     qs, ks, vs = (t.unflatten(0, (rows, -1)).transpose(1, 2) for t in (q, k, v))
     with sdpa_kernel(_BACKENDS, set_priority=True):
         out = functional.scaled_dot_product_attention(
@@ -228,12 +230,13 @@ def _segment_by_segment(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    _longest: int,
+    longest: int,
     scale: float | None,
     window: tuple[int, int],
 ) -> torch.Tensor:
-    """The same with plain SDPA, one segment after the other."""
-    borders = cu_seqlens.tolist()
+    """The same with plain SDPA, one segment after the other; on the meta device all are the longest."""
+    k, v = (_for_each_head(t, q) for t in (k, v))
+    borders = [n * longest for n in range(len(cu_seqlens))] if cu_seqlens.is_meta else cu_seqlens.tolist()
     out = []
     for start, stop in pairwise(borders):
         qs, ks, vs = (t[start:stop].transpose(0, 1).unsqueeze(0) for t in (q, k, v))
@@ -242,10 +245,20 @@ def _segment_by_segment(
             mask = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device)
             mask = mask.tril().triu(-window[0])
         attended = functional.scaled_dot_product_attention(
-            qs, ks, vs, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            qs, ks, vs, mask, is_causal=mask is None, scale=scale
         )
         out.append(attended.squeeze(0).transpose(0, 1))
     return torch.cat(out)
+
+
+def _for_each_head(shared: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Keys or values once for each query head that shares them.
+
+    For fp32 SDPA has one kernel that makes no matrix of all pairs, and it takes no shared heads (torch's
+    documentation of `enable_gqa`).
+    """
+    repeats = q.shape[1] // shared.shape[1]
+    return shared if repeats == 1 else shared.repeat_interleave(repeats, dim=1)
 
 
 AttentionInterface.register(VARLEN, varlen_attention)

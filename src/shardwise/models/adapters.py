@@ -37,6 +37,8 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
     targets: str | list[str] = lora.targets
     if isinstance(lora.targets, list):
         _check_targets(lora.targets, candidates, model)
+    elif has_stacked_experts(model):
+        targets = sorted(_last_names(candidates) - taken_for_experts(model))
     elif model.config.model_type == MAMBA:
         targets = ["in_proj"]  # PEFT refuses `all-linear`, which it would read as out_proj too
     config = LoraConfig(
@@ -70,6 +72,31 @@ def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and module not in left_out
     }
+
+
+def has_stacked_experts(model: nn.Module) -> bool:
+    """Whether it holds weights of all experts of a block in one tensor."""
+    return any(parameter.ndim == 3 for parameter in model.parameters())
+
+
+def taken_for_experts(model: PreTrainedModel) -> set[str]:
+    """Last names of linear layers that PEFT takes for the experts', which transformers 4 called so.
+
+    It would add adapters to the experts' stacked weights instead, and from these make whole weights of all
+    experts in every pass, which no engine could shard. PEFT before 0.19 takes names as they are.
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:
+        return set()
+    names = _last_names(linear_modules(model))
+    asked = LoraConfig(target_modules=sorted(names))
+    convert_peft_config_for_transformers(asked, model, None)
+    return names - set(asked.target_modules)
+
+
+def _last_names(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -121,10 +148,19 @@ def _check_targets(targets: Iterable[str], candidates: Iterable[str], model: Pre
             fix="targets: [in_proj]",
         )
     unknown = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    taken = taken_for_experts(model)
+    known = f"choose from {', '.join(sorted(_last_names(names) - taken))}, or all-linear"
     if unknown:
-        known = sorted({name.rpartition(".")[2] for name in names})
         raise JobError(
             f"no linear module is called {', '.join(map(repr, unknown))}",
             where="model.lora.targets",
-            fix=f"choose from {', '.join(known)}, or all-linear",
+            fix=known,
+        )
+    moved = [t for t in targets if t.rpartition(".")[2] in taken]
+    if moved:
+        raise JobError(
+            f"PEFT takes {', '.join(moved)} of {model.config.model_type!r} models for the experts' stacked "
+            "weights, which get no adapter",
+            where="model.lora.targets",
+            fix=known,
         )

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 
 from shardwise.errors import JobError
 from shardwise.job.schema import Model
-from shardwise.models.adapters import add_lora, is_adapter
+from shardwise.models.adapters import add_lora, has_stacked_experts, is_adapter, taken_for_experts
 from shardwise.models.file_weights import open_weights
 from shardwise.models.mamba.prepare import MAMBA, check_config, prepare, refuse_related
 from shardwise.models.quantize import quantize_linears
@@ -94,8 +94,11 @@ def build_model(model: Model, *, dtype: torch.dtype, seed: int, vocab_size: int 
     peft = None
     if model.lora is not None:
         peft = add_lora(built, model.lora, source=model.source, revision=model.revision)
-        if any(parameter.ndim == 3 for parameter in skeleton.parameters()):
+        if has_stacked_experts(skeleton):
             notes.append("the experts get no adapter: they are not linear modules")
+            taken = taken_for_experts(skeleton)
+            if taken:
+                notes.append(f"nor do {', '.join(sorted(taken))}: PEFT takes these names for the experts'")
             if model.quantization != "none":
                 notes.append("the experts are not quantised: they are not linear modules")
     adapters = sum(p.numel() for name, p in built.named_parameters() if is_adapter(name))

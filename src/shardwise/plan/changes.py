@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from shardwise.errors import JobError
 from shardwise.hardware.catalog import MODERN, Gpu, gpus
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
-from shardwise.job.schema import Job, Lora
+from shardwise.job.schema import Job, Lora, Quantization
 from shardwise.plan.plan import Nearest, Option
 from shardwise.units import gib
 
@@ -39,7 +40,10 @@ def nearest(changes: Iterable[Change], attempt: Callable[[Change], Option | None
 
 
 def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = None) -> Iterator[Change]:
-    """Shorter rows, LoRA, all of each GPU, more GPUs, larger GPUs; each with the flag that asks for it."""
+    """Shorter rows, LoRA or a quantised base below it, all of each GPU, more GPUs, larger GPUs.
+
+    Each comes with the flag that asks for it.
+    """
     asked = Change(what="", how="", job=job, hardware=hardware, memory_cap_bytes=memory_cap_bytes)
     yield from _shorter_rows(asked)
     if job.model.lora is None and job.model.weights == "pretrained":
@@ -51,6 +55,8 @@ def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = N
             how=f"--lora {lora.rank}",
             job=job.model_copy(update={"model": model}),
         )
+    if job.model.lora is not None:
+        yield from _fewer_bits(asked)
     if memory_cap_bytes is not None:
         yield replace(
             asked,
@@ -88,6 +94,20 @@ def _shorter_rows(asked: Change) -> Iterator[Change]:
                 how=f"--sequence {length}",
                 job=asked.job.model_copy(update={"data": data}),
             )
+
+
+def _fewer_bits(asked: Change) -> Iterator[Change]:
+    """The frozen base in the formats that take less than its own."""
+    now = asked.job.model.quantization
+    kinds = get_args(Quantization)  # from the widest to the narrowest
+    for kind in kinds[kinds.index(now) + 1 :]:
+        model = asked.job.model.model_copy(update={"quantization": kind})
+        yield replace(
+            asked,
+            what=f"a base in {kind} instead of {asked.job.train.precision if now == 'none' else now}",
+            how=f"--set model.quantization={kind}",
+            job=asked.job.model_copy(update={"model": model}),
+        )
 
 
 def _more_gpus(asked: Change) -> Iterator[Change]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from shardwise.hardware.hardware import Hardware
-from shardwise.job.schema import Job
+from shardwise.job.schema import Job, Quantization
 from shardwise.simulate.prediction import Prediction
 from shardwise.strategy.space import Refused
 from shardwise.strategy.strategy import Strategy
@@ -32,6 +32,8 @@ class Workload:
     parameters: int
     trainable_parameters: int
     lora_rank: int | None
+    quantization: Quantization = "none"
+    """Format of the base below the adapters."""
     sequence_length: int
     global_batch: int
     precision: str
@@ -63,6 +65,7 @@ class Workload:
             parameters=parameters,
             trainable_parameters=trainable_parameters,
             lora_rank=None if job.model.lora is None else job.model.lora.rank,
+            quantization=job.model.quantization,
             sequence_length=job.data.sequence_length,
             global_batch=job.train.global_batch,
             precision=job.train.precision,

@@ -59,7 +59,8 @@ def heading(plan: Plan) -> Iterator[Text]:
     trained = "all trained"
     if job.lora_rank is not None:
         trained = f"LoRA of rank {job.lora_rank} trains {count(job.trainable_parameters)}"
-    size = f" · {count(job.parameters)} parameters, {trained}, {job.precision}"
+    base = "" if job.quantization == "none" else f", base in {job.quantization}"
+    size = f" · {count(job.parameters)} parameters, {trained}, {job.precision}{base}"
     yield Text.assemble((job.model, "bold"), size)
     number = f"{hardware.nodes} × " if hardware.nodes > 1 else ""
     rates = "" if hardware.gpu.assumed_from is None else f" (assumed as fast as {hardware.gpu.assumed_from})"

@@ -8,7 +8,9 @@ from dataclasses import asdict
 from shardwise.errors import DoesNotFitError
 from shardwise.hardware.hardware import Hardware
 from shardwise.plan.plan import Objective, Option, Plan, in_words
+from shardwise.simulate.communication import group
 from shardwise.simulate.prediction import Memory, Time
+from shardwise.strategy.strategy import Strategy
 from shardwise.units import duration, gib
 
 WORTH_TELLING = 0.02
@@ -40,7 +42,7 @@ def reasons(
     return (
         _against_the_others(chosen, rest, objective, margin),
         _memory(chosen.prediction.memory),
-        _step(chosen.prediction.time, hardware),
+        _step(chosen, hardware),
         *_checkpointing(chosen, rest),
         *_host(chosen.prediction.memory, hardware),
     )
@@ -71,7 +73,10 @@ def shortcoming(
 def does_not_fit(plan: Plan) -> DoesNotFitError:
     """The error of a plan in which nothing is chosen, with the nearest change that would help."""
     least, hardware, near = plan.options[0], plan.hardware, plan.nearest
-    fix = "shorter rows, LoRA, 8 GPUs a node and the largest GPU of the catalog were tried: none is enough"
+    fewer = "LoRA" if plan.job.lora_rank is None else "a quantised base"
+    fix = (
+        f"shorter rows, {fewer}, 8 GPUs a node and the largest GPU of the catalog were tried: none is enough"
+    )
     if near is not None:
         needed = gib(near.option.prediction.memory.needed_bytes)
         fix = f"{near.how} ({near.what}): {in_words(near.option.strategy)} fits, in {needed}"
@@ -146,17 +151,28 @@ def _memory(memory: Memory) -> str:
     )
 
 
-def _step(time: Time, hardware: Hardware) -> str:
+def _step(chosen: Option, hardware: Hardware) -> str:
     """What the step is made of, the largest waits by name."""
+    time = chosen.prediction.time
     parts = [f"computing takes {_share(time.compute_seconds, time)} of it"]
-    if time.exposed_communication_fraction >= WORTH_TELLING:
-        link = hardware.inter or hardware.intra
-        parts.append(f"waiting for communication over {link.name} {time.exposed_communication_fraction:.0%}")
+    for link, seconds in _waits(chosen.strategy, time, hardware).items():
+        if seconds >= WORTH_TELLING * time.step_seconds:
+            parts.append(f"waiting for communication over {link} {_share(seconds, time)}")
     if time.copy_seconds >= WORTH_TELLING * time.step_seconds:
         parts.append(f"copies to and from the host, partly meanwhile, {_share(time.copy_seconds, time)}")
     if time.launch_seconds >= time.compute_seconds:
         parts.append(f"issuing its kernels takes the host {_share(time.launch_seconds, time)}")
     return f"a step takes {duration(time.step_seconds)}: {', '.join(parts)}"
+
+
+def _waits(strategy: Strategy, time: Time, hardware: Hardware) -> dict[str, float]:
+    """Seconds waited by the link that is waited for: each group's slowest, the host's of a GPU alone."""
+    peers = group(hardware, strategy.tensor_parallel).slowest.name
+    others = group(hardware, strategy.data_parallel, stride=strategy.tensor_parallel)
+    for_others = hardware.host_link.name if others.size == 1 else others.slowest.name
+    waits = {for_others: time.exposed_communication_seconds - time.exposed_to_peers_seconds}
+    waits[peers] = waits.get(peers, 0.0) + time.exposed_to_peers_seconds
+    return waits
 
 
 def _checkpointing(chosen: Option, rest: Sequence[Option]) -> Iterator[str]:

@@ -53,6 +53,12 @@ class Group:
         return between if self.per_node == 1 else min(self.intra.bytes_per_second, between)
 
     @property
+    def slowest(self) -> Link:
+        """The link that holds such a ring up."""
+        between = self.per_node == 1 or self.bytes_per_second < self.intra.bytes_per_second
+        return self._network if self.nodes > 1 and between else self.intra
+
+    @property
     def ring_latency_seconds(self) -> float:
         """Of N - 1 steps, of which one less than there are nodes goes between nodes."""
         within = (self.per_node - 1) * self.nodes * self.intra.latency_seconds

@@ -73,6 +73,8 @@ class Time:
     """All collectives, overlapped or not."""
     exposed_communication_seconds: float
     """What the step waits for communication."""
+    exposed_to_peers_seconds: float = 0.0
+    """Of that, for the sums of the tensor-parallel group; the rest is for the data-parallel one."""
     copy_seconds: float
     """Copies between host and GPU, overlapped or not."""
     optimizer_seconds: float

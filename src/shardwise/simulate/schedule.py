@@ -8,9 +8,10 @@ from typing import Any
 
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate import communication
+from shardwise.simulate.engines.whole import whole_parameters, without
 from shardwise.simulate.host import Host
 from shardwise.simulate.roofline import table
-from shardwise.simulate.segments import Segment, segments
+from shardwise.simulate.segments import Segment, segments, without_gradients
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.simulate.streams import Clocks, Streams, Work
 from shardwise.strategy.strategy import Strategy
@@ -38,7 +39,9 @@ class Schedule:
     """
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
-        self.trace = trace
+        whole = whole_parameters(trace, strategy.precision)
+        self.trace = without(trace, whole) if whole else trace
+        """As the engine sees it."""
         self.strategy = strategy
         self.streams = Streams(hardware, trace.precision)
         self.host = Host()
@@ -49,7 +52,11 @@ class Schedule:
         self.ranks = strategy.data_parallel
         self.neighbours = min(hardware.gpus_per_node, strategy.world_size)
         assert trace.tensor_parallel == strategy.tensor_parallel, "a trace is that of one degree"
-        self.segments = segments(trace, hardware.gpu)
+        self.segments = [
+            without_gradients(segment, trace, of=whole) for segment in segments(trace, hardware.gpu)
+        ]
+        self.beside = [float(trace.parameters[index].numel) for index in trace.trainable if index in whole]
+        """Elements of what is trained in fp32 beside the engine."""
         self.trainable = sum(self.elements(index) for index in trace.trainable)
         self.arriving: dict[int, int] = {}
         """Sharded weights on the way: whose, and the event of their arrival."""
@@ -70,15 +77,34 @@ class Schedule:
     def _micro_batch(self, *, first: bool, last: bool) -> list[Work]:
         key = first, last, frozenset(self.whole), tuple(self.arriving.items())
         if key not in self._known:
-            work = self._written(lambda: self.micro_batch(first=first, last=last))
+            work = self._written(lambda: self._passes(first=first, last=last))
             self._known[key] = work, self.arriving.copy(), self.whole.copy()
         work, arriving, whole = self._known[key]
         self.arriving, self.whole = arriving.copy(), whole.copy()
         return work
 
+    def _passes(self, *, first: bool, last: bool) -> None:
+        self.micro_batch(first=first, last=last)
+        if self.beside and not first:  # autograd adds to what is there
+            self.streams.move(3 * FP32 * sum(self.beside), kernels=len(self.beside))
+
     @cached_property
     def _update(self) -> list[Work]:
-        return self._written(self.update)
+        return self._written(self.update if not self.beside else self._update_both)
+
+    def _update_both(self) -> None:
+        """The engine's update between what engine/whole.py does: one sum over the ranks, norm, AdamW."""
+        streams, elements = self.streams, sum(self.beside)
+        if self.strategy.engine != "single":
+            streams.move(2 * FP32 * elements, "foreach_copy")
+            seconds = communication.all_reduce(FP32 * elements, self.group)
+            if self.ranks > 1:
+                summed = streams.communicate(seconds, 2 * FP32 * elements, after_compute=True)
+                streams.compute_waits(summed)
+            streams.move(2 * FP32 * elements)
+        streams.move(NORM_BYTES * elements, "foreach_norm")
+        self.update()
+        streams.move(ADAMW_BYTES * elements, "fused_adamw")
 
     @cached_property
     def _between(self) -> list[Work]:

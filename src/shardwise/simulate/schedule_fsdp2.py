@@ -34,12 +34,12 @@ class Fsdp2(Schedule):
         self.offload = strategy.offload_parameters != "none"
         self.parameters: dict[int, list[int]] = {}
         seen: set[int] = set()
-        for unit in sorted(trace.units, key=lambda unit: unit.block < 0):
+        for unit in sorted(self.trace.units, key=lambda unit: unit.block < 0):
             new = [index for index in unit.parameters if index not in seen]
             self.parameters.setdefault(unit.block, []).extend(new)
             seen.update(new)
         self.elements_of = {block: self.count(indices) for block, indices in self.parameters.items()}
-        trainable = set(trace.trainable)
+        trainable = set(self.trace.trainable)
         self.learned_of = {
             block: self.count(trainable.intersection(indices)) for block, indices in self.parameters.items()
         }

@@ -29,7 +29,8 @@ class _Buckets(Schedule):
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
         # its size is set before tensor parallelism cuts the model
-        self.bucket = min(BUCKET, float(sum(trace.parameters[i].whole_numel for i in trace.trainable)))
+        learned = (self.trace.parameters[index].whole_numel for index in self.trace.trainable)
+        self.bucket = min(BUCKET, float(sum(learned)))
         self.offload = strategy.offload_optimizer != "none"
         self.filled = 0.0  # at the end of a pass nothing is left
         self.part = self.trainable / self.ranks
@@ -166,7 +167,7 @@ class Zero3(_Buckets):
         super().__init__(trace, strategy, hardware)
         self.on_host = strategy.offload_parameters != "none"
         self.sizes = [
-            sum(n for n in map(self.elements, unit.parameters) if n >= PERSIST) for unit in trace.units
+            sum(n for n in map(self.elements, unit.parameters) if n >= PERSIST) for unit in self.trace.units
         ]
         self.uses = [
             (segment.unit, number) for number, segment in enumerate(self.segments) if segment.unit >= 0

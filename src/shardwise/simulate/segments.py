@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from shardwise.hardware.catalog import Gpu
 from shardwise.simulate.host import Host
@@ -55,6 +55,18 @@ def segments(trace: StepTrace, gpu: Gpu) -> tuple[Segment, ...]:
     return cut
 
 
+def without_gradients(segment: Segment, trace: StepTrace, of: Collection[int]) -> Segment:
+    """A segment of `trace` in which nobody takes the gradients of some parameters."""
+    if not any(index in of for index in segment.gradients):
+        return segment
+    left = tuple(index for index in segment.gradients if index not in of)
+    return replace(segment, gradients=left, learned=_elements(trace, left))
+
+
+def _elements(trace: StepTrace, parameters: Iterable[int]) -> float:
+    return float(sum(trace.parameters[index].numel for index in parameters))
+
+
 def _cut(trace: StepTrace, gpu: Gpu) -> Iterator[Segment]:
     sizes = [size for parameter in trace.parameters for size in parameter.shape]
     roofline = Roofline(gpu, trace.precision, rows=trace.tokens, sizes=sizes)
@@ -84,7 +96,7 @@ def _cut(trace: StepTrace, gpu: Gpu) -> Iterator[Segment]:
             read_back=any(op in looked_at for op in ops),
             passes=2 if again else 1,
             gradients=tuple(gradients),
-            learned=float(sum(trace.parameters[index].numel for index in gradients)),
+            learned=_elements(trace, gradients),
             sums=tuple(summed[op] for op in ops if op in summed) if summed else (),
         )
 

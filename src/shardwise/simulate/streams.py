@@ -40,6 +40,8 @@ class Totals:
     compute: float = 0.0
     communication: float = 0.0
     exposed: float = 0.0
+    exposed_to_peers: float = 0.0
+    """Of that, waiting for sums over the tensor-parallel group."""
     copy: float = 0.0
     optimizer: float = 0.0
     issue: float = 0.0
@@ -186,7 +188,9 @@ class Clocks:
                 if beside:
                     communication += beside
                     events[:] = [at + beside if at > start else at for at in events]
-                totals.exposed += start + seconds + beside - max(compute, host)
+                waits = start + seconds + beside - max(compute, host)
+                totals.exposed += waits
+                totals.exposed_to_peers += waits
                 compute = start + seconds + beside
                 totals.communication += seconds
                 totals.joules += joules

@@ -53,6 +53,7 @@ def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, playe
         compute_seconds=totals.compute,
         communication_seconds=totals.communication,
         exposed_communication_seconds=totals.exposed,
+        exposed_to_peers_seconds=totals.exposed_to_peers,
         copy_seconds=totals.copy,
         optimizer_seconds=totals.optimizer,
         launch_seconds=totals.issue,

@@ -55,7 +55,7 @@ def resolve(
     total_parameters: int,
     device_memory_bytes: int | None,
     lora: bool,
-    quantization: schema.Quantization = "none",
+    quantization: schema.Quantization,
     architecture: Architecture | None = None,
     capability: tuple[int, int] | None = None,
 ) -> tuple[Strategy, list[str]]:

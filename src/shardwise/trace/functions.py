@@ -59,6 +59,8 @@ def _attention(
     if enable_gqa:
         repeats = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # convert_boolean_attn_mask
+        attn_mask = torch.where(attn_mask, 0.0, torch.full((), -torch.inf, dtype=query.dtype, device="meta"))
     return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
         query, key, value, attn_mask, True, dropout_p, is_causal, **options
     )[0]

@@ -24,8 +24,10 @@ def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
     console = Console(stderr=True)
     job, strategy, built = ready.job, ready.strategy, ready.built
     share = "" if built.trainable == built.total else f", {count(built.trainable)} trained"
+    base = "" if job.model.quantization == "none" else f", base in {job.model.quantization}"
     lines = {
-        "model": f"{job.model.source}, {job.model.weights} weights, {count(built.total)} parameters{share}",
+        "model": f"{job.model.source}, {job.model.weights} weights, {count(built.total)} parameters{share}"
+        f"{base}",
         "data": _data_line(ready),
         **_cut_line(ready),
         "strategy": f"{strategy.name} on {processes(strategy.world_size)}, {job.train.precision}; "

@@ -63,8 +63,10 @@ class Case:
     @cached_property
     def prediction(self) -> Option | None:
         """What the simulator says of the strategy that failed; None where it does not know it."""
-        if self.hardware is None or self.failed.tensor_parallel > 1:
+        if self.hardware is None:
             return None
+        if self.failed.tensor_parallel > 1 and not self.own_kind:
+            return None  # strategy/space.py: predictable
         return predict_strategy(self.job, self.hardware, self.failed, **self._asked)
 
     @cached_property

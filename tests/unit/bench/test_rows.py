@@ -81,6 +81,7 @@ def test_a_row_run_again_from_its_job_is_the_same_strategy(job: Path) -> None:
             total_parameters=0,
             device_memory_bytes=None,
             lora=False,
+            quantization="none",
         )
         assert strategy == row.strategy
 

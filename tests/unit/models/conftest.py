@@ -74,6 +74,18 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("mixtral", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    # its first block is dense, in its second an expert of all tokens has the names of the dense one's layers
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **_LLAMA,
+            "head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 1,
+        },
+    ),
 }
 
 

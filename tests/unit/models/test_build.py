@@ -74,6 +74,21 @@ def test_all_linear_trains_adapters_on_every_linear_but_the_head() -> None:
     assert type(built.model.lm_head) is nn.Linear
 
 
+@pytest.mark.parametrize("name", ["mixtral", "glm4_moe"])
+def test_adapters_of_a_mixture_stay_off_the_experts(saved: Callable[..., Model], name: str) -> None:
+    """PEFT takes `all-linear`, and names that experts had in transformers 4, for their stacked weights."""
+    built = build(saved(name, lora=Lora(rank=2)))
+    adapted = {name.partition(".lora_A.")[0] for name in built.trainable_shapes if ".lora_A." in name}
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert adapted == {f"model.layers.{block}.self_attn.{name}" for block in (0, 1) for name in names}
+    assert built.notes[0] == "the experts get no adapter: they are not linear modules"
+    assert (len(built.notes) == 2) == (name == "glm4_moe")
+    with pytest.raises(JobError) as caught:
+        build(saved(name, lora=Lora(rank=2, targets=["q_proj", "down_proj"])))
+    assert "down_proj" in str(caught.value.problems)
+    assert caught.value.problems[0].fix == "choose from k_proj, o_proj, q_proj, v_proj, or all-linear"
+
+
 def test_named_targets_only() -> None:
     built = build(
         Model(source="tiny-llama", weights="random", lora=Lora(rank=2, targets=["q_proj", "v_proj"]))

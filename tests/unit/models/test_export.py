@@ -111,10 +111,11 @@ def test_the_generation_config_of_the_pretrained_model_is_kept(
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's own loading
+@pytest.mark.parametrize("name", ["llama", "mixtral", "glm4_moe"])
 def test_an_adapter_is_loaded_by_peft(
-    saved: Saved, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    saved: Saved, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, name: str
 ) -> None:
-    model = saved("llama", lora=Lora(rank=4))
+    model = saved(name, lora=Lora(rank=4))
     built = make_trained(model)
     out = tmp_path / "model"
     save_weights(built, weights(built), out, tokenizer)
@@ -129,7 +130,7 @@ def test_an_adapter_is_loaded_by_peft(
     ]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2-tied", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2-tied", "gemma2", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_merged_model_answers_like_base_and_adapter(
     saved: Saved, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, name: str, dtype: torch.dtype

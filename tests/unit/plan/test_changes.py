@@ -56,6 +56,24 @@ def test_what_cannot_be_is_not_offered() -> None:
     assert not [c for c in small_changes(short, parse_hardware("2xT4")) if "sequence" in c.how]
 
 
+def test_below_adapters_the_base_is_quantised_further() -> None:
+    def offered(quantization: str) -> list[tuple[str, str]]:
+        model = Model(source="m", lora=Lora(rank=8), quantization=quantization)
+        changes = small_changes(JOB.model_copy(update={"model": model}), parse_hardware("2xT4"))
+        found = [c for c in changes if "quantization" in c.how]
+        assert all(c.how == f"--set model.quantization={c.job.model.quantization}" for c in found)
+        assert all(c.job.model.lora == Lora(rank=8) for c in found), "one change at a time"
+        return [(c.job.model.quantization, c.what) for c in found]
+
+    assert offered("none") == [
+        ("int8", "a base in int8 instead of bf16"),
+        ("nf4", "a base in nf4 instead of bf16"),
+    ]
+    assert offered("int8") == [("nf4", "a base in nf4 instead of int8")]
+    assert offered("nf4") == []
+    assert not [c for c in small_changes(JOB, parse_hardware("2xT4")) if "quantization" in c.how]
+
+
 def test_a_cap_is_lifted_instead_of_buying_larger_gpus() -> None:
     changes = list(small_changes(JOB, parse_hardware("8xH200"), memory_cap_bytes=16 << 30))
     assert changes[-1].how == "leave --memory-cap out"

@@ -97,7 +97,9 @@ def test_what_was_assumed_stands_above_the_table(toy) -> None:
     text = shown(replace(plan, job=job), 100)
     assert "assumed: 64 rows a step\n" in text
     assert "4 × 24GB (assumed as fast as " in text
-    assert "LoRA of rank 16 trains 10M" in text
+    assert "LoRA of rank 16 trains 10M, bf16\n" in text
+    text = shown(replace(plan, job=replace(job, quantization="nf4")), 100)
+    assert "LoRA of rank 16 trains 10M, bf16, base in nf4\n" in text
 
 
 def test_the_time_is_that_of_the_whole_training_where_its_tokens_are_known(toy) -> None:

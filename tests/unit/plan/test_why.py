@@ -6,8 +6,9 @@ import re
 from dataclasses import replace
 
 from shardwise.errors import render
+from shardwise.hardware.parse import parse_hardware
 from shardwise.plan.plan import Nearest
-from shardwise.plan.why import better_with_memory, does_not_fit, gain, terms
+from shardwise.plan.why import better_with_memory, does_not_fit, gain, reasons, terms
 
 
 def test_why_compares_with_the_best_of_another_kind(toy) -> None:
@@ -37,6 +38,42 @@ def test_why_tells_memory_time_and_what_bounds_them(toy) -> None:
         f"copies to and from the host, partly meanwhile, {time.copy_seconds / time.step_seconds:.0%}" in text
     )
     assert "each host keeps 19.4 GiB in its memory; how much it has is not known" in text
+
+
+def waits(toy, spec: str, tensor_parallel: int, *, peers: float = 0.0, others: float = 0.0) -> str:
+    """The sentence about a step that waits such shares for the two groups."""
+    option, hardware = toy.plan("4xRTX4080").chosen, parse_hardware(spec)
+    strategy = replace(
+        option.strategy,
+        tensor_parallel=tensor_parallel,
+        data_parallel=hardware.world_size // tensor_parallel,
+    )
+    step = option.prediction.time.step_seconds
+    time = replace(
+        option.prediction.time,
+        exposed_communication_seconds=(peers + others) * step,
+        exposed_to_peers_seconds=peers * step,
+    )
+    option = replace(option, strategy=strategy, prediction=replace(option.prediction, time=time))
+    why = reasons(option, (), hardware=hardware, objective="throughput", margin=0.05)
+    return next(sentence for sentence in why if sentence.startswith("a step takes"))
+
+
+def test_each_wait_names_the_link_of_its_group(toy) -> None:
+    told = waits(toy, "2x8xH100+ib400", 8, peers=0.11, others=0.05)
+    assert "waiting for communication over 8xib400 5%" in told
+    assert "waiting for communication over nvlink4 11%" in told
+    assert "ib400" not in waits(toy, "2x8xH100+ib400", 8, peers=0.11)
+    alone = waits(toy, "1xRTX4080", 1, others=0.05)
+    assert f"waiting for communication over {parse_hardware('1xRTX4080').host_link.name} 5%" in alone
+    one_node = waits(toy, "8xH100", 4, peers=0.11, others=0.05)
+    assert "waiting for communication over nvlink4 16%" in one_node, "one link, one number"
+
+
+def test_a_fast_network_does_not_hold_up_a_slow_node(toy) -> None:
+    told = waits(toy, "2x8xH100@pcie4+ib400", 1, others=0.2)
+    assert "waiting for communication over pcie4x16 20%" in told
+    assert "ib400" not in told
 
 
 def test_one_gpu_waits_for_no_communication(toy) -> None:
@@ -94,4 +131,7 @@ def test_the_error_names_the_nearest_change(toy) -> None:
     assert "needs 12.2 GiB of a GPU, 0.5 GiB more than there is" in text
     assert "at:  toy-1.3b on 4 × RTX 3060" in text
     assert "fix: --gpus 4xRTX-3090 (RTX 3090, of 24 GB, instead of RTX 3060): zero1 with" in text
-    assert "none is enough" in render(does_not_fit(toy.plan("4xRTX3060", "zero1")))
+    hopeless = toy.plan("4xRTX3060", "zero1")
+    assert "shorter rows, LoRA, 8 GPUs a node" in render(does_not_fit(hopeless))
+    adapters = replace(hopeless, job=replace(hopeless.job, lora_rank=16))
+    assert "shorter rows, a quantised base, 8 GPUs a node" in render(does_not_fit(adapters))

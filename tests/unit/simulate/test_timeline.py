@@ -351,6 +351,8 @@ def test_sums_over_a_tensor_parallel_group_hold_up_the_computation(layers, unlim
     one = communication.all_reduce(8192 * 8192 * 2, communication.group(HARDWARE, 2))
     added = with_sums.exposed_communication_seconds - without.exposed_communication_seconds
     assert added == pytest.approx(16 * 2 * one)
+    to_peers = with_sums.exposed_to_peers_seconds - without.exposed_to_peers_seconds
+    assert to_peers == pytest.approx(added)
     assert with_sums.step_seconds - without.step_seconds == pytest.approx(16 * 2 * one, rel=0.01)
     assert with_sums.communication_seconds - without.communication_seconds == pytest.approx(16 * 2 * one)
     assert with_sums.compute_seconds == pytest.approx(without.compute_seconds)

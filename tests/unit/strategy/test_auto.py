@@ -25,6 +25,7 @@ def pick(
         "total_parameters": SEVEN_B,
         "device_memory_bytes": 80 * GB,
         "lora": False,
+        "quantization": "none",
         **changes,
     }
     return resolve(spec, train=train or schema.Train(), **arguments)

@@ -14,7 +14,7 @@ from shardwise.simulate.allocator import CachingAllocator
 from shardwise.simulate.engines.weights import fill, parts
 from shardwise.simulate.machine import Machine
 from shardwise.simulate.step_trace import ALLOC, BACKWARD, FREE, OP, StepTrace
-from shardwise.trace.plan_job import make_plan
+from shardwise.trace.plan_job import make_plan, nearest_change
 from shardwise.trace.trace import Tracer
 
 
@@ -140,3 +140,14 @@ def test_filling_a_block_takes_its_values_in_fp32_and_copies_of_one_weight(
     fill(machine, trace, next(parts(trace)))
     drawn = 4 * (LINEARS // 32 + 2 * 4096)
     assert machine.allocator.peak_allocated_bytes == drawn + copies * 4096**2
+
+
+@pytest.mark.slow
+def test_where_weights_are_what_does_not_fit_the_nearest_change_is_to_quantise_them() -> None:
+    """Llama-2-7B on 12 GB: shorter rows leave its 12.6 GiB of weights, int8 halves them."""
+    changes = ["model.lora.rank=16", "strategy=single", "data.sequence_length=1024"]
+    job = sketch("llama-2-7b", [*changes, "train.global_batch=1"], world_size=1).job
+    near = nearest_change(job, parse_hardware("1x12GB"))
+    assert near is not None
+    assert near.how == "--set model.quantization=int8"
+    assert near.option.prediction.memory.needed_bytes < 11 * 2**30

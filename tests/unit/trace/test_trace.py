@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.job.schema import Model
+from shardwise.kernels.target import Target
 from shardwise.models.flops import attention_flops_per_token, matmul_parameters
 from shardwise.simulate.step_trace import (
     ALLOC,
@@ -245,3 +246,43 @@ def test_products_of_a_mamba_take_the_flops_that_the_formula_has() -> None:
     assert {op.name: op.shape for op in scans} == dict.fromkeys(
         ("selective_scan", "selective_scan_replay", "selective_scan_backward"), (512, width, 16)
     )
+
+
+GEMMA = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 1024,
+}
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("source", ["llama-3.2-1b", "gemma-3-1b"])
+def test_in_fp32_every_row_of_every_layer_is_attended_to_by_itself(
+    source: str, capability: tuple[int, int]
+) -> None:
+    """Hopper takes rows of one segment together where no layer has a window."""
+    shape = GEMMA | ({"sliding_window": 512} if source == "gemma-3-1b" else {})
+    gpu = Target(capability=capability, multiprocessors=132)
+    fp32 = Tracer(model(source, **shape), precision="fp32", sequence_length=1024, target=gpu)
+    trace = fp32.trace(rows=3, checkpoint_every=0)
+    calls = [trace.ops[e[1]] for e in trace.events if e[0] == OP and trace.ops[e[1]].kind == "attention"]
+    together = source == "llama-3.2-1b" and capability == (9, 0)
+    assert len(calls) == 2 * 6 * (1 if together else 3)
+    assert {op.shape for op in calls} == {(3 if together else 1, 4, 4, 1024, 1024, 64)}
+    assert all("efficient_attention" in op.name for op in calls)
+
+
+def test_in_fp32_a_window_keeps_a_mask_for_the_backward_pass() -> None:
+    """Of one row and layer 1024 x 1024 numbers; a window as long as the row needs none."""
+
+    def peak(window: int) -> int:
+        shape = GEMMA | {"sliding_window": window}
+        made = Tracer(model("gemma-3-1b", **shape), precision="fp32", sequence_length=1024)
+        return peak_bytes(made.trace(rows=2, checkpoint_every=0))
+
+    layers = 5  # the sixth sees everything
+    assert peak(512) - peak(1024) == pytest.approx(2 * layers * 4 * 1024**2, rel=0.1)

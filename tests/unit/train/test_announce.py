@@ -14,7 +14,7 @@ from shardwise.train.ready import Ready, get_ready
 SAMPLES = Path(__file__).parents[3] / "src" / "shardwise" / "job" / "samples"
 
 
-def ready(sequence_length: int, **data: Any) -> Ready:
+def ready(sequence_length: int, *, model: dict[str, Any] | None = None, **data: Any) -> Ready:
     job = Job.model_validate(
         {
             "name": "t",
@@ -25,7 +25,8 @@ def ready(sequence_length: int, **data: Any) -> Ready:
                 | {"num_attention_heads": 2, "num_key_value_heads": 1},
                 "tokenizer": "train",
                 "tokenizer_vocab": 400,
-            },
+            }
+            | (model or {}),
             "data": {"train": str(SAMPLES / "qa.jsonl"), "loss_on": "all", **data}
             | {"sequence_length": sequence_length},
             "train": {"precision": "fp32"},
@@ -62,3 +63,10 @@ def test_what_is_cut_off_stands_in_a_line_of_its_own(capsys: pytest.CaptureFixtu
 
 def test_nothing_is_said_where_nothing_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cut" not in said(ready(1024), capsys)
+
+
+def test_the_format_of_a_quantised_base_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    adapters = {"lora": {"rank": 4}}
+    told = said(ready(1024, model=adapters | {"quantization": "nf4"}), capsys)["model"]
+    assert told.endswith(" trained, base in nf4")
+    assert said(ready(1024, model=adapters), capsys)["model"].endswith(" trained")

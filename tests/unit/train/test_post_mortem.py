@@ -68,14 +68,15 @@ def evidence(strategy: Strategy = ZERO2, *, used: int = 0, **known: Any) -> OutO
 def ask(
     *failures: OutOfMemory,
     saved: int | None = None,
-    strategy: str = "zero2",
+    strategy: str | dict[str, Any] = "zero2",
+    model: dict[str, Any] | None = None,
     hardware: Hardware | None = HARDWARE,
     on_oom: str = "retry",
 ) -> dict[str, Any]:
     job = Job.model_validate(
         {
             "name": "run",
-            "model": {"source": "llama-3.2-1b", "config": SHAPE, **REQUESTED},
+            "model": {"source": "llama-3.2-1b", "config": SHAPE, **REQUESTED, **(model or {})},
             "data": {"train": "text.txt", "sequence_length": 4096},
             "train": {"steps": 2, "global_batch": 16, "micro_batch": 4, "checkpointing": "none"},
             "strategy": strategy,
@@ -190,6 +191,35 @@ def test_without_hardware_the_ladder_is_tried_rung_by_rung(monkeypatch: pytest.M
     assert names[:3] == [("zero2", 2), ("zero2", 1), ("zero2", 1)]
     assert names[-1] == ("fsdp2-offload", 1)
     assert answer["instead"].startswith("shorter rows")
+
+
+PARALLEL = Strategy(
+    engine="deepspeed", stage=1, tensor_parallel=2, data_parallel=1, micro_batch=4, accumulation=4
+)
+AUTOTP = {"engine": "deepspeed", "stage": 1, "tensor_parallel": 2}
+
+
+def test_a_cut_model_is_predicted_as_a_whole_one() -> None:
+    answer = ask(evidence(PARALLEL, used=USED), strategy=AUTOTP)
+    assert "the plan says " in answer["facts"][1]["what"]
+    assert answer["changes"][0]["what"].startswith("autotp2-zero1 with micro-batch ")
+    assert all("x the time of a step (predicted)" in change["what"] for change in answer["changes"])
+    assert following(answer).tensor_parallel == 2, "the kind that the job names"
+    assert answer["next"]["prediction"]["memory"]["peak_reserved_bytes"] > 0
+
+
+def test_a_cut_model_whose_layers_are_gathered_is_not_simulated(tmp_path: Path) -> None:
+    """OLMo 2's plan gathers the outputs of layers that it cuts, which no trace knows."""
+    olmo = {**SHAPE, "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**olmo, "pad_token_id": 1}))
+    model = {"source": str(tmp_path), "config": {}}
+    answer = ask(evidence(PARALLEL, used=USED), strategy=AUTOTP, model=model, on_oom="stop")
+    assert len(answer["facts"]) == 1
+    assert answer["changes"][0] == {
+        "what": "autotp2-zero1 with micro-batch 2, accumulation 8, no checkpointing",
+        "where": "",
+        "fix": "--set train.micro_batch=2",
+    }
 
 
 def test_used_is_what_the_gpu_held_and_what_was_asked_for() -> None:

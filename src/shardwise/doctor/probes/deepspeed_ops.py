@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
-import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,8 @@ from typing import Any
 
 import torch
 import torch._dynamo  # before DeepSpeed, as in engine/deepspeed.py
+
+from shardwise.engine.extensions import extensions_root, pass_locks
 
 OPS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder"}
 """cpu_adam: optimizer offload; async_io: offload to NVMe; fused_adam: DeepSpeed's own AdamW on GPUs."""
@@ -55,6 +55,8 @@ def build_cpu_adam(stage: Callable[[str], None]) -> dict[str, Any]:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     start = time.perf_counter()
+    stage("waiting for whoever compiles cpu_adam")
+    pass_locks(["cpu_adam"])
     stage("compiling cpu_adam")
     weight = torch.nn.Parameter(torch.ones(1024))
     optimizer = DeepSpeedCPUAdam([weight], lr=0.5)
@@ -72,7 +74,7 @@ def _compiled(name: str, builder: Any, *, installed: bool) -> dict[str, Any]:
         spec = importlib.util.find_spec(builder.absolute_name())
         file = Path(spec.origin) if spec is not None and spec.origin else None
     else:
-        file = _extensions() / name / f"{name}.so"
+        file = extensions_root() / name / f"{name}.so"
     if file is None or not file.is_file():
         return {"built": False}
     name = file.name.partition(".")[0]  # an installed one is called otherwise: cpu_adam_op
@@ -84,20 +86,6 @@ def _compiled(name: str, builder: Any, *, installed: bool) -> dict[str, Any]:
     except ImportError as error:
         return {"built": True, "loads": False, "file": str(file), "error": str(error)[:300]}
     return {"built": True, "loads": True, "file": str(file)}
-
-
-def _extensions() -> Path:
-    """Where torch puts what it compiles (torch.utils.cpp_extension._get_build_directory)."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if given:
-        return Path(given)
-    from torch.utils.cpp_extension import get_default_build_root
-
-    build = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
-    flags = getattr(sys, "abiflags", "")
-    return (
-        Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}{flags}_{build}"
-    )
 
 
 def _cuda() -> dict[str, Any] | None:

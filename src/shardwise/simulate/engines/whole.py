@@ -28,7 +28,11 @@ def without(trace: StepTrace, whole: frozenset[int]) -> StepTrace:
         replace(p, shape=(0,), trainable=False) if index in whole else p
         for index, p in enumerate(trace.parameters)
     )
-    return replace(trace, parameters=parameters)
+    units = tuple(
+        replace(unit, parameters=tuple(index for index in unit.parameters if index not in whole))
+        for unit in trace.units
+    )
+    return replace(trace, parameters=parameters, units=units)
 
 
 class Beside:
