@@ -192,7 +192,7 @@ def scan_inputs(rows: int, length: int, hidden: int) -> tuple[torch.Tensor, ...]
 
 
 def sweep(arguments: argparse.Namespace) -> Iterator[Row]:
-    """The scan's three calls with other tiles, blocks and chunks; the defaults are the first of each."""
+    """The scan's three calls with other chunks and, forward in time, blocks; the defaults are the first."""
     from shardwise.kernels import selective_scan_backward_triton as back
     from shardwise.kernels import selective_scan_triton as sweeps
 
@@ -201,14 +201,10 @@ def sweep(arguments: argparse.Namespace) -> Iterator[Row]:
         x, delta, a, bc, d, z, bias, where, dout = scan_inputs(rows, length, hidden)
         usual = scan.chunk_tokens(rows, length, 2 * hidden)
         chunks = [usual, *(c for c in (64, 128, 256, 512, 1024, length) if c != usual and c <= length)]
-        for chunk, tile, block, columns in itertools.chain(
-            ((c, 4, 32, 64) for c in chunks),
-            ((usual, t, b, 64) for t, b in ((2, 32), (8, 32), (4, 64), (4, 128))),
-            ((usual, 4, 32, c) for c in (32, 128, 256)),
-        ):
+        for chunk, block in (*((c, 32) for c in chunks), (usual, 64), (usual, 128)):
             common = {"chunk": chunk}
             fixed = (x, delta, a, bc, d, z, bias, where)
-            blocks = {"tile": tile, "block": block}
+            blocks = {"block": block}
             _, states = sweeps.forward(*fixed, **common, **blocks)
             dz = torch.empty_like(z)
             again = sweeps.replay(*fixed, states, dout.clone(), dz, **common, **blocks)
@@ -219,7 +215,7 @@ def sweep(arguments: argparse.Namespace) -> Iterator[Row]:
             run_replay = partial(sweeps.replay, *fixed, states, dout, dz, **common, **blocks)
             run_backward = partial(
                 back.backward, x, delta.clone(), a, bc, d, bias, where, fine, adjoints, dout.clone(),
-                **common, block=columns,
+                **common,
             )  # fmt: skip
 
             yield {
@@ -229,7 +225,6 @@ def sweep(arguments: argparse.Namespace) -> Iterator[Row]:
                 "length": length,
                 **common,
                 **blocks,
-                "columns": columns,
                 "forward_ms": milliseconds(run_forward, 5),
                 "replay_ms": milliseconds(run_replay, 5),
                 "backward_ms": milliseconds(run_backward, 5),

@@ -59,7 +59,7 @@ def causal_conv(
     return causal_conv_reference(x, weight, bias, positions).to(x.dtype).contiguous()
 
 
-@torch.library.custom_op("shardwise::causal_conv_backward", mutates_args=("dout", "dx"), device_types="cpu")
+@torch.library.custom_op("shardwise::causal_conv_backward", mutates_args=("dx",), device_types="cpu")
 def causal_conv_backward(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -70,8 +70,8 @@ def causal_conv_backward(
 ) -> torch.Tensor:
     """Gradients of `causal_conv`.
 
-    `dout`, [B, T, W] and contiguous, is used up; `dx`, [B, T, W] with tokens at one stride, takes the
-    gradient of `x`. Returns that of the weight and, in the last column, of the bias: fp32 (fp64) [W, K + 1].
+    `dout` is [B, T, W], contiguous; `dx`, [B, T, W] with tokens at one stride, takes the gradient of `x`.
+    Returns that of the weight and, in the last column, of the bias: fp32 (fp64) [W, K + 1].
     """
     pre, taps, length = _pre(x, weight, bias, positions), weight.shape[1], x.shape[1]
     sigmoid = torch.sigmoid(pre)
@@ -96,7 +96,7 @@ def _forward_cuda(*arguments: Any) -> Any:
 def _backward_cuda(*arguments: Any) -> Any:
     from shardwise.kernels.causal_conv_triton import backward
 
-    return backward(*arguments)
+    return backward(*arguments).contiguous()
 
 
 @causal_conv.register_fake

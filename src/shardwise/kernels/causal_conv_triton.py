@@ -1,5 +1,10 @@
-"""The CUDA side of `causal_conv`: a program takes a block of tokens and channels."""
+"""The CUDA side of `causal_conv`: a warp goes along the tokens, each thread with four channels side by side.
+
+A thread keeps its channels' filters and the last inputs in registers, so that every value is read once, and
+asks for the tokens to come before it works on those at hand.
+"""
 # mypy: ignore-errors, Triton is not installed without a GPU and its kernels carry no types
+# ruff: noqa: RUF005, which would unpack tuples: Triton only adds them
 
 from __future__ import annotations
 
@@ -9,89 +14,159 @@ import triton.language as tl
 
 from shardwise.kernels.mamba_work import CONVOLVED
 
-CHANNELS = 64
+CHANNELS = 128
+AHEAD, AHEAD_BACK = 4, 2
+"""Tokens loaded at once; in the backward pass, of two tensors, more would cost too many registers."""
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _pre(
-    x, weight, bias, t, column, here, since, valid, x_stride, taps: tl.constexpr, has_bias: tl.constexpr
-):
-    """The convolution's sum for tokens `t`, [tokens, channels]."""
-    inside = here[None, :]
-    total = tl.zeros(valid.shape, tl.float32)
-    if has_bias:
-        total += tl.load(bias + column, mask=here, other=0.0).to(tl.float32)[None, :]
+def sigmoid(v):
+    """1 / (1 + e^-v)."""
+    return 1.0 / (1.0 + tl.exp2(v * -LOG2E))
+
+
+@triton.jit
+def _load(at, column, here, token, end, stride, count: tl.constexpr):
+    """`count` tokens' values, nothing from `end` on."""
+    found = ()
+    for i in tl.static_range(count):
+        found = found + (tl.load(at + i * stride + column, mask=here & (token + i < end), other=0.0),)
+    return found
+
+
+@triton.jit
+def _shift(first, values, count: tl.constexpr):
+    """`first`, then the `count` - 1 first of `values`."""
+    out = (first,)
+    for i in tl.static_range(count - 1):
+        out = out + (values[i],)
+    return out
+
+
+@triton.jit
+def _filter(weight, column, here, taps: tl.constexpr):
+    """By how many tokens back."""
+    found = ()
     for back in tl.static_range(taps):
-        w = tl.load(weight + column * taps + (taps - 1 - back), mask=here, other=0.0).to(tl.float32)
-        reached = valid & inside & (since >= back)[:, None]
-        earlier = tl.load(x + (t - back)[:, None] * x_stride + column[None, :], mask=reached, other=0.0)
-        total += earlier.to(tl.float32) * w[None, :]
-    return total
+        w = tl.load(weight + column * taps + (taps - 1 - back), mask=here, other=0.0)
+        found = found + (w.to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _before(x, column, here, token, stride, taps: tl.constexpr):
+    """The inputs before `token`: one token back, two, ..."""
+    found = ()
+    for back in tl.static_range(1, taps):
+        at = x + (token - back) * stride + column
+        found = found + (tl.load(at, mask=here & (token >= back), other=0.0),)
+    return found
 
 
 @triton.jit
 def _forward(
     x, weight, bias, positions, out, tokens, width, x_stride,
     taps: tl.constexpr, has_bias: tl.constexpr, block_t: tl.constexpr, block: tl.constexpr,
+    ahead: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * block + tl.arange(0, block)
-    t = tl.program_id(1).to(tl.int64) * block_t + tl.arange(0, block_t)
     here = column < width
-    valid = (t < tokens)[:, None] & here[None, :]
-    since = tl.load(positions + t, mask=t < tokens, other=0)
-    pre = _pre(x, weight, bias, t, column, here, since, valid, x_stride, taps, has_bias)
-    place = out + t[:, None] * width + column[None, :]
-    tl.store(place, (pre * tl.sigmoid(pre)).to(out.dtype.element_ty), mask=valid)
+    start = tl.program_id(1).to(tl.int64) * block_t
+    token = start + column * 0
+    end = tl.minimum(start + block_t, tokens)
+    w = _filter(weight, column, here, taps)
+    earlier = _before(x, column, here, token, x_stride, taps)
+    offset = tl.zeros([block], tl.float32)
+    if has_bias:
+        offset += tl.load(bias + column, mask=here, other=0.0).to(tl.float32)
+    x += start * x_stride
+    out += start * width
+    positions += start
+    following = _load(x, column, here, token, end, x_stride, ahead)
+    for first in range(0, block_t, ahead):
+        now = following
+        x += ahead * x_stride
+        following = _load(x, column, here, token + first + ahead, end, x_stride, ahead)
+        for i in tl.static_range(ahead):
+            since = tl.load(positions + first + i, mask=start + first + i < end, other=0)
+            pre = offset + now[i].to(tl.float32) * w[0]
+            for back in tl.static_range(1, taps):
+                pre += tl.where(since >= back, earlier[back - 1].to(tl.float32), 0.0) * w[back]
+            real = here & (token + first + i < end)
+            tl.store(out + column, (pre * sigmoid(pre)).to(out.dtype.element_ty), mask=real)
+            out += width
+            earlier = _shift(now[i], earlier, taps - 1)
 
 
 @triton.jit
-def _through_silu(
-    x, weight, bias, positions, dout, sums, tokens, width, x_stride,
+def _backward(
+    x, weight, bias, positions, dout, dx, sums, tokens, width, x_stride, dx_stride,
     taps: tl.constexpr, has_bias: tl.constexpr, block_t: tl.constexpr, block: tl.constexpr,
+    ahead: tl.constexpr,
 ):  # fmt: skip
-    """`dout` becomes the gradient of the sum before SiLU; `sums` takes this block's dweight and dbias."""
+    """`sums`, [parts, taps + 1, W], takes this part's dweight and dbias.
+
+    A token's dx needs the gradients before SiLU of the `taps` - 1 tokens after it as well: what it has so far
+    is `owed`, and those past the part's end are computed here too.
+    """
     column = tl.program_id(0) * block + tl.arange(0, block)
+    here = column < width
     part = tl.program_id(1).to(tl.int64)
-    t = part * block_t + tl.arange(0, block_t)
-    here = column < width
-    valid = (t < tokens)[:, None] & here[None, :]
-    since = tl.load(positions + t, mask=t < tokens, other=0)
-    pre = _pre(x, weight, bias, t, column, here, since, valid, x_stride, taps, has_bias)
-    sigmoid = tl.sigmoid(pre)
-    place = dout + t[:, None] * width + column[None, :]
-    g = tl.load(place, mask=valid, other=0.0).to(tl.float32) * sigmoid * (1.0 + pre * (1.0 - sigmoid))
-    tl.store(place, g.to(dout.dtype.element_ty), mask=valid)
-    at_sums = sums + (part * width + column) * (taps + 1)
+    start = part * block_t
+    token = start + column * 0
+    end = tl.minimum(start + block_t, tokens)
+    w = _filter(weight, column, here, taps)
+    earlier = _before(x, column, here, token, x_stride, taps)
+    offset = tl.zeros([block], tl.float32)
+    if has_bias:
+        offset += tl.load(bias + column, mask=here, other=0.0).to(tl.float32)
+    dbias = tl.zeros([block], tl.float32)
+    owed = ()
+    dw = (dbias,)
+    for _ in tl.static_range(1, taps):
+        owed = owed + (dbias,)
+        dw = dw + (dbias,)
+    x += start * x_stride
+    dx += (start - (taps - 1)) * dx_stride
+    dout += start * width
+    positions += start
+    following = _load(x, column, here, token, tokens, x_stride, ahead)
+    g_following = _load(dout, column, here, token, tokens, width, ahead)
+    for first in range(0, block_t + taps - 1, ahead):
+        now, g_now = following, g_following
+        x += ahead * x_stride
+        dout += ahead * width
+        following = _load(x, column, here, token + first + ahead, tokens, x_stride, ahead)
+        g_following = _load(dout, column, here, token + first + ahead, tokens, width, ahead)
+        for i in tl.static_range(ahead):
+            at = token + first + i
+            since = tl.load(positions + first + i, mask=start + first + i < tokens, other=0)
+            pre = offset + now[i].to(tl.float32) * w[0]
+            seen = (now[i].to(tl.float32),)
+            for back in tl.static_range(1, taps):
+                seen = seen + (tl.where(since >= back, earlier[back - 1].to(tl.float32), 0.0),)
+                pre += seen[back] * w[back]
+            s = sigmoid(pre)
+            g = g_now[i].to(tl.float32) * s * (1.0 + pre * (1.0 - s))
+            own = tl.where(at < end, g, 0.0)
+            dbias += own
+            dw_so_far = dw
+            dw = (dw_so_far[0] + own * seen[0],)
+            paid = (g * w[0],)
+            for back in tl.static_range(1, taps):
+                dw = dw + (dw_so_far[back] + own * seen[back],)
+                paid = paid + (owed[back - 1] + tl.where(since >= back, g, 0.0) * w[back],)
+            settled = here & (at >= start + taps - 1) & (at < end + taps - 1)
+            tl.store(dx + column, paid[taps - 1].to(dx.dtype.element_ty), mask=settled)
+            dx += dx_stride
+            owed = paid[: taps - 1]
+            earlier = _shift(now[i], earlier, taps - 1)
+    sums += part * (taps + 1) * width + column
     for back in tl.static_range(taps):
-        reached = valid & (since >= back)[:, None]
-        earlier = tl.load(x + (t - back)[:, None] * x_stride + column[None, :], mask=reached, other=0.0)
-        tl.store(at_sums + (taps - 1 - back), tl.sum(g * earlier.to(tl.float32), axis=0), mask=here)
-    tl.store(at_sums + taps, tl.sum(g, axis=0), mask=here)
-
-
-@triton.jit
-def _to_input(
-    weight, positions, dpre, dx, tokens, width, dx_stride,
-    taps: tl.constexpr, block_t: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    column = tl.program_id(0) * block + tl.arange(0, block)
-    t = tl.program_id(1).to(tl.int64) * block_t + tl.arange(0, block_t)
-    here = column < width
-    total = tl.zeros([block_t, block], tl.float32)
-    for ahead in tl.static_range(taps):
-        later = t + ahead
-        since = tl.load(positions + later, mask=later < tokens, other=-1)
-        reached = (since >= ahead)[:, None] & here[None, :]
-        w = tl.load(weight + column * taps + (taps - 1 - ahead), mask=here, other=0.0).to(tl.float32)
-        g = tl.load(dpre + later[:, None] * width + column[None, :], mask=reached, other=0.0)
-        total += g.to(tl.float32) * w[None, :]
-    place = dx + t[:, None] * dx_stride + column[None, :]
-    tl.store(place, total.to(dx.dtype.element_ty), mask=(t < tokens)[:, None] & here[None, :])
-
-
-def _warps(block_t, block):
-    """So many that a thread has 8 values of a block, and room for them in its registers."""
-    return max(block_t * block // 256, 1)
+        tl.store(sums + (taps - 1 - back) * width, dw[back], mask=here)
+    tl.store(sums + taps * width, dbias, mask=here)
 
 
 def forward(x, weight, bias, positions, *, block_t=CONVOLVED, block=CHANNELS):
@@ -101,8 +176,8 @@ def forward(x, weight, bias, positions, *, block_t=CONVOLVED, block=CHANNELS):
     grid = (triton.cdiv(width, block), triton.cdiv(rows * length, block_t))
     _forward[grid](
         x, weight, weight if bias is None else bias, positions, out, rows * length, width, x.stride(-2),
-        taps=weight.shape[1], has_bias=bias is not None, block_t=block_t, block=block,
-        num_warps=_warps(block_t, block),
+        taps=weight.shape[1], has_bias=bias is not None, block_t=block_t, block=block, ahead=AHEAD,
+        num_warps=1,
     )  # fmt: skip
     return out
 
@@ -112,16 +187,10 @@ def backward(x, weight, bias, positions, dout, dx, *, block_t=CONVOLVED, block=C
     rows, length, width = x.shape
     taps = weight.shape[1]
     parts = triton.cdiv(rows * length, block_t)
-    grid = (triton.cdiv(width, block), parts)
-    sums = x.new_empty(parts, width, taps + 1, dtype=torch.float32)
-    _through_silu[grid](
-        x, weight, weight if bias is None else bias, positions, dout, sums, rows * length, width,
-        x.stride(-2), taps=taps, has_bias=bias is not None, block_t=block_t, block=block,
-        num_warps=_warps(block_t, block),
+    sums = x.new_empty(parts, taps + 1, width, dtype=torch.float32)
+    _backward[triton.cdiv(width, block), parts](
+        x, weight, weight if bias is None else bias, positions, dout, dx, sums, rows * length, width,
+        x.stride(-2), dx.stride(-2), taps=taps, has_bias=bias is not None, block_t=block_t, block=block,
+        ahead=AHEAD_BACK, num_warps=1,
     )  # fmt: skip
-    _to_input[grid](
-        weight, positions, dout, dx, rows * length, width, dx.stride(-2),
-        taps=taps, block_t=block_t, block=block,
-        num_warps=_warps(block_t, block),
-    )  # fmt: skip
-    return sums.sum(0)
+    return sums.sum(0).t()

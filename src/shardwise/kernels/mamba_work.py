@@ -8,17 +8,11 @@ from __future__ import annotations
 TILE = 8
 """Tokens whose states a thread holds at once in the backward pass; the state before each is written down."""
 
-SWEEP_TILE = 4
-"""The same in the passes forward in time: more would not fit into a thread's registers."""
-
 BLOCK = 32
-"""Channels of a program of one warp, forward in time."""
-
-COLUMNS = 64
-"""The same back in time: so many are summed before the gradients of B and C go to memory."""
+"""Channels of a program: one for each thread of a warp, so that nothing along the tokens crosses threads."""
 
 WARPS = 8192
-"""Warps that keep a GPU busy: several times the 1056 to 1584 that 132 multiprocessors hold at once."""
+"""Warps that keep a GPU busy: several times the 2100 to 3200 that 132 multiprocessors hold at once."""
 
 SHORTEST = 64
 """Tokens of the shortest chunk: its state, in fp32, takes 64 bytes a channel, as half a bf16 activation."""
@@ -31,18 +25,24 @@ CONVOLVED = 64
 def chunk_tokens(rows: int, length: int, width: int) -> int:
     """Tokens that one program goes through: as many as leave WARPS of work, at least SHORTEST.
 
-    The state before each chunk is kept for the backward pass. A chunk is a whole row where the rows alone are
-    enough work: no state is carried from one to the next then.
+    The state before each chunk is kept for the backward pass, which has three such tensors at a time: 3 bytes
+    a channel and token where chunks are shortest. To halve that, half of WARPS is enough. A chunk is a whole
+    row where the rows alone are enough work: no state is carried from one to the next then.
     """
     columns = -(-width // BLOCK)
     if rows * columns >= WARPS or length <= SHORTEST:
         return length
-    chunk = SHORTEST
-    while 2 * chunk < length and rows * length // (2 * chunk) * columns >= WARPS:
-        chunk *= 2
+    chunk, enough = SHORTEST, WARPS // 2
+    while 2 * chunk < length and rows * length // (2 * chunk) * columns >= enough:
+        chunk, enough = 2 * chunk, WARPS
     return chunk
 
 
 def chunks_of(rows: int, length: int, width: int) -> int:
     """Chunks of all rows laid end to end."""
     return -(-rows * length // chunk_tokens(rows, length, width))
+
+
+def tiles_of(rows: int, length: int, width: int) -> int:
+    """Tiles of all chunks, each chunk's last one filled up where it is short."""
+    return chunks_of(rows, length, width) * -(-chunk_tokens(rows, length, width) // TILE)

@@ -62,7 +62,7 @@ def describe(
         return _attention(name, args, inputs, outputs)
     read, written = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
     if name == "causal_conv_backward":
-        read, written = read + _bytes(inputs[0]), written + 2 * _bytes(inputs[0])  # two kernels, in place
+        read, written = read - _bytes(inputs[-1]), written + _bytes(inputs[-1])  # dx
     if name == "cross_entropy_":
         written += _bytes(inputs[0])  # the gradient takes the place of the logits
     kind = _kind(name)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.kernels.mamba_work import COLUMNS, CONVOLVED, chunks_of
+from shardwise.kernels.mamba_work import BLOCK, CONVOLVED, TILE, chunks_of, tiles_of
 from shardwise.kernels.target import Target
 
 
@@ -99,17 +99,18 @@ def _embedding_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Targ
 
 
 def _scan(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
-    """`selective_scan_triton`: what survives of a state in each chunk."""
+    """`selective_scan_triton`: what survives of a state in each chunk, and A by states."""
     rows, length, width = args[0].shape
-    return [4 * width * chunks_of(rows, length, width)]
+    return [4 * width * chunks_of(rows, length, width), 4 * args[2].numel()]
 
 
 def _scan_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
-    """`selective_scan_backward_triton`: da, dd and dbias by chunk, dbc by block of channels."""
+    """`selective_scan_backward_triton`: da, dd and dbias by chunk, bc by tiles, dbc by block of channels."""
     x, a, bc = args[0], args[2], args[3]
     rows, length, width = x.shape
     by_chunk = 4 * chunks_of(rows, length, width) * width * (a.shape[1] + 2)
-    return [4 * a.numel() + by_chunk + 4 * -(-width // COLUMNS) * bc.numel()]
+    in_tiles = tiles_of(rows, length, width) * TILE * bc.shape[-1]
+    return [4 * a.numel() + by_chunk + (4 + x.element_size() * -(-width // BLOCK)) * in_tiles]
 
 
 def _convolution_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:

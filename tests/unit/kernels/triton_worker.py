@@ -10,11 +10,26 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import numpy as np
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 from shardwise.kernels import causal_conv_triton, selective_scan_backward_triton, selective_scan_triton
 from shardwise.kernels.causal_conv import causal_conv_reference
 from shardwise.kernels.selective_scan import selective_scan_reference
+
+
+def dot(self, a, b, added, *_):
+    """Triton's interpreter multiplies the bits of bf16 as integers (3.9)."""
+
+    def values(t):
+        return (t.data.astype(np.uint32) << 16).view(np.float32) if t.dtype.scalar == tl.bfloat16 else t.data
+
+    return interpreter.TensorHandle(values(a) @ values(b) + added.data, added.dtype.scalar)
+
+
+interpreter.InterpreterBuilder.create_dot = dot
 
 CASES = {
     # rows, length, width, states, chunk (None: a row), samples begin at, dtype
@@ -61,7 +76,7 @@ def scan(rows, length, width, states, chunk, borders, dtype) -> dict[str, float]
     expected = y * torch.nn.functional.silu(exact["z"])
     right = dict(zip(exact, torch.autograd.grad(expected, exact.values(), upstream.double()), strict=True))
 
-    options = {"chunk": chunk, "block": 8, "tile": 4}
+    options = {"chunk": chunk, "block": 8}
     out, kept = selective_scan_triton.forward(x, delta, a, bc, d, z, bias, positions, **options)
     dz, dy, ddelta = torch.empty_like(z.repeat(1, 1, 2))[..., width:], upstream.clone(), delta.clone()
     again, fine, adjoints = selective_scan_triton.replay(
