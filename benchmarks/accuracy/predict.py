@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -41,26 +43,36 @@ OLD_RELEASE = (
     "llama-2-13b.4gpu.zero3.lora16.s2048.b2x2.ck1",
     "gpt-neo-2.7b.4gpu.zero3-offload.full.s2048.b1x1.ck1",
 )
-"""Rows measured before it, to be measured again. The bounds hold for them too, unless LEFT_OUT has them."""
+"""Rows measured before it, to be measured again."""
+
+BOUNDS = {"reserved": (0.02, 0.05), "step": (0.10, 0.20)}
+"""What a difference may be: in the mean of a set, and for a row."""
 
 _EARLIER = "measured with the earlier release of ZeRO-3's weights"
-_HOST = (
-    "the GPU waits for the host, which takes longer than predicted, with two GPUs even more: cause unknown"
+_RELEASE = (
+    "measured with transformers 5.17, predicted with 5.23, whose rotary embedding is no matrix product: "
+    "0.0 % with 5.17"
 )
-LEFT_OUT: dict[str, dict[str, str]] = {
+_BLOCK = "a block more is gathered than predicted: cause unknown"
+_HOST = "the GPU waits for the host: the host's calls differ by half between measurements of one row"
+MISSED: dict[str, dict[str, str]] = {
     "reserved": {
         "gpt-neo-2.7b.4gpu.zero3-offload.full.s2048.b1x1.ck1": _EARLIER,
+        "llama-3.2-1b.1gpu.fsdp2-offload.full.s2048.b2x1.ck1": _RELEASE,
+        "llama-3.2-3b.2gpu.autotp2-zero1.full.s2048.b4x1.ck1": _RELEASE,
+        "llama-2-7b.1gpu.zero3-offload.lora16.s2048.b2x1.ck1": _BLOCK,
     },
     "step": {
         "gpt-neo-2.7b.4gpu.zero3-offload.full.s2048.b1x1.ck1": _EARLIER,
-        "llama-2-7b.1gpu.zero3-offload.lora16.s2048.b2x1.ck1": _HOST,
-        "pythia-410m.1gpu.zero3.full.s2048.b4x1.ck0": _HOST,
-        "pythia-2.8b.2gpu.zero3.full.s2048.b2x1.ck0": _HOST,
-        "llama-3.2-3b.2gpu.zero3.full.s4096.b1x2.ck1": _HOST,
-        "tinyllama-1.1b.2gpu.zero3-noreshard.full.s2048.b4x1.ck1": _HOST,
+        "llama-3.2-3b.4gpu.zero3-noreshard.full.s2048.b2x1.ck1": f"{_EARLIER}; {_HOST}",
+        "gpt2-xl.1gpu.single.full.s1024.b4x2.ck1": _HOST,
+        "gemma-3-1b.1gpu.single.full.s512.b8x2.ck0": _HOST,
+        "qwen3-0.6b.1gpu.zero3-noreshard.full.s2048.b2x2.ck0": _HOST,
+        "pythia-1.4b.2gpu.autotp2-zero1.full.s2048.b4x1.ck0": _HOST,
     },
 }
-"""By quantity, rows that its bound does not hold for, and why. It has to become empty."""
+"""Rows farther off than their bound, and why. They count in every number, the means included; a test fails
+where there is one more, or one less."""
 
 QUANTITIES = ("reserved", "allocated", "outside", "needed", "fragmentation", "step", "joules", "host")
 
@@ -280,7 +292,17 @@ def _print_summary(comparisons: Sequence[Mapping[str, Any]]) -> None:
                 print(f"{group:16}{quantity:14}  {s.rows:4} {numbers}  {s.worst_row}")
 
 
+def hash_alike() -> None:
+    """Starts the script again with a fixed hash of strings.
+
+    Gemma 3 in transformers goes through a set of them: its predicted memory would change from run to run.
+    """
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
+
+
 def main() -> None:
+    hash_alike()
     parser = argparse.ArgumentParser(description="Predicted beside measured, row by row")
     parser.add_argument("--set", choices=SETS, help="of one set only")
     parser.add_argument("--match", default="", metavar="REGEX", help="rows with such an id")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import ByteLevelBPETokenizer
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 SHAPES = {
     "llama-3.1-8b": {
@@ -48,6 +48,12 @@ SHAPES = {
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
         "max_position_embeddings": 2048,
+    },
+    "1b_mamba": {
+        "model_type": "mamba",
+        "vocab_size": 50257,
+        "hidden_size": 2048,
+        "num_hidden_layers": 34,
     },
     "tiny": {
         "vocab_size": 4096,
@@ -99,10 +105,10 @@ def main() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=END, pad_token=END)
     tokenizer.save_pretrained(model)
     end = tokenizer.eos_token_id
-    config = LlamaConfig(
-        **shape, rms_norm_eps=1e-5, tie_word_embeddings=False, bos_token_id=end, eos_token_id=end
-    )
-    config.architectures = ["LlamaForCausalLM"]
+    own = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    mamba = "model_type" in shape  # and its defaults
+    config = AutoConfig.for_model(**({} if mamba else own), **shape, bos_token_id=end, eos_token_id=end)
+    config.architectures = ["MambaForCausalLM" if mamba else "LlamaForCausalLM"]
     config.save_pretrained(model)
     print(f"{len(texts)} documents, {len(tokenizer)} tokens in the vocabulary, in {arguments.out}")
 

@@ -1,4 +1,4 @@
-"""The tables of docs/throughput.md, from the committed results: `python table.py`."""
+"""The tables of docs/throughput.md and docs/mamba.md, from the committed results: `python table.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "throughput.md"
+PAGES = [HERE.parents[1] / "docs" / name for name in ("throughput.md", "mamba.md")]
 HEADER = (
     "| | rows per GPU | tokens/s/GPU | step, s | peak allocated, GiB | peak reserved, GiB "
     "| loss at steps 1, 4, last | gradient norm, step 1 |\n|---|---|---|---|---|---|---|---|"
@@ -58,4 +58,5 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in PAGES:
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")

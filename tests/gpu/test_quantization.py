@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ STRATEGY = Strategy(engine="single", micro_batch=ROWS, checkpoint_every=1)
 
 def trained(quantization: str, *, steps: int) -> tuple[list[float], int]:
     """Losses, and the peak of what was allocated."""
+    gc.collect()  # engines refer to themselves: an earlier one would count as there, and go meanwhile
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,15 @@ def test_an_adapter_is_trained_resumed_merged_and_asked(tmp_path: Path, strategy
     assert exported["kind"] == "merged"
     assert exported["max_logit_difference"] < 0.05 * exported["max_logit"]
     _shardwise(tmp_path, "generate", "runs/run", "--prompt", "What?", "--max-new-tokens", "8")
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp2"])
+def test_a_steps_seconds_are_its_own(tmp_path: Path, strategy: str) -> None:
+    """ZeRO waits for the GPU within a step, and the last step is read as soon as it is issued."""
+    (run,) = run_all([Run(job(tmp_path, "run", strategy, **HALF))], processes=GPUS, folder=tmp_path)
+    seconds = [event["seconds"] for event in steps_of(run)]
+    print([f"{s:.4f}" for s in seconds])
+    assert seconds[-1] > 0.3 * statistics.median(seconds)
 
 
 def _save_base(base: Path, folder: Path, values: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from shardwise.strategy.strategy import Strategy
 from shardwise.units import gib
 
 # Share of the capacity that the choice leaves free: no more than this was ever predicted too low of what a
-# process needs (tests/golden; docs/accuracy.md names the rows that are left out of that).
+# process needs (tests/golden; docs/accuracy.md names the rows that do not hold to it).
 MARGIN = 0.05
 
 ALIKE = 1.005

@@ -85,11 +85,12 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _gated_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor
     if hasattr(self, "gate_up_proj"):
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-    else:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-    out: torch.Tensor = self.down_proj(_Gated.apply(gate, up))
+        out = self.down_proj(_Gated.apply(gate, up))
+    else:  # no names, as there: where autograd does not keep both, they are gone before the down projection
+        out = self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))
     return out
 
 

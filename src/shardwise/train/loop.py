@@ -71,6 +71,8 @@ class _Issued:
     batch: StepBatch
     learning_rate: float
     loss_scale: float | None
+    ended: float | torch.cuda.Event
+    """A mark of the stopwatch."""
     numbers: Callable[[], list[float]]
     shared: Callable[[], list[list[float]]]
 
@@ -105,7 +107,7 @@ class Loop:
         self.save_state = save
         self.progress = progress
         self.total_steps = total_steps
-        self.watch = Stopwatch()
+        self.watch = Stopwatch(self.engine.world.device)
         self._issued: _Issued | None = None
         self._stop_agreed = False
 
@@ -188,6 +190,7 @@ class Loop:
             batch=batch,
             learning_rate=rate,
             loss_scale=result.loss_scale,
+            ended=self.watch.mark(),
             numbers=_copy_back(result),
             shared=self.chorus.exchange([float(self.stop.requested), *memory(device)]),
         )
@@ -216,7 +219,7 @@ class Loop:
                 learning_rate=issued.learning_rate,
                 tokens=issued.batch.tokens,
                 target_tokens=issued.batch.target_tokens,
-                seconds=self.watch.lap(),
+                seconds=self.watch.lap(issued.ended),
                 skipped=bool(skipped),
                 loss_scale=issued.loss_scale,
                 memory={

@@ -127,15 +127,33 @@ def _gpu(index: int) -> Gpu | Unavailable:
 
 
 class Stopwatch:
-    """Seconds from one lap to the next, or from the last restart."""
+    """Seconds from one mark to the next; of a GPU's work by the GPU's own clock, and nobody waits for it.
 
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
+    Beside the host's clock that is the only one that knows when a step ended: the host learns of it while it
+    issues the next one, early or late.
+    """
 
-    def lap(self) -> float:
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        return seconds
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._since = self.mark()
+
+    def mark(self) -> float | torch.cuda.Event:
+        """When all that has been issued is done."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, until: float | torch.cuda.Event | None = None) -> float:
+        """Seconds since the last lap or restart; `until` is a mark made after it, or now."""
+        since, self._since = self._since, self.mark() if until is None else until
+        if isinstance(since, float):
+            assert isinstance(self._since, float)
+            return self._since - since
+        assert isinstance(self._since, torch.cuda.Event)
+        self._since.synchronize()
+        return float(since.elapsed_time(self._since)) / 1000.0
 
     def restart(self) -> None:
-        self._since = time.perf_counter()
+        self._since = self.mark()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ def test_a_cpu_process_tells_its_resident_memory_and_nothing_of_gpus() -> None:
     assert after["peak_allocated_bytes"] >= after["allocated_bytes"] > 0
     for name in ("outside_allocator_bytes", "pinned_memory_bytes", "energy_millijoules"):
         assert after[name] == meter.UNKNOWN
+
+
+def test_a_lap_ends_where_its_mark_is_however_late_it_is_read() -> None:
+    watch = meter.Stopwatch(torch.device("cpu"))
+    time.sleep(0.02)
+    first = watch.mark()
+    time.sleep(0.1)
+    second = watch.mark()
+    assert 0.02 <= watch.lap(first) < 0.1 <= watch.lap(second)
+    assert watch.lap() < 0.1, "since the second mark"
 
 
 def test_memory_outside_the_allocator_is_read_at_the_first_steps_and_rarely_later(
