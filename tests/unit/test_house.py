@@ -126,15 +126,16 @@ def test_decisions_are_numbered_dated_and_at_most_a_page() -> None:
         assert len(text.splitlines()) <= 60, path.name
 
 
-def test_the_throughput_page_shows_the_committed_results() -> None:
+@pytest.mark.parametrize("page", ["throughput.md", "mamba.md"])
+def test_a_page_shows_the_committed_throughput(page: str) -> None:
     """Made anew by `python benchmarks/throughput/table.py`."""
     spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "throughput" / "table.py")
     assert spec is not None
     assert spec.loader is not None
     table = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(table)
-    page = read("docs/throughput.md")
-    assert page == table.filled(page)
+    text = read(f"docs/{page}")
+    assert text == table.filled(text)
 
 
 def test_the_readme_shows_only_measured_speeds() -> None:
