@@ -25,8 +25,8 @@ DEEPSPEED_BYTES = 104 * MIB
 starts there too."""
 
 DEEPSPEED_GROUP_BYTES = 98 * MIB
-"""What DeepSpeed has besides on 2 and 4 GPUs, and FSDP2 has not. Where its parameters are on the GPU there is
-as much as NCCL takes on top; why is not known."""
+"""What DeepSpeed has besides on 2 and 4 GPUs, and FSDP2 has not, unless all of them share each layer
+(AutoTP). Where its parameters are on the GPU there is as much as NCCL takes on top; why is not known."""
 
 
 def outside_allocator_bytes(strategy: Strategy) -> int:
@@ -35,8 +35,9 @@ def outside_allocator_bytes(strategy: Strategy) -> int:
     if strategy.engine != "deepspeed":
         return CONTEXT_BYTES + (NCCL_BYTES if together else 0)
     total = CONTEXT_BYTES + NCCL_BYTES + DEEPSPEED_BYTES
-    if together:
+    if strategy.data_parallel > 1:
         total += DEEPSPEED_GROUP_BYTES
+    if together:
         total += NCCL_BYTES if strategy.offload_parameters == "none" else 0
     if strategy.tensor_parallel > 1 and strategy.data_parallel > 1:
         total += NCCL_BYTES  # three groups: of all, of the same rows, of the same part of the model

@@ -32,7 +32,7 @@ def test_a_third_group_takes_what_nccl_does_for_the_first() -> None:
         return outside_allocator_bytes(Strategy(engine="deepspeed", stage=1, **ranks))
 
     assert needed(data_parallel=2, tensor_parallel=2) == needed(data_parallel=4) + 286 * MIB
-    assert needed(data_parallel=1, tensor_parallel=4) == needed(data_parallel=4)
+    assert needed(data_parallel=1, tensor_parallel=4) == needed(data_parallel=4) - 98 * MIB
 
 
 def test_a_capacity_check_does_not_rely_on_less_than_was_measured() -> None:
