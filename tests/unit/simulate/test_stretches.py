@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.simulate.allocator import CachingAllocator
@@ -84,6 +84,7 @@ SIZES = st.one_of(st.integers(0, 3000), st.sampled_from([512, 513, 514, 515]), s
         st.tuples(st.sampled_from([ALLOC, ALLOC, ALLOC, FREE, FREE, GRADIENT, FORWARD]), SIZES), max_size=60
     )
 )
+@example(kinds=[(ALLOC, 513), (FREE, 0), (ALLOC, 514)])  # as full again, with another account
 @settings(max_examples=150, deadline=None)
 def test_stretches_do_what_their_events_do(kinds: list[tuple[int, int]]) -> None:
     events: list[Event] = []
