@@ -63,15 +63,13 @@ def _forward(self: PeftLinear, x: torch.Tensor, *args: Any, **kwargs: Any) -> to
     base, a, b = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
     replaced = type(base) not in _BASES  # tensor parallelism puts its own layer there
     if args or kwargs or replaced or self.disable_adapters or self.merged:
-        from peft.tuners.lora.layer import Linear as PeftLinear
-
-        return PeftLinear.forward(self, x, *args, **kwargs)
+        return type(self).forward(self, x, *args, **kwargs)
     if isinstance(base, QuantizedLinear):
         dtype, unpack, stored = base.dtype, base.unpack, base.stored()
     else:
         dtype, unpack, stored = base.weight.dtype, _whole, (base.weight,)
     if not x.dtype == dtype == a.dtype == b.dtype:
-        return PeftLinear.forward(self, x)
+        return type(self).forward(self, x)
     out: torch.Tensor = _LoraLinear.apply(x, base.bias, a, b, self.scaling[name], unpack, *stored)
     return out
 
