@@ -10,13 +10,15 @@ form of the matrix product. Per token and layer that is about 5 (inputs + output
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
 from shardwise.kernels.quantized_linear import LAYERS, QuantizedLinear, Unpack
+
+if TYPE_CHECKING:
+    from peft.tuners.lora.layer import Linear as PeftLinear
 
 _BASES = (nn.Linear, *LAYERS.values())
 
@@ -31,6 +33,10 @@ def fuse_lora(model: nn.Module) -> int:
     that gathers weights in hooks on each module's call (ZeRO-3) would not see it: do not fuse there. FSDP2
     gathers block by block and is fine.
     """
+    if not any(".lora_A." in name for name, _ in model.named_parameters()):
+        return 0
+    from peft.tuners.lora.layer import Linear as PeftLinear  # imports a second's worth of compilers
+
     layers = [module for module in model.modules() if isinstance(module, PeftLinear) and _is_plain(module)]
     for layer in layers:
         layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
@@ -57,13 +63,13 @@ def _forward(self: PeftLinear, x: torch.Tensor, *args: Any, **kwargs: Any) -> to
     base, a, b = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
     replaced = type(base) not in _BASES  # tensor parallelism puts its own layer there
     if args or kwargs or replaced or self.disable_adapters or self.merged:
-        return PeftLinear.forward(self, x, *args, **kwargs)
+        return type(self).forward(self, x, *args, **kwargs)
     if isinstance(base, QuantizedLinear):
         dtype, unpack, stored = base.dtype, base.unpack, base.stored()
     else:
         dtype, unpack, stored = base.weight.dtype, _whole, (base.weight,)
     if not x.dtype == dtype == a.dtype == b.dtype:
-        return PeftLinear.forward(self, x)
+        return type(self).forward(self, x)
     out: torch.Tensor = _LoraLinear.apply(x, base.bias, a, b, self.scaling[name], unpack, *stored)
     return out
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -33,6 +32,8 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
     Returns PEFT's wrapper; `get_base_model()` of it is `model`. Raises JobError for a target that matches
     no linear module.
     """
+    from peft import LoraConfig, TaskType, get_peft_model  # imports a second's worth of compilers
+
     candidates = linear_modules(model)
     targets: str | list[str] = lora.targets
     if isinstance(lora.targets, list):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -39,6 +38,8 @@ def quantize_linears(model: PreTrainedModel, kind: str) -> None:
 @torch.no_grad()
 def dequantize_linears(model: nn.Module) -> None:
     """Replaces the quantised layers, in place, by plain ones with the weights that they compute with."""
+    from peft.tuners.lora.layer import Linear as PeftLinear
+
     for layer in [module for module in model.modules() if isinstance(module, PeftLinear)]:
         if isinstance(layer.base_layer, QuantizedLinear):
             layer.fan_in_fan_out = layer.base_layer.transposed

@@ -11,10 +11,14 @@ Not modelled: private pools and CUDA graphs, and memory shared between processes
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import TYPE_CHECKING
 
 from shardwise.simulate.blocks import Block, Pool
-from shardwise.simulate.expandable import best_fit, grow, release
+from shardwise.simulate.expandable import grow, release
 from shardwise.units import GIB
+
+if TYPE_CHECKING:
+    from shardwise.simulate.stretches import Stretch
 
 MIB = 1024**2
 
@@ -123,12 +127,7 @@ class CachingAllocator:
         if self._expandable:
             return 0
         pools = [*self._small.values(), *self._large.values()]
-        return sum(
-            size
-            for pool in pools
-            for address, size in pool.starts.items()
-            if not pool.is_whole(address, size)
-        )
+        return sum(size for pool in pools for size, address in pool.free if not pool.is_whole(address, size))
 
     def reset_peaks(self) -> None:
         """As torch.cuda.reset_peak_memory_stats."""
@@ -178,46 +177,49 @@ class CachingAllocator:
     def take(self, size_bytes: int, stream: int = 0, owner: int = 0) -> Block:
         """`malloc` of more than 0 bytes, for callers that keep the block itself (malloc, alloc_found_block).
 
-        Written in one piece: half of all events of a replay are this call. `owner` comes back in the block.
+        `owner` comes back in the block.
         """
         size = (size_bytes + 511) & -512 if self._divisions < 2 else self._rounded(size_bytes)
         try:
             pool = (self._small if size <= SMALL_BYTES else self._large)[stream]
         except KeyError:
-            pool = self._new_pool(stream, small=size <= SMALL_BYTES)
-        sizes, addresses = pool.sizes, pool.addresses
-        index = bisect_left(sizes, size)
-        if self._choosy:
-            index = self._best_fit(pool, size, index)
-        elif index < len(sizes) and addresses[index] + sizes[index] in pool.unmapped:
-            index = best_fit(pool, index)
-        if index == len(sizes):
-            index = self._obtain(pool, size, size_bytes)
-        address, found = addresses[index], sizes[index]
-        rest = found - size
-        if rest >= pool.smallest_rest and size < pool.split_below:
-            behind = address + size
-            del pool.starts[address]
-            pool.starts[behind] = rest
-            pool.ends[address + found] = behind
-            if index and sizes[index - 1] >= rest:
-                del sizes[index], addresses[index]
-                index = pool.place(behind, rest)
-                sizes.insert(index, rest)
-                addresses.insert(index, behind)
-            else:
-                sizes[index], addresses[index] = rest, behind
-        else:
-            del sizes[index], addresses[index], pool.starts[address], pool.ends[address + found]
-            size = found
-        pool.live[address] = size
+            pool = self.pool(size, stream)
+        address = self._take_chosen(pool, size) if self._choosy else pool.take(size)
+        if address < 0:
+            address = self._obtain(pool, size, size_bytes)
+            pool.use(address, size)
         self.requested_bytes += size_bytes
-        self.allocated_bytes = allocated = self.allocated_bytes + size
+        self.allocated_bytes = allocated = self.allocated_bytes + pool.live[address]
         if allocated > self.peak_allocated_bytes:
             self.peak_allocated_bytes = allocated
         if allocated + self._deferred_bytes > self.peak_active_bytes:
             self.peak_active_bytes = allocated + self._deferred_bytes
         return pool, address, size_bytes, owner
+
+    def run(self, stretch: Stretch, places: dict[int, int]) -> None:
+        """Allocates and frees, on stream 0, what a stretch does; `places` are its tensors' addresses.
+
+        Only with expandable segments and sizes rounded as by default, and where memory is never short.
+        """
+        small, large = self.pool(0), self.pool(SMALL_BYTES + 1)
+        for tensor, size, is_small in stretch.moves:
+            pool = small if is_small else large
+            if size:
+                address = pool.take(size)
+                if address < 0:
+                    address = self._obtain(pool, size, size)
+                    pool.use(address, size)
+                places[tensor] = address
+            else:
+                address = places[tensor]
+                pool.put_back(address, pool.live.pop(address))
+        most = self.allocated_bytes + stretch.most
+        if most > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = most
+        if most + self._deferred_bytes > self.peak_active_bytes:
+            self.peak_active_bytes = most + self._deferred_bytes
+        self.allocated_bytes += stretch.allocated
+        self.requested_bytes += stretch.requested
 
     def give(self, block: Block) -> None:
         """`free` of a block that `take` gave (free, free_block).
@@ -275,6 +277,13 @@ class CachingAllocator:
         step = (1 << size_bytes.bit_length() - 1) // self._divisions
         return -(-size_bytes // step) * step
 
+    def pool(self, size: int, stream: int = 0) -> Pool:
+        """Where memory for so many bytes comes from (get_pool)."""
+        try:
+            return (self._small if size <= SMALL_BYTES else self._large)[stream]
+        except KeyError:
+            return self._new_pool(stream, small=size <= SMALL_BYTES)
+
     def _new_pool(self, stream: int, *, small: bool) -> Pool:
         """With the rules by which its blocks are split (should_split)."""
         always_split = small or self._expandable
@@ -287,24 +296,20 @@ class CachingAllocator:
         (self._small if small else self._large)[stream] = pool
         return pool
 
-    def _best_fit(self, pool: Pool, size: int, index: int) -> int:
-        """Index of the block to use, given that of the smallest that fits (get_free_block)."""
+    def _take_chosen(self, pool: Pool, size: int) -> int:
+        """`pool.take` by the rules of max_split_size, counted for garbage collection (get_free_block)."""
         if size > SMALL_BYTES:
             self._searches += 1
-        none = len(pool.sizes)
-        if index == none:
-            return none
-        if self._expandable:
-            index = best_fit(pool, index)
-        found = pool.sizes[index]
-        if size < self._max_split:
-            return index if found < self._max_split else none
-        return index if found < size + OVERSIZE_SLACK_BYTES else none
+        found, address = pool.find(size) or (UNLIMITED, -1)
+        if found >= (self._max_split if size < self._max_split else size + OVERSIZE_SLACK_BYTES):
+            return -1
+        pool.use(address, size)
+        return address
 
     def _obtain(self, pool: Pool, size: int, size_bytes: int) -> int:
         """Gets a free block from the device, for which more and more of the cache is given back (malloc).
 
-        Returns its index in the pool.
+        Returns its address.
         """
         if self._gc_threshold:
             self._collect_garbage()
@@ -321,7 +326,7 @@ class CachingAllocator:
                 allocated_bytes=self.allocated_bytes,
                 reserved_bytes=self.reserved_bytes,
             )
-        return pool.place(address, pool.starts[address])
+        return address
 
     def _from_device(self, pool: Pool, size: int) -> int | None:
         """The address of a free block: of a new segment, or of one that grew (alloc_block)."""
@@ -339,8 +344,7 @@ class CachingAllocator:
             return None
         self.segments += 1
         address = pool.new_segment(segment)
-        pool.insert(address, segment)
-        return address
+        return pool.put_back(address, segment)
 
     def _reserve(self, size: int) -> bool:
         if self.reserved_bytes + size > self._capacity:
@@ -351,7 +355,7 @@ class CachingAllocator:
 
     def _release(self, pool: Pool, address: int, size: int) -> None:
         """Give back a segment that is one free block (release_block)."""
-        pool.remove(address, size)
+        pool.remove(address)
         del pool.segments[address]
         self.reserved_bytes -= size
         self.segments -= 1
@@ -361,15 +365,17 @@ class CachingAllocator:
         if self._max_split == UNLIMITED or self._expandable:
             return False
         needed = max(size, self._max_split)
-        sizes, addresses = pool.sizes, pool.addresses
-        index = bisect_left(sizes, needed)
-        if index < len(sizes):
-            self._release(pool, addresses[index], sizes[index])
+        free = pool.free
+        index = bisect_left(free, (needed,))
+        if index < len(free):
+            found, address = free[index]
+            self._release(pool, address, found)
             return True
         released = 0
-        while released < needed and sizes and sizes[-1] >= self._max_split:
-            released += sizes[-1]
-            self._release(pool, addresses[-1], sizes[-1])
+        while released < needed and free and free[-1][0] >= self._max_split:
+            found, address = free[-1]
+            released += found
+            self._release(pool, address, found)
         return released >= needed
 
     def _collect_garbage(self) -> None:

@@ -8,7 +8,10 @@ allocations.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, insort
+
+Free = tuple[int, int]
+"""A free block: its size and its address."""
 
 Block = tuple["Pool", int, int, int]
 """What an allocation is known by: its pool, its address, the bytes asked for before rounding, and a number
@@ -19,11 +22,10 @@ class Pool:
     """The memory of one stream and one class of sizes; all numbers are bytes.
 
     Attributes:
-        sizes, addresses: of the free blocks, two parallel lists: ordered by size, then by the age of their
+        free: the free blocks, each its size and its address, in order: by size, then by the age of their
             segment, then by address (BlockComparatorSizeCounterAddress). Addresses grow from segment to
             segment, so the age is in them.
-        starts: the sizes of the free blocks by the addresses at which they begin.
-        ends: where the free blocks begin, by the addresses at which they end.
+        starts, ends: the same by the addresses at which they begin, and by those at which they end.
         live: the sizes of the blocks in use by their addresses.
         segments: the sizes of segments by their addresses, which are apart from each other.
         unmapped: the sizes of ranges of addresses without memory behind them; expandable segments only.
@@ -37,14 +39,13 @@ class Pool:
 
     __slots__ = (
         "_end",
-        "addresses",
         "ends",
+        "free",
         "freed_at",
         "live",
         "page_bytes",
         "segment_bytes",
         "segments",
-        "sizes",
         "smallest_rest",
         "split_below",
         "starts",
@@ -52,10 +53,9 @@ class Pool:
     )
 
     def __init__(self, *, page_bytes: int, segment_bytes: int, smallest_rest: int, split_below: int) -> None:
-        self.sizes: list[int] = []
-        self.addresses: list[int] = []
-        self.starts: dict[int, int] = {}
-        self.ends: dict[int, int] = {}
+        self.free: list[Free] = []
+        self.starts: dict[int, Free] = {}
+        self.ends: dict[int, Free] = {}
         self.live: dict[int, int] = {}
         self.segments: dict[int, int] = {}
         self.unmapped: dict[int, int] = {}
@@ -81,57 +81,92 @@ class Pool:
     @property
     def whole(self) -> list[tuple[int, int]]:
         """Address and size of the free blocks that are all of their segments, the smallest first."""
-        free = zip(self.addresses, self.sizes, strict=True)
-        return [block for block in free if self.is_whole(*block)]
+        return [(address, size) for size, address in self.free if self.is_whole(address, size)]
 
-    def place(self, address: int, size: int) -> int:
-        """Where a free block stands in `sizes` and `addresses`, or would stand."""
-        sizes = self.sizes
-        index = bisect_left(sizes, size)
-        if index < len(sizes) and sizes[index] == size and self.addresses[index] != address:
-            return bisect_left(self.addresses, address, index, bisect_right(sizes, size, index))
-        return index
+    def remove(self, address: int) -> int:
+        """A free block leaves; returns its size."""
+        block = self.starts.pop(address)
+        del self.ends[address + block[0]]
+        del self.free[bisect_left(self.free, block)]
+        return block[0]
 
-    def insert(self, address: int, size: int) -> None:
-        """A free block with nothing free beside it."""
-        self.starts[address] = size
-        self.ends[address + size] = address
-        index = self.place(address, size)
-        self.sizes.insert(index, size)
-        self.addresses.insert(index, address)
+    def use(self, address: int, size: int) -> None:
+        """The first `size` bytes of a free block come in use (alloc_found_block).
 
-    def remove(self, address: int, size: int) -> None:
-        """A free block leaves."""
-        del self.starts[address], self.ends[address + size]
-        index = self.place(address, size)
-        del self.sizes[index], self.addresses[index]
+        All of it does where the rest would be too small.
+        """
+        found = self.remove(address)
+        if found - size >= self.smallest_rest and size < self.split_below:
+            self.put_back(address + size, found - size)
+            found = size
+        self.live[address] = found
+
+    def take(self, size: int) -> int:
+        """Uses the smallest free block that fits; returns its address, -1 where none does (get_free_block).
+
+        It is `find` and `use` in one piece: half of all events of a replay end here, half in `put_back`.
+        """
+        free = self.free
+        index = bisect_left(free, (size,))
+        if index == len(free):
+            return -1
+        found, address = free[index]
+        if address + found in self.unmapped:
+            index = self._not_at_the_end(index)
+            found, address = free[index]
+        rest = found - size
+        del self.starts[address]
+        if rest >= self.smallest_rest and size < self.split_below:
+            behind = address + size
+            self.starts[behind] = self.ends[address + found] = block = (rest, behind)
+            if index and free[index - 1] > block:
+                del free[index]
+                insort(free, block)
+            else:
+                free[index] = block
+            self.live[address] = size
+        else:
+            del free[index], self.ends[address + found]
+            self.live[address] = found
+        return address
+
+    def find(self, size: int) -> Free | None:
+        """The block that `take` would use."""
+        index = bisect_left(self.free, (size,))
+        return None if index == len(self.free) else self.free[self._not_at_the_end(index)]
+
+    def _not_at_the_end(self, index: int) -> int:
+        """Where the block to use stands, given where the smallest that fits does; in an expandable segment.
+
+        A block followed by addresses without memory counts as large as it could grow, so that the end of the
+        segment is used last.
+        """
+        free, reach = self.free, 0
+        for place in range(index, len(free)):
+            found, address = free[place]
+            beyond = self.unmapped.get(address + found, 0)
+            if place > index and found + beyond >= reach:
+                return place - 1
+            if not beyond:
+                return place  # larger blocks do not reach less far
+            reach = found + beyond
+        return len(free) - 1
 
     def put_back(self, address: int, size: int) -> int:
         """A range becomes free and grows by the free blocks beside it (free_block, try_merge_blocks).
 
-        Returns where the free block begins that it is now part of. Half of all events of a replay end here.
+        Returns where the free block begins that it is now part of.
         """
-        sizes, addresses, ends = self.sizes, self.addresses, self.ends
+        free, starts, ends = self.free, self.starts, self.ends
         end = address + size
         if address in ends:
-            before = ends.pop(address)
-            index = bisect_left(sizes, address - before)
-            if addresses[index] != before:
-                index = self.place(before, address - before)
-            del sizes[index], addresses[index]
-            address = before
-        if end in self.starts:
-            behind = self.starts.pop(end)
-            index = bisect_left(sizes, behind)
-            if addresses[index] != end:
-                index = self.place(end, behind)
-            del sizes[index], addresses[index]
-            end += behind
-        self.starts[address] = size = end - address
-        ends[end] = address
-        index = bisect_left(sizes, size)
-        if index < len(sizes) and sizes[index] == size:
-            index = self.place(address, size)
-        sizes.insert(index, size)
-        addresses.insert(index, address)
+            block = ends.pop(address)
+            del free[bisect_left(free, block)]
+            address = block[1]
+        if end in starts:
+            block = starts.pop(end)
+            del free[bisect_left(free, block)]
+            end += block[0]
+        starts[address] = ends[end] = block = (end - address, address)
+        insort(free, block)
         return address

@@ -11,25 +11,6 @@ from collections.abc import Callable
 from shardwise.simulate.blocks import Pool
 
 
-def best_fit(pool: Pool, index: int) -> int:
-    """Where the block to use stands, given where the smallest that fits does (get_free_block).
-
-    A block followed by addresses without memory counts as large as it could grow, so that the end of the
-    segment is used last.
-    """
-    sizes, addresses, unmapped = pool.sizes, pool.addresses, pool.unmapped
-    reach = 0
-    for place in range(index, len(sizes)):
-        size = sizes[place]
-        beyond = unmapped.get(addresses[place] + size, 0)
-        if place > index and size + beyond >= reach:
-            return place - 1
-        if not beyond:
-            return place  # larger blocks do not reach less far
-        reach = size + beyond
-    return len(sizes) - 1
-
-
 def grow(pool: Pool, size: int, take: Callable[[int], bool]) -> int | None:
     """A block of `size` bytes or more after mapping pages, or None (try_allocate_expandable_block).
 
@@ -45,9 +26,9 @@ def grow(pool: Pool, size: int, take: Callable[[int], bool]) -> int | None:
     start = _lowest_room(pool, size)
     if start in unmapped and not _map(pool, start, min(unmapped[start], size), take):
         return None
-    while starts[start] < size:
-        end = start + starts[start]
-        if not _map(pool, end, min(size - starts[start], unmapped[end]), take):
+    while (mapped := starts[start][0]) < size:
+        end = start + mapped
+        if not _map(pool, end, min(size - mapped, unmapped[end]), take):
             return None
     return start
 
@@ -56,10 +37,10 @@ def _lowest_room(pool: Pool, size: int) -> int:
     """Where the lowest run of free and unmapped addresses with room begins (find_expandable_block)."""
     starts, ends, unmapped = pool.starts, pool.ends, pool.unmapped
     for address in sorted(unmapped):
-        start = end = ends.get(address, address)
+        start = end = ends[address][1] if address in ends else address
         while end - start < size:
-            more = starts.get(end) or unmapped.get(end)
-            if more is None:
+            more = starts[end][0] if end in starts else unmapped.get(end, 0)
+            if not more:
                 break
             end += more
         else:
@@ -91,7 +72,7 @@ def release(pool: Pool) -> int:
     Returns:
         Bytes given back.
     """
-    return sum(_unmap(pool, address, size) for address, size in list(pool.starts.items()))
+    return sum(_unmap(pool, address, size) for size, address in list(pool.starts.values()))
 
 
 def _unmap(pool: Pool, start: int, size: int) -> int:
@@ -100,11 +81,11 @@ def _unmap(pool: Pool, start: int, size: int) -> int:
     first, last = -(-start // page) * page, end // page * page
     if first >= last:
         return 0
-    pool.remove(start, size)
+    pool.remove(start)
     if start < first:
-        pool.insert(start, first - start)
+        pool.put_back(start, first - start)
     if last < end:
-        pool.insert(last, end - last)
+        pool.put_back(last, end - last)
     _add_unmapped(pool, first, last)
     return last - first
 

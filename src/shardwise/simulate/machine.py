@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from shardwise.simulate import blocks
 from shardwise.simulate.allocator import CachingAllocator
 from shardwise.simulate.prediction import Moment
+
+if TYPE_CHECKING:
+    from shardwise.simulate.stretches import Stretch
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, BUFFERS = range(6)
 """Accounts, in the order of prediction.MemoryTerms."""
@@ -55,6 +59,25 @@ class Machine:
         elif block[2]:
             self.allocator.give(block)
         self.accounts[block[3]] -= block[2]
+
+    def run(self, stretch: Stretch, places: dict[int, int]) -> None:
+        """Allocates and frees what a stretch does; `places` are the addresses of the trace's tensors."""
+        allocator, accounts = self.allocator, self.accounts
+        most = allocator.allocated_bytes + stretch.most
+        if most > self._most_here:
+            self._most_here = most
+            if most > self._most:
+                self._most = most
+                self.fullest = accounts.copy()
+                for account, size_bytes in stretch.accounts_at_most:
+                    self.fullest[account] += size_bytes
+        allocator.run(stretch, places)
+        for account, size_bytes in stretch.accounts:
+            accounts[account] += size_bytes
+
+    def handed_over(self, address: int, size_bytes: int, account: int) -> Block:
+        """A tensor of a stretch, which its engine is to free."""
+        return (self.allocator.pool(size_bytes), address, size_bytes, account) if size_bytes else _EMPTY
 
     def give_later(self, block: Block) -> None:
         """Frees what another stream still uses; nobody gets its memory until `give`."""

@@ -10,20 +10,18 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.allocator import CachingAllocator
 from shardwise.simulate.engines.build import engine_memory
 from shardwise.simulate.engines.protocol import EngineMemory
-from shardwise.simulate.machine import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, Block, Machine
+from shardwise.simulate.machine import ACTIVATIONS, BUFFERS, Machine
 from shardwise.simulate.outside import outside_allocator_bytes
 from shardwise.simulate.prediction import Memory, MemoryTerms
 from shardwise.simulate.step_trace import (
-    ALLOC,
     BACKWARD,
     BACKWARD_END,
     FORWARD,
     FORWARD_END,
-    FREE,
     GRADIENT,
-    OP,
     StepTrace,
 )
+from shardwise.simulate.stretches import PRODUCT, steps
 from shardwise.strategy.strategy import Strategy
 
 STEPS = 2
@@ -34,8 +32,6 @@ WORKSPACE_BYTES = 32 * 1024**2
 SMALL_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
 """cuBLAS's workspace on Hopper and newer, and on older GPUs (getChosenWorkspaceSize in CUDABlas.cpp): one for
 the thread of the forward pass, one for that of the backward pass; they stay."""
-
-_ACCOUNT_OF_TAG = (ACTIVATIONS, LOSS, GRADIENTS, BUFFERS)  # step_trace.TAGS
 
 PLENTY = 1 << 50
 """Capacity of the replay: it goes on where the GPU would be full, to say by how much."""
@@ -83,35 +79,27 @@ def predict_memory(
 
 def _replay(trace: StepTrace, machine: Machine, engine: EngineMemory, workspace: int) -> None:
     """One micro-batch. `workspace`: bytes that the first matrix product of each pass takes for good."""
-    live: dict[int, Block] = {}
+    places: dict[int, int] = {}
     names = [unit.name if unit.block < 0 else f"block {unit.block}" for unit in trace.units]
-    products = {index for index, op in enumerate(trace.ops) if op.kind == "matmul"}
-    due, turned = bool(workspace), False
-    take, give = machine.take, machine.give
-    for event in trace.events if workspace else trace.moves:
+    for stretch, event in steps(trace):
+        if stretch is not None:
+            machine.run(stretch, places)
         kind = event[0]
-        if kind == ALLOC:
-            live[event[1]] = take(_ACCOUNT_OF_TAG[event[3]], event[2])
-        elif kind == FREE:
-            give(live.pop(event[1]))
-        elif kind == OP:
-            if due and event[1] in products:
-                take(BUFFERS, workspace)
-                due = False
-        elif kind == GRADIENT:
-            engine.gradient(machine, event[1], live.pop(event[2]))
+        if kind == GRADIENT:
+            _, parameter, tensor, size, account = event
+            engine.gradient(machine, parameter, machine.handed_over(places.get(tensor, 0), size, account))
         elif kind == FORWARD:
             machine.at(f"{names[event[1]]} forward")
             engine.forward(machine, event[1])
         elif kind == FORWARD_END:
             engine.forward_end(machine, event[1])
         elif kind == BACKWARD:
-            if workspace and not turned:
-                due = turned = True
             machine.at(f"{names[event[1]]} backward")
             engine.backward(machine, event[1])
         elif kind == BACKWARD_END:
             engine.backward_end(machine, event[1])
+        elif kind == PRODUCT and workspace:
+            machine.take(BUFFERS, workspace)
 
 
 def _batch_bytes(trace: StepTrace, strategy: Strategy) -> list[int]:

@@ -122,8 +122,3 @@ class StepTrace:
     def trainable(self) -> tuple[int, ...]:
         """Indices of the parameters that get a gradient."""
         return tuple(index for index, p in enumerate(self.parameters) if p.trainable)
-
-    @cached_property
-    def moves(self) -> tuple[Event, ...]:
-        """The events without what is computed: all that has to do with memory."""
-        return tuple(event for event in self.events if event[0] != OP)

@@ -131,12 +131,17 @@ def _other_processes(job: Job, hardware: Hardware) -> Iterator[Executor | None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Torch and transformers make a million objects that stay; looking through them would take a second."""
+    """Torch and transformers make a million objects that stay; looking through them would take a second.
+
+    Afterwards they count as old ones, or the next collections would look through them after all.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
+        gc.unfreeze()
         if enabled:
             gc.enable()
 

@@ -104,8 +104,9 @@ class Recorder(TorchDispatchMode):
             self._known_ops[key] = self._add(describe(function, args, inputs, outputs))
         for size in workspace(function, args, outputs, self.target):
             self._scratch(size)
-        if self._known_ops[key] is not None:
-            self.events.append((OP, self._known_ops[key]))  # type: ignore[arg-type]
+        index = self._known_ops[key]
+        if index is not None:
+            self.events.append((OP, index))
         return result
 
     def _value(self, tensor: torch.Tensor) -> bool:

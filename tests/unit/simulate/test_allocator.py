@@ -20,7 +20,7 @@ def filled(sizes: Iterable[float], **options) -> tuple[CachingAllocator, list[in
 def free_sizes(allocator: CachingAllocator) -> list[float]:
     """Of the free blocks, in MiB, smallest first."""
     pools = [*allocator._small.values(), *allocator._large.values()]
-    return sorted(size / MIB for pool in pools for size in pool.starts.values())
+    return sorted(size / MIB for pool in pools for size, _ in pool.free)
 
 
 # Rounding, segments and splitting
@@ -93,7 +93,10 @@ def test_among_equal_blocks_that_of_the_oldest_segment_is_used() -> None:
     allocator.free(new)
     allocator.free(old)
     allocator.malloc(18 * MIB)
-    assert allocator._large[0].addresses == [18 * MIB, 80 * MIB]  # segments are a page of 20 MiB apart
+    assert [address for _, address in allocator._large[0].free] == [
+        18 * MIB,
+        80 * MIB,
+    ]  # segments are a page of 20 MiB apart
 
 
 def test_neighbours_merge_and_a_whole_segment_can_be_given_back() -> None:

@@ -93,7 +93,7 @@ def pools_of(allocator: CachingAllocator) -> list[Pool]:
 
 
 def free_sizes(allocator: CachingAllocator) -> list[int]:
-    return [size for pool in pools_of(allocator) for size in pool.starts.values()]
+    return [size for pool in pools_of(allocator) for size, _ in pool.free]
 
 
 def check(allocator: CachingAllocator, capacity_bytes: int) -> None:
@@ -111,10 +111,11 @@ def check(allocator: CachingAllocator, capacity_bytes: int) -> None:
 
 
 def check_pool(pool: Pool) -> None:
-    ordered = sorted((size, address) for address, size in pool.starts.items())
-    assert list(zip(pool.sizes, pool.addresses, strict=True)) == ordered
-    assert pool.ends == {address + size: address for address, size in pool.starts.items()}
-    kinds = {"free": pool.starts, "live": pool.live, "unmapped": pool.unmapped}
+    assert pool.free == sorted(pool.free)
+    assert pool.starts == {address: (size, address) for size, address in pool.free}
+    assert pool.ends == {address + size: (size, address) for size, address in pool.free}
+    free = {address: size for size, address in pool.free}
+    kinds = {"free": free, "live": pool.live, "unmapped": pool.unmapped}
     ranges = sorted((a, size, kind) for kind, found in kinds.items() for a, size in found.items())
     assert all(size % 512 == 0 for _, size, _ in ranges)
     covered: dict[int, int] = {}

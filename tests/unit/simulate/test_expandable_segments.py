@@ -20,7 +20,7 @@ def filled(sizes: Iterable[float], **options) -> tuple[CachingAllocator, list[in
 def free_sizes(allocator: CachingAllocator) -> list[float]:
     """Of the free blocks, in MiB, smallest first."""
     pools = [*allocator._small.values(), *allocator._large.values()]
-    return sorted(size / MIB for pool in pools for size in pool.starts.values())
+    return sorted(size / MIB for pool in pools for size, _ in pool.free)
 
 
 def test_expandable_segments_grow_by_whole_pages() -> None:
