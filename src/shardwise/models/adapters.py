@@ -90,6 +90,8 @@ def taken_for_experts(model: PreTrainedModel) -> set[str]:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:
         return set()
+    from peft import LoraConfig
+
     names = _last_names(linear_modules(model))
     asked = LoraConfig(target_modules=sorted(names))
     convert_peft_config_for_transformers(asked, model, None)
