@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles its CPU kernels with ninja, which it looks up on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup demo test check format schema lock clean
+.PHONY: setup operators demo test check format schema lock clean
 
 ## setup: create .venv with everything pinned in constraints.txt
 setup: .venv/.ready
@@ -23,13 +23,23 @@ setup: .venv/.ready
 	$(PIP) --editable '.[train,dev]'
 	touch $@
 
+## operators: compile what DeepSpeed offloads optimizers with, in a minute or two; the tests share it
+operators: .venv/.operators
+
+.venv/.operators: .venv/.ready
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions $(BIN)/python -c \
+		'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()'
+	touch $@
+
 ## demo: train a small model on the packaged text, report on it, let it write
 demo: setup
 	$(BIN)/shardwise demo
 
-## test: everything that needs no GPU; the tests in tests/distributed start several processes each
-test: setup
-	$(BIN)/python -m pytest -m 'not gpu' --numprocesses logical --dist loadfile tests/unit tests/golden
+## test: everything that needs no GPU; the tests in tests/distributed start several processes each, and the
+## golden ones are a single file that takes as long as a quarter of the others, so they come first
+test: setup operators
+	$(BIN)/python -m pytest -m 'not gpu' --numprocesses logical --dist loadfile --no-loadscope-reorder \
+		tests/golden tests/unit
 	$(BIN)/python -m pytest -m 'not gpu' tests/distributed
 
 ## check: lint, format, types, import contracts

@@ -14,6 +14,9 @@ os.environ.update(
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # What DeepSpeed compiles, for more than a minute, names the paths of one environment: checkouts that
+        # take turns in the user's folder would compile it each time.
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions"),
         # DeepSpeed looks its build tool, ninja, up on PATH.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": f"{Path(__file__).parents[1] / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",

@@ -1,4 +1,4 @@
-"""What the engine tests run inside the processes: `python -m engine_scenarios NAME FOLDER`.
+"""What the engine tests run inside the processes.
 
 Each scenario goes through many engines in one world, because starting processes costs seconds. It returns
 plain numbers; the tests judge them.
@@ -7,7 +7,6 @@ plain numbers; the tests judge them.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -357,15 +356,12 @@ SCENARIOS = {
 }
 
 
-def _main() -> None:
-    name, folder = sys.argv[1], Path(sys.argv[2])
+def main(name: str, place: str) -> None:
+    """In each of the processes."""
+    folder = Path(place)
     world = w.join()
     result = SCENARIOS[name](folder, world)
     if world.rank == 0:
         (folder / "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _main()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -15,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forks import run_set
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,7 +22,6 @@ from shardwise.engine.protocol import Engine, StepResult, World
 from shardwise.job.schema import Optimizer
 from shardwise.strategy.strategy import Strategy
 
-ROOT = Path(__file__).parents[2]
 GLOBAL_BATCH = 8
 SEQUENCE = 16
 VOCABULARY = 64
@@ -267,41 +264,7 @@ def reference(
 
 def run_in_processes(name: str, *, processes: int, folder: Path, timeout: float = 300.0) -> Any:
     """Calls `SCENARIOS[name](folder)` in that many gloo processes; returns what rank 0 returned (as JSON)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = []
-    for rank in range(processes):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'distributed'}",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-        }
-        with (folder / f"rank-{rank}.log").open("w") as log:
-            children.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "engine_scenarios", name, str(folder)],
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        codes = [child.wait(timeout) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    if any(codes):
-        logs = "\n".join((folder / f"rank-{rank}.log").read_text()[-6000:] for rank in range(processes))
-        raise AssertionError(f"exit codes {codes}\n{logs}")
+    run_set("engine_scenarios:main", name, str(folder), processes=processes, folder=folder, timeout=timeout)
     return json.loads((folder / "result.json").read_text())
 
 

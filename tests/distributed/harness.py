@@ -1,17 +1,17 @@
-"""Runs whole jobs through the real worker code, several per set of processes (imports cost seconds)."""
+"""Runs whole jobs through the real worker code, several per set of processes."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from forks import run_set
 
 from shardwise.launch.spec import LaunchSpec
 
@@ -50,37 +50,8 @@ def run_all(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "specs.json"
     path.write_text(json.dumps(specs))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = []
-    for rank in range(processes):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
-            "PATH": f"{VENV_BIN}:{os.environ['PATH']}",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(processes),
-            "LOCAL_WORLD_SIZE": str(processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "SHARDWISE_CACHE": str(folder / "cache"),
-            "NCCL_SOCKET_IFNAME": "lo",
-        }
-        with (folder / f"rank-{rank}.log").open("w") as log:
-            command = [sys.executable, __file__, str(path), *(["listen"] if listen else [])]
-            children.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [child.wait(timeout) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    if any(codes):
-        logs = "\n".join((folder / f"rank-{rank}.log").read_text()[-6000:] for rank in range(processes))
-        raise AssertionError(f"exit codes {codes}\n{logs}")
+    flags = ["listen"] if listen else []
+    run_set("harness:main", str(path), *flags, processes=processes, folder=folder, timeout=timeout)
     return [Path(spec["run_dir"]) for spec in specs]
 
 
@@ -99,16 +70,17 @@ def sums_of(run_dir: Path, rank: int) -> list[int]:
     return noted
 
 
-def _main() -> None:
-    """In a child process: run every spec of the file in turn."""
+def main(specs: str, *flags: str) -> None:
+    """In each of the processes: run every spec of the file in turn."""
     from shardwise.train.run import run
 
-    for record in json.loads(Path(sys.argv[1]).read_text()):
+    listen = "listen" in flags
+    for record in json.loads(Path(specs).read_text()):
         spec = LaunchSpec.from_json(record)
         noted: list[int] = []
-        with _listening(noted) if "listen" in sys.argv else nullcontext():
+        with _listening(noted) if listen else nullcontext():
             run(spec)
-        if "listen" in sys.argv:
+        if listen:
             (Path(spec.run_dir) / f"sums-{os.environ['RANK']}.json").write_text(json.dumps(noted))
 
 
@@ -131,7 +103,3 @@ def _listening(noted: list[int]) -> Iterator[None]:
         yield
     finally:
         dist.all_reduce = original
-
-
-if __name__ == "__main__":
-    _main()

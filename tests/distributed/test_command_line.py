@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from forked_command import forked_shardwise
 from harness import steps_of
 from test_whole_runs import job
 
@@ -82,7 +83,8 @@ def test_sigterm_saves_and_resume_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_is_complete_and_can_be_used(tmp_path: Path) -> None:
     write_job(tmp_path, train__steps=8)
-    arguments = ["train", "job.yaml", "--processes", "1", "--set", "tracking=[tensorboard]"]
+    changes = ["strategy=zero2-offload", "tracking=[tensorboard]"]
+    arguments = ["train", "job.yaml", "--processes", "1", "--set", changes[0], "--set", changes[1]]
     code, _, err = finish(shardwise(*arguments, cwd=tmp_path))
     assert code == 0, err
     run_dir = tmp_path / "runs" / "run"
@@ -98,16 +100,15 @@ def test_a_run_is_complete_and_can_be_used(tmp_path: Path) -> None:
     assert kinds[:3] == ["run", "eval", "step"]
     assert kinds[-1] == "stop"
 
-    asked = load_job(tmp_path / "job.yaml", arguments[-1:]).job
-    assert load_job(run_dir / "job.yaml").job == asked  # can be trained again
+    wanted = load_job(tmp_path / "job.yaml", changes).job
+    assert load_job(run_dir / "job.yaml").job == wanted  # can be trained again
 
-    code, out, err = finish(shardwise("export", "runs/run", "--out", "exported", cwd=tmp_path))
+    code, out, err = forked_shardwise("export", "runs/run", "--out", "exported", cwd=tmp_path)
     assert code == 0, err
     assert json.loads(out) == {"kind": "model", "dtype": "float32", "out": "exported"}
     assert "wrote model weights in float32 to exported" in err
-    code, out, err = finish(
-        shardwise("generate", "runs/run", "--prompt", "What?", "--max-new-tokens", "8", cwd=tmp_path)
-    )
+    asked = ("--prompt", "What?", "--max-new-tokens", "8")
+    code, out, err = forked_shardwise("generate", "runs/run", *asked, cwd=tmp_path)
     assert code == 0, err
     code, out, err = finish(shardwise("report", "runs/run", "--json", cwd=tmp_path))
     assert code == 0, err
@@ -117,7 +118,7 @@ def test_a_run_is_complete_and_can_be_used(tmp_path: Path) -> None:
 def test_bad_data_leaves_no_run_folder(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"instruction": "a", "output": "b"}\n{"instruction": broken\n')
     write_job(tmp_path, data__train="bad.jsonl")
-    code, _, err = finish(shardwise("train", "job.yaml", "--processes", "2", cwd=tmp_path))
+    code, _, err = forked_shardwise("train", "job.yaml", "--processes", "2", cwd=tmp_path)
     assert code == 2
     assert "bad.jsonl:2" in err
     assert err.count("error:") == 1
@@ -127,7 +128,7 @@ def test_bad_data_leaves_no_run_folder(tmp_path: Path) -> None:
 
 def test_divergence_is_an_error_and_is_not_saved(tmp_path: Path) -> None:
     write_job(tmp_path, optimizer__learning_rate=1e30, optimizer__warmup_steps=0, train__eval_every=0)
-    code, _, err = finish(shardwise("train", "job.yaml", "--processes", "2", cwd=tmp_path))
+    code, _, err = forked_shardwise("train", "job.yaml", "--processes", "2", cwd=tmp_path)
     assert code == 2
     assert "learning_rate" in err
     assert "Traceback" not in err
@@ -138,15 +139,17 @@ def test_divergence_is_an_error_and_is_not_saved(tmp_path: Path) -> None:
 def test_a_changed_job_does_not_resume(tmp_path: Path) -> None:
     write_job(tmp_path, train__steps=6)
     arguments = ("train", "job.yaml", "--processes", "1", "--set", "strategy=single")
-    assert finish(shardwise(*arguments, "--max-steps", "2", cwd=tmp_path))[0] == 0
-    code, _, err = finish(shardwise(*arguments, "--resume", "--set", "data.sequence_length=64", cwd=tmp_path))
+    assert forked_shardwise(*arguments, "--max-steps", "2", cwd=tmp_path)[0] == 0
+    changed = ("--resume", "--set", "data.sequence_length=64")
+    code, _, err = forked_shardwise(*arguments, *changed, cwd=tmp_path)
     assert code == 5
     assert "data.sequence_length is 64, in the run it is 96" in err
     assert "at:  --set data.sequence_length=64" in err
     assert "`shardwise train runs/run --resume` goes on" in err
 
     (tmp_path / "other.jsonl").write_text('{"instruction": "a", "output": "b"}\n' * 20)
-    code, _, err = finish(shardwise(*arguments, "--resume", "--set", "data.train=other.jsonl", cwd=tmp_path))
+    changed = ("--resume", "--set", "data.train=other.jsonl")
+    code, _, err = forked_shardwise(*arguments, *changed, cwd=tmp_path)
     assert code == 5
     assert "the content of the data" in err
     assert "Traceback" not in err

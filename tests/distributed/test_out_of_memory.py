@@ -6,9 +6,6 @@ CPUs do not run out of GPU memory: oom_worker.py puts a border on the rows that 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from forked_command import forked_shardwise
 from harness import steps_of
 from test_whole_runs import evaluations, job, losses
 
@@ -23,15 +21,7 @@ from shardwise.job.schema import Job
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
 STEPS = 8
-COMMAND = """
-import functools, sys
-import shardwise.launch.local as local
-local.launch = functools.partial(local.launch, module="oom_worker")
-from shardwise.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 @dataclass(frozen=True)
@@ -83,24 +73,16 @@ def write_job(folder: Path, strategy: str, **train: Any) -> None:
 
 
 def train(folder: Path, *arguments: str, border: dict[str, Any] | None = None) -> Done:
-    paths = [str(HERE.parents[1] / "src"), str(HERE)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "SHARDWISE_CACHE": str(folder.parent / "cache"),
-        "OOM_ROWS": str(folder / "rows"),
-        "OOM_BORDER": json.dumps(border or {}),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, "train", *arguments],
+    code, _, err = forked_shardwise(
+        "train",
+        *arguments,
         cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+        worker="oom_worker",
+        SHARDWISE_CACHE=str(folder.parent / "cache"),
+        OOM_ROWS=str(folder / "rows"),
+        OOM_BORDER=json.dumps(border or {}),
     )
-    return Done(code=done.returncode, err=done.stderr, folder=folder)
+    return Done(code=code, err=err, folder=folder)
 
 
 @pytest.fixture(scope="module")

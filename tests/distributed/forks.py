@@ -1,0 +1,205 @@
+"""Processes for tests, forked from templates that have imported everything: the imports cost ten CPU seconds.
+
+Ranks that follow each other come from two templates, as each process hashes strings in another way: an order
+taken from a set differs between ranks here as it does for a user. A template (`python -m forks`) has one
+thread, and has touched neither gloo nor a GPU, when it forks.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from threading import Timer
+from typing import NoReturn
+
+from shardwise.launch.worker import die_with, free_port
+
+HERE = Path(__file__).parent
+TEMPLATES = 2
+IMPORTED = ("deepspeed", "engine_scenarios", "peft", "quantized_worker", "shardwise.train.run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """`target`, "module:function", to be called in a process of its own."""
+
+    target: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    output: Path
+    errors: Path
+
+
+def run_set(target: str, *arguments: str, processes: int, folder: Path, timeout: float = 600.0) -> None:
+    """Calls `target` in that many processes that can meet over gloo.
+
+    What a rank prints goes to `folder`/rank-N.log. Raises AssertionError with it when one of them fails.
+    """
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    logs = [folder / f"rank-{rank}.log" for rank in range(processes)]
+    calls = [
+        Call(
+            target=target,
+            arguments=arguments,
+            environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            output=log,
+            errors=log,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    codes = run(calls, timeout=timeout)
+    if any(codes):
+        raise AssertionError("\n".join([f"exit codes {codes}", *(log.read_text()[-6000:] for log in logs)]))
+
+
+def run(calls: Sequence[Call], *, timeout: float) -> list[int]:
+    """Makes the calls side by side; the exit codes of their processes, as subprocess has them.
+
+    AssertionError when they are not done after `timeout` seconds; then none of them is left.
+    """
+    shares = [calls[number::TEMPLATES] for number in range(min(TEMPLATES, len(calls)))]
+    codes = [0] * len(calls)
+    try:
+        with ExitStack() as timers:
+            for number, share in enumerate(shares):
+                timer = Timer(timeout, _template(number).kill)
+                timer.start()
+                timers.callback(timer.cancel)
+                _template(number).ask(share)
+            for number in range(len(shares)):
+                codes[number::TEMPLATES] = _template(number).answer()
+    except BaseException:
+        for number in range(len(shares)):
+            _template(number).kill()
+        _template.cache_clear()
+        raise
+    return codes
+
+
+class Template:
+    """A process that forks."""
+
+    def __init__(self) -> None:
+        parent = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "forks"],
+            env={**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ['PYTHONPATH']}"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: die_with(parent),  # noqa: PLW1509 - before any thread is there
+        )
+
+    def ask(self, calls: Sequence[Call]) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps([asdict(call) for call in calls], default=str), file=self._process.stdin, flush=True)
+
+    def answer(self) -> list[int]:
+        """The exit codes, when all calls have ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the processes took too long, or their template has ended"
+        codes: list[int] = json.loads(line)
+        return codes
+
+    def kill(self) -> None:
+        """Ends it and what it has forked."""
+        self._process.kill()
+
+
+@cache
+def _template(_: int) -> Template:
+    return Template()
+
+
+def _serve() -> None:
+    """Forks what each line of stdin asks for; answers with the exit codes, a line each time."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _import_all()
+    parent = os.getpid()
+    for line in sys.stdin:
+        pids = []
+        for call in json.loads(line):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                die_with(parent)
+                answers.close()
+                to_the_end(partial(_make, **call))
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(json.dumps(codes), file=answers, flush=True)
+
+
+def _import_all() -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
+    import cpuinfo
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    from shardwise.engine.extensions import pass_locks
+
+    # What an optimizer for offloading costs: DeepSpeed asks for the vendor each time, for more than a second,
+    # and in each process whether it has compiled it already, for two.
+    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
+    pass_locks(["cpu_adam"])
+    CPUAdamBuilder().load(verbose=False)
+    gc.collect()
+    gc.freeze()
+
+
+def _make(
+    target: str, arguments: Sequence[str], environment: Mapping[str, str], output: str, errors: str
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    replace_file(0, os.devnull)
+    replace_file(1, output)
+    replace_file(2, errors)
+    module, _, function = target.partition(":")
+    getattr(importlib.import_module(module), function)(*arguments)
+
+
+def to_the_end(call: Callable[[], object]) -> NoReturn:
+    """What is left of this process's life; to take the interpreter apart as well would cost a second."""
+    code = 1
+    try:
+        call()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - this process's last line
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def replace_file(number: int, path: str | Path) -> None:
+    """From now on this process reads from, or appends to, that file by this descriptor."""
+    opened = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(opened, number)
+    os.close(opened)
+
+
+if __name__ == "__main__":
+    _serve()
