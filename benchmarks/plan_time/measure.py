@@ -51,11 +51,12 @@ def run(arguments: list[str], cache: str, plan: Path) -> dict[str, float]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    most = [0]
-    watcher = threading.Thread(target=_watch, args=(process.pid, most), daemon=True)
+    most, ended = [0], threading.Event()
+    watcher = threading.Thread(target=_watch, args=(process.pid, most, ended), daemon=True)
     watcher.start()
     _, status, used = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - begin
+    ended.set()
     watcher.join()
     if status:
         raise SystemExit(f"{' '.join(command)} failed")
@@ -67,10 +68,9 @@ def run(arguments: list[str], cache: str, plan: Path) -> dict[str, float]:
     }
 
 
-def _watch(session: int, most: list[int]) -> None:
-    while found := _session_bytes(session):
-        most[0] = max(most[0], found)
-        time.sleep(SAMPLE_SECONDS)
+def _watch(session: int, most: list[int], ended: threading.Event) -> None:
+    while not ended.wait(SAMPLE_SECONDS):
+        most[0] = max(most[0], _session_bytes(session))
 
 
 def _session_bytes(session: int) -> int:
