@@ -2,7 +2,8 @@
 
 Ranks that follow each other come from two templates, as each process hashes strings in another way: an order
 taken from a set differs between ranks here as it does for a user. A template (`python -m forks`) has one
-thread, and has touched neither gloo nor a GPU, when it forks.
+thread, and has touched neither gloo nor a GPU, when it forks: where there are GPUs it imports nothing, as
+libraries look at them when they are imported.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from threading import Timer
 from typing import NoReturn
 
+from shardwise.hardware.detect import gpu_count
 from shardwise.launch.worker import die_with, free_port
 
 HERE = Path(__file__).parent
@@ -135,7 +137,8 @@ def _serve() -> None:
     """Forks what each line of stdin asks for; answers with the exit codes, a line each time."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    _import_all()
+    if not gpu_count():
+        _import_all()
     parent = os.getpid()
     for line in sys.stdin:
         pids = []

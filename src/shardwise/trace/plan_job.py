@@ -89,7 +89,7 @@ def _make(
     vocab_size: int | None = None,
     epoch_tokens: int | None = None,
 ) -> Plan:
-    with _other_processes(job, hardware) as executor:
+    with _other_processes(job, hardware) as executor, _no_collection():
         planning = _Planning(job, hardware, vocab_size)
         strategies, refused = planning.candidates()
         return search(
@@ -124,14 +124,14 @@ def _other_processes(job: Job, hardware: Hardware) -> Iterator[Executor | None]:
         yield None
         return
     # new interpreters, which import the simulator only: a fork would inherit torch's threads
-    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as executor:
+    with ProcessPoolExecutor(cores, get_context("spawn"), initializer=gc.disable) as executor:
         executor.submit(_capability, hardware)
         yield executor
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Torch and transformers make a million objects that stay; looking through them would take a second.
+    """Torch, transformers and traces make millions of objects that stay: looking through them takes seconds.
 
     Afterwards they count as old ones, or the next collections would look through them after all.
     """
