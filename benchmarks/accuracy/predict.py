@@ -69,6 +69,7 @@ MISSED: dict[str, dict[str, str]] = {
         "gemma-3-1b.1gpu.single.full.s512.b8x2.ck0": _HOST,
         "qwen3-0.6b.1gpu.zero3-noreshard.full.s2048.b2x2.ck0": _HOST,
         "pythia-1.4b.2gpu.autotp2-zero1.full.s2048.b4x1.ck0": _HOST,
+        "llama-2-7b.4gpu.zero2.lora16.s2048.b2x1.ck1.int8": _HOST,
     },
 }
 """Rows farther off than their bound, and why. They count in every number, the means included; a test fails

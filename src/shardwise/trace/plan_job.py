@@ -183,9 +183,14 @@ class _Planning:
             target=Target(capability=_capability(hardware), multiprocessors=MULTIPROCESSORS),
         )
         self.built: BuiltModel = tracer.built
+        # Rows of real data are whole or packed; where both meet, most memory is kept: what their two kernels
+        # give and what it is joined to.
         self.trace: TraceFor = cache(
             lambda rows, checkpoint_every, tensor_parallel: tracer.trace(
-                rows=rows, checkpoint_every=checkpoint_every, tensor_parallel=tensor_parallel
+                rows=rows,
+                checkpoint_every=checkpoint_every,
+                tensor_parallel=tensor_parallel,
+                whole_rows=max(1, rows - 1),
             )
         )
 

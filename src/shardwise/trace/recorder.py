@@ -28,6 +28,8 @@ from shardwise.trace.ops import describe
 from shardwise.trace.workspace import workspace
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_ADD_PRODUCT = torch.ops.aten.addmm.dtype_out
+"""Gives back its `out`. It is not called: torch 2.11's meta device takes the dtype for a factor."""
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 # Operators whose CUDA side does not make its outputs in the order in which it returns them.
@@ -94,7 +96,7 @@ class Recorder(TorchDispatchMode):
         from_engine = sys._getframe(1).f_code.co_name == "_engine_run_backward"
         if from_engine and function is _ADD and _adds_in_place(args[0]):
             function = _ADD_IN_PLACE
-        result = function(*args, **kwargs)
+        result = kwargs["out"] if function is _ADD_PRODUCT else function(*args, **kwargs)
         inputs = list(_tensors_in((*args, *kwargs.values())))
         outputs = list(_tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
         for tensor in sorted(outputs, key=_MADE_FIRST[function]) if function in _MADE_FIRST else outputs:

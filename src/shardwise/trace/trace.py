@@ -55,13 +55,20 @@ class Tracer:
         self._target = target
 
     def trace(
-        self, *, rows: int, checkpoint_every: int, tensor_parallel: int = 1, folded: bool = True
+        self,
+        *,
+        rows: int,
+        checkpoint_every: int,
+        tensor_parallel: int = 1,
+        whole_rows: int | None = None,
+        folded: bool = True,
     ) -> StepTrace:
         """One micro-batch of `rows` full rows, each a single segment.
 
-        `tensor_parallel`: GPUs that share each row; the trace is that of the first of them. `folded`:
-        repeated blocks are traced a few times only; the result is the same. Raises what `build_model` and
-        `CausalLMLoss` raise.
+        `whole_rows`: so many of them go to the kernel for rows of one segment, where there is one, and the
+        others to that for packed rows; None: all. `tensor_parallel`: GPUs that share each row; the trace is
+        that of the first of them. `folded`: repeated blocks are traced a few times only; the result is the
+        same. Raises what `build_model` and `CausalLMLoss` raise.
         """
         built, layout = self._cut(tensor_parallel)
         folding = find_folding(block_kinds(built, checkpoint_every)) if folded else None
@@ -72,7 +79,8 @@ class Tracer:
         if tensor_parallel > 1:
             sum_gradients(part.model)
         with speaking_for(self._target), traced_kernels(part.model):
-            recorder = _record(part, self._batch(rows), self._target, packing=self._packing)
+            batch = self._batch(rows, rows if whole_rows is None else whole_rows)
+            recorder = _record(part, batch, self._target, packing=self._packing)
         events: list[Event] | None = mark_gradients(recorder.events)
         if folding is not None:
             events = unfold(events or [], folding, len(built.blocks), layout)
@@ -81,6 +89,7 @@ class Tracer:
                     rows=rows,
                     checkpoint_every=checkpoint_every,
                     tensor_parallel=tensor_parallel,
+                    whole_rows=whole_rows,
                     folded=False,
                 )
         return StepTrace(
@@ -104,7 +113,7 @@ class Tracer:
         part = cut(self.built, degree)
         return part, Layout(part, whole=whole)
 
-    def _batch(self, rows: int) -> MicroBatch:
+    def _batch(self, rows: int, whole_rows: int) -> MicroBatch:
         shape = rows, self._sequence_length
         tokens, labels, positions = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3))
         return MicroBatch(
@@ -113,7 +122,7 @@ class Tracer:
             position_ids=positions,
             cu_seqlens=torch.empty(rows + 1, dtype=torch.int32, device="meta"),
             max_seqlen=self._sequence_length,
-            whole_rows=rows,
+            whole_rows=whole_rows,
         )
 
 

@@ -38,7 +38,7 @@ def test_a_plan_is_the_same_on_several_cores(monkeypatch: pytest.MonkeyPatch) ->
     pool = plan_job.ProcessPoolExecutor
 
     def counted(*arguments, **options):
-        pools.append(arguments)
+        pools.append(arguments[0])
         return pool(*arguments, **options)
 
     monkeypatch.setattr(plan_job, "ProcessPoolExecutor", counted)
@@ -46,7 +46,7 @@ def test_a_plan_is_the_same_on_several_cores(monkeypatch: pytest.MonkeyPatch) ->
     for cores in ({0}, {0, 1}):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores)
         plans.append(plan_job._make(JOB, parse_hardware("2xRTX4080"), "throughput", None))
-    assert pools == [(2,)]
+    assert pools == [2]
     assert plans[0] == plans[1]
     assert len(plans[0].options) >= plan_job.WORTH_OTHERS
     assert gc.isenabled()

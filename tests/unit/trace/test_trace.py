@@ -259,6 +259,23 @@ GEMMA = {
 }
 
 
+@pytest.mark.parametrize(("capability", "more"), [((8, 0), 0), ((9, 0), 1)])
+def test_a_batch_of_whole_and_packed_rows_keeps_what_its_kernels_give_and_what_it_is_joined_to(
+    capability: tuple[int, int], more: int
+) -> None:
+    """Measured for Llama-2-7B, two rows of 2048 on each of four H200: 32 MiB a block (docs/examples)."""
+    gpu = Target(capability=capability, multiprocessors=132)
+    shape = model("llama-3.2-1b", **LLAMA, num_hidden_layers=9)
+    made = Tracer(shape, precision="bf16", sequence_length=4096, target=gpu)
+
+    def peak(whole_rows: int) -> int:
+        return peak_bytes(made.trace(rows=2, checkpoint_every=0, whole_rows=whole_rows))
+
+    joined = 2 * 4096 * 256 * 2  # rows, tokens, hidden size, bf16
+    # ten numbers a block: random states and the borders of segments
+    assert peak(1) - peak(2) == pytest.approx(9 * joined * more, abs=2e6)
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 @pytest.mark.parametrize("source", ["llama-3.2-1b", "gemma-3-1b"])
 def test_in_fp32_every_row_of_every_layer_is_attended_to_by_itself(
