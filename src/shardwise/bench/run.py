@@ -143,6 +143,7 @@ def _profiled(trace: Path, settings: Settings, code: int | None, seconds: float)
         "exposed_communication_fraction": None,
         "exposed_communication_seconds": None,
         "communication_seconds": None,
+        "profiled_step_seconds": None,
         "memory_in_step": [],
     }
     if not settings.profile:
@@ -158,6 +159,7 @@ def _profiled(trace: Path, settings: Settings, code: int | None, seconds: float)
         "exposed_communication_fraction": step.exposed_communication_fraction,
         "exposed_communication_seconds": step.exposed_communication_seconds,
         "communication_seconds": step.communication_seconds,
+        "profiled_step_seconds": step.step_seconds,
         "memory_in_step": step.memory,
         "exposed_unavailable": None,
     }

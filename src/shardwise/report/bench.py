@@ -231,8 +231,12 @@ def _remarks(bench: BenchRecord) -> list[Text]:
     return lines
 
 
+SLOWED = 1.1
+"""A profiled step longer than the others by this factor waited for other things than they do."""
+
+
 def reasons(rows: Sequence[Row]) -> dict[str, str]:
-    """Why numbers are missing, each with the rows it holds for: `no MFU: no GPU` to `all` or labels."""
+    """Why numbers are missing or doubtful, and the rows: `no MFU: no GPU` to `all` or their labels."""
     found: dict[str, list[str]] = {}
     measured = [row for row in rows if row["measured"] is not None]
     for row in measured:
@@ -245,6 +249,10 @@ def reasons(rows: Sequence[Row]) -> dict[str, str]:
         ):
             if reason:
                 found.setdefault(f"no {name}: {reason}", []).append(row["label"])
+        profiled = values.get("profiled_step_seconds")
+        if profiled and profiled > SLOWED * values["step_seconds"]:
+            longer = f"the profiled step, {profiled / values['step_seconds']:.1f} times as long as the others"
+            found.setdefault(f"exposed communication is that of {longer}", []).append(row["label"])
     return {
         reason: "all" if len(labels) == len(measured) else ", ".join(labels)
         for reason, labels in found.items()

@@ -33,6 +33,16 @@ def test_predicted_beside_measured(bench_folder: Path) -> None:
     assert any(line.startswith("not run: single, one process only") for line in lines)
 
 
+def test_a_profiled_step_unlike_the_others_is_told_of(bench_folder: Path) -> None:
+    rows = [json.loads(line) for line in (bench_folder / "rows.jsonl").read_text().splitlines()]
+    for row, seconds in zip(rows[:2], (0.54, 0.9), strict=True):  # the others take 0.5
+        row["measured"]["profiled_step_seconds"] = seconds
+    (bench_folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    told = "exposed communication is that of the profiled step, 1.8 times as long as the others"
+    lines = [line.strip() for line in shown(bench_folder, width=200).splitlines() if "profiled step" in line]
+    assert lines == [f"{told} ({HOSTILE})"]
+
+
 def test_80_columns_are_enough(bench_folder: Path) -> None:
     text = shown(bench_folder, width=80)
     tables = [line for line in text.splitlines() if line.startswith(("zero2", "   "))]
