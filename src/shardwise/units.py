@@ -23,6 +23,11 @@ def processes(number: int) -> str:
     return f"{number} process{'' if number == 1 else 'es'}"
 
 
+def steps(number: int) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} step{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """`45 s`, `12 min 3 s`, `2 h 5 min`."""
     if seconds < 60:

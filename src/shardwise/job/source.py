@@ -149,7 +149,8 @@ def _text(path: Path) -> str:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise JobError(f"there is no job file {path}", fix=paths.nearest(path)) from None
+        fix = f"{paths.nearest(path)}; `shardwise init` writes one"
+        raise JobError(f"there is no job file {path}", fix=fix) from None
     except IsADirectoryError:
         raise JobError(f"{path} is a folder, not a job file", fix="name the YAML file in it") from None
     except OSError as error:

@@ -184,8 +184,8 @@ def _download_model(model: Model, repository: str) -> Path:
         patterns,
         revision=model.revision,
         where="model.source",
-        offline_fix="download it once where there is a network and name the folder"
-        + (", or train its shape from weights: random" if known else ""),
+        offline_fix="download it once where there is a network and name the folder (shardwise init --models "
+        "lists shapes that need none)" + (", or train its shape from weights: random" if known else ""),
     )
 
 

@@ -14,7 +14,7 @@ from math import inf
 from shardwise.errors import JobError, Problem
 from shardwise.hardware.hardware import Hardware
 from shardwise.plan.plan import Fit, Nearest, Objective, Option, Plan, Skipped, Workload, in_words
-from shardwise.plan.why import reasons, shortcoming
+from shardwise.plan.why import reasons, shortcoming, uses_host
 from shardwise.simulate.prediction import Prediction
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy.space import Refused
@@ -224,14 +224,10 @@ def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) ->
         if o.fit == ranked[0].fit != "no" and cost(o, objective) <= ALIKE * cost(ranked[0], objective)
     ]
     if alike:
-        first = min(alike, key=lambda o: (_offloads(o.strategy), o.prediction.memory.needed_bytes))
+        first = min(alike, key=lambda o: (uses_host(o), o.prediction.memory.needed_bytes))
         ranked.remove(first)
         ranked.insert(0, first)
     return ranked
-
-
-def _offloads(strategy: Strategy) -> bool:
-    return {strategy.offload_optimizer, strategy.offload_parameters} != {"none"}
 
 
 def excess(option: Option, hardware: Hardware) -> float:

@@ -127,10 +127,21 @@ def _against_the_others(chosen: Option, rest: Sequence[Option], objective: Objec
         )
     else:
         among = f"{best} of the {len(same) + 1} that fit" if same else "the only one that fits"
+    nearly = max(same, key=lambda o: gain(o, chosen, objective), default=chosen)
+    if chosen.fit == "fits" and gain(nearly, chosen, objective) > 1:  # see `rank`
+        ahead = f"{in_words(nearly.strategy)} is {gain(nearly, chosen, objective) - 1:.1%} ahead"
+        cost = "offloads" if uses_host(nearly) and not uses_host(chosen) else "needs more memory"
+        as_good = {"throughput": "as fast", "memory": "as lean", "energy": "as frugal"}[objective]
+        return f"{as_good} as any of the {len(same) + 1} that fit: {ahead}, but {cost}"
     other = next((o for o in same if o.strategy.name != chosen.strategy.name), None)
     if other is None:
         return among
     return f"{among}: {_beside(chosen, other, objective)} of {other.strategy.name}, the next kind"
+
+
+def uses_host(option: Option) -> bool:
+    """Whether it offloads anything: its speed then depends on the host's."""
+    return {option.strategy.offload_optimizer, option.strategy.offload_parameters} != {"none"}
 
 
 def _beside(option: Option, than: Option, objective: Objective) -> str:
@@ -155,6 +166,8 @@ def _step(chosen: Option, hardware: Hardware) -> str:
     """What the step is made of, the largest waits by name."""
     time = chosen.prediction.time
     parts = [f"computing takes {_share(time.compute_seconds, time)} of it"]
+    if time.optimizer_seconds >= WORTH_TELLING * time.step_seconds:
+        parts.append(f"the optimizer {_share(time.optimizer_seconds, time)}")
     for link, seconds in _waits(chosen.strategy, time, hardware).items():
         if seconds >= WORTH_TELLING * time.step_seconds:
             parts.append(f"waiting for communication over {link} {_share(seconds, time)}")

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from shardwise.plan.why import TERMS
 from shardwise.record.bench import SCHEMA, BenchRecord
-from shardwise.units import GIB, count
+from shardwise.units import GIB, count, steps
 
 Row = Mapping[str, Any]
 ABSENT = "-"
@@ -31,7 +31,7 @@ def show_bench(bench: BenchRecord, *, console: Console | None = None) -> None:
         Text.assemble(
             (str(head["name"]), "bold"),
             f"  {job['train']['global_batch']} rows of {job['data']['sequence_length']} tokens a step on "
-            f"{head['processes']} {device(head)}; {head['warmup_steps']} steps to warm up, "
+            f"{head['processes']} {device(head)}; {steps(head['warmup_steps'])} to warm up, "
             f"{head['steps']} counted",
         ),
         soft_wrap=True,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.lint.check import check, correct, findings_of
@@ -499,6 +499,16 @@ def test_deepspeed_itself_says_the_same(case: Case) -> None:
         assert (parse(bad) != "") == (case.rule in REFUSED_BY_DEEPSPEED), parse(bad)
 
 
+@pytest.mark.parametrize("word", ["yes", "Off", "TRUE", "t", "maybe"])
+def test_words_are_booleans_where_deepspeed_takes_them(word: str) -> None:
+    values = merged(DEEPSPEED, zero(overlap_comm=word))
+    findings = check(Setup(documents=(read(json.dumps(values), "d"),), asked_reader="trainer")).findings
+    refused = [one.rule for one in findings if one.severity == "error"]
+    values.pop("train_batch_size", None)
+    taken = parse({**values, "train_micro_batch_size_per_gpu": 1}) == ""
+    assert refused == ([] if taken else ["wrong-kind-of-value"])
+
+
 JUNK = st.sampled_from([None, True, False, 0, -1, 3, 2.5, 1e400, "auto", "", "x", "3", [], [1], {}, {"a": 1}])
 SECTIONS = deepspeed_schema().sections
 
@@ -519,6 +529,7 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
     return values
 
 
+@settings(deadline=None)
 @given(configurations(), st.sampled_from([None, *READERS]), st.sampled_from([None, 1, 4]))
 def test_no_configuration_is_too_strange(values: dict[str, Any], reader: Any, world: int | None) -> None:
     text = json.dumps(values).replace("Infinity", "1e400")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import pytest
+
 from shardwise.errors import render
 from shardwise.hardware.parse import parse_hardware
-from shardwise.plan.plan import Nearest
+from shardwise.plan.plan import Nearest, in_words
 from shardwise.plan.why import better_with_memory, does_not_fit, gain, reasons, terms
 
 
@@ -23,6 +25,19 @@ def test_why_compares_with_the_best_of_another_kind(toy) -> None:
         f"the fastest of the {fitting} that fit: "
         f"{factor:.2f}x the tokens/s of {other.strategy.name}, the next kind"
     )
+
+
+@pytest.mark.parametrize(("offloads", "cost"), [(False, "needs more memory"), (True, "offloads")])
+def test_a_choice_that_another_is_a_little_ahead_of_says_so(toy, offloads: bool, cost: str) -> None:
+    planned = toy.plan("4xRTX4080").chosen
+    alone = replace(planned.strategy, offload_optimizer="none", offload_parameters="none")
+    chosen = replace(planned, strategy=alone)
+    time = replace(chosen.prediction.time, step_seconds=chosen.prediction.time.step_seconds / 1.004)
+    strategy = replace(alone, offload_optimizer="cpu") if offloads else alone
+    ahead = replace(chosen, strategy=strategy, prediction=replace(chosen.prediction, time=time))
+    why = reasons(chosen, [ahead], hardware=parse_hardware("4xRTX4080"), objective="throughput", margin=0.05)
+    expected = f"as fast as any of the 2 that fit: {in_words(strategy)} is 0.4% ahead, but {cost}"
+    assert why[0] == expected
 
 
 def test_why_tells_memory_time_and_what_bounds_them(toy) -> None:

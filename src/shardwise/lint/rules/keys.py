@@ -235,7 +235,8 @@ def _kind_problem(value: Any, kind: KeyKind, *, lenient: bool) -> tuple[str, Any
 
 
 def _bool_problem(value: Any, *, lenient: bool) -> tuple[str, Any] | None:
-    words = {"true": True, "false": False}
+    words = dict.fromkeys(("true", "yes", "on", "t", "y"), True)  # those that pydantic takes
+    words |= dict.fromkeys(("false", "no", "off", "f", "n"), False)
     if isinstance(value, bool) or (lenient and value in (0, 1)):
         return None
     if isinstance(value, str) and value.lower() in words:

@@ -12,7 +12,7 @@ from shardwise.report.html import numbers, sections
 from shardwise.report.html.markup import Child, h
 from shardwise.report.html.page import page
 from shardwise.report.html.sections import Row, ran, section
-from shardwise.units import count
+from shardwise.units import count, steps
 
 ONE_STEP = (
     "Rank 0 while the profiler ran, over time. The prediction gives the most that each part of the model "
@@ -93,7 +93,7 @@ def _parts(bench: BenchRecord) -> list[Child]:
     return [
         section(
             "Side by side",
-            f"{head['warmup_steps']} steps to warm up, then {head['steps']} that count, on the same data; "
+            f"{steps(head['warmup_steps'])} to warm up, then {head['steps']} that count, on the same data; "
             f"each strategy in processes of its own. {_below(rows)}",
             sections.table(rows, verdicts=True),
         ),

@@ -89,7 +89,7 @@ def _parts(rows: Sequence[Row], records: Sequence[RunRecord]) -> list[Child]:
             ),
             section(
                 "Memory over the run",
-                "After each step: allocated, and reserved (lighter).",
+                "After each step: allocated, and reserved (lighter), where a GPU counts both.",
                 sections.over_steps(rows),
             ),
             section(

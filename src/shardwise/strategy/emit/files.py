@@ -178,7 +178,7 @@ def _notes(target: Target, request: Request) -> list[str]:
     if strategy.offload_optimizer != "none" and request.optimizer is None and target != "accelerate":
         notes.append("an own deepspeed.initialize needs deepspeed.ops.adam.DeepSpeedCPUAdam as its optimizer")
     if strategy.engine == "fsdp2" and target != "accelerate":
-        notes.append("launch.sh only starts processes: an own script calls fully_shard itself")
+        notes.append("the launch script only starts processes: an own script calls fully_shard itself")
     return notes
 
 
