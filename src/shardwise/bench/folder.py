@@ -39,9 +39,17 @@ def opened(path: Path, head: Mapping[str, Any]) -> Iterator[None]:
     try:
         _lock(descriptor, path)
         _write_head(path, head)
+        _cut_torn_line(path / ROWS)
         yield
     finally:
         os.close(descriptor)
+
+
+def _cut_torn_line(rows: Path) -> None:
+    """A row that a crash or a full disk cut off goes: its strategy is run again, behind whole lines."""
+    if rows.exists():
+        content = rows.read_bytes()
+        os.truncate(rows, content.rfind(b"\n") + 1)
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:

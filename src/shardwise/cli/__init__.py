@@ -35,7 +35,7 @@ from shardwise.errors import JobError, MachineError, ShardwiseError, render
 
 INTERRUPTED = 130
 _QUOTES = "?.)'"
-_MACHINE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_MACHINE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 # The parent of typer's public BadParameter: every mistake on the command line, in every version of typer.
 _UsageError = typer.BadParameter.__mro__[1]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardwise.cli.options import Changes
+from shardwise.cli.options import Changes, placed, write_text
 from shardwise.cli.plan import hardware_of, plan_of
 from shardwise.errors import JobError
 
@@ -44,9 +44,10 @@ def emit(
         raise JobError(
             f"{out / taken[0]} exists already", where="--out", fix="name a new folder, or remove the file"
         )
-    out.mkdir(parents=True, exist_ok=True)
+    with placed(out, "--out"):
+        out.mkdir(parents=True, exist_ok=True)
     for name, content in emitted.files.items():
-        (out / name).write_text(content, encoding="utf-8")
+        write_text(out / name, content, "--out")
         print(f"wrote {out / name}")
     for note in emitted.notes:
         print(f"note: {note}")

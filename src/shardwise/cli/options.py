@@ -25,15 +25,38 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout,
 _SIZES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": GIB}
 
 
+MOST_BYTES = 2.0**60
+
+
 def size_in_bytes(text: str, flag: str) -> int:
     """`16GiB` as bytes; JobError naming the flag for anything that is not a size."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", text.strip().lower())
     factor = _SIZES.get(match[2]) if match else None
-    if match is None or factor is None or float(match[1]) == 0:
+    size = float(match[1]) * factor if match and factor else 0.0
+    if not 1 <= size < MOST_BYTES:
         raise JobError(
             f"{text!r} is not a size", where=flag, fix="a number and its unit, such as 16GiB or 500MB"
         )
-    return int(float(match[1]) * factor)
+    return int(size)
+
+
+def write_text(path: Path, text: str, flag: str) -> None:
+    """Writes a file that the flag names; JobError where it cannot be there."""
+    with placed(path, flag):
+        path.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def placed(path: Path, flag: str) -> Iterator[None]:
+    """What is written within goes to `path`; JobError where it cannot be there."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
+        raise JobError(
+            f"{path} cannot be written: {error.strerror}",
+            where=flag,
+            fix="name another place, in a folder that exists",
+        ) from None
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from shardwise.cli.options import AsJson, Changes, size_in_bytes, stdout_to_stderr
+from shardwise.cli.options import AsJson, Changes, size_in_bytes, stdout_to_stderr, write_text
 from shardwise.errors import JobError, MachineError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def plan(
     made = replace(made, job=replace(made.job, assumed=(*made.job.assumed, *assumed)))
     text = json.dumps(made.to_json())
     if out is not None:
-        out.write_text(f"{text}\n", encoding="utf-8")
+        write_text(out, f"{text}\n", "--out")
     if as_json:
         print(text)
     else:

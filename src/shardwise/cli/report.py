@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.options import AsJson
+from shardwise.cli.options import AsJson, write_text
 from shardwise.errors import JobError
 
 
@@ -26,7 +26,7 @@ def report(
     from shardwise.record.bench import is_bench_folder
 
     if html is not None:
-        html.write_text(_page(runs), encoding="utf-8")
+        write_text(html, _page(runs), "--html")
     if any(map(is_bench_folder, runs)):
         _show_bench(_only(runs), as_json=as_json, quiet=html is not None)
     else:

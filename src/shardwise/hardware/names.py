@@ -9,8 +9,8 @@ from shardwise.errors import JobError
 from shardwise.hardware.catalog import Gpu, gpus
 
 _IGNORED = re.compile(r"nvidia|geforce|tesla|amd|instinct|[\s_-]+")
-_SIZE = re.compile(r"(?<=\w)[\s_-]+(\d+) ?gb\b", re.IGNORECASE)
-_MEMORY = re.compile(r"\d+gb")
+_SIZE = re.compile(r"(?<=\w)[\s_-]+([0-9]+) ?gb\b", re.IGNORECASE)
+_MEMORY = re.compile(r"[0-9]+gb")
 
 
 def resolve(text: str, where: str) -> Gpu:
@@ -74,7 +74,7 @@ def _left_over(key: str, words: frozenset[str]) -> frozenset[str] | None:
 
 
 def _normal(text: str) -> str:
-    return re.sub(r"sxm\d", "sxm", _IGNORED.sub("", text.casefold()))
+    return re.sub(r"sxm[0-9]", "sxm", _IGNORED.sub("", text.casefold()))
 
 
 def _did_you_mean(key: str) -> str:

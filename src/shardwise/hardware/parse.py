@@ -34,13 +34,13 @@ from shardwise.units import GIB
 EXAMPLES = "4xRTX4080, 2x8xH100, 4x24GB, 8xL40S@pcie4, 2x4xRTX4090+eth100"
 
 _SPEC = re.compile(
-    r"(?:(?P<first>\d{1,6})x)?(?:(?P<second>\d{1,6})x)?(?P<gpu>[^@+]+)"
+    r"(?:(?P<first>[0-9]{1,6})x)?(?:(?P<second>[0-9]{1,6})x)?(?P<gpu>[^@+]+)"
     r"(?:@(?P<link>[^@+]*))?(?:\+(?P<network>[^@+]*))?",
     re.IGNORECASE,
 )
-_MEMORY = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)(gb|gib)", re.IGNORECASE)
+_MEMORY = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)(gb|gib)", re.IGNORECASE)
 _PCIE = re.compile(r"pcie([345])(?:x(1|2|4|8|16))?")
-_NETWORK = re.compile(r"(?:(\d{1,3})x)?([a-z]+\d+)")
+_NETWORK = re.compile(r"(?:([0-9]{1,3})x)?([a-z]+[0-9]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,10 @@ def parse_hardware(text: str) -> Hardware:
 
 def _read(text: str) -> _Spec:
     where = f"hardware {text!r}"
-    found = _SPEC.fullmatch(re.sub(r"(?<=\d)\s*[x×]\s*", "x", text.strip(), flags=re.IGNORECASE))
+    found = _SPEC.fullmatch(re.sub(r"(?<=[0-9])\s*[x×]\s*", "x", text.strip(), flags=re.IGNORECASE))
     if found is None or not re.search(r"\w", found["gpu"]) or "," in text:
         raise JobError(f"{text!r} describes no hardware", where=where, fix=f"write it as one of {EXAMPLES}")
-    if re.match(r"\d+x.", found["gpu"], re.IGNORECASE):
+    if re.match(r"[0-9]+x.", found["gpu"], re.IGNORECASE):
         raise JobError(
             "what stands before the GPU is not nodes x GPUs",
             where=where,

@@ -38,7 +38,7 @@ def load(files: Sequence[Path]) -> tuple[tuple[Document, ...], tuple[Finding, ..
     """
     documents: list[Document] = []
     broken: list[Finding] = []
-    waiting, seen = list(files), {file.resolve() for file in files}
+    waiting, seen = list(files), {os.path.realpath(file) for file in files}
     while waiting:
         file = waiting.pop(0)
         try:
@@ -48,8 +48,8 @@ def load(files: Sequence[Path]) -> tuple[tuple[Document, ...], tuple[Finding, ..
             continue
         documents.append(document)
         for path in found(referred(document), file.parent):
-            if path.resolve() not in seen:
-                seen.add(path.resolve())
+            if os.path.realpath(path) not in seen:
+                seen.add(os.path.realpath(path))
                 waiting.append(path)
     return tuple(documents), tuple(broken)
 

@@ -13,7 +13,11 @@ MOST_KEYS = 10_000
 
 def read_yaml(text: str, name: str) -> Document:
     """The mapping a YAML text holds; UnreadableError where it is not one."""
-    loader = yaml.SafeLoader(text)
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.YAMLError as error:  # characters that no text has
+        what = str(error).splitlines()[0]
+        raise UnreadableError(f"not YAML: {what}", line=1, fix="save the file as text in UTF-8") from None
     try:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):

@@ -31,7 +31,7 @@ def memory_bar(memory: Memory, width: int, before: int) -> Text:
     Exactly `width` cells, `before` of them up to the limit. Something stands beyond it only if the strategy
     needs more than there is; `»` is the end of a bar that is longer than the line.
     """
-    cells = _cells(memory, before)
+    cells = _cells(memory, before, width)
     if not memory.fits:
         cells += cells[-1:] * (before + 1 - len(cells))
     inside, outside = cells[:before], cells[before:]
@@ -58,13 +58,16 @@ def legend() -> Text:
     return Text.assemble(*pieces, LIMIT, " limit")
 
 
-def _cells(memory: Memory, before: int) -> list[tuple[str, str]]:
-    """One (glyph, colour) a cell, each part from where the one before it ends; `before` cells are full."""
+def _cells(memory: Memory, before: int, most: int) -> list[tuple[str, str]]:
+    """One (glyph, colour) a cell, each part from where the one before it ends; `before` cells are full.
+
+    No more than `most`, however little the capacity is.
+    """
     values = terms(memory)
     cells: list[tuple[str, str]] = []
     reached = 0
     for glyph, colour, _, names in PARTS:
         reached += sum(values[name] for name in names)
-        end = round(before * reached / memory.capacity_bytes)
+        end = min(most, round(before * reached / memory.capacity_bytes))
         cells += [(glyph, colour)] * (end - len(cells))
     return cells

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
@@ -49,7 +50,8 @@ def make_plan(
     building the model raises.
     """
     key = plan_key(job, hardware, objective=objective, memory_cap_bytes=memory_cap_bytes, **tokens)
-    return plan_once(key, lambda: _make(job, hardware, objective, memory_cap_bytes, **tokens))
+    plan = plan_once(key, lambda: _make(job, hardware, objective, memory_cap_bytes, **tokens))
+    return replace(plan, job=replace(plan.job, name=job.name))  # the one thing that may differ
 
 
 def predict_strategy(
@@ -168,6 +170,7 @@ class _Planning:
     def __init__(self, job: Job, hardware: Hardware, vocab_size: int | None) -> None:
         with _no_collection():
             from shardwise.kernels.target import Target
+            from shardwise.models.positions import check_length
             from shardwise.trace.trace import Tracer
 
         self._job = job
@@ -183,6 +186,7 @@ class _Planning:
             target=Target(capability=_capability(hardware), multiprocessors=MULTIPROCESSORS),
         )
         self.built: BuiltModel = tracer.built
+        check_length(self.built, job.data.sequence_length)
         # Rows of real data are whole or packed; where both meet, most memory is kept: what their two kernels
         # give and what it is joined to.
         self.trace: TraceFor = cache(

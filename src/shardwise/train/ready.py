@@ -21,6 +21,7 @@ from shardwise.hardware.detect import detect_hardware
 from shardwise.job.schema import Job
 from shardwise.kernels import attention
 from shardwise.models.build import BuiltModel, build_model
+from shardwise.models.positions import check_length
 from shardwise.models.tokenizer import load_tokenizer, model_vocabulary
 from shardwise.plan.plan import Plan
 from shardwise.plan.why import does_not_fit
@@ -74,6 +75,7 @@ def get_ready(
         seed=job.train.seed,
         vocab_size=model_vocabulary(job.model, tokenizer),
     )
+    check_length(built, job.data.sequence_length)
     data = prepare(job, tokenizer, vocab_size=built.config.get_text_config().vocab_size)
     if data.chat_template is not None:
         tokenizer.chat_template = data.chat_template  # saved with the weights: asked as it was trained

@@ -255,3 +255,16 @@ def test_nothing_of_it_loads_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == ""
+
+
+def test_files_that_nobody_would_write_are_findings_or_errors_and_no_bugs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nul.py").write_bytes(b"\0\1")
+    Path("endless.json").write_text('{"zero_optimization": {"stage": 1e400}}')
+    Path("loop.json").symlink_to("loop.json")
+    for name in ("nul.py", "endless.json", "loop.json"):
+        assert main(["check", name]) in (2, 4), name
+        said = capsys.readouterr()
+        assert "this is a bug" not in said.out + said.err, name

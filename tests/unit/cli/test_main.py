@@ -15,7 +15,7 @@ import pytest
 
 from shardwise import __version__
 from shardwise.cli import main
-from shardwise.cli.options import size_in_bytes
+from shardwise.cli.options import size_in_bytes, write_text
 from shardwise.errors import CheckpointError, JobError, StoppedError
 from shardwise.launch.spec import LaunchSpec
 
@@ -324,8 +324,17 @@ def test_sizes(text: str, size: int) -> None:
     assert size_in_bytes(text, "--memory-cap") == size
 
 
-@pytest.mark.parametrize("text", ["16", "GiB", "-1GiB", "0GiB", "16 gigs"])
+@pytest.mark.parametrize("text", ["16", "GiB", "-1GiB", "0GiB", "0.1b", "16 gigs", f"{'9' * 400}GiB"])
 def test_what_is_not_a_size_names_the_flag(text: str) -> None:
     with pytest.raises(JobError) as caught:
         size_in_bytes(text, "--memory-cap")
     assert caught.value.problems[0].where == "--memory-cap"
+
+
+@pytest.mark.parametrize("place", ["none/there", "file/below", "."])
+def test_a_file_that_cannot_be_written_names_its_flag(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(JobError) as caught:
+        write_text(tmp_path / place, "text", "--out")
+    assert caught.value.problems[0].where == "--out"
+    assert "cannot be written" in caught.value.problems[0].what

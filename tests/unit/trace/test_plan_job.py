@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +64,15 @@ def test_other_processes_need_no_torch() -> None:
     """They start in half a second; torch alone takes two."""
     code = "import sys, shardwise.trace.plan_job; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_kept_plan_has_the_name_of_the_job_that_asks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    first = JOB.model_copy(update={"strategy": "zero2"})
+    second = first.model_copy(update={"name": "another"})
+    plans = [plan_job.make_plan(job, parse_hardware("2xRTX4080")) for job in (first, second)]
+    assert [plan.job.name for plan in plans] == [JOB.name, "another"]
+    assert len(list((tmp_path / "plans").glob("*.json"))) == 1, "the second was kept"

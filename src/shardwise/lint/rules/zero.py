@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import Any
 
 from shardwise.lint.document import AUTO, Document, Key
@@ -58,7 +59,7 @@ def stage_of(document: Document) -> int | None:
         return int(value)
     if isinstance(document.get(ZERO), bool):
         return int(document.get(ZERO))
-    return int(value) if isinstance(value, int | float) else 0
+    return int(value) if isinstance(value, int | float) and isfinite(value) else 0
 
 
 def zero_keys(document: Document, names: dict[str, Any]) -> Iterator[tuple[Key, Any]]:

@@ -195,9 +195,8 @@ class Partitioned(Passive):
     def _gradient_of_partition(self, machine: Machine, size: int) -> Block:
         """The partition's gradient in fp32 and in one piece."""
         if self._fp32_sum:
-            assert self._sum is not None, "a backward pass came before"
             gradient, self._sum = self._sum, None
-            return gradient
+            return gradient or machine.take(GRADIENTS, size)  # zeros, where the rank has padding only
         flat = machine.take(OPTIMIZER, self._item * self._flat.partition) if len(self._owned) > 1 else None
         if flat is None or self._item != FP32:
             gradient = machine.take(GRADIENTS, size)

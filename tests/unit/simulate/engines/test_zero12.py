@@ -121,6 +121,14 @@ def test_stage_2_adds_micro_batches_up_in_fp32_in_its_part() -> None:
     assert run.allocated == run.built + 8 * PART + STEP_COUNT
 
 
+def test_a_rank_that_has_padding_only_steps_on_zeros() -> None:
+    run = _run(2, data_parallel=1 << 17, accumulation=2)  # more ranks than there are values
+    run.backward(last=False)
+    run.backward()
+    run.step()
+    assert run.allocated > run.built, "moments of the padding"
+
+
 def test_a_full_bucket_is_reduced_in_the_middle_of_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero12, "BUCKET", 8 * K)
     run = _run(2)
