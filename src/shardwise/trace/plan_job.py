@@ -127,7 +127,8 @@ def _other_processes(job: Job, hardware: Hardware) -> Iterator[Executor | None]:
         return
     # new interpreters, which import the simulator only: a fork would inherit torch's threads
     with ProcessPoolExecutor(cores, get_context("spawn"), initializer=gc.disable) as executor:
-        executor.submit(_capability, hardware)
+        for _ in range(cores):  # each starts with its first task, which would else wait for a trace
+            executor.submit(_capability, hardware)
         yield executor
 
 
