@@ -19,7 +19,6 @@ from assets import Assets
 from rows import Row
 
 from shardwise.bench.process import end_session
-from shardwise.launch.local import WORKER_MODULE
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.read import read_events
 
@@ -29,8 +28,9 @@ FOREVER = 100_000
 LAUNCH = """
 import json, sys
 from shardwise.launch.local import launch
+from shardwise.bench.process import end_session
 from shardwise.launch.spec import LaunchSpec
-sys.exit(launch(LaunchSpec.from_json(json.load(open(sys.argv[1]))), module=sys.argv[2]))
+sys.exit(launch(LaunchSpec.from_json(json.load(open(sys.argv[1])))))
 """
 BY_RANK = {
     "peak_allocated_bytes": "peak_memory_allocated_bytes",
@@ -42,8 +42,6 @@ BY_RANK = {
     "pinned_memory_bytes": "pinned_memory_bytes",
 }
 """A row's names and the step events' ones."""
-OF_OWN_GPUS = ("step_seconds", "step_seconds_all", "joules_per_step", "joules_all", "outside_allocator_bytes")
-"""What says nothing where processes share a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +71,9 @@ class Running:
         limits: Limits,
         keep: Path | None,
     ) -> None:
-        """`gpus`: entries for CUDA_VISIBLE_DEVICES, empty ones on CPUs, an entry for each of those that share
-        a GPU. `cores`: those it may use.
-        """
+        """`gpus`: entries for CUDA_VISIBLE_DEVICES, empty ones on CPUs. `cores`: those it may use."""
         self.row = row
-        self.gpus = sorted(set(gpus))
-        self._shared = any(gpus) and len(self.gpus) < len(gpus)
+        self.gpus = gpus
         self._limits = limits
         self._keep = keep
         self._cores = cores
@@ -98,7 +93,7 @@ class Running:
         # Not `shardwise train`: it refuses adapters on random weights, which nobody could load again.
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", LAUNCH, str(self._folder / "spec.json"), self._module],
+                [sys.executable, "-c", LAUNCH, str(self._folder / "spec.json")],
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -127,20 +122,12 @@ class Running:
     def end(self) -> None:
         end_session(self._process)
 
-    @property
-    def _module(self) -> str:
-        return "sharing" if self._shared else WORKER_MODULE
-
     def _environment(self) -> dict[str, str]:
         # One thread a core and process, of this row's cores, is the launcher's own choice.
         given = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         fixed = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if any(self.gpus):
             fixed["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
-        if self._shared:
-            fixed["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), given.get("PYTHONPATH", "")])
-            # what they send each other goes through the machine's loopback, which one thread does not fill
-            fixed |= {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
         return {**given, **fixed}
 
     def _events(self) -> list[dict[str, Any]]:
@@ -177,8 +164,6 @@ class Running:
             **{name: header.get(name) for name in ("parameters", "trainable_parameters")},
             **(measured(steps, self._limits.warmup_steps) if enough else {"steps": len(steps)}),
             **{name: header.get(name) for name in ("energy_source", "outside_allocator_source")},
-            **(dict.fromkeys(OF_OWN_GPUS) if self._shared else {}),
-            "gpus_present": len(self.gpus) if any(self.gpus) else 0,
         }
 
 

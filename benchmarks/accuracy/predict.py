@@ -55,6 +55,7 @@ _RELEASE = (
 )
 _BLOCK = "a block more is gathered than predicted: cause unknown"
 _HOST = "the GPU waits for the host: the host's calls differ by half between measurements of one row"
+_ONCE = "measured once; cause not established: on one GPU the same layers are predicted within 11 %"
 MISSED: dict[str, dict[str, str]] = {
     "reserved": {
         "gpt-neo-2.7b.4gpu.zero3-offload.full.s2048.b1x1.ck1": _EARLIER,
@@ -69,7 +70,7 @@ MISSED: dict[str, dict[str, str]] = {
         "gemma-3-1b.1gpu.single.full.s512.b8x2.ck0": _HOST,
         "qwen3-0.6b.1gpu.zero3-noreshard.full.s2048.b2x2.ck0": _HOST,
         "pythia-1.4b.2gpu.autotp2-zero1.full.s2048.b4x1.ck0": _HOST,
-        "llama-2-7b.4gpu.zero2.lora16.s2048.b2x1.ck1.int8": _HOST,
+        "llama-2-7b.4gpu.zero2.lora16.s2048.b2x1.ck1.int8": _ONCE,
     },
 }
 """Rows farther off than their bound, and why. They count in every number, the means included; a test fails

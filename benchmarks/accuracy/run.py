@@ -45,7 +45,7 @@ def main() -> None:
     if arguments.list:
         print("\n".join(f"{row.set:8} {row.id}" for row in rows))
         return
-    places: list[str] = [""] * arguments.cpu if arguments.cpu else visible_gpus() * arguments.share
+    places: list[str] = [""] * arguments.cpu if arguments.cpu else visible_gpus()
     if not places:
         sys.exit("there is no GPU; --cpu N takes N processes on CPUs instead")
     for row in rows:
@@ -195,9 +195,8 @@ def summary(result: dict[str, Any]) -> str:
         return (
             f"{seconds}  {name}: {'out of memory' if result['oom'] else 'FAILED: ' + result['error'][-300:]}"
         )
-    reserved, step = result["peak_reserved_bytes"] / 2**30, result["step_seconds"]
-    time = "GPUs shared" if step is None else f"{step:.3f} s/step, {result['joules_per_step']} J/step"
-    return f"{seconds}  {name}: {reserved:.2f} GiB, {time}"
+    reserved, joules = result["peak_reserved_bytes"] / 2**30, result["joules_per_step"]
+    return f"{seconds}  {name}: {reserved:.2f} GiB, {result['step_seconds']:.3f} s/step, {joules} J/step"
 
 
 def chosen(arguments: argparse.Namespace) -> list[Row]:
@@ -233,7 +232,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, action="append", default=[], help="txt, or jsonl with `text`")
     parser.add_argument("--assets", type=Path, help="keep tokenizers and texts there")
     parser.add_argument("--cpu", type=int, metavar="N", help="N processes on CPUs instead of GPUs")
-    parser.add_argument("--share", type=int, default=1, help="processes on each GPU: memory only")
     parser.add_argument("--warmup", type=int, default=3, help="steps that do not count")
     parser.add_argument("--steps", type=int, default=5, help="steady steps at least")
     parser.add_argument("--steady-seconds", type=float, default=4.0, help="and so many seconds of them")

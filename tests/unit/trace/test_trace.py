@@ -272,8 +272,7 @@ def test_a_batch_of_whole_and_packed_rows_keeps_what_its_kernels_give_and_what_i
         return peak_bytes(made.trace(rows=2, checkpoint_every=0, whole_rows=whole_rows))
 
     joined = 2 * 4096 * 256 * 2  # rows, tokens, hidden size, bf16
-    # ten numbers a block: random states and the borders of segments
-    assert peak(1) - peak(2) == pytest.approx(9 * joined * more, abs=2e6)
+    assert peak(1) - peak(2) == pytest.approx(9 * joined * more, abs=1000)  # and a few numbers a block
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
