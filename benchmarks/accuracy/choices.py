@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from predict import HERE, measured_rows
+from predict import HERE, measured_rows, predict
 from rows import GIB, Row, load_rows
 
 from shardwise.hardware.parse import parse_hardware
@@ -148,14 +148,21 @@ def rehearsal_table() -> list[list[str]]:
     for job in REHEARSALS:
         one = chosen(job)
         others = [(row, m) for row, m in one.others if m is not one.measured]
-        tried = [f"{in_words(row.resolved())}: {_ended(found)}" for row, found in others]
-        lines.append([str(job), one.words, _ended(one.measured), "; ".join(tried) or NOT_YET])
+        tried = [f"{in_words(row.resolved())}: {_said(row)}; {_ended(found)}" for row, found in others]
+        lines.append([str(job), one.words, _ended(one.measured), "<br>".join(tried) or NOT_YET])
     return lines
 
 
 def _speed(job: Job, found: Mapping[str, Any]) -> float:
     tokens: float = found["tokens_per_step"]
     return tokens / found["step_seconds"] / job.gpus
+
+
+def _said(row: Row) -> str:
+    memory = predict(row).memory
+    if memory.cache_flushes:
+        return "predicted to fit only by giving its cache back"
+    return "predicted to fit" if memory.fits else "predicted not to fit"
 
 
 def _ended(found: Mapping[str, Any] | None) -> str:

@@ -19,6 +19,7 @@ from assets import Assets
 from rows import Row
 
 from shardwise.bench.process import end_session
+from shardwise.doctor.probes.measure import host_call_seconds
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.read import read_events
 
@@ -88,6 +89,7 @@ class Running:
             memory_cap_bytes=row.memory_cap_bytes,
             measure_steps=FOREVER,  # one that runs out of memory just ends
         )
+        self._host_call: float | None = None
         self._since = time.monotonic()
         (self._folder / "spec.json").write_text(json.dumps(spec.to_json()), encoding="utf-8")
         # Not `shardwise train`: it refuses adapters on random weights, which nobody could load again.
@@ -106,11 +108,10 @@ class Running:
         """The finished row's measurements; None while it runs."""
         code = self._process.poll()
         seconds = time.monotonic() - self._since
-        if (
-            code is None
-            and not self._enough(self._steps(), seconds)
-            and seconds < self._limits.timeout_seconds
-        ):
+        steps = self._steps()
+        if code is None and self._host_call is None and len(steps) > self._limits.warmup_steps:
+            self._host_call = host_call_seconds()
+        if code is None and not self._enough(steps, seconds) and seconds < self._limits.timeout_seconds:
             return None
         self.end()
         result = self._result(code, seconds)
@@ -161,6 +162,7 @@ class Running:
             "error": None if enough else f"{_why(code, seconds)}\n{_tail(log)}",
             "row_seconds": round(seconds, 1),
             "cpu_cores": len(self._cores),
+            "host_call_seconds_meanwhile": self._host_call,
             **{name: header.get(name) for name in ("parameters", "trainable_parameters")},
             **(measured(steps, self._limits.warmup_steps) if enough else {"steps": len(steps)}),
             **{name: header.get(name) for name in ("energy_source", "outside_allocator_source")},

@@ -16,6 +16,7 @@ from typing import Any
 from choices import fastest_table, rehearsal_table
 from predict import (
     MISSED,
+    MISSED_MEANS,
     OLD_RELEASE,
     Summary,
     compare_all,
@@ -105,11 +106,17 @@ def missed(comparisons: Sequence[Comparison]) -> str:
         for words, key in BOUND.items()
         for name, reason in MISSED[key].items()
     ]
+    means = [
+        f"the mean {words} of `{which}` ({reason})"
+        for words, key in BOUND.items()
+        for which, reason in MISSED_MEANS[key].items()
+    ]
     if not lines:
         return "Every row is within its bound."
     return (
         f"These are not; they count in every number of this page.\n\n"
         f"{table(['row', 'set', 'what', 'difference', 'why'], lines)}\n\n"
+        f"Beyond its bound, too: {'; '.join(means) or 'nothing'}.\n\n"
         f"Measured before decision 0017 changed how ZeRO-3 gives weights back, and to be measured again: "
         f"{', '.join(f'`{name}`' for name in OLD_RELEASE)}."
     )
@@ -223,7 +230,7 @@ def fastest(_: Sequence[Comparison]) -> str:
 
 
 def rehearsals(_: Sequence[Comparison]) -> str:
-    head = ["job", "the plan's choice", "measured", "predicted not to fit"]
+    head = ["job", "the plan's choice", "measured", "others of the job"]
     return table(head, rehearsal_table())
 
 

@@ -35,9 +35,6 @@ MEASURED = HERE / "results" / "measured.jsonl"
 RELEASED_IN_ORDER = "2026-11-21T19:50"
 """ZeRO-3 rows measured since then give gathered weights back as decision 0017 says."""
 OLD_RELEASE = (
-    "llama-2-7b.4gpu.zero3.full.s2048.b2x1.ck0",
-    "llama-3.1-8b.4gpu.zero3.full.s4096.b1x1.ck1",
-    "llama-2-13b.4gpu.zero3.full.s2048.b1x1.ck1",
     "qwen2.5-7b.4gpu.zero3.full.s2048.b2x2.ck1",
     "llama-3.2-3b.4gpu.zero3-noreshard.full.s2048.b2x1.ck1",
     "llama-2-13b.4gpu.zero3.lora16.s2048.b2x2.ck1",
@@ -54,14 +51,22 @@ _RELEASE = (
     "0.0 % with 5.17"
 )
 _BLOCK = "a block more is gathered than predicted: cause unknown"
+_RANKS = "reserved are 10.8, 11.0, 11.4 and 11.8 GiB on the four ranks, for the same tensors"
+_UNKNOWN = "measured once; cause unknown"
 _HOST = "the GPU waits for the host: the host's calls differ by half between measurements of one row"
+_SLOW = "likely the host, see below"
+_FLUSHES = "its allocator gives its cache back twice a step, which takes time that is not predicted"
 _ONCE = "measured once; cause not established: on one GPU the same layers are predicted within 11 %"
 MISSED: dict[str, dict[str, str]] = {
     "reserved": {
         "gpt-neo-2.7b.4gpu.zero3-offload.full.s2048.b1x1.ck1": _EARLIER,
         "llama-3.2-1b.1gpu.fsdp2-offload.full.s2048.b2x1.ck1": _RELEASE,
         "llama-3.2-3b.2gpu.autotp2-zero1.full.s2048.b4x1.ck1": _RELEASE,
+        "llama-2-7b.4gpu.autotp2-zero1.full.s4096.b2x1.ck1": _RELEASE,
+        "llama-2-7b.4gpu.autotp4-zero1.full.s4096.b4x1.ck1": _RELEASE,
         "llama-2-7b.1gpu.zero3-offload.lora16.s2048.b2x1.ck1": _BLOCK,
+        "llama-3.2-3b.4gpu.zero3-offload-optimizer.full.s2048.b2x1.ck1": _RANKS,
+        "gpt-neo-2.7b.4gpu.zero2.lora16.s2048.b2x1.ck1.int8.cap16": _UNKNOWN,
     },
     "step": {
         "gpt-neo-2.7b.4gpu.zero3-offload.full.s2048.b1x1.ck1": _EARLIER,
@@ -71,10 +76,36 @@ MISSED: dict[str, dict[str, str]] = {
         "qwen3-0.6b.1gpu.zero3-noreshard.full.s2048.b2x2.ck0": _HOST,
         "pythia-1.4b.2gpu.autotp2-zero1.full.s2048.b4x1.ck0": _HOST,
         "llama-2-7b.4gpu.zero2.lora16.s2048.b2x1.ck1.int8": _ONCE,
+        "gpt-neo-2.7b.4gpu.zero3-noreshard.lora16.s2048.b4x1.ck1.cap16": _FLUSHES,
+        **dict.fromkeys(
+            (
+                "gemma-2-2b.4gpu.zero1.full.s2048.b1x1.ck1",
+                "pythia-6.9b.4gpu.zero2.full.s2048.b1x1.ck1",
+                "llama-2-13b.4gpu.zero3.full.s2048.b1x1.ck1",
+                "qwen3-8b.4gpu.fsdp2.full.s2048.b1x2.ck1",
+                "phi-3-mini.4gpu.fsdp2-noreshard.full.s2048.b2x1.ck2",
+                "llama-2-7b.4gpu.fsdp2.lora16.s2048.b2x2.ck4.cap24",
+                "1b_mamba.4gpu.zero3.full.s2048.b4x1.ck1",
+                "1b_mamba.4gpu.fsdp2.full.s2048.b4x1.ck0",
+                "3b_mamba.4gpu.fsdp2.full.s2048.b2x1.ck1",
+                "7b_mamba.4gpu.zero3.full.s4096.b1x1.ck1",
+                "llama-2-7b.4gpu.zero2.lora16.s2048.b2x1.ck1.nf4",
+                "llama-2-7b.4gpu.zero3.lora16.s2048.b2x1.ck1.nf4",
+                "llama-2-7b.4gpu.fsdp2.lora16.s2048.b2x1.ck1.nf4",
+                "qwen3-1.7b.4gpu.autotp2-zero2.full.s2048.b2x2.ck0",
+            ),
+            _SLOW,
+        ),
     },
 }
 """Rows farther off than their bound, and why. They count in every number, the means included; a test fails
 where there is one more, or one less."""
+
+MISSED_MEANS: dict[str, dict[str, str]] = {
+    "reserved": {},
+    "step": {"held-out": "its rows on four GPUs, above", "families": "its rows on four GPUs, above"},
+}
+"""Sets whose mean is beyond the bound, and why; held to in the same way."""
 
 QUANTITIES = ("reserved", "allocated", "outside", "needed", "fragmentation", "step", "joules", "host")
 

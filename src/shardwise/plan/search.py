@@ -201,7 +201,7 @@ def fit(prediction: Prediction, hardware: Hardware, *, margin: float = MARGIN) -
     host = hardware.host_memory_bytes or inf
     if not memory.fits or memory.host_bytes > host:
         return "no"
-    within = memory.needed_bytes <= (1 - margin) * memory.capacity_bytes
+    within = memory.needed_bytes <= (1 - margin) * memory.capacity_bytes and not memory.cache_flushes
     return "fits" if within and memory.host_bytes <= (1 - margin) * host else "tight"
 
 
@@ -213,21 +213,28 @@ def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) ->
     """
 
     def key(option: Option) -> tuple[int, float, int]:
-        group = ("fits", "tight", "no").index(option.fit)
         value = excess(option, hardware) if option.fit == "no" else cost(option, objective)
-        return group, value, option.prediction.memory.needed_bytes
+        return _group(option), value, option.prediction.memory.needed_bytes
 
     ranked = sorted(options, key=key)
     alike = [
         o
         for o in ranked
-        if o.fit == ranked[0].fit != "no" and cost(o, objective) <= ALIKE * cost(ranked[0], objective)
+        if o.fit != "no"
+        and _group(o) == _group(ranked[0])
+        and cost(o, objective) <= ALIKE * cost(ranked[0], objective)
     ]
     if alike:
         first = min(alike, key=lambda o: (uses_host(o), o.prediction.memory.needed_bytes))
         ranked.remove(first)
         ranked.insert(0, first)
     return ranked
+
+
+def _group(option: Option) -> int:
+    """What gives its cache back comes after all else that fits: how long that takes is not predicted."""
+    flushes = option.fit == "tight" and option.prediction.memory.cache_flushes > 0
+    return {"fits": 0, "tight": 2 if flushes else 1, "no": 3}[option.fit]
 
 
 def excess(option: Option, hardware: Hardware) -> float:

@@ -6,8 +6,10 @@ as the first has left it. Of many micro-batches two are replayed: a third would 
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.allocator import CachingAllocator
+from shardwise.simulate.allocator import CachingAllocator, OutOfMemoryError
 from shardwise.simulate.engines.build import engine_memory
 from shardwise.simulate.engines.protocol import EngineMemory
 from shardwise.simulate.machine import ACTIVATIONS, BUFFERS, Machine
@@ -40,29 +42,25 @@ PLENTY = 1 << 50
 def predict_memory(
     trace: StepTrace, strategy: Strategy, hardware: Hardware, *, capacity_bytes: int
 ) -> Memory:
-    """Memory of the fullest GPU. `capacity_bytes`: what the process may use of it, context included."""
-    machine = Machine(CachingAllocator(capacity_bytes=PLENTY, expandable_segments=True))
-    engine = engine_memory(trace, strategy)
-    engine.build(machine)
-    for size in _batch_bytes(trace, strategy):
-        machine.take(ACTIVATIONS, size)
-    workspace = _workspace_bytes(hardware)
-    for number in range(STEPS):
-        count = min(strategy.accumulation, MICRO_BATCHES)
-        for micro_batch in range(count):
-            last = micro_batch == count - 1
-            engine.begin(machine, micro_batch, last=last)
-            _replay(trace, machine, engine, 0 if number or micro_batch else workspace)
-            engine.end(machine, micro_batch, last=last)
-        machine.at("optimizer")
-        engine.step(machine)
+    """Memory of the fullest GPU. `capacity_bytes`: what the process may use of it, context included.
+
+    Where the GPU has no room for the allocator's cache but for all tensors, the memory is that of a run whose
+    allocator gives its cache back to go on, if that is enough.
+    """
+    machine, flushes = _run(trace, strategy, hardware, allocator_bytes=PLENTY)
+    outside = outside_allocator_bytes(strategy)
+    room = capacity_bytes - outside
+    if machine.allocator.peak_allocated_bytes <= room < machine.allocator.peak_reserved_bytes:
+        with suppress(OutOfMemoryError):
+            machine, flushes = _run(trace, strategy, hardware, allocator_bytes=room)
     terms = machine.fullest
     reserved = machine.allocator.peak_reserved_bytes
     return Memory(
         peak_reserved_bytes=reserved,
         peak_allocated_bytes=machine.allocator.peak_allocated_bytes,
-        outside_allocator_bytes=outside_allocator_bytes(strategy),
+        outside_allocator_bytes=outside,
         capacity_bytes=capacity_bytes,
+        cache_flushes=flushes,
         terms=MemoryTerms(
             weights_bytes=terms[0],
             gradients_bytes=terms[1],
@@ -75,6 +73,34 @@ def predict_memory(
         host_bytes=machine.host_bytes * hardware.gpus_per_node,
         timeline=machine.timeline,
     )
+
+
+def _run(
+    trace: StepTrace, strategy: Strategy, hardware: Hardware, *, allocator_bytes: int
+) -> tuple[Machine, int]:
+    """The machine after it was built and two steps, and how often the second gave the allocator's cache back.
+
+    Raises:
+        OutOfMemoryError: `allocator_bytes` is too little even so.
+    """
+    machine = Machine(CachingAllocator(capacity_bytes=allocator_bytes, expandable_segments=True))
+    engine = engine_memory(trace, strategy)
+    engine.build(machine)
+    for size in _batch_bytes(trace, strategy):
+        machine.take(ACTIVATIONS, size)
+    workspace = _workspace_bytes(hardware)
+    before = 0
+    for number in range(STEPS):
+        before = machine.allocator.alloc_retries
+        count = min(strategy.accumulation, MICRO_BATCHES)
+        for micro_batch in range(count):
+            last = micro_batch == count - 1
+            engine.begin(machine, micro_batch, last=last)
+            _replay(trace, machine, engine, 0 if number or micro_batch else workspace)
+            engine.end(machine, micro_batch, last=last)
+        machine.at("optimizer")
+        engine.step(machine)
+    return machine, machine.allocator.alloc_retries - before
 
 
 def _replay(trace: StepTrace, machine: Machine, engine: EngineMemory, workspace: int) -> None:

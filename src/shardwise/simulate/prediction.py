@@ -47,6 +47,9 @@ class Memory:
     """CUDA context, kernels, NCCL."""
     capacity_bytes: int
     """What the process may use of the GPU: torch sees less than the label says."""
+    cache_flushes: int = 0
+    """Times a step that the allocator finds the GPU full, gives its cached memory back and takes anew, as
+    `num_alloc_retries` of torch counts. The GPU waits meanwhile; the time that takes is not predicted."""
     terms: MemoryTerms
     host_bytes: int
     """Of one node, all its processes: what the strategy keeps there, beside the processes themselves."""

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.errors import JobError
 from shardwise.plan.plan import Nearest
-from shardwise.plan.search import ALIKE, excess, family, leanest, leanest_that_fits, rank, search
+from shardwise.plan.search import ALIKE, excess, family, fit, leanest, leanest_that_fits, rank, search
 from shardwise.strategy.space import Refused
 
 
@@ -92,6 +92,19 @@ def test_a_tight_strategy_is_chosen_only_where_nothing_has_the_margin(toy) -> No
     assert "may run out of memory" in plan.chosen.why[0]
     assert plan.chosen.to_json()["tight"] is True
     assert len(plan.options) + len(plan.skipped) == len(strategies)
+
+
+def test_what_gives_its_cache_back_is_tight_and_comes_after_all_that_need_not(toy) -> None:
+    plan = toy.plan("4xRTX4090")
+    tight = [o for o in plan.options if o.fit == "tight"]
+    chosen = plan.options[0]
+    assert chosen.fit == "fits"
+    memory = replace(chosen.prediction.memory, cache_flushes=2)
+    flushing = replace(chosen.prediction, memory=memory)
+    assert fit(flushing, plan.hardware) == "tight"
+    options = [replace(chosen, prediction=flushing, fit="tight"), *plan.options[1:]]
+    ranked = rank(options, plan.objective, plan.hardware)
+    assert [o.prediction.memory.cache_flushes for o in ranked if o.fit == "tight"] == [0] * len(tight) + [2]
 
 
 def test_every_trace_is_made_once_and_only_where_it_is_needed(toy) -> None:

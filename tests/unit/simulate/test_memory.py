@@ -1,0 +1,62 @@
+"""What a GPU has room for: with its allocator's cache, only without, not at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.hardware.parse import parse_hardware
+from shardwise.simulate.memory import predict_memory
+from shardwise.simulate.outside import outside_allocator_bytes
+from shardwise.simulate.prediction import Memory
+from shardwise.simulate.step_trace import ALLOC, FREE, StepTrace
+from shardwise.strategy.strategy import Strategy
+
+MIB = 1024**2
+SINGLE = Strategy(engine="single")
+
+
+@pytest.fixture
+def fragments(layers) -> StepTrace:
+    """A pass that frees 200 of 400 MiB and then wants 300: 500 are allocated at most, 700 reserved."""
+    events = (
+        (ALLOC, 0, 200 * MIB, 3),
+        (ALLOC, 1, 200 * MIB, 3),
+        (FREE, 0),
+        (ALLOC, 2, 300 * MIB, 3),
+        (FREE, 1),
+        (FREE, 2),
+    )
+    return replace(layers(blocks=0), events=events)
+
+
+def memory(trace: StepTrace, mib: int) -> Memory:
+    """Of a GPU with so much for torch's allocator, beside `around`: what is there before the pass."""
+    hardware = parse_hardware("1xH200")
+    around = predict_memory(replace(trace, events=()), SINGLE, hardware, capacity_bytes=1 << 50)
+    outside = outside_allocator_bytes(SINGLE)
+    return predict_memory(
+        trace, SINGLE, hardware, capacity_bytes=around.peak_reserved_bytes + outside + mib * MIB
+    )
+
+
+def test_a_cache_that_the_gpu_has_room_for_is_kept(fragments: StepTrace) -> None:
+    found = memory(fragments, 720)
+    assert found.fits
+    assert found.cache_flushes == 0
+
+
+def test_a_cache_too_large_is_given_back_every_step(fragments: StepTrace) -> None:
+    whole, found = memory(fragments, 720), memory(fragments, 580)
+    assert found.fits
+    assert found.cache_flushes == 1
+    pages = 2 * 20 * MIB  # memory is taken and given by these; the freed range begins and ends within one
+    assert 200 * MIB - pages <= whole.peak_reserved_bytes - found.peak_reserved_bytes <= 200 * MIB
+    assert found.peak_allocated_bytes == whole.peak_allocated_bytes
+
+
+def test_tensors_too_large_do_not_fit_and_say_what_they_would_need(fragments: StepTrace) -> None:
+    whole, found = memory(fragments, 720), memory(fragments, 480)
+    assert not found.fits
+    assert (found.cache_flushes, found.peak_reserved_bytes) == (0, whole.peak_reserved_bytes)
