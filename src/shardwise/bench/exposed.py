@@ -1,4 +1,4 @@
-"""What a Chrome trace of one step says: how long it waited for communication, how its memory went."""
+"""What a Chrome trace of one step says: how long it waited, and for what; how its memory went."""
 
 from __future__ import annotations
 
@@ -29,12 +29,18 @@ class ProfiledStep:
     communication_seconds: float
     exposed_communication_seconds: float
     """Communication ran and nothing else did."""
+    idle_seconds: float | None
+    """The GPU ran nothing: it waited for the host, which the profiler slows. None without a GPU."""
     memory: list[tuple[float, int, int]]
     """(share of the step, allocated, reserved), each the highest around that time; empty without a GPU."""
 
     @property
     def exposed_communication_fraction(self) -> float:
         return self.exposed_communication_seconds / self.step_seconds
+
+    @property
+    def idle_fraction(self) -> float | None:
+        return None if self.idle_seconds is None else self.idle_seconds / self.step_seconds
 
 
 def read_trace(path: Path) -> ProfiledStep:
@@ -57,10 +63,12 @@ def read_trace(path: Path) -> ProfiledStep:
     else:
         communication, work = _on_cpus(events)
     communication, work = (_union(_clip(part, inside)) for part in (communication, work))
+    step, busy = inside[1] - inside[0], _length(_union([*communication, *work]))
     return ProfiledStep(
-        step_seconds=(inside[1] - inside[0]) / 1e6,
+        step_seconds=step / 1e6,
         communication_seconds=_length(communication) / 1e6,
-        exposed_communication_seconds=(_length(_union([*communication, *work])) - _length(work)) / 1e6,
+        exposed_communication_seconds=(busy - _length(work)) / 1e6,
+        idle_seconds=(step - busy) / 1e6 if kernels else None,
         memory=_memory(events, inside),
     )
 

@@ -142,6 +142,7 @@ def _profiled(trace: Path, settings: Settings, code: int | None, seconds: float)
     nothing: dict[str, Any] = {
         "exposed_communication_fraction": None,
         "exposed_communication_seconds": None,
+        "gpu_idle_fraction": None,
         "communication_seconds": None,
         "profiled_step_seconds": None,
         "memory_in_step": [],
@@ -158,6 +159,7 @@ def _profiled(trace: Path, settings: Settings, code: int | None, seconds: float)
     return {
         "exposed_communication_fraction": step.exposed_communication_fraction,
         "exposed_communication_seconds": step.exposed_communication_seconds,
+        "gpu_idle_fraction": step.idle_fraction,
         "communication_seconds": step.communication_seconds,
         "profiled_step_seconds": step.step_seconds,
         "memory_in_step": step.memory,

@@ -234,6 +234,9 @@ def _remarks(bench: BenchRecord) -> list[Text]:
 SLOWED = 1.1
 """A profiled step longer than the others by this factor waited for other things than they do."""
 
+IDLE = 0.1
+"""Share of the profiled step from which on it is worth saying that the GPU ran nothing."""
+
 
 def reasons(rows: Sequence[Row]) -> dict[str, str]:
     """Why numbers are missing or doubtful, and the rows: `no MFU: no GPU` to `all` or their labels."""
@@ -253,6 +256,10 @@ def reasons(rows: Sequence[Row]) -> dict[str, str]:
         if profiled and profiled > SLOWED * values["step_seconds"]:
             longer = f"the profiled step, {profiled / values['step_seconds']:.1f} times as long as the others"
             found.setdefault(f"exposed communication is that of {longer}", []).append(row["label"])
+        idle = values.get("gpu_idle_fraction")
+        if idle and idle >= IDLE:
+            waited = f"the GPU ran nothing for {idle:.0%} of the profiled step: it waited for the host"
+            found.setdefault(f"{waited}, which the profiler slows", []).append(row["label"])
     return {
         reason: "all" if len(labels) == len(measured) else ", ".join(labels)
         for reason, labels in found.items()

@@ -49,6 +49,17 @@ def test_exposed_is_where_only_nccl_runs(tmp_path: Path, name: str) -> None:
     assert step.exposed_communication_fraction == pytest.approx(1 / 3)
 
 
+def test_idle_is_where_the_gpu_runs_nothing(tmp_path: Path) -> None:
+    kernels = [
+        event("sgemm", 0, 400_000),
+        event("nccl", 500_000, 700_000),
+        event("Memset", 900_000, 1_000_000),
+    ]
+    step = read_trace(write(tmp_path / "t.json", STEP, *kernels))
+    assert step.idle_seconds == pytest.approx(0.3)
+    assert step.idle_fraction == pytest.approx(0.3)
+
+
 def test_one_gpu_exposes_nothing(tmp_path: Path) -> None:
     step = read_trace(write(tmp_path / "t.json", STEP, event("sgemm", 0, 10), event("sgemm", 5, 20)))
     assert step.exposed_communication_fraction == 0.0
@@ -67,6 +78,7 @@ def test_without_a_gpu_gloo_counts_beside_torchs_operators(tmp_path: Path) -> No
     ]
     step = read_trace(write(tmp_path / "t.json", *events))
     assert step.step_seconds == 2.0
+    assert step.idle_fraction is None
     assert step.communication_seconds == pytest.approx(0.4)
     assert step.exposed_communication_seconds == pytest.approx(0.3)
 

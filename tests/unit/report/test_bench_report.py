@@ -43,6 +43,18 @@ def test_a_profiled_step_unlike_the_others_is_told_of(bench_folder: Path) -> Non
     assert lines == [f"{told} ({HOSTILE})"]
 
 
+def test_a_gpu_that_waits_for_its_host_is_told_of(bench_folder: Path) -> None:
+    rows = [json.loads(line) for line in (bench_folder / "rows.jsonl").read_text().splitlines()]
+    for row, share in zip(rows[:2], (0.09, 0.3), strict=True):
+        row["measured"]["gpu_idle_fraction"] = share
+    (bench_folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    told = (
+        "the GPU ran nothing for 30% of the profiled step: it waited for the host, which the profiler slows"
+    )
+    lines = [line.strip() for line in shown(bench_folder, width=200).splitlines() if "ran nothing" in line]
+    assert lines == [f"{told} ({HOSTILE})"]
+
+
 def test_80_columns_are_enough(bench_folder: Path) -> None:
     text = shown(bench_folder, width=80)
     tables = [line for line in text.splitlines() if line.startswith(("zero2", "   "))]
