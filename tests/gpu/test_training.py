@@ -82,7 +82,7 @@ def test_an_adapter_is_trained_resumed_merged_and_asked(tmp_path: Path, strategy
     run_dir = tmp_path / "runs" / "run"
     assert len(steps_of(run_dir)) == 30
     assert evaluations(run_dir)[-1] < evaluations(run_dir)[0] - 0.02
-    exported = json.loads(_shardwise(tmp_path, "export", "runs/run", "--merge", "--out", "merged"))
+    exported = json.loads(_shardwise(tmp_path, "export", "runs/run", "--merge", "--out", "merged", "--json"))
     assert exported["kind"] == "merged"
     assert exported["max_logit_difference"] < 0.05 * exported["max_logit"]
     _shardwise(tmp_path, "generate", "runs/run", "--prompt", "What?", "--max-new-tokens", "8")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,14 +14,12 @@ import typer
 
 from shardwise.cli.options import AsJson
 from shardwise.cli.plan import plan_of
-from shardwise.errors import JobError
 
 if TYPE_CHECKING:
     from shardwise.hardware.hardware import Hardware
     from shardwise.lint.check import Checked
     from shardwise.lint.finding import Finding
     from shardwise.lint.fit import Fit
-    from shardwise.lint.setup import ModelFacts
 
 WRONG = 2
 
@@ -52,6 +54,7 @@ def check(
     """
     from shardwise.lint.check import check as run_rules
     from shardwise.lint.check import load
+    from shardwise.lint.model import facts_of
     from shardwise.lint.setup import Setup, deepspeed_version
 
     hardware = _hardware(gpus)
@@ -61,7 +64,7 @@ def check(
         asked_reader=reader,
         asked_world_size=hardware.world_size if hardware else None,
         gpus_per_node=hardware.gpus_per_node if hardware else None,
-        model=_model(model),
+        model=None if model is None else facts_of(model),
         deepspeed=deepspeed_version(),
     )
     fixed: tuple[Finding, ...] = ()
@@ -77,34 +80,28 @@ def check(
         changes = [] if sequence is None else [f"data.sequence_length={sequence}"]
         fit = fit_of(checked.setup, model, changes, hardware, plan_of)
         checked = fit.applied(checked)
-    if as_json:
-        print(json.dumps(_to_json(checked, fixed, fit)))
-    else:
-        _print(checked, fixed, fit)
+    with _read_as_far_as_wanted():
+        if as_json:
+            print(json.dumps(_to_json(checked, fixed, fit)))
+        else:
+            _print(checked, fixed, fit)
     return WRONG if checked.failed else 0
+
+
+@contextlib.contextmanager
+def _read_as_far_as_wanted() -> Iterator[None]:
+    """Whoever reads stdout may stop early, `head` say: the exit code still tells what was found."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _hardware(gpus: str | None) -> Hardware | None:
     from shardwise.hardware.parse import parse_hardware
 
     return None if gpus is None else parse_hardware(gpus)
-
-
-def _model(name: str | None) -> ModelFacts | None:
-    """What is known of the model without a network: a folder's config.json, or the catalog."""
-    if name is None:
-        return None
-    from shardwise.lint.setup import ModelFacts
-    from shardwise.models.catalog import lookup
-
-    file = Path(name) / "config.json"
-    if file.is_file():
-        try:
-            return ModelFacts.of_config(name, json.loads(file.read_text(encoding="utf-8")))
-        except ValueError:
-            raise JobError("it is not JSON", where=str(file), fix="save the model again") from None
-    shape = lookup(name)
-    return ModelFacts.of_config(name, shape.hf_config() if shape else {})
 
 
 def _to_json(checked: Checked, fixed: tuple[Finding, ...], fit: Fit | None) -> dict[str, Any]:

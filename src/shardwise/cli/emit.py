@@ -68,7 +68,7 @@ def _plan(text: str) -> dict[str, Any] | None:
     """The plan that a text holds; None for anything else, such as a job."""
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) and "chosen" in values else None
 
@@ -78,8 +78,8 @@ def _of_plan(source: Path, plan: dict[str, Any], out: Path) -> Request:
     from shardwise.strategy.emit.request import Request
 
     try:
-        request = Request.of_plan(plan, out.as_posix())
-    except (ValueError, KeyError, TypeError):
+        request = Request.of_plan(plan, out.resolve().as_posix())
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise JobError(
             "it is no plan of this version", where=str(source), fix="shardwise plan JOB --out plan.json"
         ) from None
@@ -101,14 +101,7 @@ def _of_job(source: Path, changes: list[str], gpus: str | None, out: Path) -> Re
     job = load_job(source, changes).job
     hardware = hardware_of(gpus)
     plan = plan_of(job, hardware)
-    if plan.chosen is None:
+    request = Request.of_plan(plan.to_json(), out.resolve().as_posix(), optimizer=job.optimizer)
+    if request is None:
         raise does_not_fit(plan)
-    return Request(
-        name=job.name,
-        strategy=plan.chosen.strategy,
-        nodes=hardware.nodes,
-        gpus_per_node=hardware.gpus_per_node,
-        trainable_parameters=plan.job.trainable_parameters,
-        optimizer=job.optimizer,
-        folder=out.as_posix(),
-    )
+    return request

@@ -167,7 +167,7 @@ def write(document: Document) -> None:
     path = Path(document.name).resolve()  # a link stays a link
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(document.text, encoding="utf-8")
+        partial.write_text(document.text, encoding="utf-8-sig" if document.marked else "utf-8")
         partial.chmod(path.stat().st_mode & 0o7777)
         partial.replace(path)
     finally:

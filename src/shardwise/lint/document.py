@@ -14,6 +14,9 @@ Span = tuple[int, int]
 Kind = Literal["deepspeed", "accelerate", "training", "job"]
 Syntax = Literal["json", "yaml", "python", "shell"]
 
+LONGEST_NUMBER = 100
+"""Digits: three numbers of so many multiplied are still a float."""
+
 AUTO = "auto"
 """What Hugging Face's Trainer and Accelerate fill in; DeepSpeed knows no such value."""
 
@@ -52,7 +55,12 @@ class Document:
     trailing_commas: tuple[int, ...] = ()
     """Where JSON allows none."""
     duplicates: tuple[tuple[Key, int], ...] = ()
-    """Keys given again in the same section, and their lines; the first value is kept in `values`."""
+    """Keys that the same section gives again further down, and the lines where they are given before.
+
+    `values` and `marks` are those of the last: the only one that any reader takes.
+    """
+    marked: bool = False
+    """Whether the file begins with a byte order mark, which `text` does not hold."""
     uses: frozenset[str] = field(default=frozenset())
     """Of a Python script: names that it calls."""
 

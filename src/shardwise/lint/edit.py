@@ -40,7 +40,7 @@ class Rename:
 
 @dataclass(frozen=True, kw_only=True)
 class Strict:
-    """Takes comments and trailing commas out of a JSON text."""
+    """Takes comments, trailing commas and a byte order mark out of a JSON text."""
 
 
 Change = Put | Drop | Rename | Strict
@@ -53,10 +53,13 @@ class CannotEditError(Exception):
 def edited(document: Document, changes: Sequence[Change]) -> Document:
     """The document after all changes, read anew. CannotEditError where one cannot be made."""
     for change in changes:
+        if isinstance(change, Drop | Rename) and change.key in dict(document.duplicates):
+            raise CannotEditError(".".join(change.key))  # the one before it would take its place
         made = _json(document, change) if document.syntax == "json" else _yaml(document, change)
         read = read_json if document.syntax == "json" else read_yaml
         again = read(made, document.name)
-        document = replace(again, kind=document.kind)
+        marked = document.marked and not isinstance(change, Strict)
+        document = replace(again, kind=document.kind, marked=marked)
     return document
 
 

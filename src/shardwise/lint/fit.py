@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
+from shardwise.lint.advice import LEFT_OPEN, as_settings, cheapest
 from shardwise.lint.check import Checked
 from shardwise.lint.finding import Finding
 from shardwise.lint.setup import Setup
@@ -34,7 +35,7 @@ class Fit:
     assumed: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     nearest: str = ""
-    """The nearest change with which it fits."""
+    """The cheapest change with which it fits."""
 
     @property
     def fits(self) -> bool:
@@ -100,26 +101,42 @@ def fit_of(
 ) -> Fit:
     """Plans what the setup's files ask for; `changes` (`key=value`) come on top of it.
 
+    Where that does not fit it is planned once more, with what keeps the training as it is left open.
+
     Raises JobError where the model or the changes are wrong.
     """
     asked = translate(setup)
     if asked is None:
         return Fit(unavailable="no file says how the training is spread")
     drawn = sketch(model, [*asked.changes, *changes], world_size=hardware.world_size)
+    nearest = ""
     try:
         plan = make_plan(drawn.job, hardware)
+        if plan.chosen is None:
+            left = [change for change in asked.changes if change.partition("=")[0] not in LEFT_OPEN]
+            other = sketch(model, [*left, *changes], world_size=hardware.world_size)
+            nearest = _nearest(plan, make_plan(other.job, hardware))
     except JobError as error:
         return Fit(unavailable="; ".join(problem.what for problem in error.problems))
-    return _of_plan(plan, asked, drawn.assumed)
+    return _of_plan(plan, asked, drawn.assumed, nearest)
 
 
-def _of_plan(plan: Plan, asked: Translated, assumed: tuple[str, ...]) -> Fit:
-    near = plan.nearest
+def _nearest(plan: Plan, other: Plan) -> str:
+    """The cheapest change: one of how it is computed, else one of what is trained or on what."""
+    wanted = plan.options[0].strategy
+    option = cheapest(wanted, other.options)
+    if option is not None:
+        return as_settings(wanted, option)
+    near = other.nearest or plan.nearest
+    return "" if near is None else f"{near.what}: {in_words(near.option.strategy)} fits"
+
+
+def _of_plan(plan: Plan, asked: Translated, assumed: tuple[str, ...], nearest: str) -> Fit:
     return Fit(
         option=plan.options[0],
         file=asked.file,
         gpus=f"{plan.hardware.world_size} x {plan.hardware.gpu.name}",
         assumed=(*asked.assumed, *assumed, OWN_LOOP),
         left_out=asked.left_out,
-        nearest="" if near is None else f"{near.how} ({near.what}): {in_words(near.option.strategy)} fits",
+        nearest=nearest,
     )

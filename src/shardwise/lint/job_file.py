@@ -11,6 +11,7 @@ from shardwise.job.load import LoadedJob, load_job
 from shardwise.job.schema import StrategySpec
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Finding
+from shardwise.lint.model import architecture_of
 from shardwise.lint.setup import Setup
 from shardwise.strategy.rules import RULES
 from shardwise.strategy.space import candidates
@@ -42,6 +43,7 @@ def _strategy(document: Document, setup: Setup, loaded: LoadedJob) -> Iterator[F
         lora=job.model.lora is not None,
         world_size=world,
         gpus_per_node=setup.gpus_per_node or world,
+        architecture=architecture_of(job.model.source),
     )
     if accepted:
         return

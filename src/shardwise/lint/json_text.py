@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.lint.document import Document, Key, Mark, Span, UnreadableError, line_at
+from shardwise.lint.document import LONGEST_NUMBER, Document, Key, Mark, Span, UnreadableError, line_at
 
-_SPACE = re.compile(r"[ \t\r\n\ufeff]*")
+_SPACE = re.compile(r"[ \t\r\n]*")
 _COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _WORD = re.compile(r"[^\s,:\[\]{}\"]+")
@@ -25,11 +25,10 @@ _FOREIGN = {
     "Infinity": "null",
 }
 DEEPEST = 50
-LONGEST_NUMBER = 400
 
 
 def read_json(text: str, name: str) -> Document:
-    """The object a JSON text holds; UnreadableError where it is not one."""
+    """The object a JSON text holds, of a key given twice the last; UnreadableError where it is not one."""
     reader = _Reader(text)
     values = reader.whole()
     return Document(
@@ -88,16 +87,11 @@ class _Reader:
             self.at += 1
             self._skip()
             key, line = (*above, name), line_at(self.text, start)
-            again = name in values
-            if again:
-                self.duplicates.append((key, line))
-            before = dict(self.marks) if again else None
+            if name in values:
+                self.duplicates.append((key, self.marks[key].line))
+                self.marks = {old: mark for old, mark in self.marks.items() if old[: len(key)] != key}
             value_start = self.at
-            value = self._value(key)
-            if before is not None:
-                self.marks = before  # the first is kept, as the one to look at
-                continue
-            values[name] = value
+            values[name] = self._value(key)
             self.marks[key] = Mark(line=line, key=key_span, value=(value_start, self.at))
         return values
 

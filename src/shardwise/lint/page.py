@@ -20,6 +20,7 @@ _SUBJECTS = {
     "parallel": "Tensor parallelism, groups, experts",
     "sections": "Other sections",
     "accelerate": "Accelerate's file",
+    "fsdp": "FSDP in Accelerate's file",
     "training": "Scripts, arguments, launch commands",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,9 @@ from shardwise.lint.script_text import is_command, is_python, read_python, read_
 from shardwise.lint.yaml_text import read_yaml
 
 LARGEST_FILE_BYTES = 1_000_000
+_VARIABLE = re.compile(r"^\$\{?\w+\}?/")
+"""`$here/`: a folder that only the shell knows; most often the script's own."""
+BYTE_ORDER_MARK = "\ufeff"
 
 _ACCELERATE = {
     "distributed_type",
@@ -46,7 +50,7 @@ WHAT = (
 
 
 def text_of(path: Path) -> str:
-    """A file's text; JobError where it cannot be read."""
+    """A file's text, a byte order mark included; JobError where it cannot be read."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -56,13 +60,15 @@ def text_of(path: Path) -> str:
     if len(raw) > LARGEST_FILE_BYTES:
         raise JobError(f"{len(raw):,} bytes is no configuration", where=str(path), fix=f"name {WHAT}")
     try:
-        return raw.decode("utf-8-sig")
+        return raw.decode("utf-8")
     except UnicodeDecodeError:
         raise JobError("it is not UTF-8 text", where=str(path), fix=f"name {WHAT}") from None
 
 
 def read(text: str, name: str) -> Document:
     """The document a text is. UnreadableError where it is none that is known."""
+    if text.startswith(BYTE_ORDER_MARK):
+        return replace(read(text.removeprefix(BYTE_ORDER_MARK), name), marked=True)
     start = text.lstrip()
     if start.startswith(("{", "//", "/*")):
         document = read_json(text, name)
@@ -105,10 +111,19 @@ def referred(document: Document) -> list[str]:
         "training": [("deepspeed",), ("deepspeed_config",), ("deepspeed_config_file",), ("config",)],
     }
     values = [document.get(*key) for key in tables.get(document.kind, [])]
-    return [value for value in values if isinstance(value, str) and value.endswith(".json")]
+    named = [value for value in values if isinstance(value, str) and value.endswith(".json")]
+    return [_VARIABLE.sub("", value) for value in named]
 
 
 def found(names: Sequence[str], beside: Path) -> list[Path]:
     """Those of the files that exist, from the working directory or beside the file that names them."""
-    paths = [next((p for p in (Path(name), beside / name) if p.is_file()), None) for name in names]
+    paths = [next((p for p in (Path(name), beside / name) if is_file(p)), None) for name in names]
     return [path for path in paths if path is not None]
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; False also for a name that none can have."""
+    try:
+        return path.is_file()
+    except OSError:  # too long, say
+        return False

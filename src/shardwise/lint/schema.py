@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from math import isfinite
 from typing import Any
 
 from shardwise.lint.document import Key
@@ -88,3 +89,14 @@ def closest(name: str, known: Mapping[str, Any] | list[str]) -> str | None:
     """The known name that `name` is a misspelling of; None where nothing is near."""
     found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.8)
     return found[0] if found else None
+
+
+def as_number(value: Any) -> float | int | None:
+    """The finite number that a value, a text say, stands for; None where it stands for none."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if not isfinite(number):
+        return None
+    return int(number) if number == int(number) else number

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from shardwise.lint.document import Document, Mark, UnreadableError
+from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError
 
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate")
 _COMMAND = re.compile(
@@ -92,9 +92,10 @@ def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Attribute):
         return _called(node)
     try:
-        return ast.literal_eval(node)
+        value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError):
         return None
+    return None if isinstance(value, int) and abs(value) >= 10**LONGEST_NUMBER else value
 
 
 def read_shell(text: str, name: str) -> Document:
@@ -158,6 +159,7 @@ def _words(text: str, start: int) -> Iterator[tuple[str, int]]:
 
 def _scalar(text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
+    return text if isinstance(value, int) and len(text) > LONGEST_NUMBER else value

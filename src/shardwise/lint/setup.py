@@ -18,6 +18,8 @@ READER_NAMES: dict[Reader, str] = {
     "accelerate": "Accelerate",
     "deepspeed": "DeepSpeed itself",
 }
+MOST = 2**31
+"""Elements of a row and heads of a model: fewer than this."""
 _HALF = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
 
 
@@ -41,12 +43,16 @@ class ModelFacts:
     precision: str | None = None
     """bf16 or fp16 where the weights are published so."""
     model_type: str = ""
+    model_types: tuple[str, ...] = ()
+    """Its own and its parts'; empty where its code is not transformers'."""
     experts: bool = False
 
     @classmethod
     def of_config(cls, name: str, config: Mapping[str, Any]) -> ModelFacts:
         """From the content of a Hugging Face config.json."""
-        text = config.get("text_config") or config
+        inner = [value for value in config.values() if isinstance(value, Mapping)]
+        text = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
+        types = [str(part["model_type"]) for part in (config, *inner) if part.get("model_type")]
 
         def first(*names: str) -> Any:
             return next((text[name] for name in names if text.get(name)), None)
@@ -54,12 +60,20 @@ class ModelFacts:
         dtype = str(first("dtype", "torch_dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
         return cls(
             name=name,
-            hidden_size=first("hidden_size", "n_embd", "d_model"),
-            key_value_heads=first("num_key_value_heads", "num_attention_heads", "n_head", "num_heads"),
+            hidden_size=_count(first("hidden_size", "n_embd", "d_model")),
+            key_value_heads=_count(
+                first("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
+            ),
             precision=_HALF.get(dtype),
             model_type=str(config.get("model_type", "")),
+            model_types=() if config.get("auto_map") else tuple(types),
             experts=bool(first("num_experts", "num_local_experts", "n_routed_experts")),
         )
+
+
+def _count(value: Any) -> int | None:
+    """Of a config.json that anyone may have written: what is no count is not known."""
+    return value if isinstance(value, int) and 0 < value < MOST else None
 
 
 @dataclass(frozen=True, kw_only=True)

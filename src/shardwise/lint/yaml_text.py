@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from shardwise.lint.document import Document, Key, Mark, UnreadableError
+from shardwise.lint.document import LONGEST_NUMBER, Document, Key, Mark, UnreadableError
 
 MOST_KEYS = 10_000
 
@@ -57,12 +57,16 @@ def _places(node: yaml.Node, above: Key, marks: dict[Key, Mark], duplicates: lis
             _places(item, key, marks, duplicates)
         return
     if not isinstance(node, yaml.MappingNode):
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > LONGEST_NUMBER:
+            what = f"a number of {len(node.value)} digits"
+            raise UnreadableError(what, line=node.start_mark.line + 1, fix="a number")
         return
     for key_node, value_node in node.value:
         key, line = (*above, str(key_node.value)), key_node.start_mark.line + 1
         if key in marks:
-            duplicates.append((key, line))
-            continue
+            duplicates.append((key, marks[key].line))
+            for old in [old for old in marks if old[: len(key)] == key]:
+                del marks[old]
         marks[key] = Mark(line=line, key=_span(key_node), value=_span(value_node))
         _places(value_node, key, marks, duplicates)
 

@@ -92,6 +92,11 @@ def speed(row: Row) -> tuple[float | None, float | None]:
     return _pair(row, ("time", "tokens_per_second_per_gpu"), "tokens_per_second_per_gpu")
 
 
+def flushes(row: Row) -> int:
+    """Times a step that the allocator was predicted to give its cache back, which takes time it was not."""
+    return int(((row["predicted"] or {}).get("memory") or {}).get("cache_flushes", 0))
+
+
 def exposed(row: Row) -> tuple[float | None, float | None]:
     """(predicted, measured) share of the step in which only communication runs."""
     return _pair(row, ("time", "exposed_communication_fraction"), "exposed_communication_fraction")

@@ -51,16 +51,16 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequenc
 def test_what_fits_is_run_with_its_prediction_under_the_cap(
     asked: list[tuple[Sequence[Row], Settings]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "job.yaml", "--memory-cap", "10.5GiB", "--steps", "7", "--json"]) == 0
+    assert main(["bench", "job.yaml", "--memory-cap", "10GiB", "--steps", "7", "--json"]) == 0
     bench = json.loads(capsys.readouterr().out)
     ((rows, settings),) = asked
-    assert (settings.memory_cap_bytes, settings.steps, settings.processes) == (int(10.5 * 2**30), 7, 2)
+    assert (settings.memory_cap_bytes, settings.steps, settings.processes) == (10 * 2**30, 7, 2)
     assert settings.folder == Path("bench/small")
     assert [row["label"] for row in bench["rows"]] == [row.label for row in rows]
     assert len(rows) >= 4
     for row in bench["rows"]:
         memory = row["predicted"]["memory"]
-        assert memory["peak_reserved_bytes"] + memory["outside_allocator_bytes"] <= 10.5 * 2**30
+        assert memory["peak_reserved_bytes"] + memory["outside_allocator_bytes"] <= 10 * 2**30
         assert row["fit"] in ("fits", "tight")
     left_out = {one["strategy"]: one["reason"] for one in bench["left_out"]}
     assert "more than there is" in left_out["zero0"]

@@ -57,6 +57,15 @@ def test_warnings_and_notes_end_with_0(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.splitlines()[-1] == "1 warning, 1 note"
 
 
+@pytest.mark.parametrize(("name", "code"), [("overlap_com.json", 2), ("zero3-bucket.json", 0)])
+@pytest.mark.parametrize("flags", ["", "--json"])
+def test_a_reader_that_stops_early_changes_no_exit_code(name: str, code: int, flags: str) -> None:
+    check = f"{sys.executable} -m shardwise check {EXAMPLES / name} {flags}"
+    script = f"set -o pipefail; {{ sleep 0.5; {check}; }} | true"  # nobody reads when it writes
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
 def test_nothing_to_say(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(clean)]) == 0
     assert capsys.readouterr().out.splitlines() == ["ds.json: DeepSpeed configuration", "nothing found"]
@@ -223,7 +232,8 @@ def test_whether_it_fits_is_asked_of_the_planner(
     assert main([*command, "4xRTX4090"]) == 2
     out = capsys.readouterr().out
     assert "error: it does not fit 4 x RTX 4090: zero2 with micro-batch 2" in out
-    job = PLANNED[-1]
+    job, other = PLANNED[-2:]
+    assert (other.strategy, other.train.micro_batch, other.train.global_batch) == ("auto", None, 32)
     assert isinstance(job.strategy, StrategySpec)
     assert (job.strategy.engine, job.strategy.stage) == ("deepspeed", 2)
     assert (job.train.micro_batch, job.train.global_batch, job.train.checkpointing) == (2, 32, "full")
@@ -264,7 +274,60 @@ def test_files_that_nobody_would_write_are_findings_or_errors_and_no_bugs(
     Path("nul.py").write_bytes(b"\0\1")
     Path("endless.json").write_text('{"zero_optimization": {"stage": 1e400}}')
     Path("loop.json").symlink_to("loop.json")
-    for name in ("nul.py", "endless.json", "loop.json"):
-        assert main(["check", name]) in (2, 4), name
+    Path("deep.json").write_text('{"a":' * 3000 + "1" + "}" * 3000)
+    Path("long.json").write_text('{"train_batch_size": 1' + "0" * 399 + "}")
+    Path("long.yaml").write_text("distributed_type: FSDP\nnum_processes: 1" + "0" * 399)
+    Path("text.json").write_text('{"zero_optimization": {"stage": "1' + "0" * 5000 + '"}}')
+    Path("power.json").write_text('{"zero_optimization": {"stage": "²"}}')
+    Path("half.json").write_text('{"train_batch_size": 8, "sequence_parallel_size": 0.5}')
+    for name in sorted(path.name for path in Path().iterdir()):
+        assert main(["check", name, "--gpus", "4xH100"]) in (2, 4), name
         said = capsys.readouterr()
         assert "this is a bug" not in said.out + said.err, name
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        ("[]", 2),
+        ("null", 2),
+        ("{", 2),
+        ('{"a":' * 3000 + "1" + "}" * 3000, 2),
+        ('{"model_type": "llama", "hidden_size": "big", "num_key_value_heads": [2]}', 0),
+        ('{"model_type": "llama", "hidden_size": -5, "num_attention_heads": 0.5}', 0),
+        ('{"model_type": {}, "text_config": 3}', 0),
+    ],
+)
+def test_a_broken_model_is_an_error_or_says_nothing(
+    config: str, code: int, clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage_3 = {"stage": 3, "overlap_comm": True, "reduce_bucket_size": 50_000_000}
+    clean.write_text(
+        json.dumps({**CLEAN, "zero_optimization": stage_3, "tensor_parallel": {"autotp_size": 2}})
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(config)
+    assert main(["check", str(clean), "--model", "model"]) == code
+    said = capsys.readouterr()
+    assert "this is a bug" not in said.err
+    assert ("model/config.json" in said.err) == (code == 2)
+
+
+@pytest.mark.parametrize("by_folder", [False, True])
+def test_a_job_of_mamba_is_told_all_that_speaks_against_tensor_parallelism(
+    by_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = "state-spaces/mamba-130m-hf"
+    if by_folder:
+        source = "own"
+        Path(source).mkdir()
+        Path(source, "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 24}')
+    Path("qa.jsonl").write_text("{}\n")
+    Path("job.yaml").write_text(
+        f"name: run\nmodel: {{source: {source}, lora: {{rank: 8}}}}\ndata: {{train: qa.jsonl}}\n"
+        "strategy: {engine: deepspeed, stage: 2, tensor_parallel: 2}\n"
+    )
+    assert main(["check", "job.yaml", "--gpus", "4xH100", "--json"]) == 2
+    rules = [one["rule"] for one in json.loads(capsys.readouterr().out)["findings"]]
+    assert rules == ["tensor-parallel-and-lora", "tensor-parallel-needs-heads"]

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +21,7 @@ from shardwise.job.schema import Optimizer
 from shardwise.lint.check import check, load
 from shardwise.lint.setup import Setup
 from shardwise.strategy.emit.files import Emitted, Target, emit
-from shardwise.strategy.emit.request import Request
+from shardwise.strategy.emit.request import Predicted, Request
 from shardwise.strategy.strategy import Strategy
 
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -39,7 +40,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def request(name: str, *, nodes: int = 1, own_optimizer: bool = True, folder: str = "engine") -> Request:
+PREDICTED = Predicted(needed_bytes=18 << 30, capacity_bytes=79 << 30, tokens_per_second_per_gpu=11856.4)
+AT_THE_HEAD = "# predicted: 18.0 GiB of 79.0 GiB on the fullest GPU, 11,856 tokens/s a GPU"
+
+
+def request(name: str, *, nodes: int = 1, own_optimizer: bool = True, folder: str = "/engine") -> Request:
     gpus = 1 if name == "single" else 4
     parts = {"engine": "deepspeed", "micro_batch": 2, **STRATEGIES[name]}
     return Request(
@@ -49,6 +54,7 @@ def request(name: str, *, nodes: int = 1, own_optimizer: bool = True, folder: st
         gpus_per_node=gpus,
         trainable_parameters=1_000_000,
         optimizer=Optimizer() if own_optimizer else None,
+        predicted=PREDICTED,
         folder=folder,
     )
 
@@ -71,7 +77,7 @@ def test_check_finds_nothing_in_what_is_emitted(
     name: str, target: Target, nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = request(name, nodes=nodes)
+    asked = request(name, nodes=nodes, folder=str(tmp_path / "engine"))
     if refused(target, name):
         with pytest.raises(JobError):
             emit(target, asked)
@@ -103,9 +109,9 @@ def test_deepspeed_and_the_trainer_take_their_files(name: str) -> None:
     assert gathers == (strategy.stage == 3)
 
 
-def flags_of(script: str) -> list[str]:
-    """What the launch script gives to the training script."""
-    return shlex.split(script.partition('"$@"')[2].replace("\\\n", " "))
+def flags_of(script: str, folder: Path) -> list[str]:
+    """What the launch script, which lies in the folder, gives to the training script."""
+    return shlex.split(script.partition('"$@"')[2].replace("\\\n", " ").replace("$here", str(folder)))
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp2"])
@@ -118,7 +124,9 @@ def test_the_trainers_arguments_are_arguments_of_the_trainer(
     emitted = emit("torchrun", request(name))
     write(emitted, Path("engine"))
     parser = HfArgumentParser(TrainingArguments)
-    values = vars(parser.parse_args([*flags_of(emitted.files["launch-trainer.sh"]), "--use_cpu"]))
+    values = vars(
+        parser.parse_args([*flags_of(emitted.files["launch-trainer.sh"], tmp_path / "engine"), "--use_cpu"])
+    )
     strategy = request(name).strategy
     assert values["per_device_train_batch_size"] == strategy.micro_batch
     assert values["gradient_accumulation_steps"] == strategy.accumulation
@@ -165,7 +173,7 @@ def test_accelerates_file_names_the_deepspeed_file_and_nothing_that_stands_in_it
     values = yaml.safe_load(files["accelerate.yaml"])
     assert (values["num_machines"], values["num_processes"]) == (2, 8)
     assert values["deepspeed_config"] == {
-        "deepspeed_config_file": "engine/deepspeed.json",
+        "deepspeed_config_file": "/engine/deepspeed.json",
         "zero3_init_flag": True,
         "deepspeed_multinode_launcher": "standard",
     }
@@ -175,7 +183,10 @@ def test_accelerates_file_names_the_deepspeed_file_and_nothing_that_stands_in_it
     assert config["train_micro_batch_size_per_gpu"] == "auto"
 
 
-STUB = '#!/bin/bash\nprintf "%s\\n" "$(basename "$0") $*" >> "$CALLS"\n'
+STUB = """#!/bin/bash
+words=("${@// /_}")  # a blank inside of a word is seen
+printf "%s\\n" "$(basename "$0") ${words[*]}" >> "$CALLS"
+"""
 
 
 @pytest.mark.parametrize(
@@ -190,7 +201,13 @@ STUB = '#!/bin/bash\nprintf "%s\\n" "$(basename "$0") $*" >> "$CALLS"\n'
         ),
         ("deepspeed", 1, "deepspeed --num_gpus 4 train.py --x"),
         ("deepspeed", 2, "deepspeed --hostfile hosts --num_gpus 4 train.py --x"),
-        ("accelerate", 1, "accelerate launch --config_file engine/accelerate.yaml train.py --x"),
+        (
+            "accelerate",
+            1,
+            "accelerate launch --config_file {engine}/accelerate.yaml "
+            "--deepspeed_config_file {engine}/deepspeed.json train.py --x",
+        ),
+        ("slurm", 1, "srun --cpu-bind=none torchrun --standalone --nproc_per_node 4 train.py --x"),
         (
             "slurm",
             2,
@@ -200,20 +217,64 @@ STUB = '#!/bin/bash\nprintf "%s\\n" "$(basename "$0") $*" >> "$CALLS"\n'
     ],
 )
 def test_the_scripts_start_these_commands(target: Target, nodes: int, calls: str, tmp_path: Path) -> None:
-    paths = write(emit(target, request("zero2", nodes=nodes)), tmp_path / "engine")
-    tools = tmp_path / "bin"
+    engine = tmp_path / "of engine"  # a blank, as people have it
+    paths = write(emit(target, request("zero2", nodes=nodes, folder=str(engine))), engine)
+    script = next(path for path in paths if path.stem == "launch")
+    assert called(script, tmp_path) == calls.format(engine=str(engine).replace(" ", "_"))
+
+
+@pytest.mark.parametrize("target", ["torchrun", "deepspeed", "slurm", "accelerate"])
+def test_the_files_are_found_from_any_folder(target: Target, tmp_path: Path) -> None:
+    """Those of a shell script also where the folder was moved: Slurm runs a copy that knows no folder."""
+    engine = tmp_path / "of engine"
+    paths = write(emit(target, request("zero2", folder=str(engine))), engine)
+    script = next(path for path in paths if path.stem == "launch-trainer")
+    if target == "slurm":
+        script = script.rename(tmp_path / "slurm_script")
+    else:
+        engine = engine.rename(tmp_path / "moved here")
+        script = engine / script.name
+    name, file = "deepspeed", "deepspeed.auto.json"
+    if target == "accelerate":
+        name, file = "deepspeed_config_file", "deepspeed.json"
+    path = str(engine / file).replace(" ", "_")  # as one word
+    assert f"--{name} {path} " in f"{called(script, tmp_path)} "
+    assert (engine / file).is_file()
+
+
+def test_one_node_needs_no_head_and_no_patience() -> None:
+    for nodes, words in ((1, False), (2, True)):
+        script = emit("slurm", request("zero2", nodes=nodes)).files["launch.sbatch"]
+        assert ("HEAD_NODE" in script, "DEEPSPEED_TIMEOUT=60" in script) == (words, words)
+    assert "DEEPSPEED" not in emit("slurm", request("fsdp2", nodes=2)).files["launch.sbatch"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_takes_comments_says_what_was_predicted(target: Target) -> None:
+    files = emit(target, request("zero2")).files
+    for name, text in files.items():
+        assert (AT_THE_HEAD in text.splitlines()[:4]) == (not name.endswith(".json")), name
+        if name.endswith(".json"):
+            json.loads(text)
+
+
+def called(script: Path, folder: Path) -> str:
+    """The command that a script starts from another folder, in the place of its launcher."""
+    tools = folder / "bin"
     tools.mkdir()
     for tool in ("torchrun", "deepspeed", "accelerate", "srun"):
         (tools / tool).write_text(STUB)
     (tools / "scontrol").write_text("#!/bin/bash\necho node-a\necho node-b\n")
     for tool in tools.iterdir():
         tool.chmod(0o755)
-    script = next(path for path in paths if path.stem == "launch")
+    away = folder / "away"
+    away.mkdir()
     subprocess.run(
-        ["bash", str(script), "train.py", "--x"],
+        ["bash", str(script), "train.py", *(["--x"] if script.stem == "launch" else [])],
+        cwd=away,
         env={
             "PATH": f"{tools}:{os.environ['PATH']}",
-            "CALLS": str(tmp_path / "calls"),
+            "CALLS": str(folder / "calls"),
             "SLURM_JOB_ID": "77",
             "SLURM_JOB_NODELIST": "node-[a-b]",
             "HEAD_NODE": "n1",
@@ -221,7 +282,7 @@ def test_the_scripts_start_these_commands(target: Target, nodes: int, calls: str
         },
         check=True,
     )
-    assert (tmp_path / "calls").read_text() == f"{calls}\n"
+    return (folder / "calls").read_text().removesuffix("\n")
 
 
 def test_what_a_launcher_cannot_do_is_refused() -> None:
@@ -230,13 +291,23 @@ def test_what_a_launcher_cannot_do_is_refused() -> None:
     with pytest.raises(JobError, match="one process"):
         emit("accelerate", request("single"))
     nvme = Strategy(engine="deepspeed", stage=3, offload_parameters="nvme", nvme_path="/nvme")
-    asked = Request(name="run", strategy=nvme, nodes=1, gpus_per_node=1, trainable_parameters=1)
+    asked = replace(request("zero3"), strategy=nvme)
     with pytest.raises(JobError, match="NVMe"):
         emit("torchrun", asked)
 
 
 PLAN: dict[str, Any] = {
-    "chosen": {"strategy": request("zero2").strategy.to_json()},
+    "chosen": {
+        "strategy": request("zero2").strategy.to_json(),
+        "prediction": {
+            "memory": {
+                "peak_reserved_bytes": 17 << 30,
+                "outside_allocator_bytes": 1 << 30,
+                "capacity_bytes": 79 << 30,
+            },
+            "time": {"tokens_per_second_per_gpu": 11856.4},
+        },
+    },
     "hardware": {"nodes": 1, "gpus_per_node": 4},
     "job": {"name": "run", "trainable_parameters": 10**9},
 }
@@ -250,7 +321,8 @@ def test_a_plan_is_enough(
     assert main(["emit", "plan.json", "--to", "deepspeed", "--out", "files"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "wrote files/deepspeed.json"
-    assert out[-1].startswith("start: bash files/launch-trainer.sh train.py")
+    assert out[-1].startswith(f"start: bash {tmp_path}/files/launch-trainer.sh train.py")
+    assert AT_THE_HEAD in Path("files/launch.sh").read_text()
     config = json.loads(Path("files/deepspeed.json").read_text())
     assert "optimizer" not in config, "a plan does not know it"
     assert config["zero_optimization"]["reduce_bucket_size"] == 500_000_000
@@ -266,6 +338,9 @@ def test_a_plan_is_enough(
         ({"chosen": None}, "nothing fits in this plan"),
         ({"job": {"name": "a; rm -rf ~", "trainable_parameters": 1}}, "no plan of this version"),
         ({"hardware": {}}, "no plan of this version"),
+        ({"hardware": {"nodes": 1e999, "gpus_per_node": 4}}, "no plan of this version"),
+        ({"hardware": {"nodes": 0, "gpus_per_node": 4}}, "no plan of this version"),
+        ({"chosen": {**PLAN["chosen"], "prediction": {}}}, "no plan of this version"),
     ],
 )
 def test_a_plan_that_says_nothing_is_refused(
@@ -289,8 +364,7 @@ def test_a_job_is_planned_first(
 
     def make_plan(job: Any, hardware: Any, **_: Any) -> Any:
         asked.append((job.name, hardware.world_size))
-        chosen = types.SimpleNamespace(strategy=request("zero2").strategy)
-        return types.SimpleNamespace(chosen=chosen, job=types.SimpleNamespace(trainable_parameters=10**6))
+        return types.SimpleNamespace(to_json=lambda: PLAN | {"job": PLAN["job"] | {"name": job.name}})
 
     monkeypatch.setitem(sys.modules, "shardwise.trace.plan_job", types.SimpleNamespace(make_plan=make_plan))
     monkeypatch.chdir(tmp_path)

@@ -50,7 +50,14 @@ FSDP: dict[str, Any] = {
         "fsdp_reshard_after_forward": True,
     },
 }
-LLAMA = ModelFacts(name="llama", hidden_size=4096, key_value_heads=8, precision="bf16", model_type="llama")
+LLAMA = ModelFacts(
+    name="llama",
+    hidden_size=4096,
+    key_value_heads=8,
+    precision="bf16",
+    model_type="llama",
+    model_types=("llama",),
+)
 MAMBA = ModelFacts(name="mamba", model_type="mamba2")
 MOE = ModelFacts(name="moe", model_type="olmoe", experts=True)
 TRAINER = "from transformers import Trainer, TrainingArguments\n"
@@ -99,6 +106,7 @@ CASES = (
     Case("auto-nobody-fills", params(betas="auto"), params(lr="auto"), {"asked_reader": "accelerate"}),
     Case("comments-in-json", "// pasted\n" + JSON, JSON, {"asked_reader": "trainer"}),
     Case("trailing-comma-in-json", JSON[:-1] + ",}", JSON, {"asked_reader": "trainer"}),
+    Case("byte-order-mark", "\ufeff" + JSON, JSON, {"asked_reader": "trainer"}),
     Case("duplicate-key", JSON[:-1] + ', "gradient_clipping": 0.5}', JSON),
     # names and kinds
     Case("ignored-key", {"zero_optimisation": {"stage": 2}, "zero_optimization": GONE}, {}),
@@ -234,6 +242,7 @@ CASES = (
     Case("adam-is-adamw", params("Adam"), params("Adam", adam_w_mode=False)),
     Case("max-grad-norm", params(max_grad_norm=1.0), params()),
     Case("unknown-optimizer-parameter", params(learning_rate=1e-4), params()),
+    Case("text-for-a-number", params(eps="1e-8"), params(eps=1e-8)),
     Case("clipping-default", {"gradient_clipping": GONE}, {"gradient_clipping": 0.0}),
     Case("unknown-schedule", schedule("WarmupLinear"), schedule("WarmupLR", warmup_num_steps=10)),
     Case(
@@ -308,7 +317,14 @@ CASES = (
     ),
     # accelerate
     Case("accelerate-unknown-key", {"num_proceses": 4}, {}),
+    Case("accelerate-duplicate-key", yaml.safe_dump(ACCELERATE) + "num_processes: 8\n", {}),
     Case("accelerate-distributed-type", {"distributed_type": "MULTI_GPU"}, {}),
+    Case("accelerate-kind-of-value", {"num_processes": "x"}, {"num_processes": "4"}),
+    Case(
+        "accelerate-names-a-file",
+        {"mixed_precision": GONE, **plugin(zero_stage=GONE, deepspeed_config_file=3)},
+        {"mixed_precision": GONE, **plugin(zero_stage=GONE, deepspeed_config_file=__file__)},
+    ),
     Case(
         "accelerate-file-and-keys",
         plugin(deepspeed_config_file="ds.json"),
@@ -323,6 +339,11 @@ CASES = (
     Case("accelerate-stage-3-flags", plugin(zero_stage=3), plugin(zero_stage=3, zero3_save_16bit_model=True)),
     Case("accelerate-machines", {"num_machines": 2}, {"num_machines": 2, "main_process_ip": "10.0.0.1"}),
     Case("accelerate-processes", {"num_processes": GONE}, {}),
+    Case(
+        "accelerate-parallelism",
+        {"parallelism_config": {"parallelism_config_tp_size": 2}},
+        {**FSDP, "parallelism_config": {"parallelism_config_tp_size": 2}},
+    ),
     Case("fsdp-version", fsdp(fsdp_version=GONE), fsdp()),
     Case("fsdp1-key-with-fsdp2", fsdp(fsdp_use_orig_params=True), fsdp()),
     Case(
@@ -330,12 +351,13 @@ CASES = (
         fsdp(fsdp_cpu_ram_efficient_loading=True, fsdp_sync_module_states=False),
         fsdp(fsdp_cpu_ram_efficient_loading=True),
     ),
-    Case("fsdp-wraps-nothing", fsdp(fsdp_auto_wrap_policy="NO_WRAP"), fsdp()),
     Case(
-        "accelerate-parallelism",
-        {"parallelism_config": {"parallelism_config_tp_size": 2}},
-        {**FSDP, "parallelism_config": {"parallelism_config_tp_size": 2}},
+        "fsdp-block-class",
+        fsdp(fsdp_transformer_layer_cls_to_wrap="GPT2Block"),
+        fsdp(fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer"),
+        {"model": LLAMA},
     ),
+    Case("fsdp-wraps-nothing", fsdp(fsdp_auto_wrap_policy="NO_WRAP"), fsdp()),
     # scripts and launches
     Case(
         "device-map-and-processes",
@@ -507,6 +529,13 @@ def test_words_are_booleans_where_deepspeed_takes_them(word: str) -> None:
     values.pop("train_batch_size", None)
     taken = parse({**values, "train_micro_batch_size_per_gpu": 1}) == ""
     assert refused == ([] if taken else ["wrong-kind-of-value"])
+
+
+@pytest.mark.parametrize("text", ["500", "500.0", "+500", "5e8", "500.5", "-1", "٣", " 500 ", "", "1e308"])
+def test_texts_are_numbers_where_deepspeed_takes_them(text: str) -> None:
+    values = merged(DEEPSPEED, zero(reduce_bucket_size=text))
+    findings = check(Setup(documents=(read(json.dumps(values), "d"),), asked_reader="trainer")).findings
+    assert (parse(values) == "") == all(one.severity != "error" for one in findings)
 
 
 JUNK = st.sampled_from([None, True, False, 0, -1, 3, 2.5, 1e400, "auto", "", "x", "3", [], [1], {}, {"a": 1}])

@@ -6,6 +6,7 @@ from shardwise.lint.finding import Rule
 from shardwise.lint.rules import (
     accelerate,
     batch,
+    fsdp,
     keys,
     offload,
     optimizer,
@@ -28,5 +29,6 @@ RULES: tuple[Rule, ...] = (
     *parallel.RULES,
     *sections.RULES,
     *accelerate.RULES,
+    *fsdp.RULES,
     *training.RULES,
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from shardwise.lint.document import Document, Key
+from shardwise.lint.document import AUTO, Document, Key
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, Rule
-from shardwise.lint.schema import accelerate_keys, closest
+from shardwise.lint.read import found
+from shardwise.lint.schema import accelerate_keys, as_number, closest
 from shardwise.lint.setup import Setup
 
 ACCELERATE = "accelerate>=1.0,<2"
@@ -24,16 +26,20 @@ IN_THE_FILE = (
 """Refused beside `deepspeed_config_file`, which has them itself."""
 
 DS, FSDP = "deepspeed_config", "fsdp_config"
+LARGEST = 2**31 - 1
+_COUNTS: tuple[tuple[Key, int, int, bool], ...] = (
+    (("num_processes",), 1, LARGEST, True),
+    (("num_machines",), 1, LARGEST, False),
+    (("main_process_port",), 0, 65535, False),
+    ((DS, "zero_stage"), 0, 3, True),
+    ((DS, "gradient_accumulation_steps"), 1, LARGEST, True),
+)
+"""Whole numbers: key, least, most, and whether a text is taken for one."""
 _SECTION_FOR = {"DEEPSPEED": DS, "FSDP": FSDP, "MEGATRON_LM": "megatron_lm_config"}
-_ONLY_FSDP1 = {
-    "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
-    "fsdp_sync_module_states": "FSDP2 needs no synchronising",
-    "fsdp_backward_prefetch": "FSDP2 prefetches by itself",
-    "fsdp_sharding_strategy": "FSDP2 has `fsdp_reshard_after_forward`: true or false",
-}
 
 
-def _kind(document: Document) -> str:
+def kind_of(document: Document) -> str:
+    """`distributed_type`, in capitals; empty where the file has none."""
     return str(document.get("distributed_type") or "").upper()
 
 
@@ -60,6 +66,16 @@ def _unknown(document: Document, _: Setup) -> Iterator[Hit]:
             )
 
 
+def _duplicates(document: Document, _: Setup) -> Iterator[Hit]:
+    for key, before in document.duplicates:
+        yield Hit(
+            key=key,
+            what=f"`{key[-1]}` is given again (before in line {before}): accelerate takes this one, and "
+            f"silently passes over the whole value in line {before}",
+            fix="keep one of the two",
+        )
+
+
 def _type(document: Document, _: Setup) -> Iterator[Hit]:
     if not document.has("distributed_type"):
         section = next((name for name in _SECTION_FOR.values() if document.section(name)), DS)
@@ -72,13 +88,66 @@ def _type(document: Document, _: Setup) -> Iterator[Hit]:
         )
         return
     for kind, section in _SECTION_FOR.items():
-        if document.section(section) and _kind(document) != kind:
+        if document.section(section) and kind_of(document) != kind:
             yield Hit(
                 key=(section,),
-                what=f"`{section}` is not looked at with distributed_type {_kind(document)}: plain data "
+                what=f"`{section}` is not looked at with distributed_type {kind_of(document)}: plain data "
                 "parallelism runs",
                 fix=f"distributed_type: {kind}, or take the section out",
             )
+
+
+def _wrong_kind(document: Document, _: Setup) -> Iterator[Hit]:
+    for name in (DS, FSDP):
+        value = document.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            stops = "accelerate stops with an AttributeError"
+            passed_over = "accelerate passes over it, and FSDP1 runs with its defaults"
+            yield Hit(
+                key=(name,),
+                what=f"`{name}` is {value!r} and has to be a section: {stops if name == DS else passed_over}",
+                fix=f"{name}: with `key: value` lines below it, indented",
+            )
+    for key, least, most, quotes in _COUNTS:
+        value = document.get(*key)
+        number = as_number(value) if isinstance(value, str) else document.number(*key)
+        if value is None or value == AUTO or (key[-1] == "num_processes" and number == -1):
+            continue
+        if number is None or isinstance(value, float) or not least <= number <= most:
+            limits = f"from {least} to {most}" if most < LARGEST else f"of at least {least}"
+            yield Hit(
+                key=key,
+                what=f"`{key[-1]}` is {value!r}: the launch stops",
+                fix=f"a whole number {limits}",
+            )
+        elif isinstance(value, str) and not quotes:
+            yield Hit(
+                key=key,
+                what=f"`{key[-1]}` is the text {value!r}: accelerate stops with a TypeError",
+                fix=f"{key[-1]}: {number}",
+                changes=(Put(key=key, value=number),),
+            )
+
+
+def _names_a_file(document: Document, _: Setup) -> Iterator[Hit]:
+    key = (DS, "deepspeed_config_file")
+    value = document.get(*key)
+    if value is None:
+        return
+    if not isinstance(value, str):
+        yield Hit(
+            key=key,
+            what=f"{value!r} is no path: the processes stop when they read the file",
+            fix="the path of the DeepSpeed JSON",
+        )
+    elif not found([value], Path(document.name).parent):
+        yield Hit(
+            key=key,
+            what=f"there is no {value}, from here or beside this file: accelerate looks for it from where it "
+            "is started, and stops with a ValueError",
+            fix="the path of the DeepSpeed JSON, best an absolute one",
+            severity="warning",
+        )
 
 
 def _beside_a_file(document: Document, _: Setup) -> Iterator[Hit]:
@@ -164,14 +233,14 @@ def _stage_3_flags(document: Document, _: Setup) -> Iterator[Hit]:
 
 def _machines(document: Document, _: Setup) -> Iterator[Hit]:
     machines, count = document.number("num_machines") or 1, document.number("num_processes")
-    if count is not None and count > 0 and count % machines:
+    if count is not None and count > 0 and count == int(count) and count % machines:
         yield Hit(
             key=("num_processes",),
             what=f"{count:g} processes over {machines:g} machines: each starts the whole part, the rest is "
             f"lost",
             fix="num_processes counts all machines' GPUs",
         )
-    if machines > 1 and not document.get("main_process_ip") and _kind(document) != "NO":
+    if machines > 1 and not document.get("main_process_ip") and kind_of(document) != "NO":
         yield Hit(
             key=("num_machines",),
             what="the machines do not find each other without `main_process_ip`",
@@ -181,7 +250,7 @@ def _machines(document: Document, _: Setup) -> Iterator[Hit]:
 
 def _one_process(document: Document, _: Setup) -> Iterator[Hit]:
     if document.number("num_processes") == -1 or (
-        not document.has("num_processes") and _kind(document) not in ("NO", "")
+        not document.has("num_processes") and kind_of(document) not in ("NO", "")
     ):
         yield Hit(
             key=("num_processes",),
@@ -190,83 +259,11 @@ def _one_process(document: Document, _: Setup) -> Iterator[Hit]:
         )
 
 
-def _version(document: Document, _: Setup) -> Iterator[Hit]:
-    if not document.section(FSDP) or _kind(document) != "FSDP":
-        return
-    version = document.number(FSDP, "fsdp_version") or document.number(FSDP, "version")
-    if version is None:
-        yield Hit(
-            key=(FSDP,),
-            what="accelerate's default is still FSDP1, which transformers is about to drop",
-            fix="fsdp_version: 2 (`accelerate to-fsdp2` converts the rest)",
-        )
-
-
-def _fsdp2(document: Document, _: Setup) -> Iterator[Hit]:
-    if document.number(FSDP, "fsdp_version") != 2:
-        return
-    for name, reason in _ONLY_FSDP1.items():
-        if document.has(FSDP, name) and document.get(FSDP, name) is not None:
-            yield Hit(
-                key=(FSDP, name),
-                what=f"of FSDP1; {reason}",
-                fix="take it out",
-                changes=(Drop(key=(FSDP, name)),),
-            )
-    if document.on(FSDP, "fsdp_forward_prefetch"):
-        yield Hit(
-            key=(FSDP, "fsdp_forward_prefetch"),
-            what="FSDP2 has none: accelerate stops with a ValueError",
-            fix="take it out",
-            changes=(Drop(key=(FSDP, "fsdp_forward_prefetch")),),
-            severity="error",
-        )
-    reshard = document.get(FSDP, "fsdp_reshard_after_forward")
-    if isinstance(reshard, str) and reshard.lower() not in ("true", "false"):
-        yield Hit(
-            key=(FSDP, "fsdp_reshard_after_forward"),
-            what=f"{reshard!r} is FSDP1's way to say it: FSDP2 wants true or false, and stops",
-            fix="true",
-            changes=(Put(key=(FSDP, "fsdp_reshard_after_forward"), value=True),),
-            severity="error",
-        )
-    if document.get(FSDP, "fsdp_state_dict_type") == "LOCAL_STATE_DICT":
-        yield Hit(
-            key=(FSDP, "fsdp_state_dict_type"),
-            what="FSDP2 has no local state dicts: accelerate stops",
-            fix="SHARDED_STATE_DICT",
-            changes=(Put(key=(FSDP, "fsdp_state_dict_type"), value="SHARDED_STATE_DICT"),),
-            severity="error",
-        )
-
-
-def _efficient_loading(document: Document, _: Setup) -> Iterator[Hit]:
-    key = (FSDP, "fsdp_cpu_ram_efficient_loading")
-    if document.on(*key) and document.get(FSDP, "fsdp_sync_module_states") is False:
-        yield Hit(
-            key=key,
-            what="`accelerate launch` refuses it with fsdp_sync_module_states: false",
-            fix="take fsdp_sync_module_states out",
-            changes=(Drop(key=(FSDP, "fsdp_sync_module_states")),),
-        )
-
-
-def _wrapping(document: Document, _: Setup) -> Iterator[Hit]:
-    policy = document.get(FSDP, "fsdp_auto_wrap_policy")
-    if _kind(document) == "FSDP" and document.section(FSDP) and policy in (None, "NO_WRAP"):
-        yield Hit(
-            key=(FSDP, "fsdp_auto_wrap_policy"),
-            what="without wrapping the model is one unit: all of it is gathered on every GPU",
-            fix="fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-            changes=(Put(key=(FSDP, "fsdp_auto_wrap_policy"), value="TRANSFORMER_BASED_WRAP"),),
-        )
-
-
 def _parallelism(document: Document, _: Setup) -> Iterator[Hit]:
     section = document.get("parallelism_config")
     if not isinstance(section, Mapping) or not section:
         return
-    if _kind(document) == "DEEPSPEED":
+    if kind_of(document) == "DEEPSPEED":
         for name, value in section.items():
             if name.endswith(("tp_size", "cp_size", "dp_shard_size")) and value not in (None, 1):
                 yield Hit(
@@ -286,10 +283,10 @@ def _parallelism(document: Document, _: Setup) -> Iterator[Hit]:
 
 _LAUNCH = "accelerate/commands/launch.py: _validate_launch_command"
 _PLUGIN = "accelerate/utils/dataclasses.py: DeepSpeedPlugin"
-_FSDP_PLUGIN = "accelerate/utils/dataclasses.py: FullyShardedDataParallelPlugin.__post_init__"
 
 
-def _rule(name: str, severity: str, happens: str, source: str, find: object) -> Rule:
+def rule(name: str, severity: str, happens: str, source: str, find: object) -> Rule:
+    """One for accelerate's files."""
     return Rule(
         name=name,
         severity=severity,  # type: ignore[arg-type]
@@ -302,7 +299,7 @@ def _rule(name: str, severity: str, happens: str, source: str, find: object) -> 
 
 
 RULES = (
-    _rule(
+    rule(
         "accelerate-unknown-key",
         "error",
         "An unknown key at the top stops accelerate; inside `deepspeed_config` and `fsdp_config` it is "
@@ -310,78 +307,78 @@ RULES = (
         "accelerate/commands/config/config_args.py: from_yaml_file; launch.py",
         _unknown,
     ),
-    _rule(
+    rule(
+        "accelerate-duplicate-key",
+        "error",
+        "Of a key that is given twice the last is taken, whole sections too.",
+        "accelerate/commands/config/config_args.py: yaml.safe_load",
+        _duplicates,
+    ),
+    rule(
         "accelerate-distributed-type",
         "error",
         "`distributed_type` decides which section is read; the others are not looked at.",
         _LAUNCH,
         _type,
     ),
-    _rule(
+    rule(
+        "accelerate-kind-of-value",
+        "error",
+        "Sections are sections and counts are whole numbers, some even without quotes; else the launch "
+        "stops, or, for `fsdp_config`, another FSDP runs.",
+        "accelerate/commands/launch.py, accelerate/utils/launch.py; run with 1.15.0",
+        _wrong_kind,
+    ),
+    rule(
+        "accelerate-names-a-file",
+        "error",
+        "The DeepSpeed file is looked for from where accelerate is started.",
+        "accelerate/utils/deepspeed.py: HfDeepSpeedConfig.__init__; run with 1.15.0",
+        _names_a_file,
+    ),
+    rule(
         "accelerate-file-and-keys",
         "error",
         "What the DeepSpeed file says may not be said again beside it.",
         f"{_PLUGIN}._deepspeed_config_checks",
         _beside_a_file,
     ),
-    _rule(
+    rule(
         "accelerate-precision",
         "error",
         "YAML reads a bare `no` as false, and accelerate wants a word.",
         "accelerate/utils/launch.py: args.mixed_precision.lower()",
         _precision_is_a_word,
     ),
-    _rule(
+    rule(
         "accelerate-offload-and-stage",
         "error",
         "Offloading that the stage does not have is ignored silently.",
         "deepspeed/runtime/zero/config.py: offload_param; run with 0.19.8",
         _offload,
     ),
-    _rule(
+    rule(
         "accelerate-stage-3-flags",
         "warning",
         "ZeRO-3 needs a flag to save models; at other stages these flags have no effect.",
         f"{_PLUGIN}.__post_init__; accelerate/accelerator.py: get_state_dict",
         _stage_3_flags,
     ),
-    _rule(
+    rule(
         "accelerate-machines",
         "error",
         "Processes are divided over the machines, which have to find each other.",
         "accelerate/utils/launch.py: prepare_deepspeed_cmd_env, prepare_multi_gpu_env",
         _machines,
     ),
-    _rule(
+    rule(
         "accelerate-processes",
         "warning",
         "The number of processes has to come from somewhere.",
         _LAUNCH,
         _one_process,
     ),
-    _rule("fsdp-version", "warning", "The default is FSDP1.", _FSDP_PLUGIN, _version),
-    _rule(
-        "fsdp1-key-with-fsdp2",
-        "warning",
-        "FSDP2 ignores settings of FSDP1 with a warning, or stops.",
-        _FSDP_PLUGIN,
-        _fsdp2,
-    ),
-    _rule(
-        "fsdp-efficient-loading",
-        "error",
-        "One rank loads the model and sends it to the others, which needs them to be synchronised.",
-        "accelerate/utils/launch.py: prepare_multi_gpu_env",
-        _efficient_loading,
-    ),
-    _rule(
-        "fsdp-wraps-nothing",
-        "warning",
-        "One unit for the whole model saves memory between steps only.",
-        _FSDP_PLUGIN,
-        _wrapping,
-    ),
-    _rule(
+    rule(
         "accelerate-parallelism",
         "warning",
         "`parallelism_config` drives torch's own parallelism, with FSDP2.",

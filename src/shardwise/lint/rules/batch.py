@@ -25,7 +25,7 @@ def data_ranks(document: Document, setup: Setup) -> int | None:
     """What DeepSpeed multiplies by: processes over the sequence-parallel size, not over AutoTP's."""
     if setup.world_size is None:
         return None
-    return setup.world_size // int(document.number("sequence_parallel_size") or 1)
+    return setup.world_size // max(1, int(document.number("sequence_parallel_size") or 1))
 
 
 def _arithmetic(document: Document, setup: Setup) -> Iterator[Hit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from math import isfinite
 from operator import ge, gt, le, lt
@@ -10,7 +11,7 @@ from typing import Any
 from shardwise.lint.document import AUTO, Document, Key
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, Rule, holds_for
-from shardwise.lint.schema import KeyKind, Section, closest, deepspeed_schema
+from shardwise.lint.schema import KeyKind, Section, as_number, closest, deepspeed_schema
 from shardwise.lint.setup import Setup
 
 _ELSEWHERE: dict[Key, str] = {
@@ -47,6 +48,8 @@ _DEPRECATED = {
 }
 _HOMES: tuple[Key, ...] = ((), ("zero_optimization",))
 """Sections that a key of theirs is put back into; names inside others, such as `verbose`, tell too little."""
+_WHOLE = re.compile(r"[+-]?[0-9]+(\.0*)?", re.ASCII)
+"""A text that pydantic takes for a whole number."""
 _COMPARE = {">=": ge, "<=": le, ">": gt, "<": lt}
 
 
@@ -223,8 +226,9 @@ def _kind_problem(value: Any, kind: KeyKind, *, lenient: bool) -> tuple[str, Any
     if kind.kind == "bool":
         return _bool_problem(value, lenient=lenient)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        number = _as_number(value)
-        if lenient and number is not None and not isinstance(value, bool):
+        number = as_number(value)
+        taken = isinstance(value, str) and (kind.kind != "int" or _WHOLE.fullmatch(value.strip()))
+        if lenient and number is not None and taken:
             return None
         return "a number without quotes" if isinstance(value, str) else "a number", number
     if not isfinite(value):
@@ -242,16 +246,6 @@ def _bool_problem(value: Any, *, lenient: bool) -> tuple[str, Any] | None:
     if isinstance(value, str) and value.lower() in words:
         return None if lenient else ("true or false without quotes", words[value.lower()])
     return "true or false", bool(value) if value in (0, 1) else None
-
-
-def _as_number(value: Any) -> float | int | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    if not isfinite(number):
-        return None
-    return int(number) if number == int(number) else number
 
 
 def _not_a_choice(document: Document, _: Setup) -> Iterator[Hit]:
@@ -274,7 +268,7 @@ def _not_a_choice(document: Document, _: Setup) -> Iterator[Hit]:
 
 def _out_of_bounds(document: Document, _: Setup) -> Iterator[Hit]:
     for key, value, kind, _section in _values(document):
-        number = document.number(*key)
+        number = as_number(value) if isinstance(value, str) else document.number(*key)
         if number is None:
             continue
         for sign, limit in kind.bounds:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
-from shardwise.lint.document import AUTO, Document
+from shardwise.lint.document import AUTO, Document, Key
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, Rule
 from shardwise.lint.rules.zero import stage_of
-from shardwise.lint.schema import closest
+from shardwise.lint.schema import as_number, closest
 from shardwise.lint.setup import Setup
 
 DEEPSPEED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
@@ -42,6 +44,9 @@ ADAM_PARAMS = (
     "differentiable",
     "maximize",
 )
+_NUMBERS = ("lr", "eps", "weight_decay", "momentum", "betas")
+_WORDS_OF_SCHEDULES = ("warmup_type",)
+_OFF = ("false", "no", "off")
 _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta": "betas", "decay": "weight_decay"}
 SCHEDULES = {
     "LRRangeTest": (),
@@ -128,6 +133,33 @@ def _params(document: Document, _: Setup) -> Iterator[Hit]:
             fix=f"did you mean `{near}`?" if near else "take it out",
             changes=(change,),
         )
+
+
+def _text_for_a_number(document: Document, _: Setup) -> Iterator[Hit]:
+    for above, who in ((_PARAMS, "the optimizer"), (_SCHEDULE, "the schedule")):
+        for name, value in document.section(*above).items():
+            items = enumerate(value) if isinstance(value, list) else ()
+            inner = [((*above, name, str(index)), item) for index, item in items]
+            for key, one in [((*above, name), value), *inner]:
+                if isinstance(one, str) and one != AUTO and name not in _WORDS_OF_SCHEDULES:
+                    yield from _text(key, one, who, number=name in _NUMBERS or above == _SCHEDULE)
+
+
+def _text(key: Key, text: str, who: str, *, number: bool) -> Iterator[Hit]:
+    meant: Any = as_number(text)
+    if text.lower() in _OFF:
+        meant = False
+        what = "Python takes any text for true, this one too"
+    elif meant is not None or number:
+        what = f"DeepSpeed hands it on as it stands, and {who} stops where it first computes with it"
+    else:
+        return
+    yield Hit(
+        key=key,
+        what=f'`{".".join(key[2:])}` is the text "{text}": {what}',
+        fix="a number, without quotes" if meant is None else f"write {json.dumps(meant)}",
+        changes=() if meant is None else (Put(key=key, value=meant),),
+    )
 
 
 def _clipping_default(document: Document, setup: Setup) -> Iterator[Hit]:
@@ -240,6 +272,15 @@ RULES = (
         happens="The optimizer's constructor stops with a TypeError.",
         source=f"{_BASIC}: parameters are passed on as they stand",
         find=_params,
+    ),
+    Rule(
+        name="text-for-a-number",
+        severity="error",
+        kind="deepspeed",
+        happens="Parameters of optimizers and schedules reach them as they stand: torch's AdamW stops with a "
+        'TypeError at `"lr": "1e-5"`, a schedule when it is built or at the first step.',
+        source=f"{_BASIC}, _configure_lr_scheduler; run with 0.19.8",
+        find=_text_for_a_number,
     ),
     Rule(
         name="clipping-default",

@@ -123,6 +123,11 @@ def _trailing_commas(document: Document, setup: Setup) -> Iterator[Hit]:
         yield _not_strict(document, setup, first, "a comma before a closing bracket", "it")
 
 
+def _byte_order_mark(document: Document, setup: Setup) -> Iterator[Hit]:
+    if document.marked and setup.reader != "deepspeed":
+        yield _not_strict(document, setup, 1, "the file begins with a UTF-8 byte order mark", "it")
+
+
 def _not_strict(document: Document, setup: Setup, line: int, what: str, it: str) -> Hit:
     fatal = setup.hugging_face or bool(autos(document))  # `auto`: it was written for one of the two
     return Hit(
@@ -136,12 +141,14 @@ def _not_strict(document: Document, setup: Setup, line: int, what: str, it: str)
 
 
 def _duplicates(document: Document, setup: Setup) -> Iterator[Hit]:
-    for key, line in document.duplicates:
-        happens = "the last one wins silently" if setup.hugging_face else "DeepSpeed stops: duplicate keys"
+    for key, before in document.duplicates:
+        happens = "DeepSpeed stops with a ValueError: Duplicate keys"
+        if setup.hugging_face:
+            name = READER_NAMES[setup.reader] if setup.reader else ""
+            happens = f"{name} takes this one, and silently passes over the whole value in line {before}"
         yield Hit(
             key=key,
-            line=line,
-            what=f"`{key[-1]}` is given again (first in line {document.line(key)}): {happens}",
+            what=f"`{key[-1]}` is given again (before in line {before}): {happens}",
             fix="keep one of the two",
         )
 
@@ -185,12 +192,23 @@ RULES = (
         find=_trailing_commas,
     ),
     Rule(
+        name="byte-order-mark",
+        severity="error",
+        kind="deepspeed",
+        happens="The Trainer and Accelerate open the file as UTF-8 and stop at the mark that editors of "
+        "Windows put before it; DeepSpeed's hjson reads over it.",
+        source="accelerate/utils/deepspeed.py: open(encoding=utf-8), json.load; run with 1.15.0, and "
+        "DeepSpeed 0.19.8",
+        find=_byte_order_mark,
+    ),
+    Rule(
         name="duplicate-key",
         severity="error",
         kind="deepspeed",
-        happens="DeepSpeed refuses a key that is given twice; through the Trainer the last one wins "
-        "silently.",
-        source="deepspeed/runtime/config_utils.py: dict_raise_error_on_duplicate_keys",
+        happens="DeepSpeed refuses a key that is given twice; the Trainer and Accelerate take the last, "
+        "whole sections too: nothing of the one before is left. The other rules judge the last.",
+        source="deepspeed/runtime/config_utils.py: dict_raise_error_on_duplicate_keys; "
+        "accelerate/utils/deepspeed.py: json.load; run with 0.19.8",
         find=_duplicates,
     ),
 )

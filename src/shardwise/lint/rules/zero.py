@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.lint.document import AUTO, Document, Key
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, Rule
+from shardwise.lint.schema import as_number
 from shardwise.lint.setup import Setup
 
 ZERO = "zero_optimization"
@@ -55,8 +56,8 @@ def stage_of(document: Document) -> int | None:
     value = document.get(ZERO, "stage")
     if value == AUTO:
         return None
-    if isinstance(value, str) and value.isdigit():
-        return int(value)
+    if isinstance(value, str):
+        return int(as_number(value) or 0)
     if isinstance(document.get(ZERO), bool):
         return int(document.get(ZERO))
     return int(value) if isinstance(value, int | float) and isfinite(value) else 0

@@ -160,7 +160,11 @@ def _decision(bench: BenchRecord) -> Child:
     """What was predicted to be best, what was, and why rows failed or were left out."""
     said: list[Child] = []
     each = sections.whose(bench.rows)
-    guesses = [(row, values.speed(row)[0]) for row in bench.rows if row.get("fit") in ("fits", "tight")]
+    guesses = [
+        (row, values.speed(row)[0])
+        for row in bench.rows
+        if row.get("fit") in ("fits", "tight") and not values.flushes(row)
+    ]
     best_guess = max(((row, rate) for row, rate in guesses if rate), key=lambda one: one[1], default=None)
     found = [(row, values.speed(row)[1]) for row in ran(bench.rows)]
     best = max(((row, rate) for row, rate in found if rate), key=lambda one: one[1], default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from shardwise.strategy.emit.hugging_face import (
     trainer_config,
     trainer_flags,
 )
-from shardwise.strategy.emit.launch import PORT, command, shell_script, slurm_script
+from shardwise.strategy.emit.launch import HERE, PORT, command, shell_script, slurm_script
 from shardwise.strategy.emit.request import Request
 from shardwise.strategy.strategy import Strategy
 
@@ -52,8 +53,9 @@ def emit(target: Target, request: Request) -> Emitted:
         files=files,
         notes=tuple(_notes(target, request)),
         start=(
-            f"{run} {request.path(f'launch.{suffix}')} train.py",
-            f"{run} {request.path(f'launch-trainer.{suffix}')} train.py  # one that takes TrainingArguments",
+            f"{run} {shlex.quote(request.path(f'launch.{suffix}'))} train.py",
+            f"{run} {shlex.quote(request.path(f'launch-trainer.{suffix}'))} train.py  "
+            "# one that takes TrainingArguments",
         ),
     )
 
@@ -91,24 +93,17 @@ def _plain(target: Target, request: Request) -> dict[str, str]:
         files[FOR_TRAINER] = _json(
             trainer_config(strategy, trainable_parameters=request.trainable_parameters)
         )
-        flags = [("deepspeed", request.path(FOR_TRAINER)), *flags]
+        flags = [("deepspeed", f"{HERE}/{FOR_TRAINER}"), *flags]
     elif strategy.engine == "fsdp2":
         settings = fsdp_settings(strategy)
         if strategy.offload_parameters == "cpu":
             settings["cpu_offload"] = True
         files[FSDP] = _json(settings)
-        flags = [("fsdp", ""), ("fsdp_config", request.path(FSDP)), *flags]
+        flags = [("fsdp", ""), ("fsdp_config", f"{HERE}/{FSDP}"), *flags]
     start = command(target, nodes=request.nodes, gpus_per_node=request.gpus_per_node)
     for name, of_script in (("launch", []), ("launch-trainer", flags)):
         if target == "slurm":
-            files[f"{name}.sbatch"] = slurm_script(
-                request.title,
-                start,
-                name=request.name,
-                nodes=request.nodes,
-                gpus_per_node=request.gpus_per_node,
-                flags=of_script,
-            )
+            files[f"{name}.sbatch"] = slurm_script(request, start, of_script)
         else:
             files[f"{name}.sh"] = shell_script(request.title, start, of_script)
     return files
@@ -117,11 +112,11 @@ def _plain(target: Target, request: Request) -> dict[str, str]:
 def _accelerate(request: Request) -> dict[str, str]:
     strategy = request.strategy
     files = {YAML: _yaml(request)}
+    configs = [("config_file", f"{HERE}/{YAML}")]
     if strategy.engine == "deepspeed":
         files[OWN] = _json(accelerate_config(strategy, trainable_parameters=request.trainable_parameters))
-    start = command(
-        "accelerate", nodes=request.nodes, gpus_per_node=request.gpus_per_node, config=request.path(YAML)
-    )
+        configs.append(("deepspeed_config_file", f"{HERE}/{OWN}"))
+    start = command("accelerate", nodes=request.nodes, gpus_per_node=request.gpus_per_node, configs=configs)
     flags = trainer_flags(strategy, request.optimizer)
     files["launch.sh"] = shell_script(request.title, start)
     files["launch-trainer.sh"] = shell_script(request.title, start, flags)
@@ -155,7 +150,8 @@ def _yaml(request: Request) -> str:
         settings = fsdp_settings(strategy) | {"offload_params": strategy.offload_parameters == "cpu"}
         values["fsdp_config"] = {f"fsdp_{name}": value for name, value in settings.items()}
         values["mixed_precision"] = "no" if strategy.precision == "fp32" else strategy.precision
-    return f"# {request.title}\n" + yaml.safe_dump(values, sort_keys=False)
+    head = "".join(f"# {line}\n" for line in request.title)
+    return head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _notes(target: Target, request: Request) -> list[str]:

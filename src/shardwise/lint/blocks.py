@@ -1,0 +1,82 @@
+"""The classes of a model's blocks, as the installed transformers names them: read from its source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+_SUFFIXES = ("", "_text", "_text_model", "_vision", "_vision_model")
+"""Of the types of a model's parts, which stand in the file of the whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Names of classes."""
+
+    blocks: tuple[str, ...]
+    """Those of `_no_split_modules`, which FSDP wraps by default; empty where transformers has none."""
+    classes: frozenset[str]
+    """All classes of the model's files."""
+
+
+def blocks_of(model_types: Iterable[str]) -> Blocks | None:
+    """Of a model with these `model_type`s, its own and its parts'; None where one of them is not known.
+
+    No module is imported: transformers would load torch.
+    """
+    parts = [_of_type(name) for name in model_types]
+    known = [part for part in parts if part is not None]
+    if not parts or len(known) < len(parts):
+        return None
+    return Blocks(
+        blocks=tuple(dict.fromkeys(name for part in known for name in part.blocks)),
+        classes=frozenset().union(*(part.classes for part in known)),
+    )
+
+
+@cache
+def _of_type(model_type: str) -> Blocks | None:
+    file = _file(model_type.replace("-", "_"))
+    if file is None:
+        return None
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return Blocks(
+        blocks=tuple(dict.fromkeys(name for one in classes for name in _unsplit(one))),
+        classes=frozenset({one.name for one in classes} | imported),
+    )
+
+
+def _file(model_type: str) -> Path | None:
+    """`transformers/models/llama/modeling_llama.py` for `llama`."""
+    if not model_type.isidentifier():
+        return None
+    try:
+        package = find_spec("transformers")
+    except ValueError:
+        return None
+    folders = package.submodule_search_locations if package else None
+    for folder in folders or ():
+        for suffix in _SUFFIXES:
+            name = model_type.removesuffix(suffix)
+            file = Path(folder) / "models" / name / f"modeling_{name}.py"
+            if model_type.endswith(suffix) and file.is_file():
+                return file
+    return None
+
+
+def _unsplit(model: ast.ClassDef) -> Iterator[str]:
+    for node in model.body:
+        names = [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
+        if isinstance(node, ast.Assign) and "_no_split_modules" in names and isinstance(node.value, ast.List):
+            for item in node.value.elts:
+                if isinstance(item, ast.Constant) and isinstance(item.value, str):
+                    yield item.value

@@ -1,0 +1,43 @@
+"""What is known of a model without a network: a folder's config.json, or the catalog."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import JobError
+from shardwise.lint.read import is_file
+from shardwise.lint.setup import ModelFacts
+from shardwise.models.catalog import lookup
+from shardwise.strategy.facts import Architecture
+
+
+def facts_of(name: str) -> ModelFacts:
+    """Of a folder, a hub id or a known name. JobError where its config.json is broken."""
+    return ModelFacts.of_config(name, _config(name))
+
+
+def architecture_of(name: str) -> Architecture | None:
+    """Of a state space model; None for any other: only transformers knows how its layers are cut."""
+    config = _config(name)
+    if config.get("model_type") != "mamba":
+        return None
+    blocks = config.get("num_hidden_layers", config.get("n_layer"))
+    known = isinstance(blocks, int) and blocks > 0
+    return Architecture(blocks=blocks if known else 1, key_value_heads=0, flash_attention=False)
+
+
+def _config(name: str) -> Mapping[str, Any]:
+    file = Path(name) / "config.json"
+    if not is_file(file):
+        shape = lookup(name)
+        return shape.hf_config() if shape else {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise JobError("it is no JSON object", where=str(file), fix="save the model again")
+    return config

@@ -1,0 +1,160 @@
+"""What `check` advises where a configuration does not fit: first what keeps the training as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from shardwise.hardware.hardware import Hardware
+from shardwise.hardware.parse import parse_hardware
+from shardwise.job.schema import Job
+from shardwise.lint.fit import Fit, fit_of
+from shardwise.lint.read import read
+from shardwise.lint.setup import Setup
+from shardwise.plan.plan import Nearest, Plan, Workload
+from shardwise.plan.search import search
+from shardwise.simulate.prediction import Energy, Memory, MemoryTerms, Prediction, Time
+from shardwise.simulate.step_trace import StepTrace
+from shardwise.strategy.space import candidates
+from shardwise.strategy.strategy import Strategy
+
+GIB = 1 << 30
+Need = Callable[[Strategy], float]
+"""GiB on a GPU."""
+
+
+def planner(need: Need) -> Callable[[Job, Hardware], Plan]:
+    """The real search over the real space of strategies; only how much each needs is made up."""
+
+    def predicted(strategy: Strategy, hardware: Hardware) -> Prediction:
+        needed = round(need(strategy) * GIB)
+        none = dict.fromkeys(MemoryTerms.__dataclass_fields__, 0)
+        memory = Memory(
+            peak_reserved_bytes=needed,
+            peak_allocated_bytes=needed,
+            outside_allocator_bytes=0,
+            capacity_bytes=hardware.gpu.memory_bytes,
+            terms=MemoryTerms(**{**none, "weights_bytes": needed}),
+            host_bytes=0,
+        )
+        seconds: dict[str, Any] = dict.fromkeys(Time.__dataclass_fields__, 0.0)
+        cost = (
+            1 / strategy.micro_batch
+            + (strategy.checkpoint_every > 0)
+            + strategy.stage
+            + 4 * (strategy.offload_optimizer != "none")
+        )
+        time = Time(**{**seconds, "step_seconds": cost, "tokens_per_step": 1 << 17, "world_size": 4})
+        energy = Energy(joules_per_step=1, idle_joules=0, tokens_per_step=1 << 17)
+        return Prediction(memory=memory, time=time, energy=energy)
+
+    def make_plan(job: Job, hardware: Hardware) -> Plan:
+        strategies, refused = candidates(
+            job.strategy,
+            train=job.train,
+            clip_norm=job.optimizer.clip_norm,
+            lora=job.model.lora is not None,
+            world_size=hardware.world_size,
+            gpus_per_node=hardware.gpus_per_node,
+        )
+        trace = StepTrace(
+            parameters=(), buffers=(), units=(), events=(), ops=(), rows=1, sequence_length=1,
+            checkpoint_every=0, precision="bf16",
+        )  # fmt: skip
+        plan = search(
+            strategies,
+            refused=refused,
+            hardware=hardware,
+            workload=Workload.of(job, parameters=1, trainable_parameters=1),
+            trace_for=lambda *_: trace,
+            simulate=lambda _, strategy, hardware: predicted(strategy, hardware),
+        )
+        if plan.chosen is None:
+            lora = Nearest(
+                what="LoRA of rank 16 instead of all weights", how="--lora 16", option=plan.options[0]
+            )
+            return Plan(**{**vars(plan), "nearest": lora})
+        return plan
+
+    return make_plan
+
+
+ASKED = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+}
+SCRIPT = (
+    "from transformers import Trainer, TrainingArguments\n"
+    "TrainingArguments(gradient_checkpointing={recompute}, bf16=True)\n"
+)
+
+
+def fitted(need: Need, *, recompute: bool = False, text: str = "") -> Fit:
+    """On GPUs of 22 GiB; the configuration asks for ZeRO-2, 4 rows at a time, 32 a step."""
+    config = read(text or json.dumps(ASKED), "ds.json")
+    script = read(SCRIPT.format(recompute=recompute), "train.py")
+    setup = Setup(documents=(config, script), asked_world_size=4)
+    return fit_of(setup, "llama-2-7b", [], parse_hardware("4xRTX4090"), planner(need))
+
+
+def rows_and_blocks(strategy: Strategy) -> float:
+    return 10 + strategy.micro_batch * (2 if strategy.checkpoint_every == 1 else 8)
+
+
+def states(strategy: Strategy) -> float:
+    """What no checkpointing saves."""
+    if strategy.offload_optimizer != "none":
+        return 8
+    return {0: 90, 1: 60, 2: 40, 3: 15}[strategy.stage] + 0.1 * strategy.micro_batch
+
+
+@pytest.mark.parametrize(
+    ("need", "recompute", "says"),
+    [
+        (
+            rows_and_blocks,
+            False,
+            "activation checkpointing (gradient_checkpointing) of all blocks: fits, in 18.0",
+        ),
+        (
+            lambda strategy: 6 + 6 * strategy.micro_batch,
+            True,
+            "a micro-batch of 2 and accumulation over 4: fits, in 18.0",
+        ),
+        (states, True, "ZeRO stage 3: fits, in 15.4"),
+        (
+            lambda strategy: 6 + states(strategy) * (strategy.stage < 3 or 2),
+            True,
+            "offload_optimizer to cpu: fits",
+        ),
+        (lambda _: 100, True, "LoRA of rank 16 instead of all weights: "),
+    ],
+    ids=["checkpointing", "micro-batch", "stage", "offload", "LoRA"],
+)
+def test_the_cheapest_change_that_is_enough_is_advised(need: Need, recompute: bool, says: str) -> None:
+    fit = fitted(need, recompute=recompute)
+    assert not fit.fits
+    assert fit.nearest.startswith(says), fit.nearest
+
+
+def test_what_fits_needs_no_advice() -> None:
+    fit = fitted(lambda _: 10)
+    assert fit.fits
+    assert fit.nearest == ""
+
+
+def test_advice_keeps_the_engine() -> None:
+    """FSDP2 that reshards would fit as well as ZeRO-3: each is told what its own file can say."""
+    fsdp = {
+        "distributed_type": "FSDP",
+        "mixed_precision": "bf16",
+        "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False},
+    }
+    fit = fitted(lambda strategy: 15 if strategy.reshard else 40, recompute=True, text=yaml.safe_dump(fsdp))
+    assert fit.nearest == "fsdp_reshard_after_forward: true: fits, in 15.0 GiB (predicted)"
