@@ -140,7 +140,7 @@ def _run(rows: list[Row], settings: Settings, head: dict[str, Any]) -> None:
         sys.exit(128 + number)  # and so through every `finally`, which ends the row's processes
 
     with opened(settings.folder, head):
-        done = {row["key"] for row in read_bench(settings.folder).rows if row["status"] in FINAL}
+        done = {row["key"] for row in read_bench(settings.folder).rows if row.get("status") in FINAL}
         waiting = [row for row in rows if row.key not in done]
         if len(waiting) < len(rows):
             _say(f"{len(rows) - len(waiting)} of {len(rows)} are done already, in {settings.folder}")

@@ -21,7 +21,7 @@ def demo(
         Path | None, typer.Option(metavar="DIR", help="New folder to work in.  [default: shardwise-demo]")
     ] = None,
 ) -> int:
-    """Train a small model on packaged text; under a minute on a CPU."""
+    """Train a small model on packaged text; one to two minutes on two CPU cores."""
     from shardwise.cli import main
     from shardwise.hardware.detect import gpu_count
 

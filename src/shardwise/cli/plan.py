@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -25,7 +28,11 @@ def plan(
     ] = None,
     gpus: Annotated[
         str | None,
-        typer.Option(metavar="GPUS", help="4xRTX4080, 2x8xH100, 4x24GB.  [default: this machine's]"),
+        typer.Option(
+            metavar="GPUS",
+            help="4xRTX4080, 2x8xH100, 4x24GB; 4xRTX4080@pcie4x8+128GiB also says slots and host memory.  "
+            "[default: this machine's]",
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="MODEL", help="Hub id, folder or known name.")] = None,
     lora: Annotated[
@@ -73,11 +80,15 @@ def plan(
     hardware = hardware_of(gpus)
     asked, assumed = job_of(job, model, wanted, hardware)
 
+    from shardwise.hardware.parse import with_slot
     from shardwise.plan.explain import show_explanation
     from shardwise.plan.table import show
-    from shardwise.plan.why import does_not_fit
+    from shardwise.plan.why import does_not_fit, uses_host
 
     made = plan_of(asked, hardware, objective=objective, memory_cap_bytes=cap)
+    slot = None if gpus is None else with_slot(gpus, hardware)
+    if slot is not None and (hardware.world_size > 1 or (made.chosen is not None and uses_host(made.chosen))):
+        assumed = (*assumed, f"--gpus {slot}")
     made = replace(made, job=replace(made.job, assumed=(*made.job.assumed, *assumed)))
     text = json.dumps(made.to_json())
     if out is not None:
@@ -103,9 +114,29 @@ def plan_of(
     if made is None:  # the model has to be built, which takes torch
         from shardwise.trace.plan_job import make_plan
 
-        with stdout_to_stderr():
+        with stdout_to_stderr(), _watched():
             made = make_plan(job, hardware, objective=objective, memory_cap_bytes=memory_cap_bytes)
     return made
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    """What a terminal shows of the seconds that a plan takes; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    from shardwise.plan.progress import telling
+
+    console = Console(stderr=True)
+    with console.status("planning: building the model, without its weights", refresh_per_second=4) as shown:
+
+        def told(decided: int, strategies: int) -> None:
+            shown.update(f"planning: {decided} of {strategies} strategies simulated or skipped")
+
+        with telling(told):
+            yield
 
 
 def hardware_of(gpus: str | None) -> Hardware:

@@ -40,7 +40,11 @@ def _page(runs: list[Path]) -> str:
     from shardwise.report.html.bench_page import bench_page
     from shardwise.report.html.run_page import run_page
 
-    return bench_page(read_bench(_only(runs))) if any(map(is_bench_folder, runs)) else run_page(runs)
+    return (
+        bench_page(read_bench(_only(runs), to_show=True))
+        if any(map(is_bench_folder, runs))
+        else run_page(runs)
+    )
 
 
 def _only(runs: list[Path]) -> Path:
@@ -58,7 +62,7 @@ def _show_bench(path: Path, *, as_json: bool, quiet: bool) -> None:
     from shardwise.record.bench import read_bench
     from shardwise.report.bench import show_bench, to_json
 
-    bench = read_bench(path)
+    bench = read_bench(path, to_show=True)
     if as_json:
         print(json.dumps(to_json(bench)))
     elif not quiet:

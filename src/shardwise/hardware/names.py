@@ -80,8 +80,21 @@ def _normal(text: str) -> str:
 def _did_you_mean(key: str) -> str:
     names = {_normal(gpu.name): gpu.name for gpu in gpus()}
     near = [names[found] for found in difflib.get_close_matches(key, names, n=3, cutoff=0.6)]
-    other = "a card that is not in the catalog is written by its memory: 4x24GB"
-    return f"did you mean {_either(near)}? If not, {other}" if near else other
+    asked = f"did you mean {_either(near)}? " if near else ""
+    return f"{asked}Known are {known_names()}. Any other card is written by its memory: 4x24GB"
+
+
+def known_names() -> str:
+    """All models of the catalog in one line, their variants left out: `RTX 2080, 3060, ...; H100, ...`."""
+    models: dict[str, dict[str, None]] = {}
+    for gpu in gpus():
+        first, *rest = gpu.name.split()
+        if any(letter.isdigit() for letter in first):
+            family, model = "", first
+        else:
+            family, model = first, " ".join(rest[:2] if rest[0] == "PRO" else rest[:1])
+        models.setdefault(family, {})[model] = None
+    return "; ".join(f"{family} {', '.join(names)}".strip() for family, names in models.items())
 
 
 def _either(names: list[str]) -> str:

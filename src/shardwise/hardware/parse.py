@@ -1,6 +1,6 @@
 """Hardware as a person writes it: `4xRTX4080`, `2x8xH100`, `4x24GB@pcie3`, `2x4xL40S+eth100`.
 
-    [NODESx][GPUSx]GPU[@LINK][+NETWORK]
+    [NODESx][GPUSx]GPU[@LINK][+NETWORK][+MEMORY]
 
 GPU      a name of the catalog, or a memory size for a card of which nothing else is known: 24GB are 24 * 10^9
          bytes, 24GiB are 24 * 2^30.
@@ -10,6 +10,7 @@ LINK     between the GPUs of a node: `nvlink`, or `pcie3`, `pcie4`, `pcie5`, wit
 NETWORK  between nodes, in Gbit/s: `ib100`, `ib200`, `ib400`, `eth10`, `eth25`, `eth100`, `eth200`, `eth400`.
          InfiniBand counts one adapter for each GPU, Ethernet one for each node; `4xib200` are 4 in each node.
          Without it: that of the maker's own system (DGX), where there is one.
+MEMORY   of each node's host, as 128GiB or 128GB. Without it nobody knows whether offloading fits there.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from shardwise.hardware.links import (
 from shardwise.hardware.names import resolve
 from shardwise.units import GIB
 
-EXAMPLES = "4xRTX4080, 2x8xH100, 4x24GB, 8xL40S@pcie4, 2x4xRTX4090+eth100"
+MOST_GPUS = 16384
+"""A strategy for so many takes about a second to simulate, and that grows with them."""
+EXAMPLES = "4xRTX4080, 2x8xH100, 4x24GB, 8xL40S@pcie4, 2x4xRTX4090+eth100, 4xRTX4080+128GiB"
 
 _SPEC = re.compile(
-    r"(?:(?P<first>[0-9]{1,6})x)?(?:(?P<second>[0-9]{1,6})x)?(?P<gpu>[^@+]+)"
-    r"(?:@(?P<link>[^@+]*))?(?:\+(?P<network>[^@+]*))?",
+    r"(?:(?P<first>[0-9]{1,12})x)?(?:(?P<second>[0-9]{1,12})x)?(?P<gpu>[^@+]+)"
+    r"(?:@(?P<link>[^@+]*))?(?:\+(?P<network>(?!\s*[0-9.]+\s*gi?b)[^@+]*))?(?:\+(?P<host>[^@+]*))?",
     re.IGNORECASE,
 )
 _MEMORY = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)(gb|gib)", re.IGNORECASE)
@@ -50,11 +53,12 @@ class _Spec:
     gpu: str
     link: str | None
     network: str | None
+    host: str | None
     where: str
 
 
 def parse_hardware(text: str) -> Hardware:
-    """The hardware that `text` describes; what the host has is not known from it.
+    """The hardware that `text` describes; of the host nothing is known but its memory, where that is said.
 
     Raises:
         JobError: `text` cannot be read, names no GPU or several, or asks for a link the GPU does not have.
@@ -69,7 +73,20 @@ def parse_hardware(text: str) -> Hardware:
         intra=intra,
         inter=_network(gpu, spec),
         host_link=host,
+        host_memory_bytes=_host_memory(spec),
     )
+
+
+def with_slot(text: str, hardware: Hardware) -> str | None:
+    """The expression of `hardware` with the PCIe slot that it leaves to be assumed: `4xRTX4080@pcie4x16`.
+
+    None where it names its link, and where its GPUs are not joined by PCIe.
+    """
+    slot = re.match(r"pcie[0-9]x[0-9]+", hardware.intra.name)
+    if "@" in text or slot is None:
+        return None
+    gpus, plus, rest = text.strip().partition("+")
+    return f"{gpus}@{slot[0]}{plus}{rest}"
 
 
 def _read(text: str) -> _Spec:
@@ -87,8 +104,19 @@ def _read(text: str) -> _Spec:
     if 0 in counts:
         raise JobError("0 GPUs cannot train", where=where, fix="write at least 1")
     nodes, gpus = [1, 1, *counts][-2:]
-    link, network = (part and part.strip().casefold() for part in found.group("link", "network"))
-    return _Spec(nodes=nodes, gpus=gpus, gpu=found["gpu"].strip(), link=link, network=network, where=where)
+    if nodes * gpus > MOST_GPUS:
+        raise JobError(
+            f"{nodes * gpus} GPUs are more than the {MOST_GPUS} that can be planned for: what each of them "
+            "holds of the optimizer is simulated one by one",
+            where=where,
+            fix=f"write at most {MOST_GPUS} in all",
+        )
+    link, network, host = (
+        part and part.strip().casefold() for part in found.group("link", "network", "host")
+    )
+    return _Spec(
+        nodes=nodes, gpus=gpus, gpu=found["gpu"].strip(), link=link, network=network, host=host, where=where
+    )
 
 
 def _gpu(spec: _Spec) -> Gpu:
@@ -96,10 +124,28 @@ def _gpu(spec: _Spec) -> Gpu:
     if memory is None:
         return resolve(spec.gpu, spec.where)
     size, binary = float(memory[1]), memory[2].casefold() == "gib"
-    memory_bytes = round(size * (GIB if binary else GB))
+    memory_bytes = _bytes(memory)
     if not GIB <= memory_bytes <= 1024 * GIB:
         raise JobError(f"no GPU has {memory[0]}", where=spec.where, fix="write 1GiB to 1024GiB")
     return assumed(f"{memory[1]}{'GiB' if binary else 'GB'}", memory_bytes, size)
+
+
+def _bytes(memory: re.Match[str]) -> int:
+    return round(float(memory[1]) * (GIB if memory[2].casefold() == "gib" else GB))
+
+
+def _host_memory(spec: _Spec) -> int | None:
+    """Of one node; None where it is not said."""
+    if spec.host is None:
+        return None
+    memory = _MEMORY.fullmatch(spec.host.replace(" ", ""))
+    if memory is None or _bytes(memory) < GIB:
+        raise JobError(
+            f"{spec.host!r} is no size of a host's memory",
+            where=spec.where,
+            fix="write what one node has, as +128GiB",
+        )
+    return _bytes(memory)
 
 
 def _node_links(gpu: Gpu, spec: _Spec) -> tuple[Link, Link]:

@@ -1,8 +1,9 @@
 """Runs a job on this machine: starts the workers, passes signals on, and ends with one exit code.
 
 Signals: the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 becomes one SIGTERM to every worker, which saves
-and ends with 75. A second SIGINT kills them. When a worker fails the others get a grace period to
-end by themselves (they may be about to report something better), then SIGTERM, then SIGKILL.
+and ends with 75. A second SIGINT kills them, and so does a second SIGTERM that comes a second or more after
+the first: `timeout` and some batch systems send one request twice. When a worker fails the others get a
+grace period to end by themselves (they may be about to report something better), then SIGTERM, then SIGKILL.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from shardwise.errors import MachineError, Problem, ShardwiseError, StoppedError, render
 from shardwise.launch.aftermath import POST_MORTEM_MODULE, Aftermath, Ending
@@ -29,7 +31,15 @@ STOPPED = StoppedError.exit_code
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _LOOK_EVERY_SECONDS = 0.02
 _TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL, for the survivors of a failure
+_DOUBLED_SECONDS = 1.0
+"""SIGTERMs that are less apart are one request; after so long a wait is explained."""
 _OUT_OF_MEMORY_SECONDS = 2.0  # for ranks with the same load, which run out a moment later, to say so too
+
+
+class _Request(NamedTuple):
+    signal: int
+    at: float
+    """By `time.monotonic`."""
 
 
 def launch(
@@ -73,7 +83,7 @@ def _run(spec: LaunchSpec, module: str, grace_seconds: float) -> Ending:
         with _requests() as requests:
             workers = _start_all(1 if spec.dry_run else spec.processes, module, spec_path, folder)
             try:
-                _watch(workers, requests, grace_seconds)
+                _watch(workers, requests, grace_seconds, saving=spec.measure_steps is None)
             finally:
                 _kill(workers)
         return _conclude(workers, requests, killed_before=killed_before)
@@ -98,12 +108,12 @@ def _start_all(processes: int, module: str, spec_path: Path, folder: Path) -> li
 
 
 @contextmanager
-def _requests() -> Iterator[list[int]]:
+def _requests() -> Iterator[list[_Request]]:
     """The stop signals received so far, in order. A signal that was ignored (nohup) stays ignored."""
-    received: list[int] = []
+    received: list[_Request] = []
 
     def note(number: int, _: FrameType | None) -> None:
-        received.append(number)
+        received.append(_Request(number, time.monotonic()))
 
     before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     for number, handler in before.items():
@@ -116,9 +126,20 @@ def _requests() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _watch(workers: Sequence[Worker], requests: Sequence[int], grace_seconds: float) -> None:
-    """Returns when all workers have ended, by themselves or not."""
-    forwarded = warned = False
+def _impatient(requests: Sequence[_Request]) -> int | None:
+    """The signal that asked a second time; None while nobody is impatient."""
+    for number, apart in ((signal.SIGINT, 0.0), (signal.SIGTERM, _DOUBLED_SECONDS)):
+        times = [request.at for request in requests if request.signal == number]
+        if len(times) > 1 and times[-1] - times[0] >= apart:
+            return number
+    return None
+
+
+def _watch(
+    workers: Sequence[Worker], requests: Sequence[_Request], grace_seconds: float, *, saving: bool
+) -> None:
+    """Returns when all workers have ended, by themselves or not, or when they are to be killed."""
+    forwarded = warned = explained = False
     while True:
         ended = [worker.look(time.time()) for worker in workers]
         if all(ended):
@@ -126,8 +147,11 @@ def _watch(workers: Sequence[Worker], requests: Sequence[int], grace_seconds: fl
         if requests and not forwarded:
             forwarded = True
             _ask_to_stop(workers)
-        if requests.count(signal.SIGINT) >= 2:
+        if _impatient(requests) is not None:
             return
+        if forwarded and saving and not explained and time.monotonic() - requests[0].at > _DOUBLED_SECONDS:
+            explained = True
+            _explain_the_wait()
         failures = [worker.failed_at for worker in workers if worker.failed_at and _code(worker) != STOPPED]
         if failures:
             since = time.time() - min(failures)
@@ -139,6 +163,15 @@ def _watch(workers: Sequence[Worker], requests: Sequence[int], grace_seconds: fl
             if since > grace_seconds + _TERM_SECONDS:
                 return
         time.sleep(_LOOK_EVERY_SECONDS)
+
+
+def _explain_the_wait() -> None:
+    print(
+        "stopping: the step that runs is finished first, then the state is saved; "
+        "Ctrl-C or SIGTERM again ends the run at once, without what came after the last checkpoint",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _ask_to_stop(workers: Sequence[Worker]) -> None:
@@ -154,7 +187,9 @@ def _kill(workers: Sequence[Worker]) -> None:
         worker.process.wait()
 
 
-def _conclude(workers: Sequence[Worker], requests: Sequence[int], *, killed_before: int | None) -> Ending:
+def _conclude(
+    workers: Sequence[Worker], requests: Sequence[_Request], *, killed_before: int | None
+) -> Ending:
     """The run's exit code, and the one error there is to tell."""
     failed = sorted(
         (worker for worker in workers if worker.failed_at is not None),
@@ -166,9 +201,9 @@ def _conclude(workers: Sequence[Worker], requests: Sequence[int], *, killed_befo
             worker.rank,
         ),
     )
-    interrupted = requests.count(signal.SIGINT) >= 2
-    if interrupted or (failed and requests and _ended_by_our_term(failed[0])):
-        number = signal.SIGINT if interrupted else signal.SIGTERM
+    impatient = _impatient(requests)
+    if impatient is not None or (failed and requests and _ended_by_our_term(failed[0])):
+        number = signal.SIGTERM if impatient is None else impatient
         error = ShardwiseError(
             "stopped before the state could be saved",
             fix="--resume goes on from the last checkpoint, if there is one",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +30,7 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
 
     The adapters have the base's dtype. `source` and `revision` are what the saved adapter says its base is.
     Returns PEFT's wrapper; `get_base_model()` of it is `model`. Raises JobError for a target that matches
-    no linear module.
+    no linear module, and for a rank that no layer's weight can have.
     """
     from peft import LoraConfig, TaskType, get_peft_model  # imports a second's worth of compilers
 
@@ -42,6 +42,7 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
         targets = sorted(_last_names(candidates) - taken_for_experts(model))
     elif model.config.model_type == MAMBA:
         targets = ["in_proj"]  # PEFT refuses `all-linear`, which it would read as out_proj too
+    _check_rank(lora.rank, targets, candidates)
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=lora.rank,
@@ -138,6 +139,26 @@ def initial_values(name: str, shape: torch.Size, device: torch.device) -> torch.
     if ".lora_A." in name:
         return nn.init.kaiming_uniform_(value, a=math.sqrt(5))
     return nn.init.zeros_(value)
+
+
+def _check_rank(rank: int, targets: str | list[str], candidates: Mapping[str, nn.Module]) -> None:
+    """A product of [O, r] and [r, I] has at most rank min(O, I): more is memory without any use."""
+    shapes = {
+        (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
+        for name, module in candidates.items()
+        if isinstance(targets, str) or any(name == t or name.endswith(f".{t}") for t in targets)
+        if isinstance(module, (nn.Linear, Conv1D))
+    }
+    if not shapes:
+        return  # PEFT has its own words for a model without such layers
+    rows, columns = max(shapes, key=lambda shape: (min(shape), shape))
+    most = min(rows, columns)
+    if rank > most:
+        raise JobError(
+            f"no update has rank {rank}: the largest, of a layer of {rows} x {columns}, has at most {most}",
+            where="model.lora.rank",
+            fix=f"{most} at most; or train all weights, without lora",
+        )
 
 
 def _check_targets(targets: Iterable[str], candidates: Iterable[str], model: PreTrainedModel) -> None:

@@ -12,7 +12,7 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Job, Lora, Quantization
 from shardwise.plan.plan import Nearest, Option
-from shardwise.units import gib
+from shardwise.units import GIB, gib
 
 SHORTEST_ROW = 256
 MOST_GPUS = 8
@@ -114,43 +114,38 @@ def _more_gpus(asked: Change) -> Iterator[Change]:
     now, rows = asked.hardware, asked.job.train.global_batch
     number = now.gpus_per_node * 2
     while number <= MOST_GPUS:
-        spec = f"{number}x{_typed(now.gpu)}"
+        spec = _spec(now, number, now.gpu)
         hardware = _like(now, spec)
         if hardware is not None and rows % hardware.world_size == 0:
             what = f"{hardware.world_size} GPUs instead of {now.world_size}"
-            yield replace(asked, what=what, how=f"--gpus {_nodes(now)}{spec}", hardware=hardware)
+            yield replace(asked, what=what, how=f"--gpus {spec}", hardware=hardware)
         number *= 2
 
 
 def _larger_gpus(asked: Change) -> Iterator[Change]:
     now = asked.hardware
     for gpu in larger_gpus(now.gpu):
-        spec = f"{now.gpus_per_node}x{_typed(gpu)}"
+        spec = _spec(now, now.gpus_per_node, gpu)
         hardware = _like(now, spec)
         if hardware is not None:
             what = f"{gpu.name}, of {gpu.sold_as_gb} GB, instead of {now.gpu.name}"
-            yield replace(asked, what=what, how=f"--gpus {_nodes(now)}{spec}", hardware=hardware)
+            yield replace(asked, what=what, how=f"--gpus {spec}", hardware=hardware)
 
 
 def _like(now: Hardware, spec: str) -> Hardware | None:
-    """Nodes of `spec` in the place of those there are now; None where no such node can be built."""
+    """The hardware of `spec` with hosts as they are now; None where no such node can be built."""
     try:
-        node = parse_hardware(spec)
+        hardware = parse_hardware(spec)
     except JobError:
         return None
-    return replace(
-        node,
-        nodes=now.nodes,
-        inter=now.inter,
-        host_memory_bytes=now.host_memory_bytes,
-        cpu_cores=now.cpu_cores,
-    )
+    return replace(hardware, host_memory_bytes=now.host_memory_bytes, cpu_cores=now.cpu_cores)
 
 
-def _nodes(hardware: Hardware) -> str:
-    return "" if hardware.nodes == 1 else f"{hardware.nodes}x"
-
-
-def _typed(gpu: Gpu) -> str:
-    """A GPU's name as one word of a command line."""
-    return gpu.name.replace(" ", "-")
+def _spec(now: Hardware, gpus_per_node: int, gpu: Gpu) -> str:
+    """So many of such GPUs in each node, as one word of a command line; nodes, network and hosts stay."""
+    parts = [f"{gpus_per_node}x{gpu.name.replace(' ', '-')}"]
+    if now.inter is not None:
+        parts = [f"{now.nodes}x{parts[0]}", now.inter.name]
+    if now.host_memory_bytes is not None:
+        parts.append(f"{now.host_memory_bytes // GIB}GiB")
+    return "+".join(parts)

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from shardwise.plan.bar import plain_bar
 from shardwise.plan.changes import larger_gpus
 from shardwise.plan.plan import Option, Plan, in_words
-from shardwise.plan.why import better_with_memory, gain, terms
+from shardwise.plan.why import at_power_limit, better_with_memory, gain, terms
 from shardwise.simulate.prediction import Memory, Moment, Time
-from shardwise.units import duration, gib
+from shardwise.units import gib
 
 LINES_OF_BLOCKS = 4
 """Lines into which the blocks of one pass are gathered."""
@@ -42,16 +43,22 @@ def show_explanation(plan: Plan, *, console: Console | None = None) -> None:
     console = console or Console()
     option = plan.options[0]
     sections = {
-        f"memory over a step: {in_words(option.strategy)}": list(_timeline(option.prediction.memory)),
+        f"memory in tensors over a step: {in_words(option.strategy)}": list(
+            _timeline(option.prediction.memory)
+        ),
         "memory where it is largest": list(_terms(option.prediction.memory)),
-        "time of a step (its parts overlap)": list(_times(option.prediction.time)),
+        "time of a step": list(_times(option, plan)),
+        "what goes on in it, partly at the same time": list(_overlapping(option.prediction.time)),
     }
+    remarks = {0: _beside_tensors(option.prediction.memory), 3: _links(plan)}
     widest = max(len(line.name) for lines in sections.values() for line in lines)
     bar = max(LEAST_BAR, min(MOST_BAR, console.width - widest - _OTHER_COLUMNS))
-    for title, lines in sections.items():
+    for place, (title, lines) in enumerate(sections.items()):
         if lines:
             console.print(Text(f"{title}", style="bold"))
             console.print(_bars(lines, widest, bar))
+            if place in remarks:
+                console.print(Padding(Text(remarks[place], style="dim"), (0, 0, 0, 2), expand=False))
             console.print()
     if plan.chosen is not None:
         console.print(Text("with more memory", style="bold"))
@@ -146,21 +153,67 @@ def _terms(memory: Memory) -> Iterator[Line]:
     )
 
 
-def _times(time: Time) -> Iterator[Line]:
-    rows = {
-        "computing": time.compute_seconds,
-        "communication": time.communication_seconds,
-        "  of it waited for": time.exposed_communication_seconds,
-        "copies to and from the host": time.copy_seconds,
-        "optimizer": time.optimizer_seconds,
-        "the host issuing kernels": time.launch_seconds,
-        "the step": time.step_seconds,
-    }
-    for name, seconds in rows.items():
+def _times(option: Option, plan: Plan) -> Iterator[Line]:
+    """Parts that follow each other: they sum up to the step."""
+    time = option.prediction.time
+    rest = time.step_seconds - time.compute_seconds - time.exposed_communication_seconds
+    slower = "lower clock (power limit), waits"
+    others = "host, copies, slower beside NCCL"
+    yield from _seconds(
+        {
+            "computing, at full clock": time.compute_seconds,
+            "waiting for communication": time.exposed_communication_seconds,
+            (slower if at_power_limit(option, plan.hardware) else others): max(0.0, rest),
+            "the step": time.step_seconds,
+        },
+        time,
+    )
+
+
+def _overlapping(time: Time) -> Iterator[Line]:
+    return _seconds(
+        {
+            "communication": time.communication_seconds,
+            "copies to and from the host": time.copy_seconds,
+            "the optimizer, its kernels too": time.optimizer_seconds,
+            "the host issuing kernels": time.launch_seconds,
+        },
+        time,
+    )
+
+
+def _seconds(parts: dict[str, float], time: Time) -> Iterator[Line]:
+    for name, seconds in parts.items():
         share = seconds / time.step_seconds
         if seconds:
             bold = name == "the step"
-            yield Line(name=name, share=share, text=duration(seconds), remark=f"{share:.0%}", bold=bold)
+            yield Line(name=name, share=share, text=f"{seconds:.3g} s", remark=f"{share:.0%}", bold=bold)
+
+
+def _beside_tensors(memory: Memory) -> str:
+    """What the timeline does not have, and the rest of the page has."""
+    return (
+        f"besides, {gib(memory.terms.fragmentation_bytes)} of fragmentation and "
+        f"{gib(memory.outside_allocator_bytes)} of CUDA and NCCL: {gib(memory.needed_bytes)} in all"
+    )
+
+
+def _links(plan: Plan) -> str:
+    """Which links were counted with, and how they are said otherwise where nobody said them."""
+    hardware = plan.hardware
+    links = {"host and GPU": hardware.host_link}
+    if hardware.gpus_per_node > 1:
+        links = {"GPUs": hardware.intra, **links}
+    if hardware.inter is not None:
+        links["nodes"] = hardware.inter
+    told = [
+        f"{link.name} between {ends}, {link.bytes_per_second / 1e9:.3g} GB/s{' (measured)' * link.measured}"
+        for ends, link in links.items()
+    ]
+    said = next((flag for flag in plan.job.assumed if flag.startswith("--gpus ")), None)
+    if said is not None:
+        told.append(f"assumed, as nobody said the slots: {said}; boards of several cards often have x8 or x4")
+    return "links: " + "; ".join(told)
 
 
 def _bars(lines: Sequence[Line], widest: int, bar: int) -> Table:

@@ -14,6 +14,7 @@ from math import inf
 from shardwise.errors import JobError, Problem
 from shardwise.hardware.hardware import Hardware
 from shardwise.plan.plan import Fit, Nearest, Objective, Option, Plan, Skipped, Workload, in_words
+from shardwise.plan.progress import tell
 from shardwise.plan.why import reasons, shortcoming, uses_host
 from shardwise.simulate.prediction import Prediction
 from shardwise.simulate.step_trace import StepTrace
@@ -24,6 +25,9 @@ from shardwise.units import gib
 # Share of the capacity that the choice leaves free: no more than this was ever predicted too low of what a
 # process needs (tests/golden; docs/accuracy.md names the rows that do not hold to it).
 MARGIN = 0.05
+
+MOST_ACCUMULATION = 4096
+"""Micro-batches of a step; one costs a fifth of a millisecond, and a job may have 400 strategies."""
 
 ALIKE = 1.005
 """Costs within this factor of the best are taken for the same: the ledger's errors of time are larger."""
@@ -58,6 +62,7 @@ def search(
     """
     if not strategies:
         raise _all_refused(refused)
+    _check_accumulation(strategies)
     options, skipped = predict(
         strategies,
         hardware=hardware,
@@ -129,6 +134,7 @@ def predict(
     start = _starter(hardware=hardware, trace_for=cache(trace_for), simulate=simulate, executor=executor)
     running: dict[Future[Prediction], int] = {}
     while ready or running:
+        tell(len(options) + len(skipped), len(ordered))
         if ready:
             place = heappop(ready)
             running[start(ordered[place])] = place
@@ -288,6 +294,18 @@ def _hopeless(strategy: Strategy, failed: Option, hardware: Hardware) -> str:
     if least <= memory.capacity_bytes:
         return ""
     return f"{in_words(failed.strategy)} needs {gib(memory.needed_bytes)} already"
+
+
+def _check_accumulation(strategies: Sequence[Strategy]) -> None:
+    most = max(strategy.accumulation for strategy in strategies)
+    if most > MOST_ACCUMULATION:
+        rows = max(strategy.accumulation * strategy.micro_batch for strategy in strategies)
+        raise JobError(
+            f"{rows} rows a step for each GPU are up to {most} micro-batches, which are simulated one by one "
+            f"under each strategy: more than {MOST_ACCUMULATION} would take many minutes",
+            where="train.global_batch",
+            fix="fewer rows a step, more GPUs, or a larger train.micro_batch",
+        )
 
 
 def _all_refused(refused: Sequence[Refused]) -> JobError:

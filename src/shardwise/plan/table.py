@@ -11,6 +11,7 @@ from rich.text import Text
 
 from shardwise.plan.bar import LIMIT, legend, memory_bar, room
 from shardwise.plan.plan import Option, Plan, in_words
+from shardwise.plan.why import needs_of_host
 from shardwise.strategy.strategy import Strategy
 from shardwise.units import GIB, count, gib
 
@@ -37,6 +38,9 @@ def show(plan: Plan, *, console: Console | None = None, everything: bool = False
     console.print(_table(plan, shown, console.width, everything=everything))
     console.print(Padding(legend(), (1, 0, 0, 2), expand=False))
     for line in _refused(plan) if everything else _left_out(plan, len(plan.options) - len(shown)):
+        console.print(Padding(line, (0, 0, 0, 2), expand=False))
+    if any(_fit(option, plan).plain == "host?" for option in shown):
+        line = Text("host?: fits if each host has the memory; `--gpus ...+128GiB` says so")
         console.print(Padding(line, (0, 0, 0, 2), expand=False))
     if plan.chosen is not None:
         console.print()
@@ -70,6 +74,7 @@ def heading(plan: Plan) -> Iterator[Text]:
         f"{rates}, {gib(plan.capacity_bytes)} to use of each",
         *(f" · {link.name}{' (measured)' if link.measured else ''}" for link in links if link is not None),
         " · copies from the host (measured)" if hardware.host_link.measured else "",
+        "" if hardware.host_memory_bytes is None else f" · {gib(hardware.host_memory_bytes)} in each host",
     )
     ranked = {"throughput": "fastest first", "memory": "leanest first", "energy": "least energy first"}
     yield Text(
@@ -89,20 +94,17 @@ def verdict(chosen: Option) -> Table:
     return lines
 
 
-def time_text(seconds: float) -> str:
-    """`25 min`, `13.5 h`, `3.2 d`."""
-    if seconds < 3600:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 48 * 3600:
-        return f"{seconds / 3600:.1f} h"
-    days = seconds / 86400
-    return f"{days:.1f} d" if days < 100 else f"{days:,.0f} d"
+def unit_of_time(seconds: float) -> tuple[str, float]:
+    """The unit in which such times are told, and its seconds."""
+    units = (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86400.0))
+    return next((unit for unit in reversed(units) if seconds >= 2 * unit[1]), units[0])
 
 
 def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool) -> Table:
     gap = 1 if width < NARROW else 2
-    rows = [_row(option, plan, width) for option in shown]
-    header = _header(plan)
+    unit, seconds = unit_of_time(min(option.seconds(plan.tokens) for option in shown))
+    rows = [_row(option, plan, width, seconds) for option in shown]
+    header = _header(plan, unit)
     others = [max(map(_width, column)) for column in zip(header, *rows, strict=True)]
     bar = max(LEAST_BAR, min(MOST_BAR, width - sum(others) - gap * len(others)))
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", highlight=False)
@@ -121,30 +123,39 @@ def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool)
     return table
 
 
-def _header(plan: Plan) -> list[Text | str]:
+def _header(plan: Plan, unit: str) -> list[Text | str]:
     whole = "trained" if plan.job.total_tokens else "1B tok."
     return [
-        "\n  strategy", "micro ×\naccum.", "ckpt\n", "\nGiB", "\nfits", "tokens/s\nper GPU", f"{whole}\nin",
-        "J per\ntoken",
+        "\n  strategy", "micro ×\naccum.", "ckpt\n", "\nGiB", "\nfits", "tokens/s\nper GPU",
+        f"{whole}\nin {unit}", "J per\ntoken",
     ]  # fmt: skip
 
 
-def _row(option: Option, plan: Plan, width: int) -> list[Text | str]:
-    """All cells but the bar."""
+def _row(option: Option, plan: Plan, width: int, unit_seconds: float) -> list[Text | str]:
+    """All cells but the bar; times in units of so many seconds."""
     memory = option.prediction.memory
     name = _name(option.strategy, width)
     if option is plan.chosen:
         name = Text.assemble(("▶", "green"), name[1:])
-    host = " host" if option.fit == "no" and memory.fits else ""
+    long = option.seconds(plan.tokens) / unit_seconds
     return [
         name,
         *_batch(option.strategy),
         f"{memory.needed_bytes / GIB:.1f}",
-        Text(option.fit + host, style=_STYLES[option.fit]),
+        _fit(option, plan),
         f"{option.prediction.time.tokens_per_second_per_gpu:,.0f}",
-        time_text(option.seconds(plan.tokens)),
+        f"{long:.1f}" if long < 100 else f"{long:,.0f}",
         f"{option.prediction.energy.joules_per_token:#.3g}".removesuffix("."),
     ]
+
+
+def _fit(option: Option, plan: Plan) -> Text:
+    """Whether it fits; `host?` where that hangs on a host's memory that nobody said."""
+    if option.fit == "no" and option.prediction.memory.fits:
+        return Text("no host", style=_STYLES["no"])
+    if option.fit != "no" and needs_of_host(option, plan.hardware, plan.margin) is not None:
+        return Text("host?", style=_STYLES["tight"])
+    return Text(option.fit, style=_STYLES[option.fit])
 
 
 def _name(strategy: Strategy, width: int) -> Text:

@@ -9,12 +9,16 @@ from shardwise.errors import DoesNotFitError
 from shardwise.hardware.hardware import Hardware
 from shardwise.plan.plan import Objective, Option, Plan, in_words
 from shardwise.simulate.communication import group
+from shardwise.simulate.power import Draw
 from shardwise.simulate.prediction import Memory, Time
 from shardwise.strategy.strategy import Strategy
 from shardwise.units import duration, gib
 
 WORTH_TELLING = 0.02
 """Shares of a step, and gains, below this are not told."""
+
+AT_LIMIT = 0.999
+"""Share of the power limit from which on a step counts as bound by it; rounding takes less."""
 
 TERMS = {
     "weights_bytes": "weights",
@@ -42,9 +46,10 @@ def reasons(
     return (
         _against_the_others(chosen, rest, objective, margin),
         _memory(chosen.prediction.memory),
+        *([_flushing(chosen.prediction.memory)] if chosen.prediction.memory.cache_flushes else []),
         _step(chosen, hardware),
         *_checkpointing(chosen, rest),
-        *_host(chosen.prediction.memory, hardware),
+        *_host(chosen, hardware, margin),
     )
 
 
@@ -62,9 +67,14 @@ def shortcoming(
             f"needs {gib(memory.host_bytes)} of each host's memory; there are "
             f"{gib(hardware.host_memory_bytes or 0)}"
         )
+    elif memory.cache_flushes:
+        said.append(f"fits only as {_flushing(memory)}")
     elif option.fit == "tight":
-        free = 1 - memory.needed_bytes / memory.capacity_bytes
-        said.append(f"fits, and leaves {free:.1%} of the GPU free: less than the margin")
+        used = {"the GPU": memory.needed_bytes / memory.capacity_bytes}
+        if hardware.host_memory_bytes is not None:
+            used["the host's memory"] = memory.host_bytes / hardware.host_memory_bytes
+        where = max(used, key=lambda name: used[name])
+        said.append(f"fits, and leaves {1 - used[where]:.1%} of {where} free: less than the margin")
     if chosen is not None:
         said.append(_beside(option, chosen, objective))
     return tuple(said)
@@ -88,21 +98,36 @@ def does_not_fit(plan: Plan) -> DoesNotFitError:
 
 
 def better_with_memory(plan: Plan) -> list[Option]:
-    """What would beat the choice if there were more memory, from the least more to the most gain.
+    """What would beat the choice if there were more memory, of GPUs or of hosts: from the least to the most.
 
-    Each listed one needs more than the one before it and is better by the objective.
+    None of the listed ones needs more of both than another that is as good by the objective.
     """
     chosen = plan.chosen
     if chosen is None or plan.objective == "memory":
         return []
     found: list[Option] = []
-    best = gain(chosen, chosen, plan.objective) + WORTH_TELLING
-    for option in sorted(plan.alternatives, key=lambda o: o.prediction.memory.needed_bytes):
+    for option in sorted(
+        plan.alternatives, key=lambda o: (*_lacking(o, plan), -gain(o, chosen, plan.objective))
+    ):
         reached = gain(option, chosen, plan.objective)
-        if option.fit != "fits" and reached >= best:
+        lacks = _lacking(option, plan)
+        beaten = any(
+            all(less <= more for less, more in zip(_lacking(other, plan), lacks, strict=True))
+            and reached < gain(other, chosen, plan.objective) + WORTH_TELLING
+            for other in found
+        )
+        flushing = option.prediction.memory.cache_flushes > 0  # what it needs without is not known
+        if option.fit != "fits" and reached >= 1 + WORTH_TELLING and not beaten and not flushing:
             found.append(option)
-            best = reached + WORTH_TELLING
     return found
+
+
+def _lacking(option: Option, plan: Plan) -> tuple[int, int]:
+    """Bytes of a GPU and of a host that it needs, where that is more than there is; else 0."""
+    memory, known = option.prediction.memory, plan.hardware.host_memory_bytes
+    of_gpu = memory.needed_bytes if memory.needed_bytes > (1 - plan.margin) * memory.capacity_bytes else 0
+    of_host = memory.host_bytes if known is not None and memory.host_bytes > (1 - plan.margin) * known else 0
+    return of_gpu, of_host
 
 
 def gain(option: Option, than: Option, objective: Objective) -> float:
@@ -152,6 +177,11 @@ def _beside(option: Option, than: Option, objective: Objective) -> str:
     return f"{1 / gain(option, than, objective):.2f}x the memory"
 
 
+def _flushing(memory: Memory) -> str:
+    times = "once" if memory.cache_flushes == 1 else f"{memory.cache_flushes} times"
+    return f"torch's allocator gives its cache back {times} a step, which takes time that is not predicted"
+
+
 def _memory(memory: Memory) -> str:
     free = 1 - memory.needed_bytes / memory.capacity_bytes
     name, most = max(terms(memory).items(), key=lambda term: term[1])
@@ -173,9 +203,21 @@ def _step(chosen: Option, hardware: Hardware) -> str:
             parts.append(f"waiting for communication over {link} {_share(seconds, time)}")
     if time.copy_seconds >= WORTH_TELLING * time.step_seconds:
         parts.append(f"copies to and from the host, partly meanwhile, {_share(time.copy_seconds, time)}")
+    if at_power_limit(chosen, hardware):
+        rest = time.step_seconds - time.compute_seconds - time.exposed_communication_seconds
+        limit = f"the power limit of {hardware.gpu.power_watts:.0f} W"
+        if rest >= WORTH_TELLING * time.step_seconds:
+            parts.append(f"a lower clock at {limit}, and short waits, {_share(rest, time)}")
     if time.launch_seconds >= time.compute_seconds:
         parts.append(f"issuing its kernels takes the host {_share(time.launch_seconds, time)}")
     return f"a step takes {duration(time.step_seconds)}: {', '.join(parts)}"
+
+
+def at_power_limit(option: Option, hardware: Hardware) -> bool:
+    """Whether its GPUs draw all they may on average: then the clock falls, and the step lasts longer."""
+    time, energy = option.prediction.time, option.prediction.energy
+    watts = energy.joules_per_step / time.step_seconds / time.world_size
+    return watts >= AT_LIMIT * Draw(hardware.gpu).limit_watts
 
 
 def _waits(strategy: Strategy, time: Time, hardware: Hardware) -> dict[str, float]:
@@ -199,12 +241,22 @@ def _checkpointing(chosen: Option, rest: Sequence[Option]) -> Iterator[str]:
             yield f"without checkpointing: {speed}, and {gib(other.prediction.memory.needed_bytes)} a GPU"
 
 
-def _host(memory: Memory, hardware: Hardware) -> Iterator[str]:
-    if memory.host_bytes == 0:
-        return
-    known = hardware.host_memory_bytes
-    there = "how much it has is not known" if known is None else f"it has {gib(known)}"
-    yield f"each host keeps {gib(memory.host_bytes)} in its memory; {there}"
+def needs_of_host(option: Option, hardware: Hardware, margin: float) -> int | None:
+    """What each host has to have for it to fit, where nobody said what it has; None where none is kept."""
+    kept = option.prediction.memory.host_bytes
+    return round(kept / (1 - margin)) if kept and hardware.host_memory_bytes is None else None
+
+
+def _host(chosen: Option, hardware: Hardware, margin: float) -> Iterator[str]:
+    kept, known = chosen.prediction.memory.host_bytes, hardware.host_memory_bytes
+    needed = needs_of_host(chosen, hardware, margin)
+    if needed is not None:
+        yield (
+            f"each host keeps {gib(kept)} in its memory: it fits if the host has {gib(needed)}, "
+            "beside what its processes take"
+        )
+    elif kept and known is not None:
+        yield f"each host keeps {gib(kept)} in its memory; it has {gib(known)}"
 
 
 def _share(seconds: float, time: Time) -> str:

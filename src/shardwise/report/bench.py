@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,11 @@ def show_bench(bench: BenchRecord, *, console: Console | None = None) -> None:
             console.print(Text("\npredicted memory by term, GiB", style="dim"))
             console.print(_terms(rows))
         console.print()
+    if not bench.rows:
+        console.print(
+            f"no row has a result yet; `shardwise bench JOB --out {shlex.quote(str(bench.path))}` goes on",
+            soft_wrap=True,
+        )
     for line in _remarks(bench):
         console.print(line, soft_wrap=True)
 
@@ -148,7 +154,7 @@ def _in_gib(value: float) -> str:
 _HEADLINE: tuple[Column, ...] = (
     ("GiB", needed, _in_gib),
     ("tok/s/GPU", speed, count),
-    ("exposed", exposed, lambda value: f"{value:.0%}"),
+    ("exposed, of step", exposed, lambda value: f"{value:.0%}"),
     ("J/token", energy, lambda value: f"{value:.3g}"),
 )
 _MEMORY: tuple[Column, ...] = (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
@@ -86,6 +88,21 @@ def join(*, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None) 
         data_rank=rank // tensor_parallel,
         data_size=size // tensor_parallel,
     )
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """What exists now stays: to search it for garbage again would hold up a step, on each rank another.
+
+    Afterwards it counts as before. What is still frozen when Python ends is never freed, and the bindings
+    of Triton then print pages about their leaks.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class Chorus:

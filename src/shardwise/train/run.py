@@ -6,7 +6,6 @@ the model has been looked at.
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 from dataclasses import replace
@@ -38,7 +37,7 @@ from shardwise.train.announce import announce, header, speed
 from shardwise.train.loop import Loop, Progress
 from shardwise.train.observe import Quiet, Recorder
 from shardwise.train.out_of_memory import explained
-from shardwise.train.process import Chorus, StopSignal, join, place
+from shardwise.train.process import Chorus, StopSignal, join, place, settled
 from shardwise.train.profile import PROFILED_STEPS, Profiled
 from shardwise.train.ready import Ready, count_steps, get_ready, identity, make_streams
 from shardwise.train.snapshot import Snapshots
@@ -112,11 +111,9 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             progress=progress,
             total_steps=total_steps,
         )
-        # What exists now stays. To search it for garbage again would hold up a step, on each rank another.
-        gc.collect()
-        gc.freeze()
         last_step = _steps_to_measure(spec) or min(total_steps, spec.max_steps or total_steps)
-        arrived = loop.run(last_step)
+        with settled():
+            arrived = loop.run(last_step)
         done = progress.step >= (last_step if measuring else total_steps)
         status = "finished" if done else "paused" if arrived else "stopped"
         observer.finish(step=progress.step, status=status)

@@ -110,7 +110,7 @@ def test_a_model_and_gpus_are_enough(asked: list[dict[str, Any]], capfd: pytest.
     assert (asked[0]["objective"], asked[0]["cap"]) == ("throughput", None)
     out, err = capfd.readouterr()
     assert out.startswith("EleutherAI/gpt-neo-2.7B · 1B parameters, all trained, bf16\n")
-    assert "\nassumed: --sequence 2048, --global-batch 64, --full\n" in out
+    assert "\nassumed: --sequence 2048, --global-batch 64, --full, --gpus 4xRTX4080@pcie4x16\n" in out
     assert "▶ zero2 with micro-batch 1, accumulation 16, no checkpointing" in out
     assert "with more memory" not in out
     assert "\x1b[" not in out, "no colour where nobody sees it"
@@ -225,3 +225,32 @@ def test_without_gpus_named_the_machine_is_asked(
     monkeypatch.setattr("shardwise.hardware.detect.detect_hardware", lambda: own)
     assert main(["plan", "--model", "gpt2"]) == 0
     assert asked[0]["hardware"] == own
+
+
+def test_the_slots_and_the_hosts_are_assumed_until_they_are_said(
+    asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--gpus", "4xRTX4080@pcie4x8+128GiB", "--model", "gpt2"]) == 0
+    assert asked[0]["hardware"].host_memory_bytes == 128 << 30
+    assert "@pcie" not in capsys.readouterr().out
+    assert main(["plan", "--gpus", "1xRTX4080", "--model", "gpt2"]) == 0
+    assert "@pcie" not in capsys.readouterr().out, "it neither offloads nor has others"
+    assert main(["plan", "--gpus", "8xH100", "--model", "gpt2"]) == 0
+    assert "@pcie" not in capsys.readouterr().out
+
+
+def test_a_terminal_is_told_how_far_the_plan_is_and_nobody_else(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "--gpus", "4xRTX4080", "--model", "gpt2", "--json"]
+    assert main(arguments) == 0
+    assert "planning" not in capsys.readouterr().err
+    monkeypatch.setenv("TERM", "xterm")
+    terminal, stderr = os.openpty()
+    with os.fdopen(stderr, "w") as screen:
+        monkeypatch.setattr(sys, "stderr", screen)
+        assert main(arguments) == 0
+    seen = os.read(terminal, 10_000).decode()
+    os.close(terminal)
+    assert "planning: 0 of 1 strategies" in seen
+    assert json.loads(capsys.readouterr().out)["schema"] == 1

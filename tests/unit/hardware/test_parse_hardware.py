@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.errors import JobError, render
-from shardwise.hardware.parse import parse_hardware
+from shardwise.hardware.catalog import gpus
+from shardwise.hardware.names import known_names
+from shardwise.hardware.parse import parse_hardware, with_slot
 
 
 @pytest.mark.parametrize(
@@ -143,6 +147,8 @@ def test_networks(text: str, network: str, gb_s_of_a_gpu: float) -> None:
         ("4060 Ti", "may be RTX 4060 Ti or RTX 4060 Ti 16GB"),
         ("0xH100", "0 GPUs cannot train"),
         ("0x8xH100", "0 GPUs cannot train"),
+        ("1000000x8xH100", "8000000 GPUs are more than the 16384 that can be planned for"),
+        ("2049x8xH100", "write at most 16384 in all"),
         ("3x3x3xH100", "write it as 2x8xH100"),
         ("9" * 5000 + "xH100", "write it as 2x8xH100"),
         ("", "describes no hardware"),
@@ -164,6 +170,9 @@ def test_networks(text: str, network: str, gb_s_of_a_gpu: float) -> None:
         ("8xH100+ib400", "one node uses no network"),
         ("2x4xRTX4080", "the network between 2 nodes is not known"),
         ("2x8xH100+ib300", "no network is called 'ib300'"),
+        ("4xRTX4080+128", "one node uses no network"),
+        ("4xRTX4080+0GiB", "'0gib' is no size of a host's memory"),
+        ("2x8xH100+ib400+much", "'much' is no size of a host's memory"),
         ("2x8xH100+0xib400", "no network is called '0xib400'"),
     ],
 )
@@ -175,3 +184,49 @@ def test_what_cannot_be_read_is_said_with_a_way_out(text: str, said: str) -> Non
     assert said in shown
     assert f"at:  hardware {text!r}" in shown
     assert "fix:" in shown
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    fixes = {}
+    for text in ("4xFoobar", "8xH1000"):
+        with pytest.raises(JobError) as caught:
+            parse_hardware(text)
+        fixes[text] = caught.value.problems[0].fix
+    known = "Known are RTX 2080, 3060, 3070,"
+    assert fixes["4xFoobar"].startswith(known)
+    assert fixes["8xH1000"].startswith(f"did you mean H100 SXM, H100 NVL or H100 PCIe? {known}")
+    assert fixes["4xFoobar"].endswith("B200, MI300X. Any other card is written by its memory: 4x24GB")
+    assert len(known_names()) < 250, "one glance"
+    for name in known_names().replace(";", ",").removeprefix("RTX ").split(", "):
+        assert any(name in gpu.name for gpu in gpus()), name
+
+
+@pytest.mark.parametrize(
+    ("text", "host_bytes"),
+    [
+        ("4xRTX4080+128GiB", 128 * 2**30),
+        ("4x24GB + 64 GB", 64 * 10**9),
+        ("4xRTX4080@pcie3+96gib", 96 * 2**30),
+        ("2x4xRTX4080+eth25+256GiB", 256 * 2**30),
+        ("2x8xH100+2048GiB", 2048 * 2**30),
+    ],
+)
+def test_the_memory_of_each_host(text: str, host_bytes: int) -> None:
+    without = text.rpartition("+")[0]
+    assert parse_hardware(text) == replace(parse_hardware(without), host_memory_bytes=host_bytes)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("4xRTX4080", "4xRTX4080@pcie4x16"),
+        ("2xRTX4060Ti-16GB+64GiB", "2xRTX4060Ti-16GB@pcie4x8+64GiB"),
+        ("2x4xRTX4090+eth100+256GiB", "2x4xRTX4090@pcie4x16+eth100+256GiB"),
+        ("4xRTX4080@pcie4x8", None),
+        ("8xH100", None),
+    ],
+)
+def test_the_slot_that_is_assumed_can_be_said(text: str, said: str | None) -> None:
+    hardware = parse_hardware(text)
+    assert with_slot(text, hardware) == said
+    assert said is None or parse_hardware(said) == hardware

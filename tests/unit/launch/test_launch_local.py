@@ -217,7 +217,7 @@ def test_a_stop_request_reaches_every_worker_once_and_ends_with_75(tmp_path: Pat
     run.process.send_signal(number)
     wait_for(tmp_path, "term-*", 2)
     if number == signal.SIGTERM:
-        run.process.send_signal(number)  # impatience does not disturb the saving
+        run.process.send_signal(number)  # one request sent twice, as `timeout` does, still lets it save
     assert run.end() == (75, "", "")
     assert [(tmp_path / f"term-{rank}").read_text() for rank in (0, 1)] == ["x", "x"]
 
@@ -256,16 +256,33 @@ def test_a_failure_while_stopping_is_not_hidden_by_75(tmp_path: Path) -> None:
     assert "disk full" in err
 
 
-def test_the_second_ctrl_c_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "after", "expected"), [(signal.SIGINT, 0.0, 130), (signal.SIGTERM, 1.2, 143)]
+)
+def test_the_second_request_kills(tmp_path: Path, number: int, after: float, expected: int) -> None:
+    """In a step that takes minutes nobody has to find out how to kill the run."""
     run = Launched(tmp_path, STOPPABLE + "time.sleep(60)")
     wait_for(tmp_path, "ready-*", 2)
-    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(number)
     wait_for(tmp_path, "term-*", 2)
-    run.process.send_signal(signal.SIGINT)
+    time.sleep(after)
+    run.process.send_signal(number)
     code, _, err = run.end(seconds=3)
-    assert code == 130
+    assert code == expected
+    assert ("stopping: the step that runs is finished first" in err) == (after > 1)
     assert err.count("error:") == 1
     assert "before the state could be saved" in err
+
+
+@pytest.mark.parametrize("measure_steps", [None, 3])
+def test_a_wait_for_the_state_is_explained_once(tmp_path: Path, measure_steps: int | None) -> None:
+    run = Launched(tmp_path, STOPPABLE + "time.sleep(1.5)\nsys.exit(75)", measure_steps=measure_steps)
+    wait_for(tmp_path, "ready-*", 2)
+    run.process.send_signal(signal.SIGTERM)
+    code, _, err = run.end()
+    assert code == 75
+    told = "SIGTERM again ends the run at once, without what came after the last checkpoint"
+    assert err.count(told) == (measure_steps is None), "a bench's row saves nothing"
 
 
 def test_a_stop_before_the_workers_can_save_is_143(tmp_path: Path) -> None:

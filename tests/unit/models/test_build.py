@@ -129,6 +129,25 @@ def test_adapters_have_the_dtype_of_the_base() -> None:
             JobError,
             "q_proj, up_proj, v_proj, or all-linear",
         ),
+        (
+            Model(source="HuggingFaceTB/SmolLM2-135M", weights="random", lora=Lora(rank=577)),
+            JobError,
+            "no update has rank 577: the largest, of a layer of 1536 x 576, has at most 576",
+        ),
+        (
+            Model(source="gpt2", weights="random", lora=Lora(rank=10**8)),
+            JobError,
+            "a layer of 3072 x 768, has at most 768 model.lora.rank 768 at most",
+        ),
+        (
+            Model(
+                source="HuggingFaceTB/SmolLM2-135M",
+                weights="random",
+                lora=Lora(rank=193, targets=["v_proj"]),
+            ),
+            JobError,
+            "a layer of 192 x 576, has at most 192",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(model: Model, kind: type[ShardwiseError], words: str) -> None:

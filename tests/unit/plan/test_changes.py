@@ -82,12 +82,18 @@ def test_a_cap_is_lifted_instead_of_buying_larger_gpus() -> None:
     assert not [c for c in changes if "--gpus" in c.how]
 
 
-def test_nodes_and_their_network_stay() -> None:
-    changes = list(small_changes(JOB, parse_hardware("2x4xRTX4090+eth100")))
-    more = next(c for c in changes if c.what == "16 GPUs instead of 8")
-    assert more.how == "--gpus 2x8xRTX-4090"
-    assert more.hardware.inter is not None
-    assert more.hardware.inter.name == "1xeth100"
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("2x4xRTX4090+eth100", "2x8xRTX-4090+1xeth100"),
+        ("2x4xRTX4090+eth100+256GiB", "2x8xRTX-4090+1xeth100+256GiB"),
+        ("4xRTX4090+128GiB", "8xRTX-4090+128GiB"),
+    ],
+)
+def test_nodes_their_network_and_their_hosts_stay(asked: str, told: str) -> None:
+    more = next(c for c in small_changes(JOB, parse_hardware(asked)) if "GPUs instead" in c.what)
+    assert more.how == f"--gpus {told}"
+    assert more.hardware == parse_hardware(told), "what is told is what was simulated"
 
 
 def test_the_first_that_fits_is_taken_and_no_other_tried(toy) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from io import StringIO
 
+import pytest
 from rich.console import Console
 
 from shardwise.plan.explain import folded, next_better, show_explanation
+from shardwise.plan.why import reasons
+from shardwise.simulate.power import Draw
 from shardwise.simulate.prediction import Moment
 
 
@@ -54,6 +58,12 @@ def test_the_peak_is_marked_and_the_parts_are_shown(toy) -> None:
     assert f"{needed:.1f} GiB  of {capacity:.1f}" in together
     step = next(line for line in lines if line.strip().startswith("the step"))
     assert f"{plan.chosen.prediction.time.step_seconds:.3g} s  100%" in step
+    memory = plan.chosen.prediction.memory
+    beside = (
+        f"besides, {memory.terms.fragmentation_bytes / 2**30:.1f} GiB of fragmentation and 0.5 GiB of CUDA "
+        f"and NCCL: {needed:.1f} GiB in all"
+    )
+    assert beside in " ".join(" ".join(lines).split()), "the timeline is of tensors alone"
     assert all(len(line) <= 80 for line in lines)
 
 
@@ -66,6 +76,45 @@ def test_the_next_better_names_what_it_lacks(toy) -> None:
     )
     capped = replace(plan, memory_cap_bytes=16 << 30)
     assert next(iter(next_better(capped, plan.chosen))).endswith("and a higher --memory-cap")
+
+
+def step_parts(text: str) -> dict[str, float]:
+    """The parts of the step's time and their percentages."""
+    lines = text[text.index("\ntime of a step\n") :].split("\n\n", maxsplit=1)[0].splitlines()[2:]
+    return {re.split(r" {2,}", line.strip())[0]: float(line.split()[-1].rstrip("%")) for line in lines}
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3-offload"])
+def test_the_parts_of_a_step_sum_up_to_it(toy, kind: str) -> None:
+    plan = toy.plan("4xRTX4080", kind)
+    *parts, whole = step_parts(shown(plan, 100)).items()
+    assert whole == ("the step", 100)
+    assert sum(share for _, share in parts) == pytest.approx(100, abs=1.5), "each is rounded"
+    assert "power limit" not in str(parts)
+
+
+def test_what_the_power_limit_costs_has_a_name(toy) -> None:
+    plan = toy.plan("4xRTX4080", "zero2")
+    chosen = plan.chosen
+    time = replace(chosen.prediction.time, step_seconds=2 * chosen.prediction.time.compute_seconds)
+    joules = Draw(plan.hardware.gpu).limit_watts * time.step_seconds * time.world_size
+    energy = replace(chosen.prediction.energy, joules_per_step=joules)
+    chosen = replace(chosen, prediction=replace(chosen.prediction, time=time, energy=energy))
+    parts = step_parts(shown(replace(plan, chosen=chosen), 100))
+    waited = 100 * time.exposed_communication_fraction
+    assert parts["lower clock (power limit), waits"] == pytest.approx(50 - waited, abs=1)
+    why = reasons(chosen, (), hardware=plan.hardware, objective="throughput", margin=0.05)
+    assert re.search(r"a lower clock at the power limit of 320 W, and short waits, \d\d%", " ".join(why))
+
+
+def test_the_links_counted_with_are_told_and_what_was_assumed_of_them(toy) -> None:
+    plan = toy.plan("4xRTX4080", "zero2")
+    told = "links: pcie4x16 through host memory between GPUs, 13 GB/s; pcie4x16 between host and GPU, 26 GB/s"
+    assert told in " ".join(shown(plan, 100).split())
+    assert "assumed" not in shown(plan, 100)
+    plan = replace(plan, job=replace(plan.job, assumed=("--gpus 4xRTX4080@pcie4x16",)))
+    said = "nobody said the slots: --gpus 4xRTX4080@pcie4x16; boards of several cards often have x8 or x4"
+    assert said in " ".join(shown(plan, 100).split())
 
 
 def test_the_host_can_be_what_lacks(toy) -> None:
@@ -85,7 +134,7 @@ def test_where_memory_holds_nothing_back_it_says_so(toy) -> None:
 
 def test_where_nothing_fits_the_nearest_is_explained(toy) -> None:
     text = shown(toy.plan("4xRTX3060", "zero1"))
-    assert "memory over a step: zero1 with micro-batch 1" in text
+    assert "memory in tensors over a step: zero1 with micro-batch 1" in text
     assert "with more memory" not in text
 
 

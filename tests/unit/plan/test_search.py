@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.errors import JobError
+from shardwise.errors import JobError, render
 from shardwise.plan.plan import Nearest
 from shardwise.plan.search import ALIKE, excess, family, fit, leanest, leanest_that_fits, rank, search
 from shardwise.strategy.space import Refused
@@ -224,6 +224,29 @@ def test_without_a_strategy_the_rules_are_named_once(toy) -> None:
             simulate=toy.simulate,
         )
     assert [problem.what for problem in caught.value.problems] == ["zero0: it cannot be"]
+
+
+def test_a_step_of_too_many_micro_batches_is_refused_at_once(toy) -> None:
+    strategies = toy.strategies("4xRTX4080", "zero2")
+
+    def plan(accumulation: int):
+        return search(
+            [replace(strategies[0], micro_batch=1, accumulation=accumulation)],
+            hardware=toy.hardware("4xRTX4080"),
+            workload=None,
+            trace_for=toy.trace_for,
+            simulate=toy.simulate,
+        )
+
+    with pytest.raises(JobError) as caught:
+        plan(250_000)
+    assert toy.simulated == []
+    text = render(caught.value)
+    assert "250000 rows a step for each GPU are up to 250000 micro-batches" in text
+    assert "more than 4096 would take many minutes" in text
+    assert "at:  train.global_batch" in text
+    assert "a larger train.micro_batch" in text
+    assert plan(4096).chosen is not None
 
 
 def test_the_leanest_of_each_kind_is_enough_to_know_whether_anything_fits(toy) -> None:

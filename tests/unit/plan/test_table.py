@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from shardwise.plan.plan import OBJECTIVES
-from shardwise.plan.table import excerpt, show, time_text
+from shardwise.plan.table import excerpt, show, unit_of_time
 from shardwise.strategy.space import Refused
 
 GOLDEN = """\
@@ -18,14 +18,15 @@ toy-1.3b · 1.3B parameters, all trained, bf16
 64 rows of 2048 tokens a step · fastest first, 5% of the memory left free
 
                 micro × ckpt memory                      tokens/s 1B tok.  J per
-  strategy       accum.          15.7 GiB│      GiB fits  per GPU      in  token
-▶ zero2           8 × 2  all ██▓▓▓▓▒▒░···│     11.6 fits    3,565  19.5 h 0.0721
-  zero3-offload   4 × 4  1/2 ▒▒▒▒▒▒░·····│      9.1 fits    3,341  20.8 h 0.0691
+  strategy       accum.         15.7 GiB│      GiB fits   per GPU    in h  token
+▶ zero2           8 × 2  all ██▓▓▓▒▒░···│     11.6 fits     3,565    19.5 0.0721
+  zero3-offload   4 × 4  1/2 ▒▒▒▒▒▒·····│      9.1 host?    3,341    20.8 0.0691
     -optimizer
-  zero0          1 × 16  all ██▓▓▓▓▓▓▓▓▓▓│▓▓▓» 22.7 no      2,536  27.4 h  0.102
+  zero0          1 × 16  all ██▓▓▓▓▓▓▓▓▓│▓▓▓» 22.7 no       2,536    27.4  0.102
 
   █ weights  ▓ gradients, optimizer  ▒ activations, loss  ░ rest  │ limit
   --all shows 22 more, 20 not simulated because smaller ones fail
+  host?: fits if each host has the memory; `--gpus ...+128GiB` says so
 
 ▶ zero2 with micro-batch 8, accumulation 2, checkpointing every block
 · the fastest of the 17 that fit: 1.07x the tokens/s of zero3-offload-optimizer,
@@ -107,7 +108,8 @@ def test_the_time_is_that_of_the_whole_training_where_its_tokens_are_known(toy) 
     days = plan.chosen.seconds(10**10) / 86400
     text = shown(replace(plan, job=replace(plan.job, total_tokens=10**10)), 100)
     assert "trained" in text.splitlines()[4]
-    assert f"{days:.1f} d" in text
+    assert "in d" in text.splitlines()[5]
+    assert f" {days:.1f} " in text
 
 
 def test_a_host_that_is_too_small_is_a_no_of_its_own(toy) -> None:
@@ -128,8 +130,33 @@ def test_the_heading_says_what_comes_first(toy, objective) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(90, "2 min"), (3600, "1.0 h"), (100_000, "27.8 h"), (200_000, "2.3 d"), (2e8, "2,315 d")],
+    ("seconds", "unit"),
+    [(90, "s"), (1200, "min"), (7300, "h"), (100_000, "h"), (200_000, "d"), (2e8, "d")],
 )
-def test_times_a_person_reads(seconds: float, text: str) -> None:
-    assert time_text(seconds) == text
+def test_the_unit_of_a_time(seconds: float, unit: str) -> None:
+    assert unit_of_time(seconds)[0] == unit
+
+
+@pytest.mark.parametrize("tokens", [10**5, 10**7, 2 * 10**9, 4 * 10**9, 10**12])
+def test_a_column_of_times_has_one_unit(toy, tokens: int) -> None:
+    plan = toy.plan("4xRTX4080", "zero0", "zero2")
+    times = [option.seconds(tokens) for option in plan.options]
+    text = shown(replace(plan, job=replace(plan.job, total_tokens=tokens)), 100)
+    unit, seconds = unit_of_time(min(times))
+    assert f" in {unit}" in text.splitlines()[5]
+    for time in times[:3]:
+        assert f"{time / seconds:.1f} " in text or f"{time / seconds:,.0f} " in text
+
+
+def test_what_hangs_on_the_hosts_memory_is_told_until_it_is_known(toy) -> None:
+    unknown = toy.plan("4xRTX4080", "zero3-offload")
+    text = shown(unknown, 80)
+    assert " fits " not in "\n".join(line for line in text.splitlines() if "zero3" in line)
+    assert "host?: fits if each host has the memory; `--gpus ...+128GiB` says so" in text
+    assert "it fits if the host has 20.4 GiB" in " ".join(text.split()), "19.4 GiB and the margin of 5%"
+    toy.host_memory_bytes = 32 << 30
+    known = shown(toy.plan("4xRTX4080", "zero3-offload"), 80)
+    assert "host?" not in known
+    assert "32.0 GiB in each host" in " ".join(known.split())
+    assert " fits " in known
+    assert "host?" not in shown(toy.plan("4xRTX4080", "zero2"), 80), "nothing is kept there"

@@ -10,7 +10,7 @@ import pytest
 from shardwise.errors import render
 from shardwise.hardware.parse import parse_hardware
 from shardwise.plan.plan import Nearest, in_words
-from shardwise.plan.why import better_with_memory, does_not_fit, gain, reasons, terms
+from shardwise.plan.why import better_with_memory, does_not_fit, gain, reasons, shortcoming, terms
 
 
 def test_why_compares_with_the_best_of_another_kind(toy) -> None:
@@ -52,7 +52,20 @@ def test_why_tells_memory_time_and_what_bounds_them(toy) -> None:
     assert (
         f"copies to and from the host, partly meanwhile, {time.copy_seconds / time.step_seconds:.0%}" in text
     )
-    assert "each host keeps 19.4 GiB in its memory; how much it has is not known" in text
+    assert "each host keeps 19.4 GiB in its memory: it fits if the host has 20.4 GiB" in text
+
+
+def test_what_gives_its_cache_back_says_so_and_is_no_reason_for_more_memory(toy) -> None:
+    plan = toy.plan("4xRTX4080")
+    option = better_with_memory(plan)[0]
+    memory = replace(option.prediction.memory, cache_flushes=2)
+    flushing = replace(option, fit="tight", prediction=replace(option.prediction, memory=memory))
+    says = "torch's allocator gives its cache back 2 times a step"
+    about = {"hardware": plan.hardware, "objective": plan.objective}
+    assert says in shortcoming(flushing, plan.chosen, **about)[0]
+    assert any(says in why for why in reasons(flushing, [], margin=0.05, **about))
+    others = tuple(flushing if o is option else o for o in plan.alternatives)
+    assert flushing not in better_with_memory(replace(plan, alternatives=others))
 
 
 def waits(toy, spec: str, tensor_parallel: int, *, peers: float = 0.0, others: float = 0.0) -> str:
@@ -130,6 +143,28 @@ def test_more_memory_buys_more_each_time(toy) -> None:
     assert gains == sorted(gains)
     assert gains[0] > 1.02
     assert better_with_memory(toy.plan("4xRTX4080", objective="memory")) == []
+
+
+def test_of_those_that_lack_the_same_host_memory_only_the_best_is_told(toy) -> None:
+    toy.host_memory_bytes = 20 << 30
+    plan = toy.plan("4xRTX3080", "zero3-offload", "zero2")
+    within = (1 - plan.margin) * plan.capacity_bytes
+    lacking = [
+        gain(option, plan.chosen, "throughput")
+        for option in plan.alternatives
+        if option.fit == "tight" and option.prediction.memory.needed_bytes <= within
+    ]
+    assert sum(factor > 1.02 for factor in lacking) == 4
+    better = better_with_memory(plan)
+    told = [o for o in better if o.prediction.memory.needed_bytes <= within]
+    assert [gain(o, plan.chosen, "throughput") for o in told] == [max(lacking)]
+
+
+def test_a_tight_host_is_not_called_a_tight_gpu(toy) -> None:
+    toy.host_memory_bytes = 20 << 30
+    plan = toy.plan("4xRTX3080", "zero3-offload", "zero2")
+    tight = next(option for option in plan.alternatives if option.fit == "tight")
+    assert tight.why[0] == "fits, and leaves 3.1% of the host's memory free: less than the margin"
 
 
 def test_the_terms_sum_up_to_what_is_needed(toy) -> None:

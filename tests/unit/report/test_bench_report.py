@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -26,6 +28,7 @@ def shown(folder: Path, width: int = 120) -> str:
 def test_predicted_beside_measured(bench_folder: Path) -> None:
     lines = [" ".join(line.split()) for line in shown(bench_folder).splitlines()]
     assert "zero2 13 > 11 1.1k > 1k 20% > 25% 0.5 > 0.4 valid" in lines
+    assert "GiB tok/s/GPU exposed, of step J/token" in lines
     assert "zero2 12 > 10 10.5 > 7.5 1 > 1" in lines
     assert "zero2 2 x 4 none 0.5 123 40% 3.8 1" in lines
     assert "zero2 6 1.5 1.5 1.5 0 0 1.5 1 13 11" in lines
@@ -83,3 +86,66 @@ def test_a_bench_of_another_schema_is_refused(bench_folder: Path) -> None:
     (bench_folder / "bench.json").write_text("{")
     with pytest.raises(JobError, match="cannot be read"):
         read_bench(bench_folder)
+
+
+def damage(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the second row."""
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    change(rows[1])
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--html", "page.html"]])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda row: row.pop("key"), "key is missing"),
+        (lambda row: row.pop("measured"), "measured is missing\n"),
+        (lambda row: row["measured"].pop("loss"), "measured.loss is missing"),
+        (lambda row: row["measured"].update(mfu="much"), "measured.mfu is not a number or null"),
+        (lambda row: row.update(predicted=[]), "predicted is not an object or null"),
+        (lambda row: row["predicted"]["memory"].pop("terms"), "predicted.memory.terms is missing\n"),
+        (
+            lambda row: [row["measured"].pop(name) for name in ("loss", "mfu", "verdict", "memory_of")],
+            "measured.verdict is missing, and 1 more",
+        ),
+    ],
+)
+def test_a_row_that_lacks_something_is_named_with_its_line(
+    bench_folder: Path,
+    change: Callable[[dict[str, Any]], Any],
+    said: str,
+    flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(bench_folder.parent)
+    damage(bench_folder, change)
+    assert main(["report", str(bench_folder), *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert f"at:  {bench_folder / 'rows.jsonl'}:2\n" in err
+    assert "fix: remove the line; `shardwise bench` with this folder as --out then measures" in err
+
+
+def test_a_head_that_lacks_something_is_named(bench_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = json.loads((bench_folder / "bench.json").read_text())
+    del head["order"], head["job"]["train"]
+    (bench_folder / "bench.json").write_text(json.dumps(head))
+    assert main(["report", str(bench_folder)]) == 2
+    assert "job.train is missing, order is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_bench_without_rows_says_so(
+    bench_folder: Path, there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bench_folder / "rows.jsonl").write_text("")
+    if not there:
+        (bench_folder / "rows.jsonl").unlink()
+    told = f"shardwise bench JOB --out {bench_folder}"
+    assert main(["report", str(bench_folder)]) == 0
+    assert f"no row has a result yet; `{told}` goes on" in capsys.readouterr().out
+    assert main(["report", str(bench_folder), "--html", str(tmp_path / "page.html")]) == 0
+    assert f"No row has a result yet; {told} goes on" in (tmp_path / "page.html").read_text()

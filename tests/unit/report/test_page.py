@@ -181,3 +181,11 @@ def test_a_page_says_where_it_is_and_json_stays_alone(
     assert capsys.readouterr().out == f"wrote {tmp_path / 'p.html'}\n"
     assert main(["report", str(bench_folder), "--html", str(tmp_path / "p.html"), "--json"]) == 0
     assert capsys.readouterr().out.startswith('{"schema": 1')
+
+
+def test_exposed_communication_is_a_share_of_the_step_and_off_by_points(pages: dict[str, Path]) -> None:
+    """Predicted 20 % and measured 25 %: 5 points, and not 20 % of 25 %."""
+    text = pages["bench"].read_text()
+    assert '<th scope="col">Exposed comm., of the step</th>' in text
+    assert "20\u202f% · -5.0\u202fpoints" in text
+    assert "-20.0\u202f%" not in text

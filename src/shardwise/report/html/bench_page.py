@@ -91,7 +91,9 @@ def _parts(bench: BenchRecord) -> list[Child]:
     energy = sections.pairs(rows, values.energy, numbers.plain, "J/token")
     speed = sections.pairs(rows, values.speed, numbers.plain, "tok/s")
     return [
-        section(
+        section("Side by side", f"No row has a result yet; {_goes_on(bench)} goes on.")
+        if not rows
+        else section(
             "Side by side",
             f"{steps(head['warmup_steps'])} to warm up, then {head['steps']} that count, on the same data; "
             f"each strategy in processes of its own. {_below(rows)}",
@@ -124,6 +126,10 @@ def _parts(bench: BenchRecord) -> list[Child]:
         section("Environment", None, sections.environment(head["environment"])),
         _again(bench),
     ]
+
+
+def _goes_on(bench: BenchRecord) -> str:
+    return f"shardwise bench JOB --out {shlex.quote(str(bench.path))}"
 
 
 def _below(rows: Sequence[Row]) -> str:

@@ -45,6 +45,13 @@ def off(predicted: float | None, measured: float | None) -> str | None:
     return f"{round(100 * (predicted / measured - 1), 1) + 0.0:+.1f}{THIN}%"  # no -0.0
 
 
+def points_off(predicted: float | None, measured: float | None) -> str | None:
+    """The same of two shares, in percentage points: `-5.0 points`."""
+    if predicted is None or measured is None:
+        return None
+    return f"{round(100 * (predicted - measured), 1) + 0.0:+.1f}{THIN}points"
+
+
 def loss(value: float | None) -> str:
     """Four digits: losses are compared."""
     return NONE if value is None else f"{value:.4g}"

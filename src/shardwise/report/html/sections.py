@@ -15,6 +15,8 @@ from shardwise.units import GIB
 Row = Mapping[str, Any]
 Pair = Callable[[Row], tuple[float | None, float | None]]
 
+EXPOSED = "Exposed comm., of the step"
+
 COLOUR = {
     "weights_bytes": "weights",
     "gradients_bytes": "gradients",
@@ -67,7 +69,7 @@ def table(rows: Sequence[Row], *, verdicts: bool) -> Html:
     """All rows in numbers; on a narrow page each is a list of its own."""
     each = whose(rows)
     names = [f"Memory per {each}", f"Tokens/s per {each}", "TFLOP/s"]
-    names += ["Exposed comm.", "J/token", "Last loss", "Steps"]
+    names += [EXPOSED, "J/token", "Last loss", "Steps"]
     cells = [dict(zip(names, _cells(row, verdicts=verdicts), strict=True)) for row in rows]
     names = [name for name in names if any(line[name] != numbers.NONE for line in cells)]
     head = h("tr", None, h("th", {"scope": "col"}, ""), [h("th", {"scope": "col"}, name) for name in names])
@@ -86,7 +88,7 @@ def _cell(name: str, value: Child) -> Html:
 
 def _cells(row: Row, *, verdicts: bool) -> list[Child]:
     found = row["measured"]
-    memory, speed, exposed, energy = (_both(read(row), text) for read, text in _QUANTITIES)
+    memory, speed, exposed, energy = (_both(read(row), text, off) for read, text, off in _QUANTITIES)
     if found is None:
         status = h("span", {"class": "tag failed"}, row["status"])
         return [memory, speed, numbers.NONE, exposed, energy, numbers.NONE, status]
@@ -113,20 +115,24 @@ def _with(text: str, below: str, said: str) -> Child:
     return text if below == numbers.NONE else [text, h("small", None, said.format(below))]
 
 
-_QUANTITIES: tuple[tuple[Pair, Callable[[float | None], str]], ...] = (
-    (bench.needed, numbers.gib),
-    (bench.speed, numbers.plain),
-    (bench.exposed, numbers.share),
-    (bench.energy, numbers.plain),
+Off = Callable[[float | None, float | None], str | None]
+
+_QUANTITIES: tuple[tuple[Pair, Callable[[float | None], str], Off], ...] = (
+    (bench.needed, numbers.gib, numbers.off),
+    (bench.speed, numbers.plain, numbers.off),
+    (bench.exposed, numbers.share, numbers.points_off),
+    (bench.energy, numbers.plain, numbers.off),
 )
 
 
-def _both(pair: tuple[float | None, float | None], text: Callable[[float | None], str]) -> Child:
+def _both(
+    pair: tuple[float | None, float | None], text: Callable[[float | None], str], off: Off = numbers.off
+) -> Child:
     """Measured, and below it what was predicted and by how much that is off."""
     predicted, found = pair
     if predicted is None:
         return text(found)
-    difference = numbers.off(predicted, found)
+    difference = off(predicted, found)
     said = [text(predicted), *([] if difference is None else [difference])]
     return [text(found), h("small", {"class": "guess"}, " · ".join(said))]
 
