@@ -111,7 +111,7 @@ class Pool:
         if index == len(free):
             return -1
         found, address = free[index]
-        if address + found in self.unmapped:
+        if address + found in self.unmapped and index + 1 < len(free):
             index = self._not_at_the_end(index)
             found, address = free[index]
         rest = found - size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -136,7 +137,8 @@ def _other_processes(job: Job, hardware: Hardware) -> Iterator[Executor | None]:
 def _no_collection() -> Iterator[None]:
     """Torch, transformers and traces make millions of objects that stay: looking through them takes seconds.
 
-    Afterwards they count as old ones, or the next collections would look through them after all.
+    Afterwards they count as old ones, or the next collections would look through them after all; so would
+    that with which Python ends.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -147,6 +149,7 @@ def _no_collection() -> Iterator[None]:
         gc.unfreeze()
         if enabled:
             gc.enable()
+            atexit.register(gc.disable)
 
 
 def _candidates(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -25,6 +25,7 @@ from shardwise.simulate.step_trace import (
     Op,
 )
 from shardwise.trace.ops import describe
+from shardwise.trace.results import Results, form, tensors_in
 from shardwise.trace.workspace import workspace
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
@@ -59,6 +60,7 @@ class Recorder(TorchDispatchMode):
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._handed_over: set[int] = set()
         self._known_ops: dict[Any, int | None] = {}
+        self._results = Results()
         self._next = 0
 
     @classmethod
@@ -96,13 +98,13 @@ class Recorder(TorchDispatchMode):
         from_engine = sys._getframe(1).f_code.co_name == "_engine_run_backward"
         if from_engine and function is _ADD and _adds_in_place(args[0]):
             function = _ADD_IN_PLACE
-        result = kwargs["out"] if function is _ADD_PRODUCT else function(*args, **kwargs)
-        inputs = list(_tensors_in((*args, *kwargs.values())))
-        outputs = list(_tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
+        key = (function, form(args), *((name, form(value)) for name, value in kwargs.items()))
+        result = kwargs["out"] if function is _ADD_PRODUCT else self._results.of(key, function, args, kwargs)
+        outputs = list(tensors_in((result,)))
         for tensor in sorted(outputs, key=_MADE_FIRST[function]) if function in _MADE_FIRST else outputs:
             self._meet(tensor)
-        key = (function, *(_signature(value) for value in args), *(_signature(v) for v in kwargs.values()))
         if key not in self._known_ops:
+            inputs = list(tensors_in((*args, *kwargs.values())))
             self._known_ops[key] = self._add(describe(function, args, inputs, outputs))
         for size in workspace(function, args, outputs, self.target):
             self._scratch(size)
@@ -206,19 +208,3 @@ def _references_of_an_unshared_total() -> tuple[int, int]:
         (x * 2.0 + x * 3.0).sum().backward()
     (counts,) = seen
     return counts
-
-
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors_in(value)
-
-
-def _signature(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.dtype, value.stride())
-    if isinstance(value, (tuple, list)):
-        return tuple(_signature(item) for item in value)
-    return value if isinstance(value, (int, float, str, bool, torch.dtype)) else None

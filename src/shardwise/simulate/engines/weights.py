@@ -26,8 +26,9 @@ def fill(machine: Machine, trace: StepTrace, part: list[int]) -> dict[int, Block
     weights: dict[int, Block] = {}
     base = [index for index in part if ".lora_" not in trace.parameters[index].name]
     drawn = {index: machine.take(WEIGHTS, _drawn_bytes(trace, index)) for index in base}
+    outside = [index for unit in trace.units if unit.block < 0 for index in unit.parameters]
     for index in base:
-        if _is_tied(trace, index):  # drawn for both places, of which the second stays (random_weights.py)
+        if outside.count(index) > 1:  # drawn for both places, of which the second stays (random_weights.py)
             first = drawn[index]
             drawn[index] = machine.take(WEIGHTS, _drawn_bytes(trace, index))
             machine.give(first)
@@ -42,10 +43,6 @@ def fill(machine: Machine, trace: StepTrace, part: list[int]) -> dict[int, Block
 
 def _drawn_bytes(trace: StepTrace, index: int) -> int:
     return FP32 * (trace.parameters[index].made_of or trace.parameters[index].whole_numel)
-
-
-def _is_tied(trace: StepTrace, index: int) -> bool:
-    return sum(index in unit.parameters for unit in trace.units if unit.block < 0) > 1
 
 
 def _rounded(machine: Machine, trace: StepTrace, index: int, drawn: Block) -> Block:
