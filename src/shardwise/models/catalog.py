@@ -26,6 +26,11 @@ class Shape:
     parameters: int
     """Exact number of parameters; tied weights count once."""
 
+    @property
+    def positions(self) -> int | None:
+        """Tokens that a row may have at most, or was trained with; None where the model has no such number."""
+        return self.config.get("n_positions") or self.config.get("max_position_embeddings")
+
     def hf_config(self) -> dict[str, Any]:
         """The shape as the content of a config.json."""
         return {"model_type": self.model_type, **self.config}

@@ -26,8 +26,8 @@ from shardwise.units import gib
 # process needs (tests/golden; docs/accuracy.md names the rows that do not hold to it).
 MARGIN = 0.05
 
-MOST_ACCUMULATION = 4096
-"""Micro-batches of a step; one costs a fifth of a millisecond, and a job may have 400 strategies."""
+MOST_ACCUMULATION = 65536
+"""Micro-batches of a step: what each brings to the GPU is simulated one by one."""
 
 ALIKE = 1.005
 """Costs within this factor of the best are taken for the same: the ledger's errors of time are larger."""
@@ -301,8 +301,8 @@ def _check_accumulation(strategies: Sequence[Strategy]) -> None:
     if most > MOST_ACCUMULATION:
         rows = max(strategy.accumulation * strategy.micro_batch for strategy in strategies)
         raise JobError(
-            f"{rows} rows a step for each GPU are up to {most} micro-batches, which are simulated one by one "
-            f"under each strategy: more than {MOST_ACCUMULATION} would take many minutes",
+            f"{rows} rows a step for each GPU are up to {most} micro-batches: at most {MOST_ACCUMULATION} can "
+            "be planned for",
             where="train.global_batch",
             fix="fewer rows a step, more GPUs, or a larger train.micro_batch",
         )

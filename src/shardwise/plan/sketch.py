@@ -9,6 +9,7 @@ from shardwise.errors import JobError, Problem
 from shardwise.job import contradictions, overrides, paths, validate
 from shardwise.job.schema import Job
 from shardwise.job.source import Document
+from shardwise.models.catalog import lookup
 
 SEQUENCE_LENGTH = 2048
 ROWS_PER_GPU, LEAST_ROWS, MOST_ROWS = 16, 64, 2048
@@ -30,13 +31,13 @@ def sketch(model: str, changes: Sequence[str], *, world_size: int) -> Sketch:
     Raises:
         JobError: with everything that is wrong with the model or the changes.
     """
-    rows = default_global_batch(world_size)
+    rows, tokens = default_global_batch(world_size), default_sequence_length(model)
     document = Document(
         name="the command line",
         values={
             "name": "plan",
             "model": {"source": model},
-            "data": {"train": NO_DATA, "sequence_length": SEQUENCE_LENGTH},
+            "data": {"train": NO_DATA, "sequence_length": tokens},
             "train": {"global_batch": rows},
         },
     )
@@ -53,12 +54,18 @@ def sketch(model: str, changes: Sequence[str], *, world_size: int) -> Sketch:
     if job is None or problems:
         raise JobError("the command line describes no job", problems=problems)
     assumed = {
-        "data.sequence_length": f"--sequence {SEQUENCE_LENGTH}",
+        "data.sequence_length": f"--sequence {tokens}",
         "train.global_batch": f"--global-batch {rows}",
         "model.lora": "--full",
     }
     told = tuple(flag for key, flag in assumed.items() if not any(name.startswith(key) for name in given))
     return Sketch(job=job, assumed=told)
+
+
+def default_sequence_length(model: str) -> int:
+    """2048 tokens, or as many as the model has positions, where those are known and fewer."""
+    shape = lookup(model)
+    return min(SEQUENCE_LENGTH, (shape and shape.positions) or SEQUENCE_LENGTH)
 
 
 def default_global_batch(world_size: int) -> int:

@@ -153,7 +153,9 @@ def _against_the_others(chosen: Option, rest: Sequence[Option], objective: Objec
     else:
         among = f"{best} of the {len(same) + 1} that fit" if same else "the only one that fits"
     nearly = max(same, key=lambda o: gain(o, chosen, objective), default=chosen)
-    if chosen.fit == "fits" and gain(nearly, chosen, objective) > 1:  # see `rank`
+    if (
+        chosen.fit == "fits" and gain(nearly, chosen, objective) >= 1.0005
+    ):  # see `rank`; less is shown as 0.0 %
         ahead = f"{in_words(nearly.strategy)} is {gain(nearly, chosen, objective) - 1:.1%} ahead"
         cost = "offloads" if uses_host(nearly) and not uses_host(chosen) else "needs more memory"
         as_good = {"throughput": "as fast", "memory": "as lean", "energy": "as frugal"}[objective]

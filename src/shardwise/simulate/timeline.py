@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.power import Draw
@@ -17,6 +17,9 @@ from shardwise.strategy.strategy import Strategy
 STEPS = 3
 """Steps that are played; the last counts. The first begins with a GPU that has nothing to do."""
 
+MOST_PLAYED = 64
+"""Micro-batches that are played one by one. Each further one takes as long as those before it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
@@ -29,6 +32,22 @@ class Played:
 
 def play(trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Played:
     """Replays steps until they are all alike."""
+    count = strategy.accumulation
+    if count <= MOST_PLAYED:
+        return _play(trace, strategy, hardware)
+    half = MOST_PLAYED // 2
+    more, less = (_play(trace, replace(strategy, accumulation=n), hardware) for n in (MOST_PLAYED, half))
+    times = (count - MOST_PLAYED) / (MOST_PLAYED - half)
+
+    def further(reached: float, before: float) -> float:
+        return reached + times * (reached - before)
+
+    names = [field.name for field in fields(Totals)]
+    totals = {name: further(getattr(more.totals, name), getattr(less.totals, name)) for name in names}
+    return Played(seconds=further(more.seconds, less.seconds), totals=Totals(**totals))
+
+
+def _play(trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Played:
     schedule = _schedule(trace, strategy, hardware)
     clocks = Clocks(events=len(trace.units) + 1)
     ends = [0.0]

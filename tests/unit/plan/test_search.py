@@ -243,7 +243,7 @@ def test_a_step_of_too_many_micro_batches_is_refused_at_once(toy) -> None:
     assert toy.simulated == []
     text = render(caught.value)
     assert "250000 rows a step for each GPU are up to 250000 micro-batches" in text
-    assert "more than 4096 would take many minutes" in text
+    assert "at most 65536 can be planned for" in text
     assert "at:  train.global_batch" in text
     assert "a larger train.micro_batch" in text
     assert plan(4096).chosen is not None

@@ -41,6 +41,12 @@ def test_contradictions_are_found() -> None:
     assert "model.lora would freeze weights that are random" in caught.value.problems[0].what
 
 
+def test_rows_are_no_longer_than_the_model_has_positions() -> None:
+    drawn = sketch("gpt2", [], world_size=1)
+    assert drawn.job.data.sequence_length == 1024
+    assert "--sequence 1024" in drawn.assumed
+
+
 @pytest.mark.parametrize(
     ("gpus", "rows"), [(1, 64), (3, 48), (4, 64), (8, 128), (6, 96), (128, 2048), (512, 2048), (4096, 4096)]
 )

@@ -40,6 +40,14 @@ def test_a_choice_that_another_is_a_little_ahead_of_says_so(toy, offloads: bool,
     assert why[0] == expected
 
 
+def test_what_is_ahead_by_less_than_is_shown_is_not_told_of(toy) -> None:
+    chosen = toy.plan("4xRTX4080").chosen
+    time = replace(chosen.prediction.time, step_seconds=chosen.prediction.time.step_seconds / 1.0004)
+    ahead = replace(chosen, prediction=replace(chosen.prediction, time=time))
+    why = reasons(chosen, [ahead], hardware=parse_hardware("4xRTX4080"), objective="throughput", margin=0.05)
+    assert why[0] == "the fastest of the 2 that fit"
+
+
 def test_why_tells_memory_time_and_what_bounds_them(toy) -> None:
     plan = toy.plan("4xRTX4080", "zero3-offload")
     memory, time = plan.chosen.prediction.memory, plan.chosen.prediction.time

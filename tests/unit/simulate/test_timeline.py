@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -39,6 +39,29 @@ OFFLOAD = {"offload_optimizer": "cpu"}
 def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Power limits nothing."""
     monkeypatch.setitem(table()["energy"], "limit", 1000.0)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"gpus": 1},
+        zero(0),
+        zero(1),
+        zero(2),
+        zero(2, **OFFLOAD),
+        zero(3),
+        {"engine": "fsdp2", "gpus": 4},
+    ],
+)
+@pytest.mark.parametrize("width", [256, 4096])  # bound by the host, by the GPU
+def test_many_micro_batches_are_as_many_played_one_by_one(
+    layers, monkeypatch: pytest.MonkeyPatch, strategy: dict[str, Any], width: int
+) -> None:
+    trace = layers(width=width, tokens=1024)
+    short = predict(trace, accumulation=201, **strategy)
+    monkeypatch.setattr("shardwise.simulate.timeline.MOST_PLAYED", 1000)
+    whole = predict(trace, accumulation=201, **strategy)
+    assert asdict(short) == pytest.approx(asdict(whole), rel=1e-9)
 
 
 # One GPU
