@@ -28,7 +28,7 @@ class Shape:
 
     @property
     def positions(self) -> int | None:
-        """Tokens that a row may have at most, or was trained with; None where the model has no such number."""
+        """Tokens that a row may have, or had in training; None where the model has no such number."""
         return self.config.get("n_positions") or self.config.get("max_position_embeddings")
 
     def hf_config(self) -> dict[str, Any]:
