@@ -301,8 +301,8 @@ def _check_accumulation(strategies: Sequence[Strategy]) -> None:
     if most > MOST_ACCUMULATION:
         rows = max(strategy.accumulation * strategy.micro_batch for strategy in strategies)
         raise JobError(
-            f"{rows} rows a step for each GPU are up to {most} micro-batches: at most {MOST_ACCUMULATION} can "
-            "be planned for",
+            f"{rows} rows a step for each GPU are up to {most} micro-batches: at most {MOST_ACCUMULATION} "
+            "can be planned for",
             where="train.global_batch",
             fix="fewer rows a step, more GPUs, or a larger train.micro_batch",
         )
