@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from shardwise.cli import main
+from shardwise.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

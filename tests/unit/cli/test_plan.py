@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -254,3 +255,16 @@ def test_a_terminal_is_told_how_far_the_plan_is_and_nobody_else(
     os.close(terminal)
     assert "planning: 0 of 1 strategies" in seen
     assert json.loads(capsys.readouterr().out)["schema"] == 1
+
+
+def test_a_plan_s_process_ends_with_all_it_has_to_say(tmp_path: Path) -> None:
+    """It leaves out the end of Python (cli.run)."""
+    told = []
+    for gpus in ("2x24GB", "1x1GiB"):
+        command = [sys.executable, "-m", "shardwise", "plan", "--model", "gpt2", "--gpus", gpus, "--json"]
+        environment = {**os.environ, "SHARDWISE_CACHE": str(tmp_path / "cache")}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        told.append(
+            (done.returncode, json.loads(done.stdout)["chosen"] is None, "nothing fits" in done.stderr)
+        )
+    assert told == [(0, False, False), (3, True, True)]
