@@ -55,7 +55,7 @@ _RANKS = "reserved are 10.8, 11.0, 11.4 and 11.8 GiB on the four ranks, for the 
 _UNKNOWN = "measured once; cause unknown"
 _HOST = "the GPU waits for the host: the host's calls differ by half between measurements of one row"
 _SLOW = "likely the host, see below"
-_FLUSHES = "its allocator gives its cache back twice a step, which takes time that is not predicted"
+_FLUSHES = "in the replay the allocator gives its cache back twice a step; the time of that is not predicted"
 _ONCE = "measured once; cause not established: on one GPU the same layers are predicted within 11 %"
 MISSED: dict[str, dict[str, str]] = {
     "reserved": {
@@ -105,7 +105,7 @@ MISSED_MEANS: dict[str, dict[str, str]] = {
     "reserved": {},
     "step": {"held-out": "its rows on four GPUs, above", "families": "its rows on four GPUs, above"},
 }
-"""Sets whose mean is beyond the bound, and why; held to in the same way."""
+"""Sets whose mean is beyond the bound, and why: expected failures of a test, which fails where one is met."""
 
 QUANTITIES = ("reserved", "allocated", "outside", "needed", "fragmentation", "step", "joules", "host")
 

@@ -23,6 +23,15 @@ PERCENT = re.compile(r"[+-]?\d+\.\d+ %")
 Comparisons = list[dict[str, Any]]
 
 
+def _module(name: str) -> ModuleType:
+    """A benchmark's module, which imports its neighbours by their plain names."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
 @pytest.fixture(scope="module")
 def predict() -> ModuleType:
     return _module("predict")
@@ -31,15 +40,6 @@ def predict() -> ModuleType:
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
     return _module("page")
-
-
-def _module(name: str) -> ModuleType:
-    """A benchmark's module, which imports its neighbours by their plain names."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +69,18 @@ def test_every_measured_row_is_one_of_the_ledger(predict: ModuleType, comparison
     assert failed == [], "a row that ended for another reason than memory says nothing"
 
 
-@pytest.mark.parametrize("which", ["fit", "held-out", "choices", "families"])
-@pytest.mark.parametrize("quantity", ["reserved", "step"])
-def test_predictions_are_within_their_bounds(
+SETS_AND_QUANTITIES = [
+    (s, q) for s in ("fit", "held-out", "choices", "families") for q in ("reserved", "step")
+]
+
+
+@pytest.mark.parametrize(("which", "quantity"), SETS_AND_QUANTITIES)
+def test_each_row_is_within_its_bound(
     predict: ModuleType, comparisons: Comparisons, which: str, quantity: str
 ) -> None:
-    """The mean over all rows, and each row, but those that are named with the reason: they have to be off."""
+    """But those that are named with the reason, which have to be off."""
     members = of(comparisons, which)
-    mean, worst = predict.BOUNDS[quantity]
+    _, worst = predict.BOUNDS[quantity]
     far = {
         c["id"]: f"{c['differences'][quantity]:+.1%}"
         for c in members
@@ -84,8 +88,25 @@ def test_predictions_are_within_their_bounds(
     }
     named = {c["id"] for c in members} & set(predict.MISSED[quantity])
     assert set(far) == named, far
-    far_mean = predict.summarize(members, quantity).mean > mean
-    assert far_mean == (which in predict.MISSED_MEANS[quantity])
+
+
+def _means() -> list[Any]:
+    """A mean that misses its bound is a failure that every run shows, until it does not."""
+    missed = _module("predict").MISSED_MEANS
+    return [
+        pytest.param(
+            s, q, marks=pytest.mark.xfail(reason=missed[q][s], strict=True) if s in missed[q] else ()
+        )
+        for s, q in SETS_AND_QUANTITIES
+    ]
+
+
+@pytest.mark.parametrize(("which", "quantity"), _means())
+def test_the_mean_of_a_set_is_within_its_bound(
+    predict: ModuleType, comparisons: Comparisons, which: str, quantity: str
+) -> None:
+    mean, _ = predict.BOUNDS[quantity]
+    assert predict.summarize(of(comparisons, which), quantity).mean <= mean
 
 
 def test_nothing_predicted_to_fit_ran_out_of_memory(comparisons: Comparisons) -> None:

@@ -32,6 +32,7 @@ from shardwise.cli import (
     report,
     train,
 )
+from shardwise.cli.options import write_no_more
 from shardwise.errors import JobError, MachineError, ShardwiseError, render
 
 INTERRUPTED = 130
@@ -99,8 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BrokenPipeError, SystemExit) as error:  # some versions of typer end with 1 themselves
         if BrokenPipeError not in (type(error), type(error.__context__)):
             raise
-        # The reader of stdout, `head` say, has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        write_no_more()
         return 0
     except Exception as error:
         if debug:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardwise.cli.options import AsJson
+from shardwise.cli.options import AsJson, write_no_more
 from shardwise.cli.plan import plan_of
 
 if TYPE_CHECKING:
@@ -90,12 +89,12 @@ def check(
 
 @contextlib.contextmanager
 def _read_as_far_as_wanted() -> Iterator[None]:
-    """Whoever reads stdout may stop early, `head` say: the exit code still tells what was found."""
+    """Whoever reads stdout may stop early: the exit code still tells what was found."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        write_no_more()
 
 
 def _hardware(gpus: str | None) -> Hardware | None:

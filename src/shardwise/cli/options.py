@@ -46,6 +46,11 @@ def write_text(path: Path, text: str, flag: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
+def write_no_more() -> None:
+    """The reader of stdout, `head` say, has seen enough: what is still written goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @contextlib.contextmanager
 def placed(path: Path, flag: str) -> Iterator[None]:
     """What is written within goes to `path`; JobError where it cannot be there."""
