@@ -11,14 +11,11 @@ Not modelled: private pools and CUDA graphs, and memory shared between processes
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
 
 from shardwise.simulate.blocks import Block, Pool
 from shardwise.simulate.expandable import grow, release
+from shardwise.simulate.stretch import Stretch
 from shardwise.units import GIB
-
-if TYPE_CHECKING:
-    from shardwise.simulate.stretches import Stretch
 
 MIB = 1024**2
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from shardwise.simulate import blocks
 from shardwise.simulate.allocator import CachingAllocator
 from shardwise.simulate.prediction import Moment
-
-if TYPE_CHECKING:
-    from shardwise.simulate.stretches import Stretch
+from shardwise.simulate.stretch import Stretch
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, BUFFERS = range(6)
 """Accounts, in the order of prediction.MemoryTerms."""

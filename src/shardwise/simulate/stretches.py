@@ -8,37 +8,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from shardwise.simulate.allocator import MIN_BLOCK_BYTES, SMALL_BYTES
 from shardwise.simulate.machine import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, OPTIMIZER, WEIGHTS
 from shardwise.simulate.step_trace import ALLOC, BACKWARD, FREE, GRADIENT, OP, Event, StepTrace
+from shardwise.simulate.stretch import NEVER, Stretch
 
 PRODUCT, END = -1, -2
 """Kinds of events beside those of a trace: the first matrix product of the forward or the backward pass is
 about to run; the micro-batch is over."""
 
-NEVER = -(1 << 62)
-
 _ACCOUNT_OF_TAG = (ACTIVATIONS, LOSS, GRADIENTS, BUFFERS)  # step_trace.TAGS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Allocations and frees that follow each other; bytes."""
-
-    moves: tuple[tuple[int, int, bool], ...]
-    """A tensor; if it is allocated its rounded size, if it is freed 0; whether it is of the small pool."""
-    allocated: int
-    """What they add to what is allocated, in rounded sizes."""
-    requested: int
-    """The same as it was asked for."""
-    most: int
-    """The most that they add to it on the way; NEVER where nothing is allocated."""
-    accounts: tuple[tuple[int, int], ...]
-    """What they add to each account, as it was asked for: pairs of account and bytes."""
-    accounts_at_most: tuple[tuple[int, int], ...]
-    """The same up to the first moment of the most."""
 
 
 Step = tuple[Stretch | None, Event]
