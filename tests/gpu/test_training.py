@@ -53,6 +53,21 @@ def test_strategies_agree(tmp_path: Path) -> None:
         assert losses(other) == pytest.approx(losses(reference), rel=1e-4)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_mamba_trains_the_same_with_its_optimizer_in_host_memory(tmp_path: Path, stage: int) -> None:
+    """Its fp32 parameters stay on the GPU, with their share of the norm by which both are clipped."""
+    runs = []
+    for place in ("none", "cpu"):
+        strategy = {"engine": "deepspeed", "stage": stage, "offload_optimizer": place}
+        runs.append(Run(job(tmp_path, place, strategy, **HALF)))
+        runs[-1].job["model"] |= {"source": "tiny-mamba", "config": {}}
+    kept, offloaded = run_all(runs, processes=GPUS, folder=tmp_path)
+    norms = [[event["grad_norm"] for event in steps_of(found)] for found in (kept, offloaded)]
+    assert losses(offloaded) == pytest.approx(losses(kept), rel=2e-3)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+    assert evaluations(offloaded)[-1] < evaluations(offloaded)[0] - 0.3
+
+
 @pytest.mark.parametrize("strategy", ["single", "zero2", "fsdp2"])
 def test_fp16_trains_with_a_loss_scale(tmp_path: Path, strategy: str) -> None:
     changes = {**HALF, "precision": "fp16", "steps": 24}

@@ -125,7 +125,12 @@ def _join_norm(optimizer: Any, further: Callable[[], torch.Tensor]) -> None:
     """Lets DeepSpeed (0.19.8) count `further` into its gradient norm, wherever its optimizers form it."""
     if hasattr(optimizer, "_get_norm_groups"):  # stage 3
         groups = optimizer._get_norm_groups
-        optimizer._get_norm_groups = lambda: [*groups(), further()]
+
+        def all_groups() -> list[torch.Tensor]:
+            norms = list(groups())
+            return [*norms, further().to(norms[0].device)]  # of an optimizer in host memory they are there
+
+        optimizer._get_norm_groups = all_groups
     elif hasattr(optimizer, "scaled_global_norm"):  # stages 1 and 2
         norm = optimizer.scaled_global_norm
         optimizer.scaled_global_norm = lambda *args, **kwargs: _both(norm(*args, **kwargs), further())
@@ -141,4 +146,6 @@ def _join_norm(optimizer: Any, further: Callable[[], torch.Tensor]) -> None:
 
 
 def _both(norm: Any, further: torch.Tensor) -> torch.Tensor:
-    return torch.hypot(torch.as_tensor(norm, dtype=torch.float32, device=further.device), further)
+    """Where `norm` is: in host memory if the gradients that it clips are."""
+    own = torch.as_tensor(norm, dtype=torch.float32)
+    return torch.hypot(own, further.to(own.device))
