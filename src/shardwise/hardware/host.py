@@ -34,6 +34,12 @@ def cpu_cores(root: Path = ROOT) -> int:
     return max(1, min(allowed, *(int(share) for share in shares))) if shares else allowed
 
 
+def multiplies_bf16(root: Path = ROOT) -> bool:
+    """Whether the processor has instructions for products in bf16; torch is many times slower without."""
+    known = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+    return any(known & set(text.split()) for text in _content(root / "proc/cpuinfo"))
+
+
 def _settings(root: Path, name: str, version_1: str | None) -> Iterator[str]:
     """`name` of this process's control group and of the groups above it, each of which limits it."""
     mounted = root / "sys/fs/cgroup"
@@ -66,5 +72,5 @@ def _quota_of_version_1(root: Path) -> Iterator[float]:
 def _content(path: Path) -> Iterator[str]:
     try:
         yield path.read_text(encoding="ascii").strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return

@@ -25,8 +25,6 @@ END = "<|endoftext|>"
 PAD = "<|pad|>"
 CORPUS_CHARACTERS = 500_000_000
 """A vocabulary is learned from so much text at most: more changes it little and takes memory."""
-VOCABULARY_MULTIPLE = 64
-"""Rows of a new embedding are rounded up to it, as tensor cores like them."""
 
 _FORMAT = 1
 """Part of every cache key; raised when training changes."""
@@ -55,13 +53,6 @@ def load_tokenizer(
         # padding is neither attended to nor trained, so no new token, and no new embedding row, is needed
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def model_vocabulary(model: Model, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Embedding rows for random weights with a tokenizer of another origin; None keeps the shape's."""
-    if model.weights != "random" or model.tokenizer is None:
-        return None
-    return -(-len(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def train_bpe(texts: Iterator[str], vocabulary: int) -> Tokenizer:

@@ -40,7 +40,7 @@ class Workload:
     total_tokens: int | None
     """Tokens of the whole training, with what pads the rows; None where the data's size is not known."""
     assumed: tuple[str, ...] = ()
-    """What nobody said, as the flags that would say it."""
+    """What nobody said, as the flags that would say it where there are any."""
 
     @classmethod
     def of(

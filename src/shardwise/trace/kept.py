@@ -29,7 +29,8 @@ def plan_key(job: Job, hardware: Hardware, **asked: Any) -> str:
     """What a plan follows from, as the name of its file."""
     content = {
         "job": job.model_dump(mode="json", exclude={"name", "output", "tracking"}),
-        "config": _local_config(job.model.source),
+        "config": _local(job.model.source, "config.json"),
+        "tokenizer": _hash(_local(job.model.tokenizer or "", "tokenizer.json")),
         "hardware": hardware.to_json(),
         "asked": asked,
         "versions": {name: _version(name) for name in LIBRARIES},
@@ -85,12 +86,16 @@ def _locked(descriptor: int) -> Iterator[None]:
     yield
 
 
-def _local_config(source: str) -> str | None:
-    """The config of a model in a local folder, which may change under the same name."""
+def _local(source: str, name: str) -> str | None:
+    """A file of a model or a tokenizer in a local folder, which may change under the same name."""
     try:
-        return (Path(source) / "config.json").read_text(encoding="utf-8")
+        return (Path(source) / name).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
+
+
+def _hash(text: str | None) -> str | None:
+    return None if text is None else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _version(name: str) -> str | None:

@@ -46,9 +46,9 @@ def make_plan(
 ) -> Plan:
     """The plan of a job on a hardware, made once and then kept (trace/kept.py).
 
-    `tokens`, where they are known: `vocab_size`, rows of the embedding if a new tokenizer decides them, and
-    `epoch_tokens`, of one pass over the data. Raises JobError where no strategy is allowed, and what
-    building the model raises.
+    `tokens`, where they are known: `vocab_size`, rows of the embedding (None: as the job says, which for a
+    tokenizer to be learned is the most it may have), and `epoch_tokens`, of one pass over the data. Raises
+    JobError where no strategy is allowed, and what building the model raises.
     """
     key = plan_key(job, hardware, objective=objective, memory_cap_bytes=memory_cap_bytes, **tokens)
     plan = plan_once(key, lambda: _make(job, hardware, objective, memory_cap_bytes, **tokens))
@@ -104,6 +104,7 @@ def _make(
                 parameters=planning.built.total,
                 trainable_parameters=planning.built.trainable,
                 epoch_tokens=epoch_tokens,
+                assumed=planning.assumed,
             ),
             objective=objective,
             trace_for=planning.trace,
@@ -175,12 +176,18 @@ class _Planning:
         with _no_collection():
             from shardwise.kernels.target import Target
             from shardwise.models.positions import check_length
+            from shardwise.models.vocabulary import expected_rows
             from shardwise.trace.trace import Tracer
 
         self._job = job
         self._hardware = hardware
         # Of a published model only the shape is asked for, which the catalog may know without a network.
         model = job.model.model_copy(update={"weights": "random"})
+        self.assumed: tuple[str, ...] = ()
+        if vocab_size is None:
+            vocab_size = expected_rows(job.model)
+            if vocab_size is not None and job.model.tokenizer == "train":
+                self.assumed = (f"a vocabulary of {vocab_size}, fewer if the text teaches no more",)
         tracer = Tracer(
             model,
             precision=job.train.precision,

@@ -18,11 +18,13 @@ from shardwise.engine.parameters import DTYPES
 from shardwise.engine.protocol import World
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import detect_hardware
+from shardwise.hardware.host import multiplies_bf16
 from shardwise.job.schema import Job
 from shardwise.kernels import attention
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.positions import check_length
-from shardwise.models.tokenizer import load_tokenizer, model_vocabulary
+from shardwise.models.tokenizer import load_tokenizer
+from shardwise.models.vocabulary import rows_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.why import does_not_fit
 from shardwise.strategy.auto import resolve
@@ -73,7 +75,7 @@ def get_ready(
         job.model,
         dtype=DTYPES[job.train.precision],
         seed=job.train.seed,
-        vocab_size=model_vocabulary(job.model, tokenizer),
+        vocab_size=rows_for(job.model, len(tokenizer)),
     )
     check_length(built, job.data.sequence_length)
     data = prepare(job, tokenizer, vocab_size=built.config.get_text_config().vocab_size)
@@ -118,7 +120,7 @@ def _plan(job: Job, built: BuiltModel, data: Prepared, processes: int, memory_ca
 
 def _resolve(job: Job, built: BuiltModel, processes: int) -> tuple[Strategy, list[str]]:
     cuda = torch.cuda.is_available()
-    return resolve(
+    strategy, why = resolve(
         job.strategy,
         train=job.train,
         clip_norm=job.optimizer.clip_norm,
@@ -131,6 +133,9 @@ def _resolve(job: Job, built: BuiltModel, processes: int) -> tuple[Strategy, lis
         quantization=job.model.quantization,
         architecture=_architecture(built),
     )
+    if not cuda and job.train.precision == "bf16" and not multiplies_bf16():
+        why = [*why, "this processor has no instructions for bf16: train.precision: fp32 is faster on it"]
+    return strategy, why
 
 
 def _architecture(built: BuiltModel) -> Architecture | None:

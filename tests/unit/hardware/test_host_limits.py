@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.hardware.host import cpu_cores, host_memory_bytes
+from shardwise.hardware.host import cpu_cores, host_memory_bytes, multiplies_bf16
 
 GIB = 2**30
 MEMINFO = "MemTotal:       131896320 kB\nMemFree:        12345 kB\n"
@@ -69,3 +69,16 @@ def test_cores(files: dict[str, str], expected: int, tmp_path: Path, monkeypatch
 
 def test_memory_is_unknown_without_proc(tmp_path: Path) -> None:
     assert host_memory_bytes(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("flags\t\t: fpu avx2 avx512_bf16 amx_tile", True),
+        ("Features\t: fp asimd i8mm bf16 dgh", True),
+        ("flags\t\t: fpu avx2 avx512f", False),
+    ],
+)
+def test_whether_products_in_bf16_have_instructions(line: str, expected: bool, tmp_path: Path) -> None:
+    assert multiplies_bf16(machine(tmp_path, {"proc/cpuinfo": f"processor: 0\n{line}"})) is expected
+    assert not multiplies_bf16(tmp_path / "nowhere")

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shardwise.errors import JobError, MachineError
 from shardwise.job.schema import Model
-from shardwise.models.tokenizer import END, PAD, load_tokenizer, model_vocabulary
+from shardwise.models.tokenizer import END, PAD, load_tokenizer
+from shardwise.models.vocabulary import expected_rows, rows_for
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 20, "naïve café — 東京 🙂 \n\tdone", "the end"]
 
@@ -64,9 +65,18 @@ def test_it_is_learned_once_for_the_same_text_and_size(tmp_path: Path) -> None:
 def test_the_embedding_is_a_multiple_of_64_rows(tmp_path: Path) -> None:
     tokenizer = trained(tmp_path)
     model = Model(source="tiny-llama", weights="random", tokenizer="train")
-    assert model_vocabulary(model, tokenizer) == 320
-    assert model_vocabulary(Model(source="tiny-llama", weights="random"), tokenizer) is None
-    assert model_vocabulary(Model(source="tiny-llama", tokenizer="folder"), tokenizer) is None
+    assert rows_for(model, len(tokenizer)) == 320
+    assert rows_for(Model(source="tiny-llama", weights="random"), len(tokenizer)) is None
+    assert rows_for(Model(source="tiny-llama", tokenizer="folder"), len(tokenizer)) is None
+
+
+def test_rows_are_known_before_the_data_are_read(tmp_path: Path) -> None:
+    learned = Model(source="tiny-llama", weights="random", tokenizer="train", tokenizer_vocab=300)
+    assert expected_rows(learned) == 320
+    save_plain(tmp_path)
+    assert expected_rows(Model(source="tiny-llama", weights="random", tokenizer=str(tmp_path))) == 64
+    assert expected_rows(Model(source="tiny-llama", tokenizer=str(tmp_path))) is None
+    assert expected_rows(Model(source="tiny-llama", weights="random")) is None
 
 
 def save_plain(folder: Path, **tokens: str) -> None:

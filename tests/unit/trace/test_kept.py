@@ -54,6 +54,15 @@ def test_another_question_has_another_key() -> None:
     assert plan_key(JOB.model_copy(update={"name": "other"}), HARDWARE, objective="memory") in keys
 
 
+def test_a_tokenizer_that_has_changed_in_its_folder_is_another_question(tmp_path: Path) -> None:
+    model = JOB.model.model_copy(update={"tokenizer": str(tmp_path)})
+    job = JOB.model_copy(update={"model": model})
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    before = plan_key(job, HARDWARE)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
+    assert plan_key(job, HARDWARE) != before
+
+
 def test_a_damaged_plan_is_made_again(cache: Path) -> None:
     made = make_plan(JOB, HARDWARE)
     (path,) = (cache / "plans").glob("*.json")

@@ -53,6 +53,18 @@ def test_a_plan_is_the_same_on_several_cores(monkeypatch: pytest.MonkeyPatch) ->
     assert gc.isenabled()
 
 
+def test_a_tokenizer_to_be_learned_decides_the_rows_of_random_weights() -> None:
+    """As in training: planned with a catalog's 256k rows, a model of 8000 would need far more memory."""
+    learned = {"tokenizer": "train", "tokenizer_vocab": 8001}
+    job = JOB.model_copy(update={"model": JOB.model.model_copy(update=learned), "strategy": "zero2"})
+    asked = job, parse_hardware("2xRTX4080"), "throughput", None
+    plans = [plan_job._make(*asked), plan_job._make(*asked, vocab_size=300)]
+    rows = (plans[0].job.parameters - plans[1].job.parameters) / 64  # of an embedding that is the head, too
+    assert rows == 8064 - 300
+    assert plans[0].job.assumed == ("a vocabulary of 8064, fewer if the text teaches no more",)
+    assert plans[1].job.assumed == ()
+
+
 def test_few_strategies_start_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(plan_job, "ProcessPoolExecutor", None)  # would fail if it were called

@@ -89,3 +89,14 @@ def test_a_resumed_run_keeps_its_strategy(job: Job, gpus: pytest.MonkeyPatch) ->
 def test_on_cpus_auto_stays_a_rule(job: Job) -> None:
     found = get_ready(job, processes=2)
     assert (found.strategy.name, found.plan) == ("zero2", None)
+
+
+@pytest.mark.parametrize("instructions", [True, False])
+def test_a_processor_that_is_slow_in_bf16_is_told_of(
+    job: Job, instructions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ready, "multiplies_bf16", lambda: instructions)
+    says = "this processor has no instructions for bf16: train.precision: fp32 is faster on it"
+    assert (says in get_ready(job, processes=1).why) is not instructions
+    exact = job.model_copy(update={"train": job.train.model_copy(update={"precision": "fp32"})})
+    assert says not in get_ready(exact, processes=1).why
