@@ -17,7 +17,6 @@ from choices import fastest_table, rehearsal_table
 from predict import (
     MISSED,
     MISSED_MEANS,
-    OLD_RELEASE,
     Summary,
     compare_all,
     hash_alike,
@@ -116,9 +115,7 @@ def missed(comparisons: Sequence[Comparison]) -> str:
     return (
         f"These are not; they count in every number of this page.\n\n"
         f"{table(['row', 'set', 'what', 'difference', 'why'], lines)}\n\n"
-        f"Beyond its bound, too: {'; '.join(means) or 'nothing'}.\n\n"
-        f"Measured before decision 0017 changed how ZeRO-3 gives weights back, and to be measured again: "
-        f"{', '.join(f'`{name}`' for name in OLD_RELEASE)}."
+        f"Beyond its bound, too: {'; '.join(means) or 'nothing'}."
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import subprocess
@@ -13,33 +12,24 @@ from typing import Any
 
 import pytest
 
+import accuracy
 from shardwise.plan.search import MARGIN
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "benchmarks" / "accuracy"
 PERCENT = re.compile(r"[+-]?\d+\.\d+ %")
 Comparisons = list[dict[str, Any]]
 
 
-def _module(name: str) -> ModuleType:
-    """A benchmark's module, which imports its neighbours by their plain names."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
-
-
 @pytest.fixture(scope="module")
 def predict() -> ModuleType:
-    return _module("predict")
+    return accuracy.module("predict")
 
 
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
-    return _module("page")
+    return accuracy.module("page")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +37,7 @@ def comparisons(tmp_path_factory: pytest.TempPathFactory) -> Comparisons:
     """Every row predicted once, about a minute, by the script, which sees to it that strings hash alike."""
     lines = tmp_path_factory.mktemp("ledger") / "comparisons.jsonl"
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "predict.py"), "--out", str(lines)],
+        [sys.executable, str(accuracy.FOLDER / "predict.py"), "--out", str(lines)],
         capture_output=True,
         text=True,
         check=False,
@@ -92,7 +82,7 @@ def test_each_row_is_within_its_bound(
 
 def _means() -> list[Any]:
     """A mean that misses its bound is a failure that every run shows, until it does not."""
-    missed = _module("predict").MISSED_MEANS
+    missed = accuracy.module("predict").MISSED_MEANS
     return [
         pytest.param(
             s, q, marks=pytest.mark.xfail(reason=missed[q][s], strict=True) if s in missed[q] else ()
@@ -127,15 +117,9 @@ def test_the_plans_margin_covers_what_was_predicted_too_low(
     assert min(c["differences"]["needed"] for c in members) >= -MARGIN
 
 
-def test_rows_to_measure_again_are_still_the_old_ones(predict: ModuleType) -> None:
-    rows = predict.measured_rows()
-    again = [name for name in predict.OLD_RELEASE if rows[name]["date"] >= predict.RELEASED_IN_ORDER]
-    assert again == [], "measured again: take them out of OLD_RELEASE"
-
-
 def _chosen(predict: ModuleType, jobs: str) -> list[Any]:
     """The plan's choices for the jobs of that name. Planning them takes a minute, so not in vain."""
-    choices = _module("choices")
+    choices = accuracy.module("choices")
     rows = predict.measured_rows()
     tried = [all(row.id in rows for row in job.rows) for job in getattr(choices, jobs)]
     if not all(tried):

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[3] / "benchmarks" / "accuracy"
+import accuracy
+
 GIB = 1024**3
 
 
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
-    return _module("page")
+    return accuracy.module("page")
 
 
 @pytest.fixture(scope="module")
 def predict() -> ModuleType:
-    return _module("predict")
-
-
-def _module(name: str) -> ModuleType:
-    """A benchmark's module, which imports its neighbours by their plain names."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
+    return accuracy.module("predict")
 
 
 def comparison(name: str, *, fits: bool = True, oom: bool = False) -> dict[str, Any]:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[3] / "benchmarks" / "accuracy"
+import accuracy
+
 GIB = 1024**3
 
 
 @pytest.fixture(scope="module")
 def peers() -> ModuleType:
-    """The module, which imports its neighbours by their plain names."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module("peers")
-    finally:
-        sys.path.remove(str(FOLDER))
+    return accuracy.module("peers")
 
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, dict[str, Any]]:
-    content: dict[str, dict[str, Any]] = json.loads((FOLDER / "results" / "peers.json").read_text())
+    content: dict[str, dict[str, Any]] = json.loads((accuracy.FOLDER / "results" / "peers.json").read_text())
     return content
 
 
