@@ -14,6 +14,7 @@ Anything else that reaches the command line is a bug in shardwise and ends with 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,19 @@ class CheckpointError(ShardwiseError):
 class StoppedError(ShardwiseError):
     exit_code = 75
     title = "stopped"  # nothing is wrong: it was asked for
+
+
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Numbers of an OSError that say the machine does not let a file be written."""
+
+
+def unwritten(error: OSError) -> MachineError:
+    """One of WRITE_ERRORS, as the user is told of it."""
+    return MachineError(
+        f"it cannot be written: {error.strerror}",
+        where=str(error.filename or "stdout"),
+        fix="make room or give permission, or name another place",
+    )
 
 
 def render(error: ShardwiseError) -> str:

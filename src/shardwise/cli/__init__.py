@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import errno
+import io
 import os
 import re
 import sys
@@ -33,12 +33,10 @@ from shardwise.cli import (
     train,
 )
 from shardwise.cli.options import write_no_more
-from shardwise.errors import JobError, MachineError, ShardwiseError, render
+from shardwise.errors import WRITE_ERRORS, JobError, ShardwiseError, render, unwritten
 
 INTERRUPTED = 130
 _QUOTES = "?.)'"
-_MACHINE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-
 # The parent of typer's public BadParameter: every mistake on the command line, in every version of typer.
 _UsageError = typer.BadParameter.__mro__[1]
 
@@ -117,6 +115,9 @@ def run() -> NoReturn:
     After a plan the process ends without Python's own end, which would take down one by one the millions of
     objects that planning made: a second and a half. Everything is written by then, and no process is left.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without an arrow gets a question mark
     code = main()
     if "shardwise.trace.plan_job" in sys.modules and sys.argv[1] == "plan":
         for stream in (sys.stdout, sys.stderr):
@@ -132,12 +133,8 @@ def _known(error: Exception) -> ShardwiseError:
         return error
     if isinstance(error, _UsageError):
         return _usage(error)
-    if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
-        return MachineError(
-            f"it cannot be written: {error.strerror}",
-            where=str(error.filename or "stdout"),
-            fix="make room or give permission, or name another place",
-        )
+    if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
+        return unwritten(error)
     return ShardwiseError(
         f"{type(error).__name__}: {error}",
         fix="this is a bug in shardwise: run again with --debug and report what it shows",

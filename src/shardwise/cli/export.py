@@ -40,7 +40,7 @@ def export(
 
 def _lines(written: Mapping[str, Any], out: Path) -> Iterator[str]:
     what = {"model": "the model", "adapter": "the adapter", "merged": "the model with the adapter merged in"}
-    yield f"wrote {what[written['kind']]}, in {written['dtype']}, to {out}"
+    yield f"wrote {what[written['kind']]} of step {written['step']}, in {written['dtype']}, to {out}"
     if written["kind"] == "merged":
         difference, largest = written["max_logit_difference"], written["max_logit"]
         yield f"  merging moved logits by at most {difference:.2g}; the largest is {largest:.3g}"

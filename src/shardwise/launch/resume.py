@@ -14,7 +14,7 @@ from shardwise.job.differences import differences
 from shardwise.job.load import LoadedJob
 from shardwise.job.schema import Job
 from shardwise.job.source import read_file
-from shardwise.record.read import JOB, is_run_folder, read_run
+from shardwise.record.read import JOB, PLAN, is_run_folder, read_run
 
 DECISIVE = (
     "model",
@@ -52,9 +52,15 @@ def resume_command(run_dir: Path) -> str:
 def job_file(path: Path, *, resume: bool) -> Path:
     """The job file that `train PATH` means: the file itself or, to resume, the run folder's.
 
-    Raises JobError for a run folder that is not to be resumed.
+    Raises JobError for a run folder that is not to be resumed, CheckpointError for one without its files.
     """
     if not is_run_folder(path):
+        if resume and (path / "checkpoints").is_dir():
+            raise CheckpointError(
+                f"the run folder has lost its {PLAN if (path / JOB).is_file() else JOB}",
+                where=str(path),
+                fix="restore it from a copy",
+            )
         return path
     if not resume:
         raise JobError(

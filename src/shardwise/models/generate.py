@@ -53,7 +53,7 @@ def generate(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = _load(model_dir, base, device)
     torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else _GREEDY
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > COLDEST else _GREEDY
     output = model.generate(
         input_ids=ids.to(device),
         attention_mask=torch.ones_like(ids, device=device),
@@ -63,6 +63,9 @@ def generate(
     )
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
+
+COLDEST = 1e-4
+"""Temperature below which sampling is greedy: logits divided by less would leave fp32."""
 
 _GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 """The unset ones would otherwise come from the model's generation config, with a warning."""

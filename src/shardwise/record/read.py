@@ -54,6 +54,10 @@ def read_run(path: Path) -> RunRecord:
     )
 
 
+_NEEDED = {"step": {"step", "loss", "tokens", "seconds"}, "eval": {"step", "loss"}}
+"""What every reader takes of these kinds of events."""
+
+
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events in order. A last line that was cut off by a crash is left out; any other is a JobError."""
     events = []
@@ -65,7 +69,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
                 event = json.loads(line)
             except ValueError:
                 event = None
-            if not isinstance(event, dict):
+            if not isinstance(event, dict) or not _NEEDED.get(str(event.get("kind")), set()) <= event.keys():
                 raise JobError(
                     "this line is not an event",
                     where=f"{path}:{number}",

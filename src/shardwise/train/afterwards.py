@@ -3,30 +3,58 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from shardwise.errors import JobError
+from shardwise.errors import JobError, MachineError
 from shardwise.job.schema import Job
 from shardwise.models.export import export
 from shardwise.models.generate import generate
 from shardwise.record.read import read_run
-from shardwise.train.checkpoint.store import newest_valid
+from shardwise.train.checkpoint.store import Checkpoint, newest_valid
 
 
 def export_run(run_dir: str | Path, out: str | Path, *, merge: bool = False) -> dict[str, Any]:
-    """Writes the newest checkpoint's weights as Hugging Face safetensors into the new folder `out`.
+    """Writes the newest sound checkpoint's weights as Hugging Face safetensors into the new folder `out`.
 
     LoRA gives the adapter, or with `merge` the whole model; the merged logits are compared with the
-    unmerged ones. Returns what was written, with the largest logit difference where merged.
+    unmerged ones. Returns what was written and of which step, with the largest logit difference where
+    merged. Newer checkpoints that are damaged are warned of.
     """
-    job, weights = _weights(run_dir)
+    job, checkpoint = _newest(run_dir)
     out = Path(out)
     if out.exists() and any(out.iterdir()):
         raise JobError(f"{out} exists and is not empty", where="--out", fix="name a new folder")
-    return export(weights, out, merge=merge, base=job.model)
+    with _whole(out) as partial:
+        written = export(checkpoint.path / "model", partial, merge=merge, base=job.model)
+    return {**written, "out": str(out), "step": checkpoint.step}
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name when all of it is there."""
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        partial.replace(out)
+    except (OSError, SafetensorError) as error:
+        # shutil.Error is an OSError with a list of what went wrong: from, to, why
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else getattr(error, "strerror", None)
+        raise MachineError(
+            f"it cannot be written: {why or error}",
+            where=f"--out {out}",
+            fix="make room or give permission, or name another place",
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def generate_run(
@@ -37,10 +65,10 @@ def generate_run(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> str:
-    """Text that the run's newest checkpoint answers to `prompt`; greedy at temperature 0."""
-    job, weights = _weights(run_dir)
+    """Text that the run's newest sound checkpoint answers to `prompt`; greedy at temperature 0."""
+    job, checkpoint = _newest(run_dir)
     return generate(
-        weights,
+        checkpoint.path / "model",
         base=job.model,
         prompt=prompt,
         max_new_tokens=max_new_tokens,
@@ -50,7 +78,8 @@ def generate_run(
     )
 
 
-def _weights(run_dir: str | Path) -> tuple[Job, Path]:
+def _newest(run_dir: str | Path) -> tuple[Job, Checkpoint]:
+    """The run's job and the checkpoint that is used; says on stderr which newer ones are damaged."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, imported by transformers, would warn
     record = read_run(Path(run_dir))
@@ -59,4 +88,5 @@ def _weights(run_dir: str | Path) -> tuple[Job, Path]:
         raise JobError(
             "the run has no checkpoint yet", where=str(run_dir), fix="let `shardwise train` save one"
         )
-    return Job.model_validate(record.job), checkpoint.path / "model"
+    checkpoint.tell_damaged()
+    return Job.model_validate(record.job), checkpoint

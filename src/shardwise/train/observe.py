@@ -75,7 +75,9 @@ class Recorder:
     def __enter__(self) -> Recorder:
         self._display.__enter__()
         if self._step:
-            self._display.say(f"going on after step {self._step} of {self._total_steps}")
+            over = self._step >= self._total_steps
+            said = "nothing is left to train after" if over else "going on after"
+            self._display.say(f"{said} step {self._step} of {self._total_steps}")
         return self
 
     def __exit__(

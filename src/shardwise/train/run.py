@@ -19,7 +19,7 @@ import yaml
 from shardwise.engine.build import build_engine
 from shardwise.engine.loss import CausalLMLoss
 from shardwise.engine.protocol import Engine, World
-from shardwise.errors import DoesNotFitError, StoppedError
+from shardwise.errors import CheckpointError, DoesNotFitError, StoppedError
 from shardwise.job.schema import Job
 from shardwise.kernels.fused import apply_fused_kernels
 from shardwise.launch.resume import resume_command
@@ -158,7 +158,14 @@ def resumed_strategy(spec: LaunchSpec) -> Strategy | None:
         return None
     record = read_run(Path(spec.run_dir))
     then, now = Job.model_validate(record.job), Job.model_validate(spec.job)
-    strategy = Strategy.from_json(record.plan["chosen"]["strategy"])
+    try:
+        strategy = Strategy.from_json(record.plan["chosen"]["strategy"])
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            "it does not say the strategy that the run was last run with",
+            where=f"{spec.run_dir}/plan.json",
+            fix="restore it from a copy",
+        ) from None
     if strategy.world_size != spec.processes or now.strategy != then.strategy:
         return None
     if now.train.micro_batch not in (None, then.train.micro_batch):

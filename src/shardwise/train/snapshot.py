@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,8 +63,7 @@ class Snapshots:
                 fix="start without --resume, under another name",
             )
         if self.engine.world.rank == 0:
-            for problem in found.damaged:
-                print(f"warning: passed over {problem.where}: {problem.what}", file=sys.stderr)
+            found.tell_damaged()
         check_origin(found.manifest, self.origin, where=str(found.path))
         state = load_state(found.path)
         self.engine.load(found.path / "engine")

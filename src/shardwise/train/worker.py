@@ -9,7 +9,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from shardwise.errors import MachineError, ShardwiseError, render
+from shardwise.errors import WRITE_ERRORS, MachineError, ShardwiseError, render, unwritten
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,6 +59,8 @@ def _translate(error: Exception) -> ShardwiseError | None:
             where=f"rank {os.environ.get('RANK', '0')}",
             fix="run again with NCCL_DEBUG=INFO to see which link failed",
         )
+    if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
+        return unwritten(error)
     return None
 
 

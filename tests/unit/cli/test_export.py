@@ -18,6 +18,7 @@ MERGED = {
     "out": "mine",
     "max_logit_difference": 0.0625,
     "max_logit": 14.25,
+    "step": 300,
 }
 
 
@@ -34,7 +35,7 @@ def test_a_person_is_told_one_thing(exported: dict[str, Any], capsys: pytest.Cap
     assert main(["export", "runs/run", "--merge", "--out", "mine"]) == 0
     told = capsys.readouterr()
     assert told.out.splitlines() == [
-        "wrote the model with the adapter merged in, in bfloat16, to mine",
+        "wrote the model with the adapter merged in of step 300, in bfloat16, to mine",
         "  merging moved logits by at most 0.062; the largest is 14.2",
         "  load it with AutoModelForCausalLM.from_pretrained; `shardwise generate` takes the run",
     ]

@@ -246,15 +246,27 @@ def test_stdout_is_for_the_result_not_for_what_libraries_print(
 ) -> None:
     def act(*_: object, **__: object) -> Any:
         os.write(1, b"a library speaks\n")
-        return {"kind": "model", "dtype": "float32"} if verb == "export" else "result"
+        return {"kind": "model", "dtype": "float32", "step": 3} if verb == "export" else "result"
 
     afterwards = types.SimpleNamespace(export_run=act, generate_run=act)
     monkeypatch.setitem(sys.modules, "shardwise.train.afterwards", afterwards)
     assert main([verb, "runs/run", *(["--prompt", "a"] if verb == "generate" else [])]) == 0
     out, err = capfd.readouterr()
-    told = "wrote the model, in float32, to runs/run/export\n"
+    told = "wrote the model of step 3, in float32, to runs/run/export\n"
     assert out.startswith(told) if verb == "export" else out == "result\n"
     assert "a library speaks" in err
+
+
+def test_a_terminal_without_a_sign_gets_another_one() -> None:
+    code = "from shardwise import cli; cli.main = lambda: print('a \N{RIGHTWARDS ARROW} b') or 0; cli.run()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a ? b\n", "")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(job_file: Path) -> None:

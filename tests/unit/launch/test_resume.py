@@ -42,6 +42,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.parametrize("lost", ["plan.json", "job.yaml"])
+def test_a_run_folder_that_has_lost_a_file_says_which(
+    run: Path, lost: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints").mkdir(exist_ok=True)
+    (run / lost).unlink()
+    assert main(["train", str(run), "--resume"]) == 5
+    assert f"the run folder has lost its {lost}" in capsys.readouterr().err
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSpec]:
     specs: list[LaunchSpec] = []

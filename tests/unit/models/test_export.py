@@ -19,7 +19,8 @@ from shardwise.job.schema import Lora, Model
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.export import export, save_weights
 from shardwise.models.generate import generate
-from shardwise.models.tokenizer import load_tokenizer, model_vocabulary
+from shardwise.models.tokenizer import load_tokenizer
+from shardwise.models.vocabulary import rows_for
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(40).view(2, 20) * 2 + 3
@@ -89,7 +90,7 @@ def test_a_pretrained_model_is_saved_with_its_special_tokens(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     model = Model(source="gpt2", weights="random", tokenizer="train", config={"n_layer": 1, "n_embd": 24})
-    built = make_trained(model, vocab_size=model_vocabulary(model, tokenizer))
+    built = make_trained(model, vocab_size=rows_for(model, len(tokenizer)))
     save_weights(built, weights(built), tmp_path / "model", tokenizer)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded.config.vocab_size == 320
@@ -273,7 +274,9 @@ def test_generate_continues_as_the_trained_weights_say(
             ids = torch.cat([ids, best], dim=1)
             if best.item() in (2, tokenizer.eos_token_id):
                 break
-    assert speak(tmp_path / "model", model) == tokenizer.decode(ids[0, start:], skip_special_tokens=True)
+    said = tokenizer.decode(ids[0, start:], skip_special_tokens=True)
+    assert speak(tmp_path / "model", model) == said
+    assert speak(tmp_path / "model", model, temperature=1e-320) == said, "logits cannot be divided by it"
 
 
 def test_sampling_depends_on_its_seed(

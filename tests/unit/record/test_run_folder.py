@@ -143,6 +143,9 @@ def test_each_event_is_one_line_at_once_with_kind_and_time(
     assert "not_finite" not in event
     writer.write(SaveEvent(step=1, seconds=0.1))
     assert [event["kind"] for event in read_events(path)] == ["step", "save"]
+    path.write_text(path.read_text() + '{"kind": "step"}\n')
+    with pytest.raises(JobError, match="not an event"):
+        read_events(path)
 
 
 def test_numbers_that_are_not_finite_stay_readable_json(tmp_path: Path) -> None:

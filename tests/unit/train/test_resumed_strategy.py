@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shardwise.errors import CheckpointError
 from shardwise.job.schema import Job
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.manifest import Manifest, Origin
@@ -91,3 +92,10 @@ def test_checkpoints_that_name_their_micro_batch_are_read_with_another() -> None
 
     saved = Manifest(step=1, origin=origin({"seed": 1, "micro_batch": 4}), files={})
     check_origin(saved, origin({"seed": 1}), where="x")
+
+
+@pytest.mark.parametrize("plan", ["{}", '{"chosen": null}', '{"chosen": {"strategy": {"stage": 2}}}'])
+def test_a_plan_without_a_strategy_is_a_damaged_run(run: Path, kind: str, plan: str) -> None:
+    (run / "plan.json").write_text(plan)
+    with pytest.raises(CheckpointError, match="does not say the strategy"):
+        resumed_strategy(LaunchSpec(job=values(kind), run_dir=str(run), processes=2, resume=True))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,7 +48,13 @@ ANSWER_SECONDS = 60.0
 
 _TEMPORARY = ".tmp-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "file write failed")
+_FULL_TEXTS = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "File too large",
+    "file write failed",
+    "inline_container.cc",  # torch's archive, when less was written than it gave
+)
 
 
 def alone(value: object) -> list[Any]:
@@ -64,6 +71,11 @@ class Checkpoint:
     manifest: Manifest
     damaged: tuple[Problem, ...] = ()
     """Newer ones that were passed over, and why."""
+
+    def tell_damaged(self) -> None:
+        """Warns on stderr of what was passed over."""
+        for problem in self.damaged:
+            print(f"warning: passed over {problem.where}: {problem.what}", file=sys.stderr)
 
 
 class CheckpointStore:
