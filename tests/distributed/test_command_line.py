@@ -82,7 +82,7 @@ def test_sigterm_saves_and_resume_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_run_is_complete_and_can_be_used(tmp_path: Path) -> None:
-    write_job(tmp_path, train__steps=8)
+    write_job(tmp_path, train__steps=8, train__save_every=4)
     changes = ["strategy=zero2-offload", "tracking=[tensorboard]"]
     arguments = ["train", "job.yaml", "--processes", "1", "--set", changes[0], "--set", changes[1]]
     code, _, err = finish(shardwise(*arguments, cwd=tmp_path))
@@ -105,13 +105,23 @@ def test_a_run_is_complete_and_can_be_used(tmp_path: Path) -> None:
 
     code, out, err = forked_shardwise("export", "runs/run", "--out", "exported", "--json", cwd=tmp_path)
     assert code == 0, err
-    assert json.loads(out) == {"kind": "model", "dtype": "float32", "out": "exported"}
+    assert json.loads(out) == {"kind": "model", "dtype": "float32", "out": "exported", "step": 8}
     asked = ("--prompt", "What?", "--max-new-tokens", "8")
     code, out, err = forked_shardwise("generate", "runs/run", *asked, cwd=tmp_path)
     assert code == 0, err
     code, out, err = finish(shardwise("report", "runs/run", "--json", cwd=tmp_path))
     assert code == 0, err
     assert [run["steps"] for run in json.loads(out)["runs"]] == [8]
+
+    newest = run_dir / "checkpoints" / "step-000008"
+    (newest / "model" / "config.json").write_text("{}")  # nobody takes the older one unawares
+    code, out, err = forked_shardwise("export", "runs/run", "--out", "older", cwd=tmp_path)
+    assert code == 0, err
+    assert "wrote the model of step 4, in float32, to older" in out
+    assert f"warning: passed over {newest.relative_to(tmp_path)}: model/config.json" in err
+    code, _, err = forked_shardwise("generate", "runs/run", *asked, cwd=tmp_path)
+    assert code == 0, err
+    assert "warning: passed over" in err
 
 
 def test_bad_data_leaves_no_run_folder(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def emitted(strategy: str, target: str, **train: Any) -> None:
         "name": "tiny",
         "model": {"source": "model", "weights": "random", "tokenizer": "train", "tokenizer_vocab": 300},
         "data": {"train": "text.txt", "sequence_length": ROW},
-        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
+        "optimizer": {"learning_rate": 1e-2, "schedule": "cosine"},
         "train": {"global_batch": 8, "micro_batch": 2, "steps": 6, **train},
         "strategy": strategy,
     }

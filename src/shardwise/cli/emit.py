@@ -35,8 +35,9 @@ def emit(
     from shardwise.strategy.emit.files import emit as files_for
 
     plan = _plan(_text(source))
-    if plan is not None and changes:
-        raise JobError("a plan is not changed", where="--set", fix="name the job that it was made of")
+    for flag, value in {"--set": changes, "--gpus": gpus}.items():
+        if plan is not None and value:
+            raise JobError("a plan is not changed", where=flag, fix="name the job that it was made of")
     request = _of_job(source, changes, gpus, out) if plan is None else _of_plan(source, plan, out)
     emitted = files_for(to, request)
     taken = [name for name in emitted.files if (out / name).exists()]
@@ -75,9 +76,12 @@ def _plan(text: str) -> dict[str, Any] | None:
 
 def _of_plan(source: Path, plan: dict[str, Any], out: Path) -> Request:
     """The choice of a plan that `plan --out` wrote."""
+    from shardwise.plan.plan import SCHEMA
     from shardwise.strategy.emit.request import Request
 
     try:
+        if plan["schema"] != SCHEMA:
+            raise ValueError(plan["schema"])
         request = Request.of_plan(plan, out.resolve().as_posix())
     except (ValueError, KeyError, TypeError, OverflowError):
         raise JobError(

@@ -137,6 +137,17 @@ def vocabulary_of_given_tokenizer(job: Job, given: Given) -> Finding | None:
     )
 
 
+def vocabulary_twice(job: Job, given: Given) -> Finding | None:
+    """Random weights have as many rows as their tokenizer has tokens."""
+    if job.model.tokenizer is None or "vocab_size" not in job.model.config:
+        return None
+    return Finding(
+        keys=("model.config.vocab_size", "model.tokenizer"),
+        what="model.config.vocab_size has no effect: the tokenizer's size decides",
+        fix="remove it; of a tokenizer to train model.tokenizer_vocab is the size",
+    )
+
+
 def remote_code_without_commit(job: Job, given: Given) -> Finding | None:
     """A branch or tag can change under the user's feet: code is run at a commit that was read."""
     revision = job.model.revision or ""
@@ -216,6 +227,7 @@ CHECKS: tuple[Check, ...] = (
     config_of_pretrained,
     tokenizer_for_pretrained,
     vocabulary_of_given_tokenizer,
+    vocabulary_twice,
     remote_code_without_commit,
     revision_of_folder,
     eval_twice,

@@ -95,7 +95,7 @@ def _in_words(schema: Schema) -> str:
 
 def _bounds(schema: Schema) -> str:
     bounds = [
-        f"{word} {schema[name]:g}"
+        f"{word} {schema[name]:.12g}"
         for name, word in (
             ("minimum", "of at least"),
             ("exclusiveMinimum", "above"),

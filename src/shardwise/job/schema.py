@@ -63,7 +63,7 @@ class Model(Section):
     """Changes to the Hugging Face config, e.g. {num_hidden_layers: 4}; only with `weights: random`."""
     tokenizer: Text | None = None
     """A hub id or folder; unset means the model's own. `train` learns one from the data."""
-    tokenizer_vocab: Annotated[int, Field(ge=258)] = 32000
+    tokenizer_vocab: Annotated[int, Field(ge=258, le=2**20)] = 32000
     """Vocabulary size (byte-level BPE) when `tokenizer: train`."""
     lora: Lora | None = None
     """Train adapters instead of all weights."""
@@ -88,7 +88,7 @@ class Data(Section):
     """Share of the samples held out for evaluation when `eval` is unset; 0 turns evaluation off."""
     max_samples: Positive | None = None
     """Use only the first so many samples: conversations, or whole documents (a txt file is one), not rows."""
-    sequence_length: Annotated[int, Field(ge=2)] = 1024
+    sequence_length: Annotated[int, Field(ge=2, le=2**24)] = 1024
     """Tokens in a row."""
     packing: bool = True
     """Fill each row with several samples. They never attend to each other."""
@@ -102,6 +102,10 @@ class Data(Section):
     """What happens to a conversation longer than a row. Plain text is cut into rows instead."""
     skip_bad: bool = False
     """Leave out samples that cannot be read, and count them, instead of stopping."""
+
+
+WARMUP_SHARE = 0.03
+"""Of all steps, where `optimizer.warmup_steps` is unset."""
 
 
 class Optimizer(Section):
@@ -132,7 +136,7 @@ class Train(Section):
 
     steps: Positive | None = None
     """Optimizer steps. Give this or `epochs`."""
-    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    epochs: Annotated[float, Field(gt=0, le=10_000, allow_inf_nan=False)] | None = None
     """Passes over the data. Give this or `steps`; neither means one epoch."""
     global_batch: Positive = 16
     """Rows per optimizer step, over all GPUs. It never changes with the number of GPUs."""
@@ -171,7 +175,7 @@ class StrategySpec(Section):
     """Folder on a local NVMe disk for offloading."""
     reshard: bool = True
     """FSDP2 and ZeRO-3: free gathered parameters after forward. False is faster and needs more memory."""
-    tensor_parallel: Positive = 1
+    tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     """Size of DeepSpeed's AutoTP groups."""
 
 

@@ -133,7 +133,7 @@ def _timeline(memory: Memory) -> Iterator[Line]:
     peak = max((line.allocated_bytes for line in lines), default=0)
     for line in lines:
         yield Line(
-            name=line.where,
+            name="before the first step" if line.where == "model" else line.where,  # no optimizer states yet
             share=line.allocated_bytes / memory.capacity_bytes,
             text=gib(line.allocated_bytes),
             remark="◀ most" if line.allocated_bytes == peak else "",

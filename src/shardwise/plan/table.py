@@ -39,8 +39,9 @@ def show(plan: Plan, *, console: Console | None = None, everything: bool = False
     console.print(Padding(legend(), (1, 0, 0, 2), expand=False))
     for line in _refused(plan) if everything else _left_out(plan, len(plan.options) - len(shown)):
         console.print(Padding(line, (0, 0, 0, 2), expand=False))
-    if any(_fit(option, plan).plain == "host?" for option in shown):
-        line = Text("host?: fits if each host has the memory; `--gpus ...+128GiB` says so")
+    marks = {_fit(option, plan).plain for option in shown} & {"host?", "tight?"}
+    if marks:
+        line = Text(f"{', '.join(sorted(marks))}: if each host has the memory; `--gpus ...+128GiB` says so")
         console.print(Padding(line, (0, 0, 0, 2), expand=False))
     if plan.chosen is not None:
         console.print()
@@ -150,11 +151,11 @@ def _row(option: Option, plan: Plan, width: int, unit_seconds: float) -> list[Te
 
 
 def _fit(option: Option, plan: Plan) -> Text:
-    """Whether it fits; `host?` where that hangs on a host's memory that nobody said."""
+    """Whether it fits; with a question mark where that hangs on a host's memory that nobody said."""
     if option.fit == "no" and option.prediction.memory.fits:
         return Text("no host", style=_STYLES["no"])
     if option.fit != "no" and needs_of_host(option, plan.hardware, plan.margin) is not None:
-        return Text("host?", style=_STYLES["tight"])
+        return Text("tight?" if option.fit == "tight" else "host?", style=_STYLES["tight"])
     return Text(option.fit, style=_STYLES[option.fit])
 
 

@@ -198,21 +198,26 @@ def _step(chosen: Option, hardware: Hardware) -> str:
     """What the step is made of, the largest waits by name."""
     time = chosen.prediction.time
     parts = [f"computing takes {_share(time.compute_seconds, time)} of it"]
-    if time.optimizer_seconds >= WORTH_TELLING * time.step_seconds:
-        parts.append(f"the optimizer {_share(time.optimizer_seconds, time)}")
     for link, seconds in _waits(chosen.strategy, time, hardware).items():
         if seconds >= WORTH_TELLING * time.step_seconds:
             parts.append(f"waiting for communication over {link} {_share(seconds, time)}")
-    if time.copy_seconds >= WORTH_TELLING * time.step_seconds:
-        parts.append(f"copies to and from the host, partly meanwhile, {_share(time.copy_seconds, time)}")
     if at_power_limit(chosen, hardware):
         rest = time.step_seconds - time.compute_seconds - time.exposed_communication_seconds
         limit = f"the power limit of {hardware.gpu.power_watts:.0f} W"
         if rest >= WORTH_TELLING * time.step_seconds:
             parts.append(f"a lower clock at {limit}, and short waits, {_share(rest, time)}")
-    if time.launch_seconds >= time.compute_seconds:
-        parts.append(f"issuing its kernels takes the host {_share(time.launch_seconds, time)}")
-    return f"a step takes {duration(time.step_seconds)}: {', '.join(parts)}"
+    within = {
+        "the optimizer": time.optimizer_seconds,
+        "copies to and from the host": time.copy_seconds,
+        "the host issuing kernels": time.launch_seconds if time.launch_seconds >= time.compute_seconds else 0,
+    }
+    told = [
+        f"{name} {_share(seconds, time)}"
+        for name, seconds in within.items()
+        if seconds >= WORTH_TELLING * time.step_seconds
+    ]
+    overlapping = f"; among it, or meanwhile, {', '.join(told)}" if told else ""
+    return f"a step takes {duration(time.step_seconds)}: {', '.join(parts)}{overlapping}"
 
 
 def at_power_limit(option: Option, hardware: Hardware) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from shardwise.job.schema import Optimizer
+from shardwise.job.schema import WARMUP_SHARE, Optimizer
 
 
 def warmup_steps(optimizer: Optimizer, steps: int) -> int:
     """Steps of linear warm-up: as asked, or 3 % of all steps."""
     if optimizer.warmup_steps is not None:
         return optimizer.warmup_steps
-    return round(0.03 * steps)
+    return round(WARMUP_SHARE * steps)
 
 
 def learning_rate(optimizer: Optimizer, *, step: int, steps: int) -> float:

@@ -297,6 +297,7 @@ def test_what_a_launcher_cannot_do_is_refused() -> None:
 
 
 PLAN: dict[str, Any] = {
+    "schema": 1,
     "chosen": {
         "strategy": request("zero2").strategy.to_json(),
         "prediction": {
@@ -328,8 +329,11 @@ def test_a_plan_is_enough(
     assert config["zero_optimization"]["reduce_bucket_size"] == 500_000_000
     assert main(["emit", "plan.json", "--to", "deepspeed", "--out", "files"]) == 2
     assert "files/deepspeed.json exists already" in capsys.readouterr().err
-    assert main(["emit", "plan.json", "--out", "more", "--set", "train.steps=3"]) == 2
-    assert "a plan is not changed" in capsys.readouterr().err
+    for flag, value in {"--set": "train.steps=3", "--gpus": "8xH100"}.items():
+        assert main(["emit", "plan.json", "--out", "more", flag, value]) == 2
+        error = capsys.readouterr().err
+        assert "a plan is not changed" in error
+        assert f"at:  {flag}" in error
 
 
 @pytest.mark.parametrize(
@@ -338,6 +342,7 @@ def test_a_plan_is_enough(
         ({"chosen": None}, "nothing fits in this plan"),
         ({"job": {"name": "a; rm -rf ~", "trainable_parameters": 1}}, "no plan of this version"),
         ({"hardware": {}}, "no plan of this version"),
+        ({"schema": 99}, "no plan of this version"),
         ({"hardware": {"nodes": 1e999, "gpus_per_node": 4}}, "no plan of this version"),
         ({"hardware": {"nodes": 0, "gpus_per_node": 4}}, "no plan of this version"),
         ({"chosen": {**PLAN["chosen"], "prediction": {}}}, "no plan of this version"),

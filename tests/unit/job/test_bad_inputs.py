@@ -109,7 +109,19 @@ CASES = [
     Case("list-item", with_("tracking: [tensorbord]"), ["expected a list of tensorboard, wandb"]),
     Case("no-targets", model("lora: {targets: []}"), ["`model.lora.targets` is []"]),
     Case("one-token-rows", data("sequence_length: 1"), ["at least 2"]),
+    Case("endless-rows", data("sequence_length: 1000000000000"), ["at most 16777216"]),
+    Case("endless-tokenizer", model("tokenizer_vocab: 1000000000"), ["at most 1048576"]),
+    Case(
+        "endless-groups",
+        with_("strategy: {engine: deepspeed, stage: 1, tensor_parallel: 1000000000}"),
+        ["at most 1024"],
+    ),
     # contradictions
+    Case(
+        "two-vocabularies",
+        model("weights: random\n  tokenizer: train\n  config: {vocab_size: 1000}"),
+        ["model.config.vocab_size has no effect"],
+    ),
     Case("steps-and-epochs", with_("  epochs: 1"), ["job.yaml:7: train.steps, job.yaml:8: train.epochs"]),
     Case("warmup-too-long", with_("optimizer: {warmup_steps: 10}"), ["does not end within 10 steps"]),
     Case("constant-final", with_("optimizer: {schedule: constant, final_fraction: 0.5}"), ["no meaning"]),

@@ -26,7 +26,7 @@ toy-1.3b · 1.3B parameters, all trained, bf16
 
   █ weights  ▓ gradients, optimizer  ▒ activations, loss  ░ rest  │ limit
   --all shows 22 more, 20 not simulated because smaller ones fail
-  host?: fits if each host has the memory; `--gpus ...+128GiB` says so
+  host?: if each host has the memory; `--gpus ...+128GiB` says so
 
 ▶ zero2 with micro-batch 8, accumulation 2, checkpointing every block
 · the fastest of the 17 that fit: 1.07x the tokens/s of zero3-offload-optimizer,
@@ -152,8 +152,11 @@ def test_what_hangs_on_the_hosts_memory_is_told_until_it_is_known(toy) -> None:
     unknown = toy.plan("4xRTX4080", "zero3-offload")
     text = shown(unknown, 80)
     assert " fits " not in "\n".join(line for line in text.splitlines() if "zero3" in line)
-    assert "host?: fits if each host has the memory; `--gpus ...+128GiB` says so" in text
+    assert "host?: if each host has the memory; `--gpus ...+128GiB` says so" in text
     assert "it fits if the host has 20.4 GiB" in " ".join(text.split()), "19.4 GiB and the margin of 5%"
+    tight = shown(replace(unknown, chosen=replace(unknown.chosen, fit="tight")), 80)
+    assert "tight?" in next(line for line in tight.splitlines() if line.startswith("▶ zero3-offload"))
+    assert "tight?: if each host has the memory" in tight
     toy.host_memory_bytes = 32 << 30
     known = shown(toy.plan("4xRTX4080", "zero3-offload"), 80)
     assert "host?" not in known

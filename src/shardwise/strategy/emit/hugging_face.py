@@ -6,6 +6,7 @@ Accelerate refuses a second one.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from shardwise.job import schema
@@ -79,9 +80,27 @@ def trainer_flags(strategy: Strategy, optimizer: schema.Optimizer | None) -> lis
             ("adam_beta1", str(optimizer.beta1)),
             ("adam_beta2", str(optimizer.beta2)),
             ("adam_epsilon", str(optimizer.epsilon)),
-            ("lr_scheduler_type", optimizer.schedule),
+            *_schedule(optimizer),
         ]
     return flags
+
+
+def _schedule(optimizer: schema.Optimizer) -> list[tuple[str, str]]:
+    """The same curve in transformers' names, which go down to nothing unless a further one is taken.
+
+    A `warmup_steps` below 1 is a share of all steps. How many those are is the script's to say.
+    """
+    unset = optimizer.warmup_steps is None
+    warmup = ("warmup_steps", str(schema.WARMUP_SHARE if unset else optimizer.warmup_steps))
+    last = optimizer.final_fraction
+    names: dict[str, tuple[str, dict[str, float]]] = {
+        "constant": ("constant_with_warmup", {}),
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": last}) if last else ("cosine", {}),
+        "linear": ("polynomial", {"lr_end": last * optimizer.learning_rate}) if last else ("linear", {}),
+    }
+    name, options = names[optimizer.schedule]
+    flags = [("lr_scheduler_type", name), warmup]
+    return [*flags, ("lr_scheduler_kwargs", json.dumps(options))] if options else flags
 
 
 def fsdp_settings(strategy: Strategy) -> dict[str, Any]:
