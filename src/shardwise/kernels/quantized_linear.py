@@ -11,6 +11,7 @@ and codes are stored as if they were numbers of the computation's format: what e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -239,7 +240,10 @@ def dequantize_nf4(
         scales, scale, _scale_values(scales.device), SCALE_BLOCK, torch.float32
     )
     whole += mean
-    return kernels.dequantize_4bit(packed, whole, NF4_BLOCK, "nf4", shape, dtype)  # type: ignore[no-any-return]
+    # A block a row: where rows cut blocks, bitsandbytes 0.50 makes wrong weights on AVX-512.
+    values = math.prod(shape)
+    rows = [values // NF4_BLOCK, NF4_BLOCK] if values % NF4_BLOCK == 0 else [1, values]
+    return kernels.dequantize_4bit(packed, whole, NF4_BLOCK, "nf4", rows, dtype).view(shape)  # type: ignore[no-any-return]
 
 
 @dequantize_int8.register_fake
