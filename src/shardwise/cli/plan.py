@@ -17,6 +17,7 @@ from shardwise.errors import JobError, MachineError
 
 if TYPE_CHECKING:
     from shardwise.hardware.hardware import Hardware
+    from shardwise.job.load import LoadedJob
     from shardwise.job.schema import Job
     from shardwise.plan.plan import Objective, Plan
 
@@ -78,14 +79,17 @@ def plan(
     wanted = [*changes, *(f"{key}={value}" for key, value in flags.items() if value is not None)]
     cap = None if memory_cap is None else size_in_bytes(memory_cap, "--memory-cap")
     hardware = hardware_of(gpus)
-    asked, assumed = job_of(job, model, wanted, hardware)
+    loaded, assumed = job_of(job, model, wanted, hardware)
 
     from shardwise.hardware.parse import with_slot
     from shardwise.plan.explain import show_explanation
     from shardwise.plan.table import show
     from shardwise.plan.why import does_not_fit, uses_host
 
-    made = plan_of(asked, hardware, objective=objective, memory_cap_bytes=cap)
+    try:
+        made = plan_of(loaded.job, hardware, objective=objective, memory_cap_bytes=cap)
+    except JobError as error:
+        raise loaded.located(error) from None
     slot = None if gpus is None else with_slot(gpus, hardware)
     if slot is not None and (hardware.world_size > 1 or (made.chosen is not None and uses_host(made.chosen))):
         assumed = (*assumed, f"--gpus {slot}")
@@ -156,12 +160,12 @@ def hardware_of(gpus: str | None) -> Hardware:
 
 def job_of(
     file: Path | None, model: str | None, changes: list[str], hardware: Hardware
-) -> tuple[Job, tuple[str, ...]]:
+) -> tuple[LoadedJob, tuple[str, ...]]:
     """The job of the file, or of a model's name alone, and what of it nobody said."""
-    from shardwise.job.load import load_job
+    from shardwise.job.load import LoadedJob, load_job
     from shardwise.plan.sketch import sketch
 
     if file is not None:
-        return load_job(file, changes).job, ()
+        return load_job(file, changes), ()
     drawn = sketch(model or "", changes, world_size=hardware.world_size)
-    return drawn.job, drawn.assumed
+    return LoadedJob(job=drawn.job, origins={}), drawn.assumed

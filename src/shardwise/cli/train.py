@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -122,13 +121,7 @@ def check_strategy(loaded: LoadedJob, processes: int, gpus: int) -> None:
             quantization=job.model.quantization,
         )
     except JobError as error:
-        located = [
-            replace(problem, where=", ".join(map(loaded.where, problem.where.split(", "))))
-            for problem in error.problems
-        ]
-        if len(located) == 1:
-            raise JobError(located[0].what, where=located[0].where, fix=located[0].fix) from None
-        raise JobError(error.headline, problems=located) from None
+        raise loaded.located(error) from None
 
 
 def check_run_folder(run_dir: Path, *, resume: bool) -> None:

@@ -62,8 +62,12 @@ class SampleError(Exception):
     """Says in one sentence why a record is not a sample."""
 
 
+class UnknownFormatError(DataError):
+    """A record's fields fit no format."""
+
+
 def detect(record: Record) -> Format:
-    """The format of a record. DataError when its fields fit none, or more than one."""
+    """The format of a record. UnknownFormatError when its fields fit none, DataError when more than one."""
     where, fields = record
     fits: list[Format] = []
     if "instruction" in fields and "output" in fields:
@@ -85,7 +89,7 @@ def detect(record: Record) -> Format:
             where=where,
             fix=f"say which: data.format: {fits[0]}",
         )
-    raise DataError(
+    raise UnknownFormatError(
         f"the samples are of no known format; fields found: {names}", where=where, fix=f"known are {EXPECTED}"
     )
 
@@ -124,13 +128,22 @@ class Reader:
                 self._note("text")
                 yield item
                 continue
-            if format_ is None:
-                format_ = detect(item)
-            self._note(format_)
             try:
+                if format_ is None:
+                    format_ = self._detect(item)
+                self._note(format_)
                 yield convert(item, format_, system=self.data.system)
             except SampleError as error:
                 self.bad.add(item[0], str(error))
+
+    def _detect(self, record: Record) -> Format:
+        """The format that a source begins with; with `skip_bad` what has none is left out as any other."""
+        try:
+            return detect(record)
+        except UnknownFormatError as error:
+            if self.data.skip_bad:
+                raise SampleError(str(error)) from None
+            raise
 
     def _note(self, format_: Format) -> None:
         if format_ not in self.formats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,16 @@ class LoadedJob:
             if origin is not None:
                 return origin.text if origin.kind == "flag" else f"{origin.text}: {dotted(parts[:length])}"
         return key
+
+    def located(self, error: JobError) -> JobError:
+        """An error that names keys, separated by ", ", with the lines they stand on."""
+        found = [
+            replace(problem, where=", ".join(map(self.where, problem.where.split(", "))))
+            for problem in error.problems
+        ]
+        if len(found) > 1:
+            return JobError(error.headline, problems=found)
+        return JobError(found[0].what, where=found[0].where, fix=found[0].fix)
 
 
 @dataclass(frozen=True, kw_only=True)

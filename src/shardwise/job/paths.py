@@ -18,7 +18,7 @@ def is_local(name: str) -> bool:
     """Whether a name of a model or of data means a file or folder of this machine."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         return True
-    return Path(name).suffix in DATA_SUFFIXES or Path(name).exists()
+    return Path(name).suffix.lower() in DATA_SUFFIXES or Path(name).exists()
 
 
 def nearest(path: Path) -> str:
@@ -27,6 +27,8 @@ def nearest(path: Path) -> str:
     It names the folder that a relative path was looked up in.
     """
     lookup = "" if path.is_absolute() else f" (relative paths count from the working directory, {Path.cwd()})"
+    if path.is_symlink():
+        return f"it is a link to {path.readlink()}, which does not exist"
     parent = path.parent
     if parent.is_dir():
         names = sorted(child.name for child in parent.iterdir())
@@ -46,7 +48,9 @@ def missing_data(names: str | list[str] | None) -> Iterator[tuple[str, str]]:
         path = Path(name)
         if not path.exists():
             yield f"{name} does not exist", nearest(path)
-        elif path.is_file() and path.suffix not in DATA_SUFFIXES:
+        elif not path.is_file() and not path.is_dir():
+            yield f"{name} is neither a file nor a folder", "write what it gives to a file, and name that"
+        elif path.is_file() and path.suffix.lower() not in DATA_SUFFIXES:
             kinds = ", ".join(suffix[1:] for suffix in DATA_SUFFIXES)
             yield f"{name} is not a kind of file that can be read", f"convert it to one of {kinds}"
 

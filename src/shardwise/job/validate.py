@@ -110,11 +110,13 @@ def _hint(key: Key, value: Any, allowed: str) -> str:
             return f"write `{name}: {_BOOLEANS[value.lower()]}`"
         words = [str(word) for schema in json_schema.at(key) for word in _words(schema)]
         close = difflib.get_close_matches(value, words, n=1)
-        if close:
+        if close and close[0] != value:
             return f"did you mean {close[0]}?"
         plain = value.replace("_", "").replace(",", "")
-        if "number" in allowed and plain != value and plain.isdigit():
-            return f"write `{name}: {plain}`"
+        if "number" in allowed and plain.isdigit():
+            if len(plain) > 18:  # read as text (source.py)
+                return "a smaller number"
+            return f"write `{name}: {plain}`" + (", without quotes" if plain == value else "")
     elif isinstance(value, int | float) and not isinstance(value, bool):
         if "whole number" in allowed and isinstance(value, float) and value.is_integer():
             return f"write `{name}: {int(value)}`"

@@ -76,7 +76,7 @@ def read(text: str, name: str) -> Document:
         if kind is None:
             raise UnreadableError("it is nothing that check knows", line=1, fix=f"name {WHAT}")
         return replace(document, kind=kind)
-    if is_python(text):
+    if name.endswith(".py") or is_python(text):
         return read_python(text, name)
     if is_command(text):
         return read_shell(text, name)

@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -32,6 +33,18 @@ _CALLS = (
 )
 LORA = "lora_rank"
 """The key under which `LoraConfig(r=...)` is kept."""
+STEPPED = "optimizer.step"
+"""The key under which a call is kept that steps an optimizer beside DeepSpeed's engine: a `Stepped`."""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A call of `optimizer.step()` where `engine` is to step."""
+
+    optimizer: str
+    """What deepspeed.initialize was `given` or, of any name, returned."""
+    engine: str
+    given: bool
 
 
 def is_command(text: str) -> bool:
@@ -53,7 +66,12 @@ def read_python(text: str, name: str) -> Document:
     values: dict[str, Any] = {}
     marks: dict[tuple[str, ...], Mark] = {}
     uses: set[str] = set()
-    for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+    try:
+        program = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise UnreadableError(f"it is no Python: {error}", line=line, fix="mend it") from None
+    for call in (node for node in ast.walk(program) if isinstance(node, ast.Call)):
         called = _called(call.func)
         uses.add(called)
         if called.rpartition(".")[2] not in _CALLS:
@@ -66,6 +84,10 @@ def read_python(text: str, name: str) -> Document:
             if value is not None and key and key not in values:
                 values[key] = value
                 marks[key,] = Mark(line=argument.value.lineno, key=None, value=(0, 0))
+    for stepped, line in _stepped_beside(program):
+        values[STEPPED] = stepped
+        marks[STEPPED,] = Mark(line=line, key=None, value=(0, 0))
+        break
     return Document(
         name=name,
         text=text,
@@ -75,6 +97,26 @@ def read_python(text: str, name: str) -> Document:
         kind="training",
         uses=frozenset(uses),
     )
+
+
+def _stepped_beside(program: ast.Module) -> Iterator[tuple[Stepped, int]]:
+    """Calls that step an optimizer which DeepSpeed's engine has taken over, and their lines."""
+    for made in ast.walk(program):
+        match made:
+            case ast.Assign(targets=[ast.Tuple(elts=[engine, optimizer, *_])], value=ast.Call() as call):
+                pass
+            case _:
+                continue
+        if _called(call.func) != "deepspeed.initialize":
+            continue
+        given = next((ast.unparse(a.value) for a in call.keywords if a.arg == "optimizer"), None)
+        returned = ast.unparse(optimizer)
+        for node in ast.walk(program):
+            match node:
+                case ast.Call(func=ast.Attribute(value=owner, attr="step")):
+                    name = ast.unparse(owner)
+                    if name in (given, returned):
+                        yield Stepped(name, ast.unparse(engine), given=name != returned), node.lineno
 
 
 def _called(function: ast.expr) -> str:

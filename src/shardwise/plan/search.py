@@ -311,7 +311,7 @@ def _check_accumulation(strategies: Sequence[Strategy]) -> None:
 def _all_refused(refused: Sequence[Refused]) -> JobError:
     reasons_by_rule = {one.rule: one for one in reversed(refused)}
     problems = [
-        Problem(what=f"{one.strategy.name}: {one.reason}", where=f"rule {one.rule}")
+        Problem(what=f"{one.strategy.name}: {one.reason}", where=f"{one.where}, rule {one.rule}", fix=one.fix)
         for one in reversed(reasons_by_rule.values())
     ]
     return JobError("no strategy can be used for this job", problems=problems)

@@ -56,7 +56,9 @@ class Refused:
     strategy: Strategy
     rule: str
     reason: str
-    fix: str = ""
+    where: str
+    """The job's keys that say so."""
+    fix: str
 
 
 def candidates(
@@ -101,7 +103,13 @@ def candidates(
         )
         broken = broken_rules(facts)
         refused += [
-            Refused(strategy=facts.strategy, rule=rule.name, reason=problem.what, fix=problem.fix)
+            Refused(
+                strategy=facts.strategy,
+                rule=rule.name,
+                reason=problem.what,
+                where=problem.where,
+                fix=problem.fix,
+            )
             for rule, problem in broken
         ]
         if not broken:
@@ -124,6 +132,7 @@ def predictable(
             strategy=strategy,
             rule="gathered-layers-are-not-simulated",
             reason="its plan gathers the outputs of cut layers, which is not simulated: it trains, unplanned",
+            where="strategy.tensor_parallel",
             fix="train with it as the job names it, or tensor_parallel: 1 for a plan",
         )
         for strategy in reversed(parallel.values())

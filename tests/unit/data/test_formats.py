@@ -167,11 +167,14 @@ def test_bad_samples_are_counted_and_the_first_five_named(json_lines: Any) -> No
     assert render(caught.value).count("data.skip_bad: true") == 1
 
 
-def test_bad_samples_are_left_out_on_request(json_lines: Any) -> None:
-    path = json_lines([{"text": "a"}, {"text": None}, {"text": "b"}])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1)])
+def test_bad_samples_are_left_out_on_request(json_lines: Any, order: tuple[int, ...]) -> None:
+    """Wherever they stand: the first decides the format only if it has one."""
+    samples = [{"text": "a"}, {"text": None}, {"text": "b"}]
+    path = json_lines([samples[number] for number in order])
     reader = Reader(open_sources(path, split="train", key="data.train"), Data(train=path, skip_bad=True))
     assert [sample.text for sample in reader if isinstance(sample, Text)] == ["a", "b"]
-    assert (reader.read, reader.bad.count) == (3, 1)
+    assert (reader.formats, reader.read, reader.bad.count) == (["text"], 3, 1)
 
 
 def test_each_file_has_its_own_format_and_the_number_of_samples_is_limited(json_lines: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,6 +203,25 @@ CASES = [
     Case("nothing-to-resume", GOOD, ["no run to resume"], train("--resume")),
     Case("unknown-preset", GOOD, ["no preset 'loar'", "did you mean lora?"], ("init", "loar")),
     Case("init-overwrites", GOOD, ["job.yaml exists already"], ("init", "lora")),
+    Case("quoted-number", strategy('stage: "2"'), ["job.yaml:10", "write `stage: 2`, without quotes"]),
+    Case("huge-number", with_(f"  epochs: {10**18}"), ["job.yaml:8", "fix: a smaller number"]),
+    Case("dangling-link", GOOD.replace("qa.", "gone."), ["job.yaml:5", "it is a link to nowhere.jsonl"]),
+    Case("pipe", GOOD.replace("qa.", "pipe."), ["job.yaml:5", "pipe.jsonl is neither a file nor a folder"]),
+    Case(
+        "plan-refused",
+        with_("strategy: fsdp2"),
+        ["fsdp2: the 3 rows", "at:  --set train.global_batch=3, rule global-batch-divides", "fix: "],
+        (
+            "plan",
+            "job.yaml",
+            "--gpus",
+            "2xH100",
+            "--set",
+            "model.source=gpt2",
+            "--set",
+            "train.global_batch=3",
+        ),
+    ),
     Case("report-of-nothing", GOOD, ["nowhere"], ("report", "nowhere")),
 ]
 
@@ -224,6 +244,8 @@ def test_bad_input_ends_in_one_block(
     (tmp_path / "empty").mkdir()
     (tmp_path / "qa.jsonl").write_text('{"instruction": "a", "input": "", "output": "b"}\n')
     (tmp_path / "table.csv").write_text("a,b\n")
+    (tmp_path / "gone.jsonl").symlink_to("nowhere.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "runs" / "old").mkdir(parents=True)
     for name in ("job.yaml", "plan.json"):
         (tmp_path / "runs" / "old" / name).write_text("{}\n")

@@ -182,3 +182,30 @@ def test_a_text_that_says_no_means_yes(tmp_path: Path) -> None:
     (one,) = checked(file, "deepspeed").findings
     assert one.what == '`adam_w_mode` is the text "false": Python takes any text for true, this one too'
     assert one.fix == "write false"
+
+
+@pytest.mark.parametrize(
+    ("loop", "severity", "says"),
+    [
+        ("engine, _, _, _ = INIT\nfor x in data:\n  inner.step()", "error", "nothing is trained"),
+        ("engine, inner, _, _ = INIT\nfor x in data:\n  inner.step()", "warning", "goes around the engine"),
+        ("self.e, self.o, *_ = INIT\nfor x in data:\n  self.o.step()", "warning", "goes around the engine"),
+        ("engine, _, _, lr = INIT\nfor x in data:\n  engine.step()\n  lr.step()", None, ""),
+        ("engine = INIT[0]\nfor x in data:\n  inner.step()", None, ""),  # not followed that far
+    ],
+)
+def test_who_steps_in_a_loop_of_deepspeed(tmp_path: Path, loop: str, severity: str | None, says: str) -> None:
+    file = tmp_path / "train.py"
+    made = "deepspeed.initialize(model=m, optimizer=inner, config=c)"
+    file.write_text(f"import deepspeed\n{loop.replace('INIT', made)}\n")
+    found = [one for one in checked(file, None).findings if one.rule == "optimizer-beside-engine"]
+    assert [(one.severity, one.line) for one in found] == ([] if severity is None else [(severity, 4)])
+    assert all(says in one.what for one in found)
+
+
+def test_a_script_that_is_no_python_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("import deepspeed\nfor x in data\n    pass\n")
+    (one,) = checked(file, None).findings
+    assert (one.line, one.severity) == (2, "error")
+    assert "no Python: expected ':'" in one.what

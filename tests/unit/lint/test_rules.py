@@ -61,6 +61,12 @@ LLAMA = ModelFacts(
 MAMBA = ModelFacts(name="mamba", model_type="mamba2")
 MOE = ModelFacts(name="moe", model_type="olmoe", experts=True)
 TRAINER = "from transformers import Trainer, TrainingArguments\n"
+LOOP = """import deepspeed
+engine, outer, _, schedule = deepspeed.initialize(model=model, optimizer=inner, config={{"zero": 2}})
+for batch in data:
+    engine.backward(engine(batch))
+    {}
+"""
 LOAD = "from transformers import AutoModelForCausalLM\nm = AutoModelForCausalLM.from_pretrained('x', {})\n"
 
 
@@ -394,6 +400,7 @@ CASES = (
         TRAINER + "TrainingArguments(per_device_train_batch_size=1, bf16=True)\n",
         also=(DS_3,),
     ),
+    Case("optimizer-beside-engine", LOOP.format("inner.step()"), LOOP.format("engine.step()")),
 )
 
 

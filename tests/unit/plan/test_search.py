@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.errors import JobError, render
+from shardwise.errors import JobError, Problem, render
 from shardwise.plan.plan import Nearest
 from shardwise.plan.search import ALIKE, excess, family, fit, leanest, leanest_that_fits, rank, search
 from shardwise.strategy.space import Refused
@@ -213,7 +213,10 @@ def test_a_change_is_not_looked_for_where_something_fits(toy) -> None:
 
 def test_without_a_strategy_the_rules_are_named_once(toy) -> None:
     strategies = toy.strategies("4xRTX4080", "zero0")[:2]
-    refused = [Refused(strategy=s, rule="a-rule", reason="it cannot be", fix="no") for s in strategies]
+    refused = [
+        Refused(strategy=s, rule="a-rule", reason="it cannot be", where="strategy", fix="no")
+        for s in strategies
+    ]
     with pytest.raises(JobError) as caught:
         search(
             [],
@@ -223,7 +226,8 @@ def test_without_a_strategy_the_rules_are_named_once(toy) -> None:
             trace_for=toy.trace_for,
             simulate=toy.simulate,
         )
-    assert [problem.what for problem in caught.value.problems] == ["zero0: it cannot be"]
+    told = Problem(what="zero0: it cannot be", where="strategy, rule a-rule", fix="no")
+    assert caught.value.problems == (told,)
 
 
 def test_a_step_of_too_many_micro_batches_is_refused_at_once(toy) -> None:

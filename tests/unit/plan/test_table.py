@@ -84,7 +84,7 @@ def test_every_kind_is_shown_and_the_best_fill_the_rest(toy) -> None:
 def test_all_shows_everything_simulated_skipped_and_refused(toy) -> None:
     plan = toy.plan("4xRTX4080", "zero0", "zero2")
     strategy = replace(plan.options[0].strategy, tensor_parallel=2)
-    refused = Refused(strategy=strategy, rule="r", reason="it trains nothing", fix="")
+    refused = Refused(strategy=strategy, rule="r", reason="it trains nothing", where="strategy", fix="")
     text = shown(replace(plan, refused=(refused, refused)), 100, everything=True)
     assert text.count("not simulated") == len(plan.skipped)
     assert "refused: autotp2-zero2: it trains nothing\n" in text

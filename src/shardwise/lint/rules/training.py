@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwise.lint.document import AUTO, Document
-from shardwise.lint.finding import Hit, Rule
+from shardwise.lint.finding import DEEPSPEED, Hit, Rule
 from shardwise.lint.rules.accelerate import DS
 from shardwise.lint.rules.zero import stage_of
+from shardwise.lint.script_text import STEPPED
 from shardwise.lint.setup import Setup
 
 TRANSFORMERS = "transformers>=5"
@@ -163,6 +164,27 @@ def _found_batch_size(document: Document, setup: Setup) -> Iterator[Hit]:
         )
 
 
+def _stepped(document: Document, _: Setup) -> Iterator[Hit]:
+    stepped = document.get(STEPPED)
+    if stepped is None:
+        return
+    if stepped.given:
+        yield Hit(
+            key=(STEPPED,),
+            what=f"`{stepped.optimizer}` is what DeepSpeed was given: under ZeRO its parameters have no "
+            "gradients, and nothing is trained, without an error",
+            fix=f"{stepped.engine}.step(), which steps the optimizer that DeepSpeed made of it",
+        )
+    else:
+        yield Hit(
+            key=(STEPPED,),
+            what=f"`{stepped.optimizer}.step()` goes around the engine: it steps at every micro-batch and no "
+            "learning-rate schedule, or stops where ZeRO-2 accumulates gradients",
+            fix=f"{stepped.engine}.step()",
+            severity="warning",
+        )
+
+
 _DEVICE_MAP = "accelerate/accelerator.py: verify_device_map; transformers: from_pretrained under ZeRO-3"
 
 
@@ -236,5 +258,13 @@ RULES = (
         "ZeRO-3 cannot begin anew with a smaller batch.",
         "transformers/trainer.py: auto_find_batch_size",
         _found_batch_size,
+    ),
+    _rule(
+        "optimizer-beside-engine",
+        "error",
+        "DeepSpeed's engine steps: when an accumulation ends, the optimizer that it made, and the schedule.",
+        "run with 0.19.8 at stages 0, 2 and 3",
+        _stepped,
+        DEEPSPEED,
     ),
 )
