@@ -160,6 +160,11 @@ class Train(Section):
     """Ask torch for deterministic algorithms on the GPU as well (slower)."""
 
 
+BUCKET = 500_000_000
+"""DeepSpeed's default for `reduce_bucket_size` and `allgather_bucket_size`."""
+LEAST_BUCKET, MOST_BUCKET = 1_000_000, 2_000_000_000
+
+
 class StrategySpec(Section):
     """A strategy named explicitly. Where a key is unset, the engine's documented default holds."""
 
@@ -177,6 +182,8 @@ class StrategySpec(Section):
     """FSDP2 and ZeRO-3: free gathered parameters after forward. False is faster and needs more memory."""
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     """Size of DeepSpeed's AutoTP groups."""
+    bucket: Annotated[int, Field(ge=LEAST_BUCKET, le=MOST_BUCKET)] = BUCKET
+    """Elements of gradients that DeepSpeed reduces at once. Smaller ones take less memory."""
 
 
 class Job(Section):

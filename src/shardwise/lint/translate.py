@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.job.schema import LEAST_BUCKET, MOST_BUCKET
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.rules.accelerate import DS, FSDP
 from shardwise.lint.rules.batch import ACCUMULATION, MICRO, TOTAL
@@ -14,10 +15,12 @@ from shardwise.lint.rules.parallel import degree_of
 from shardwise.lint.rules.zero import ZERO, stage_of
 from shardwise.lint.script_text import LORA
 from shardwise.lint.setup import Setup
-from shardwise.strategy.emit.deepspeed import BUCKET, NEVER_RELEASE, PERSIST, PREFETCH
+from shardwise.strategy.emit.deepspeed import NEVER_RELEASE, PERSIST, PREFETCH
 
 FOREVER = 10**12
 """Elements beyond which ZeRO-3's limits release nothing of any model that is trained."""
+DEFAULT_BUCKET = 500_000_000
+"""Of `reduce_bucket_size` and `allgather_bucket_size` (deepspeed/runtime/zero/config.py)."""
 ACCELERATE_STAGE = 2
 """What `auto`, or nothing, means to Accelerate."""
 
@@ -78,6 +81,9 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
         "offload_parameters": place(document, PARAMETERS) if stage == 3 else "none",
         "reshard": not (stage == 3 and min(live, reuse) >= FOREVER),
     }
+    bucket = _bucket(document)
+    if stage:
+        strategy["bucket"] = bucket
     if degree > 1:
         strategy["tensor_parallel"] = degree
     if "nvme" in strategy.values():
@@ -94,7 +100,7 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
             *_script(setup, assumed),
         ),
         assumed=tuple(assumed),
-        left_out=tuple(_left_out(document, stage)),
+        left_out=tuple(_left_out(document, stage, bucket)),
     )
 
 
@@ -113,6 +119,8 @@ def _plugin(document: Document, setup: Setup) -> Translated:
         "offload_optimizer": device("offload_optimizer_device", 1),
         "offload_parameters": device("offload_param_device", 3),
     }
+    if number:
+        strategy["bucket"] = DEFAULT_BUCKET
     if "nvme" in strategy.values():
         strategy["nvme_path"] = "."
     return Translated(
@@ -234,9 +242,17 @@ def _script(setup: Setup, assumed: list[str], *, checkpointing: bool = False) ->
     return changes
 
 
-def _left_out(document: Document, stage: int) -> list[str]:
+def _bucket(document: Document) -> int:
+    """Elements that are reduced at once, as a job may say them."""
+    asked = document.number(ZERO, "reduce_bucket_size")
+    return DEFAULT_BUCKET if asked is None else int(min(max(asked, LEAST_BUCKET), MOST_BUCKET))
+
+
+def _left_out(document: Document, stage: int, bucket: int) -> list[str]:
     """Settings with a value that the simulator does not take."""
-    simulated = {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+    simulated = {"reduce_bucket_size": bucket}
+    if stage < 3:
+        simulated["allgather_bucket_size"] = bucket
     if stage == 3:
         simulated |= {
             "stage3_prefetch_bucket_size": PREFETCH,

@@ -17,7 +17,7 @@ from shardwise.simulate.schedule import (
 from shardwise.simulate.segments import Segment
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.simulate.streams import NEVER, REDUCED, event
-from shardwise.strategy.emit.deepspeed import BUCKET, PERSIST, PREFETCH, RELEASE_AT
+from shardwise.strategy.emit.deepspeed import PERSIST, PREFETCH, RELEASE_AT
 from shardwise.strategy.strategy import Strategy
 
 FP64 = 8
@@ -30,7 +30,7 @@ class _Buckets(Schedule):
         super().__init__(trace, strategy, hardware)
         # its size is set before tensor parallelism cuts the model
         learned = (self.trace.parameters[index].whole_numel for index in self.trace.trainable)
-        self.bucket = min(BUCKET, float(sum(learned)))
+        self.bucket = min(strategy.bucket, float(sum(learned)))
         self.offload = strategy.offload_optimizer != "none"
         self.filled = 0.0  # at the end of a pass nothing is left
         self.part = self.trainable / self.ranks

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.errors import Problem
+from shardwise.job.schema import BUCKET
 from shardwise.strategy.facts import Facts
 from shardwise.units import processes
 
@@ -267,6 +268,15 @@ RULES: tuple[Rule, ...] = (
         where="strategy.reshard",
         fix="leave reshard out, or offload_parameters: none",
         source="arithmetic",
+    ),
+    Rule(
+        name="buckets-are-zeros",
+        broken=lambda f: f.strategy.bucket != BUCKET and not (_deepspeed(f) and f.strategy.stage > 0),
+        reason="bucket means something only where ZeRO reduces gradients",
+        where="strategy.bucket",
+        fix="leave bucket out, or take ZeRO-1, 2 or 3",
+        source="deepspeed/runtime/zero/config.py: reduce_bucket_size",
+        versions=DEEPSPEED,
     ),
     Rule(
         name="tensor-parallel-is-deepspeed",

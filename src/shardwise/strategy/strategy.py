@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from shardwise.job.schema import BUCKET
+
 Engine = Literal["single", "deepspeed", "fsdp2"]
 Place = Literal["none", "cpu", "nvme"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -36,6 +38,8 @@ class Strategy:
     """Recompute the activations of every n-th block; 0: of none, 1: of all."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0.0: no clipping."""
+    bucket: int = BUCKET
+    """Elements that DeepSpeed reduces, and below ZeRO-3 gathers, at once. ZeRO-1 and 2 have two buckets."""
 
     @property
     def world_size(self) -> int:

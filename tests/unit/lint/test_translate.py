@@ -44,6 +44,34 @@ def test_auto_is_what_the_script_and_accelerate_make_of_it() -> None:
     assert (job["model"]["lora"]["rank"], job["data"]["sequence_length"]) == (8, 1024)
     assert asked.assumed == ("stage 2, what `auto` means to Accelerate",)
     assert asked.left_out == ("reduce_bucket_size auto: simulated with 500,000,000",)
+    assert job["strategy"]["bucket"] == 500_000_000
+
+
+@pytest.mark.parametrize(
+    ("zero", "bucket", "left_out"),
+    [
+        ({"stage": 2, "reduce_bucket_size": 5e7, "allgather_bucket_size": 5e7}, 50_000_000, ()),
+        ({"stage": 3, "reduce_bucket_size": 2e8, "allgather_bucket_size": 5e7}, 200_000_000, ()),
+        ({"stage": 1}, 500_000_000, ()),  # DeepSpeed's own default
+        (
+            {"stage": 1, "reduce_bucket_size": 5e7, "allgather_bucket_size": 200_000_000},
+            50_000_000,
+            ("allgather_bucket_size 200000000: simulated with 50,000,000",),
+        ),
+        (
+            {"stage": 1, "reduce_bucket_size": 1000},
+            1_000_000,
+            ("reduce_bucket_size 1000: simulated with 1,000,000",),
+        ),
+    ],
+)
+def test_buckets_are_as_large_as_the_file_says(
+    zero: dict[str, object], bucket: int, left_out: tuple[str, ...]
+) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    job, asked = planned(json.dumps(config))
+    assert job["strategy"]["bucket"] == bucket
+    assert asked.left_out == left_out
 
 
 def test_sizes_follow_from_each_other() -> None:

@@ -102,7 +102,8 @@ def test_the_environment_names_versions_machine_and_command_without_secrets() ->
     assert values["command"] == ["shardwise", "[hidden]"]
     import torch
 
-    assert values["versions"]["torch"] == torch.__version__
+    # a wheel's name may leave out what it was built for
+    assert torch.__version__.startswith(values["versions"]["torch"])
     assert values["python"] == sys.version.split()[0]
     assert values["gpus"] == [{"name": "H200", "memory_bytes": 1 << 37}]
     assert values["host_memory_bytes"] > 1 << 28

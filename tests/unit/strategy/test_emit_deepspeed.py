@@ -44,6 +44,18 @@ def test_it_is_strict_json_that_deepspeed_accepts_whole(parts: dict[str, Any]) -
         assert type(value) is not float, f"{key}: DeepSpeed refuses fractions where it wants integers"
 
 
+@pytest.mark.parametrize(
+    ("stage", "trained", "size"), [(1, None, 50_000_000), (2, 7_000_000, 7_000_000), (3, 10**9, 50_000_000)]
+)
+def test_a_bucket_is_as_large_as_asked_and_as_there_is_to_reduce(
+    stage: int, trained: int | None, size: int
+) -> None:
+    strategy = Strategy(engine="deepspeed", stage=stage, bucket=50_000_000)
+    zero = deepspeed_config(strategy, Optimizer(), trainable_parameters=trained)["zero_optimization"]
+    assert zero["reduce_bucket_size"] == size
+    assert zero.get("allgather_bucket_size") == (size if stage < 3 else None)
+
+
 def test_no_clipping_is_written_as_zero() -> None:
     assert config(stage=2, clip_norm=0.0)["gradient_clipping"] == 0.0
 

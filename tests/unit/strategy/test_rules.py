@@ -52,6 +52,7 @@ BROKEN = {
     "fsdp-offloads-everything-to-the-host": facts(engine="fsdp2", stage=0, offload_optimizer="cpu"),
     "reshard-is-for-sharded-parameters": facts(reshard=False),
     "keeping-parameters-defeats-their-offload": facts(stage=3, reshard=False, offload_parameters="cpu"),
+    "buckets-are-zeros": facts(engine="fsdp2", stage=0, bucket=50_000_000),
     "tensor-parallel-is-deepspeed": facts(engine="fsdp2", stage=0, tensor_parallel=2, data_parallel=2),
     "tensor-parallel-divides-the-processes": facts(tensor_parallel=3, data_parallel=1),
     "tensor-parallel-and-lora": facts(tensor_parallel=2, data_parallel=2, lora=True),

@@ -199,6 +199,7 @@ def test_parts_are_kept_with_what_the_job_fixes() -> None:
         offload_optimizer="nvme",
         offload_parameters="nvme",
         nvme_path="/nvme",
+        bucket=50_000_000,
     )
     train = schema.Train(global_batch=64, micro_batch=4, checkpointing=3, precision="fp16")
     [only], refused = space(spec, train=train, clip_norm=0.5)
@@ -217,6 +218,7 @@ def test_parts_are_kept_with_what_the_job_fixes() -> None:
         "precision": "fp16",
         "checkpoint_every": 3,
         "clip_norm": 0.5,
+        "bucket": 50_000_000,
     }
     assert refused == []
 

@@ -8,7 +8,6 @@ from shardwise.simulate.engines.zero_flat import Flat
 from shardwise.simulate.engines.zero_host import pinned
 from shardwise.simulate.machine import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Block, Machine
 from shardwise.simulate.step_trace import StepTrace
-from shardwise.strategy.emit.deepspeed import BUCKET
 from shardwise.strategy.strategy import Strategy
 
 FP32 = 4
@@ -38,7 +37,8 @@ class Partitioned(Passive):
         self._parallel = strategy.tensor_parallel > 1
         self._accumulation = strategy.accumulation
         # its size is set before tensor parallelism cuts the model
-        self._bucket_numel = min(BUCKET, sum(trace.parameters[i].whole_numel for i in trace.trainable))
+        learned = sum(trace.parameters[index].whole_numel for index in trace.trainable)
+        self._bucket_numel = min(strategy.bucket, learned)
         # data_types.grad_accum_dtype of strategy/emit/deepspeed.py (_use_compact_grad_partition_buffer)
         self._fp32_sum = strategy.stage == 2 and strategy.accumulation > 1 and strategy.precision == "bf16"
         self._last = True

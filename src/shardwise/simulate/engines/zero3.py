@@ -11,7 +11,7 @@ from shardwise.simulate.engines.zero_coordinator import Coordinator
 from shardwise.simulate.engines.zero_host import pinned
 from shardwise.simulate.machine import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Block, Machine
 from shardwise.simulate.step_trace import ALLOC, BACKWARD, FREE, GRADIENT, StepTrace
-from shardwise.strategy.emit.deepspeed import BUCKET, NVME_BUFFER
+from shardwise.strategy.emit.deepspeed import NVME_BUFFER
 from shardwise.strategy.strategy import Strategy
 
 FP32 = 4
@@ -48,7 +48,7 @@ class Zero3(Passive):
         }
         self._output_gradient = _output_gradient_bytes(trace)
         self._groups = self._sub_groups()
-        self._bucket_numel = min(BUCKET, sum(trace.parameters[i].numel for i in trace.trainable))
+        self._bucket_numel = min(strategy.bucket, sum(trace.parameters[i].numel for i in trace.trainable))
         self._bucket: list[int] = []
         self._bucket_used = 0
         self._waiting: dict[int, dict[int, Block]] = {}

@@ -11,9 +11,6 @@ from typing import Any
 from shardwise.job import schema
 from shardwise.strategy.strategy import Strategy
 
-# Elements in a reduce or gather bucket: DeepSpeed's default. In bf16 the two that overlap take 2 GB.
-BUCKET = 500_000_000
-
 # ZeRO-3 gathers ahead by this many elements: a Llama-2-7B block has 2.0e8, and DeepSpeed's 5e7 would
 # gather a block in four pieces, each waited for on its own.
 PREFETCH = 400_000_000
@@ -33,7 +30,7 @@ def deepspeed_config(
     strategy: Strategy,
     optimizer: schema.Optimizer,
     *,
-    trainable_parameters: int = BUCKET,
+    trainable_parameters: int | None = None,
     largest_parameter: int = 0,
 ) -> dict[str, Any]:
     """The dictionary that `deepspeed.initialize` takes, and the run folder's `engine/deepspeed.json`.
@@ -41,6 +38,7 @@ def deepspeed_config(
     `trainable_parameters`: elements that get a gradient; a bucket need not be larger, and is allocated whole.
     `largest_parameter`: elements of the model's largest parameter; matters for NVMe only.
     """
+    bucket = min(strategy.bucket, trainable_parameters or strategy.bucket)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": strategy.micro_batch,
         "gradient_accumulation_steps": strategy.accumulation,
@@ -48,7 +46,7 @@ def deepspeed_config(
         "gradient_clipping": strategy.clip_norm,
         "optimizer": _optimizer(strategy, optimizer),
         **_precision(strategy),
-        "zero_optimization": _zero(strategy, min(BUCKET, trainable_parameters), largest_parameter),
+        "zero_optimization": _zero(strategy, bucket, largest_parameter),
     }
     if strategy.stage >= 2 and strategy.accumulation > 1 and strategy.precision == "bf16":
         # ZeRO-2 and 3 then add micro-batches up in fp32, in the partition, after a reduction in the

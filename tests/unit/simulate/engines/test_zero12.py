@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from shardwise.simulate.allocator import CachingAllocator
-from shardwise.simulate.engines import zero12
 from shardwise.simulate.engines.build import engine_memory
 from shardwise.simulate.engines.protocol import EngineMemory
 from shardwise.simulate.engines.zero12 import Partitioned
@@ -129,16 +128,14 @@ def test_a_rank_that_has_padding_only_steps_on_zeros() -> None:
     assert run.allocated > run.built, "moments of the padding"
 
 
-def test_a_full_bucket_is_reduced_in_the_middle_of_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero12, "BUCKET", 8 * K)
-    run = _run(2)
+def test_a_full_bucket_is_reduced_in_the_middle_of_the_backward_pass() -> None:
+    run = _run(2, bucket=8 * K)
     # The last rank's gradients are the first to come: their copy is there before the pass ends.
     assert run.backward() == run.built + 2 * (2 * 8 * K) + 2 * (NUMEL[1] + NUMEL[2])
 
 
-def test_a_gradient_larger_than_a_bucket_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero12, "BUCKET", 4 * K)
-    run = _run(2)
+def test_a_gradient_larger_than_a_bucket_stays_where_it_is() -> None:
+    run = _run(2, bucket=4 * K)
     assert run.backward() == run.built + 2 * (2 * 4 * K) + 2 * (NUMEL[1] + NUMEL[2]) + 2 * NUMEL[0]
     run.step()
     assert run.allocated == 2 * TOTAL + 12 * PART + STEP_COUNT
@@ -210,14 +207,13 @@ def test_all_weights_are_whole_before_they_are_cut() -> None:
     assert run.machine.allocator.peak_allocated_bytes == drawn > 2 * TOTAL + 2 * first // 2
 
 
-def test_a_bucket_is_as_large_as_the_whole_model_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_is_as_large_as_the_whole_model_asks_for() -> None:
     """DeepSpeed's bucket size is set before the model is cut: two of them, of all elements."""
     run = Run(engine_memory(_cut(), _strategy(1, tensor_parallel=2)))
     run.engine.begin(run.machine, 0, last=True)
     run.engine.gradient(run.machine, 2, run.machine.take(GRADIENTS, 2 * 2 * K))
     assert run.allocated == run.built + 2 * 2 * TOTAL
-    monkeypatch.setattr(zero12, "BUCKET", CUT)
-    smaller = Run(engine_memory(_cut(), _strategy(1, tensor_parallel=2)))
+    smaller = Run(engine_memory(_cut(), _strategy(1, tensor_parallel=2, bucket=CUT)))
     smaller.engine.gradient(smaller.machine, 2, smaller.machine.take(GRADIENTS, 2 * 2 * K))
     assert smaller.allocated == smaller.built + 2 * 2 * CUT
 

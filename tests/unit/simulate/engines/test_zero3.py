@@ -198,6 +198,18 @@ def test_a_bucket_of_several_gradients_is_reduced_in_a_copy() -> None:
     assert run.machine.allocator.peak_allocated_bytes == run.built + 2 * TOTAL + whole
 
 
+def test_a_smaller_bucket_takes_less_before_and_during_a_step() -> None:
+    def peaks(**values: object) -> tuple[int, int]:
+        run = Run(**values)
+        run.forward()
+        run.backward()
+        return run.built, run.machine.allocator.peak_allocated_bytes
+
+    (built, peak), (less, lower) = peaks(), peaks(bucket=BLOCK)
+    assert built - less == 2 * (TOTAL - BLOCK)
+    assert peak - lower > built - less, "nor is there a copy of all gradients"
+
+
 def test_the_optimizer_steps_a_billion_elements_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def peak() -> int:
         run = Run()
