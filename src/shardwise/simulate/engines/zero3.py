@@ -172,7 +172,7 @@ class Zero3(Passive):
 
     def forward(self, machine: Machine, unit: int) -> None:
         if not self._turned:  # no hooks run when a block is computed again
-            self._complete(machine)
+            self._next_unit(machine)
             self._coordinator.fetch(machine, unit)
 
     def forward_end(self, machine: Machine, unit: int) -> None:
@@ -183,7 +183,9 @@ class Zero3(Passive):
         """Frees memory that another stream still uses, which keeps it for a while (record_stream).
 
         How long depends on how far the host is ahead of the GPU. Taken for it is until the next unit begins:
-        recorded runs of full training reserve as much.
+        recorded runs of full training reserve as much. Copies to the host hold the other stream up, by two
+        buckets at most (max_param_reduce_events): then it is until the bucket has been issued, which is the
+        least that was recorded; on four GPUs some ranks keep another bucket's.
         """
         for block in blocks:
             machine.give_later(block)
@@ -194,11 +196,15 @@ class Zero3(Passive):
             machine.give(block)
         self._late.clear()
 
+    def _next_unit(self, machine: Machine) -> None:
+        if not self._offload:
+            self._complete(machine)
+
     def backward(self, machine: Machine, unit: int) -> None:
         self._turned = True
         for running in list(self._running):
             self.backward_end(machine, running)
-        self._complete(machine)
+        self._next_unit(machine)
         self._coordinator.fetch(machine, unit)
         self._running.append(unit)
 
@@ -259,6 +265,8 @@ class Zero3(Passive):
         self._oversized.clear()
         self._bucket.clear()
         self._bucket_used = 0
+        if self._offload:
+            self._complete(machine)
 
     def _to_host(self, machine: Machine, numel: int) -> None:
         """A gradient, summed up, to the host (partition_grads, _offload_grad_partition_at_boundary)."""

@@ -210,6 +210,23 @@ def test_a_smaller_bucket_takes_less_before_and_during_a_step() -> None:
     assert peak - lower > built - less, "nor is there a copy of all gradients"
 
 
+@pytest.mark.parametrize(("place", "kept"), [("none", 0), ("cpu", 2)])
+def test_copies_to_the_host_keep_gradients_until_their_bucket_is_issued(place: str, kept: int) -> None:
+    """When the first block's turn comes, the head's and a block's are on their way, two in a bucket."""
+    run = Run(offload_optimizer=place, bucket=3 * BLOCK)
+    run.forward()
+    before = run.machine.accounts[GRADIENTS]
+    for kind, unit, *_ in run.trace.events:
+        if kind == BACKWARD:
+            run.engine.backward(run.machine, unit)
+            if unit == 0:
+                break
+            run.engine.gradient(run.machine, unit, run._gradient(unit))
+        elif kind == BACKWARD_END:
+            run.engine.backward_end(run.machine, unit)
+    assert run.machine.accounts[GRADIENTS] - before == kept * 2 * BLOCK
+
+
 def test_the_optimizer_steps_a_billion_elements_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def peak() -> int:
         run = Run()
