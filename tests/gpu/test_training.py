@@ -53,12 +53,14 @@ def test_strategies_agree(tmp_path: Path) -> None:
         assert losses(other) == pytest.approx(losses(reference), rel=1e-4)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_mamba_trains_the_same_with_its_optimizer_in_host_memory(tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3, None])
+def test_mamba_trains_the_same_with_its_optimizer_in_host_memory(tmp_path: Path, stage: int | None) -> None:
     """Its fp32 parameters stay on the GPU, with their share of the norm by which both are clipped."""
     runs = []
     for place in ("none", "cpu"):
         strategy = {"engine": "deepspeed", "stage": stage, "offload_optimizer": place}
+        if stage is None:
+            strategy = {"engine": "fsdp2", "offload_parameters": place}
         runs.append(Run(job(tmp_path, place, strategy, **HALF)))
         runs[-1].job["model"] |= {"source": "tiny-mamba", "config": {}}
     kept, offloaded = run_all(runs, processes=GPUS, folder=tmp_path)

@@ -141,7 +141,7 @@ class Renderer:
     def _start(self) -> subprocess.Popen[str]:
         kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ") if name in os.environ}
         process = subprocess.Popen(
-            [sys.executable, "-m", "shardwise.data.render"],
+            [sys.executable, "-P", "-m", "shardwise.data.render"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

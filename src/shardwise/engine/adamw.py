@@ -124,7 +124,11 @@ class AdamW:
         gradients = [p.grad for p in counted if p.grad is not None]
         if not gradients:
             return torch.zeros((), device=self.device)
-        return torch.stack(torch._foreach_norm(gradients)).square().sum().to(self.device)
+        # offloaded shards lie on the host, whole parameters (whole.py) on the GPU
+        places = {gradient.device for gradient in gradients}
+        by_place = [[g for g in gradients if g.device == place] for place in places]
+        norms = [torch.stack(torch._foreach_norm(alike)).square().sum() for alike in by_place]
+        return torch.stack([norm.to(self.device) for norm in norms]).sum()
 
     def apply(self, learning_rate: float, *, divisor: torch.Tensor, skipped: torch.Tensor) -> None:
         """Steps with the gradients over `divisor`, or not at all where `skipped` is 1.0, and drops them."""

@@ -78,7 +78,10 @@ def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def has_stacked_experts(model: nn.Module) -> bool:
     """Whether it holds weights of all experts of a block in one tensor."""
-    return any(parameter.ndim == 3 for parameter in model.parameters())
+    own = (
+        m for m in model.modules() if not isinstance(m, nn.Conv1d)
+    )  # whose weight has three dimensions, too
+    return any(p.ndim == 3 for module in own for p in module.parameters(recurse=False))
 
 
 def taken_for_experts(model: PreTrainedModel) -> set[str]:

@@ -95,6 +95,9 @@ class SafetensorsWeights:
                         found[name] = tensor.to(device, copy=True)
         return found
 
+    def release(self) -> None:
+        """Nothing is kept: files are opened again."""
+
 
 class ConvertedWeights:
     """Weights whose files name or cut the tensors differently than the model does (mixtures of experts, ...).
@@ -115,6 +118,9 @@ class ConvertedWeights:
         if self._state is None:
             self._state = self._load()
         return {name: self._state[name].to(device, copy=True) for name in names}
+
+    def release(self) -> None:
+        self._state = None
 
     def _load(self) -> dict[str, torch.Tensor]:
         logger.info("transformers converts the weights of %s in host memory", self._folder)

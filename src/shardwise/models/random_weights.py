@@ -47,6 +47,9 @@ class RandomWeights:
             found |= {name: values[name] for name in names if name in values}
         return found
 
+    def release(self) -> None:
+        """Nothing is kept: values are made again."""
+
     @torch.no_grad()
     def _initialise(
         self, unit: Sequence[tuple[nn.Module, PreTrainedModel]], device: torch.device

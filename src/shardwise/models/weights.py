@@ -27,6 +27,9 @@ class WeightSource(Protocol):
     def read(self, names: Sequence[str], device: torch.device) -> Mapping[str, torch.Tensor]:
         """The named tensors on `device`, in the source's dtype; of a tied one, the first name asks for it."""
 
+    def release(self) -> None:
+        """Frees what is kept from one reading to the next."""
+
 
 @dataclass(frozen=True)
 class _Slot:
@@ -101,6 +104,10 @@ class Weights:
                 )
             compared += 1
         return compared
+
+    def release(self) -> None:
+        """Frees the host memory that the source keeps for further parts of the model."""
+        self.source.release()
 
     def _slots(self, module: nn.Module) -> list[_Slot]:
         below = set(module.modules())

@@ -28,7 +28,9 @@ def export_run(run_dir: str | Path, out: str | Path, *, merge: bool = False) -> 
     merged. Newer checkpoints that are damaged are warned of.
     """
     job, checkpoint = _newest(run_dir)
-    out = Path(out)
+    out = Path(out).resolve()
+    if out == Path.cwd():
+        raise JobError("a model gets a folder of its own", where=f"--out {out}", fix="name a new folder")
     if out.exists() and any(out.iterdir()):
         raise JobError(f"{out} exists and is not empty", where="--out", fix="name a new folder")
     with _whole(out) as partial:

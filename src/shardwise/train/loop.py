@@ -41,6 +41,8 @@ class StepReport:
     """Bytes by rank: the fields of `train.meter.MEMORY_FIELDS`."""
 
 
+LEAST_LOSS_SCALE = 1.0
+"""Of fp16: DeepSpeed's least, too."""
 START_AGAIN = "lower optimizer.learning_rate or lengthen optimizer.warmup_steps, and start under another name"
 
 
@@ -96,7 +98,9 @@ class Loop:
         save: Callable[[Progress], int] | None,
         progress: Progress,
         total_steps: int,
+        evaluated: bool = False,
     ) -> None:
+        """`evaluated`: whether the step that `progress` begins with has been evaluated already."""
         self.job = job
         self.engine = engine
         self.stream = stream
@@ -107,6 +111,7 @@ class Loop:
         self.save_state = save
         self.progress = progress
         self.total_steps = total_steps
+        self.evaluated = evaluated
         self.watch = Stopwatch(self.engine.world.device)
         self._issued: _Issued | None = None
         self._stop_agreed = False
@@ -114,27 +119,32 @@ class Loop:
     def run(self, last_step: int) -> bool:
         """Train up to and including `last_step`. True when it got there, False when asked to stop.
 
-        Either way the state is saved before this returns.
+        Either way the state is saved before this returns. What is saved and evaluated after the same step is
+        saved first: an evaluation may fail, or take longer than the machine is ours.
         """
-        start = self.progress.step
-        if start == 0:
-            self.evaluate()
-        saved_at = start or None
+        saved_at = self.progress.step or None
+        if not self.evaluated:
+            self._evaluate_if_due()
         while self.progress.step < last_step and not self._stop_agreed:
             self._issue()
             step, train = self.progress.step, self.job.train
-            if train.eval_every and step % train.eval_every == 0 and step < self.total_steps:
-                self.evaluate()
             early = train.worst_case_first and step == 1
-            if early or (train.save_every and step % train.save_every == 0):
+            if early or step == last_step or (train.save_every and step % train.save_every == 0):
                 self.save()
                 saved_at = step
+            self._evaluate_if_due()
         self._read()
-        if start < self.total_steps <= self.progress.step and not self._stop_agreed:
-            self.evaluate()
         if saved_at != self.progress.step:
             self.save()
         return self.progress.step >= last_step
+
+    def _evaluate_if_due(self) -> None:
+        """Before the first step, after the last, and as often as asked; nobody waits for it to stop."""
+        step, every = self.progress.step, self.job.train.eval_every
+        if step in (0, self.total_steps) or (every and step % every == 0):
+            self._read()
+            if not self._stop_agreed:
+                self.evaluate()
 
     def evaluate(self) -> float | None:
         """Cross entropy in nats per target token on the held-out data; None without such data."""
@@ -234,12 +244,23 @@ class Loop:
                 where=f"step {issued.step}",
                 fix=START_AGAIN,
             )
+        if skipped and issued.loss_scale is not None and issued.loss_scale <= LEAST_LOSS_SCALE:
+            raise overflows(f"step {issued.step}")
         if grad_norm == 0.0 and not skipped:
             raise DivergedError(
                 f"the gradient is exactly zero at a loss of {loss}: the model cannot learn any more",
                 where=f"step {issued.step}",
                 fix=START_AGAIN,
             )
+
+
+def overflows(where: str) -> DivergedError:
+    """Of fp16, where no loss scale is small enough."""
+    return DivergedError(
+        f"the gradients are not finite in fp16 at a loss scale of {LEAST_LOSS_SCALE:g} either",
+        where=where,
+        fix="train.precision: bf16 or fp32, or lower optimizer.learning_rate",
+    )
 
 
 def _finite(number: float) -> bool:

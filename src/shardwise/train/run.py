@@ -29,7 +29,7 @@ from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.models.export import save_weights
 from shardwise.models.quantize import check_bitsandbytes
 from shardwise.record.environment import environment
-from shardwise.record.read import read_run
+from shardwise.record.read import EVENTS, read_events, read_run
 from shardwise.record.write import RunFolder
 from shardwise.simulate.outside import outside_allocator_bytes
 from shardwise.strategy.strategy import Strategy
@@ -40,6 +40,7 @@ from shardwise.train.out_of_memory import explained
 from shardwise.train.process import Chorus, StopSignal, join, place, settled
 from shardwise.train.profile import PROFILED_STEPS, Profiled
 from shardwise.train.ready import Ready, count_steps, get_ready, identity, make_streams
+from shardwise.train.schedule import check_warmup
 from shardwise.train.snapshot import Snapshots
 from shardwise.units import gib
 
@@ -58,8 +59,11 @@ def run(spec: LaunchSpec) -> None:
         resumed=resumed_strategy(spec),
         chosen=spec.chosen,
     )
+    total_steps = count_steps(ready)
+    if spec.measure_steps is None:
+        check_warmup(job.optimizer, total_steps)
     if rank == 0:
-        announce(ready, total_steps=count_steps(ready), json_plan=spec.dry_run and spec.as_json)
+        announce(ready, total_steps=total_steps, json_plan=spec.dry_run and spec.as_json)
     if spec.dry_run:
         return
     check_bitsandbytes(job.model)
@@ -80,6 +84,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     chorus = Chorus(world)
     engine = make_engine(ready, world)
     check_weights(ready, engine)
+    ready.built.weights.release()
     stream, evaluation = make_streams(ready, world)
     _seed(job, world)
     snapshots = Snapshots(
@@ -98,6 +103,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     progress = snapshots.restore() if spec.resume else Progress()
     observer = make_observer(ready, spec, engine, progress) if world.rank == 0 else Quiet()
     chorus.barrier()  # the run folder exists now, for every rank
+    evaluated = spec.resume and chorus.gather(world.rank == 0 and _evaluated(run_dir, progress.step))[0]
     with observer:
         loop = Loop(
             job=job,
@@ -110,6 +116,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             save=None if measuring else snapshots.save,
             progress=progress,
             total_steps=total_steps,
+            evaluated=evaluated,
         )
         last_step = _steps_to_measure(spec) or min(total_steps, spec.max_steps or total_steps)
         with settled():
@@ -235,6 +242,12 @@ def make_observer(ready: Ready, spec: LaunchSpec, engine: Engine, progress: Prog
         speed=speed(ready),
         resumed_step=resumed,
     )
+
+
+def _evaluated(run_dir: Path, step: int) -> bool:
+    """Whether the run was evaluated after that step, which is saved before."""
+    events = read_events(run_dir / EVENTS)
+    return any(event.get("kind") == "eval" and event.get("step") == step for event in events)
 
 
 def _seed(job: Job, world: World) -> None:

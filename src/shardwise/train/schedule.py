@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from shardwise.errors import JobError
 from shardwise.job.schema import WARMUP_SHARE, Optimizer
 
 
@@ -12,6 +13,17 @@ def warmup_steps(optimizer: Optimizer, steps: int) -> int:
     if optimizer.warmup_steps is not None:
         return optimizer.warmup_steps
     return round(WARMUP_SHARE * steps)
+
+
+def check_warmup(optimizer: Optimizer, steps: int) -> None:
+    """JobError where the peak is never reached. A job that names its steps is checked as it is read."""
+    warmup = warmup_steps(optimizer, steps)
+    if warmup >= steps and warmup > 0:
+        raise JobError(
+            f"a warm-up of {warmup} steps does not end within the {steps} steps of train.epochs",
+            where="optimizer.warmup_steps",
+            fix="lower it, or leave it out for 3 % of the steps",
+        )
 
 
 def learning_rate(optimizer: Optimizer, *, step: int, steps: int) -> float:

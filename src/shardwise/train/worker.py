@@ -61,6 +61,10 @@ def _translate(error: Exception) -> ShardwiseError | None:
         )
     if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
         return unwritten(error)
+    if "loss scale already at minimum" in str(error):  # DeepSpeed's way to end a run
+        from shardwise.train.loop import overflows
+
+        return overflows(f"rank {os.environ.get('RANK', '0')}")
     return None
 
 

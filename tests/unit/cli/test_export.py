@@ -77,3 +77,15 @@ def test_weights_that_were_exported_do_not_speak_by_themselves(
         (folder.parent / file).write_text("")
     assert main(["generate", str(folder), "--prompt", "a"]) == 2
     assert "`shardwise generate 'my runs/one' --prompt ...`" in capsys.readouterr().err
+
+
+def test_a_working_directory_does_not_become_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardwise.train import afterwards
+
+    monkeypatch.setattr(afterwards, "_newest", lambda _: (None, None))
+    monkeypatch.chdir(tmp_path)
+    for out in (".", str(tmp_path)):
+        assert main(["export", "run", "--out", out]) == 2
+        assert "fix: name a new folder" in capsys.readouterr().err

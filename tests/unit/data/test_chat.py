@@ -305,3 +305,12 @@ def test_the_renderer_process_sees_no_secrets(
         assert renderer._process is not None
         environment = Path(f"/proc/{renderer._process.pid}/environ").read_bytes()
     assert b"hf_secret" not in environment
+
+
+def test_files_of_the_working_directory_stand_in_for_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('not this one')\n")
+    monkeypatch.chdir(tmp_path)
+    (sample,) = render_one(tokenizer, CHATML)
+    assert len(sample.spans) == 1

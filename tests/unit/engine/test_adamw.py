@@ -119,3 +119,14 @@ def test_restoring_another_models_state_is_refused_and_changes_nothing() -> None
     with pytest.raises(CheckpointError, match="parameter/vector"):
         optimizer.restore(reshaped)
     assert all(torch.equal(before[name], p) for name, p in weights.items())
+
+
+def test_the_norm_is_of_gradients_wherever_they_lie() -> None:
+    """Offloaded shards on the host beside whole parameters on the device; `meta` stands for a GPU."""
+    optimizer, weights = make()
+    gradients = set_gradients(weights)
+    assert optimizer._sum_of_squares() == pytest.approx(sum(g.square().sum().item() for g in gradients))
+    optimizer.device = torch.device("meta")
+    optimizer.parameters["whole"] = torch.empty(3, device="meta")
+    optimizer.parameters["whole"].grad = torch.empty(3, device="meta")
+    assert optimizer._sum_of_squares().device.type == "meta"

@@ -89,6 +89,11 @@ def test_adapters_of_a_mixture_stay_off_the_experts(saved: Callable[..., Model],
     assert caught.value.problems[0].fix == "choose from k_proj, o_proj, q_proj, v_proj, or all-linear"
 
 
+def test_a_model_without_experts_is_told_nothing_of_them() -> None:
+    """The weight of Mamba's convolution has three dimensions, as those of stacked experts."""
+    assert build(Model(source="tiny-mamba", weights="random", lora=Lora(rank=2))).notes == []
+
+
 def test_named_targets_only() -> None:
     built = build(
         Model(source="tiny-llama", weights="random", lora=Lora(rank=2, targets=["q_proj", "v_proj"]))

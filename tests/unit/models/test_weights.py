@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +73,11 @@ def test_file_weights_are_what_from_pretrained_loads(saved: Saved, name: str, dt
     with torch.no_grad():
         assert torch.equal(built.model(TOKENS).logits, theirs(TOKENS).logits)
     assert built.weights.verify(built.model.named_parameters()) == len(list(theirs.parameters()))
+    kept = [weakref.ref(tensor) for tensor in (getattr(built.weights.source, "_state", None) or {}).values()]
+    assert bool(kept) == (name in ("gpt_neox", "mixtral")), "what transformers converts is kept whole"
+    built.weights.release()
+    gc.collect()
+    assert [ref for ref in kept if ref() is not None] == []
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ class Scripted:
     """An engine with losses and gradient norms from a list; what the loop does with them is the test."""
 
     world = WORLD
+    loss_scale: float | None = None
 
     def __init__(self, losses: Sequence[float], norm: float = 1.0) -> None:
         self.losses = list(losses)
@@ -43,7 +45,8 @@ class Scripted:
         return StepResult(
             loss=torch.tensor(loss),
             grad_norm=torch.tensor(self.norm),
-            skipped=torch.tensor(float(not math.isfinite(loss))),
+            skipped=torch.tensor(float(not math.isfinite(loss + self.norm))),
+            loss_scale=self.loss_scale,
         )
 
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
@@ -81,7 +84,13 @@ def stream() -> Iterator[StepBatch]:
 
 
 def make(
-    losses: Sequence[float], *, steps: int, start: int = 0, norm: float = 1.0, **train: Any
+    losses: Sequence[float],
+    *,
+    steps: int,
+    start: int = 0,
+    norm: float = 1.0,
+    evaluated: bool | None = None,
+    **train: Any,
 ) -> tuple[Loop, Diary]:
     job = Job.model_validate(
         {
@@ -103,6 +112,7 @@ def make(
         save=lambda progress: progress.step,
         progress=Progress(step=start),
         total_steps=steps,
+        evaluated=start > 0 if evaluated is None else evaluated,
     )
     return loop, diary
 
@@ -118,8 +128,8 @@ def test_evaluates_before_on_the_way_and_after_and_saves_the_last_step() -> None
         "step 3",
         "save 3",
         "step 4",
-        "eval 4: 2.0",
         "save 4",
+        "eval 4: 2.0",
     ]
     assert diary.losses == [5, 4, 3, 2]
 
@@ -127,7 +137,7 @@ def test_evaluates_before_on_the_way_and_after_and_saves_the_last_step() -> None
 def test_the_worst_case_is_saved_after_the_first_step() -> None:
     loop, diary = make([5, 4], steps=2, worst_case_first=True)
     loop.run(2)
-    assert diary.lines == ["eval 0: 2.0", "step 1", "save 1", "step 2", "eval 2: 2.0", "save 2"]
+    assert diary.lines == ["eval 0: 2.0", "step 1", "save 1", "step 2", "save 2", "eval 2: 2.0"]
 
 
 def test_a_pause_is_saved_and_not_evaluated_as_an_end() -> None:
@@ -143,6 +153,35 @@ def test_a_stop_signal_saves_and_says_so() -> None:
     assert diary.lines == ["eval 0: 2.0", "step 1", "save 1"]
 
 
+def test_what_is_evaluated_has_been_saved() -> None:
+    """An evaluation that fails, or is cut off, loses no step."""
+
+    def fails() -> Iterator[MicroBatch]:
+        if loop.progress.step:
+            raise RuntimeError("out of memory")
+        return iter([MICRO_BATCH])
+
+    loop, diary = make([5, 4, 3, 2], steps=4, eval_every=2, save_every=2)
+    loop.evaluation.__class__ = type("Failing", (Evaluation,), {"__iter__": lambda _: fails()})
+    with pytest.raises(RuntimeError):
+        loop.run(4)
+    assert diary.lines == ["eval 0: 2.0", "step 1", "step 2", "save 2"]
+
+
+@pytest.mark.parametrize("start", [0, 2, 4])
+def test_an_evaluation_that_was_missed_is_made_up_for(start: int) -> None:
+    loop, diary = make([5] * (4 - start), steps=4, start=start, evaluated=False, eval_every=2)
+    assert loop.run(4)
+    assert diary.lines[0] == f"eval {start}: 2.0"
+
+
+def test_a_stop_is_not_kept_waiting_by_an_evaluation() -> None:
+    loop, diary = make([5] * 9, steps=9, eval_every=1)
+    loop.stop.requested = True
+    assert not loop.run(9)
+    assert diary.lines == ["eval 0: 2.0", "step 1", "save 1"]
+
+
 def test_a_finished_run_that_is_resumed_does_nothing() -> None:
     loop, diary = make([], steps=3, start=3)
     assert loop.run(3)
@@ -152,7 +191,7 @@ def test_a_finished_run_that_is_resumed_does_nothing() -> None:
 def test_a_resumed_run_is_not_evaluated_at_its_start() -> None:
     loop, diary = make([5, 4], steps=4, start=2)
     loop.run(4)
-    assert diary.lines == ["step 3", "step 4", "eval 4: 2.0", "save 4"]
+    assert diary.lines == ["step 3", "step 4", "save 4", "eval 4: 2.0"]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -176,3 +215,12 @@ def test_a_gradient_of_zero_ends_the_run() -> None:
     loop, _ = make([5, 5], steps=2, norm=0.0)
     with pytest.raises(DivergedError, match="exactly zero"):
         loop.run(2)
+
+
+@pytest.mark.parametrize(("scale", "ends"), [(2.0, False), (1.0, True)])
+def test_fp16_that_overflows_at_every_scale_ends_the_run(scale: float, ends: bool) -> None:
+    loop, diary = make([5, 5], steps=2, norm=math.inf, precision="fp16")
+    loop.engine.loss_scale = scale
+    with pytest.raises(DivergedError, match="loss scale of 1") if ends else nullcontext():
+        loop.run(2)
+    assert ("save 2" in diary.lines) != ends

@@ -1,9 +1,12 @@
 """The learning rate: exact values at the points a user can check by hand."""
 
+from contextlib import nullcontext
+
 import pytest
 
+from shardwise.errors import JobError
 from shardwise.job.schema import Optimizer
-from shardwise.train.schedule import learning_rate, warmup_steps
+from shardwise.train.schedule import check_warmup, learning_rate, warmup_steps
 
 
 def rates(optimizer: Optimizer, steps: int) -> list[float]:
@@ -40,3 +43,12 @@ def test_default_warmup_is_three_per_cent() -> None:
 
 def test_one_step_of_training_is_never_at_zero() -> None:
     assert rates(Optimizer(learning_rate=1e-3), 1) == [pytest.approx(1e-4)]
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps", "ends"), [(4, 5, True), (5, 5, False), (0, 1, True), (None, 2, True)]
+)
+def test_a_warm_up_ends_within_the_run(warmup: int | None, steps: int, ends: bool) -> None:
+    optimizer = Optimizer(warmup_steps=warmup)
+    with nullcontext() if ends else pytest.raises(JobError, match="does not end within the 5 steps"):
+        check_warmup(optimizer, steps)
