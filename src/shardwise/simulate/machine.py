@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shardwise.simulate import blocks
-from shardwise.simulate.allocator import CachingAllocator
+from shardwise.simulate.allocator import NO_BLOCK, CachingAllocator
 from shardwise.simulate.prediction import Moment
 from shardwise.simulate.stretch import Stretch
 
@@ -14,6 +14,10 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, BUFFERS = range(6)
 
 Block = blocks.Block
 """A tensor: the allocator's block that it lies in, whose own number is the tensor's account."""
+
+Late = tuple[int, int, int]
+"""What `give_later` has freed: the allocator's handle, account, bytes. Not the block: memory that ran short
+may have given its place to another tensor, freed later as well."""
 
 _EMPTY: Block = blocks.Pool(page_bytes=1, segment_bytes=0, smallest_rest=0, split_below=0), 0, 0, WEIGHTS
 """A tensor without elements, which has no memory."""
@@ -32,7 +36,6 @@ class Machine:
     _where: str = "model"
     _most_here: int = 0
     _largest: dict[str, int] = field(default_factory=dict)
-    _late: dict[Block, int] = field(default_factory=dict)
 
     def take(self, account: int, size_bytes: int, stream: int = 0) -> Block:
         """Allocates; OutOfMemoryError where the GPU is full. A stream other than 0 has memory of its own."""
@@ -50,10 +53,8 @@ class Machine:
         return block
 
     def give(self, block: Block) -> None:
-        """Frees; or completes what `give_later` has freed."""
-        if self._late and block in self._late:
-            self.allocator.free(self._late.pop(block))
-        elif block[2]:
+        """Frees."""
+        if block[2]:
             self.allocator.give(block)
         self.accounts[block[3]] -= block[2]
 
@@ -76,10 +77,16 @@ class Machine:
         """A tensor of a stretch, which its engine is to free."""
         return (self.allocator.pool(size_bytes), address, size_bytes, account) if size_bytes else _EMPTY
 
-    def give_later(self, block: Block) -> None:
-        """Frees what another stream still uses; nobody gets its memory until `give`."""
-        if block[2]:
-            self._late[block] = self.allocator.give_later(block)
+    def give_later(self, block: Block) -> Late:
+        """Frees what another stream still uses; nobody gets its memory until `complete`."""
+        handle = self.allocator.give_later(block) if block[2] else NO_BLOCK
+        return handle, block[3], block[2]
+
+    def complete(self, late: Late) -> None:
+        """The other stream is done with it."""
+        handle, account, size_bytes = late
+        self.allocator.free(handle)
+        self.accounts[account] -= size_bytes
 
     def scratch(self, account: int, *sizes: int) -> None:
         """Memory that exists for a moment: all of `sizes` at once."""

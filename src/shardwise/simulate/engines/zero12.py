@@ -6,7 +6,7 @@ from shardwise.simulate.engines.protocol import Passive
 from shardwise.simulate.engines.weights import cut, fill, parts
 from shardwise.simulate.engines.zero_flat import Flat
 from shardwise.simulate.engines.zero_host import pinned
-from shardwise.simulate.machine import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Block, Machine
+from shardwise.simulate.machine import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Block, Late, Machine
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy.strategy import Strategy
 
@@ -49,7 +49,7 @@ class Partitioned(Passive):
         self._oversized: Block | None = None
         self._reduced: Block | None = None  # grads_in_partition
         self._sum: Block | None = None  # averaged_gradients, all_grad_tensors
-        self._late: list[Block] = []
+        self._late: list[Late] = []
         self._states = False
 
     def build(self, machine: Machine) -> None:
@@ -127,8 +127,7 @@ class Partitioned(Passive):
             if parameter in self._owned:
                 self._keep(machine, parameter)
         if self._oversized is not None:
-            machine.give_later(self._oversized)  # the reduction stream uses it
-            self._late.append(self._oversized)
+            self._late.append(machine.give_later(self._oversized))  # the reduction stream uses it
             self._oversized = None
         self._bucket.clear()
         self._bucket_used = 0
@@ -161,8 +160,8 @@ class Partitioned(Passive):
         if self._stage == 1 and not last:
             return
         self._reduce(machine)
-        for block in self._late:
-            machine.give(block)
+        for late in self._late:
+            machine.complete(late)
         self._late.clear()
         if self._reduced is not None:
             if self._sum is None:

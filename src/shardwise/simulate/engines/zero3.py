@@ -9,7 +9,16 @@ from shardwise.simulate.engines.protocol import Passive
 from shardwise.simulate.engines.weights import fill, parts
 from shardwise.simulate.engines.zero_coordinator import Coordinator
 from shardwise.simulate.engines.zero_host import pinned
-from shardwise.simulate.machine import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Block, Machine
+from shardwise.simulate.machine import (
+    ACTIVATIONS,
+    BUFFERS,
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
+    Block,
+    Late,
+    Machine,
+)
 from shardwise.simulate.step_trace import ALLOC, BACKWARD, FREE, GRADIENT, StepTrace
 from shardwise.strategy.emit.deepspeed import NVME_BUFFER
 from shardwise.strategy.strategy import Strategy
@@ -53,7 +62,7 @@ class Zero3(Passive):
         self._bucket_used = 0
         self._waiting: dict[int, dict[int, Block]] = {}
         self._oversized: list[Block] = []  # gradients that no bucket holds
-        self._late: list[Block] = []
+        self._late: list[Late] = []
         self._running: list[int] = []
         self._turned = False
         self._micro_batch = 0
@@ -187,13 +196,11 @@ class Zero3(Passive):
         buckets at most (max_param_reduce_events): then it is until the bucket has been issued, which is the
         least that was recorded; on four GPUs some ranks keep another bucket's.
         """
-        for block in blocks:
-            machine.give_later(block)
-        self._late += blocks
+        self._late += [machine.give_later(block) for block in blocks]
 
     def _complete(self, machine: Machine) -> None:
-        for block in self._late:
-            machine.give(block)
+        for late in self._late:
+            machine.complete(late)
         self._late.clear()
 
     def _next_unit(self, machine: Machine) -> None:
