@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
@@ -46,15 +47,25 @@ def public_name(name: str) -> str:
 
 
 def decay_by_name(module: nn.Module, weight_decay: float) -> dict[str, float]:
-    """Weight decay of every trainable parameter. Ask before sharding, which changes the shapes.
+    """Weight decay of every trainable parameter. Ask before sharding, which changes shapes and classes.
 
-    Matrices decay, embeddings included; vectors (biases, norms) never do, nor does what the model
-    itself exempts (`_no_weight_decay`: Mamba's A_log and D).
+    Matrices decay, embeddings included; vectors, biases and norms never do, nor does what the model itself
+    exempts (`_no_weight_decay`: Mamba's A_log and D).
     """
-    return {
-        name: weight_decay if p.ndim >= 2 and not getattr(p, "_no_weight_decay", False) else 0.0
-        for name, p in trainable(module).items()
-    }
+    return {name: weight_decay if _decays(module, name, p) else 0.0 for name, p in trainable(module).items()}
+
+
+_NORM = re.compile(r"[Nn]orm(Gated|\dd)?$")
+"""Ends the name of a norm's class. `NormedEmbedding` and `NormHead` are none: their matrices decay."""
+
+
+def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Biases and norms can be matrices: one row for each expert, or for each head."""
+    if parameter.ndim < 2 or name.endswith("bias") or getattr(parameter, "_no_weight_decay", False):
+        return False
+    # the class, for names mislead: AXK2 has linear layers below modules called layernorm
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return _NORM.search(type(owner).__name__) is None
 
 
 def parameter_groups(

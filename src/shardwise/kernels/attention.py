@@ -76,7 +76,7 @@ class Attention:
     implementation: str | None
     """Name for `set_attn_implementation`; None leaves what transformers picks for the model."""
     windowed: bool = False
-    """Some layers see no further back than a sliding window."""
+    """Some layers may see no further back than a sliding window."""
 
 
 def choose(config: PretrainedConfig) -> Attention:
@@ -87,7 +87,9 @@ def choose(config: PretrainedConfig) -> Attention:
     dropout = max(getattr(config, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
     softcap = getattr(config, "attn_logit_softcapping", None)
     if kind in VARLEN_TYPES and dropout == 0.0 and softcap is None and _kernel_takes(_head_size(config)):
-        return Attention(packing="varlen", implementation=VARLEN, windowed=_windowed(config))
+        # Mistral and others ask nothing else, whatever their layers are called
+        windowed = bool(getattr(config, "sliding_window", None))
+        return Attention(packing="varlen", implementation=VARLEN, windowed=windowed)
     # transformers 5.17 would take SDPA, which leaves the softcap out without a word
     implementation = "eager" if softcap is not None else None
     if kind in _POSITION_TYPES:
@@ -110,13 +112,6 @@ def _head_size(config: PretrainedConfig) -> int:
     return size
 
 
-def _windowed(config: PretrainedConfig) -> bool:
-    if not getattr(config, "sliding_window", None):
-        return False
-    layer_types = getattr(config, "layer_types", None)
-    return layer_types is None or "sliding_attention" in layer_types
-
-
 def _kernel_takes(head_size: int) -> bool:
     return head_size % 8 == 0 and head_size <= 256
 
@@ -135,7 +130,7 @@ def block_causal_mask(rows: torch.Size, cu_seqlens: torch.Tensor, dtype: torch.d
 
 
 def varlen_attention(
-    _module: torch.nn.Module,
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -151,20 +146,24 @@ def varlen_attention(
     """Causal attention within segments, called by transformers' decoder layers.
 
     `query` is [1, heads, T, D], `key` and `value` [1, key-value heads, T, D]. A token sees `sliding_window`
-    tokens, itself included. `cu_seq_lens_q`, int32 [segments + 1] from 0 to T, and `max_length_q`, the tokens
-    in the longest segment, are given to the model's forward (transformers' names). With `whole_rows`, the
-    tokens begin with so many segments of `max_length_q` each, and `cu_seq_lens_q` tells of those behind them
-    only. Returns [1, T, heads, D], and None where others return attention weights.
+    tokens, itself included; where none is given, what the attention layer, `module`, has under this name:
+    Qwen2-MoE tells its window to the mask only. `cu_seq_lens_q`, int32 [segments + 1] from 0 to T, and
+    `max_length_q`, the tokens in the longest segment, are given to the model's forward (transformers' names).
+    With `whole_rows`, the tokens begin with so many segments of `max_length_q` each, and `cu_seq_lens_q` has
+    those behind them only. Returns [1, T, heads, D], and None where others return attention weights.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise RuntimeError(f"{VARLEN} needs the segments' borders; outside training use another attention")
     if dropout != 0.0:
         raise RuntimeError(f"{VARLEN} has no attention dropout, {dropout} was asked for")
     q, k, v = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
+    sliding_window = sliding_window or getattr(module, "sliding_window", None)
     window = (sliding_window - 1 if sliding_window else -1, 0)
     # flash attention exists for half precision on GPUs; fp32 there is for checking, not for speed
     segments = _flash if on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) else _segment_by_segment
     whole = whole_rows * max_length_q
+    if whole and sliding_window:
+        raise RuntimeError(f"rows of one segment have no window, {sliding_window} was asked for")
     if whole == 0:
         return segments(q, k, v, cu_seq_lens_q, max_length_q, scaling, window).unsqueeze(0), None
     if whole == len(q):

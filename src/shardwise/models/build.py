@@ -20,6 +20,7 @@ from shardwise.models.file_weights import open_weights
 from shardwise.models.mamba.prepare import MAMBA, check_config, prepare, refuse_related
 from shardwise.models.quantize import quantize_linears
 from shardwise.models.random_weights import RandomWeights
+from shardwise.models.rotary import fix_frequencies
 from shardwise.models.source import Source, find_source
 from shardwise.models.structure import build_buffers, count_parameters, find_blocks
 from shardwise.models.weights import Weights, WeightSource
@@ -47,7 +48,7 @@ class BuiltModel:
     source: str
     """For people: where shape and weights come from."""
     notes: list[str]
-    """For people: what they should know about the weights; mostly empty."""
+    """For people: what they should know about the model; mostly empty."""
     skeleton: PreTrainedModel
     """The same model as published: no adapters, never filled or sharded. Its config is what is saved."""
     peft: PeftModel | None
@@ -56,7 +57,14 @@ class BuiltModel:
     found: Source
 
 
-def build_model(model: Model, *, dtype: torch.dtype, seed: int, vocab_size: int | None = None) -> BuiltModel:
+def build_model(
+    model: Model,
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    vocab_size: int | None = None,
+    sequence_length: int | None = None,
+) -> BuiltModel:
     """The model that the job asks for; nothing of it is trained or loaded yet.
 
     Args:
@@ -64,9 +72,12 @@ def build_model(model: Model, *, dtype: torch.dtype, seed: int, vocab_size: int 
         dtype: format of the weights and of the computation.
         seed: of random weights, and of adapters.
         vocab_size: rows of the embedding instead of the shape's; for random weights with a new tokenizer.
+        sequence_length: tokens that a row may have, for which rotary frequencies are fixed (`rotary`); None
+            lets transformers choose them at each call, as for generating.
 
     Raises:
-        JobError: there is no such model, its config is refused, or an adapter's target does not exist.
+        JobError: there is no such model, its config is refused, an adapter's target does not exist, or its
+            rotary frequencies cannot be fixed.
         MachineError: it has to be downloaded, and the hub cannot be reached.
         CheckpointError: the files do not hold the weights of this shape.
     """
@@ -75,12 +86,12 @@ def build_model(model: Model, *, dtype: torch.dtype, seed: int, vocab_size: int 
     skeleton = _construct(config, model, dtype)
     built = _construct(copy.deepcopy(config), model, dtype)
     build_buffers(built)
+    notes = [] if sequence_length is None else fix_frequencies(built, sequence_length)
     built.config.use_cache = (
         False  # of no use in training, and it would disable checkpointing's recomputation
     )
     blocks = find_blocks(built)
     source: WeightSource
-    notes = []
     if model.weights == "random":
         source = RandomWeights(skeleton, seed=seed)
     else:

@@ -47,7 +47,13 @@ class Tracer:
         target: Target = HOPPER,
     ) -> None:
         """`model`, `precision` and `vocab_size` are `build_model`'s, `packing` is the job's."""
-        self.built = build_model(model, dtype=DTYPES[precision], seed=0, vocab_size=vocab_size)
+        self.built = build_model(
+            model,
+            dtype=DTYPES[precision],
+            seed=0,
+            vocab_size=vocab_size,
+            sequence_length=sequence_length,
+        )
         self._cut = cache(self._cut_over)
         self._precision = precision
         self._sequence_length = sequence_length

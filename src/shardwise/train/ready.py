@@ -76,6 +76,7 @@ def get_ready(
         dtype=DTYPES[job.train.precision],
         seed=job.train.seed,
         vocab_size=rows_for(job.model, len(tokenizer)),
+        sequence_length=job.data.sequence_length,
     )
     check_length(built, job.data.sequence_length)
     data = prepare(job, tokenizer, vocab_size=built.config.get_text_config().vocab_size)

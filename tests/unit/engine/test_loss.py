@@ -32,18 +32,28 @@ GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 GPT2_SIZES = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 
 ARCHITECTURES = {
     "llama": ("varlen", GROUPED),
     "llama-tied": ("varlen", {**GROUPED, "tie_word_embeddings": True}),
     "mistral-window": ("varlen", {**GROUPED, "sliding_window": 5}),
     "mixtral": ("varlen", {**GROUPED, "num_local_experts": 4}),
+    "mixtral-window": ("varlen", {**GROUPED, "num_local_experts": 4, "sliding_window": 5}),
     "qwen2": ("varlen", GROUPED),
+    "qwen2-window": ("varlen", {**GROUPED, **WINDOW, "max_window_layers": 1}),
     "qwen3": ("varlen", GROUPED),
+    "qwen3-window": ("varlen", {**GROUPED, **WINDOW, "max_window_layers": 1}),
     "qwen3_moe": ("varlen", {**GROUPED, **MIXTURE}),
+    "qwen3_moe-window": ("varlen", {**GROUPED, **MIXTURE, **WINDOW}),
     "qwen2_moe": ("varlen", {**GROUPED, **MIXTURE, "shared_expert_intermediate_size": 16}),
+    "qwen2_moe-window": (
+        "varlen",
+        {**GROUPED, **MIXTURE, **WINDOW, "shared_expert_intermediate_size": 16, "max_window_layers": 2},
+    ),
     "phi": ("varlen", SIZES),
     "phi3": ("varlen", GROUPED),
+    "phi3-window": ("varlen", {**GROUPED, "sliding_window": 5}),
     "gemma": ("varlen", GROUPED),
     "gemma3_text": (
         "varlen",
@@ -58,6 +68,11 @@ ARCHITECTURES = {
     ),
     "granite": ("varlen", {**GROUPED, "logits_scaling": 3.0, "attention_multiplier": 0.2}),
     "smollm3": ("varlen", {**GROUPED, "no_rope_layers": [1, 0]}),
+    "smollm3-window": ("varlen", {**GROUPED, **WINDOW, "no_rope_layers": [1, 0]}),
+    "starcoder2-window": (
+        "varlen",
+        {**GROUPED, "sliding_window": 5, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    ),
     "starcoder2": ("varlen", {**GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "gpt_neox": ("varlen", {**SIZES, "attention_dropout": 0.0, "hidden_dropout": 0.0}),
     "gpt2": ("varlen", {**GPT2_SIZES, **NO_DROPOUT, "scale_attn_by_inverse_layer_idx": True}),
@@ -174,6 +189,16 @@ def test_packed_rows_equal_samples_one_by_one(name):
     assert loss.packing == packing
     assert loss.fused
     check(loss, packed(pairs), expected.item(), right)
+
+
+def test_every_architecture_with_a_window_is_among_them():
+    """Without a mask only the attention's own argument, or its module, says how far it sees."""
+    can = {k for k in attention.VARLEN_TYPES if hasattr(AutoConfig.for_model(k), "sliding_window")}
+    assert can == {
+        name.partition("-")[0]
+        for name, (packing, sizes) in ARCHITECTURES.items()
+        if packing == "varlen" and "sliding_window" in sizes
+    }
 
 
 def check(loss, batch, expected, right):

@@ -43,6 +43,23 @@ def test_values_and_gradients_equal_masked_attention(window, key_heads):
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(left, right, strict=True))
 
 
+def test_a_window_that_only_the_layer_knows_holds_and_the_argument_goes_first():
+    """Qwen2-MoE's layers have one and do not hand it on."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, TOTAL, 8, generator=generator, dtype=torch.float64) for _ in "qkv")
+    borders = {"cu_seq_lens_q": CU_SEQLENS, "max_length_q": max(SEGMENTS)}
+    plain, layer = torch.nn.Module(), torch.nn.Module()
+    layer.sliding_window = 4
+    for window in (4, 2):
+        expected, _ = varlen_attention(plain, q, k, v, None, sliding_window=window, **borders)
+        given = None if window == 4 else window
+        assert torch.equal(
+            varlen_attention(layer, q, k, v, None, sliding_window=given, **borders)[0], expected
+        )
+    with pytest.raises(RuntimeError, match="window"):
+        varlen_attention(layer, q, k, v, None, whole_rows=1, **borders)
+
+
 def test_the_mask_opens_exactly_the_segments():
     mask = block_causal_mask(torch.Size([2, 9]), CU_SEQLENS, torch.float32)
     whole = allowed(None)
