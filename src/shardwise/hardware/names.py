@@ -74,7 +74,7 @@ def _left_over(key: str, words: frozenset[str]) -> frozenset[str] | None:
 
 
 def _normal(text: str) -> str:
-    return re.sub(r"sxm[0-9]", "sxm", _IGNORED.sub("", text.casefold()))
+    return re.sub(r"sxm[0-9](?![0-9]?gb)", "sxm", _IGNORED.sub("", text.casefold()))
 
 
 def _did_you_mean(key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -142,10 +143,24 @@ def _like(now: Hardware, spec: str) -> Hardware | None:
 
 
 def _spec(now: Hardware, gpus_per_node: int, gpu: Gpu) -> str:
-    """So many of such GPUs in each node, as one word of a command line; nodes, network and hosts stay."""
-    parts = [f"{gpus_per_node}x{gpu.name.replace(' ', '-')}"]
-    if now.inter is not None:
-        parts = [f"{now.nodes}x{parts[0]}", now.inter.name]
+    """So many of such GPUs in each node, as one word of a command line; links, network and hosts stay.
+
+    But a link that cannot join them is left out.
+    """
+    nodes = "" if now.inter is None else f"{now.nodes}x"
+    cards = f"{nodes}{gpus_per_node}x{gpu.name.replace(' ', '-')}"
+    rest = [] if now.inter is None else [now.inter.name]
     if now.host_memory_bytes is not None:
-        parts.append(f"{now.host_memory_bytes // GIB}GiB")
-    return "+".join(parts)
+        whole = now.host_memory_bytes % GIB == 0
+        rest.append(f"{now.host_memory_bytes // GIB}GiB" if whole else f"{now.host_memory_bytes // 10**9}GB")
+    linked, unlinked = ("+".join([cards + link, *rest]) for link in (_asked_link(now), ""))
+    return linked if _like(now, linked) is not None else unlinked
+
+
+def _asked_link(now: Hardware) -> str:
+    """`@pcie4x4` where the GPUs are not joined as such GPUs usually are."""
+    usual = _like(now, f"{now.gpus_per_node}x{now.gpu.name.replace(' ', '-')}")
+    if usual is None or usual.intra.name == now.intra.name:
+        return ""
+    slot = re.match(r"pcie[0-9]x[0-9]+|nvlink", now.intra.name)
+    return "" if slot is None else f"@{slot[0]}"

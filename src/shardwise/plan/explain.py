@@ -70,7 +70,7 @@ def next_better(plan: Plan, chosen: Option) -> Iterator[str]:
     better = better_with_memory(plan)
     goal = {"throughput": "the tokens/s", "energy": "the tokens a joule", "memory": ""}[plan.objective]
     larger = sum(skipped.strategy.name == chosen.strategy.name for skipped in plan.skipped)
-    if not better and larger:
+    if not better and larger and plan.objective != "memory":
         yield (
             f"nothing that was simulated would be better; {larger} larger variants of {chosen.strategy.name} "
             "were not, because smaller ones do not fit"

@@ -281,7 +281,8 @@ def _hopeless(strategy: Strategy, failed: Option, hardware: Hardware) -> str:
     """Why `strategy` cannot fit where a leaner one of its family, `failed`, does not; empty if it might.
 
     More rows at a time and less checkpointing add activations and free nothing but what the allocator had in
-    fragments; a single micro-batch a step may also do without what accumulates gradients.
+    fragments, and what the loss took at once, which goes in parts where it is larger; a single micro-batch a
+    step may also do without what accumulates gradients.
     """
     if any(more < less for more, less in zip(_appetite(strategy), _appetite(failed.strategy), strict=True)):
         return ""
@@ -289,6 +290,8 @@ def _hopeless(strategy: Strategy, failed: Option, hardware: Hardware) -> str:
     if hardware.host_memory_bytes is not None and memory.host_bytes > hardware.host_memory_bytes:
         return f"the host does not hold {in_words(failed.strategy)} already"
     least = memory.needed_bytes - memory.terms.fragmentation_bytes
+    if strategy.micro_batch > failed.strategy.micro_batch:
+        least -= memory.terms.loss_bytes
     if strategy.accumulation == 1 < failed.strategy.accumulation:
         least -= memory.terms.gradients_bytes + memory.terms.engine_buffers_bytes
     if least <= memory.capacity_bytes:

@@ -84,12 +84,12 @@ def does_not_fit(plan: Plan) -> DoesNotFitError:
     """The error of a plan in which nothing is chosen, with the nearest change that would help."""
     least, hardware, near = plan.options[0], plan.hardware, plan.nearest
     fewer = "LoRA" if plan.job.lora_rank is None else "a quantised base"
-    fix = (
-        f"shorter rows, {fewer}, 8 GPUs a node and the largest GPU of the catalog were tried: none is enough"
-    )
+    fix = f"shorter rows, {fewer}, more and larger GPUs were tried as far as each can be had: none is enough"
     if near is not None:
         needed = gib(near.option.prediction.memory.needed_bytes)
         fix = f"{near.how} ({near.what}): {in_words(near.option.strategy)} fits, in {needed}"
+        of_host = needs_of_host(near.option, hardware, plan.margin)
+        fix += "" if of_host is None else f", if each host has {gib(of_host)}"
     return DoesNotFitError(
         f"nothing fits: {in_words(least.strategy)} is nearest, and {least.why[0]}",
         where=f"{plan.job.model} on {hardware.world_size} × {hardware.gpu.name}",

@@ -9,6 +9,18 @@ from shardwise.strategy.strategy import Strategy
 
 Devices = Literal["cpu", "cuda"]
 
+PLAN_STYLES = frozenset(
+    {
+        "colwise",
+        "colwise_rep",
+        "colwise_gather_output",
+        "rowwise",
+        "replicated_with_grad_allreduce",
+        "embedding_rowwise",
+    }
+)
+"""What AutoTP can do of a plan in transformers (deepspeed/module_inject/tp_plan_converter.py)."""
+
 _UNPLANNED_TYPES = frozenset({"apertus", "doge"})
 """Their activation's and their attention's own weights are in no plan (transformers 5.23)."""
 _UNPLANNED_FLAGS = ("use_qk_norm", "qk_layernorm")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import Problem
 from shardwise.job.schema import BUCKET
-from shardwise.strategy.facts import Facts
+from shardwise.strategy.facts import PLAN_STYLES, Facts
 from shardwise.units import processes
 
 Words = str | Callable[[Facts], str]
@@ -15,18 +15,6 @@ Words = str | Callable[[Facts], str]
 # The rules' sources were read in DeepSpeed 0.19.8 and torch 2.13.
 DEEPSPEED = "deepspeed>=0.19,<0.20"
 TORCH = "torch>=2.10,<2.14"
-
-PLAN_STYLES = frozenset(
-    {
-        "colwise",
-        "colwise_rep",
-        "colwise_gather_output",
-        "rowwise",
-        "replicated_with_grad_allreduce",
-        "embedding_rowwise",
-    }
-)
-"""What AutoTP can do of a plan in transformers (deepspeed/module_inject/tp_plan_converter.py)."""
 
 AMPERE = (8, 0)
 """The first CUDA compute capability with bf16."""

@@ -56,6 +56,8 @@ def describe(
         return None
     if name in _MATMUL:
         return _matmul(name, inputs, outputs)
+    if name == "_grouped_mm":
+        return _grouped(inputs, outputs)
     if name in SCANS:
         return _scan(name, inputs, outputs)
     if any(part in name for part in _ATTENTION):
@@ -128,6 +130,31 @@ def _matmul(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.T
         item_bytes=left.element_size(),
         shape=(batch, m, n, k),
         name=name,
+    )
+
+
+def _grouped(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Op:
+    """Products of the experts of a mixture; a factor without a dimension for them is divided up among them.
+
+    Which expert has how many is not known before; equally many are the least work.
+    """
+    left, right = inputs[:2]
+    batch = next(t.shape[0] for t in (left, right, outputs[0]) if t.dim() == 3)
+    m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+    if left.dim() == right.dim() == 2:  # a weight's gradient: rows are summed over
+        k = -(-k // batch)
+    elif left.dim() == 2:
+        m = -(-m // batch)
+    elif right.dim() == 2:
+        n = -(-n // batch)
+    return Op(
+        kind="matmul",
+        flops=2.0 * batch * m * n * k,
+        read_bytes=sum(map(_bytes, inputs)),
+        written_bytes=sum(map(_bytes, outputs)),
+        item_bytes=left.element_size(),
+        shape=(batch, m, n, k),
+        name="_grouped_mm",
     )
 
 

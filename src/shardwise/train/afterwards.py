@@ -28,12 +28,12 @@ def export_run(run_dir: str | Path, out: str | Path, *, merge: bool = False) -> 
     merged. Newer checkpoints that are damaged are warned of.
     """
     job, checkpoint = _newest(run_dir)
-    out = Path(out).resolve()
-    if out == Path.cwd():
+    place = Path(out).resolve()
+    if place == Path.cwd():
         raise JobError("a model gets a folder of its own", where=f"--out {out}", fix="name a new folder")
-    if out.exists() and any(out.iterdir()):
+    if place.exists() and any(place.iterdir()):
         raise JobError(f"{out} exists and is not empty", where="--out", fix="name a new folder")
-    with _whole(out) as partial:
+    with _whole(place) as partial:
         written = export(checkpoint.path / "model", partial, merge=merge, base=job.model)
     return {**written, "out": str(out), "step": checkpoint.step}
 

@@ -12,6 +12,12 @@ from shardwise.hardware.names import known_names
 from shardwise.hardware.parse import parse_hardware, with_slot
 
 
+@pytest.mark.parametrize("name", [gpu.name for gpu in gpus()])
+@pytest.mark.parametrize("join", [" ", "-", ""])
+def test_every_card_is_known_by_its_own_name(name: str, join: str) -> None:
+    assert parse_hardware(name.replace(" ", join)).gpu.name == name
+
+
 @pytest.mark.parametrize(
     ("text", "nodes", "gpus", "name"),
     [
@@ -39,6 +45,7 @@ from shardwise.hardware.parse import parse_hardware, with_slot
         ("A100-40GB", 1, 1, "A100 SXM 40GB"),
         ("A100-80GB-PCIe", 1, 1, "A100 PCIe 80GB"),
         ("A100-SXM4-80GB", 1, 1, "A100 SXM 80GB"),
+        ("A100SXM4-40GB", 1, 1, "A100 SXM 40GB"),
         ("L4", 1, 1, "L4"),
         ("L40", 1, 1, "L40"),
         ("RTX PRO 6000", 1, 1, "RTX PRO 6000 Blackwell"),

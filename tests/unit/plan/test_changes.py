@@ -88,6 +88,8 @@ def test_a_cap_is_lifted_instead_of_buying_larger_gpus() -> None:
         ("2x4xRTX4090+eth100", "2x8xRTX-4090+1xeth100"),
         ("2x4xRTX4090+eth100+256GiB", "2x8xRTX-4090+1xeth100+256GiB"),
         ("4xRTX4090+128GiB", "8xRTX-4090+128GiB"),
+        ("4xRTX4080@pcie4x4+64GB", "8xRTX-4080@pcie4x4+64GB"),
+        ("2xRTX3090@nvlink", "4xRTX-3090"),  # a bridge joins two
     ],
 )
 def test_nodes_their_network_and_their_hosts_stay(asked: str, told: str) -> None:

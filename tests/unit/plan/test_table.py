@@ -25,7 +25,7 @@ toy-1.3b · 1.3B parameters, all trained, bf16
   zero0          1 × 16  all ██▓▓▓▓▓▓▓▓▓│▓▓▓» 22.7 no       2,536    27.4  0.102
 
   █ weights  ▓ gradients, optimizer  ▒ activations, loss  ░ rest  │ limit
-  --all shows 22 more, 20 not simulated because smaller ones fail
+  --all shows 23 more, 19 not simulated because smaller ones fail
   host?: if each host has the memory; `--gpus ...+128GiB` says so
 
 ▶ zero2 with micro-batch 8, accumulation 2, checkpointing every block

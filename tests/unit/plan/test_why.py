@@ -11,6 +11,7 @@ from shardwise.errors import render
 from shardwise.hardware.parse import parse_hardware
 from shardwise.plan.plan import Nearest, in_words
 from shardwise.plan.why import better_with_memory, does_not_fit, gain, reasons, shortcoming, terms
+from shardwise.units import GIB
 
 
 def test_why_compares_with_the_best_of_another_kind(toy) -> None:
@@ -179,6 +180,18 @@ def test_the_terms_sum_up_to_what_is_needed(toy) -> None:
     assert sum(terms(memory).values()) == memory.needed_bytes
 
 
+def test_the_nearest_change_says_what_it_needs_of_the_hosts(toy) -> None:
+    kept = 200 * GIB
+    fitting = toy.plan("4xRTX3090", "zero1").chosen
+    memory = replace(fitting.prediction.memory, host_bytes=kept)
+    option = replace(fitting, prediction=replace(fitting.prediction, memory=memory))
+    change = Nearest(what="RTX 3090", how="--gpus 4xRTX-3090", option=option)
+    plan = toy.plan("4xRTX3060", "zero1", nearest=lambda: change)
+    assert "GiB, if each host has 210.5 GiB" in render(does_not_fit(plan))
+    known = replace(plan, hardware=parse_hardware("4xRTX3060+512GiB"))
+    assert "if each host" not in render(does_not_fit(known))
+
+
 def test_the_error_names_the_nearest_change(toy) -> None:
     fitting = toy.plan("4xRTX3090", "zero1").chosen
     change = Nearest(what="RTX 3090, of 24 GB, instead of RTX 3060", how="--gpus 4xRTX-3090", option=fitting)
@@ -189,6 +202,6 @@ def test_the_error_names_the_nearest_change(toy) -> None:
     assert "at:  toy-1.3b on 4 × RTX 3060" in text
     assert "fix: --gpus 4xRTX-3090 (RTX 3090, of 24 GB, instead of RTX 3060): zero1 with" in text
     hopeless = toy.plan("4xRTX3060", "zero1")
-    assert "shorter rows, LoRA, 8 GPUs a node" in render(does_not_fit(hopeless))
+    assert "shorter rows, LoRA, more and larger GPUs were tried" in render(does_not_fit(hopeless))
     adapters = replace(hopeless, job=replace(hopeless.job, lora_rank=16))
-    assert "shorter rows, a quantised base, 8 GPUs a node" in render(does_not_fit(adapters))
+    assert "shorter rows, a quantised base, more and larger GPUs" in render(does_not_fit(adapters))

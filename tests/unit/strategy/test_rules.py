@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from shardwise.strategy.facts import Architecture, Facts
-from shardwise.strategy.rules import PLAN_STYLES, RULES, broken_rules, violations
+from shardwise.strategy.facts import PLAN_STYLES, Architecture, Facts
+from shardwise.strategy.rules import RULES, broken_rules, violations
 from shardwise.strategy.strategy import Strategy
 
 PLAN = frozenset({"colwise", "rowwise"})

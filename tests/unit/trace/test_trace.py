@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from shardwise.job.schema import Model
 from shardwise.kernels.target import Target
@@ -126,6 +128,19 @@ def test_products_take_the_flops_that_the_formula_has() -> None:
     assert attention == pytest.approx(
         attention_flops_per_token(skeleton.config, 256) * trace.tokens * 14 / 12, rel=1e-6
     )
+
+
+def test_products_of_experts_take_the_flops_that_the_formula_has(tmp_path: Path) -> None:
+    """Two of eight experts for each token: as in the formula, whichever they are."""
+    config = CONFIG_MAPPING["mixtral"].from_dict(
+        {**LLAMA, "num_hidden_layers": 2, "vocab_size": 512, "num_local_experts": 8, "num_experts_per_tok": 2}
+    )
+    config.save_pretrained(tmp_path)
+    traced = tracer(str(tmp_path))
+    trace = traced.trace(rows=2, checkpoint_every=0)
+    ops = [trace.ops[event[1]] for event in trace.events if event[0] == OP]
+    products = sum(op.flops for op in ops if op.kind == "matmul")
+    assert products == pytest.approx(6.0 * matmul_parameters(traced.built.skeleton) * trace.tokens, rel=1e-6)
 
 
 def test_checkpointing_computes_the_blocks_once_more() -> None:
