@@ -1,4 +1,7 @@
-"""One redactor for everything that is written down: secrets are replaced, all else is left as it is."""
+"""One redactor for what is shown or sent: secrets are replaced, all else is left as it is.
+
+Not for what is read back and acted on, a run's `job.yaml`: a sentence about a password looks like one.
+"""
 
 from __future__ import annotations
 
