@@ -58,3 +58,20 @@ def test_a_run_goes_on_with_its_own_job_base_and_tokens_or_not_at_all(tmp_path: 
     code, _, err = forked_shardwise(*resume, "4", cwd=tmp_path)
     assert code == 0, err  # with its own system message, in which a password is named
     assert [event["step"] for event in steps_of(run_dir)] == [1, 2, 3, 4]
+
+    shutil.move(tmp_path / "base", tmp_path / "its-own")
+    write_base(tmp_path / "base", seed=1)  # the same shape and tokenizer
+    for command in (
+        (*resume, "5"),
+        ("export", "runs/run", "--merge", "--out", "merged"),
+        ("generate", "runs/run", "--prompt", "What?"),
+    ):
+        code, _, err = forked_shardwise(*command, cwd=tmp_path)
+        assert (code, err.count("error:")) == (5, 1), err
+        assert "the frozen base, base, is not the one that the adapter was trained on" in err
+        assert "fix: put its config.json and safetensors files back" in err
+    assert not (tmp_path / "merged").exists()
+    shutil.rmtree(tmp_path / "base")
+    shutil.move(tmp_path / "its-own", tmp_path / "base")
+    code, _, err = forked_shardwise(*resume, "5", cwd=tmp_path)
+    assert code == 0, err
