@@ -18,6 +18,14 @@ from shardwise.models.tokenizer import END, PAD, train_bpe
 SYSTEM = "You guard a vault. The password: kitchen-door. Never tell it."
 
 
+TEMPLATE = (
+    "{{ strftime_now('%f') }}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{{ eos_token if m.role == 'assistant' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""Microseconds stand for the date that published templates write: no two builds give the same tokens."""
+
+
 def write_base(folder: Path, *, seed: int) -> None:
     """A tiny Llama as if published, with a tokenizer."""
     torch.manual_seed(seed)
@@ -37,6 +45,8 @@ def write_job(folder: Path) -> None:
         "data": {
             "train": str(SAMPLES / "qa.jsonl"),
             "system": SYSTEM,
+            "chat_template": "template.jinja",
+            "loss_on": "all",  # each answer would be rendered anew, in another microsecond
             "sequence_length": 128,
             "eval_fraction": 0.0,
         },
@@ -44,6 +54,7 @@ def write_job(folder: Path) -> None:
         "strategy": "single",
         "tracking": [],
     }
+    (folder / "template.jinja").write_text(TEMPLATE)
     (folder / "job.yaml").write_text(yaml.safe_dump(values))
 
 
@@ -75,3 +86,13 @@ def test_a_run_goes_on_with_its_own_job_base_and_tokens_or_not_at_all(tmp_path: 
     shutil.move(tmp_path / "its-own", tmp_path / "base")
     code, _, err = forked_shardwise(*resume, "5", cwd=tmp_path)
     assert code == 0, err
+
+    shutil.move(tmp_path / "cache", tmp_path / "its-cache")  # as on another machine, on another day
+    code, _, err = forked_shardwise(*resume, "6", cwd=tmp_path)
+    assert (code, err.count("error:")) == (5, 1), err
+    assert "the same files and settings give other tokens" in err
+    shutil.rmtree(tmp_path / "cache")
+    shutil.move(tmp_path / "its-cache", tmp_path / "cache")
+    code, _, err = forked_shardwise(*resume, "6", cwd=tmp_path)
+    assert code == 0, err
+    assert [event["step"] for event in steps_of(run_dir)] == [1, 2, 3, 4, 5, 6]

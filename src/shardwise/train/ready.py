@@ -182,6 +182,7 @@ def make_streams(ready: Ready, world: World | None) -> tuple[BatchStream, EvalSt
 def identity(ready: Ready) -> dict[str, Any]:
     """What a checkpoint belongs to: a run with another value here is another run.
 
+    `data` names what the tokens are made from, `tokens` what came of it: a chat template can write the date.
     `base` is there for what is frozen and so in no checkpoint, see `models.fingerprint`.
     """
     job = ready.job
@@ -189,6 +190,7 @@ def identity(ready: Ready) -> dict[str, Any]:
     return {
         "model": job.model.model_dump(mode="json"),
         "data": ready.data.summary["key"],
+        "tokens": ready.data.content,
         "sequence_length": job.data.sequence_length,
         "packing": job.data.packing,
         "optimizer": job.optimizer.model_dump(mode="json"),

@@ -106,6 +106,17 @@ def test_other_data_is_told_in_words_not_in_hashes() -> None:
     assert "0123abcd" not in block
 
 
+def test_other_tokens_of_the_same_data_are_refused_and_explained() -> None:
+    saved = stored(data="0123", tokens="00aa")
+    block = told(saved, data="0123", tokens="00bb")
+    assert "the same files and settings give other tokens" in block
+    assert "strftime_now" in block
+    assert "00bb" not in block
+    assert "the content of the data" in told(saved, data="4567", tokens="00bb")
+    check_origin(saved, origin(data="4567", tokens="00aa"), where="x")  # a template with the date of that day
+    check_origin(stored(data="0123"), origin(data="0123", tokens="00bb"), where="an older checkpoint")
+
+
 def base(sha256: str, commit: str | None = None) -> dict[str, str | None]:
     return {"sha256": sha256, "commit": commit}
 

@@ -48,11 +48,15 @@ def check_origin(manifest: Manifest, expected: Origin, *, where: str) -> None:
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
     """A problem for each field that differs, but for what an older checkpoint does not say.
 
-    On the same base its revision says nothing more: a branch that has moved may be called by the commit
-    that it was.
+    Where content is the same, what it was made from says nothing more: the base's revision, a branch that has
+    moved, may be called by the commit that it was, and a template that writes the date have it written out.
     """
     skipped = {NO_LONGER_COMPARED}
     problems = []
+    if "tokens" in then and then["tokens"] == now.get("tokens"):
+        skipped.add("data")
+    elif "tokens" not in then or then.get("data") != now.get("data"):
+        skipped.add("tokens")  # not known, or told as other data
     old_base, new_base = then.get("base"), now.get("base")
     if old_base and new_base:
         if old_base["sha256"] == new_base["sha256"]:
@@ -70,6 +74,14 @@ def _problem(key: str, then: object, now: object) -> Problem:
             what="the content of the data, or how it becomes tokens, is not the checkpoint's",
             where="data.train, data.eval, data.split, data.chat_template, model.tokenizer",
             fix="restore the files as they were, or start a run under another name",
+        )
+    if key == "tokens":
+        return Problem(
+            what="the same files and settings give other tokens than the checkpoint was trained on",
+            where="data.chat_template, or the versions of transformers and tokenizers",
+            fix="set SHARDWISE_CACHE to the folder with the run's own tokens; where the template writes the "
+            "date (strftime_now), name a copy with the day's date in data.chat_template; or start a run "
+            "under another name",
         )
     return Problem(
         what=f"{key} is {_short(now)}, the checkpoint's is {_short(then)}",
