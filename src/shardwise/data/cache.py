@@ -1,6 +1,7 @@
-"""Tokenised data on disk: built once, memory-mapped by every process, found again by its content.
+"""Tokenised data on disk: built once, memory-mapped by every process, found again by what it is made from.
 
-An entry is a folder named by a hash of everything that decides its content:
+An entry is a folder named by a hash of everything that decides its content, unless a chat template asks
+for the date, say; so the content has a hash of its own:
 
     tokens.bin    uint32 [tokens]    all samples, one after the other
     trained.bin   uint8 [tokens]     1 where the token is trained
@@ -8,16 +9,17 @@ An entry is a folder named by a hash of everything that decides its content:
     lengths.bin   int32 [samples]    tokens of a sample
     targets.bin   int32 [samples]    trained tokens of a sample, without its first: nothing predicts that one
     groups.bin    int64 [samples]    samples of one group come from one conversation
-    meta.json     sizes of these, and what the builder had to say (written last)
+    meta.json     sizes of these, a hash of their content, and what the builder had to say (written last)
 
 It is built under another name and renamed when it is whole. A lock file makes the processes of a
 machine wait for the one that builds. An entry whose files have other sizes than meta.json says is
-built again.
+built again; one without a hash, of an earlier version, is given its own.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -27,12 +29,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import MachineError
+from shardwise.record.manifest import hash_files
 
 FORMAT = 1
 """Part of every key; raised when the files or the way to them change."""
@@ -70,6 +73,16 @@ class TokenDataset:
         """These samples, in this order; the tokens are shared."""
         chosen = {name: getattr(self, name)[indices] for name in ("starts", "lengths", "targets", "groups")}
         return replace(self, **chosen)
+
+
+class Entry(NamedTuple):
+    """What the cache holds under one key."""
+
+    dataset: TokenDataset
+    note: dict[str, Any]
+    """What the builder had to say."""
+    sha256: str
+    """Of the content of all columns."""
 
 
 class Writer:
@@ -126,27 +139,22 @@ class Writer:
             self._trained.flush()
             for name in COLUMNS:
                 _make_durable(self._folder / f"{name}.bin")
-            sizes = {name: (self._folder / f"{name}.bin").stat().st_size for name in COLUMNS}
-            seal = self._folder / "meta.json"
-            seal.write_text(json.dumps({"bytes": sizes, "note": note}), encoding="utf-8")
-            _make_durable(seal)
+            _seal(self._folder, note)
 
 
-def load_or_build(
-    root: Path, key: str, build: Callable[[Writer], dict[str, Any]]
-) -> tuple[TokenDataset, dict[str, Any]]:
-    """The entry `key` and the builder's note; built first, by one process, where it is not there whole."""
+def load_or_build(root: Path, key: str, build: Callable[[Writer], dict[str, Any]]) -> Entry:
+    """The entry `key`; built first, by one process, where it is not there whole."""
     entry = root / key
     with _disk(root):
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = _open(entry)
     if found is None:
         with _locked(root / f"{key}.lock"):
-            found = _open(entry) or _build(entry, build)
+            found = _open(entry) or _open_older(entry) or _build(entry, build)
     return found
 
 
-def _build(entry: Path, build: Callable[[Writer], dict[str, Any]]) -> tuple[TokenDataset, dict[str, Any]]:
+def _build(entry: Path, build: Callable[[Writer], dict[str, Any]]) -> Entry:
     partial = entry.with_name(f"{entry.name}.partial")
     with _disk(partial):
         for stale in (partial, entry):
@@ -171,17 +179,48 @@ def _build(entry: Path, build: Callable[[Writer], dict[str, Any]]) -> tuple[Toke
     return found
 
 
-def _open(entry: Path) -> tuple[TokenDataset, dict[str, Any]] | None:
-    """None where the entry is missing or damaged."""
+def _open(entry: Path) -> Entry | None:
+    """None where the entry is missing, damaged, or without a hash."""
     try:
-        meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
-        sizes = {name: (entry / f"{name}.bin").stat().st_size for name in COLUMNS}
-        if meta["bytes"] != sizes:
-            return None
+        meta = _read_seal(entry)
         columns = {name: _map(entry / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
-        return TokenDataset(**columns), meta["note"]
+        return Entry(TokenDataset(**columns), meta["note"], meta["sha256"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
+
+
+def _open_older(entry: Path) -> Entry | None:
+    """A whole entry without a hash is given its own: built again, it might hold other tokens."""
+    try:
+        note = _read_seal(entry)["note"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    with _disk(entry):
+        _seal(entry, note)
+    return _open(entry)
+
+
+def _read_seal(entry: Path) -> dict[str, Any]:
+    """The content of meta.json. ValueError where the columns have other sizes than it says."""
+    meta: dict[str, Any] = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
+    if meta["bytes"] != _sizes(entry):
+        raise ValueError("a column is cut")
+    return meta
+
+
+def _seal(entry: Path, note: dict[str, Any]) -> None:
+    """Write meta.json for the columns that are there; durable, and whole or not at all."""
+    hashes = hash_files(entry, [f"{name}.bin" for name in COLUMNS])
+    content = json.dumps({name: file.sha256 for name, file in hashes.items()}, sort_keys=True)
+    sha256 = hashlib.sha256(content.encode()).hexdigest()
+    partial = entry / "meta.json.partial"
+    partial.write_text(json.dumps({"bytes": _sizes(entry), "sha256": sha256, "note": note}), encoding="utf-8")
+    _make_durable(partial)
+    partial.replace(entry / "meta.json")
+
+
+def _sizes(entry: Path) -> dict[str, int]:
+    return {name: (entry / f"{name}.bin").stat().st_size for name in COLUMNS}
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

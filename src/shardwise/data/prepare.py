@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.cache import FORMAT, TokenDataset, Writer, load_or_build
+from shardwise.data.cache import FORMAT, Entry, TokenDataset, Writer, load_or_build
 from shardwise.data.chat import Renderer, template_for
 from shardwise.data.encode import Encoded, Encoder, Tokens
 from shardwise.data.formats import Conversation, Reader, Sample
@@ -48,7 +48,9 @@ class Prepared:
     train: TokenDataset
     eval: TokenDataset | None
     summary: dict[str, Any]
-    """What happened on the way, as plain values; `key` names the content of the data."""
+    """What happened on the way, as plain values; `key` names what the tokens are made from, and how."""
+    content: str
+    """A hash of the tokens themselves, and of how a share is held out."""
     sample: RenderedSample
     """The first training sample."""
     chat_template: str | None
@@ -86,16 +88,17 @@ def prepare(
     """
     data = job.data
     build = _Build(job, tokenizer, vocab_size=vocab_size, root=cache_root)
-    train, note = build.dataset(data.train, key="data.train")
+    train, note, _ = build.dataset(data.train, key="data.train")
     held_out: TokenDataset | None = None
     if data.eval is not None:
-        held_out, _ = build.dataset(data.eval, key="data.eval")
+        held_out, *_ = build.dataset(data.eval, key="data.eval")
     elif data.eval_fraction > 0:
         train, held_out = hold_out(train, data.eval_fraction, seed=job.train.seed)
     return Prepared(
         train=train,
         eval=held_out,
         summary=_summary(job, note, train, held_out) | {"key": build.key()},
+        content=build.content(),
         sample=_show(train, tokenizer),
         chat_template=None if note["formats"] == ["text"] else build.template,
     )
@@ -138,18 +141,28 @@ class _Build:
         self.root = root or cache_root()
         self.template = template_for(tokenizer, job.data.chat_template)
         self._identity = _tokenizer_identity(tokenizer)
-        self._entries: list[str] = []
+        self._keys: list[str] = []
+        self._contents: list[str] = []
 
     def key(self) -> str:
-        """Names the content of the datasets built, and how one is split off the other."""
-        parts = [*self._entries, str(self.data.eval_fraction)]
-        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
+        """Names what the datasets were built from, and how one is split off the other."""
+        return self._joined(self._keys)
 
-    def dataset(self, spec: str | list[str], *, key: str) -> tuple[TokenDataset, dict[str, Any]]:
+    def content(self) -> str:
+        """Names the datasets' tokens, and how one is split off the other."""
+        return self._joined(self._contents)
+
+    def dataset(self, spec: str | list[str], *, key: str) -> Entry:
         sources = open_sources(spec, split=self.data.split, key=key)
-        entry = self._entry(sources)
-        self._entries.append(entry)
-        return load_or_build(self.root, entry, lambda writer: self._fill(writer, sources, key))
+        name = self._entry(sources)
+        entry = load_or_build(self.root, name, lambda writer: self._fill(writer, sources, key))
+        self._keys.append(name)
+        self._contents.append(entry.sha256)
+        return entry
+
+    def _joined(self, parts: list[str]) -> str:
+        text = " ".join([*parts, str(self.data.eval_fraction)])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def _entry(self, sources: list[Source]) -> str:
         options = self.data.model_dump(

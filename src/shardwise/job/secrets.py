@@ -1,4 +1,4 @@
-"""Finds access keys in a job: it is copied to the run folder and to trackers, where keys must not go."""
+"""Finds access keys in a job: it is kept in the run folder and sent to trackers, where keys must not go."""
 
 from __future__ import annotations
 
@@ -8,9 +8,24 @@ from typing import Any
 
 from shardwise.job.source import Key
 
+SHAPES = (
+    r"hf_[A-Za-z0-9]{20,}",  # Hugging Face
+    r"wandb_v1_[A-Za-z0-9_]{20,}",  # Weights & Biases
+    r"sk-(?:ant-|proj-)?[A-Za-z0-9_-]{20,}",  # OpenAI, Anthropic
+    r"gh[pousr]_[A-Za-z0-9]{30,}",  # GitHub
+    r"github_pat_[A-Za-z0-9_]{30,}",
+    r"glpat-[A-Za-z0-9_-]{20,}",  # GitLab
+    r"(?:AKIA|ASIA)[A-Z0-9]{16}",  # AWS key id
+    r"AIza[A-Za-z0-9_-]{35}",  # Google
+    r"xox[abprs]-[A-Za-z0-9-]{10,}",  # Slack
+    r"nvapi-[A-Za-z0-9_-]{20,}",  # NVIDIA
+    r"pypi-[A-Za-z0-9_-]{40,}",
+    r"eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}",  # JSON web token
+)
+"""How access keys look, as far as their makers gave them a shape."""
+
 _SECRET_VALUE = re.compile(
-    r"hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}"
-    r"|wandb_v1_\w{20,}|-----BEGIN [A-Z ]*PRIVATE KEY-----|//[^/\s:@]+:[^/\s:@]+@"
+    rf"(?<![A-Za-z0-9_-])(?:{'|'.join(SHAPES)})|-----BEGIN [A-Z ]*PRIVATE KEY-----|//[^/\s:@]+:[^/\s:@]+@"
 )
 _SECRET_KEY = re.compile(
     r"(^|_)(api_?key|hf_token|access_token|auth_token|token|password|secret)$", re.IGNORECASE

@@ -17,6 +17,7 @@ from shardwise.errors import CheckpointError, JobError
 from shardwise.job.schema import Model
 from shardwise.models.adapters import ADAPTER, saved_name
 from shardwise.models.build import BuiltModel, build_model
+from shardwise.models.fingerprint import check_base
 from shardwise.models.quantize import check_bitsandbytes, dequantize_linears
 from shardwise.models.quiet import quiet
 from shardwise.models.structure import join
@@ -74,7 +75,9 @@ def save_weights(
         _save_adapter(built.peft, state, directory)
 
 
-def export(model_dir: Path, out: Path, *, merge: bool, base: Model) -> dict[str, Any]:
+def export(
+    model_dir: Path, out: Path, *, merge: bool, base: Model, trained_on: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Hands out what `save_weights` wrote, in the new folder `out`.
 
     Args:
@@ -83,13 +86,14 @@ def export(model_dir: Path, out: Path, *, merge: bool, base: Model) -> dict[str,
         merge: add the adapter to its base, a quantised one as it was trained on, and write a whole model
             in the adapter's format. Its logits on fixed prompts are compared with those of base and adapter.
         base: the job's `model` section.
+        trained_on: the fingerprint of the adapter's base, where it is known.
 
     Returns what was written: `kind` (model, adapter, merged), `dtype` (`bfloat16`), `out`, and for a merged
     model the largest difference of a logit and the largest logit.
 
     Raises:
         JobError: there is nothing to merge.
-        CheckpointError: the adapter is damaged, or merging changed the logits.
+        CheckpointError: the adapter is damaged, its base is another now, or merging changed the logits.
     """
     if not (model_dir / ADAPTER_CONFIG).is_file():
         if merge:
@@ -104,15 +108,17 @@ def export(model_dir: Path, out: Path, *, merge: bool, base: Model) -> dict[str,
         read_adapter(model_dir)
         shutil.copytree(model_dir, out, dirs_exist_ok=True)
         return {"kind": "adapter", "dtype": _dtype(out), "out": str(out)}
-    logits = _merge(model_dir, out, base)
+    logits = _merge(model_dir, out, base, trained_on)
     return {"kind": "merged", "dtype": _dtype(out), "out": str(out), **logits}
 
 
-def load_with_adapter(model_dir: Path, base: Model, device: torch.device) -> BuiltModel:
+def load_with_adapter(
+    model_dir: Path, base: Model, device: torch.device, trained_on: Mapping[str, Any] | None = None
+) -> BuiltModel:
     """The base model with the adapter of `model_dir` on it, on `device` and in evaluation mode.
 
-    Raises CheckpointError where the adapter is damaged or does not fit, JobError for a random base,
-    MachineError where the base cannot be quantised here.
+    Raises CheckpointError where the adapter is damaged or does not fit, or the base's fingerprint is not
+    `trained_on`; JobError for a random base, MachineError where the base cannot be quantised here.
     """
     tensors = read_adapter(model_dir)
     if base.weights == "random":
@@ -124,6 +130,7 @@ def load_with_adapter(model_dir: Path, base: Model, device: torch.device) -> Bui
     check_bitsandbytes(base)
     built = build_model(base, dtype=next(iter(tensors.values())).dtype, seed=0)
     _check(tensors, {saved_name(name): shape for name, shape in built.trainable_shapes.items()})
+    check_base(trained_on, base, built.found)
     built.weights.fill(built.model, device)
     with torch.no_grad():
         for name in built.trainable_shapes:
@@ -159,8 +166,8 @@ def _dtype(folder: Path) -> str:
     return ", ".join(sorted(_DTYPES.get(name, name) for name in found))
 
 
-def _merge(model_dir: Path, out: Path, base: Model) -> dict[str, float]:
-    built = load_with_adapter(model_dir, base, torch.device("cpu"))
+def _merge(model_dir: Path, out: Path, base: Model, trained_on: Mapping[str, Any] | None) -> dict[str, float]:
+    built = load_with_adapter(model_dir, base, torch.device("cpu"), trained_on)
     assert built.peft is not None
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     before = _logits(built.model, tokenizer)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -30,6 +32,7 @@ def generate(
     temperature: float,
     seed: int,
     system: str | None = None,
+    trained_on: Mapping[str, Any] | None = None,
 ) -> str:
     """What the model answers to `prompt`; greedy at temperature 0. Runs on the GPU if there is one.
 
@@ -43,6 +46,8 @@ def generate(
         temperature: of sampling.
         seed: of sampling.
         system: system message of the conversation.
+        trained_on: the fingerprint of the adapter's base, where it is known; CheckpointError if it is
+            another now.
     """
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python hands on bytes as text
         raise JobError("the prompt is not UTF-8", where="--prompt", fix="see the terminal's locale")
@@ -51,7 +56,7 @@ def generate(
     if ids.shape[1] == 0:
         raise JobError("the prompt is empty", where="--prompt", fix="give the model a text to continue")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = _load(model_dir, base, device)
+    model = _load(model_dir, base, device, trained_on)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > COLDEST else _GREEDY
     output = model.generate(
@@ -83,9 +88,11 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None)
     return encoded["input_ids"]
 
 
-def _load(model_dir: Path, base: Model, device: torch.device) -> PreTrainedModel:
+def _load(
+    model_dir: Path, base: Model, device: torch.device, trained_on: Mapping[str, Any] | None
+) -> PreTrainedModel:
     if (model_dir / ADAPTER_CONFIG).is_file():
-        return load_with_adapter(model_dir, base, device).model
+        return load_with_adapter(model_dir, base, device, trained_on).model
     config = AutoConfig.from_pretrained(
         model_dir, local_files_only=True, trust_remote_code=base.trust_remote_code
     )

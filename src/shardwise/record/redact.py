@@ -1,4 +1,7 @@
-"""One redactor for everything that is written down: secrets are replaced, all else is left as it is."""
+"""One redactor for what is shown or sent: secrets are replaced, all else is left as it is.
+
+Not for what is read back and acted on, a run's `job.yaml`: a sentence about a password looks like one.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.job.secrets import SHAPES
+
 HIDDEN = "[hidden]"
 
-_SHAPES = (
-    r"hf_[A-Za-z0-9]{20,}",  # Hugging Face
-    r"wandb_v1_[A-Za-z0-9_]{20,}",  # Weights & Biases
-    r"sk-(?:ant-|proj-)?[A-Za-z0-9_-]{20,}",  # OpenAI, Anthropic
-    r"gh[pousr]_[A-Za-z0-9]{30,}",  # GitHub
-    r"github_pat_[A-Za-z0-9_]{30,}",
-    r"glpat-[A-Za-z0-9_-]{20,}",  # GitLab
-    r"(?:AKIA|ASIA)[A-Z0-9]{16}",  # AWS key id
-    r"AIza[A-Za-z0-9_-]{35}",  # Google
-    r"xox[abprs]-[A-Za-z0-9-]{10,}",  # Slack
-    r"nvapi-[A-Za-z0-9_-]{20,}",  # NVIDIA
-    r"pypi-[A-Za-z0-9_-]{40,}",
-    r"eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}",  # JSON web token
-)
-_TOKEN = re.compile(r"(?<![A-Za-z0-9_-])(?:" + "|".join(_SHAPES) + ")")
+_TOKEN = re.compile(r"(?<![A-Za-z0-9_-])(?:" + "|".join(SHAPES) + ")")
 # Names that hold secrets; `pad_token`, `target_tokens` and the like are not among them.
 _NAMED = re.compile(
     r"(?i)\b([a-z0-9_]*(?:api_?key|access_?key|secret|password|passwd|"

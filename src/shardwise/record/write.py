@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from shardwise.errors import JobError, MachineError
 from shardwise.record.read import ENVIRONMENT, EVENTS, JOB, LOCK, PLAN, is_run_folder, read_events, read_run
-from shardwise.record.redact import redact, redact_tree
+from shardwise.record.redact import redact_tree
 from shardwise.record.schema import Event
 
 
@@ -38,7 +38,11 @@ class RunFolder:
     def create(
         path: Path, *, job_yaml: str, plan: Mapping[str, Any], environment: Mapping[str, Any]
     ) -> RunFolder:
-        """Make a new run folder, readable by this user only. JobError where something is there already."""
+        """Make a new run folder, readable by this user only. JobError where something is there already.
+
+        The job stands there word for word: it is what `--resume`, `export` and `generate` go on with, and
+        `job.load` refuses one that holds access keys. What nobody reads back is without secrets.
+        """
         path = Path(path)
         if path.exists():
             raise JobError(
@@ -56,7 +60,7 @@ class RunFolder:
                 fix="name a folder you can write to: --set output=DIR",
             ) from None
         lock = _lock(path)
-        (path / JOB).write_text(redact(job_yaml), encoding="utf-8")
+        (path / JOB).write_text(job_yaml, encoding="utf-8")
         _write_json(path / PLAN, plan)
         _write_json(path / ENVIRONMENT, redact_tree(environment))
         return RunFolder(path, lock)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,9 @@ def export_run(run_dir: str | Path, out: str | Path, *, merge: bool = False) -> 
     if place.exists() and any(place.iterdir()):
         raise JobError(f"{out} exists and is not empty", where="--out", fix="name a new folder")
     with _whole(place) as partial:
-        written = export(checkpoint.path / "model", partial, merge=merge, base=job.model)
+        written = export(
+            checkpoint.path / "model", partial, merge=merge, base=job.model, trained_on=_base(checkpoint)
+        )
     return {**written, "out": str(out), "step": checkpoint.step}
 
 
@@ -77,6 +79,7 @@ def generate_run(
         temperature=temperature,
         seed=seed,
         system=job.data.system,
+        trained_on=_base(checkpoint),
     )
 
 
@@ -92,3 +95,8 @@ def _newest(run_dir: str | Path) -> tuple[Job, Checkpoint]:
         )
     checkpoint.tell_damaged()
     return Job.model_validate(record.job), checkpoint
+
+
+def _base(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """Fingerprint of what its adapter was trained on; None for whole models and in older checkpoints."""
+    return checkpoint.manifest.origin.identity.get("base")

@@ -22,6 +22,7 @@ from shardwise.hardware.host import multiplies_bf16
 from shardwise.job.schema import Job
 from shardwise.kernels import attention
 from shardwise.models.build import BuiltModel, build_model
+from shardwise.models.fingerprint import fingerprint
 from shardwise.models.positions import check_length
 from shardwise.models.tokenizer import load_tokenizer
 from shardwise.models.vocabulary import rows_for
@@ -180,11 +181,17 @@ def make_streams(ready: Ready, world: World | None) -> tuple[BatchStream, EvalSt
 
 
 def identity(ready: Ready) -> dict[str, Any]:
-    """What a checkpoint belongs to: a run with another value here is another run."""
+    """What a checkpoint belongs to: a run with another value here is another run.
+
+    `data` names what the tokens are made from, `tokens` what came of it: a chat template can write the date.
+    `base` is there for what is frozen and so in no checkpoint, see `models.fingerprint`.
+    """
     job = ready.job
+    base = fingerprint(job.model, ready.built.found)
     return {
         "model": job.model.model_dump(mode="json"),
         "data": ready.data.summary["key"],
+        "tokens": ready.data.content,
         "sequence_length": job.data.sequence_length,
         "packing": job.data.packing,
         "optimizer": job.optimizer.model_dump(mode="json"),
@@ -194,4 +201,5 @@ def identity(ready: Ready) -> dict[str, Any]:
         "precision": job.train.precision,
         "seed": job.train.seed,
         "worst_case_first": job.train.worst_case_first,
+        **({} if base is None else {"base": base}),
     }

@@ -75,9 +75,9 @@ def origin(strategy: Strategy = SAVED, **changes: object) -> Origin:
     )
 
 
-def stored() -> Manifest:
+def stored(**changes: object) -> Manifest:
     """A manifest as it is after the way through its file."""
-    return Manifest.from_text(Manifest(step=1, origin=origin(), files={}).to_text())
+    return Manifest.from_text(Manifest(step=1, origin=origin(**changes), files={}).to_text())
 
 
 def test_the_same_run_may_resume_with_other_micro_batches_and_libraries() -> None:
@@ -104,6 +104,51 @@ def test_other_data_is_told_in_words_not_in_hashes() -> None:
     assert "the content of the data" in block
     assert "data.train" in block
     assert "0123abcd" not in block
+
+
+def test_other_tokens_of_the_same_data_are_refused_and_explained() -> None:
+    saved = stored(data="0123", tokens="00aa")
+    block = told(saved, data="0123", tokens="00bb")
+    assert "the same files and settings give other tokens" in block
+    assert "strftime_now" in block
+    assert "00bb" not in block
+    assert "the content of the data" in told(saved, data="4567", tokens="00bb")
+    check_origin(saved, origin(data="4567", tokens="00aa"), where="x")  # a template with the date of that day
+    check_origin(stored(data="0123"), origin(data="0123", tokens="00bb"), where="an older checkpoint")
+
+
+def base(sha256: str, commit: str | None = None) -> dict[str, str | None]:
+    return {"sha256": sha256, "commit": commit}
+
+
+def told(saved: Manifest, **changes: object) -> str:
+    with pytest.raises(CheckpointError) as error:
+        check_origin(saved, origin(**changes), where="x")
+    return render(error.value)
+
+
+def test_another_base_is_refused_with_its_name_and_the_way_back() -> None:
+    block = told(stored(base=base("00aa")), base=base("00bb"))
+    assert "the frozen base, a, is not the one that the adapter was trained on" in block
+    assert "at:  model.source" in block
+    assert "put its config.json and safetensors files back" in block
+    assert "00bb" not in block
+
+    block = told(stored(base=base("00aa", "c0ffee")), base=base("00bb", "decaf"))
+    assert "it is commit decaf, was c0ffee" in block
+    assert "write `revision: c0ffee` below `model` in the run folder's job.yaml" in block
+
+
+def test_the_same_base_may_be_called_by_its_commit() -> None:
+    called = {"source": "a", "lora": None, "revision": "c0ffee"}
+    check_origin(
+        stored(base=base("00aa", "c0ffee")), origin(base=base("00aa", "c0ffee"), model=called), where="x"
+    )
+    assert "model.revision is 'c0ffee'" in told(stored(), model=called)
+
+
+def test_a_checkpoint_that_names_no_base_is_still_resumed() -> None:
+    check_origin(stored(), origin(base=base("00bb")), where="x")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def never(writer: Writer) -> dict[str, Any]:
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    dataset, note = load_or_build(tmp_path / "deep" / "root", "key", build)
+    dataset, note, _ = load_or_build(tmp_path / "deep" / "root", "key", build)
     assert [tuple(part.tolist() for part in dataset.sample(i)) for i in range(3)] == SAMPLES
     assert dataset.targets.tolist() == [2, 0, 1]  # a sample's first token is predicted by nothing
     assert dataset.lengths.tolist() == [3, 1, 3]
@@ -42,9 +42,30 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 def test_a_whole_entry_is_not_built_again(tmp_path: Path) -> None:
     load_or_build(tmp_path, "key", build)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "key").iterdir()}
-    dataset, _ = load_or_build(tmp_path, "key", never)
+    dataset, *_ = load_or_build(tmp_path, "key", never)
     assert len(dataset) == 3
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "key").iterdir()} == before
+
+
+def test_the_hash_is_of_what_was_built_not_of_the_key(tmp_path: Path) -> None:
+    def build_other(writer: Writer) -> dict[str, Any]:
+        writer.add(np.array([5, 6, 7], dtype=np.uint32), np.array([0, 1, 0], dtype=np.uint8), group=0)
+        return build(writer)
+
+    first = load_or_build(tmp_path, "key", build).sha256
+    assert load_or_build(tmp_path, "key", never).sha256 == first
+    assert load_or_build(tmp_path / "cold", "key", build).sha256 == first
+    assert load_or_build(tmp_path / "other", "key", build_other).sha256 != first
+
+
+def test_an_entry_from_before_there_were_hashes_is_kept_and_gets_its_own(tmp_path: Path) -> None:
+    first = load_or_build(tmp_path, "key", build)
+    path = tmp_path / "key" / "meta.json"
+    older = json.loads(path.read_text())
+    del older["sha256"]
+    path.write_text(json.dumps(older))
+    assert load_or_build(tmp_path, "key", never)[1:] == first[1:]
+    assert json.loads(path.read_text())["sha256"] == first.sha256
 
 
 @pytest.mark.parametrize("name", [*(f"{column}.bin" for column in COLUMNS), "meta.json"])
@@ -57,7 +78,7 @@ def test_a_damaged_entry_is_built_again(tmp_path: Path, name: str, damage: str) 
         path.unlink()
     else:
         path.write_bytes(content[:-1] if damage == "truncated" else content + b"0")
-    dataset, _ = load_or_build(tmp_path, "key", build)
+    dataset, *_ = load_or_build(tmp_path, "key", build)
     assert [tuple(part.tolist() for part in dataset.sample(i)) for i in range(3)] == SAMPLES
     assert path.read_bytes() == content
 
@@ -92,7 +113,7 @@ def build(writer):
     return {"builder": os.getpid()}
 
 sys.stdin.readline()  # all have started
-dataset, note = load_or_build(Path(sys.argv[1]), "key", build)
+dataset, note, _ = load_or_build(Path(sys.argv[1]), "key", build)
 print(len(dataset), note["builder"])
 """
 

@@ -268,6 +268,24 @@ def test_the_cache_is_used_again_and_every_change_of_content_is_noticed(
     assert len(entries(tmp_path)) == len(keys) + 1
 
 
+def test_a_template_that_tells_the_time_gives_other_content_under_the_same_key(
+    run: Any, make_job: Make, json_lines: Any, tmp_path: Path
+) -> None:
+    template = tmp_path / "template.jinja"
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template.write_text("{{ strftime_now('%f') }}" + turns)  # microseconds: each build has its own
+    job = make_job(train=json_lines(ALPACA), chat_template=str(template), loss_on="all")
+    first, warm, cold = run(job), run(job), run(job, cache="cold")
+    assert first.summary["key"] == warm.summary["key"] == cold.summary["key"]
+    assert first.content == warm.content != cold.content
+
+    template.write_text(turns)
+    plain = run(job)
+    assert plain.content == run(job, cache="cold").content
+    held_out = job.model_copy(update={"data": job.data.model_copy(update={"eval_fraction": 0.5})})
+    assert run(held_out).content != plain.content, "other samples are trained on"
+
+
 def test_a_tokenizer_that_was_used_with_padding_is_still_the_same(
     run: Any, make_job: Make, json_lines: Any, tokenizer: PreTrainedTokenizerFast
 ) -> None:

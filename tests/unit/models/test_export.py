@@ -18,6 +18,7 @@ from shardwise.errors import CheckpointError, JobError
 from shardwise.job.schema import Lora, Model
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.export import export, save_weights
+from shardwise.models.fingerprint import fingerprint
 from shardwise.models.generate import generate
 from shardwise.models.tokenizer import load_tokenizer
 from shardwise.models.vocabulary import rows_for
@@ -242,6 +243,30 @@ def test_an_adapter_without_values_is_refused(
     file.write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match="cannot be read"):
         export(tmp_path / "model", tmp_path / "out", merge=merge, base=model)
+
+
+def test_on_another_base_than_it_was_trained_on_an_adapter_is_not_used(
+    saved: Saved, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    model = saved("llama", lora=Lora(rank=4))
+    built = make_trained(model)
+    save_weights(built, weights(built), tmp_path / "model", tokenizer)
+    trained_on = fingerprint(model, built.found)
+    said = speak(tmp_path / "model", model)
+    assert speak(tmp_path / "model", model, trained_on=trained_on) == said
+    export(tmp_path / "model", tmp_path / "out", merge=True, base=model, trained_on=trained_on)
+
+    file = Path(model.source) / "model.safetensors"
+    base = load_file(file)
+    next(iter(base.values()))[-1, -1] += 0.5
+    save_file(base, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"base, {model.source}, is not the one"):
+        export(tmp_path / "model", tmp_path / "new", merge=True, base=model, trained_on=trained_on)
+    with pytest.raises(CheckpointError, match="is not the one"):
+        speak(tmp_path / "model", model, trained_on=trained_on)
+    assert not (tmp_path / "new").exists()
+    export(tmp_path / "model", tmp_path / "new", merge=False, base=model, trained_on=trained_on)
+    assert speak(tmp_path / "model", model) is not None, "an older checkpoint does not name its base"
 
 
 def test_an_adapter_of_another_model_is_refused(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import shardwise
 from shardwise.errors import JobError, MachineError
@@ -67,16 +68,14 @@ def test_a_folder_that_cannot_be_made_is_the_machines_fault(tmp_path: Path) -> N
         create(tmp_path / "file" / "a")
 
 
-def test_no_secret_is_written_and_special_tokens_stay(tmp_path: Path) -> None:
+def test_the_command_is_kept_without_secrets_and_the_job_word_for_word(tmp_path: Path) -> None:
     token = "hf_" + "aB3" * 11
-    text = f"name: a\nmodel:\n  source: {token}\n  config: {{pad_token: '<|endoftext|>'}}\n"
-    run = RunFolder.create(
-        tmp_path / "a", job_yaml=text, plan={}, environment={"command": ["train", f"--set=x={token}"]}
-    )
-    written = "".join(path.read_text() for path in run.path.iterdir())
-    assert token not in written
-    assert "<|endoftext|>" in written
-    assert read_run(run.path).environment["command"] == ["train", "--set=x=[hidden]"]
+    job = {"name": "a", "data": {"system": "The password: kitchen-door. Use api_key=0123456789."}}
+    environment = {"command": ["train", f"--set=x={token}"]}
+    run = RunFolder.create(tmp_path / "a", job_yaml=yaml.safe_dump(job), plan={}, environment=environment)
+    record = read_run(run.path)
+    assert record.job == job, "what is resumed is what ran"
+    assert record.environment["command"] == ["train", "--set=x=[hidden]"]
 
 
 HOLD = """

@@ -14,7 +14,11 @@ import pytest
 from shardwise.errors import MachineError
 from shardwise.record.trackers import Trackers
 
-JOB = {"name": "a", "model": {"source": "hf_" + "a1B2" * 9}}
+JOB = {
+    "name": "a",
+    "model": {"source": "hf_" + "a1B2" * 9},
+    "data": {"system": "The password: kitchen-door. Never tell it."},
+}
 
 
 def test_tensorboard_shows_what_was_logged(tmp_path: Path) -> None:
@@ -73,5 +77,9 @@ def test_a_service_that_fails_is_told_once_and_the_run_goes_on(
         trackers.log(step, {"loss": 1.0})
     trackers.close()
     assert client.seen == [(1, {"loss": 1.0})]
-    assert client.config == {"name": "a", "model": {"source": "[hidden]"}}
+    assert client.config == {
+        "name": "a",
+        "model": {"source": "[hidden]"},
+        "data": {"system": "The password: [hidden] Never tell it."},
+    }, "a service gets less than the run folder keeps"
     assert capsys.readouterr().err == "warning: trackio failed and gets no more numbers: no route to host\n"

@@ -26,7 +26,8 @@ def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             raise error
         return {"kind": "model", "out": str(out)}
 
-    found = SimpleNamespace(path=Path("step-000007"), step=7)
+    origin = SimpleNamespace(identity={})
+    found = SimpleNamespace(path=Path("step-000007"), step=7, manifest=SimpleNamespace(origin=origin))
     monkeypatch.setattr(afterwards, "export", export)
     monkeypatch.setattr(afterwards, "_newest", lambda _: (SimpleNamespace(model=None), found))
     return error

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from shardwise.errors import CheckpointError, Problem
 from shardwise.job.differences import differences
+from shardwise.models.fingerprint import other_base
 from shardwise.record.manifest import Manifest, Origin
 from shardwise.units import processes
 
@@ -27,11 +31,7 @@ NO_LONGER_COMPARED = "micro_batch"
 def check_origin(manifest: Manifest, expected: Origin, *, where: str) -> None:
     """Raises CheckpointError naming every field in which the checkpoint is not this run's."""
     saved = manifest.origin
-    problems = [
-        _problem(key, then, now)
-        for key, then, now in differences(saved.identity, expected.identity)
-        if key != NO_LONGER_COMPARED
-    ]
+    problems = _differences(saved.identity, expected.identity)
     layout = [key for key in LAYOUT if saved.strategy.get(key) != expected.strategy.get(key)]
     if layout or saved.world_size != expected.world_size:
         problems.append(
@@ -45,12 +45,43 @@ def check_origin(manifest: Manifest, expected: Origin, *, where: str) -> None:
         raise CheckpointError(f"{where} belongs to another run", problems=problems)
 
 
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
+    """A problem for each field that differs, but for what an older checkpoint does not say.
+
+    Where content is the same, what it was made from says nothing more: the base's revision, a branch that has
+    moved, may be called by the commit that it was, and a template that writes the date have it written out.
+    """
+    skipped = {NO_LONGER_COMPARED}
+    problems = []
+    if "tokens" in then and then["tokens"] == now.get("tokens"):
+        skipped.add("data")
+    elif "tokens" not in then or then.get("data") != now.get("data"):
+        skipped.add("tokens")  # not known, or told as other data
+    old_base, new_base = then.get("base"), now.get("base")
+    if old_base and new_base:
+        if old_base["sha256"] == new_base["sha256"]:
+            skipped.add("model.revision")
+        else:
+            problems.append(other_base(old_base, new_base, source=now["model"]["source"]))
+    then, now = ({key: value for key, value in side.items() if key != "base"} for side in (then, now))
+    found = differences(then, now)
+    return problems + [_problem(key, old, new) for key, old, new in found if key not in skipped]
+
+
 def _problem(key: str, then: object, now: object) -> Problem:
     if key == "data":  # a hash of content: no value to show
         return Problem(
             what="the content of the data, or how it becomes tokens, is not the checkpoint's",
             where="data.train, data.eval, data.split, data.chat_template, model.tokenizer",
             fix="restore the files as they were, or start a run under another name",
+        )
+    if key == "tokens":
+        return Problem(
+            what="the same files and settings give other tokens than the checkpoint was trained on",
+            where="data.chat_template, or the versions of transformers and tokenizers",
+            fix="set SHARDWISE_CACHE to the folder with the run's own tokens; where the template writes the "
+            "date (strftime_now), name a copy with the day's date in data.chat_template; or start a run "
+            "under another name",
         )
     return Problem(
         what=f"{key} is {_short(now)}, the checkpoint's is {_short(then)}",
