@@ -60,7 +60,7 @@ def run(spec: LaunchSpec) -> None:
         chosen=spec.chosen,
     )
     total_steps = count_steps(ready)
-    if spec.measure_steps is None:
+    if job.train.steps is None and spec.measure_steps is None:
         check_warmup(job.optimizer, total_steps)
     if rank == 0:
         announce(ready, total_steps=total_steps, json_plan=spec.dry_run and spec.as_json)
