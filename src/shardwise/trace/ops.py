@@ -122,13 +122,25 @@ def _matmul(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.T
     left, right = [t for t in inputs if t.dim() >= 2][:2] if name.startswith("mm") else _factors(inputs)
     batch = left.shape[0] if left.dim() == 3 else 1
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+    return _product(name, inputs, outputs, shape=(batch, m, n, k), item_bytes=left.element_size())
+
+
+def _product(
+    name: str,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    *,
+    shape: tuple[int, int, int, int],
+    item_bytes: int,
+) -> Op:
+    """`shape`: so many products of [m, k] and [k, n], as (products, m, n, k). `item_bytes`: of a factor."""
     return Op(
         kind="matmul",
-        flops=2.0 * batch * m * n * k,
+        flops=2.0 * math.prod(shape),
         read_bytes=sum(map(_bytes, inputs)),
         written_bytes=sum(map(_bytes, outputs)),
-        item_bytes=left.element_size(),
-        shape=(batch, m, n, k),
+        item_bytes=item_bytes,
+        shape=shape,
         name=name,
     )
 
@@ -147,15 +159,7 @@ def _grouped(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) ->
         m = -(-m // batch)
     elif right.dim() == 2:
         n = -(-n // batch)
-    return Op(
-        kind="matmul",
-        flops=2.0 * batch * m * n * k,
-        read_bytes=sum(map(_bytes, inputs)),
-        written_bytes=sum(map(_bytes, outputs)),
-        item_bytes=left.element_size(),
-        shape=(batch, m, n, k),
-        name="_grouped_mm",
-    )
+    return _product("_grouped_mm", inputs, outputs, shape=(batch, m, n, k), item_bytes=left.element_size())
 
 
 def _factors(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
