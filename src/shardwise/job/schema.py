@@ -161,7 +161,7 @@ class Train(Section):
 
 
 BUCKET = 500_000_000
-"""DeepSpeed's default for `reduce_bucket_size` and `allgather_bucket_size`."""
+"""DeepSpeed's default of `reduce_bucket_size` and `allgather_bucket_size` (runtime/zero/config.py)."""
 LEAST_BUCKET, MOST_BUCKET = 1_000_000, 2_000_000_000
 
 

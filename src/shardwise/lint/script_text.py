@@ -84,10 +84,10 @@ def read_python(text: str, name: str) -> Document:
             if value is not None and key and key not in values:
                 values[key] = value
                 marks[key,] = Mark(line=argument.value.lineno, key=None, value=(0, 0))
-    for stepped, line in _stepped_beside(program):
-        values[STEPPED] = stepped
+    beside = next(_stepped_beside(program), None)
+    if beside is not None:
+        values[STEPPED], line = beside
         marks[STEPPED,] = Mark(line=line, key=None, value=(0, 0))
-        break
     return Document(
         name=name,
         text=text,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.job.schema import LEAST_BUCKET, MOST_BUCKET
+from shardwise.job.schema import BUCKET, LEAST_BUCKET, MOST_BUCKET
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.rules.accelerate import DS, FSDP
 from shardwise.lint.rules.batch import ACCUMULATION, MICRO, TOTAL
@@ -19,8 +19,6 @@ from shardwise.strategy.emit.deepspeed import NEVER_RELEASE, PERSIST, PREFETCH
 
 FOREVER = 10**12
 """Elements beyond which ZeRO-3's limits release nothing of any model that is trained."""
-DEFAULT_BUCKET = 500_000_000
-"""Of `reduce_bucket_size` and `allgather_bucket_size` (deepspeed/runtime/zero/config.py)."""
 ACCELERATE_STAGE = 2
 """What `auto`, or nothing, means to Accelerate."""
 
@@ -119,8 +117,6 @@ def _plugin(document: Document, setup: Setup) -> Translated:
         "offload_optimizer": device("offload_optimizer_device", 1),
         "offload_parameters": device("offload_param_device", 3),
     }
-    if number:
-        strategy["bucket"] = DEFAULT_BUCKET
     if "nvme" in strategy.values():
         strategy["nvme_path"] = "."
     return Translated(
@@ -245,7 +241,7 @@ def _script(setup: Setup, assumed: list[str], *, checkpointing: bool = False) ->
 def _bucket(document: Document) -> int:
     """Elements that are reduced at once, as a job may say them."""
     asked = document.number(ZERO, "reduce_bucket_size")
-    return DEFAULT_BUCKET if asked is None else int(min(max(asked, LEAST_BUCKET), MOST_BUCKET))
+    return BUCKET if asked is None else int(min(max(asked, LEAST_BUCKET), MOST_BUCKET))
 
 
 def _left_out(document: Document, stage: int, bucket: int) -> list[str]:

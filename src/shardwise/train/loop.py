@@ -139,7 +139,7 @@ class Loop:
         return self.progress.step >= last_step
 
     def _evaluate_if_due(self) -> None:
-        """Before the first step, after the last, and as often as asked; nobody waits for it to stop."""
+        """Before the first step, after the last, and as often as asked; not once a stop is agreed."""
         step, every = self.progress.step, self.job.train.eval_every
         if step in (0, self.total_steps) or (every and step % every == 0):
             self._read()

@@ -193,8 +193,8 @@ class Zero3(Passive):
 
         How long depends on how far the host is ahead of the GPU. Taken for it is until the next unit begins:
         recorded runs of full training reserve as much. Copies to the host hold the other stream up, by two
-        buckets at most (max_param_reduce_events): then it is until the bucket has been issued, which is the
-        least that was recorded; on four GPUs some ranks keep another bucket's.
+        buckets at most (max_param_reduce_events): then it is until the bucket has been issued, about the
+        least that was recorded; on four GPUs ranks keep up to two buckets more.
         """
         self._late += [machine.give_later(block) for block in blocks]
 
