@@ -90,6 +90,7 @@ class Running:
             measure_steps=FOREVER,  # one that runs out of memory just ends
         )
         self._host_call: float | None = None
+        self._processors = [0, 0]
         self._since = time.monotonic()
         (self._folder / "spec.json").write_text(json.dumps(spec.to_json()), encoding="utf-8")
         # Not `shardwise train`: it refuses adapters on random weights, which nobody could load again.
@@ -111,10 +112,14 @@ class Running:
         steps = self._steps()
         if code is None and self._host_call is None and len(steps) > self._limits.warmup_steps:
             self._host_call = host_call_seconds()
+            self._processors = processor_ticks(self._cores)
         if code is None and not self._enough(steps, seconds) and seconds < self._limits.timeout_seconds:
             return None
+        stolen, ticks = (
+            now - then for now, then in zip(processor_ticks(self._cores), self._processors, strict=True)
+        )
         self.end()
-        result = self._result(code, seconds)
+        result = self._result(code, seconds) | {"stolen_share": round(stolen / max(ticks, 1), 4)}
         if self._keep is not None and self._folder.exists():
             shutil.copytree(self._folder, self._keep / self.row.id, dirs_exist_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -167,6 +172,17 @@ class Running:
             **(measured(steps, self._limits.warmup_steps) if enough else {"steps": len(steps)}),
             **{name: header.get(name) for name in ("energy_source", "outside_allocator_source")},
         }
+
+
+def processor_ticks(cores: Sequence[int], stat: Path = Path("/proc/stat")) -> list[int]:
+    """What the hypervisor has given to others while these cores wanted to run, and all their time; proc(5).
+
+    A step that waits for the host cannot be better known than this share of it.
+    """
+    names = {f"cpu{core}" for core in cores}
+    lines = [line.split() for line in stat.read_text().splitlines()] if stat.exists() else []
+    ticks = [[int(field) for field in line[1:9]] for line in lines if line[0] in names]
+    return [sum(core[7] for core in ticks), sum(map(sum, ticks))]
 
 
 def measured(steps: Sequence[dict[str, Any]], warmup: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ The page's prose is its own; what stands between `<!-- NAME -->` and `<!-- end -
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,16 +22,18 @@ from predict import (
     compare_all,
     hash_alike,
     measured_rows,
+    predict,
     repeats,
     summarize,
     summary_of,
 )
-from rows import SETS
+from rows import SETS, load_rows
 from scatter import Point, scatter
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "accuracy.md"
 PEERS = HERE / "results" / "peers.json"
+HOST = HERE / "results" / "host.jsonl"
 GIB = 1024**3
 FAMILIES = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp2")
 Comparison = Mapping[str, Any]
@@ -95,6 +98,30 @@ def out_of_memory(comparisons: Sequence[Comparison]) -> str:
     seen = sum(not c["fits"] for c in ended)
     were = "was" if seen == 1 else "were"
     return f"{said} {len(ended)} rows ran out of memory: {seen} of them {were} predicted not to fit."
+
+
+def bound(comparisons: Sequence[Comparison]) -> str:
+    """Step time of the rows whose GPU works most of the time, and of those that wait for the host."""
+    lines = []
+    for name, least, most in (("less than half of it", 0.0, 0.5), ("half and more", 0.5, math.inf)):
+        for of in SETS:
+            rows = [c for c in comparisons if c["set"] == of and least <= c["host_share"] < most]
+            lines.append([name, of, *cells(summarize(rows, "step"))])
+    head = ["the host is predicted to issue the step for", "set", "rows", "mean difference", "worst"]
+    return table(head, lines)
+
+
+def host(_: Sequence[Comparison]) -> str:
+    """Steps of 64 tokens: what the host needs."""
+    found = repeats(HOST)
+    lines = []
+    for row in load_rows(HERE / "host.toml"):
+        seconds = predict(row).time.step_seconds
+        measured = [one["step_seconds"] for one in found[row.id]]
+        differences = ", ".join(percent(seconds / one - 1, sign=True) for one in measured)
+        told = ", ".join(f"{one:.3f}" for one in measured)
+        lines.append([f"`{row.id}`", told, f"{seconds:.3f}", differences])
+    return table(["row", "step, s", "predicted", "difference"], lines)
 
 
 def missed(comparisons: Sequence[Comparison]) -> str:
@@ -234,7 +261,9 @@ def rehearsals(_: Sequence[Comparison]) -> str:
 BLOCKS = {
     "headline": headline,
     "machines": machines,
+    "bound": bound,
     "missed": missed,
+    "host": host,
     "again": again,
     "peers": peers,
     "families": families,

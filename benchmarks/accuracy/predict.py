@@ -50,11 +50,15 @@ _WAITS = "on two GPUs, profiled, the GPU waits for the host, see below"
 _BUSY = "cause unknown: on two GPUs, profiled, the GPU is busy, see below"
 _FLUSHES = "in the replay the allocator gives its cache back twice a step; the time of that is not predicted"
 _ONCE = "measured once; cause not established: on one GPU the same layers are predicted within 11 %"
+_UPDATE = (
+    "the optimizer's step on the host alone is predicted to last longer than the whole step did: this host's "
+    "memory is faster than the 100 GB/s taken for all"
+)
 MISSED: dict[str, dict[str, str]] = {
     "reserved": {
         "gpt-neo-2.7b.4gpu.zero3-offload.full.s2048.b1x1.ck1": _BUCKETS.format("9.1 to 9.7"),
-        "llama-3.2-1b.1gpu.fsdp2-offload.full.s2048.b2x1.ck1": _RELEASE,
-        "llama-3.2-3b.2gpu.autotp2-zero1.full.s2048.b4x1.ck1": _RELEASE,
+        "llama-3.2-3b.2gpu.autotp2-zero1.full.s2048.b4x1.ck1": f"{_RELEASE}; a quicker and a slower run with "
+        "5.23, which are not the row's: 0.0 %",
         "llama-2-7b.4gpu.autotp2-zero1.full.s4096.b2x1.ck1": _RELEASE,
         "llama-2-7b.4gpu.autotp4-zero1.full.s4096.b4x1.ck1": _RELEASE,
         "llama-3.2-3b.4gpu.zero3-offload-optimizer.full.s2048.b2x1.ck1": _BUCKETS.format("10.8 to 11.8"),
@@ -71,6 +75,7 @@ MISSED: dict[str, dict[str, str]] = {
         "gemma-2-2b.4gpu.zero1.full.s2048.b1x1.ck1": _WAITS,
         "qwen3-8b.4gpu.fsdp2.full.s2048.b1x2.ck1": _WAITS,
         "pythia-6.9b.4gpu.zero2.full.s2048.b1x1.ck1": _BUSY,
+        "7b_mamba.2gpu.zero3-offload.full.s2048.b1x1.ck1.cap24": _UPDATE,
         **dict.fromkeys(
             (
                 "phi-3-mini.4gpu.fsdp2-noreshard.full.s2048.b2x1.ck2",
@@ -81,7 +86,6 @@ MISSED: dict[str, dict[str, str]] = {
                 "3b_mamba.4gpu.fsdp2.full.s2048.b2x1.ck1",
                 "7b_mamba.4gpu.zero3.full.s4096.b1x1.ck1",
                 "llama-2-7b.4gpu.zero2.lora16.s2048.b2x1.ck1.nf4",
-                "llama-2-7b.4gpu.zero3.lora16.s2048.b2x1.ck1.nf4",
                 "llama-2-7b.4gpu.fsdp2.lora16.s2048.b2x1.ck1.nf4",
                 "qwen3-1.7b.4gpu.autotp2-zero2.full.s2048.b2x2.ck0",
             ),
@@ -177,7 +181,8 @@ def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:
     Values are bytes, seconds and joules; a difference is None where nothing was measured. `fits` is what was
     predicted, `oom` whether the row ran out of memory. `fragmentation` is what is reserved and not allocated,
     at the peaks; its difference is in shares of the reserved memory, as it may itself be nothing. `host` is
-    that of all processes beside what a process takes anyway, of rows that offload.
+    that of all processes beside what a process takes anyway, of rows that offload. `host_share` is the part
+    of the predicted step that the host needs to issue it.
     """
     prediction = predict(row)
     memory = prediction.memory
@@ -198,6 +203,7 @@ def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:
         "gpus": row.gpus,
         "fits": memory.fits,
         "oom": bool(measured["oom"]),
+        "host_share": prediction.time.launch_seconds / prediction.time.step_seconds,
         "predicted": predicted,
         "measured": found,
         "differences": differences,

@@ -137,7 +137,9 @@ def test_on_smaller_cards_the_choice_runs(predict: ModuleType) -> None:
     assert [str(one.job) for one in found if one.measured["error"]] == []
 
 
-@pytest.mark.parametrize("block", ["headline", "missed", "again", "peers", "families", "terms"])
+@pytest.mark.parametrize(
+    "block", ["headline", "bound", "missed", "host", "again", "peers", "families", "terms"]
+)
 def test_the_page_says_what_is_computed_now(page: ModuleType, comparisons: Comparisons, block: str) -> None:
     """`python benchmarks/accuracy/page.py` makes it anew."""
     text = page.PAGE.read_text(encoding="utf-8")

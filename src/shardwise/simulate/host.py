@@ -22,7 +22,7 @@ class Host:
         return self._rules[_own(op) or "forward"]
 
     def backward(self, op: Op) -> float:
-        """Autograd's own thread calls it; Liger's kernels are started from Python there too."""
+        """Autograd's own thread calls it; what is Python in the forward pass is Python there, too."""
         return self._rules[_own(op) or "backward"]
 
     def seconds(self, what: str) -> float:
@@ -32,6 +32,12 @@ class Host:
 
 def _own(op: Op) -> str:
     """The row of `[host]` that an operator has for itself."""
-    if op.name.startswith("liger_"):
-        return "liger"
+    if op.name.startswith(_TRITON):
+        return "triton"
+    if op.name.startswith("dequantize_"):
+        return op.name
     return "cudnn" if "cudnn" in op.name else ""
+
+
+_TRITON = ("liger_", "causal_conv", "selective_scan")
+"""Names of operators that are Triton's kernels, Liger's or our own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -143,3 +144,25 @@ def test_rows_held_out_have_a_line_of_their_own_beside_the_tools(page: ModuleTyp
     assert lines[2].startswith("| **shardwise plan** | 2 of 2 | 25.0 % | -25.0 % | -25.0 % | 2 of 2 |")
     assert lines[3].startswith("| **shardwise plan**, rows held out | 1 of 2 | 25.0 % |")
     assert lines[4].startswith("| DeepSpeed, `estimate_zero2/3_model_states_mem_needs` | 1 of 2 |")
+
+
+def test_step_times_are_told_apart_by_who_waits(page: ModuleType) -> None:
+    """A step that the host issues for half of it is among the uncertain ones."""
+    shares = {"busy": 0.49, "waits": 0.5}
+    told = page.bound([comparison(name) | {"host_share": share} for name, share in shares.items()])
+    assert [line.split(" | ")[:4] for line in told.splitlines()[2::4]] == [
+        ["| less than half of it", "fit", "1", "25.0 %"],
+        ["| half and more", "fit", "1", "25.0 %"],
+    ]
+
+
+def test_time_that_the_hypervisor_took_is_counted_of_the_rows_own_cores(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text(
+        "cpu  60 0 30 400 10 0 0 13 0 0\ncpu0 20 0 10 100 0 0 0 3 0 0\ncpu1 30 0 10 100 10 0 0 9 0 0\n"
+        "cpu2 10 0 10 200 0 0 0 1 0 0\nintr 5\n",
+        encoding="utf-8",
+    )
+    ticks = accuracy.module("measure").processor_ticks
+    assert ticks([0, 2], stat) == [4, 133 + 221]
+    assert ticks([0], tmp_path / "none") == [0, 0]

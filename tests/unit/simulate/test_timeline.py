@@ -125,7 +125,7 @@ def test_a_number_read_back_ends_running_ahead(layers, unlimited) -> None:
     blind = predict(layers(blocks=64, width=2048, tail=(slow,) * 20))
     looking = predict(layers(blocks=64, width=2048, tail=(look, *(slow,) * 20)))
     assert blind.step_seconds == pytest.approx(blind.compute_seconds, rel=0.02)
-    assert looking.step_seconds > blind.step_seconds + 0.9 * 20 * table()["host"]["liger"]
+    assert looking.step_seconds > blind.step_seconds + 0.9 * 20 * table()["host"]["triton"]
 
 
 def test_fp32_needs_no_copies_of_weights_and_gradients(layers, unlimited) -> None:
