@@ -48,6 +48,7 @@ def reasons(
         _memory(chosen.prediction.memory),
         *([_flushing(chosen.prediction.memory)] if chosen.prediction.memory.cache_flushes else []),
         _step(chosen, hardware),
+        *_pace(chosen.prediction.time),
         *_checkpointing(chosen, rest),
         *_host(chosen, hardware, margin),
     )
@@ -209,7 +210,6 @@ def _step(chosen: Option, hardware: Hardware) -> str:
     within = {
         "the optimizer": time.optimizer_seconds,
         "copies to and from the host": time.copy_seconds,
-        "the host issuing kernels": time.launch_seconds if time.launch_seconds >= time.compute_seconds else 0,
     }
     told = [
         f"{name} {_share(seconds, time)}"
@@ -218,6 +218,15 @@ def _step(chosen: Option, hardware: Hardware) -> str:
     ]
     overlapping = f"; among it, or meanwhile, {', '.join(told)}" if told else ""
     return f"a step takes {duration(time.step_seconds)}: {', '.join(parts)}{overlapping}"
+
+
+def _pace(time: Time) -> Iterator[str]:
+    """Whether the processor, of which the plan knows nothing, decides how long the step takes."""
+    if time.launch_seconds >= max(time.compute_seconds, time.step_seconds / 2):
+        yield (
+            f"the host is busy for {_share(time.launch_seconds, time)} of the step: its processor sets "
+            "the pace, and the time is less certain than that of a busy GPU"
+        )
 
 
 def at_power_limit(option: Option, hardware: Hardware) -> bool:

@@ -106,6 +106,22 @@ def test_each_wait_names_the_link_of_its_group(toy) -> None:
     assert "waiting for communication over nvlink4 16%" in one_node, "one link, one number"
 
 
+def test_a_step_that_the_host_sets_the_pace_of_says_so(toy) -> None:
+    option = toy.plan("4xRTX4080").chosen
+    step = option.prediction.time.step_seconds
+
+    def pace(host: float, gpu: float) -> list[str]:
+        time = replace(option.prediction.time, launch_seconds=host * step, compute_seconds=gpu * step)
+        one = replace(option, prediction=replace(option.prediction, time=time))
+        hardware = parse_hardware("4xRTX4080")
+        why = reasons(one, (), hardware=hardware, objective="throughput", margin=0.05)
+        return [sentence for sentence in why if "sets the pace" in sentence]
+
+    assert pace(0.49, 0.4) == pace(0.7, 0.71) == []
+    (said,) = pace(0.7, 0.4)
+    assert said.startswith("the host is busy for 70% of the step")
+
+
 def test_a_fast_network_does_not_hold_up_a_slow_node(toy) -> None:
     told = waits(toy, "2x8xH100@pcie4+ib400", 1, others=0.2)
     assert "waiting for communication over pcie4x16 20%" in told
