@@ -90,7 +90,7 @@ class Running:
             measure_steps=FOREVER,  # one that runs out of memory just ends
         )
         self._host_call: float | None = None
-        self._processors = [0, 0]
+        self._processors = processor_ticks(cores)
         self._since = time.monotonic()
         (self._folder / "spec.json").write_text(json.dumps(spec.to_json()), encoding="utf-8")
         # Not `shardwise train`: it refuses adapters on random weights, which nobody could load again.
