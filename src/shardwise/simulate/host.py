@@ -36,7 +36,7 @@ def _own(op: Op) -> str:
         return "triton"
     if op.name.startswith("dequantize_"):
         return op.name
-    return "cudnn" if "cudnn" in op.name else ""
+    return "cudnn" if op.name.startswith("_scaled_dot_product_cudnn") else ""
 
 
 _TRITON = ("liger_", "causal_conv", "selective_scan")

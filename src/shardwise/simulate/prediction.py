@@ -78,6 +78,8 @@ class Time:
     """What the step waits for communication."""
     exposed_to_peers_seconds: float = 0.0
     """Of that, for the sums of the tensor-parallel group; the rest is for the data-parallel one."""
+    exposed_to_copies_seconds: float = 0.0
+    """What the step waits for copies between host and GPU, beside that."""
     copy_seconds: float
     """Copies between host and GPU, overlapped or not."""
     optimizer_seconds: float

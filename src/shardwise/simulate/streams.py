@@ -33,6 +33,10 @@ def event(index: int) -> int:
     return REDUCED + 1 + index
 
 
+Interval = tuple[float, float]
+"""Seconds: begin and end."""
+
+
 @dataclass
 class Totals:
     """Seconds and joules of what has been run, on one GPU."""
@@ -42,10 +46,19 @@ class Totals:
     exposed: float = 0.0
     exposed_to_peers: float = 0.0
     """Of that, waiting for sums over the tensor-parallel group."""
+    exposed_to_copies: float = 0.0
+    """Waiting for copies between host and GPU, by the computation or by a collective that it waits for."""
     copy: float = 0.0
     optimizer: float = 0.0
     issue: float = 0.0
     joules: float = 0.0
+
+    def wait(self, since: float, until: float, copies: Interval) -> None:
+        """The computation waits for an event, and in `copies`, if that is not over before, for a copy."""
+        if until > since:
+            for_copies = max(0.0, min(until, copies[1]) - max(since, copies[0]))
+            self.exposed += until - since - for_copies
+            self.exposed_to_copies += for_copies
 
 
 class Streams:
@@ -137,6 +150,9 @@ class Clocks:
         self.copy = 0.0
         self.totals = Totals()
         self._events = [0.0] * event(events)
+        self._copying: list[Interval] = [(0.0, 0.0)] * event(events)
+        """When a copy was under way that an event is the end of, or that its collective was held up by."""
+        self._held_up: Interval = (0.0, 0.0)
         self._launch = Host().seconds("launch")
         self._slowed: float = 1.0 / (1.0 - table()["communication"]["multiprocessors"])
 
@@ -147,7 +163,7 @@ class Clocks:
 
     def run(self, work: Iterable[Work]) -> None:
         """Plays it, in one piece: a plan plays millions of kinds of work."""
-        totals, events, launch = self.totals, self._events, self._launch
+        totals, events, copying, launch = self.totals, self._events, self._copying, self._launch
         host, compute, communication, copy = self.host, self.compute, self.communication, self.copy
         for item in work:
             kind = item[0]
@@ -165,19 +181,23 @@ class Clocks:
                 start = max(communication, host + launch)
                 if after_compute:
                     start = max(start, compute)
+                copying[done] = self._held_up
                 events[done] = communication = start + seconds
                 totals.communication += seconds
                 totals.joules += joules
             elif kind in (COMPUTE_WAITS, SETTLE):
-                until = communication if kind == SETTLE else events[item[1]]
-                totals.exposed += max(0.0, until - max(compute, host))
+                last = (communication, self._held_up)
+                until, copies = last if kind == SETTLE else (events[item[1]], copying[item[1]])
+                totals.wait(max(compute, host), until, copies)
                 compute = max(compute, until)
             elif kind == ISSUE:
                 host += item[1]
                 totals.issue += item[1]
             elif kind == COPY:
                 _, seconds, joules, after, read_seconds, done = item
+                asked = max(host, events[after])
                 events[done] = copy = max(copy, host + read_seconds, events[after]) + seconds
+                copying[done] = asked, copy
                 totals.copy += seconds
                 totals.joules += joules
             elif kind == PEERS:
@@ -195,7 +215,8 @@ class Clocks:
                 totals.communication += seconds
                 totals.joules += joules
             elif kind == COMMUNICATION_WAITS:
-                communication = max(communication, events[item[1]])
+                over = (events[item[1]], copying[item[1]])  # the later one holds the next collective up
+                communication, self._held_up = max((communication, self._held_up), over)
             elif kind == HOST_READS:
                 host = max(host, compute)
             else:

@@ -73,6 +73,7 @@ def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, playe
         communication_seconds=totals.communication,
         exposed_communication_seconds=totals.exposed,
         exposed_to_peers_seconds=totals.exposed_to_peers,
+        exposed_to_copies_seconds=totals.exposed_to_copies,
         copy_seconds=totals.copy,
         optimizer_seconds=totals.optimizer,
         launch_seconds=totals.issue,

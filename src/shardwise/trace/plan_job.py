@@ -27,6 +27,7 @@ from shardwise.trace.kept import plan_key, plan_once
 
 if TYPE_CHECKING:
     from shardwise.models.build import BuiltModel
+    from shardwise.simulate.step_trace import StepTrace
 
 MOST_CORES = 8
 WORTH_OTHERS = 40
@@ -201,11 +202,13 @@ class _Planning:
         # Rows of real data are whole or packed; where both meet, most memory is kept: what their two kernels
         # give and what it is joined to.
         self.trace: TraceFor = cache(
-            lambda rows, checkpoint_every, tensor_parallel: tracer.trace(
-                rows=rows,
-                checkpoint_every=checkpoint_every,
-                tensor_parallel=tensor_parallel,
-                whole_rows=max(1, rows - 1),
+            lambda rows, checkpoint_every, tensor_parallel: _timed_as_whole(
+                tracer.trace(
+                    rows=rows,
+                    checkpoint_every=checkpoint_every,
+                    tensor_parallel=tensor_parallel,
+                    whole_rows=max(1, rows - 1),
+                )
             )
         )
 
@@ -216,6 +219,22 @@ class _Planning:
         flash = attention.choose(config).packing == "varlen"
         architecture = Architecture.of(config.get_text_config(), flash_attention=flash)
         return _candidates(self._job, self._hardware, architecture)
+
+
+def _timed_as_whole(trace: StepTrace) -> StepTrace:
+    """With the packed row's attention as fast as the whole rows', where those have a kernel of their own.
+
+    It is there for its memory. How many rows are packed is not known: one of each micro-batch would make
+    small micro-batches faster or slower than large ones.
+    """
+    if not any("cudnn" in op.name for op in trace.ops):
+        return trace
+    ops = (replace(op, name=op.name.replace(PACKED_ROWS, WHOLE_ROWS)) for op in trace.ops)
+    return replace(trace, ops=tuple(ops))
+
+
+PACKED_ROWS, WHOLE_ROWS = "_varlen_attn", "_varlen_as_cudnn_attn"
+"""Names of the kernel for packed rows, and of one that takes as long as cuDNN's for whole ones."""
 
 
 def _attempt(change: Change, *, vocab_size: int | None, margin: float) -> Option | None:

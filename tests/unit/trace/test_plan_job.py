@@ -88,3 +88,23 @@ def test_a_kept_plan_has_the_name_of_the_job_that_asks(
     plans = [plan_job.make_plan(job, parse_hardware("2xRTX4080")) for job in (first, second)]
     assert [plan.job.name for plan in plans] == [JOB.name, "another"]
     assert len(list((tmp_path / "plans").glob("*.json"))) == 1, "the second was kept"
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_long_rows_are_no_faster_one_at_a_time(rows: int) -> None:
+    """Of several rows one is taken to be packed, for its memory, not for its slower kernel."""
+    speeds = []
+    for micro_batch in (1, rows):
+        changes = {"micro_batch": micro_batch, "checkpointing": "none"}
+        job = JOB.model_copy(
+            update={
+                "model": JOB.model.model_copy(update={"config": {"num_hidden_layers": 2, "vocab_size": 512}}),
+                "data": JOB.data.model_copy(update={"sequence_length": 32768}),
+                "train": JOB.train.model_copy(update=changes),
+                "strategy": "single",
+            }
+        )
+        plan = plan_job._make(job, parse_hardware("1xH200"), "throughput", None)
+        assert plan.chosen is not None
+        speeds.append(plan.chosen.prediction.time.tokens_per_second_per_gpu)
+    assert speeds[1] == pytest.approx(speeds[0], rel=0.01)
