@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import get_args
 
 from shardwise.errors import JobError
 from shardwise.hardware.catalog import MODERN, Gpu, gpus
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
-from shardwise.job.schema import Job, Lora, Quantization
+from shardwise.job.schema import Job, Lora, Model, Quantization
+from shardwise.models.catalog import lookup
 from shardwise.plan.plan import Nearest, Option
 from shardwise.units import GIB, gib
 
@@ -47,7 +49,7 @@ def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = N
     """
     asked = Change(what="", how="", job=job, hardware=hardware, memory_cap_bytes=memory_cap_bytes)
     yield from _shorter_rows(asked)
-    if job.model.lora is None and job.model.weights == "pretrained":
+    if job.model.lora is None and has_weights(job.model):
         lora = Lora()
         model = job.model.model_copy(update={"lora": lora})
         yield replace(
@@ -68,6 +70,13 @@ def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = N
     yield from _more_gpus(asked)
     if memory_cap_bytes is None:
         yield from _larger_gpus(asked)
+
+
+def has_weights(model: Model) -> bool:
+    """Whether there are trained weights for adapters to change: of some shapes none were ever published."""
+    shape = lookup(model.source)
+    known = shape is None or shape.hub is not None or Path(model.source).is_dir()  # a folder wins over a name
+    return model.weights == "pretrained" and known
 
 
 def larger_gpus(gpu: Gpu) -> list[Gpu]:
