@@ -125,6 +125,12 @@ def test_the_first_that_fits_is_taken_and_no_other_tried(toy) -> None:
     assert nearest([], attempt) is None
 
 
+def test_a_small_card_known_by_its_memory_alone_has_the_smallest_of_the_catalog_next() -> None:
+    smallest = min(gpu.sold_as_gb for gpu in gpus() if gpu.compute_capability)
+    assert larger_gpus(parse_hardware("1x1GiB").gpu)[0].sold_as_gb == smallest
+    assert larger_gpus(parse_hardware("1x24GB").gpu)[0].sold_as_gb == 32
+
+
 def test_larger_gpus_are_of_the_same_kind_where_there_is_one() -> None:
     names = [gpu.name for gpu in larger_gpus(parse_hardware("1xRTX4080").gpu)]
     assert names[0] == "RTX 4090"
