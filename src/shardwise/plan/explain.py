@@ -129,7 +129,8 @@ def _number(moment: Moment) -> int:
 
 
 def _timeline(memory: Memory) -> Iterator[Line]:
-    lines = folded(memory.timeline)
+    """A moment of no bytes is one in which nothing was allocated: how much was held then nobody noted."""
+    lines = [line for line in folded(memory.timeline) if line.allocated_bytes]
     peak = max((line.allocated_bytes for line in lines), default=0)
     for line in lines:
         yield Line(
