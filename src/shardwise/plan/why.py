@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from shardwise.errors import DoesNotFitError
 from shardwise.hardware.hardware import Hardware
+from shardwise.plan.changes import binds, published
 from shardwise.plan.plan import Objective, Option, Plan, in_words
 from shardwise.simulate.communication import group
 from shardwise.simulate.power import Draw
@@ -84,8 +85,7 @@ def shortcoming(
 def does_not_fit(plan: Plan) -> DoesNotFitError:
     """The error of a plan in which nothing is chosen, with the nearest change that would help."""
     least, hardware, near = plan.options[0], plan.hardware, plan.nearest
-    fewer = "LoRA" if plan.job.lora_rank is None else "a quantised base"
-    fix = f"shorter rows, {fewer}, more and larger GPUs were tried as far as each can be had: none is enough"
+    fix = f"{', '.join(_tried(plan))} were tried as far as each can be had: none is enough"
     if near is not None:
         needed = gib(near.option.prediction.memory.needed_bytes)
         fix = f"{near.how} ({near.what}): {in_words(near.option.strategy)} fits, in {needed}"
@@ -96,6 +96,20 @@ def does_not_fit(plan: Plan) -> DoesNotFitError:
         where=f"{plan.job.model} on {hardware.world_size} × {hardware.gpu.name}",
         fix=fix,
     )
+
+
+def _tried(plan: Plan) -> Iterator[str]:
+    """The kinds of `small_changes` that there are for the plan."""
+    yield "shorter rows"
+    if plan.job.lora_rank is not None:
+        yield "a quantised base"
+    elif published(plan.job.model):
+        yield "LoRA unless the weights are random"  # of which a plan knows nothing
+    if binds(plan.memory_cap_bytes, plan.hardware.gpu):
+        yield "the GPU without --memory-cap"
+        yield "more GPUs"
+    else:
+        yield "more and larger GPUs"
 
 
 def better_with_memory(plan: Plan) -> list[Option]:

@@ -94,6 +94,18 @@ def test_a_cap_is_lifted_instead_of_buying_larger_gpus() -> None:
     assert not [c for c in changes if "--gpus" in c.how]
 
 
+def test_a_cap_above_the_card_is_none_and_is_left_out_only_for_a_card_that_it_would_hold_back() -> None:
+    cap = 64 << 30
+    changes = list(small_changes(JOB, parse_hardware("1xRTX3060"), memory_cap_bytes=cap))
+    assert "leave --memory-cap out" not in [c.how for c in changes]
+    larger = [c for c in changes if c.what.endswith("instead of RTX 3060")]
+    assert larger[-1].hardware.gpu.sold_as_gb > 64
+    for change in larger:
+        held_back = change.hardware.gpu.memory_bytes > cap
+        assert change.memory_cap_bytes == (None if held_back else cap)
+        assert change.how.endswith(", and leave --memory-cap out") == held_back
+
+
 @pytest.mark.parametrize(
     ("asked", "told"),
     [

@@ -218,6 +218,17 @@ def test_the_error_names_the_nearest_change(toy) -> None:
     assert "at:  toy-1.3b on 4 × RTX 3060" in text
     assert "fix: --gpus 4xRTX-3090 (RTX 3090, of 24 GB, instead of RTX 3060): zero1 with" in text
     hopeless = toy.plan("4xRTX3060", "zero1")
-    assert "shorter rows, LoRA, more and larger GPUs were tried" in render(does_not_fit(hopeless))
+    tried = "fix: shorter rows, LoRA unless the weights are random, more and larger GPUs were tried"
+    assert tried in render(does_not_fit(hopeless))
     adapters = replace(hopeless, job=replace(hopeless.job, lora_rank=16))
     assert "shorter rows, a quantised base, more and larger GPUs" in render(does_not_fit(adapters))
+
+
+def test_what_was_not_tried_is_not_said_to_be(toy) -> None:
+    plan = toy.plan("4xRTX3060", "zero1")
+    without_weights = replace(plan, job=replace(plan.job, model="gpt3-13b"))
+    assert "fix: shorter rows, more and larger GPUs were" in render(does_not_fit(without_weights))
+    capped = replace(plan, memory_cap_bytes=8 << 30)
+    assert ", the GPU without --memory-cap, more GPUs were tried" in render(does_not_fit(capped))
+    above = replace(plan, memory_cap_bytes=64 << 30)
+    assert ", more and larger GPUs were tried" in render(does_not_fit(above))
