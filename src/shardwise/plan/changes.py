@@ -85,6 +85,16 @@ def binds(memory_cap_bytes: int | None, gpu: Gpu) -> bool:
     return memory_cap_bytes is not None and memory_cap_bytes < capacity_bytes(gpu)
 
 
+def with_host_memory(hardware: Hardware, host_memory_bytes: int) -> str | None:
+    """`4xRTX-4080+144GiB`: the hardware as a word of a command line, with so much memory in each host.
+
+    None where no such word describes it: not every card that a machine may have can be named.
+    """
+    wanted = replace(hardware, host_memory_bytes=host_memory_bytes)
+    spec = _spec(wanted, wanted.gpus_per_node, wanted.gpu)
+    return None if _like(wanted, spec) is None else spec
+
+
 def larger_gpus(gpu: Gpu) -> list[Gpu]:
     """One GPU of CUDA for each larger memory size of the catalog, ascending.
 

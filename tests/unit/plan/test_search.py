@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import JobError, Problem, render
+from shardwise.hardware.parse import parse_hardware
 from shardwise.plan.plan import Nearest
 from shardwise.plan.search import ALIKE, excess, family, fit, leanest, leanest_that_fits, rank, search
 from shardwise.strategy.space import Refused
@@ -202,6 +203,35 @@ def test_where_nothing_fits_nothing_is_chosen_and_a_change_is_looked_for(toy) ->
     assert plan.chosen is None
     assert plan.nearest == change
     assert plan.to_json()["chosen"] is None
+
+
+@pytest.mark.parametrize("gpus", ["4xRTX4080@pcie4x4", "2x4xRTX4080@pcie4x8+1xeth100", "4x16GB"])
+def test_where_the_host_alone_is_short_more_of_its_memory_is_the_nearest_change(toy, gpus: str) -> None:
+    def never() -> None:
+        raise AssertionError("the strategies that were simulated say enough")
+
+    toy.host_memory_bytes = 8 << 30
+    plan = toy.plan(gpus, "zero2-offload", "zero3-offload", nearest=never)
+    assert plan.chosen is None
+    # 19.4 GiB and the margin are 20.4 GiB: the next size of memory is 32 GiB
+    assert plan.nearest.how == f"--gpus {gpus.replace('RTX', 'RTX-')}+32GiB"
+    assert plan.nearest.what == "32.0 GiB of memory in each host instead of 8.0 GiB"
+    assert plan.nearest.option.fit == "fits"
+    assert parse_hardware(plan.nearest.how.removeprefix("--gpus ")).host_memory_bytes == 32 << 30
+    toy.host_memory_bytes = 32 << 30
+    assert toy.plan(gpus, "zero2-offload", "zero3-offload").chosen.fit == "fits", "it is enough"
+    kept = {o.prediction.memory.host_bytes for o in plan.options}
+    fastest = max(plan.options, key=lambda o: o.prediction.time.tokens_per_second_per_gpu)
+    assert len(kept) == 1
+    assert plan.nearest.option.strategy == fastest.strategy, "of those that keep as much"
+
+
+def test_more_host_memory_is_no_help_where_the_gpu_is_short(toy) -> None:
+    toy.host_memory_bytes = 8 << 30
+    option = toy.plan("4xRTX4080", "zero2").chosen
+    change = Nearest(what="larger GPUs", how="--gpus 4xRTX4080", option=option)
+    plan = toy.plan("4x2GB", "zero2-offload", nearest=lambda: change)
+    assert (plan.chosen, plan.nearest) == (None, change)
 
 
 def test_a_change_is_not_looked_for_where_something_fits(toy) -> None:
