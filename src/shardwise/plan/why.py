@@ -21,6 +21,8 @@ WORTH_TELLING = 0.02
 AT_LIMIT = 0.999
 """Share of the power limit from which on a step counts as bound by it; rounding takes less."""
 
+AS_GOOD = {"throughput": "as fast", "memory": "as lean", "energy": "as frugal"}
+
 TERMS = {
     "weights_bytes": "weights",
     "gradients_bytes": "gradients",
@@ -173,12 +175,11 @@ def _against_the_others(chosen: Option, rest: Sequence[Option], objective: Objec
     ):  # see `rank`; less is shown as 0.0 %
         ahead = f"{in_words(nearly.strategy)} is {gain(nearly, chosen, objective) - 1:.1%} ahead"
         cost = "offloads" if uses_host(nearly) and not uses_host(chosen) else "needs more memory"
-        as_good = {"throughput": "as fast", "memory": "as lean", "energy": "as frugal"}[objective]
-        return f"{as_good} as any of the {len(same) + 1} that fit: {ahead}, but {cost}"
+        return f"{AS_GOOD[objective]} as any of the {len(same) + 1} that fit: {ahead}, but {cost}"
     other = next((o for o in same if o.strategy.name != chosen.strategy.name), None)
     if other is None:
         return among
-    return f"{among}: {_beside(chosen, other, objective)} of {other.strategy.name}, the next kind"
+    return f"{among}: {_beside(chosen, other, objective, other.strategy.name)}, the next kind"
 
 
 def uses_host(option: Option) -> bool:
@@ -186,12 +187,14 @@ def uses_host(option: Option) -> bool:
     return {option.strategy.offload_optimizer, option.strategy.offload_parameters} != {"none"}
 
 
-def _beside(option: Option, than: Option, objective: Objective) -> str:
-    if objective == "throughput":
-        return f"{gain(option, than, objective):.2f}x the tokens/s"
-    if objective == "energy":
-        return f"{1 / gain(option, than, objective):.2f}x the energy"
-    return f"{1 / gain(option, than, objective):.2f}x the memory"
+def _beside(option: Option, than: Option, objective: Objective, name: str = "") -> str:
+    """`0.87x the tokens/s of zero3`, where `than` has a name; what rounds to 1.00x is `as fast as` that."""
+    better = gain(option, than, objective)
+    factor = f"{better if objective == 'throughput' else 1 / better:.2f}"
+    if factor == "1.00":
+        return f"{AS_GOOD[objective]} as {name or 'the choice'}"
+    measure = {"throughput": "tokens/s", "memory": "memory", "energy": "energy"}[objective]
+    return f"{factor}x the {measure}{name and f' of {name}'}"
 
 
 def _flushing(memory: Memory) -> str:

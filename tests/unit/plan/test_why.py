@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -47,6 +46,19 @@ def test_what_is_ahead_by_less_than_is_shown_is_not_told_of(toy) -> None:
     ahead = replace(chosen, prediction=replace(chosen.prediction, time=time))
     why = reasons(chosen, [ahead], hardware=parse_hardware("4xRTX4080"), objective="throughput", margin=0.05)
     assert why[0] == "the fastest of the 2 that fit"
+
+
+def test_what_rounds_to_the_same_is_told_as_the_same(toy) -> None:
+    chosen = toy.plan("4xRTX4080", "zero1").chosen
+    time = replace(chosen.prediction.time, step_seconds=chosen.prediction.time.step_seconds * 1.004)
+    strategy = replace(chosen.strategy, offload_optimizer="cpu")
+    other = replace(chosen, strategy=strategy, prediction=replace(chosen.prediction, time=time))
+    about = {"hardware": parse_hardware("4xRTX4080"), "objective": "throughput"}
+    why = reasons(chosen, [other], margin=0.05, **about)
+    assert why[0] == "the fastest of the 2 that fit: as fast as zero1-offload, the next kind"
+    assert shortcoming(other, chosen, **about) == ("as fast as the choice",)
+    for objective, said in (("energy", "as frugal as the choice"), ("memory", "as lean as the choice")):
+        assert shortcoming(other, chosen, hardware=about["hardware"], objective=objective) == (said,)
 
 
 def test_why_tells_memory_time_and_what_bounds_them(toy) -> None:
@@ -151,9 +163,8 @@ def test_the_others_are_told_what_they_lack(toy) -> None:
             assert f"{(memory.needed_bytes - memory.capacity_bytes) / 2**30:.1f} GiB more" in option.why[0]
         elif option.fit == "tight":
             assert "less than the margin" in option.why[0]
-        factor = re.fullmatch(r"(\d\.\d\d)x the tokens/s", option.why[-1])
-        assert factor is not None
-        assert float(factor[1]) == round(gain(option, plan.chosen, "throughput"), 2)
+        factor = f"{gain(option, plan.chosen, 'throughput'):.2f}"
+        assert option.why[-1] == ("as fast as the choice" if factor == "1.00" else f"{factor}x the tokens/s")
 
 
 def test_more_memory_buys_more_each_time(toy) -> None:
