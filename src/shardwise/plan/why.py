@@ -47,7 +47,7 @@ def reasons(
 ) -> tuple[str, ...]:
     """Why this one: against the best of the others, what it needs, what bounds it."""
     return (
-        _against_the_others(chosen, rest, objective, margin),
+        _against_the_others(chosen, rest, hardware=hardware, objective=objective, margin=margin),
         _memory(chosen.prediction.memory),
         *([_flushing(chosen.prediction.memory)] if chosen.prediction.memory.cache_flushes else []),
         _step(chosen, hardware),
@@ -74,11 +74,8 @@ def shortcoming(
     elif memory.cache_flushes:
         said.append(f"fits only as {_flushing(memory)}")
     elif option.fit == "tight":
-        used = {"the GPU": memory.needed_bytes / memory.capacity_bytes}
-        if hardware.host_memory_bytes is not None:
-            used["the host's memory"] = memory.host_bytes / hardware.host_memory_bytes
-        where = max(used, key=lambda name: used[name])
-        said.append(f"fits, and leaves {1 - used[where]:.1%} of {where} free: less than the margin")
+        free, where = _least_free(option, hardware)
+        said.append(f"fits, and leaves {free:.1%} of {where} free: less than the margin")
     if chosen is not None:
         said.append(_beside(option, chosen, objective))
     return tuple(said)
@@ -157,13 +154,26 @@ def gain(option: Option, than: Option, objective: Objective) -> float:
     return than.prediction.memory.needed_bytes / option.prediction.memory.needed_bytes
 
 
-def _against_the_others(chosen: Option, rest: Sequence[Option], objective: Objective, margin: float) -> str:
+def _least_free(option: Option, hardware: Hardware) -> tuple[float, str]:
+    """The smallest share that it leaves free, and of what: of the GPU or of the host."""
+    memory = option.prediction.memory
+    free = [(1 - memory.needed_bytes / memory.capacity_bytes, "the GPU")]
+    if hardware.host_memory_bytes is not None:
+        free.append((1 - memory.host_bytes / hardware.host_memory_bytes, "the host's memory"))
+    return min(free)
+
+
+def _against_the_others(
+    chosen: Option, rest: Sequence[Option], *, hardware: Hardware, objective: Objective, margin: float
+) -> str:
     best = {"throughput": "the fastest", "memory": "the least memory", "energy": "the least energy"}[
         objective
     ]
     same = [option for option in rest if option.fit == chosen.fit]
     if chosen.fit == "tight":
-        first = f"nothing leaves the margin of {margin:.0%} free, and this may run out of memory; {best}"
+        free, where = _least_free(chosen, hardware)
+        leaves = f": this leaves {free:.1%} of {where}, and" if free < margin else ", and this"
+        first = f"nothing leaves the margin of {margin:.0%} free{leaves} may run out of memory; {best}"
         among = (
             f"{first} of the {len(same) + 1} that fit without it" if same else f"{first}: nothing else fits"
         )

@@ -202,6 +202,20 @@ def test_a_tight_host_is_not_called_a_tight_gpu(toy) -> None:
     assert tight.why[0] == "fits, and leaves 3.1% of the host's memory free: less than the margin"
 
 
+def test_a_choice_without_the_margin_says_of_what_it_leaves_less(toy) -> None:
+    toy.host_memory_bytes = 20 << 30
+    chosen = toy.plan("4xRTX3080", "zero3-offload").chosen
+    assert chosen.fit == "tight"
+    assert chosen.why[0].startswith(
+        "nothing leaves the margin of 5% free: this leaves 3.1% of the host's memory, and may run out of "
+        "memory; the fastest of the "
+    )
+    toy.host_memory_bytes = None
+    chosen = toy.plan("4xRTX4080", "zero1", margin=0.30).chosen
+    free = 1 - chosen.prediction.memory.needed_bytes / chosen.prediction.memory.capacity_bytes
+    assert f"margin of 30% free: this leaves {free:.1%} of the GPU, and" in chosen.why[0]
+
+
 def test_the_terms_sum_up_to_what_is_needed(toy) -> None:
     memory = toy.plan("4xRTX4080").chosen.prediction.memory
     assert sum(terms(memory).values()) == memory.needed_bytes
