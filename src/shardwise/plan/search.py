@@ -334,9 +334,29 @@ def _check_accumulation(strategies: Sequence[Strategy]) -> None:
 
 
 def _all_refused(refused: Sequence[Refused]) -> JobError:
-    reasons_by_rule = {one.rule: one for one in reversed(refused)}
+    """What refuses every strategy; the rules that refuse some only where without it nothing would be left."""
+    names: dict[str, set[str]] = defaultdict(set)
+    for one in refused:
+        names[one.rule].add(one.strategy.name)
+    everything = set().union(*names.values())
+    common = [rule for rule in names if names[rule] == everything]
+    others = [rule for rule in names if rule not in common]
+    if common and set().union(*(names[rule] for rule in others)) != everything:
+        others = []  # mending the common ones is enough
+    first = {one.rule: one for one in reversed(refused)}
     problems = [
-        Problem(what=f"{one.strategy.name}: {one.reason}", where=f"{one.where}, rule {one.rule}", fix=one.fix)
-        for one in reversed(reasons_by_rule.values())
+        Problem(
+            what=first[rule].reason
+            if rule in common and len(everything) > 1
+            else f"{first[rule].strategy.name}: {first[rule].reason}",
+            where=f"{first[rule].where}, rule {rule}",
+            fix=_without_processes(first[rule].fix),
+        )
+        for rule in [*common, *others]
     ]
     return JobError("no strategy can be used for this job", problems=problems)
+
+
+def _without_processes(fix: str) -> str:
+    """A rule's advice without the number of processes: a plan is for all GPUs that it was asked about."""
+    return ", or ".join(part for part in fix.split(", or ") if not part.startswith("--processes "))

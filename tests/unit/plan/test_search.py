@@ -260,6 +260,51 @@ def test_without_a_strategy_the_rules_are_named_once(toy) -> None:
     assert caught.value.problems == (told,)
 
 
+def problems_of(toy, *broken: tuple[str, str], fix: str = "mend it") -> list[tuple[str, str]]:
+    """What is told, and its fix, where so many strategies break such rules."""
+    refused = [
+        Refused(
+            strategy=toy.strategies("4xRTX4080", name)[0], rule=rule, reason=f"is {rule}", where="a", fix=fix
+        )
+        for name, rule in broken
+    ]
+    with pytest.raises(JobError) as caught:
+        search(
+            [],
+            refused=refused,
+            hardware=toy.hardware("4xRTX4080"),
+            workload=None,
+            trace_for=toy.trace_for,
+            simulate=toy.simulate,
+        )
+    return [(problem.what, problem.fix) for problem in caught.value.problems]
+
+
+def test_a_cause_that_holds_for_every_strategy_is_told_and_what_it_hides_is_not(toy) -> None:
+    """zero0 cannot fp16, but zero1 could: that is no advice where the GPU is too old for either."""
+    broken = [("zero0", "stage"), ("zero0", "old"), ("zero1", "old"), ("fsdp2", "old")]
+    assert problems_of(toy, *broken) == [("is old", "mend it")]
+
+
+def test_where_mending_the_common_cause_would_not_do_the_others_follow_it(toy) -> None:
+    broken = [("zero0", "stage"), ("zero0", "old"), ("zero1", "old"), ("zero1", "heads")]
+    assert [what for what, _ in problems_of(toy, *broken)] == ["is old", "zero0: is stage", "zero1: is heads"]
+    apart = [("zero0", "stage"), ("zero1", "heads")]
+    assert [what for what, _ in problems_of(toy, *apart)] == ["zero0: is stage", "zero1: is heads"]
+
+
+@pytest.mark.parametrize(
+    ("fix", "told"),
+    [
+        ("--processes 1, or a strategy that shards", "a strategy that shards"),
+        ("train.global_batch: 62 or 64, or --processes 2", "train.global_batch: 62 or 64"),
+        ("train.precision: fp32, or a GPU of compute capability 8.0",) * 2,
+    ],
+)
+def test_a_plan_names_no_number_of_processes_which_it_has_no_option_for(toy, fix: str, told: str) -> None:
+    assert problems_of(toy, ("zero0", "a-rule"), fix=fix) == [("zero0: is a-rule", told)]
+
+
 def test_a_step_of_too_many_micro_batches_is_refused_at_once(toy) -> None:
     strategies = toy.strategies("4xRTX4080", "zero2")
 
