@@ -121,6 +121,7 @@ def assumed(name: str, memory_bytes: int, sold_as_gb: float) -> Gpu:
         name=name,
         driver_names=(),
         memory_bytes=memory_bytes,
+        sold_as_gb=round(sold_as_gb),
         pcie=Pcie(generation=4, lanes=16, peer_to_peer=False),
         fabric=None,
         host=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import get_args
 
 from shardwise.errors import JobError
@@ -12,7 +13,9 @@ from shardwise.hardware.catalog import MODERN, Gpu, gpus
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Job, Lora, Quantization
+from shardwise.models.catalog import lookup
 from shardwise.plan.plan import Nearest, Option
+from shardwise.simulate.simulate import capacity_bytes
 from shardwise.units import GIB, gib
 
 SHORTEST_ROW = 256
@@ -47,7 +50,7 @@ def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = N
     """
     asked = Change(what="", how="", job=job, hardware=hardware, memory_cap_bytes=memory_cap_bytes)
     yield from _shorter_rows(asked)
-    if job.model.lora is None and job.model.weights == "pretrained":
+    if job.model.lora is None and job.model.weights == "pretrained" and published(job.model.source):
         lora = Lora()
         model = job.model.model_copy(update={"lora": lora})
         yield replace(
@@ -58,7 +61,8 @@ def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = N
         )
     if job.model.lora is not None:
         yield from _fewer_bits(asked)
-    if memory_cap_bytes is not None:
+    held_back = binds(memory_cap_bytes, hardware.gpu)
+    if memory_cap_bytes is not None and held_back:
         yield replace(
             asked,
             what=f"the GPU's {gib(hardware.gpu.memory_bytes)} instead of {gib(memory_cap_bytes)}",
@@ -66,8 +70,29 @@ def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = N
             memory_cap_bytes=None,
         )
     yield from _more_gpus(asked)
-    if memory_cap_bytes is None:
+    if not held_back:
         yield from _larger_gpus(asked)
+
+
+def published(source: str) -> bool:
+    """Whether there may be trained weights of a model, for adapters to change: some shapes never had any."""
+    shape = lookup(source)
+    return shape is None or shape.hub is not None or Path(source).is_dir()  # a folder wins over a name
+
+
+def binds(memory_cap_bytes: int | None, gpu: Gpu) -> bool:
+    """Whether a cap leaves a process less of the card than it would have."""
+    return memory_cap_bytes is not None and memory_cap_bytes < capacity_bytes(gpu)
+
+
+def with_host_memory(hardware: Hardware, host_memory_bytes: int) -> str | None:
+    """`4xRTX-4080+144GiB`: the hardware as a word of a command line, with so much memory in each host.
+
+    None where no such word describes it: not every card that a machine may have can be named.
+    """
+    wanted = replace(hardware, host_memory_bytes=host_memory_bytes)
+    spec = _spec(wanted, wanted.gpus_per_node, wanted.gpu)
+    return None if _like(wanted, spec) is None else spec
 
 
 def larger_gpus(gpu: Gpu) -> list[Gpu]:
@@ -130,7 +155,14 @@ def _larger_gpus(asked: Change) -> Iterator[Change]:
         hardware = _like(now, spec)
         if hardware is not None:
             what = f"{gpu.name}, of {gpu.sold_as_gb} GB, instead of {now.gpu.name}"
-            yield replace(asked, what=what, how=f"--gpus {spec}", hardware=hardware)
+            held_back = binds(asked.memory_cap_bytes, gpu)  # as the smaller card is not
+            yield replace(
+                asked,
+                what=what,
+                how=f"--gpus {spec}{', and leave --memory-cap out' * held_back}",
+                hardware=hardware,
+                memory_cap_bytes=None if held_back else asked.memory_cap_bytes,
+            )
 
 
 def _like(now: Hardware, spec: str) -> Hardware | None:

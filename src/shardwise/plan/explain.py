@@ -17,6 +17,7 @@ from shardwise.plan.changes import larger_gpus
 from shardwise.plan.plan import Option, Plan, in_words
 from shardwise.plan.why import at_power_limit, better_with_memory, gain, terms
 from shardwise.simulate.prediction import Memory, Moment, Time
+from shardwise.simulate.simulate import capacity_bytes
 from shardwise.units import gib
 
 LINES_OF_BLOCKS = 4
@@ -106,10 +107,11 @@ def _needs(option: Option, plan: Plan) -> str:
     if wanted <= memory.capacity_bytes or (option.fit == "no" and memory.fits):
         return f"it needs {gib(memory.host_bytes)} in each host's memory, and {plan.margin:.0%} to spare"
     said = f"it needs {gib(memory.needed_bytes)} of a GPU"
-    if plan.memory_cap_bytes is not None:
-        return f"{said}, and a higher --memory-cap"
-    unusable = gpu.memory_bytes - memory.capacity_bytes
-    enough = [other for other in larger_gpus(gpu) if other.memory_bytes - unusable >= wanted]
+    if plan.memory_cap_bytes is not None and plan.memory_cap_bytes < wanted:
+        said += ", and a higher --memory-cap"
+        if capacity_bytes(gpu) >= wanted:
+            return said
+    enough = [other for other in larger_gpus(gpu) if capacity_bytes(other) >= wanted]
     if not enough:
         return f"{said}, and no GPU of the catalog has that and the margin"
     size = f"{enough[0].sold_as_gb}GB"
@@ -129,7 +131,8 @@ def _number(moment: Moment) -> int:
 
 
 def _timeline(memory: Memory) -> Iterator[Line]:
-    lines = folded(memory.timeline)
+    """A moment of no bytes is one in which nothing was allocated: how much was held then nobody noted."""
+    lines = [line for line in folded(memory.timeline) if line.allocated_bytes]
     peak = max((line.allocated_bytes for line in lines), default=0)
     for line in lines:
         yield Line(

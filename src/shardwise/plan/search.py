@@ -9,10 +9,11 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import replace
 from functools import cache, lru_cache
 from heapq import heappop, heappush
-from math import inf
+from math import ceil, inf
 
 from shardwise.errors import JobError, Problem
 from shardwise.hardware.hardware import Hardware
+from shardwise.plan.changes import with_host_memory
 from shardwise.plan.plan import Fit, Nearest, Objective, Option, Plan, Skipped, Workload, in_words
 from shardwise.plan.progress import tell
 from shardwise.plan.why import reasons, shortcoming, uses_host
@@ -20,7 +21,7 @@ from shardwise.simulate.prediction import Prediction
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy.space import Refused
 from shardwise.strategy.strategy import Strategy
-from shardwise.units import gib
+from shardwise.units import GIB, gib
 
 # Share of the capacity that the choice leaves free: no more than this was ever predicted too low of what a
 # process needs (tests/golden; docs/accuracy.md names the rows that do not hold to it).
@@ -31,6 +32,9 @@ MOST_ACCUMULATION = 65536
 
 ALIKE = 1.005
 """Costs within this factor of the best are taken for the same: the ledger's errors of time are larger."""
+
+HOST_SIZE = 16 * GIB
+"""Memory of hosts is told in multiples of this, as it is sold: pairs of modules of at least 8 GiB."""
 
 TraceFor = Callable[[int, int, int], StepTrace]
 """Rows of a micro-batch, `checkpoint_every` and `tensor_parallel` to their trace."""
@@ -54,8 +58,9 @@ def search(
     """The best of `strategies` for the objective, and everything that was found out on the way.
 
     Chosen is what fits and leaves the margin; where nothing does, the best of what fits without it; where
-    nothing fits at all, nothing, and `nearest` is asked for a change that would help. `simulate` knows
-    the capacity; `memory_cap_bytes` only says in the plan where it comes from. `executor`: as of `predict`.
+    nothing fits at all, nothing, and a change that would help: more memory of the hosts where they alone are
+    short, else what `nearest` finds. `simulate` knows the capacity; `memory_cap_bytes` only says in the plan
+    where it comes from. `executor`: as of `predict`.
 
     Raises:
         JobError: no strategy is allowed; it lists the rules that refused them.
@@ -90,8 +95,25 @@ def search(
         ),
         skipped=tuple(skipped),
         refused=tuple(refused),
-        nearest=nearest() if best is None else None,
+        nearest=(_more_host_memory(ranked, hardware, margin) or nearest()) if best is None else None,
     )
+
+
+def _more_host_memory(options: Sequence[Option], hardware: Hardware, margin: float) -> Nearest | None:
+    """Where something fits the GPUs and the hosts are short: what needs the least of them, and how much.
+
+    Nothing else that a prediction says depends on how much memory a host has.
+    """
+    boundless = replace(hardware, host_memory_bytes=None)
+    fitting = [option for option in options if fit(option.prediction, boundless, margin=margin) == "fits"]
+    if not fitting or hardware.host_memory_bytes is None:
+        return None
+    least = min(fitting, key=lambda o: (o.prediction.memory.host_bytes, cost(o, "throughput")))
+    size = ceil(least.prediction.memory.host_bytes / (1 - margin) / HOST_SIZE) * HOST_SIZE
+    spec = with_host_memory(hardware, size)
+    what = f"{gib(size)} of memory in each host instead of {gib(hardware.host_memory_bytes)}"
+    option = replace(least, fit="fits")
+    return None if spec is None else Nearest(what=what, how=f"--gpus {spec}", option=option)
 
 
 def predict(
@@ -312,9 +334,29 @@ def _check_accumulation(strategies: Sequence[Strategy]) -> None:
 
 
 def _all_refused(refused: Sequence[Refused]) -> JobError:
-    reasons_by_rule = {one.rule: one for one in reversed(refused)}
+    """What refuses every strategy; the rules that refuse some only where without it nothing would be left."""
+    names: dict[str, set[str]] = defaultdict(set)
+    for one in refused:
+        names[one.rule].add(one.strategy.name)
+    everything = set().union(*names.values())
+    common = [rule for rule in names if names[rule] == everything]
+    others = [rule for rule in names if rule not in common]
+    if common and set().union(*(names[rule] for rule in others)) != everything:
+        others = []  # mending the common ones is enough
+    first = {one.rule: one for one in reversed(refused)}
     problems = [
-        Problem(what=f"{one.strategy.name}: {one.reason}", where=f"{one.where}, rule {one.rule}", fix=one.fix)
-        for one in reversed(reasons_by_rule.values())
+        Problem(
+            what=first[rule].reason
+            if rule in common and len(everything) > 1
+            else f"{first[rule].strategy.name}: {first[rule].reason}",
+            where=f"{first[rule].where}, rule {rule}",
+            fix=_without_processes(first[rule].fix),
+        )
+        for rule in [*common, *others]
     ]
     return JobError("no strategy can be used for this job", problems=problems)
+
+
+def _without_processes(fix: str) -> str:
+    """A rule's advice without the number of processes: a plan is for all GPUs that it was asked about."""
+    return ", or ".join(part for part in fix.split(", or ") if not part.startswith("--processes "))

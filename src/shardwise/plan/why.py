@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from shardwise.errors import DoesNotFitError
 from shardwise.hardware.hardware import Hardware
+from shardwise.plan.changes import binds, published
 from shardwise.plan.plan import Objective, Option, Plan, in_words
 from shardwise.simulate.communication import group
 from shardwise.simulate.power import Draw
@@ -19,6 +20,8 @@ WORTH_TELLING = 0.02
 
 AT_LIMIT = 0.999
 """Share of the power limit from which on a step counts as bound by it; rounding takes less."""
+
+AS_GOOD = {"throughput": "as fast", "memory": "as lean", "energy": "as frugal"}
 
 TERMS = {
     "weights_bytes": "weights",
@@ -44,7 +47,7 @@ def reasons(
 ) -> tuple[str, ...]:
     """Why this one: against the best of the others, what it needs, what bounds it."""
     return (
-        _against_the_others(chosen, rest, objective, margin),
+        _against_the_others(chosen, rest, hardware=hardware, objective=objective, margin=margin),
         _memory(chosen.prediction.memory),
         *([_flushing(chosen.prediction.memory)] if chosen.prediction.memory.cache_flushes else []),
         _step(chosen, hardware),
@@ -71,11 +74,8 @@ def shortcoming(
     elif memory.cache_flushes:
         said.append(f"fits only as {_flushing(memory)}")
     elif option.fit == "tight":
-        used = {"the GPU": memory.needed_bytes / memory.capacity_bytes}
-        if hardware.host_memory_bytes is not None:
-            used["the host's memory"] = memory.host_bytes / hardware.host_memory_bytes
-        where = max(used, key=lambda name: used[name])
-        said.append(f"fits, and leaves {1 - used[where]:.1%} of {where} free: less than the margin")
+        free, where = _least_free(option, hardware)
+        said.append(f"fits, and leaves {free:.1%} of {where} free: less than the margin")
     if chosen is not None:
         said.append(_beside(option, chosen, objective))
     return tuple(said)
@@ -84,8 +84,7 @@ def shortcoming(
 def does_not_fit(plan: Plan) -> DoesNotFitError:
     """The error of a plan in which nothing is chosen, with the nearest change that would help."""
     least, hardware, near = plan.options[0], plan.hardware, plan.nearest
-    fewer = "LoRA" if plan.job.lora_rank is None else "a quantised base"
-    fix = f"shorter rows, {fewer}, more and larger GPUs were tried as far as each can be had: none is enough"
+    fix = f"{', '.join(_tried(plan))} were tried as far as each can be had: none is enough"
     if near is not None:
         needed = gib(near.option.prediction.memory.needed_bytes)
         fix = f"{near.how} ({near.what}): {in_words(near.option.strategy)} fits, in {needed}"
@@ -96,6 +95,20 @@ def does_not_fit(plan: Plan) -> DoesNotFitError:
         where=f"{plan.job.model} on {hardware.world_size} × {hardware.gpu.name}",
         fix=fix,
     )
+
+
+def _tried(plan: Plan) -> Iterator[str]:
+    """The kinds of `small_changes` that there are for the plan."""
+    yield "shorter rows"
+    if plan.job.lora_rank is not None:
+        yield "a quantised base"
+    elif published(plan.job.model):
+        yield "LoRA unless the weights are random"  # of which a plan knows nothing
+    if binds(plan.memory_cap_bytes, plan.hardware.gpu):
+        yield "the GPU without --memory-cap"
+        yield "more GPUs"
+    else:
+        yield "more and larger GPUs"
 
 
 def better_with_memory(plan: Plan) -> list[Option]:
@@ -141,13 +154,26 @@ def gain(option: Option, than: Option, objective: Objective) -> float:
     return than.prediction.memory.needed_bytes / option.prediction.memory.needed_bytes
 
 
-def _against_the_others(chosen: Option, rest: Sequence[Option], objective: Objective, margin: float) -> str:
+def _least_free(option: Option, hardware: Hardware) -> tuple[float, str]:
+    """The smallest share that it leaves free, and of what: of the GPU or of the host."""
+    memory = option.prediction.memory
+    free = [(1 - memory.needed_bytes / memory.capacity_bytes, "the GPU")]
+    if hardware.host_memory_bytes is not None:
+        free.append((1 - memory.host_bytes / hardware.host_memory_bytes, "the host's memory"))
+    return min(free)
+
+
+def _against_the_others(
+    chosen: Option, rest: Sequence[Option], *, hardware: Hardware, objective: Objective, margin: float
+) -> str:
     best = {"throughput": "the fastest", "memory": "the least memory", "energy": "the least energy"}[
         objective
     ]
     same = [option for option in rest if option.fit == chosen.fit]
     if chosen.fit == "tight":
-        first = f"nothing leaves the margin of {margin:.0%} free, and this may run out of memory; {best}"
+        free, where = _least_free(chosen, hardware)
+        leaves = f": this leaves {free:.1%} of {where}, and" if free < margin else ", and this"
+        first = f"nothing leaves the margin of {margin:.0%} free{leaves} may run out of memory; {best}"
         among = (
             f"{first} of the {len(same) + 1} that fit without it" if same else f"{first}: nothing else fits"
         )
@@ -159,12 +185,11 @@ def _against_the_others(chosen: Option, rest: Sequence[Option], objective: Objec
     ):  # see `rank`; less is shown as 0.0 %
         ahead = f"{in_words(nearly.strategy)} is {gain(nearly, chosen, objective) - 1:.1%} ahead"
         cost = "offloads" if uses_host(nearly) and not uses_host(chosen) else "needs more memory"
-        as_good = {"throughput": "as fast", "memory": "as lean", "energy": "as frugal"}[objective]
-        return f"{as_good} as any of the {len(same) + 1} that fit: {ahead}, but {cost}"
+        return f"{AS_GOOD[objective]} as any of the {len(same) + 1} that fit: {ahead}, but {cost}"
     other = next((o for o in same if o.strategy.name != chosen.strategy.name), None)
     if other is None:
         return among
-    return f"{among}: {_beside(chosen, other, objective)} of {other.strategy.name}, the next kind"
+    return f"{among}: {_beside(chosen, other, objective, other.strategy.name)}, the next kind"
 
 
 def uses_host(option: Option) -> bool:
@@ -172,12 +197,14 @@ def uses_host(option: Option) -> bool:
     return {option.strategy.offload_optimizer, option.strategy.offload_parameters} != {"none"}
 
 
-def _beside(option: Option, than: Option, objective: Objective) -> str:
-    if objective == "throughput":
-        return f"{gain(option, than, objective):.2f}x the tokens/s"
-    if objective == "energy":
-        return f"{1 / gain(option, than, objective):.2f}x the energy"
-    return f"{1 / gain(option, than, objective):.2f}x the memory"
+def _beside(option: Option, than: Option, objective: Objective, name: str = "") -> str:
+    """`0.87x the tokens/s of zero3`, where `than` has a name; what rounds to 1.00x is `as fast as` that."""
+    better = gain(option, than, objective)
+    factor = f"{better if objective == 'throughput' else 1 / better:.2f}"
+    if factor == "1.00":
+        return f"{AS_GOOD[objective]} as {name or 'the choice'}"
+    measure = {"throughput": "tokens/s", "memory": "memory", "energy": "energy"}[objective]
+    return f"{factor}x the {measure}{name and f' of {name}'}"
 
 
 def _flushing(memory: Memory) -> str:

@@ -211,3 +211,9 @@ def test_an_unknown_card_is_taken_to_be_the_slowest_of_its_size(gb: float, stand
     assert unknown.fabric is None
     assert not unknown.pcie.peer_to_peer
     assert card(stands_in).architecture in MODERN
+
+
+@pytest.mark.parametrize(("gb", "size"), [(1, 1), (23.99, 24), (48, 48), (90, 90)])
+def test_a_card_known_by_its_memory_alone_is_of_its_own_size(gb: float, size: int) -> None:
+    """Not of that of the card whose rates it has: what is larger than it is told by this number."""
+    assert assumed("card", round(gb * 1e9), gb).sold_as_gb == size

@@ -56,6 +56,18 @@ def test_what_cannot_be_is_not_offered() -> None:
     assert not [c for c in small_changes(short, parse_hardware("2xT4")) if "sequence" in c.how]
 
 
+def test_no_adapters_are_offered_on_a_shape_without_published_weights(tmp_path, monkeypatch) -> None:
+    def offered(source: str) -> list[str]:
+        job = JOB.model_copy(update={"model": Model(source=source)})
+        return [c.how for c in small_changes(job, parse_hardware("2xT4")) if "lora" in c.how]
+
+    assert offered("7b_mamba") == offered("gpt3-13b") == []
+    assert offered("llama-2-7b") == offered("someone/model") == ["--lora 16"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt3-13b").mkdir()
+    assert offered("gpt3-13b") == ["--lora 16"], "a folder wins over a name"
+
+
 def test_below_adapters_the_base_is_quantised_further() -> None:
     def offered(quantization: str) -> list[tuple[str, str]]:
         model = Model(source="m", lora=Lora(rank=8), quantization=quantization)
@@ -80,6 +92,18 @@ def test_a_cap_is_lifted_instead_of_buying_larger_gpus() -> None:
     assert changes[-1].memory_cap_bytes is None
     assert all(c.memory_cap_bytes == 16 << 30 for c in changes[:-1])
     assert not [c for c in changes if "--gpus" in c.how]
+
+
+def test_a_cap_above_the_card_is_none_and_is_left_out_only_for_a_card_that_it_would_hold_back() -> None:
+    cap = 64 << 30
+    changes = list(small_changes(JOB, parse_hardware("1xRTX3060"), memory_cap_bytes=cap))
+    assert "leave --memory-cap out" not in [c.how for c in changes]
+    larger = [c for c in changes if c.what.endswith("instead of RTX 3060")]
+    assert larger[-1].hardware.gpu.sold_as_gb > 64
+    for change in larger:
+        held_back = change.hardware.gpu.memory_bytes > cap
+        assert change.memory_cap_bytes == (None if held_back else cap)
+        assert change.how.endswith(", and leave --memory-cap out") == held_back
 
 
 @pytest.mark.parametrize(
@@ -111,6 +135,12 @@ def test_the_first_that_fits_is_taken_and_no_other_tried(toy) -> None:
     assert (found.how, found.option) == ("--lora 16", option)
     assert tried == ["--sequence 512", "--sequence 256", "--lora 16"]
     assert nearest([], attempt) is None
+
+
+def test_a_small_card_known_by_its_memory_alone_has_the_smallest_of_the_catalog_next() -> None:
+    smallest = min(gpu.sold_as_gb for gpu in gpus() if gpu.compute_capability)
+    assert larger_gpus(parse_hardware("1x1GiB").gpu)[0].sold_as_gb == smallest
+    assert larger_gpus(parse_hardware("1x24GB").gpu)[0].sold_as_gb == 32
 
 
 def test_larger_gpus_are_of_the_same_kind_where_there_is_one() -> None:

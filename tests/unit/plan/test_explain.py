@@ -67,6 +67,15 @@ def test_the_peak_is_marked_and_the_parts_are_shown(toy) -> None:
     assert all(len(line) <= 80 for line in lines)
 
 
+def test_a_part_in_which_nothing_is_allocated_is_not_shown_as_empty_memory(toy) -> None:
+    """A frozen norm's backward pass, an optimizer on the host: the memory there is that of the neighbours."""
+    plan = toy.plan("4xRTX4080", "zero2")
+    memory = plan.chosen.prediction.memory
+    silent = (Moment(where="model.norm backward", allocated_bytes=0), *memory.timeline)
+    prediction = replace(plan.chosen.prediction, memory=replace(memory, timeline=silent))
+    assert shown(replace(plan, chosen=replace(plan.chosen, prediction=prediction))) == shown(plan)
+
+
 def test_the_next_better_names_what_it_lacks(toy) -> None:
     plan = toy.plan("4xRTX4080", "zero2")
     first = next(iter(next_better(plan, plan.chosen)))
@@ -74,8 +83,25 @@ def test_the_next_better_names_what_it_lacks(toy) -> None:
         "1.13x the tokens/s: zero2 with micro-batch 2, accumulation 8, no checkpointing; "
         "it needs 14.9 GiB of a GPU; RTX 4090 (24GB) has that and the margin"
     )
-    capped = replace(plan, memory_cap_bytes=16 << 30)
-    assert next(iter(next_better(capped, plan.chosen))).endswith("and a higher --memory-cap")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cap", "said"),
+    [
+        ("4xRTX4090", 15, "it needs 14.9 GiB of a GPU, and a higher --memory-cap"),
+        ("4xRTX4080", 40, "it needs 14.9 GiB of a GPU; RTX 4090 (24GB) has that and the margin"),
+        (
+            "4xRTX4080",
+            15,
+            "it needs 14.9 GiB of a GPU, and a higher --memory-cap; RTX 4090 (24GB) has that and the margin",
+        ),
+    ],
+)
+def test_a_cap_is_named_only_where_it_is_what_lacks(toy, gpus: str, cap: int, said: str) -> None:
+    """A cap above the card is none."""
+    plan = toy.plan("4xRTX4080", "zero2")
+    capped = replace(plan, memory_cap_bytes=cap << 30, hardware=toy.hardware(gpus))
+    assert next(iter(next_better(capped, plan.chosen))).endswith(said)
 
 
 def step_parts(text: str) -> dict[str, float]:

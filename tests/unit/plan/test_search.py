@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import JobError, Problem, render
+from shardwise.hardware.parse import parse_hardware
 from shardwise.plan.plan import Nearest
 from shardwise.plan.search import ALIKE, excess, family, fit, leanest, leanest_that_fits, rank, search
 from shardwise.strategy.space import Refused
@@ -204,6 +205,35 @@ def test_where_nothing_fits_nothing_is_chosen_and_a_change_is_looked_for(toy) ->
     assert plan.to_json()["chosen"] is None
 
 
+@pytest.mark.parametrize("gpus", ["4xRTX4080@pcie4x4", "2x4xRTX4080@pcie4x8+1xeth100", "4x16GB"])
+def test_where_the_host_alone_is_short_more_of_its_memory_is_the_nearest_change(toy, gpus: str) -> None:
+    def never() -> None:
+        raise AssertionError("the strategies that were simulated say enough")
+
+    toy.host_memory_bytes = 8 << 30
+    plan = toy.plan(gpus, "zero2-offload", "zero3-offload", nearest=never)
+    assert plan.chosen is None
+    # 19.4 GiB and the margin are 20.4 GiB: the next size of memory is 32 GiB
+    assert plan.nearest.how == f"--gpus {gpus.replace('RTX', 'RTX-')}+32GiB"
+    assert plan.nearest.what == "32.0 GiB of memory in each host instead of 8.0 GiB"
+    assert plan.nearest.option.fit == "fits"
+    assert parse_hardware(plan.nearest.how.removeprefix("--gpus ")).host_memory_bytes == 32 << 30
+    toy.host_memory_bytes = 32 << 30
+    assert toy.plan(gpus, "zero2-offload", "zero3-offload").chosen.fit == "fits", "it is enough"
+    kept = {o.prediction.memory.host_bytes for o in plan.options}
+    fastest = max(plan.options, key=lambda o: o.prediction.time.tokens_per_second_per_gpu)
+    assert len(kept) == 1
+    assert plan.nearest.option.strategy == fastest.strategy, "of those that keep as much"
+
+
+def test_more_host_memory_is_no_help_where_the_gpu_is_short(toy) -> None:
+    toy.host_memory_bytes = 8 << 30
+    option = toy.plan("4xRTX4080", "zero2").chosen
+    change = Nearest(what="larger GPUs", how="--gpus 4xRTX4080", option=option)
+    plan = toy.plan("4x2GB", "zero2-offload", nearest=lambda: change)
+    assert (plan.chosen, plan.nearest) == (None, change)
+
+
 def test_a_change_is_not_looked_for_where_something_fits(toy) -> None:
     def never() -> None:
         raise AssertionError("it costs seconds")
@@ -228,6 +258,51 @@ def test_without_a_strategy_the_rules_are_named_once(toy) -> None:
         )
     told = Problem(what="zero0: it cannot be", where="strategy, rule a-rule", fix="no")
     assert caught.value.problems == (told,)
+
+
+def problems_of(toy, *broken: tuple[str, str], fix: str = "mend it") -> list[tuple[str, str]]:
+    """What is told, and its fix, where so many strategies break such rules."""
+    refused = [
+        Refused(
+            strategy=toy.strategies("4xRTX4080", name)[0], rule=rule, reason=f"is {rule}", where="a", fix=fix
+        )
+        for name, rule in broken
+    ]
+    with pytest.raises(JobError) as caught:
+        search(
+            [],
+            refused=refused,
+            hardware=toy.hardware("4xRTX4080"),
+            workload=None,
+            trace_for=toy.trace_for,
+            simulate=toy.simulate,
+        )
+    return [(problem.what, problem.fix) for problem in caught.value.problems]
+
+
+def test_a_cause_that_holds_for_every_strategy_is_told_and_what_it_hides_is_not(toy) -> None:
+    """zero0 cannot fp16, but zero1 could: that is no advice where the GPU is too old for either."""
+    broken = [("zero0", "stage"), ("zero0", "old"), ("zero1", "old"), ("fsdp2", "old")]
+    assert problems_of(toy, *broken) == [("is old", "mend it")]
+
+
+def test_where_mending_the_common_cause_would_not_do_the_others_follow_it(toy) -> None:
+    broken = [("zero0", "stage"), ("zero0", "old"), ("zero1", "old"), ("zero1", "heads")]
+    assert [what for what, _ in problems_of(toy, *broken)] == ["is old", "zero0: is stage", "zero1: is heads"]
+    apart = [("zero0", "stage"), ("zero1", "heads")]
+    assert [what for what, _ in problems_of(toy, *apart)] == ["zero0: is stage", "zero1: is heads"]
+
+
+@pytest.mark.parametrize(
+    ("fix", "told"),
+    [
+        ("--processes 1, or a strategy that shards", "a strategy that shards"),
+        ("train.global_batch: 62 or 64, or --processes 2", "train.global_batch: 62 or 64"),
+        ("train.precision: fp32, or a GPU of compute capability 8.0",) * 2,
+    ],
+)
+def test_a_plan_names_no_number_of_processes_which_it_has_no_option_for(toy, fix: str, told: str) -> None:
+    assert problems_of(toy, ("zero0", "a-rule"), fix=fix) == [("zero0: is a-rule", told)]
 
 
 def test_a_step_of_too_many_micro_batches_is_refused_at_once(toy) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -47,6 +46,19 @@ def test_what_is_ahead_by_less_than_is_shown_is_not_told_of(toy) -> None:
     ahead = replace(chosen, prediction=replace(chosen.prediction, time=time))
     why = reasons(chosen, [ahead], hardware=parse_hardware("4xRTX4080"), objective="throughput", margin=0.05)
     assert why[0] == "the fastest of the 2 that fit"
+
+
+def test_what_rounds_to_the_same_is_told_as_the_same(toy) -> None:
+    chosen = toy.plan("4xRTX4080", "zero1").chosen
+    time = replace(chosen.prediction.time, step_seconds=chosen.prediction.time.step_seconds * 1.004)
+    strategy = replace(chosen.strategy, offload_optimizer="cpu")
+    other = replace(chosen, strategy=strategy, prediction=replace(chosen.prediction, time=time))
+    about = {"hardware": parse_hardware("4xRTX4080"), "objective": "throughput"}
+    why = reasons(chosen, [other], margin=0.05, **about)
+    assert why[0] == "the fastest of the 2 that fit: as fast as zero1-offload, the next kind"
+    assert shortcoming(other, chosen, **about) == ("as fast as the choice",)
+    for objective, said in (("energy", "as frugal as the choice"), ("memory", "as lean as the choice")):
+        assert shortcoming(other, chosen, hardware=about["hardware"], objective=objective) == (said,)
 
 
 def test_why_tells_memory_time_and_what_bounds_them(toy) -> None:
@@ -151,9 +163,8 @@ def test_the_others_are_told_what_they_lack(toy) -> None:
             assert f"{(memory.needed_bytes - memory.capacity_bytes) / 2**30:.1f} GiB more" in option.why[0]
         elif option.fit == "tight":
             assert "less than the margin" in option.why[0]
-        factor = re.fullmatch(r"(\d\.\d\d)x the tokens/s", option.why[-1])
-        assert factor is not None
-        assert float(factor[1]) == round(gain(option, plan.chosen, "throughput"), 2)
+        factor = f"{gain(option, plan.chosen, 'throughput'):.2f}"
+        assert option.why[-1] == ("as fast as the choice" if factor == "1.00" else f"{factor}x the tokens/s")
 
 
 def test_more_memory_buys_more_each_time(toy) -> None:
@@ -191,6 +202,20 @@ def test_a_tight_host_is_not_called_a_tight_gpu(toy) -> None:
     assert tight.why[0] == "fits, and leaves 3.1% of the host's memory free: less than the margin"
 
 
+def test_a_choice_without_the_margin_says_of_what_it_leaves_less(toy) -> None:
+    toy.host_memory_bytes = 20 << 30
+    chosen = toy.plan("4xRTX3080", "zero3-offload").chosen
+    assert chosen.fit == "tight"
+    assert chosen.why[0].startswith(
+        "nothing leaves the margin of 5% free: this leaves 3.1% of the host's memory, and may run out of "
+        "memory; the fastest of the "
+    )
+    toy.host_memory_bytes = None
+    chosen = toy.plan("4xRTX4080", "zero1", margin=0.30).chosen
+    free = 1 - chosen.prediction.memory.needed_bytes / chosen.prediction.memory.capacity_bytes
+    assert f"margin of 30% free: this leaves {free:.1%} of the GPU, and" in chosen.why[0]
+
+
 def test_the_terms_sum_up_to_what_is_needed(toy) -> None:
     memory = toy.plan("4xRTX4080").chosen.prediction.memory
     assert sum(terms(memory).values()) == memory.needed_bytes
@@ -218,6 +243,17 @@ def test_the_error_names_the_nearest_change(toy) -> None:
     assert "at:  toy-1.3b on 4 × RTX 3060" in text
     assert "fix: --gpus 4xRTX-3090 (RTX 3090, of 24 GB, instead of RTX 3060): zero1 with" in text
     hopeless = toy.plan("4xRTX3060", "zero1")
-    assert "shorter rows, LoRA, more and larger GPUs were tried" in render(does_not_fit(hopeless))
+    tried = "fix: shorter rows, LoRA unless the weights are random, more and larger GPUs were tried"
+    assert tried in render(does_not_fit(hopeless))
     adapters = replace(hopeless, job=replace(hopeless.job, lora_rank=16))
     assert "shorter rows, a quantised base, more and larger GPUs" in render(does_not_fit(adapters))
+
+
+def test_what_was_not_tried_is_not_said_to_be(toy) -> None:
+    plan = toy.plan("4xRTX3060", "zero1")
+    without_weights = replace(plan, job=replace(plan.job, model="gpt3-13b"))
+    assert "fix: shorter rows, more and larger GPUs were" in render(does_not_fit(without_weights))
+    capped = replace(plan, memory_cap_bytes=8 << 30)
+    assert ", the GPU without --memory-cap, more GPUs were tried" in render(does_not_fit(capped))
+    above = replace(plan, memory_cap_bytes=64 << 30)
+    assert ", more and larger GPUs were tried" in render(does_not_fit(above))
