@@ -159,13 +159,15 @@ def _terms(memory: Memory) -> Iterator[Line]:
 def _times(option: Option, plan: Plan) -> Iterator[Line]:
     """Parts that follow each other: they sum up to the step."""
     time = option.prediction.time
-    rest = time.step_seconds - time.compute_seconds - time.exposed_communication_seconds
+    waits = time.exposed_communication_seconds + time.exposed_to_copies_seconds
+    rest = time.step_seconds - time.compute_seconds - waits
     slower = "lower clock (power limit), waits"
-    others = "host, copies, slower beside NCCL"
+    others = "host, slower beside NCCL"
     yield from _seconds(
         {
             "computing, at full clock": time.compute_seconds,
             "waiting for communication": time.exposed_communication_seconds,
+            "waiting for copies": time.exposed_to_copies_seconds,
             (slower if at_power_limit(option, plan.hardware) else others): max(0.0, rest),
             "the step": time.step_seconds,
         },

@@ -118,6 +118,22 @@ def test_each_wait_names_the_link_of_its_group(toy) -> None:
     assert "waiting for communication over nvlink4 16%" in one_node, "one link, one number"
 
 
+def test_waiting_for_copies_is_not_waiting_for_other_gpus(toy) -> None:
+    option = toy.plan("4xRTX4080").chosen
+    step = option.prediction.time.step_seconds
+    time = replace(
+        option.prediction.time,
+        exposed_communication_seconds=0.05 * step,
+        exposed_to_copies_seconds=0.25 * step,
+    )
+    one = replace(option, prediction=replace(option.prediction, time=time))
+    why = "\n".join(
+        reasons(one, (), hardware=parse_hardware("4xRTX4080"), objective="throughput", margin=0.05)
+    )
+    assert "waiting for communication over pcie4x16 through host memory 5%" in why
+    assert "waiting for copies to and from the host 25%" in why
+
+
 def test_a_step_that_the_host_sets_the_pace_of_says_so(toy) -> None:
     option = toy.plan("4xRTX4080").chosen
     step = option.prediction.time.step_seconds
