@@ -22,7 +22,7 @@ def emit(
     ],
     to: Annotated[
         Literal["deepspeed", "accelerate", "torchrun", "slurm"],
-        typer.Option(help="What starts the training."),
+        typer.Option(help="What starts the training; each writes a launch for the Trainer's scripts, too."),
     ] = "torchrun",
     gpus: Annotated[
         str | None,
