@@ -351,6 +351,7 @@ def test_init_lists_presets_and_shapes(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["init", "--models"]) == 0
     shapes = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["llama-2-7b", "6.74B", "meta-llama/Llama-2-7b-hf"] in shapes
+    assert ["gemma-3-1b", "1B", "google/gemma-3-1b-pt"] in shapes, "not 1e+03M"
 
 
 @pytest.mark.parametrize(
