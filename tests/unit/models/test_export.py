@@ -304,6 +304,22 @@ def test_generate_continues_as_the_trained_weights_say(
     assert speak(tmp_path / "model", model, temperature=1e-320) == said, "logits cannot be divided by it"
 
 
+def test_a_model_that_ends_at_once_is_no_silence(
+    saved: Saved, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved("llama")
+    built = make_trained(model)
+    save_weights(built, weights(built), tmp_path / "model", tokenizer)
+    assert speak(tmp_path / "model", model).strip()
+    assert "note:" not in capsys.readouterr().err
+    ended_by = json.dumps({"eos_token_id": list(range(320)), "suppress_tokens": list(range(3, 320))})
+    (tmp_path / "model" / "generation_config.json").write_text(ended_by)
+    assert speak(tmp_path / "model", model) == ""
+    error = capsys.readouterr().err
+    assert "note: the model ended the text at once\n  fix: try a prompt" in error
+    assert "--temperature 0.8" in error
+
+
 def test_sampling_depends_on_its_seed(
     saved: Saved, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
