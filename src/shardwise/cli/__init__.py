@@ -146,14 +146,23 @@ def _usage(error: Exception) -> JobError:
     message = getattr(error, "format_message", lambda: str(error))()
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "shardwise"
-    what, *suggestion = re.split(r"[\s.(]*(?:Did you mean|Possible options:) ", " ".join(message.split()))
-    if suggestion:
+    message = " ".join(message.split()).replace("Value error, ", "")
+    what, *suggestion = re.split(r"[\s.(]*(?:Did you mean|Possible options:) ", message)
+    choices = re.search(r" is not one of ('.*')", what)
+    if choices:
+        what, fix = what[: choices.start()] + " is no choice", _one_of(choices[1])
+    elif suggestion:
         # typer lists what is similar by the alphabet; what was typed is the last word of `what`.
         words = [word.strip(_QUOTES) for word in suggestion[0].split(", ")]
         fix = f"did you mean {_closest(what.split()[-1].strip(_QUOTES), words)}?"
     else:
         fix = f"`{command} --help` shows what it takes"
     return JobError(what[:1].lower() + what[1:].rstrip("."), where=command, fix=fix)
+
+
+def _one_of(quoted: str) -> str:
+    """`'a', 'b', 'c'`, the choices in typer's words, as a fix."""
+    return f"write {' or '.join(quoted.replace(chr(39), '').rsplit(', ', 1))}"
 
 
 def _closest(typed: str, words: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ def emit(
     ],
     to: Annotated[
         Literal["deepspeed", "accelerate", "torchrun", "slurm"],
-        typer.Option(help="What starts the training."),
+        typer.Option(help="What starts the training; each writes a launch for the Trainer's scripts, too."),
     ] = "torchrun",
     gpus: Annotated[
         str | None,
@@ -105,7 +105,8 @@ def _of_job(source: Path, changes: list[str], gpus: str | None, out: Path) -> Re
     job = load_job(source, changes).job
     hardware = hardware_of(gpus)
     plan = plan_of(job, hardware)
-    request = Request.of_plan(plan.to_json(), out.resolve().as_posix(), optimizer=job.optimizer)
+    place = out.resolve().as_posix()
+    request = Request.of_plan(plan.to_json(), place, optimizer=job.optimizer, lora=job.model.lora)
     if request is None:
         raise does_not_fit(plan)
     return request

@@ -42,6 +42,7 @@ _SPEC = re.compile(
     re.IGNORECASE,
 )
 _MEMORY = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)(gb|gib)", re.IGNORECASE)
+_NUMBER = re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,3})?")
 _PCIE = re.compile(r"pcie([345])(?:x(1|2|4|8|16))?")
 _NETWORK = re.compile(r"(?:([0-9]{1,3})x)?([a-z]+[0-9]+)")
 
@@ -55,6 +56,8 @@ class _Spec:
     network: str | None
     host: str | None
     where: str
+    front: str
+    """What stands before link and network, as it was written."""
 
 
 def parse_hardware(text: str) -> Hardware:
@@ -64,6 +67,7 @@ def parse_hardware(text: str) -> Hardware:
         JobError: `text` cannot be read, names no GPU or several, or asks for a link the GPU does not have.
     """
     spec = _read(text)
+    _refuse_unclear_memory(spec)
     gpu = _gpu(spec)
     intra, host = _node_links(gpu, spec)
     return Hardware(
@@ -115,8 +119,34 @@ def _read(text: str) -> _Spec:
         part and part.strip().casefold() for part in found.group("link", "network", "host")
     )
     return _Spec(
-        nodes=nodes, gpus=gpus, gpu=found["gpu"].strip(), link=link, network=network, host=host, where=where
+        nodes=nodes,
+        gpus=gpus,
+        gpu=found["gpu"].strip(),
+        link=link,
+        network=network,
+        host=host,
+        where=where,
+        front=text[: re.search("[@+]|$", text).start()].strip(),  # type: ignore[union-attr]
     )
+
+
+def _refuse_unclear_memory(spec: _Spec) -> None:
+    """Refuses a host's memory in the place of a link, or without its unit, with the words for it."""
+    size = _MEMORY.fullmatch((spec.link or "").replace(" ", ""))
+    link, network = (None if size else spec.link), spec.network
+    if size is not None:
+        what = f"{size[0]} is a size of memory, not a link between GPUs"
+        memory = size[1] + ("GiB" if size[2] == "gib" else "GB")
+    else:
+        number = next((part for part in (spec.network, spec.host) if part and _NUMBER.fullmatch(part)), None)
+        if number is None:
+            return
+        what = f"{number} says neither what it is of nor its unit"
+        memory = f"{number}GiB"
+        network = None if network == number else network
+    meant = spec.front + (f"@{link}" if link else "") + (f"+{network}" if network else "") + f"+{memory}"
+    also = f"; for a network, one of {', '.join(network_names())}" if spec.nodes > 1 and not network else ""
+    raise JobError(what, where=spec.where, fix=f"for the memory of a node's host write {meant}{also}")
 
 
 def _gpu(spec: _Spec) -> Gpu:

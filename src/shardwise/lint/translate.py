@@ -16,6 +16,7 @@ from shardwise.lint.rules.zero import ZERO, stage_of
 from shardwise.lint.script_text import LORA
 from shardwise.lint.setup import Setup
 from shardwise.strategy.emit.deepspeed import NEVER_RELEASE, PERSIST, PREFETCH
+from shardwise.units import processes
 
 FOREVER = 10**12
 """Elements beyond which ZeRO-3's limits release nothing of any model that is trained."""
@@ -211,7 +212,10 @@ def _batch(
         return []
     if steps is None:
         steps = max(1, total // (world * micro)) if total else 1
-    return [f"train.micro_batch={int(micro)}", f"train.global_batch={int(micro * steps) * world}"]
+    rows = int(micro * steps) * world
+    if total is not None and degree == 1 and setup.world_size is not None and rows != total:
+        assumed.append(f"{rows} rows a step: {TOTAL} {total:g} cannot be had with {processes(world)}")
+    return [f"train.micro_batch={int(micro)}", f"train.global_batch={rows}"]
 
 
 def _number(setup: Setup, *names: str) -> float | None:

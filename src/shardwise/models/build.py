@@ -85,6 +85,7 @@ def build_model(
     config = _config(model, found, vocab_size)
     skeleton = _construct(config, model, dtype)
     built = _construct(copy.deepcopy(config), model, dtype)
+    _check_heads(built, model, found)
     build_buffers(built)
     notes = [] if sequence_length is None else fix_frequencies(built, sequence_length)
     built.config.use_cache = (
@@ -144,7 +145,7 @@ def _config(model: Model, found: Source, vocab_size: int | None) -> PretrainedCo
         if model.config or vocab_size is not None:
             _check_keys(model.config, config)
             config = _read_config(model, found, {**model.config, **_vocabulary(config, vocab_size)})
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ArithmeticError, ValueError, TypeError, KeyError) as error:
         raise JobError(
             f"transformers refuses the config: {_one_line(error)}",
             where="model.config" if model.config else f"model.source: {model.source}",
@@ -212,6 +213,26 @@ def _construct(config: PretrainedConfig, model: Model, dtype: torch.dtype) -> Pr
     if config.model_type == MAMBA:
         prepare(built)
     return built
+
+
+def _check_heads(built: nn.Module, model: Model, found: Source) -> None:
+    """Refuses query heads that cannot share the key-value heads: transformers builds them, no kernel runs."""
+    for module in built.modules():
+        config = getattr(module, "config", None)
+        heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", _SHARED))
+        groups = hasattr(module, "num_key_value_groups")  # of attention that shares keys and values
+        if not (groups and isinstance(heads, int) and isinstance(shared, int)) or heads % shared == 0:
+            continue
+        named = model.source if found.folder is None else f"{found.folder}/config.json"
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise JobError(
+            f"{heads} attention heads cannot share {shared} key-value heads evenly",
+            where=f"{'model.config' if model.config else named}: {_SHARED}",
+            fix=f"one of {fitting}, or another num_attention_heads",
+        )
+
+
+_SHARED = "num_key_value_heads"
 
 
 def attention_for(config: PretrainedConfig) -> str | None:

@@ -102,14 +102,19 @@ def export(
                 where="--merge",
                 fix="leave --merge out",
             )
-        shutil.copytree(model_dir, out, dirs_exist_ok=True)
+        _copy(model_dir, out)
         return {"kind": "model", "dtype": _dtype(out), "out": str(out)}
     if not merge:
         read_adapter(model_dir)
-        shutil.copytree(model_dir, out, dirs_exist_ok=True)
+        _copy(model_dir, out)
         return {"kind": "adapter", "dtype": _dtype(out), "out": str(out)}
     logits = _merge(model_dir, out, base, trained_on)
     return {"kind": "merged", "dtype": _dtype(out), "out": str(out), **logits}
+
+
+def _copy(model_dir: Path, out: Path) -> None:
+    """Its files as new ones, which get the umask's permissions and not those of the checkpoint's."""
+    shutil.copytree(model_dir, out, dirs_exist_ok=True, copy_function=shutil.copyfile)
 
 
 def load_with_adapter(
@@ -209,6 +214,7 @@ def _save_model(
                 setattr(config, name, getattr(tokenizer, name))
     with quiet():
         skeleton.save_pretrained(directory, state_dict=dict(state))
+    _readable(directory, beside="config.json")
     folder = built.found.folder
     if built.spec.weights == "pretrained" and folder and (folder / "generation_config.json").is_file():
         shutil.copyfile(folder / "generation_config.json", directory / "generation_config.json")
@@ -224,6 +230,13 @@ def _save_adapter(peft: PeftModel, state: Mapping[str, torch.Tensor], directory:
         directory / ADAPTER_WEIGHTS,
         metadata={"format": "pt"},
     )
+    _readable(directory, beside=ADAPTER_CONFIG)
+
+
+def _readable(directory: Path, *, beside: str) -> None:
+    """Gives the weights the permissions of a file beside them; safetensors keeps its own from all others."""
+    for file in directory.glob("*.safetensors"):
+        shutil.copymode(directory / beside, file)
 
 
 def _check(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,23 @@ def generate(
         pad_token_id=tokenizer.pad_token_id,
         **sampling,
     )
-    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    if not answer.strip():
+        print(_said_nothing(output.shape[1] - ids.shape[1], max_new_tokens), file=sys.stderr)
+    return answer
+
+
+def _said_nothing(tokens: int, most: int) -> str:
+    """For people: why there is nothing to read, and what to try."""
+    if tokens == 1 < most:
+        what = "the model ended the text at once"
+    else:
+        what = f"what the model wrote shows as nothing (tokens: {tokens})"
+    return (
+        f"note: {what}\n"
+        "  fix: try a prompt like those it was trained on, or --temperature 0.8; where that says no more, "
+        "train longer"
+    )
 
 
 COLDEST = 1e-4

@@ -17,11 +17,12 @@ import yaml
 
 from shardwise.cli import main
 from shardwise.errors import JobError
-from shardwise.job.schema import Optimizer
+from shardwise.job.schema import Lora, Optimizer
 from shardwise.lint.check import check, load
 from shardwise.lint.setup import Setup
 from shardwise.strategy.emit.files import Emitted, Target, emit
 from shardwise.strategy.emit.request import Predicted, Request
+from shardwise.strategy.emit.script import Script
 from shardwise.strategy.strategy import Strategy
 
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -55,6 +56,7 @@ def request(name: str, *, nodes: int = 1, own_optimizer: bool = True, folder: st
         trainable_parameters=1_000_000,
         optimizer=Optimizer() if own_optimizer else None,
         predicted=PREDICTED,
+        script=Script(sequence_length=2048, lora_rank=None),
         folder=folder,
     )
 
@@ -258,6 +260,38 @@ def test_what_takes_comments_says_what_was_predicted(target: Target) -> None:
             json.loads(text)
 
 
+LORA_JOB = {"sequence_length": 2048, "lora_rank": 16, "quantization": "nf4"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_the_script_has_to_do_is_said_at_the_head_and_in_a_note(target: Target) -> None:
+    """Else a script that trains all weights, or keeps its activations, runs out of memory nevertheless."""
+    script = Script.of_plan(LORA_JOB, Lora(rank=16, targets=["q_proj", "v_proj\nrm"]))
+    duties = [
+        "trains LoRA adapters of rank 16 on q_proj, v_proj rm (1M parameters)",
+        "keeps the frozen weights in nf4",
+        "takes rows of 2048 tokens, 2 at a time",
+        "computes in bf16",
+        "recomputes the activations of every block: model.gradient_checkpointing_enable()",
+        "fuses the output head with the loss: one that keeps the logits needs more memory",
+    ]
+    emitted = emit(target, replace(request("zero2"), script=script))
+    assert emitted.notes[0] == f"the prediction is for a script that {'; '.join(duties)}"
+    for name, text in emitted.files.items():
+        if not name.endswith(".json"):
+            comments = [line.removeprefix("# - ") for line in text.splitlines() if line.startswith("# - ")]
+            assert comments == duties, name
+
+
+def test_what_a_plan_does_not_know_of_the_script_is_left_out() -> None:
+    known = Script.of_plan(LORA_JOB, None).duties(request("zero1").strategy, trainable_parameters=5)
+    assert known[0] == "trains LoRA adapters of rank 16 (5 parameters)"
+    assert known[4] == "recomputes the activations of one block in 2"
+    whole = emit("torchrun", request("zero3")).notes[0]
+    assert "trains all weights (1M parameters)" in whole
+    assert "recomputes no activations" in whole
+
+
 def called(script: Path, folder: Path) -> str:
     """The command that a script starts from another folder, in the place of its launcher."""
     tools = folder / "bin"
@@ -310,7 +344,13 @@ PLAN: dict[str, Any] = {
         },
     },
     "hardware": {"nodes": 1, "gpus_per_node": 4},
-    "job": {"name": "run", "trainable_parameters": 10**9},
+    "job": {
+        "name": "run",
+        "trainable_parameters": 10**9,
+        "lora_rank": None,
+        "quantization": "none",
+        "sequence_length": 1024,
+    },
 }
 
 
@@ -341,6 +381,12 @@ def test_a_plan_is_enough(
     [
         ({"chosen": None}, "nothing fits in this plan"),
         ({"job": {"name": "a; rm -rf ~", "trainable_parameters": 1}}, "no plan of this version"),
+        ({"job": PLAN["job"] | {"quantization": "nf4\nrm -rf ~"}}, "no plan of this version"),
+        ({"job": PLAN["job"] | {"sequence_length": "1\nrm -rf ~"}}, "no plan of this version"),
+        (
+            {"chosen": PLAN["chosen"] | {"strategy": PLAN["chosen"]["strategy"] | {"precision": "x\nrm"}}},
+            "no plan of this version",
+        ),
         ({"hardware": {}}, "no plan of this version"),
         ({"schema": 99}, "no plan of this version"),
         ({"hardware": {"nodes": 1e999, "gpus_per_node": 4}}, "no plan of this version"),

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -18,6 +18,7 @@ from shardwise.cli import main
 from shardwise.cli.options import size_in_bytes, write_text
 from shardwise.errors import CheckpointError, JobError, StoppedError
 from shardwise.launch.spec import LaunchSpec
+from shardwise.strategy.emit.files import Target
 
 VERBS = {
     "demo": {"--out"},
@@ -194,6 +195,28 @@ def test_an_unknown_option_is_answered_with_the_closest(
 
 
 @pytest.mark.parametrize(
+    ("typed", "what", "choices"),
+    [
+        (["emit", "job.yaml", "--to", "trainer"], "--to", "deepspeed, accelerate, torchrun or slurm"),
+        (["plan", "job.yaml", "--objective", "speed"], "--objective", "throughput, memory or energy"),
+    ],
+)
+def test_a_word_that_is_no_choice_is_answered_with_all_of_them(
+    typed: list[str], what: str, choices: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(typed) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert error[0] == f"error: invalid value for '{what}': '{typed[-1]}' is no choice"
+    assert error[-1] == f"  fix: write {choices}"
+
+
+def test_the_readme_names_what_emit_takes() -> None:
+    readme = " ".join((Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8").split())
+    *first, last = get_args(Target)
+    assert f"`--to` {', '.join(first)} or {last};" in readme
+
+
+@pytest.mark.parametrize(
     ("more", "fix"),
     [
         ([], "train.global_batch: 15 or 18, or --processes 2"),
@@ -328,6 +351,7 @@ def test_init_lists_presets_and_shapes(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["init", "--models"]) == 0
     shapes = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["llama-2-7b", "6.74B", "meta-llama/Llama-2-7b-hf"] in shapes
+    assert ["gemma-3-1b", "1B", "google/gemma-3-1b-pt"] in shapes, "not 1e+03M"
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,9 @@ def test_networks(text: str, network: str, gb_s_of_a_gpu: float) -> None:
         ("8xH100+ib400", "one node uses no network"),
         ("2x4xRTX4080", "the network between 2 nodes is not known"),
         ("2x8xH100+ib300", "no network is called 'ib300'"),
-        ("4xRTX4080+128", "one node uses no network"),
+        ("4xRTX4080+128", "128 says neither what it is of nor its unit"),
+        ("4xRTX4080@128GiB", "128gib is a size of memory, not a link between GPUs"),
+        ("2x8xH100+512", "write 2x8xH100+512GiB; for a network, one of eth10,"),
         ("4xRTX4080+0GiB", "'0gib' is no size of a host's memory"),
         ("2x8xH100+ib400+much", "'much' is no size of a host's memory"),
         ("2x8xH100+0xib400", "no network is called '0xib400'"),
@@ -191,6 +193,25 @@ def test_what_cannot_be_read_is_said_with_a_way_out(text: str, said: str) -> Non
     assert said in shown
     assert f"at:  hardware {text!r}" in shown
     assert "fix:" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("4xRTX4080@128GiB", "4xRTX4080+128GiB"),
+        ("4xRTX4080 @ 64 gb", "4xRTX4080+64GB"),
+        ("4xRTX4080+128", "4xRTX4080+128GiB"),
+        ("2x4xRTX4080@pcie3+eth25+128", "2x4xRTX4080@pcie3+eth25+128GiB"),
+        ("2x8xH100+512", "2x8xH100+512GiB"),
+        ("2x4xRTX4080@128GiB+eth25", "2x4xRTX4080+eth25+128GiB"),
+    ],
+)
+def test_memory_in_the_wrong_words_is_answered_with_the_right_ones(text: str, meant: str) -> None:
+    with pytest.raises(JobError) as caught:
+        parse_hardware(text)
+    [problem] = caught.value.problems
+    assert problem.fix.partition(";")[0] == f"for the memory of a node's host write {meant}"
+    assert parse_hardware(meant).host_memory_bytes
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:

@@ -528,6 +528,43 @@ def test_deepspeed_itself_says_the_same(case: Case) -> None:
         assert (parse(bad) != "") == (case.rule in REFUSED_BY_DEEPSPEED), parse(bad)
 
 
+class Ranks:
+    """So many data-parallel ranks, as DeepSpeed asks a model-parallel unit for them."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.number
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("total", [1, 2, 4, 6, 7, 8])
+@pytest.mark.parametrize("beside", [{}, {"gradient_accumulation_steps": 2}], ids=["alone", "accumulated"])
+def test_a_whole_batch_is_refused_where_deepspeed_refuses_it(
+    total: int, ranks: int, beside: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed import comm
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    monkeypatch.setattr(comm, "get_rank", lambda: 0)  # else DeepSpeed takes one process
+    values = {"train_batch_size": total, **beside, "zero_optimization": {"stage": 2}}
+    try:
+        parsed = DeepSpeedConfig(dict(values), mpu=Ranks(ranks))
+        assert parsed.world_size == ranks
+        taken = True
+    except AssertionError:
+        taken = False
+    setup = Setup(
+        documents=(read(json.dumps(values), "d"),), asked_world_size=ranks, asked_reader="deepspeed"
+    )
+    errors = [one for one in check(setup).findings if one.severity == "error"]
+    assert [one.rule for one in errors] == ([] if taken else ["batch-arithmetic"])
+    if (total, ranks, beside) == (7, 4, {}):
+        assert errors[0].what.startswith("7 is no multiple of 4 processes")
+        assert errors[0].fix.startswith("`train_batch_size`: 4 or 8,")
+
+
 @pytest.mark.parametrize("word", ["yes", "Off", "TRUE", "t", "maybe"])
 def test_words_are_booleans_where_deepspeed_takes_them(word: str) -> None:
     values = merged(DEEPSPEED, zero(overlap_comm=word))

@@ -81,6 +81,13 @@ def test_sizes_follow_from_each_other() -> None:
     assert job["train"]["precision"] == "fp32", "DeepSpeed's default"
 
 
+def test_rows_that_the_gpus_cannot_share_are_not_promised() -> None:
+    _, asked = planned('{"train_batch_size": 7, "zero_optimization": {"stage": 2}}')
+    assert "4 rows a step: train_batch_size 7 cannot be had with 4 processes" in asked.assumed
+    _, asked = planned('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
+    assert not any("cannot be had" in words for words in asked.assumed)
+
+
 def test_places_and_what_is_kept_after_the_forward_pass() -> None:
     zero: dict[str, Any] = {
         "stage": 3,

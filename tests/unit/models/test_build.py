@@ -224,6 +224,34 @@ def test_quantised_weights_are_refused(saved: Saved) -> None:
     assert "quantised" in str(refused(model))
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3", "mixtral"])
+@pytest.mark.parametrize("shared", [3, 8])
+def test_heads_that_cannot_share_keys_are_refused_where_they_stand(
+    saved: Saved, name: str, shared: int
+) -> None:
+    model = saved(name)
+    edit_config(model, num_key_value_heads=shared)
+    error = refused(Model(source=model.source, weights="random"))
+    assert isinstance(error, JobError)
+    assert str(error) == f"4 attention heads cannot share {shared} key-value heads evenly"
+    assert error.problems[0].where == f"{model.source}/config.json: num_key_value_heads"
+    assert error.problems[0].fix == "one of 1, 2, 4, or another num_attention_heads"
+
+
+def test_heads_that_the_job_changes_are_refused_at_the_job() -> None:
+    change = {"num_attention_heads": 8, "num_key_value_heads": 3}
+    error = refused(Model(source="tiny-llama", weights="random", config=change))
+    assert error.problems[0].where == "model.config: num_key_value_heads"
+
+
+def test_no_attention_head_at_all_is_refused(saved: Saved) -> None:
+    model = saved("llama")
+    edit_config(model, num_attention_heads=0)
+    error = refused(Model(source=model.source, weights="random"))
+    assert isinstance(error, JobError)
+    assert "transformers refuses the config" in str(error)
+
+
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     assert "config.json" in str(refused(Model(source=str(tmp_path))))
     (tmp_path / "config.json").write_text("{")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,29 @@ def test_the_generation_config_of_the_pretrained_model_is_kept(
     save_weights(built, weights(built), tmp_path / "model", tokenizer)
     assert (tmp_path / "model" / "generation_config.json").read_text() == text
     assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == [2, 7]
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4)], ids=["whole", "adapter"])
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_all_files_may_be_read_by_whom_the_umask_lets(
+    saved: Saved, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, lora: Lora | None, umask: int, mode: int
+) -> None:
+    model = saved("llama", lora=lora)
+    built = make_trained(model)
+    before = os.umask(umask)
+    try:
+        save_weights(built, weights(built), tmp_path / "model", tokenizer)
+        for file in (tmp_path / "model").glob("*.safetensors"):
+            assert stat.S_IMODE(file.stat().st_mode) == mode
+            file.chmod(0o600)  # as checkpoints had it
+        export(tmp_path / "model", tmp_path / "out", merge=False, base=model)
+        if lora is not None:
+            export(tmp_path / "model", tmp_path / "merged", merge=True, base=model)
+    finally:
+        os.umask(before)
+    written = [file for folder in ("out", "merged") for file in (tmp_path / folder).glob("*")]
+    assert len([file for file in written if file.suffix == ".safetensors"]) == (1 if lora is None else 2)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in written} == {mode}
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's own loading
@@ -302,6 +327,22 @@ def test_generate_continues_as_the_trained_weights_say(
     said = tokenizer.decode(ids[0, start:], skip_special_tokens=True)
     assert speak(tmp_path / "model", model) == said
     assert speak(tmp_path / "model", model, temperature=1e-320) == said, "logits cannot be divided by it"
+
+
+def test_a_model_that_ends_at_once_is_no_silence(
+    saved: Saved, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved("llama")
+    built = make_trained(model)
+    save_weights(built, weights(built), tmp_path / "model", tokenizer)
+    assert speak(tmp_path / "model", model).strip()
+    assert "note:" not in capsys.readouterr().err
+    ended_by = json.dumps({"eos_token_id": list(range(320)), "suppress_tokens": list(range(3, 320))})
+    (tmp_path / "model" / "generation_config.json").write_text(ended_by)
+    assert speak(tmp_path / "model", model) == ""
+    error = capsys.readouterr().err
+    assert "note: the model ended the text at once\n  fix: try a prompt" in error
+    assert "--temperature 0.8" in error
 
 
 def test_sampling_depends_on_its_seed(

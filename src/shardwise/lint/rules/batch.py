@@ -30,9 +30,12 @@ def data_ranks(document: Document, setup: Setup) -> int | None:
 
 def _arithmetic(document: Document, setup: Setup) -> Iterator[Hit]:
     total, micro, accumulation = _given(document)
-    if total is None or (micro is None and accumulation is None):
+    if total is None:
         return
     known = [n for n in (micro, accumulation) if n is not None]
+    if not known:
+        yield from _total_alone(total, data_ranks(document, setup))
+        return
     product = known[0] * (known[1] if len(known) > 1 else 1)
     words = " x ".join(str(n) for n in known)
     ranks = data_ranks(document, setup)
@@ -52,6 +55,20 @@ def _arithmetic(document: Document, setup: Setup) -> Iterator[Hit]:
         what=f"{total} {sign} {words} x {processes(ranks)} = {fits}: DeepSpeed stops with an AssertionError",
         fix=f"leave `{TOTAL}` out (DeepSpeed computes it), or {instead}",
     )  # which of them was meant, only the owner knows: the batch decides the training
+
+
+def _total_alone(total: int, ranks: int | None) -> Iterator[Hit]:
+    """The rest of the division is lost: DeepSpeed makes a micro-batch of it, and asserts the product."""
+    if ranks is None or total % ranks == 0:
+        return
+    above = -(-total // ranks) * ranks
+    near = f"{above - ranks} or {above}" if above > ranks else f"{above}"
+    yield Hit(
+        key=(TOTAL,),
+        what=f"{total} is no multiple of {processes(ranks)}: with any micro-batch DeepSpeed stops with an "
+        "AssertionError",
+        fix=f"`{TOTAL}`: {near}, or leave it out and give `{MICRO}`",
+    )
 
 
 def _without_ranks(total: int, product: int, words: str, *, complete: bool) -> Iterator[Hit]:
@@ -86,7 +103,10 @@ def _micro_with_total_only(document: Document, setup: Setup) -> Iterator[Hit]:
     total, micro, accumulation = _given(document)
     if total is not None and micro is None and accumulation is None and not document.has(MICRO):
         ranks = data_ranks(document, setup)
-        each = f"{total // ranks} rows" if ranks else f"{total} rows over the number of GPUs"
+        if ranks and total % ranks:
+            return  # DeepSpeed does not start: batch-arithmetic
+        rows = total // ranks if ranks else total
+        each = f"{rows} row{'' if rows == 1 else 's'}{'' if ranks else ' over the number of GPUs'}"
         yield Hit(
             key=(TOTAL,),
             what=f"with `{TOTAL}` alone DeepSpeed takes no accumulation: each GPU computes {each} at a time",
@@ -124,8 +144,9 @@ RULES = (
         name="batch-arithmetic",
         severity="error",
         kind="deepspeed",
-        happens="Given together, the three sizes have to multiply to the whole on the GPUs that run; "
-        "otherwise DeepSpeed stops. A note where the number of GPUs is not known and one would fit.",
+        happens="Given together, the three sizes have to multiply to the whole on the GPUs that run, and a "
+        "whole given alone has to be a multiple of them; otherwise DeepSpeed stops. A note where the number "
+        "of GPUs is not known and one would fit.",
         source=_ASSERTION,
         find=_arithmetic,
     ),

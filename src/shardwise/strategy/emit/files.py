@@ -156,15 +156,14 @@ def _yaml(request: Request) -> str:
 
 def _notes(target: Target, request: Request) -> list[str]:
     """What the files cannot say."""
-    strategy, notes = request.strategy, []
+    strategy = request.strategy
+    notes = [f"the prediction is for a script that {'; '.join(request.duties)}"]
     if strategy.tensor_parallel > 1:
         notes.append(
             f"{strategy.tensor_parallel} GPUs share each row: the data loader has to give them the same rows"
         )
     if target == "accelerate":
         notes.append(f"your script's data loader decides the micro-batch: batch_size={strategy.micro_batch}")
-        if strategy.checkpoint_every and strategy.engine == "deepspeed":
-            notes.append("your script switches recomputation on: model.gradient_checkpointing_enable()")
         if request.nodes > 1:
             notes.append(f"write the first node's address for {_HEAD_NODE}, and each node's own machine_rank")
     if strategy.engine == "fsdp2" and strategy.checkpoint_every > 1:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from shardwise.job import schema
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy.emit.script import Script
+from shardwise.strategy.strategy import Precision, Strategy
 from shardwise.units import gib
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -63,6 +64,7 @@ class Request:
     gpus_per_node: int
     trainable_parameters: int
     predicted: Predicted
+    script: Script
     folder: str
     """Where the files will lie; an absolute path."""
     optimizer: schema.Optimizer | None = None
@@ -82,13 +84,26 @@ class Request:
         for count in counts:
             if not isinstance(count, int) or not 0 < count < _MOST:
                 raise ValueError(count)
+        every: object = strategy.checkpoint_every
+        if not (isinstance(every, int) and strategy.precision in get_args(Precision)):
+            raise ValueError((every, strategy.precision))
 
     @property
     def title(self) -> tuple[str, ...]:
         """Lines at the head of every file that takes comments."""
         gpus = self.nodes * self.gpus_per_node
         spread = f"{self.name}: {self.strategy.name} on {gpus} GPU{'' if gpus == 1 else 's'}"
-        return spread, str(self.predicted)
+        return (
+            spread,
+            str(self.predicted),
+            "It holds for a script that",
+            *(f"- {duty}" for duty in self.duties),
+        )
+
+    @property
+    def duties(self) -> tuple[str, ...]:
+        """What the script has to do for the prediction to hold."""
+        return self.script.duties(self.strategy, trainable_parameters=self.trainable_parameters)
 
     def path(self, file: str) -> str:
         """Where a file will lie."""
@@ -96,9 +111,14 @@ class Request:
 
     @classmethod
     def of_plan(
-        cls, plan: Mapping[str, Any], folder: str, *, optimizer: schema.Optimizer | None = None
+        cls,
+        plan: Mapping[str, Any],
+        folder: str,
+        *,
+        optimizer: schema.Optimizer | None = None,
+        lora: schema.Lora | None = None,
     ) -> Request | None:
-        """The choice of a plan's JSON; None where nothing fits.
+        """The choice of a plan's JSON; None where nothing fits. `lora`: the job's, where that is known.
 
         Raises:
             KeyError, TypeError, ValueError, OverflowError: it is no such JSON.
@@ -114,5 +134,6 @@ class Request:
             trainable_parameters=job["trainable_parameters"],
             optimizer=optimizer,
             predicted=Predicted.of_json(chosen["prediction"]),
+            script=Script.of_plan(job, lora),
             folder=folder,
         )
