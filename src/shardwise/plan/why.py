@@ -229,10 +229,11 @@ def _step(chosen: Option, hardware: Hardware) -> str:
     for link, seconds in _waits(chosen.strategy, time, hardware).items():
         if seconds >= WORTH_TELLING * time.step_seconds:
             parts.append(f"waiting for communication over {link} {_share(seconds, time)}")
-    if time.exposed_to_copies_seconds >= WORTH_TELLING * time.step_seconds:
-        parts.append(f"waiting for copies to and from the host {_share(time.exposed_to_copies_seconds, time)}")
+    copies = time.exposed_to_copies_seconds
+    if copies >= WORTH_TELLING * time.step_seconds:
+        parts.append(f"waiting for copies to and from the host {_share(copies, time)}")
     if at_power_limit(chosen, hardware):
-        waits = time.exposed_communication_seconds + time.exposed_to_copies_seconds
+        waits = time.exposed_communication_seconds + copies
         rest = time.step_seconds - time.compute_seconds - waits
         limit = f"the power limit of {hardware.gpu.power_watts:.0f} W"
         if rest >= WORTH_TELLING * time.step_seconds:
