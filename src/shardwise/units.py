@@ -12,6 +12,7 @@ def gib(num_bytes: float) -> str:
 
 def count(number: float) -> str:
     """A count a person reads at a glance: `950`, `12.4k`, `6.7B`."""
+    number = float(f"{number:.3g}")  # rounded first: 999.9 million are 1B
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.3g}{suffix}"

@@ -30,8 +30,7 @@ def init(
         from shardwise.units import count
 
         for shape in shapes():
-            parameters = count(float(f"{shape.parameters:.3g}"))  # rounded first: 999.9 million are 1B
-            print(f"{shape.name:<22} {parameters:>6}  {shape.hub or ''}".rstrip())
+            print(f"{shape.name:<22} {count(shape.parameters):>6}  {shape.hub or ''}".rstrip())
     else:
         if preset not in presets.names():
             raise JobError(
