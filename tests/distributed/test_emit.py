@@ -39,7 +39,6 @@ if trainer.is_world_process_zero():
         "clipping": engine.gradient_clipping(),
         "recomputes": model.is_gradient_checkpointing,
     }, open("result.json", "w"))
-torch.distributed.destroy_process_group()
 """
 
 ACCELERATE = """
@@ -71,7 +70,8 @@ if accelerator.is_main_process:
         "dtype": str(next(model.parameters()).dtype),
         "clipping": model.gradient_clipping(),
     }, open("result.json", "w"))
-accelerator.end_training()  # a process group left alone may abort its process at its end
+accelerator.wait_for_everyone()
+accelerator.end_training()  # a process group left alone once aborted its process at its end
 """
 
 OWN = """
@@ -101,7 +101,6 @@ if torch.distributed.get_rank() == 0:
         "dtype": str(next(engine.parameters()).dtype),
         "steps": engine.global_steps,
     }, open("result.json", "w"))
-torch.distributed.destroy_process_group()
 """
 
 # DeepSpeed compiles a transport of its own on CPUs, for a minute; gloo does as well.
