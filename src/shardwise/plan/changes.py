@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import get_args
 
 from shardwise.errors import JobError
@@ -75,9 +74,12 @@ def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = N
 
 
 def published(source: str) -> bool:
-    """Whether there may be trained weights of a model, for adapters to change: some shapes never had any."""
+    """Whether there may be trained weights of a model, for adapters to change: some shapes never had any.
+
+    Of a folder that is named like such a shape, without `./`, this does not know: the planner reads no disk.
+    """
     shape = lookup(source)
-    return shape is None or shape.hub is not None or Path(source).is_dir()  # a folder wins over a name
+    return shape is None or shape.hub is not None
 
 
 def binds(memory_cap_bytes: int | None, gpu: Gpu) -> bool:

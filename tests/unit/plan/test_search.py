@@ -241,12 +241,8 @@ def test_a_change_is_not_looked_for_where_something_fits(toy) -> None:
     assert toy.plan("4xA100-SXM-80GB", nearest=never).nearest is None
 
 
-def test_without_a_strategy_the_rules_are_named_once(toy) -> None:
-    strategies = toy.strategies("4xRTX4080", "zero0")[:2]
-    refused = [
-        Refused(strategy=s, rule="a-rule", reason="it cannot be", where="strategy", fix="no")
-        for s in strategies
-    ]
+def told_of(toy, refused: list[Refused]) -> tuple[Problem, ...]:
+    """What a plan says in which every strategy was refused."""
     with pytest.raises(JobError) as caught:
         search(
             [],
@@ -256,8 +252,17 @@ def test_without_a_strategy_the_rules_are_named_once(toy) -> None:
             trace_for=toy.trace_for,
             simulate=toy.simulate,
         )
+    return caught.value.problems
+
+
+def test_without_a_strategy_the_rules_are_named_once(toy) -> None:
+    strategies = toy.strategies("4xRTX4080", "zero0")[:2]
+    refused = [
+        Refused(strategy=s, rule="a-rule", reason="it cannot be", where="strategy", fix="no")
+        for s in strategies
+    ]
     told = Problem(what="zero0: it cannot be", where="strategy, rule a-rule", fix="no")
-    assert caught.value.problems == (told,)
+    assert told_of(toy, refused) == (told,)
 
 
 def problems_of(toy, *broken: tuple[str, str], fix: str = "mend it") -> list[tuple[str, str]]:
@@ -268,16 +273,7 @@ def problems_of(toy, *broken: tuple[str, str], fix: str = "mend it") -> list[tup
         )
         for name, rule in broken
     ]
-    with pytest.raises(JobError) as caught:
-        search(
-            [],
-            refused=refused,
-            hardware=toy.hardware("4xRTX4080"),
-            workload=None,
-            trace_for=toy.trace_for,
-            simulate=toy.simulate,
-        )
-    return [(problem.what, problem.fix) for problem in caught.value.problems]
+    return [(problem.what, problem.fix) for problem in told_of(toy, refused)]
 
 
 def test_a_cause_that_holds_for_every_strategy_is_told_and_what_it_hides_is_not(toy) -> None:
