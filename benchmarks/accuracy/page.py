@@ -26,6 +26,7 @@ from predict import (
     repeats,
     summarize,
     summary_of,
+    with_timer,
 )
 from rows import SETS, load_rows
 from scatter import Point, scatter
@@ -119,7 +120,7 @@ def host(_: Sequence[Comparison]) -> str:
         seconds = predict(row).time.step_seconds
         measured = [one["step_seconds"] for one in found[row.id]]
         differences = ", ".join(percent(seconds / one - 1, sign=True) for one in measured)
-        told = ", ".join(f"{one:.3f}" for one in measured)
+        told = ", ".join(map(_told, found[row.id]))
         lines.append([f"`{row.id}`", told, f"{seconds:.3f}", differences])
     return table(["row", "step, s", "predicted", "difference"], lines)
 
@@ -152,10 +153,16 @@ def again(_: Sequence[Comparison]) -> str:
     for name, rows in repeats().items():
         ran = [row for row in rows if not row["error"]]
         if len(ran) > 1:
-            seconds = ", ".join(f"{row['step_seconds']:.3f}" for row in ran)
+            seconds = ", ".join(_told(row) for row in ran)
             memory = ", ".join(f"{row['peak_reserved_bytes'] / GIB:.2f}" for row in ran)
             lines.append([f"`{name}`", seconds, memory])
     return table(["row", "step, s", "reserved, GiB"], lines)
+
+
+def _told(measured: Mapping[str, Any]) -> str:
+    """Seconds of a step; in brackets where DeepSpeed's throughput timer was on."""
+    told = f"{measured['step_seconds']:.3f}"
+    return f"({told})" if with_timer(measured) else told
 
 
 def machines(comparisons: Sequence[Comparison]) -> str:

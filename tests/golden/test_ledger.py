@@ -117,6 +117,23 @@ def test_the_plans_margin_covers_what_was_predicted_too_low(
     assert min(c["differences"]["needed"] for c in members) >= -MARGIN
 
 
+def test_of_a_rows_measurements_the_median_counts_and_those_with_the_timer_only_alone(
+    predict: ModuleType, tmp_path: Path
+) -> None:
+    def line(name: str, engine: str, hour: int, seconds: float) -> str:
+        date = f"2026-11-22T{hour:02}:30:00+00:00"
+        measured = {"id": name, "strategy": {"engine": engine}, "date": date, "step_seconds": seconds}
+        return json.dumps(measured)
+
+    file = tmp_path / "measured.jsonl"
+    lines = [line("both", "deepspeed", 20, 9.0), line("both", "deepspeed", 22, 1.0)]
+    lines += [line("before", "deepspeed", 20, 3.0), line("before", "deepspeed", 20, 4.0)]
+    lines += [line("fsdp2", "fsdp2", hour, seconds) for hour, seconds in ((20, 5.0), (21, 7.0), (22, 6.0))]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    counts = {name: row["step_seconds"] for name, row in predict.measured_rows(file).items()}
+    assert counts == {"both": 1.0, "before": 4.0, "fsdp2": 6.0}
+
+
 def _chosen(predict: ModuleType, jobs: str) -> list[Any]:
     """The plan's choices for the jobs of that name. Planning them takes a minute, so not in vain."""
     choices = accuracy.module("choices")

@@ -28,6 +28,7 @@ CLEAN = {
     "bf16": {"enabled": True},
     "data_types": {"grad_accum_dtype": "fp32"},
     "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 50_000_000},
+    "timers": {"throughput": {"enabled": False}},
 }
 
 
@@ -49,12 +50,12 @@ def test_an_error_ends_with_2_and_is_one_block(capsys: pytest.CaptureFixture[str
     assert out[2] == f"  at:  {file}:5: zero_optimisation"
     assert out[3] == "  fix: did you mean `zero_optimization`?"
     assert out[4].startswith("  see: deepspeed/runtime/config.py")
-    assert out[-1] == "1 error"
+    assert out[-1] == "1 error, 1 note"
 
 
 def test_warnings_and_notes_end_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(EXAMPLES / "zero3-bucket.json")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "1 warning, 1 note"
+    assert capsys.readouterr().out.splitlines()[-1] == "1 warning, 2 notes"
 
 
 @pytest.mark.parametrize(("name", "code"), [("overlap_com.json", 2), ("zero3-bucket.json", 0)])

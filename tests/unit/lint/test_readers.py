@@ -17,7 +17,7 @@ TWICE = """{
   "train_micro_batch_size_per_gpu": 1,
   "gradient_accumulation_steps": 1,
   "gradient_clipping": 1.0,
-  "bf16": {"enabled": true},
+  "bf16": {"enabled": true}, "timers": {"throughput": {"enabled": false}},
   "zero_optimization": {"stage": 3, "overlap_com": true},
   "zero_optimization": {
     "stage": 2,
@@ -27,7 +27,8 @@ TWICE = """{
 }
 """
 ONCE = '{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "bf16": {"enabled": true},\n '
-ONCE += '"gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2, "overlap_comm": true}}\n'
+ONCE += '"gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2, "overlap_comm": true},\n '
+ONCE += '"timers": {"throughput": {"enabled": false}}}\n'
 
 
 def opened(file: Path, reader: Reader) -> Any:

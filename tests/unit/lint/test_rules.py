@@ -32,6 +32,7 @@ DEEPSPEED: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 2, "overlap_comm": True},
+    "timers": {"throughput": {"enabled": False}},
 }
 STAGE_3 = {"stage": 3, "overlap_comm": True, "stage3_gather_16bit_weights_on_model_save": True}
 ACCELERATE: dict[str, Any] = {
@@ -317,6 +318,7 @@ CASES = (
         {"gradient_allreduce_op": "sum"},
     ),
     Case("slow-diagnostics", {"wall_clock_breakdown": True}, {"wall_clock_breakdown": False}),
+    Case("throughput-timer", {"timers": GONE}, {"timers": {"throughput": {"synchronized": False}}}),
     Case("autotuning-section", {"autotuning": {"enabled": True}}, {"autotuning": {"enabled": False}}),
     Case(
         "access-key-in-the-file", {"comet": {"enabled": True, "api_key": "k"}}, {"comet": {"enabled": True}}

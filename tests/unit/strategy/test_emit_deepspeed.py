@@ -40,6 +40,7 @@ def test_it_is_strict_json_that_deepspeed_accepts_whole(parts: dict[str, Any]) -
     parsed = DeepSpeedConfig(dict(written))
     assert parsed.zero_optimization_stage == parts["stage"]
     assert parsed.gradient_clipping == 1.0
+    assert not parsed.timers_config.enabled, "the process would wait for the GPU before every forward pass"
     for key, value in written["zero_optimization"].items():
         assert type(value) is not float, f"{key}: DeepSpeed refuses fractions where it wants integers"
 

@@ -47,6 +47,8 @@ def deepspeed_config(
         "optimizer": _optimizer(strategy, optimizer),
         **_precision(strategy),
         "zero_optimization": _zero(strategy, bucket, largest_parameter),
+        # On by default, it makes the process wait for the GPU twice a micro-batch, to time it.
+        "timers": {"throughput": {"enabled": False}},
     }
     if strategy.stage >= 2 and strategy.accumulation > 1 and strategy.precision == "bf16":
         # ZeRO-2 and 3 then add micro-batches up in fp32, in the partition, after a reduction in the
