@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
 from choices import fastest_table, rehearsal_table
 from predict import (
+    BOUNDS,
     MISSED,
     MISSED_MEANS,
     Summary,
@@ -159,6 +162,23 @@ def again(_: Sequence[Comparison]) -> str:
     return table(["row", "step, s", "reserved, GiB"], lines)
 
 
+def apart(comparisons: Sequence[Comparison]) -> str:
+    """How far the measurements of a row are from each other, and its prediction from them."""
+    predicted = {c["id"]: c["predicted"]["step"] for c in comparisons}
+    names, theirs, ours = set(), [], []
+    for (name, rows), timer in product(repeats().items(), (True, False)):
+        ran = [row["step_seconds"] for row in rows if not row["error"] and with_timer(row) == timer]
+        if len(ran) > 1:
+            names.add(name)
+            theirs += [abs(one / other - 1) for one, other in permutations(ran, 2)]
+            ours += [abs(predicted[name] / one - 1) for one in ran]
+    beyond = sum(difference > BOUNDS["step"][1] for difference in theirs) / len(theirs)
+    head = ["rows", "pairs of measurements", "mean difference", "of them beyond 20 %"]
+    head += ["mean difference of the prediction from the same measurements"]
+    line = [str(len(names)), str(len(theirs) // 2), percent(statistics.mean(theirs)), f"{beyond:.0%}"]
+    return table(head, [[*line, percent(statistics.mean(ours))]])
+
+
 def _told(measured: Mapping[str, Any]) -> str:
     """Seconds of a step; in brackets where DeepSpeed's throughput timer was on."""
     told = f"{measured['step_seconds']:.3f}"
@@ -272,6 +292,7 @@ BLOCKS = {
     "missed": missed,
     "host": host,
     "again": again,
+    "apart": apart,
     "peers": peers,
     "families": families,
     "terms": terms,

@@ -155,7 +155,7 @@ def test_on_smaller_cards_the_choice_runs(predict: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    "block", ["headline", "bound", "missed", "host", "again", "peers", "families", "terms"]
+    "block", ["headline", "bound", "missed", "host", "again", "apart", "peers", "families", "terms"]
 )
 def test_the_page_says_what_is_computed_now(page: ModuleType, comparisons: Comparisons, block: str) -> None:
     """`python benchmarks/accuracy/page.py` makes it anew."""

@@ -25,7 +25,9 @@ from pathlib import Path
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 spec = json.loads(Path(sys.argv[1]).read_text())
 here = Path(spec["run_dir"])
-(here / f"pid-{rank}").write_text(str(os.getpid()))
+started = here / f".pid-{rank}"
+started.write_text(str(os.getpid()))
+started.rename(here / f"pid-{rank}")  # whole from the moment it can be seen
 
 def report(code, what):
     problem = {"what": what, "where": "data", "fix": "mend it"}
