@@ -131,8 +131,7 @@ def _number(moment: Moment) -> int:
 
 
 def _timeline(memory: Memory) -> Iterator[Line]:
-    """A moment of no bytes is one in which nothing was allocated: how much was held then nobody noted."""
-    lines = [line for line in folded(memory.timeline) if line.allocated_bytes]
+    lines = folded(memory.timeline)
     peak = max((line.allocated_bytes for line in lines), default=0)
     for line in lines:
         yield Line(

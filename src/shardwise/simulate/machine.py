@@ -107,6 +107,12 @@ class Machine:
 
     @property
     def timeline(self) -> tuple[Moment, ...]:
-        """The most that was allocated while each part ran, in the order of their first runs."""
+        """The most that was allocated while each part ran, in the order of their first runs.
+
+        Without those in which nothing was: a frozen norm's backward pass, an optimizer on the host. How much
+        was held then nobody noted.
+        """
         self._largest[self._where] = self._most_here
-        return tuple(Moment(where=where, allocated_bytes=size) for where, size in self._largest.items())
+        return tuple(
+            Moment(where=where, allocated_bytes=size) for where, size in self._largest.items() if size
+        )

@@ -67,15 +67,6 @@ def test_the_peak_is_marked_and_the_parts_are_shown(toy) -> None:
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_a_part_in_which_nothing_is_allocated_is_not_shown_as_empty_memory(toy) -> None:
-    """A frozen norm's backward pass, an optimizer on the host: the memory there is that of the neighbours."""
-    plan = toy.plan("4xRTX4080", "zero2")
-    memory = plan.chosen.prediction.memory
-    silent = (Moment(where="model.norm backward", allocated_bytes=0), *memory.timeline)
-    prediction = replace(plan.chosen.prediction, memory=replace(memory, timeline=silent))
-    assert shown(replace(plan, chosen=replace(plan.chosen, prediction=prediction))) == shown(plan)
-
-
 def test_the_next_better_names_what_it_lacks(toy) -> None:
     plan = toy.plan("4xRTX4080", "zero2")
     first = next(iter(next_better(plan, plan.chosen)))
