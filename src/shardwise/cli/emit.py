@@ -106,7 +106,7 @@ def _of_job(source: Path, changes: list[str], gpus: str | None, out: Path) -> Re
     hardware = hardware_of(gpus)
     plan = plan_of(job, hardware)
     place = out.resolve().as_posix()
-    request = Request.of_plan(plan.to_json(), place, optimizer=job.optimizer, lora=job.model.lora)
+    request = Request.of_plan(plan.to_json(), place, job=job)
     if request is None:
         raise does_not_fit(plan)
     return request

@@ -85,6 +85,7 @@ def build_model(
     config = _config(model, found, vocab_size)
     skeleton = _construct(config, model, dtype)
     built = _construct(copy.deepcopy(config), model, dtype)
+    _check_layers(built, model, found)
     _check_heads(built, model, found)
     build_buffers(built)
     notes = [] if sequence_length is None else fix_frequencies(built, sequence_length)
@@ -213,6 +214,18 @@ def _construct(config: PretrainedConfig, model: Model, dtype: torch.dtype) -> Pr
     if config.model_type == MAMBA:
         prepare(built)
     return built
+
+
+def _check_layers(built: nn.Module, model: Model, found: Source) -> None:
+    """Refuses a model without blocks: transformers builds it for any number of layers below 1."""
+    layers = getattr(built.config, "num_hidden_layers", 1)
+    if isinstance(layers, int) and layers < 1:
+        named = model.source if found.folder is None else f"{found.folder}/config.json"
+        raise JobError(
+            f"a model of {layers} layers has nothing to train",
+            where=f"{'model.config' if model.config else named}: num_hidden_layers",
+            fix="1 or more",
+        )
 
 
 def _check_heads(built: nn.Module, model: Model, found: Source) -> None:

@@ -285,7 +285,9 @@ def _checkpointing(chosen: Option, rest: Sequence[Option]) -> Iterator[str]:
         same_but = other.strategy.to_json() | {"checkpoint_every": chosen.strategy.checkpoint_every}
         if other.strategy.checkpoint_every == 0 and same_but == chosen.strategy.to_json():
             speed = _beside(other, chosen, "throughput")
-            yield f"without checkpointing: {speed}, and {gib(other.prediction.memory.needed_bytes)} a GPU"
+            verdict = {"fits": "", "tight": ", within the margin", "no": ", which does not fit"}[other.fit]
+            needed = gib(other.prediction.memory.needed_bytes)
+            yield f"without checkpointing: {speed}, and {needed} a GPU{verdict}"
 
 
 def needs_of_host(option: Option, hardware: Hardware, margin: float) -> int | None:

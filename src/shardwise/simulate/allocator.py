@@ -29,7 +29,7 @@ SEGMENT_STEP_BYTES = 2 * MIB  # kRoundLarge: that size is a multiple of it
 OVERSIZE_SLACK_BYTES = 20 * MIB  # max_non_split_rounding_size
 
 NO_BLOCK = 0  # the handle of an empty tensor, which has no memory
-UNLIMITED = 1 << 62
+UNLIMITED = 1 << 100
 
 
 class OutOfMemoryError(Exception):

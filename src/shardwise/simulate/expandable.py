@@ -45,7 +45,8 @@ def _lowest_room(pool: Pool, size: int) -> int:
             end += more
         else:
             return start
-    addresses = -(-pool.segment_bytes // pool.page_bytes) * pool.page_bytes
+    # torch would fail where a segment is too small; a replay goes on, to say by how much
+    addresses = -(-max(pool.segment_bytes, size) // pool.page_bytes) * pool.page_bytes
     start = pool.new_segment(addresses)
     unmapped[start] = addresses
     return start

@@ -35,7 +35,7 @@ SMALL_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
 """cuBLAS's workspace on Hopper and newer, and on older GPUs (getChosenWorkspaceSize in CUDABlas.cpp): one for
 the thread of the forward pass, one for that of the backward pass; they stay."""
 
-PLENTY = 1 << 50
+PLENTY = 1 << 90
 """Capacity of the replay: it goes on where the GPU would be full, to say by how much."""
 
 

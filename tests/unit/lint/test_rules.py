@@ -633,3 +633,32 @@ def test_no_accelerate_file_is_too_strange(values: dict[str, Any]) -> None:
     check(setup)
     correct(document, setup)
     translate(setup)
+
+
+@pytest.mark.parametrize(
+    ("timers", "on"),
+    [
+        ({}, True),
+        ({"throughput": {}}, True),
+        ({"throughput": {"enabled": True}}, True),
+        ({"throughput": {"enabled": "off"}}, False),  # as pydantic reads it
+        ({"throughput": {"enabled": 0}}, False),
+        ({"throughput": {"enabled": "true", "synchronized": "No"}}, False),
+        ({"throughput": None}, None),
+        ("off", True),
+        ([], True),
+    ],
+)
+def test_the_timer_is_on_where_deepspeed_has_it_on(timers: Any, on: bool | None) -> None:
+    """None: DeepSpeed stops. What is no section is an error of its own."""
+    from deepspeed.utils.config import get_timers_config
+
+    try:
+        read = get_timers_config({"timers": timers})
+        assert (read.enabled and read.synchronized) == on
+    except (TypeError, ValueError, AttributeError):
+        assert on is None
+    document = read_json(json.dumps({**DEEPSPEED, "timers": timers}), "ds.json")
+    said = [one.rule for one in findings_of(document, Setup(documents=(document,)))]
+    broken = not isinstance(timers, dict) or on is None
+    assert ("wrong-kind-of-value" in said, "throughput-timer" in said) == (broken, on is True and not broken)

@@ -238,6 +238,15 @@ def test_heads_that_cannot_share_keys_are_refused_where_they_stand(
     assert error.problems[0].fix == "one of 1, 2, 4, or another num_attention_heads"
 
 
+@pytest.mark.parametrize("layers", [0, -1])
+def test_a_model_without_blocks_is_refused(layers: int) -> None:
+    """transformers builds it, and it trains."""
+    error = refused(Model(source="tiny-llama", weights="random", config={"num_hidden_layers": layers}))
+    assert isinstance(error, JobError)
+    assert str(error) == f"a model of {layers} layers has nothing to train"
+    assert error.problems[0].where == "model.config: num_hidden_layers"
+
+
 def test_heads_that_the_job_changes_are_refused_at_the_job() -> None:
     change = {"num_attention_heads": 8, "num_key_value_heads": 3}
     error = refused(Model(source="tiny-llama", weights="random", config=change))

@@ -6,6 +6,7 @@ import pytest
 
 from shardwise.simulate.allocator import CachingAllocator
 from shardwise.simulate.machine import ACTIVATIONS, GRADIENTS, WEIGHTS, Machine
+from shardwise.simulate.memory import PLENTY
 
 MIB = 1024**2
 
@@ -71,6 +72,14 @@ def test_memory_is_given_back_once(machine: Machine) -> None:
     for give in (machine.give, machine.give_later):
         with pytest.raises(KeyError):
             give(block)
+
+
+def test_a_tensor_larger_than_a_segments_addresses_still_has_a_size() -> None:
+    """torch would fail; the replay says how much it would be."""
+    machine = Machine(CachingAllocator(capacity_bytes=PLENTY, expandable_segments=True))
+    size = 1 << 53
+    machine.give(machine.take(ACTIVATIONS, size))
+    assert machine.allocator.peak_allocated_bytes == size
 
 
 def test_the_timeline_says_the_most_of_each_part_in_the_order_of_their_first_runs(machine: Machine) -> None:

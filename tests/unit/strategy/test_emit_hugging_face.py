@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from shardwise.job.schema import Optimizer
+from shardwise.job.schema import Optimizer, Train
 from shardwise.strategy.emit.hugging_face import trainer_flags
 from shardwise.strategy.strategy import Strategy
 from shardwise.train.schedule import learning_rate
@@ -44,3 +44,19 @@ def test_the_trainer_s_learning_rate_is_the_job_s(schedule: Any, final_fraction:
 def test_a_warm_up_that_nobody_set_is_a_share() -> None:
     flags = dict(trainer_flags(Strategy(engine="deepspeed", stage=2), Optimizer()))
     assert float(flags["warmup_steps"]) == 0.03
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "value"),
+    [
+        ({}, "num_train_epochs", "1.0"),
+        ({"epochs": 2.5}, "num_train_epochs", "2.5"),
+        ({"steps": 7}, "max_steps", "7"),
+    ],
+)
+def test_the_trainer_goes_on_as_long_as_the_job(asked: dict[str, Any], name: str, value: str) -> None:
+    """Its own default is three epochs."""
+    train = Train(global_batch=8, **asked)
+    flags = dict(trainer_flags(Strategy(engine="deepspeed", stage=2), Optimizer(), train))
+    assert {key: flags[key] for key in ("num_train_epochs", "max_steps") if key in flags} == {name: value}
+    assert not {"num_train_epochs", "max_steps"} & dict(trainer_flags(Strategy(engine="fsdp2"), None)).keys()

@@ -238,13 +238,18 @@ def _kind_problem(value: Any, kind: KeyKind, *, lenient: bool) -> tuple[str, Any
     return None
 
 
+WORDS = {
+    **dict.fromkeys(("true", "yes", "on", "t", "y"), True),
+    **dict.fromkeys(("false", "no", "off", "f", "n"), False),
+}
+"""Those that pydantic takes for booleans, in any case."""
+
+
 def _bool_problem(value: Any, *, lenient: bool) -> tuple[str, Any] | None:
-    words = dict.fromkeys(("true", "yes", "on", "t", "y"), True)  # those that pydantic takes
-    words |= dict.fromkeys(("false", "no", "off", "f", "n"), False)
     if isinstance(value, bool) or (lenient and value in (0, 1)):
         return None
-    if isinstance(value, str) and value.lower() in words:
-        return None if lenient else ("true or false without quotes", words[value.lower()])
+    if isinstance(value, str) and value.lower() in WORDS:
+        return None if lenient else ("true or false without quotes", WORDS[value.lower()])
     return "true or false", bool(value) if value in (0, 1) else None
 
 

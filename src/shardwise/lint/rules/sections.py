@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, Rule
+from shardwise.lint.rules.keys import WORDS
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.setup import Setup
 
@@ -108,12 +109,18 @@ def _slow(document: Document, _: Setup) -> Iterator[Hit]:
 
 def _throughput_timer(document: Document, _: Setup) -> Iterator[Hit]:
     timer = ("timers", "throughput")
-    if False in (document.get(*timer, "enabled"), document.get(*timer, "synchronized")):
-        return
+    sections = [key for key in (timer, timer[:1]) if document.has(*key)]
+    if any(not isinstance(document.get(*key), dict) for key in sections):
+        return  # which is said already
+    for name in ("enabled", "synchronized"):
+        value = document.get(*timer, name)
+        if value in (False, 0) or WORDS.get(str(value).lower()) is False:
+            return
     yield Hit(
-        key=next((key for key in (timer, timer[:1]) if document.has(*key)), ()),
-        what="DeepSpeed's throughput timer is on: the process waits for the GPU twice a micro-batch",
-        fix='"timers": {"throughput": {"enabled": false}}',
+        key=next(iter(sections), ()),
+        what="DeepSpeed's throughput timer is on: to log samples a second the process waits for the GPU "
+        "twice a micro-batch",
+        fix='"timers": {"throughput": {"enabled": false}}; or "synchronized": false, which keeps the log',
         changes=(Put(key=(*timer, "enabled"), value=False),),
     )
 

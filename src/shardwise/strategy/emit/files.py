@@ -85,7 +85,7 @@ def _plain(target: Target, request: Request) -> dict[str, str]:
     """For deepspeed, torchrun and Slurm: scripts that call the engine, and scripts of the Trainer."""
     strategy = request.strategy
     files: dict[str, str] = {}
-    flags = trainer_flags(strategy, request.optimizer)
+    flags = trainer_flags(strategy, request.optimizer, request.train)
     if strategy.engine == "deepspeed":
         files[OWN] = _json(
             own_config(strategy, request.optimizer, trainable_parameters=request.trainable_parameters)
@@ -117,7 +117,7 @@ def _accelerate(request: Request) -> dict[str, str]:
         files[OWN] = _json(accelerate_config(strategy, trainable_parameters=request.trainable_parameters))
         configs.append(("deepspeed_config_file", f"{HERE}/{OWN}"))
     start = command("accelerate", nodes=request.nodes, gpus_per_node=request.gpus_per_node, configs=configs)
-    flags = trainer_flags(strategy, request.optimizer)
+    flags = trainer_flags(strategy, request.optimizer, request.train)
     files["launch.sh"] = shell_script(request.title, start)
     files["launch-trainer.sh"] = shell_script(request.title, start, flags)
     return files

@@ -56,8 +56,10 @@ def own_config(
     return config
 
 
-def trainer_flags(strategy: Strategy, optimizer: schema.Optimizer | None) -> list[tuple[str, str]]:
-    """TrainingArguments, as flags and their values."""
+def trainer_flags(
+    strategy: Strategy, optimizer: schema.Optimizer | None, train: schema.Train | None = None
+) -> list[tuple[str, str]]:
+    """TrainingArguments, as flags and their values; of a job's settings those that are known."""
     flags = [
         ("per_device_train_batch_size", str(strategy.micro_batch)),
         ("gradient_accumulation_steps", str(strategy.accumulation)),
@@ -82,6 +84,9 @@ def trainer_flags(strategy: Strategy, optimizer: schema.Optimizer | None) -> lis
             ("adam_epsilon", str(optimizer.epsilon)),
             *_schedule(optimizer),
         ]
+    if train is not None:  # transformers would go through the data three times
+        epochs = ("num_train_epochs", str(train.epochs or 1.0))
+        flags.append(epochs if train.steps is None else ("max_steps", str(train.steps)))
     return flags
 
 

@@ -69,6 +69,8 @@ class Request:
     """Where the files will lie; an absolute path."""
     optimizer: schema.Optimizer | None = None
     """None where only the plan is known: the script decides."""
+    train: schema.Train | None = None
+    """Likewise."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -115,25 +117,25 @@ class Request:
         plan: Mapping[str, Any],
         folder: str,
         *,
-        optimizer: schema.Optimizer | None = None,
-        lora: schema.Lora | None = None,
+        job: schema.Job | None = None,
     ) -> Request | None:
-        """The choice of a plan's JSON; None where nothing fits. `lora`: the job's, where that is known.
+        """The choice of a plan's JSON; None where nothing fits. `job`: the plan's, where more of it is known.
 
         Raises:
             KeyError, TypeError, ValueError, OverflowError: it is no such JSON.
         """
-        chosen, hardware, job = plan["chosen"], plan["hardware"], plan["job"]
+        chosen, hardware, planned = plan["chosen"], plan["hardware"], plan["job"]
         if chosen is None:
             return None
         return cls(
-            name=job["name"],
+            name=planned["name"],
             strategy=Strategy.from_json(chosen["strategy"]),
             nodes=hardware["nodes"],
             gpus_per_node=hardware["gpus_per_node"],
-            trainable_parameters=job["trainable_parameters"],
-            optimizer=optimizer,
+            trainable_parameters=planned["trainable_parameters"],
+            optimizer=None if job is None else job.optimizer,
+            train=None if job is None else job.train,
             predicted=Predicted.of_json(chosen["prediction"]),
-            script=Script.of_plan(job, lora),
+            script=Script.of_plan(planned, None if job is None else job.model.lora),
             folder=folder,
         )
