@@ -13,8 +13,8 @@ from rows import GIB, Row, load_rows
 from shardwise.hardware.parse import parse_hardware
 from shardwise.plan.plan import in_words
 from shardwise.plan.sketch import sketch
-from shardwise.strategy.strategy import Strategy
-from shardwise.trace.plan_job import make_plan
+from shardwise.planner.planning import make_plan
+from shardwise.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

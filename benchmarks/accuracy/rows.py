@@ -10,8 +10,8 @@ from typing import Any
 
 from shardwise.job.schema import Job
 from shardwise.models.catalog import Shape, lookup
-from shardwise.strategy.auto import resolve
-from shardwise.strategy.strategy import Strategy
+from shardwise.space.auto import resolve
+from shardwise.strategy import Strategy
 
 GIB = 1024**3
 SETS = ("fit", "held-out", "choices", "families")

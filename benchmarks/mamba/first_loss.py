@@ -11,9 +11,9 @@ import math
 import torch
 
 from shardwise.data.batch import IGNORED, MicroBatch
-from shardwise.engine.loss import CausalLMLoss
 from shardwise.job.schema import Model
 from shardwise.models.build import build_model
+from shardwise.objective.causal_lm import CausalLMLoss
 
 TOKENS = 64
 SHAPES = {"130m_mamba": 24, "1b_mamba": 34, "7b_mamba": 2}

@@ -22,9 +22,9 @@ from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Model, StrategySpec, Train
 from shardwise.plan.plan import Option
 from shardwise.plan.search import MARGIN, predict, rank
-from shardwise.simulate.simulate import simulate
-from shardwise.strategy.space import candidates
-from shardwise.strategy.strategy import Strategy
+from shardwise.plan.simulate import simulate
+from shardwise.space.candidates import candidates
+from shardwise.strategy import Strategy
 from shardwise.trace.trace import Tracer
 from shardwise.units import GIB
 

@@ -18,9 +18,9 @@ import engine_worker as w
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.protocol import Engine, World
+from shardwise.engines.runtime.protocol import Engine, World
 from shardwise.errors import ShardwiseError
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 
 DEEPSPEED = {
     "zero0": Strategy(engine="deepspeed", stage=0),

@@ -17,10 +17,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.data.batch import IGNORED, MicroBatch
-from shardwise.engine.build import build_engine
-from shardwise.engine.protocol import Engine, StepResult, World
+from shardwise.engines.runtime.build import build_engine
+from shardwise.engines.runtime.protocol import Engine, StepResult, World
 from shardwise.job.schema import Optimizer
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 
 GLOBAL_BATCH = 8
 SEQUENCE = 16
@@ -74,10 +74,10 @@ def mamba(dtype: torch.dtype, *, lora: bool = False, few: bool = False) -> tuple
     """
     from transformers import MambaConfig, MambaForCausalLM
 
-    from shardwise.engine.loss import CausalLMLoss
     from shardwise.job.schema import Lora
     from shardwise.models.adapters import add_lora
     from shardwise.models.mamba.prepare import prepare
+    from shardwise.objective.causal_lm import CausalLMLoss
 
     config = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8)
     model = MambaForCausalLM(config).to(dtype)
@@ -94,7 +94,7 @@ def decoder(dtype: torch.dtype, *, kind: str, **changes: Any) -> tuple[nn.Module
     """A tiny model of a family, with the loss that is trained with: kernels of our own, packed rows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from shardwise.engine.loss import CausalLMLoss
+    from shardwise.objective.causal_lm import CausalLMLoss
 
     values: dict[str, Any] = {
         "vocab_size": VOCABULARY,

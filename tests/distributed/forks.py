@@ -158,7 +158,7 @@ def _import_all() -> None:
     import cpuinfo
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    from shardwise.engine.extensions import pass_locks
+    from shardwise.engines.deepspeed.runtime.extensions import pass_locks
 
     # What an optimizer for offloading costs: DeepSpeed asks for the vendor each time, for more than a second,
     # and in each process whether it has compiled it already, for two.

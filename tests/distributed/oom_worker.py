@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from shardwise.data.batch import IGNORED, MicroBatch
-from shardwise.engine.adamw import AdamW
-from shardwise.engine.loss import CausalLMLoss
+from shardwise.engines.runtime.adamw import AdamW
+from shardwise.objective.causal_lm import CausalLMLoss
 from shardwise.train import run
 from shardwise.train.checkpoint import store
 from shardwise.train.loop import Loop

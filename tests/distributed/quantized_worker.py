@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.engine.build import build_engine
-from shardwise.engine.loss import CausalLMLoss
-from shardwise.engine.parameters import DTYPES
-from shardwise.engine.protocol import Engine, World
+from shardwise.engines.runtime.build import build_engine
+from shardwise.engines.runtime.parameters import DTYPES
+from shardwise.engines.runtime.protocol import Engine, World
 from shardwise.job.schema import Lora, Model
 from shardwise.kernels.lora_linear import fuse_lora
 from shardwise.kernels.quantized_linear import QuantizedLinear
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.quantize import dequantize_linears
-from shardwise.strategy.strategy import Strategy
+from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.strategy import Strategy
 
 CONFIG = {
     "model_type": "llama",

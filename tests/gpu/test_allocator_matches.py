@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from shardwise.simulate.allocator import NO_BLOCK, CachingAllocator, OutOfMemoryError
+from shardwise.simulate.memory.allocator import NO_BLOCK, CachingAllocator, OutOfMemoryError
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,11 @@ from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.data.batch import IGNORED, MicroBatch
-from shardwise.engine.loss import CausalLMLoss
 from shardwise.kernels import linear_cross_entropy as lce
 from shardwise.kernels.attention import varlen_attention
 from shardwise.kernels.fused import apply_fused_kernels
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
+from shardwise.objective.causal_lm import CausalLMLoss
 from shardwise.units import GIB
 
 pytestmark = [

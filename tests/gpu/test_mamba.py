@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from shardwise.data.batch import IGNORED, MicroBatch
-from shardwise.engine.loss import CausalLMLoss
 from shardwise.job.schema import Model
 from shardwise.kernels import mamba_inner as module
 from shardwise.kernels.causal_conv import causal_conv_reference
@@ -14,6 +13,7 @@ from shardwise.kernels.mamba_inner import mamba_inner
 from shardwise.kernels.mamba_work import chunk_tokens
 from shardwise.kernels.selective_scan import selective_scan_reference
 from shardwise.models.build import build_model
+from shardwise.objective.causal_lm import CausalLMLoss
 
 pytestmark = [
     pytest.mark.gpu,

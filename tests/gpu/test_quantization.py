@@ -15,17 +15,17 @@ from test_whole_runs import losses
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
-from shardwise.engine.build import build_engine
-from shardwise.engine.loss import CausalLMLoss
-from shardwise.engine.protocol import World
+from shardwise.engines.runtime.build import build_engine
+from shardwise.engines.runtime.protocol import World
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Lora, Model, Optimizer
 from shardwise.kernels.fused import apply_fused_kernels
 from shardwise.kernels.quantized_linear import LAYERS
 from shardwise.models.build import build_model
 from shardwise.models.checkpointing import checkpoint_blocks
-from shardwise.simulate.memory import predict_memory
-from shardwise.strategy.strategy import Strategy
+from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.plan.simulate import predict_memory
+from shardwise.strategy import Strategy
 from shardwise.trace.trace import Tracer
 
 pytest.importorskip("bitsandbytes")

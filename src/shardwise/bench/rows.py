@@ -11,14 +11,15 @@ from typing import Any
 
 from shardwise.bench.sweep import ALL, Point, own_parts, shapes, varied
 from shardwise.energy.meter import Unavailable
+from shardwise.engines import settings_of
+from shardwise.engines.facts import Devices
 from shardwise.errors import JobError, Problem, ShardwiseError
 from shardwise.job.schema import Job, StrategySpec
+from shardwise.job.strategies import Parts
 from shardwise.plan.plan import Option, Plan
 from shardwise.plan.why import does_not_fit
-from shardwise.strategy.auto import resolve
-from shardwise.strategy.facts import Devices
-from shardwise.strategy.named import Parts
-from shardwise.strategy.strategy import Strategy
+from shardwise.space.auto import resolve
+from shardwise.strategy import Strategy
 
 NO_GPU = Unavailable(reason="no GPU: the simulator predicts GPUs")
 
@@ -223,16 +224,12 @@ class _Making:
 
 def _pinned(job: Job, strategy: Strategy) -> Job:
     """The job with nothing left open: its strategy's parts, micro-batch and checkpointing are named."""
-    names = set(StrategySpec.model_fields)
-    parts = {key: value for key, value in asdict(strategy).items() if key in names}
-    if strategy.engine != "deepspeed":
-        parts["stage"] = None
     every = strategy.checkpoint_every
     checkpointing = {0: "none", 1: "full"}.get(every, every)
     train = {"micro_batch": strategy.micro_batch, "checkpointing": checkpointing}
     return job.model_copy(
         update={
-            "strategy": StrategySpec.model_validate(parts),
+            "strategy": settings_of(strategy),
             "train": job.train.model_copy(update=train),
             "tracking": [],
         }

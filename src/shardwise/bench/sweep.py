@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.engines import ENGINES, parts_of
 from shardwise.errors import JobError
 from shardwise.job.load import load_job
 from shardwise.job.schema import Job, StrategySpec
-from shardwise.strategy.named import NAMED, Parts, parts_of
-from shardwise.strategy.space import SHAPES, TENSOR_PARALLEL, TENSOR_PARALLEL_STAGES
-from shardwise.strategy.strategy import Strategy
+from shardwise.job.strategies import NAMED, Parts
+from shardwise.space.candidates import SHAPES, TENSOR_PARALLEL, TENSOR_PARALLEL_STAGES
+from shardwise.strategy import Strategy
 
 ALL = "all"
 OWN = "strategy."
@@ -92,7 +93,7 @@ def own_parts(job: Job) -> Parts:
 def varied(parts: Mapping[str, Any], changed: Mapping[str, Any]) -> Parts:
     """A strategy's parts with the swept ones in their place."""
     parts = {**{key: value for key, value in parts.items() if value is not None}, **changed}
-    if parts["engine"] != "deepspeed" and not parts.get("stage"):
+    if ENGINES[parts["engine"]].default_stage is None and not parts.get("stage"):
         parts.pop("stage", None)  # DeepSpeed's alone
     return parts
 

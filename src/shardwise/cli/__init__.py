@@ -119,7 +119,7 @@ def run() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without an arrow gets a question mark
     code = main()
-    if "shardwise.trace.plan_job" in sys.modules and sys.argv[1] == "plan":
+    if "shardwise.planner.planning" in sys.modules and sys.argv[1] == "plan":
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()

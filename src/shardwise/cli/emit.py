@@ -13,7 +13,7 @@ from shardwise.cli.plan import hardware_of, plan_of
 from shardwise.errors import JobError
 
 if TYPE_CHECKING:
-    from shardwise.strategy.emit.request import Request
+    from shardwise.emit.request import Request
 
 
 def emit(
@@ -32,7 +32,7 @@ def emit(
     changes: Changes = [],
 ) -> None:
     """Write engine files and launch scripts for your own training script."""
-    from shardwise.strategy.emit.files import emit as files_for
+    from shardwise.emit.files import emit as files_for
 
     plan = _plan(_text(source))
     for flag, value in {"--set": changes, "--gpus": gpus}.items():
@@ -76,8 +76,8 @@ def _plan(text: str) -> dict[str, Any] | None:
 
 def _of_plan(source: Path, plan: dict[str, Any], out: Path) -> Request:
     """The choice of a plan that `plan --out` wrote."""
+    from shardwise.emit.request import Request
     from shardwise.plan.plan import SCHEMA
-    from shardwise.strategy.emit.request import Request
 
     try:
         if plan["schema"] != SCHEMA:
@@ -98,9 +98,9 @@ def _of_plan(source: Path, plan: dict[str, Any], out: Path) -> Request:
 
 def _of_job(source: Path, changes: list[str], gpus: str | None, out: Path) -> Request:
     """The plan's choice for a job."""
+    from shardwise.emit.request import Request
     from shardwise.job.load import load_job
     from shardwise.plan.why import does_not_fit
-    from shardwise.strategy.emit.request import Request
 
     job = load_job(source, changes).job
     hardware = hardware_of(gpus)

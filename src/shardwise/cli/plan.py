@@ -112,11 +112,11 @@ def plan_of(
     job: Job, hardware: Hardware, *, objective: Objective = "throughput", memory_cap_bytes: int | None = None
 ) -> Plan:
     """The job's plan: kept on disk, or made."""
-    from shardwise.trace.kept import kept_plan, plan_key
+    from shardwise.planner.cache import kept_plan, plan_key
 
     made = kept_plan(plan_key(job, hardware, objective=objective, memory_cap_bytes=memory_cap_bytes))
     if made is None:  # the model has to be built, which takes torch
-        from shardwise.trace.plan_job import make_plan
+        from shardwise.planner.planning import make_plan
 
         with stdout_to_stderr(), _watched():
             made = make_plan(job, hardware, objective=objective, memory_cap_bytes=memory_cap_bytes)

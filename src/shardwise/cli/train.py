@@ -104,7 +104,7 @@ def check_strategy(loaded: LoadedJob, processes: int, gpus: int) -> None:
 
     The workers resolve the strategy again, then knowing the model's size and the GPU's memory.
     """
-    from shardwise.strategy.auto import resolve
+    from shardwise.space.auto import resolve
 
     job = loaded.job
     try:

@@ -1,6 +1,6 @@
 """Latency and rate of a link from measured transfers: the planner's own model, solved for its two numbers.
 
-In simulate/communication.py an all-gather of n bytes over N GPUs takes B + (N - 1) a + n (N - 1) / N / b
+In simulate/time/collectives.py an all-gather of n bytes over N GPUs takes B + (N - 1) a + n (N - 1) / N / b
 seconds, and a copy a + n / b. Both are c + d n; c and d minimise the squares of the relative errors, so that
 a message of 4 KiB counts as much as one of 512 MiB.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.hardware.calibration import Rate, Sample
-from shardwise.simulate.communication import BASE_SECONDS
+from shardwise.simulate.time.collectives import BASE_SECONDS
 
 GATHERS = ("all_gather", "reduce_scatter")
 """The collectives that are linear in the model; an all-reduce is a ring or a tree, the faster."""

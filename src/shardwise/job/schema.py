@@ -6,27 +6,23 @@ file; nothing downstream reads the file again. Relative paths count from the wor
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from shardwise.job.strategies import ENGINES, NAMED
 
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1)]
-StrategyName = Literal[
-    "auto",
-    "single",
-    "zero0",
-    "zero1",
-    "zero2",
-    "zero3",
-    "zero2-offload",
-    "zero3-offload",
-    "fsdp2",
-    "fsdp2-offload",
-]
 
+if TYPE_CHECKING:
+    EngineName = str
+    StrategyName = str
+else:
+    EngineName = Literal[tuple(ENGINES)]
+    StrategyName = Literal[("auto", *NAMED)]
 
 Quantization = Literal["none", "int8", "nf4"]
 
@@ -168,7 +164,7 @@ LEAST_BUCKET, MOST_BUCKET = 1_000_000, 2_000_000_000
 class StrategySpec(Section):
     """A strategy named explicitly. Where a key is unset, the engine's documented default holds."""
 
-    engine: Literal["single", "deepspeed", "fsdp2"]
+    engine: EngineName
     """`single`: one process, no sharding."""
     stage: Annotated[int, Field(ge=0, le=3)] | None = None
     """DeepSpeed ZeRO stage."""

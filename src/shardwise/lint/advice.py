@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shardwise.engines import descriptor
 from shardwise.plan.plan import Option
-from shardwise.strategy.emit.deepspeed import NEVER_RELEASE, RELEASE_AT
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 from shardwise.units import gib
 
 LEFT_OPEN = ("strategy", "train.micro_batch", "train.checkpointing")
@@ -49,17 +49,7 @@ def as_settings(asked: Strategy, option: Option) -> str:
         said.append(f"activation checkpointing (gradient_checkpointing) of {how}")
     if other.micro_batch != asked.micro_batch:
         said.append(f"a micro-batch of {other.micro_batch} and accumulation over {other.accumulation}")
-    if other.stage != asked.stage:
-        said.append(f"ZeRO stage {other.stage}")
-    if other.reshard != asked.reshard:
-        said.append(_reshard(other))
-    if asked.engine == "fsdp2" and _offloads(other) != _offloads(asked):
-        said.append(f"fsdp_offload_params: {'true' if other.offload_parameters == 'cpu' else 'false'}")
-    elif asked.engine != "fsdp2":
-        if other.offload_optimizer != asked.offload_optimizer:
-            said.append(f"offload_optimizer to {other.offload_optimizer}")
-        if other.offload_parameters != asked.offload_parameters:
-            said.append(f"offload_param to {other.offload_parameters}")
+    said += descriptor(asked).changed_settings(asked, other)
     memory = option.prediction.memory
     barely = " (barely)" if option.fit == "tight" else ""
     host = f" and {gib(memory.host_bytes)} of each host's memory" if memory.host_bytes else ""
@@ -68,10 +58,3 @@ def as_settings(asked: Strategy, option: Option) -> str:
 
 def _offloads(strategy: Strategy) -> tuple[str, str]:
     return strategy.offload_optimizer, strategy.offload_parameters
-
-
-def _reshard(strategy: Strategy) -> str:
-    if strategy.engine == "fsdp2":
-        return f"fsdp_reshard_after_forward: {'true' if strategy.reshard else 'false'}"
-    limit = RELEASE_AT if strategy.reshard else NEVER_RELEASE
-    return f"stage3_max_live_parameters and stage3_max_reuse_distance: {limit:.0e}"

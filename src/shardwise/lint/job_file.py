@@ -13,8 +13,8 @@ from shardwise.lint.document import Document
 from shardwise.lint.finding import Finding
 from shardwise.lint.model import architecture_of
 from shardwise.lint.setup import Setup
-from shardwise.strategy.rules import RULES
-from shardwise.strategy.space import candidates
+from shardwise.space.candidates import candidates
+from shardwise.space.rules import EVERY_RULE
 
 _WHERE = re.compile(r":(?P<line>\d+)(?:: (?P<key>[\w.]+))?")
 
@@ -47,7 +47,7 @@ def _strategy(document: Document, setup: Setup, loaded: LoadedJob) -> Iterator[F
     )
     if accepted:
         return
-    rules = {rule.name: rule for rule in RULES}
+    rules = {rule.name: rule for rule in EVERY_RULE}
     for name in dict.fromkeys(one.rule for one in refused):
         one = next(one for one in refused if one.rule == name)
         rule = rules[name]

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.engines.facts import Architecture
 from shardwise.errors import JobError
 from shardwise.lint.read import is_file
 from shardwise.lint.setup import ModelFacts
 from shardwise.models.catalog import lookup
-from shardwise.strategy.facts import Architecture
 
 
 def facts_of(name: str) -> ModelFacts:

@@ -37,7 +37,7 @@ were read in DeepSpeed {version}; where they say `run`, it was. `--fix` mends er
 one mend is possible, and leaves the rest of the file as it is.
 
 There are {count} rules for configurations and scripts. A job file is checked as `train` checks it, with the
-rules for strategies of `src/shardwise/strategy/rules.py`. `--gpus` and `--model` together add `{fit}`,
+rules for strategies of `src/shardwise/space/rules.py`. `--gpus` and `--model` together add `{fit}`,
 by the simulator.
 """
 

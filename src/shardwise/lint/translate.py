@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.engines.deepspeed.config import NEVER_RELEASE, PERSIST, PREFETCH
 from shardwise.job.schema import BUCKET, LEAST_BUCKET, MOST_BUCKET
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.rules.accelerate import DS, FSDP
@@ -15,7 +16,6 @@ from shardwise.lint.rules.parallel import degree_of
 from shardwise.lint.rules.zero import ZERO, stage_of
 from shardwise.lint.script_text import LORA
 from shardwise.lint.setup import Setup
-from shardwise.strategy.emit.deepspeed import NEVER_RELEASE, PERSIST, PREFETCH
 from shardwise.units import processes
 
 FOREVER = 10**12

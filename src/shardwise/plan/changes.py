@@ -14,7 +14,7 @@ from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Job, Lora, Quantization
 from shardwise.models.catalog import lookup
 from shardwise.plan.plan import Nearest, Option
-from shardwise.simulate.simulate import capacity_bytes
+from shardwise.plan.simulate import capacity_bytes
 from shardwise.units import GIB, gib
 
 SHORTEST_ROW = 256

@@ -15,9 +15,9 @@ from rich.text import Text
 from shardwise.plan.bar import plain_bar
 from shardwise.plan.changes import larger_gpus
 from shardwise.plan.plan import Option, Plan, in_words
+from shardwise.plan.simulate import capacity_bytes
 from shardwise.plan.why import at_power_limit, better_with_memory, gain, terms
 from shardwise.simulate.prediction import Memory, Moment, Time
-from shardwise.simulate.simulate import capacity_bytes
 from shardwise.units import gib
 
 LINES_OF_BLOCKS = 4

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job, Quantization
 from shardwise.simulate.prediction import Prediction
-from shardwise.strategy.space import Refused
-from shardwise.strategy.strategy import Strategy
+from shardwise.space.candidates import Refused
+from shardwise.strategy import Strategy
 
 Objective = Literal["throughput", "memory", "energy"]
 OBJECTIVES: tuple[Objective, ...] = ("throughput", "memory", "energy")

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import inf
 
+from shardwise.engines import settings_of
 from shardwise.hardware.hardware import Hardware
+from shardwise.job.strategies import NAMED
 from shardwise.plan.plan import Fit, Option
 from shardwise.plan.search import MARGIN, family, rank
-from shardwise.strategy.named import NAMED
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 
 
 def same_state(one: Strategy, other: Strategy) -> bool:
@@ -134,16 +135,5 @@ def _spec(strategy: Strategy) -> str:
     """A strategy's kind as the value of `strategy` in a job: its name, or its parts."""
     if strategy.name in NAMED:
         return strategy.name
-    parts = {
-        "engine",
-        "stage",
-        "offload_optimizer",
-        "offload_parameters",
-        "nvme_path",
-        "reshard",
-        "tensor_parallel",
-    }
-    if strategy.engine != "deepspeed":
-        parts.remove("stage")
-    values = {key: value for key, value in asdict(strategy).items() if key in parts and value is not None}
-    return f"'{json.dumps(values)}'"
+    parts = settings_of(strategy).model_dump(exclude={"bucket"}, exclude_none=True)
+    return f"'{json.dumps(parts)}'"

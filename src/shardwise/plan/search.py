@@ -19,8 +19,8 @@ from shardwise.plan.progress import tell
 from shardwise.plan.why import reasons, shortcoming, uses_host
 from shardwise.simulate.prediction import Prediction
 from shardwise.simulate.step_trace import StepTrace
-from shardwise.strategy.space import Refused
-from shardwise.strategy.strategy import Strategy
+from shardwise.space.candidates import Refused
+from shardwise.strategy import Strategy
 from shardwise.units import GIB, gib
 
 # Share of the capacity that the choice leaves free: no more than this was ever predicted too low of what a

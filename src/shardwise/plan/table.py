@@ -12,7 +12,7 @@ from rich.text import Text
 from shardwise.plan.bar import LIMIT, legend, memory_bar, room
 from shardwise.plan.plan import Option, Plan, in_words
 from shardwise.plan.why import needs_of_host
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 from shardwise.units import GIB, count, gib
 
 ROWS = 12

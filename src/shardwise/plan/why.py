@@ -9,10 +9,10 @@ from shardwise.errors import DoesNotFitError
 from shardwise.hardware.hardware import Hardware
 from shardwise.plan.changes import binds, published
 from shardwise.plan.plan import Objective, Option, Plan, in_words
-from shardwise.simulate.communication import group
-from shardwise.simulate.power import Draw
+from shardwise.simulate.energy import Draw
 from shardwise.simulate.prediction import Memory, Time
-from shardwise.strategy.strategy import Strategy
+from shardwise.simulate.time.collectives import group
+from shardwise.strategy import Strategy
 from shardwise.units import duration, gib
 
 WORTH_TELLING = 0.02

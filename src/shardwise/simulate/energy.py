@@ -1,24 +1,65 @@
-"""Joules of an optimizer step: the constant draw of all GPUs for its seconds, and what their work adds.
+"""Watts and joules: what a GPU draws for being on, what each operator adds, and the sum over a step.
 
-E = constant watts x seconds + joules per FLOP x FLOPs + joules per byte x bytes (`power.py`). GPUs only:
-neither processors nor network, fans and power supplies are in it.
+E = constant watts x seconds + joules per FLOP x FLOPs + joules per byte x bytes moved, as in the roofline
+model of energy (Choi, Bedard, Fowler, Vuduc 2013, IPDPS). GPUs only: CPUs, network, fans and power supplies
+are not included.
 """
 
 from __future__ import annotations
 
-from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.power import Draw
+from shardwise.hardware.catalog import Gpu
 from shardwise.simulate.prediction import Energy, Time
-from shardwise.simulate.timeline import Played
-from shardwise.strategy.strategy import Strategy
+from shardwise.simulate.step_trace import Op
+from shardwise.simulate.time.roofline import filled, table
 
 
-def predict_energy(strategy: Strategy, hardware: Hardware, time: Time, played: Played) -> Energy:
-    """The energy of one optimizer step on all GPUs; `time`: what `predict_time` says of `played`."""
-    idle = Draw(hardware.gpu).constant_watts * time.step_seconds
-    work = played.totals.joules
+class Draw:
+    """What one GPU takes (`[energy]` of `efficiency.toml`).
+
+    Constant draw and FLOPs are shares of its power limit; a byte takes what it takes on the H200.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        rules = table()["energy"]
+        half = max(gpu.flops.get("bf16", 0.0), gpu.flops.get("fp16", 0.0), gpu.flops["fp32"])
+        self.constant_watts: float = rules["constant"] * gpu.power_watts
+        self.limit_watts: float = rules["limit"] * gpu.power_watts
+        self._flop: dict[str, float] = {
+            kind: rules[kind] * gpu.power_watts / half for kind in ("matmul", "attention")
+        }
+        self._fp32: float = rules["fp32"] * gpu.power_watts / gpu.flops["fp32"]
+        self._byte: float = rules["joules_per_byte"]
+        self._operand_byte: float = rules["joules_per_operand_byte"]
+
+    def joules(self, op: Op) -> float:
+        """Of one operator, beside the constant draw."""
+        num_bytes = op.read_bytes + op.written_bytes
+        if op.kind not in self._flop:
+            return self.moving(num_bytes)
+        per_flop = self._flop[op.kind] if op.item_bytes < 4 else self._fp32
+        return self._computed(op) * per_flop + num_bytes * self._operand_byte
+
+    def _computed(self, op: Op) -> float:
+        """FLOPs of a product; of an attention with what its kernel adds to the heads."""
+        if op.kind != "attention":
+            return op.flops
+        kernel = "cudnn" if "cudnn" in op.name else "flash"
+        return op.flops * filled(op.shape[5], table()["attention"][kernel]["heads"])
+
+    def moving(self, num_bytes: float) -> float:
+        """Of kernels that read and write `num_bytes` and compute little."""
+        return num_bytes * self._byte
+
+    def powered_seconds(self, joules: float) -> float:
+        """How long work of so many joules takes at least: above its power limit the GPU lowers its clock."""
+        return joules / (self.limit_watts - self.constant_watts)
+
+
+def predict_energy(gpu: Gpu, time: Time, *, work_joules: float, gpus: int) -> Energy:
+    """Energy of one optimizer step on all `gpus`; `work_joules`: what the work of one GPU adds to idling."""
+    idle = Draw(gpu).constant_watts * time.step_seconds
     return Energy(
-        joules_per_step=(idle + work) * strategy.world_size,
-        idle_joules=idle * strategy.world_size,
+        joules_per_step=(idle + work_joules) * gpus,
+        idle_joules=idle * gpus,
         tokens_per_step=time.tokens_per_step,
     )

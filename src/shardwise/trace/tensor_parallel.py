@@ -1,8 +1,9 @@
 """A model as one rank of a tensor-parallel group has it: cut as DeepSpeed's AutoTP cuts, without DeepSpeed.
 
 Follows deepspeed/module_inject/{tp_plan_converter,auto_tp,layers}.py, 0.19.8, for the plan that
-`engine/deepspeed_tensor_parallel.py` shows to it; held to it by tests (decision 0025). Of a group's ranks the
-first has the largest parts, and is the one that is built. Its collectives are operators of kind `collective`.
+`engines/deepspeed/runtime/tensor_parallel.py` shows to it; held to it by tests (decision 0025). Of a group's
+ranks the first has the largest parts, and is the one that is built. Its collectives are operators of kind
+`collective`.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class _Rows(nn.Module):
 
 
 _LAYERS = {"colwise": _Columns, "rowwise": _Rows}
-"""The other ways leave a layer whole; rules and `strategy/space.py: predictable` let no further ones pass."""
+"""The other ways leave a layer uncut; `space/candidates.py: predictable` lets no further ones pass."""
 
 
 def _part(parameter: torch.Tensor, degree: int, *, dim: int) -> nn.Parameter:

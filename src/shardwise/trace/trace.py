@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
-from shardwise.engine.loss import CausalLMLoss
-from shardwise.engine.parameters import DTYPES
+from shardwise.engines.runtime.parameters import DTYPES
 from shardwise.job import schema
 from shardwise.kernels.target import HOPPER, Target, speaking_for
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.checkpointing import checkpoint_blocks
+from shardwise.objective.causal_lm import CausalLMLoss
 from shardwise.simulate.step_trace import (
     ACTIVATION,
     BACKWARD,

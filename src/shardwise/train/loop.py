@@ -15,7 +15,7 @@ import torch
 
 from shardwise.data.batch import StepBatch
 from shardwise.data.loader import BatchStream, EvalStream
-from shardwise.engine.protocol import Engine, StepResult
+from shardwise.engines.runtime.protocol import Engine, StepResult
 from shardwise.errors import DivergedError
 from shardwise.job.schema import Job
 from shardwise.train.meter import MEMORY_FIELDS, Stopwatch, memory

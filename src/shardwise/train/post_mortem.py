@@ -14,20 +14,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shardwise.engines import settings_of
 from shardwise.errors import JobError, MachineError, Problem
 from shardwise.hardware.detect import detect_hardware, gpu_count
 from shardwise.hardware.hardware import Hardware
-from shardwise.job.schema import Job, StrategySpec
+from shardwise.job.schema import Job
 from shardwise.launch.resume import resume_command
 from shardwise.launch.spec import LaunchSpec
 from shardwise.plan.plan import Option, Plan, in_words
 from shardwise.plan.relief import flags, following, leaner_unpredicted, reliefs, same_state
 from shardwise.plan.search import MARGIN
+from shardwise.planner.planning import make_plan, nearest_change, predict_strategy
 from shardwise.record.schema import OutOfMemory
 from shardwise.simulate.prediction import Memory
-from shardwise.strategy.space import candidates
-from shardwise.strategy.strategy import Strategy
-from shardwise.trace.plan_job import make_plan, nearest_change, predict_strategy
+from shardwise.space.candidates import candidates
+from shardwise.strategy import Strategy
 from shardwise.train.out_of_memory import headline, memory_in_words, size
 from shardwise.units import gib
 
@@ -66,7 +67,7 @@ class Case:
         if self.hardware is None:
             return None
         if self.failed.tensor_parallel > 1 and not self.own_kind:
-            return None  # strategy/space.py: predictable
+            return None  # space/candidates.py: predictable
         return predict_strategy(self.job, self.hardware, self.failed, **self._asked)
 
     @cached_property
@@ -78,7 +79,7 @@ class Case:
     @cached_property
     def own_kind(self) -> tuple[Option, ...]:
         """The failed strategy's kind, with every micro-batch and checkpointing."""
-        return self._options(self._open(_spec(self.failed)))
+        return self._options(self._open(settings_of(self.failed)))
 
     @cached_property
     def all_kinds(self) -> tuple[Option, ...]:
@@ -308,7 +309,7 @@ def _pools(case: Case) -> Iterator[Sequence[Option]]:
 
 def _unpredicted(case: Case, *, keep_state: bool) -> Iterator[Strategy]:
     allowed: list[Strategy] = []
-    for strategy in (_spec(case.failed), "auto"):
+    for strategy in (settings_of(case.failed), "auto"):
         accepted, _ = candidates(
             strategy,
             train=case.job.train.model_copy(update={"micro_batch": None, "checkpointing": "auto"}),
@@ -322,19 +323,6 @@ def _unpredicted(case: Case, *, keep_state: bool) -> Iterator[Strategy]:
         allowed += [one for one in accepted if strategy != "auto" or one.tensor_parallel == 1]
     fresh = leaner_unpredicted(list(dict.fromkeys(allowed)), case.failed, keep_state=keep_state)
     return (strategy for strategy in fresh if strategy not in case.tried)
-
-
-def _spec(strategy: Strategy) -> StrategySpec:
-    """A strategy's kind, as a job names it by its parts."""
-    return StrategySpec(
-        engine=strategy.engine,
-        stage=strategy.stage if strategy.engine == "deepspeed" else None,
-        offload_optimizer=strategy.offload_optimizer,
-        offload_parameters=strategy.offload_parameters,
-        nvme_path=strategy.nvme_path,
-        reshard=strategy.reshard,
-        tensor_parallel=strategy.tensor_parallel,
-    )
 
 
 def _hardware(request: Mapping[str, Any]) -> Hardware | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.protocol import World
+from shardwise.engines.runtime.protocol import World
 from shardwise.errors import MachineError
 
 # A slow rank 0 (hashing a large checkpoint, a cold file system) must not look like a hang.

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwise.data.batch import MicroBatch
-from shardwise.engine.protocol import Engine, StepResult
+from shardwise.engines.runtime.protocol import Engine, StepResult
 from shardwise.launch.spec import LaunchSpec
 
 PROFILED_STEPS = 2

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.data.loader import BatchStream, EvalStream
 from shardwise.data.prepare import Prepared, documents, prepare
-from shardwise.engine.parameters import DTYPES
-from shardwise.engine.protocol import World
+from shardwise.engines.facts import Architecture
+from shardwise.engines.runtime.parameters import DTYPES
+from shardwise.engines.runtime.protocol import World
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import detect_hardware
 from shardwise.hardware.host import multiplies_bf16
@@ -28,10 +29,9 @@ from shardwise.models.tokenizer import load_tokenizer
 from shardwise.models.vocabulary import rows_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.why import does_not_fit
-from shardwise.strategy.auto import resolve
-from shardwise.strategy.facts import Architecture
-from shardwise.strategy.strategy import Strategy
-from shardwise.trace.plan_job import make_plan
+from shardwise.planner.planning import make_plan
+from shardwise.space.auto import resolve
+from shardwise.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

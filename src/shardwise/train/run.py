@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import yaml
 
-from shardwise.engine.build import build_engine
-from shardwise.engine.loss import CausalLMLoss
-from shardwise.engine.protocol import Engine, World
+from shardwise.engines import descriptor
+from shardwise.engines.runtime.build import build_engine
+from shardwise.engines.runtime.protocol import Engine, World
 from shardwise.errors import CheckpointError, DoesNotFitError, StoppedError
 from shardwise.job.schema import Job
 from shardwise.kernels.fused import apply_fused_kernels
@@ -28,11 +28,11 @@ from shardwise.models.adapters import is_adapter
 from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.models.export import save_weights
 from shardwise.models.quantize import check_bitsandbytes
+from shardwise.objective.causal_lm import CausalLMLoss
 from shardwise.record.environment import environment
 from shardwise.record.read import EVENTS, read_events, read_run
 from shardwise.record.write import RunFolder
-from shardwise.simulate.outside import outside_allocator_bytes
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 from shardwise.train.announce import announce, header, speed
 from shardwise.train.loop import Loop, Progress
 from shardwise.train.observe import Quiet, Recorder
@@ -143,7 +143,7 @@ def _left_of_the_cap(cap_bytes: int | None, strategy: Strategy) -> int | None:
     """What torch may reserve, so that the process with all that lies outside stays within --memory-cap."""
     if cap_bytes is None:
         return None
-    left = cap_bytes - outside_allocator_bytes(strategy)
+    left = cap_bytes - descriptor(strategy).outside_allocator_bytes(strategy)
     if left <= 0:
         raise DoesNotFitError(
             f"{gib(cap_bytes)} is less than CUDA and NCCL take by themselves",

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.data.loader import BatchStream
-from shardwise.engine.protocol import Engine
+from shardwise.engines.runtime.protocol import Engine
 from shardwise.errors import CheckpointError
 from shardwise.record.environment import versions
 from shardwise.record.manifest import Origin
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 from shardwise.train.checkpoint.match import check_origin
 from shardwise.train.checkpoint.rng import load_rng, save_rng
 from shardwise.train.checkpoint.state import TrainerState, load_state, save_state

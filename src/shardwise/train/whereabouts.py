@@ -108,7 +108,7 @@ def _phase(frames: Sequence[FrameType]) -> str:
 
 
 def _in_an_engine(module: str) -> bool:
-    return module.startswith("shardwise.engine.")
+    return module.startswith("shardwise.engines.")
 
 
 def _is_call(frame: FrameType) -> bool:

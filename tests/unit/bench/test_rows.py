@@ -13,7 +13,7 @@ from shardwise.energy.meter import Unavailable
 from shardwise.errors import DoesNotFitError, JobError
 from shardwise.hardware.parse import parse_hardware
 from shardwise.plan.plan import Option
-from shardwise.trace.plan_job import make_plan
+from shardwise.planner.planning import make_plan
 
 JOB = """
 name: small
@@ -63,7 +63,7 @@ def test_parts_of_the_strategy_can_be_swept(job: Path) -> None:
 
 def test_a_row_run_again_from_its_job_is_the_same_strategy(job: Path) -> None:
     """What the row's processes resolve from its job is what the row says."""
-    from shardwise.strategy.auto import resolve
+    from shardwise.space.auto import resolve
 
     found = points(job, ["train.micro_batch=null", "train.checkpointing=auto"], [])
     rows, _ = make_rows(found, [ALL], processes=2, plan_for=None)

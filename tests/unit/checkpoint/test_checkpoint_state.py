@@ -13,7 +13,7 @@ import torch
 
 from shardwise.errors import CheckpointError, render
 from shardwise.record.manifest import Manifest, Origin
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 from shardwise.train.checkpoint.match import check_origin
 from shardwise.train.checkpoint.rng import load_rng, save_rng
 from shardwise.train.checkpoint.state import TrainerState, load_state, save_state

@@ -18,7 +18,7 @@ from shardwise.plan.plan import Plan, Workload
 from shardwise.plan.search import search
 from shardwise.simulate.prediction import Energy, Memory, MemoryTerms, Prediction, Time
 from shardwise.simulate.step_trace import StepTrace
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 
 EXAMPLES = Path(__file__).parents[1] / "lint" / "examples"
 CLEAN = {
@@ -222,7 +222,7 @@ def toy_plan(job: Job, hardware: Hardware, **_: object) -> Plan:
 def test_whether_it_fits_is_asked_of_the_planner(
     clean: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "shardwise.trace.plan_job", types.SimpleNamespace(make_plan=toy_plan))
+    monkeypatch.setitem(sys.modules, "shardwise.planner.planning", types.SimpleNamespace(make_plan=toy_plan))
     script = Path("train.py")
     script.write_text(
         "from transformers import Trainer, TrainingArguments\n"
@@ -248,7 +248,7 @@ def test_whether_it_fits_is_asked_of_the_planner(
 
 
 def test_gpus_that_share_a_layer_have_the_same_rows(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "shardwise.trace.plan_job", types.SimpleNamespace(make_plan=toy_plan))
+    monkeypatch.setitem(sys.modules, "shardwise.planner.planning", types.SimpleNamespace(make_plan=toy_plan))
     clean.write_text(json.dumps({**CLEAN, "tensor_parallel": {"autotp_size": 2}}))
     main(["check", str(clean), "--model", "llama-2-7b", "--gpus", "4xH100"])
     job = PLANNED[-1]

@@ -16,14 +16,14 @@ import pytest
 import yaml
 
 from shardwise.cli import main
+from shardwise.emit.files import Emitted, Target, emit
+from shardwise.emit.request import Predicted, Request
+from shardwise.emit.script import Script
 from shardwise.errors import JobError
 from shardwise.job.schema import Lora, Optimizer
 from shardwise.lint.check import check, load
 from shardwise.lint.setup import Setup
-from shardwise.strategy.emit.files import Emitted, Target, emit
-from shardwise.strategy.emit.request import Predicted, Request
-from shardwise.strategy.emit.script import Script
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 
 TARGETS: tuple[Target, ...] = get_args(Target)
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -417,7 +417,7 @@ def test_a_job_is_planned_first(
         asked.append((job.name, hardware.world_size))
         return types.SimpleNamespace(to_json=lambda: PLAN | {"job": PLAN["job"] | {"name": job.name}})
 
-    monkeypatch.setitem(sys.modules, "shardwise.trace.plan_job", types.SimpleNamespace(make_plan=make_plan))
+    monkeypatch.setitem(sys.modules, "shardwise.planner.planning", types.SimpleNamespace(make_plan=make_plan))
     monkeypatch.chdir(tmp_path)
     Path("qa.jsonl").write_text("{}\n")
     Path("job.yaml").write_text(

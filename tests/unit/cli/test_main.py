@@ -16,9 +16,9 @@ import pytest
 from shardwise import __version__
 from shardwise.cli import main
 from shardwise.cli.options import size_in_bytes, write_text
+from shardwise.emit.files import Target
 from shardwise.errors import CheckpointError, JobError, StoppedError
 from shardwise.launch.spec import LaunchSpec
-from shardwise.strategy.emit.files import Target
 
 VERBS = {
     "demo": {"--out"},

@@ -20,7 +20,7 @@ from shardwise.plan.plan import Nearest, Plan, Workload
 from shardwise.plan.search import search
 from shardwise.simulate.prediction import Energy, Memory, MemoryTerms, Prediction, Time
 from shardwise.simulate.step_trace import StepTrace
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 
 STRATEGY = Strategy(engine="deepspeed", stage=2, data_parallel=4, accumulation=16)
 NEEDED = 10 << 30
@@ -88,9 +88,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             nearest=lambda: change,
         )  # fmt: skip
 
-    module = types.ModuleType("shardwise.trace.plan_job")
+    module = types.ModuleType("shardwise.planner.planning")
     module.make_plan = make_plan  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "shardwise.trace.plan_job", module)
+    monkeypatch.setitem(sys.modules, "shardwise.planner.planning", module)
     return calls
 
 

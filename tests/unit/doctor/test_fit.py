@@ -7,7 +7,7 @@ import pytest
 from shardwise.doctor import fit
 from shardwise.hardware.calibration import Sample
 from shardwise.hardware.hardware import Link
-from shardwise.simulate.communication import Group, all_gather, all_reduce, reduce_scatter
+from shardwise.simulate.time.collectives import Group, all_gather, all_reduce, reduce_scatter
 
 SIZES = [2**12, 2**16, 2**20, 2**24, 2**29]
 

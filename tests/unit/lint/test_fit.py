@@ -19,8 +19,8 @@ from shardwise.plan.plan import Nearest, Plan, Workload
 from shardwise.plan.search import search
 from shardwise.simulate.prediction import Energy, Memory, MemoryTerms, Prediction, Time
 from shardwise.simulate.step_trace import StepTrace
-from shardwise.strategy.space import candidates
-from shardwise.strategy.strategy import Strategy
+from shardwise.space.candidates import candidates
+from shardwise.strategy import Strategy
 
 GIB = 1 << 30
 Need = Callable[[Strategy], float]

@@ -10,14 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from shardwise.data.batch import IGNORED, MicroBatch
-from shardwise.engine.loss import CausalLMLoss
-from shardwise.engine.parameters import decay_by_name
+from shardwise.engines.runtime.parameters import decay_by_name
 from shardwise.errors import JobError
 from shardwise.job.schema import Lora, Model
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.models.export import save_weights
 from shardwise.models.flops import train_flops_per_token
+from shardwise.objective.causal_lm import CausalLMLoss
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:.*prototype.*")

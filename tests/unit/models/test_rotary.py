@@ -13,11 +13,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.data.batch import IGNORED, MicroBatch
-from shardwise.engine.loss import CausalLMLoss
 from shardwise.errors import JobError
 from shardwise.job.schema import Job, Model
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.rotary import fix_frequencies
+from shardwise.objective.causal_lm import CausalLMLoss
 from shardwise.trace.trace import Tracer
 from shardwise.train.ready import get_ready
 

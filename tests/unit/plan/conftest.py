@@ -13,7 +13,7 @@ from shardwise.plan.plan import Plan, Workload
 from shardwise.plan.search import search
 from shardwise.simulate.prediction import Energy, Memory, MemoryTerms, Moment, Prediction, Time
 from shardwise.simulate.step_trace import StepTrace
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 from shardwise.units import GIB
 
 BLOCKS = 24

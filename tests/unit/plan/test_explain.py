@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shardwise.plan.explain import folded, next_better, show_explanation
 from shardwise.plan.why import reasons
-from shardwise.simulate.power import Draw
+from shardwise.simulate.energy import Draw
 from shardwise.simulate.prediction import Moment
 
 

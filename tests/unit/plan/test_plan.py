@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.job.schema import Data, Job, Lora, Model, Train
 from shardwise.plan.plan import Workload, in_words
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 
 KEYS = {
     "schema", "hardware", "job", "objective", "margin_fraction", "memory_cap_bytes", "chosen", "alternatives",

@@ -13,7 +13,7 @@ from shardwise.job.schema import Job
 from shardwise.job.source import Document
 from shardwise.plan.plan import Option, Plan
 from shardwise.plan.relief import corrected, flags, following, leaner_unpredicted, reliefs, same_state
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 from shardwise.units import GIB
 
 

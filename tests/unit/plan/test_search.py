@@ -12,7 +12,7 @@ from shardwise.errors import JobError, Problem, render
 from shardwise.hardware.parse import parse_hardware
 from shardwise.plan.plan import Nearest
 from shardwise.plan.search import ALIKE, excess, family, fit, leanest, leanest_that_fits, rank, search
-from shardwise.strategy.space import Refused
+from shardwise.space.candidates import Refused
 
 
 def test_throughput_chooses_the_fastest_that_fits_with_the_margin(toy) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from shardwise.plan.plan import OBJECTIVES
 from shardwise.plan.table import excerpt, show, unit_of_time
-from shardwise.strategy.space import Refused
+from shardwise.space.candidates import Refused
 
 GOLDEN = """\
 toy-1.3b · 1.3B parameters, all trained, bf16

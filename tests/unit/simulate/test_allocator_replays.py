@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.simulate.allocator import NO_BLOCK, CachingAllocator, OutOfMemoryError
-from shardwise.simulate.blocks import Pool
+from shardwise.simulate.memory.allocator import NO_BLOCK, CachingAllocator, OutOfMemoryError
+from shardwise.simulate.memory.pool import Pool
 
 MIB, GIB = 1024**2, 1024**3
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.hardware.parse import parse_hardware
-from shardwise.simulate import communication as c
-from shardwise.simulate.communication import BASE_SECONDS, Group, group
+from shardwise.simulate.time import collectives as c
+from shardwise.simulate.time.collectives import BASE_SECONDS, Group, group
 
 GB = 1e9
 NVLINK = 18 * 20.6 * GB  # what NCCL's rings reach on NVLink 4

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from shardwise.hardware.parse import parse_hardware
-from shardwise.simulate.energy import predict_energy
-from shardwise.simulate.power import Draw
+from shardwise.plan.simulate import play
+from shardwise.simulate.energy import Draw, predict_energy
 from shardwise.simulate.prediction import Energy, Time
 from shardwise.simulate.step_trace import Op, StepTrace
-from shardwise.simulate.timeline import play, predict_time
-from shardwise.strategy.strategy import Strategy
+from shardwise.simulate.time.step import predict_time
+from shardwise.strategy import Strategy
 
 HARDWARE = parse_hardware("4xH200")
 H200 = Draw(HARDWARE.gpu)
@@ -20,7 +20,7 @@ def predict(trace: StepTrace, **strategy) -> tuple[Time, Energy]:
     chosen = Strategy(**{"engine": "single", **strategy})
     played = play(trace, chosen, HARDWARE)
     time = predict_time(trace, chosen, HARDWARE, played)
-    return time, predict_energy(chosen, HARDWARE, time, played)
+    return time, predict_energy(HARDWARE.gpu, time, work_joules=played.totals.joules, gpus=chosen.world_size)
 
 
 def test_large_products_run_at_the_power_limit(layers) -> None:

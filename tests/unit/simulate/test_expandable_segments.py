@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from shardwise.simulate.allocator import NO_BLOCK, CachingAllocator, OutOfMemoryError
+from shardwise.simulate.memory.allocator import NO_BLOCK, CachingAllocator, OutOfMemoryError
 
 MIB = 1024**2
 

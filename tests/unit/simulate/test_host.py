@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.simulate.host import Host
 from shardwise.simulate.step_trace import Op
+from shardwise.simulate.time.host import Host
 
 
 def _op(name: str) -> Op:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.simulate.allocator import CachingAllocator
-from shardwise.simulate.machine import ACTIVATIONS, GRADIENTS, WEIGHTS, Machine
-from shardwise.simulate.memory import PLENTY
+from shardwise.simulate.memory.allocator import CachingAllocator
+from shardwise.simulate.memory.gpu import ACTIVATIONS, GRADIENTS, WEIGHTS, Machine
+from shardwise.simulate.memory.replay import PLENTY
 
 MIB = 1024**2
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.engines import descriptor
 from shardwise.hardware.parse import parse_hardware
-from shardwise.simulate.memory import predict_memory
-from shardwise.simulate.outside import outside_allocator_bytes
+from shardwise.plan.simulate import predict_memory
 from shardwise.simulate.prediction import Memory
 from shardwise.simulate.step_trace import ALLOC, FREE, StepTrace
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 
 MIB = 1024**2
 SINGLE = Strategy(engine="single")
@@ -35,7 +35,7 @@ def memory(trace: StepTrace, mib: int) -> Memory:
     """Of a GPU with so much for torch's allocator, beside `around`: what is there before the pass."""
     hardware = parse_hardware("1xH200")
     around = predict_memory(replace(trace, events=()), SINGLE, hardware, capacity_bytes=1 << 50)
-    outside = outside_allocator_bytes(SINGLE)
+    outside = descriptor(SINGLE).outside_allocator_bytes(SINGLE)
     return predict_memory(
         trace, SINGLE, hardware, capacity_bytes=around.peak_reserved_bytes + outside + mib * MIB
     )

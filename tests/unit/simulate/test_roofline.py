@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.hardware.parse import parse_hardware
-from shardwise.simulate.roofline import Roofline, bandwidth_key
 from shardwise.simulate.step_trace import Op
+from shardwise.simulate.time.roofline import Roofline, bandwidth_key
 
 H200 = parse_hardware("1xH200").gpu
 PEAK = 989.4e12

@@ -7,8 +7,9 @@ from dataclasses import replace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwise.simulate.allocator import CachingAllocator
-from shardwise.simulate.machine import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, Block, Machine
+from shardwise.simulate.memory.allocator import CachingAllocator
+from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, Block, Machine
+from shardwise.simulate.memory.runs import END, PRODUCT, steps
 from shardwise.simulate.step_trace import (
     ALLOC,
     BACKWARD,
@@ -21,7 +22,6 @@ from shardwise.simulate.step_trace import (
     Op,
     StepTrace,
 )
-from shardwise.simulate.stretches import END, PRODUCT, steps
 
 MIB = 1024**2
 ACCOUNTS = (ACTIVATIONS, LOSS, GRADIENTS, BUFFERS)

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from shardwise.hardware.parse import parse_hardware
-from shardwise.simulate import communication
+from shardwise.plan.simulate import play
 from shardwise.simulate.prediction import Time
-from shardwise.simulate.roofline import Roofline, table
-from shardwise.simulate.schedule import Schedule
 from shardwise.simulate.step_trace import FORWARD, FORWARD_END, OP, Op, StepTrace
-from shardwise.simulate.streams import Clocks, Streams, Work, event
-from shardwise.simulate.timeline import play, predict_time
-from shardwise.strategy.strategy import Strategy
+from shardwise.simulate.time import collectives as communication
+from shardwise.simulate.time.roofline import Roofline, table
+from shardwise.simulate.time.schedule import Schedule
+from shardwise.simulate.time.step import predict_time
+from shardwise.simulate.time.streams import Clocks, Streams, Work, event
+from shardwise.strategy import Strategy
 
 HARDWARE = parse_hardware("4xH200")
 BANDWIDTH = 4.8e12
@@ -59,7 +60,7 @@ def test_many_micro_batches_are_as_many_played_one_by_one(
 ) -> None:
     trace = layers(width=width, tokens=1024)
     short = predict(trace, accumulation=201, **strategy)
-    monkeypatch.setattr("shardwise.simulate.timeline.MOST_PLAYED", 1000)
+    monkeypatch.setattr("shardwise.simulate.time.step.MOST_PLAYED", 1000)
     whole = predict(trace, accumulation=201, **strategy)
     assert asdict(short) == pytest.approx(asdict(whole), rel=1e-9)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from shardwise.engine.build import build_engine
-from shardwise.engine.loss import CausalLMLoss
-from shardwise.engine.protocol import World
+from shardwise.engines.runtime.build import build_engine
+from shardwise.engines.runtime.protocol import World
 from shardwise.errors import CheckpointError
 from shardwise.job.schema import Job
 from shardwise.models.tokenizer import train_bpe
+from shardwise.objective.causal_lm import CausalLMLoss
 from shardwise.train.ready import Ready, get_ready
 from shardwise.train.run import check_weights
 

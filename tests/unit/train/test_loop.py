@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.data.batch import IGNORED, MicroBatch, StepBatch
-from shardwise.engine.protocol import StepResult, World
+from shardwise.engines.runtime.protocol import StepResult, World
 from shardwise.errors import DivergedError
 from shardwise.job.schema import Job
 from shardwise.train.loop import Loop, Progress, StepReport

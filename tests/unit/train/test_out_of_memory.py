@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from shardwise.data.batch import IGNORED, MicroBatch, StepBatch
-from shardwise.engine.protocol import World
-from shardwise.engine.single import SingleEngine
+from shardwise.engines.runtime.protocol import World
+from shardwise.engines.single.runtime import SingleEngine
 from shardwise.errors import MachineError
 from shardwise.job.schema import Job
 from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.record.schema import OutOfMemory
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 from shardwise.train.loop import Loop, Progress
 from shardwise.train.out_of_memory import IN_WORDS, headline, memory_in_words, numbers_in, out_of_memory_in
 from shardwise.train.process import Chorus, StopSignal

@@ -14,7 +14,7 @@ from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Job
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.schema import OutOfMemory
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 from shardwise.train import post_mortem as module
 from shardwise.train.post_mortem import measured, post_mortem, used_bytes
 

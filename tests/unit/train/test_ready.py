@@ -10,7 +10,7 @@ import pytest
 from shardwise.errors import DoesNotFitError
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Job
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 from shardwise.train import ready
 from shardwise.train.ready import get_ready
 
@@ -70,7 +70,7 @@ def test_auto_is_the_plans_choice_on_gpus(job: Job, gpus: pytest.MonkeyPatch) ->
 
 def test_a_plan_is_made_once(job: Job, gpus: pytest.MonkeyPatch) -> None:
     first = get_ready(job, processes=2)
-    gpus.setattr("shardwise.trace.plan_job._make", None)  # would fail if it were called again
+    gpus.setattr("shardwise.planner.planning._make", None)  # would fail if it were called again
     assert get_ready(job, processes=2).plan == first.plan
 
 

@@ -15,7 +15,7 @@ from shardwise.job.schema import Job
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.manifest import Manifest, Origin
 from shardwise.record.write import RunFolder
-from shardwise.strategy.strategy import Strategy
+from shardwise.strategy import Strategy
 from shardwise.train.checkpoint.match import check_origin
 from shardwise.train.run import resumed_strategy
 

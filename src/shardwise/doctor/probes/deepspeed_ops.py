@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # before DeepSpeed, as in engine/deepspeed.py
+import torch._dynamo  # before DeepSpeed, as in engines/deepspeed/runtime/engine.py
 
-from shardwise.engine.extensions import extensions_root, pass_locks
+from shardwise.engines.deepspeed.runtime.extensions import extensions_root, pass_locks
 
 OPS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder"}
 """cpu_adam: optimizer offload; async_io: offload to NVMe; fused_adam: DeepSpeed's own AdamW on GPUs."""

@@ -1,0 +1,133 @@
+"""Everything that a training script of the user's own needs to run with a strategy: files and commands."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
+
+from shardwise.emit.hugging_face import trainer_flags
+from shardwise.emit.launch import HERE, PORT, command, shell_script, slurm_script
+from shardwise.emit.request import Request
+from shardwise.engines import descriptor
+from shardwise.errors import JobError
+from shardwise.strategy import Strategy
+
+Target = Literal["deepspeed", "accelerate", "torchrun", "slurm"]
+
+YAML = "accelerate.yaml"
+_HEAD_NODE = "HEAD-NODE"
+"""Stands for the first node's address where nothing tells it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emitted:
+    """Texts by file name, and what has to be known to use them."""
+
+    files: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    start: tuple[str, ...] = ()
+    """Commands that begin a training."""
+
+
+def emit(target: Target, request: Request) -> Emitted:
+    """The files for a launcher.
+
+    Raises:
+        JobError: the strategy cannot be run with it.
+    """
+    _refuse(target, request.strategy)
+    files = _accelerate(request) if target == "accelerate" else _plain(target, request)
+    suffix = "sbatch" if target == "slurm" else "sh"
+    run = "sbatch" if target == "slurm" else "bash"
+    return Emitted(
+        files=files,
+        notes=tuple(_notes(target, request)),
+        start=(
+            f"{run} {shlex.quote(request.path(f'launch.{suffix}'))} train.py",
+            f"{run} {shlex.quote(request.path(f'launch-trainer.{suffix}'))} train.py  "
+            "# one that takes TrainingArguments",
+        ),
+    )
+
+
+def _refuse(target: Target, strategy: Strategy) -> None:
+    descriptor(strategy).check_launcher(target, strategy)
+    if strategy.offload_parameters == "nvme":
+        raise JobError(
+            "parameters on NVMe need buffers for the model's largest one, which is not known here",
+            where="strategy.offload_parameters",
+            fix="offload_parameters: cpu, or `shardwise train`, which measures it",
+        )
+
+
+def _plain(target: Target, request: Request) -> dict[str, str]:
+    """For deepspeed, torchrun and Slurm: scripts that call the engine, and scripts of the Trainer."""
+    strategy = request.strategy
+    own = descriptor(strategy).script_files(strategy, request.optimizer, request.trainable_parameters)
+    files = {name: _json(values) for name, values in own.files.items()}
+    flags = [*own.flags, *trainer_flags(strategy, request.optimizer, request.train)]
+    start = command(target, nodes=request.nodes, gpus_per_node=request.gpus_per_node)
+    for name, of_script in (("launch", []), ("launch-trainer", flags)):
+        if target == "slurm":
+            files[f"{name}.sbatch"] = slurm_script(request, start, of_script)
+        else:
+            files[f"{name}.sh"] = shell_script(request.title, start, of_script)
+    return files
+
+
+def _accelerate(request: Request) -> dict[str, str]:
+    strategy = request.strategy
+    own = descriptor(strategy).accelerate_files(strategy, request.trainable_parameters)
+    files = {YAML: _yaml(request), **{name: _json(values) for name, values in own.files.items()}}
+    configs = [("config_file", f"{HERE}/{YAML}"), *own.flags]
+    start = command("accelerate", nodes=request.nodes, gpus_per_node=request.gpus_per_node, configs=configs)
+    flags = trainer_flags(strategy, request.optimizer, request.train)
+    files["launch.sh"] = shell_script(request.title, start)
+    files["launch-trainer.sh"] = shell_script(request.title, start, flags)
+    return files
+
+
+def _yaml(request: Request) -> str:
+    """What `accelerate config` would write."""
+    strategy = request.strategy
+    values: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": descriptor(strategy).accelerate_type,
+        "num_machines": request.nodes,
+        "num_processes": request.nodes * request.gpus_per_node,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "rdzv_backend": "static",
+        "use_cpu": False,
+    }
+    if request.nodes > 1:
+        values |= {"main_process_ip": _HEAD_NODE, "main_process_port": PORT, "same_network": True}
+    values |= descriptor(strategy).accelerate_settings(strategy, nodes=request.nodes, folder=request.folder)
+    head = "".join(f"# {line}\n" for line in request.title)
+    return head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _notes(target: Target, request: Request) -> list[str]:
+    """What the files cannot say."""
+    strategy = request.strategy
+    notes = [f"the prediction is for a script that {'; '.join(request.duties)}"]
+    if strategy.tensor_parallel > 1:
+        notes.append(
+            f"{strategy.tensor_parallel} GPUs share each row: the data loader has to give them the same rows"
+        )
+    if target == "accelerate":
+        notes.append(f"your script's data loader decides the micro-batch: batch_size={strategy.micro_batch}")
+        if request.nodes > 1:
+            notes.append(f"write the first node's address for {_HEAD_NODE}, and each node's own machine_rank")
+    notes += descriptor(strategy).script_notes(strategy, target, own_optimizer=request.optimizer is None)
+    return notes
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    """Strict JSON, as the Trainer reads it."""
+    return json.dumps(values, indent=2, allow_nan=False) + "\n"

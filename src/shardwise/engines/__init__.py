@@ -1,0 +1,34 @@
+"""The registry of engines: each has a folder with a descriptor (`spec.py`), free of torch."""
+
+from __future__ import annotations
+
+from shardwise.engines.deepspeed.spec import DeepSpeed
+from shardwise.engines.descriptor import EngineSpec
+from shardwise.engines.fsdp2.spec import Fsdp2
+from shardwise.engines.single.spec import Single
+from shardwise.errors import Problem
+from shardwise.job.schema import StrategySpec
+from shardwise.job.strategies import NAMED, Parts
+from shardwise.strategy import Strategy
+
+ENGINES: dict[str, EngineSpec] = {spec.name: spec for spec in (Single(), DeepSpeed(), Fsdp2())}
+
+
+def descriptor(strategy: Strategy) -> EngineSpec:
+    """Everything that depends on the strategy's engine."""
+    return ENGINES[strategy.engine]
+
+
+def parts_of(spec: str | StrategySpec) -> Parts:
+    """Fields of the `Strategy` for a name other than `auto`, or for a job's own parts."""
+    return dict(NAMED[spec]) if isinstance(spec, str) else ENGINES[spec.engine].parts(spec)
+
+
+def spec_problems(spec: str | StrategySpec) -> list[Problem]:
+    """What is wrong with a job's own parts and would not show in the strategy."""
+    return [] if isinstance(spec, str) else ENGINES[spec.engine].problems(spec)
+
+
+def settings_of(strategy: Strategy) -> StrategySpec:
+    """A strategy as the `strategy` section of a job: the one conversion back from a strategy."""
+    return descriptor(strategy).settings(strategy)

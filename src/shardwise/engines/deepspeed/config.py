@@ -1,0 +1,127 @@
+"""DeepSpeed's configuration for a strategy: strict JSON, every value spelled out, nothing left to `auto`.
+
+Written for DeepSpeed 0.19. The batch size over all GPUs is left out: DeepSpeed derives it from the world,
+wrongly so under tensor parallelism, and checks a given one against that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.job import schema
+from shardwise.strategy import Strategy
+
+# ZeRO-3 gathers ahead by this many elements: a Llama-2-7B block has 2.0e8, and DeepSpeed's 5e7 would
+# gather a block in four pieces, each waited for on its own.
+PREFETCH = 400_000_000
+
+# Parameters below this size (norms, biases) stay whole on every GPU under ZeRO-3: DeepSpeed's default.
+PERSIST = 100_000
+
+# ZeRO-3 keeps gathered parameters for a reuse within so many elements; "for ever" when not resharding.
+NEVER_RELEASE = 10**15
+RELEASE_AT = 1_000_000_000
+
+# A parameter waits on NVMe in buffers that must hold the largest one: DeepSpeed's default size.
+NVME_BUFFER = 100_000_000
+
+
+def deepspeed_config(
+    strategy: Strategy,
+    optimizer: schema.Optimizer,
+    *,
+    trainable_parameters: int | None = None,
+    largest_parameter: int = 0,
+) -> dict[str, Any]:
+    """The dictionary that `deepspeed.initialize` takes, and the run folder's `engine/deepspeed.json`.
+
+    `trainable_parameters`: elements that get a gradient; a bucket need not be larger, and is allocated whole.
+    `largest_parameter`: elements of the model's largest parameter; matters for NVMe only.
+    """
+    bucket = min(strategy.bucket, trainable_parameters or strategy.bucket)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": strategy.micro_batch,
+        "gradient_accumulation_steps": strategy.accumulation,
+        # Always written: the default became 1.0 in DeepSpeed 0.19.3; 0.0 turns clipping off.
+        "gradient_clipping": strategy.clip_norm,
+        "optimizer": _optimizer(strategy, optimizer),
+        **_precision(strategy),
+        "zero_optimization": _zero(strategy, bucket, largest_parameter),
+        # On by default, it makes the process wait for the GPU twice a micro-batch, to time it.
+        "timers": {"throughput": {"enabled": False}},
+    }
+    if strategy.stage >= 2 and strategy.accumulation > 1 and strategy.precision == "bf16":
+        # ZeRO-2 and 3 then add micro-batches up in fp32, in the partition, after a reduction in the
+        # computation's format: no more traffic. ZeRO-1 would reduce whole fp32 gradients, twice the traffic.
+        # Not in fp16: an offloaded ZeRO-2 of 0.19.8 does not empty these buffers after an overflow.
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if strategy.tensor_parallel > 1:
+        config["tensor_parallel"] = {"autotp_size": strategy.tensor_parallel}
+    return config
+
+
+def _optimizer(strategy: Strategy, optimizer: schema.Optimizer) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "lr": optimizer.learning_rate,
+        "betas": [optimizer.beta1, optimizer.beta2],
+        "eps": optimizer.epsilon,
+        "weight_decay": optimizer.weight_decay,
+    }
+    if strategy.offload_optimizer == "none":
+        # torch's fused AdamW instead of DeepSpeed's, which is compiled on the spot and needs nvcc.
+        params |= {"torch_adam": True, "fused": True}
+    return {"type": "AdamW", "params": params}
+
+
+def _precision(strategy: Strategy) -> dict[str, Any]:
+    """Sections bf16 and fp16. Both present, so that neither depends on a default."""
+    fp16: dict[str, Any] = {"enabled": strategy.precision == "fp16"}
+    if fp16["enabled"]:
+        # Dynamic loss scale from 2^16, halved after one overflow: torch.amp.GradScaler's behaviour.
+        fp16 |= {"loss_scale": 0.0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
+    bf16: dict[str, Any] = {"enabled": strategy.precision == "bf16"}
+    if bf16["enabled"]:
+        # A non-finite gradient must never reach the weights.
+        bf16["check_grad_overflow"] = True
+    return {"bf16": bf16, "fp16": fp16}
+
+
+def _zero(strategy: Strategy, bucket: int, largest_parameter: int) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": strategy.stage}
+    if strategy.stage == 0:
+        return zero
+    zero |= {
+        # Reduce while the backward pass goes on; DeepSpeed's default only at stage 3.
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": bucket,
+    }
+    if strategy.stage < 3:
+        zero["allgather_bucket_size"] = bucket
+    if strategy.offload_optimizer != "none":
+        zero["offload_optimizer"] = _place(strategy.offload_optimizer, strategy.nvme_path)
+    if strategy.stage == 3:
+        keep = RELEASE_AT if strategy.reshard else NEVER_RELEASE
+        zero |= {
+            "stage3_prefetch_bucket_size": PREFETCH,
+            "stage3_param_persistence_threshold": PERSIST,
+            "stage3_max_live_parameters": keep,
+            "stage3_max_reuse_distance": keep,
+            # DeepSpeed's own linear layer does not keep the gathered weight alive from forward to backward.
+            # torch's is faster and rounds once instead of twice, and is as good where the weight is to stay
+            # anyway, or where the forward pass is done again.
+            "memory_efficient_linear": strategy.reshard and strategy.checkpoint_every != 1,
+        }
+        if strategy.offload_parameters != "none":
+            zero["offload_param"] = _place(strategy.offload_parameters, strategy.nvme_path)
+            if strategy.offload_parameters == "nvme":
+                zero["offload_param"]["buffer_size"] = max(NVME_BUFFER, largest_parameter)
+    return zero
+
+
+def _place(place: str, nvme_path: str | None) -> dict[str, Any]:
+    # Pinned host memory: copies overlap with the computation. The default since 0.19.5.
+    section: dict[str, Any] = {"device": place, "pin_memory": True}
+    if place == "nvme":
+        section["nvme_path"] = nvme_path
+    return section

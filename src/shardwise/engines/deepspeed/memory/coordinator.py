@@ -1,0 +1,241 @@
+"""When ZeRO-3 gathers and releases parameters: partitioned_param_coordinator.py of DeepSpeed 0.19.8.
+
+The first forward and backward pass records which modules are called; later ones gather ahead by it. Units of
+the trace are its leaf modules (entire blocks, see runtime/engine.py) and those with parameters of their own.
+Others are called too, and each call gathers ahead: the loss, the base model, its rotary embedding.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shardwise.engines.deepspeed.config import NEVER_RELEASE, PERSIST, PREFETCH, RELEASE_AT
+from shardwise.simulate.memory.gpu import WEIGHTS, Machine
+from shardwise.simulate.memory.pool import Block
+from shardwise.simulate.memory.weights import parts
+from shardwise.simulate.step_trace import BACKWARD, FORWARD, StepTrace
+from shardwise.strategy import Strategy
+
+GATHER = 1
+"""The stream on which parameters are gathered, with memory of its own (allgather_stream)."""
+
+ROOT, MODEL, EMPTY = -1, -2, -3
+"""Calls of modules that are no unit: the loss, the base model; one that holds no parameters at all."""
+
+NEVER = -(10**10)
+
+
+@dataclass
+class _Gathering:
+    """One all-gather. Its buffer goes when each of its parameters has been asked for."""
+
+    buffer: Block | None
+    parameters: list[int]
+    awaited: int
+    """How many of them nobody has asked for yet."""
+    done: bool = False
+    """Whether the parameters have been copied out of the buffer, all at once (AllGatherCoalescedHandle)."""
+
+
+def calls_of(trace: StepTrace) -> list[int]:
+    """The modules called in one forward and backward pass: units, and what stands for the others."""
+    forward = [event[1] for event in trace.events if event[0] == FORWARD]
+    backward = [event[1] for event in trace.events if event[0] == BACKWARD]
+    first = next((i for i, unit in enumerate(forward) if trace.units[unit].block >= 0), len(forward))
+    calls = [ROOT, MODEL, *forward[:first], EMPTY, *forward[first:], ROOT]
+    return calls + backward[:1] + [MODEL] + backward[1:]
+
+
+class Coordinator:
+    """The parameters that are whole at the moment, and those on the way."""
+
+    def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
+        self._trace = trace
+        self._world = strategy.data_parallel
+        self._offload = strategy.offload_parameters != "none"
+        self._keep = RELEASE_AT if strategy.reshard else NEVER_RELEASE
+        self._numel = [parameter.numel for parameter in trace.parameters]
+        self._item = [parameter.item_bytes for parameter in trace.parameters]
+        self.persistent = {index for index, numel in enumerate(self._numel) if numel <= PERSIST}
+        self._ids = {index: place for place, index in enumerate(i for part in parts(trace) for i in part)}
+        """The order in which they were partitioned (ds_id), in which they are gathered."""
+        self._calls = calls_of(trace)
+        self._uses = [(p, step) for step, call in enumerate(self._calls) for p in self._direct(call)]
+        self._passes = 0
+        self._step = 0
+        self._queue: deque[tuple[int, int]] = deque()
+        self._asked_for: dict[int, int] = {}
+        self._live = 0
+        self._whole: dict[int, Block | None] = {}
+        self._coming: dict[int, _Gathering] = {}
+        self._released_at: dict[tuple[int, int], frozenset[int]] = {}
+        self._latest: list[Block] = []
+        self._earlier: list[Block] = []
+        """Let go since the latest module began, and before that (engines/deepspeed/runtime/release.py)."""
+
+    def _direct(self, call: int) -> Sequence[int]:
+        return sorted(self._trace.units[call].parameters, key=self._ids.__getitem__) if call >= 0 else ()
+
+    def _below(self, call: int) -> Sequence[int]:
+        """Parameters of a module and of those in it."""
+        return self._direct(call) if call >= 0 or call == EMPTY else range(len(self._numel))
+
+    @property
+    def _complete(self) -> bool:
+        return self._passes > 1
+
+    def begin(self, machine: Machine) -> None:
+        """A forward pass begins (reset_step)."""
+        self._passes += 1
+        self._step = 0
+        self._live = 0
+        self._asked_for = {}
+        self._queue = deque(self._uses) if self._complete else deque()
+        self._call_others(machine)
+
+    def fetch(self, machine: Machine, unit: int) -> None:
+        """A unit's forward or backward pass begins (fetch_sub_module)."""
+        self._fetch(machine, unit)
+        self._call_others(machine)
+
+    def _call_others(self, machine: Machine) -> None:
+        while self._step < len(self._calls) and self._calls[self._step] < 0:
+            self._fetch(machine, self._calls[self._step])
+
+    def _fetch(self, machine: Machine, call: int) -> None:
+        self._give_earlier(machine)
+        self._earlier, self._latest = self._latest, []
+        wanted = self._direct(call)
+        self._gather(machine, wanted)
+        # Which comes first is chance: DeepSpeed goes through a set. Last comes what frees a buffer.
+        coming = [self._coming.pop(parameter) for parameter in wanted if parameter in self._coming]
+        for gathering in coming:
+            self._copy_out(machine, gathering)
+        for gathering in coming:
+            gathering.awaited -= 1
+            if not gathering.awaited and gathering.buffer is not None and len(gathering.parameters) > 1:
+                machine.give(gathering.buffer)
+        if self._complete:
+            self._forget_queued(wanted)
+            self._prefetch(machine)
+        self._step += 1
+
+    def _give_earlier(self, machine: Machine) -> None:
+        for block in self._earlier:
+            machine.give(block)
+        self._earlier = []
+
+    def _forget_queued(self, wanted: Iterable[int]) -> None:
+        new = {p for p in wanted if self._asked_for.get(p, NEVER) < self._step}
+        seen: set[int] = set()
+        while self._queue and len(seen) < len(new):
+            parameter, step = self._queue.popleft()
+            self._asked_for[parameter] = step
+            seen.add(parameter)
+
+    def _prefetch(self, machine: Machine) -> None:
+        room = min(self._keep - self._live, PREFETCH)
+        ahead: list[int] = []
+        numel = 0
+        while self._queue and numel < room:
+            parameter, step = self._queue.popleft()
+            self._asked_for[parameter] = max(self._asked_for.get(parameter, NEVER), step)
+            if parameter not in self._whole and parameter not in self._coming and parameter not in ahead:
+                ahead.append(parameter)
+                numel += self._numel[parameter]
+        self._gather(machine, ahead)
+
+    def _gather(self, machine: Machine, parameters: Iterable[int]) -> None:
+        """Gathers what is missing (__all_gather_params, _all_gather_dtype)."""
+        missing = [p for p in parameters if p not in self._whole and p not in self._coming]
+        missing.sort(key=self._ids.__getitem__)
+        if not missing:
+            return
+        self._live += sum(self._numel[p] for p in missing)
+        buffer = None
+        if self._world > 1:
+            parts = [self._item[p] * self.part(p) for p in missing]
+            buffer = machine.take(WEIGHTS, self._world * sum(parts), GATHER)
+            if self._offload:
+                self._copy_in(machine, missing)
+        gathering = _Gathering(buffer, missing, len(missing))
+        for parameter in missing:
+            self._coming[parameter] = gathering
+
+    def _copy_in(self, machine: Machine, parameters: Iterable[int]) -> None:
+        """Partitions from the host, those of persistent parameters excepted."""
+        sizes = [self._item[p] * self.part(p) for p in parameters if p not in self.persistent]
+        for block in [machine.take(WEIGHTS, size, GATHER) for size in sizes]:
+            machine.give(block)
+
+    def _copy_out(self, machine: Machine, gathering: _Gathering) -> None:
+        if gathering.done:
+            return
+        gathering.done = True
+        if len(gathering.parameters) == 1 and self._world > 1:
+            self._whole[gathering.parameters[0]] = gathering.buffer  # _all_gather_sequential
+            return
+        for parameter in gathering.parameters:
+            self._whole[parameter] = self._own(machine, parameter)
+
+    def _own(self, machine: Machine, parameter: int) -> Block | None:
+        """A gathered parameter's own memory; on one GPU that is its partition, unless it is on the host."""
+        if self._world == 1 and not self._offload:
+            return None
+        return machine.take(WEIGHTS, self._item[parameter] * self._numel[parameter], GATHER)
+
+    def part(self, parameter: int) -> int:
+        """Elements of a parameter on each rank (_aligned_size)."""
+        return -(-self._numel[parameter] // self._world)
+
+    def release(self, unit: int) -> None:
+        """A unit's forward or backward pass is over (release_sub_module)."""
+        wanted = self._trace.units[unit].parameters
+        going = self._reusable(unit) if self._complete else frozenset(wanted)
+        for parameter in wanted:
+            if parameter in going:
+                self._drop(parameter)
+
+    def _drop(self, parameter: int) -> None:
+        if parameter in self._whole:
+            block = self._whole.pop(parameter)
+            self._live -= self._numel[parameter]
+            if block is not None:
+                self._latest.append(block)
+
+    def _reusable(self, unit: int) -> frozenset[int]:
+        """What may go: not persistent, and not to be used again soon (__params_to_release)."""
+        key = (unit, self._step)
+        if key not in self._released_at:
+            going = set(self._trace.units[unit].parameters) - self.persistent
+            going = {p for p in going if self._asked_for.get(p, NEVER) <= self._step}
+            leaf = self._trace.units[unit].block >= 0
+            traversed = 0
+            for call in self._calls[self._step :]:
+                if traversed >= self._keep or not going:
+                    break
+                # Of a block's direct parameters there are none: they belong to its layers.
+                parameters = self._below(call) if leaf else self._own_of(call)
+                going.difference_update(parameters)
+                traversed += sum(self._numel[p] for p in parameters)
+            self._released_at[key] = frozenset(going)
+        return self._released_at[key]
+
+    def _own_of(self, call: int) -> Sequence[int]:
+        return self._direct(call) if call >= 0 and self._trace.units[call].block < 0 else ()
+
+    def release_all(self, machine: Machine) -> None:
+        """Before the optimizer's step (partition_all_parameters)."""
+        for parameter in list(self._whole):
+            self._drop(parameter)
+        self._give_earlier(machine)
+        self._earlier, self._latest = self._latest, []
+        self._give_earlier(machine)
+
+    def gather_persistent(self, machine: Machine) -> None:
+        """After it, on the stream of the computation (_post_step)."""
+        for parameter in sorted(self.persistent):
+            size = self._item[parameter] * self._world * self.part(parameter)
+            self._whole[parameter] = machine.take(WEIGHTS, size) if self._world > 1 else None

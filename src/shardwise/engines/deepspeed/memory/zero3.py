@@ -1,0 +1,323 @@
+"""ZeRO-3 of DeepSpeed 0.19.8: runtime/zero/stage3.py and partition_parameters.py.
+
+Their functions stand in parentheses.
+"""
+
+from __future__ import annotations
+
+from shardwise.engines.deepspeed.config import NVME_BUFFER
+from shardwise.engines.deepspeed.memory.coordinator import Coordinator
+from shardwise.simulate.memory.engine import Passive
+from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Late, Machine
+from shardwise.simulate.memory.pinned import pinned
+from shardwise.simulate.memory.pool import Block
+from shardwise.simulate.memory.weights import fill, parts
+from shardwise.simulate.step_trace import ALLOC, BACKWARD, FREE, GRADIENT, StepTrace
+from shardwise.strategy import Strategy
+
+FP32 = 4
+NORM = 8
+"""Bytes of an element in the norm of an offloaded gradient (get_norm_dtype: fp64)."""
+NORM_AT_ONCE = 250_000_000
+"""Elements (_constant_buffered_norm2)."""
+
+REDUCTION = 2
+"""The stream on which gradients are reduced, with memory of its own (reduce_and_partition_stream)."""
+
+PARAMETER_BUFFERS, OPTIMIZER_BUFFERS = 5, 4
+"""Defaults of buffer_count (zero/offload_config.py)."""
+
+SUB_GROUP = 1_000_000_000
+"""Elements of a rank that are stepped at once: sub_group_size's default (zero/config.py)."""
+
+
+class Zero3Memory(Passive):
+    """Everything is partitioned, parameter by parameter; a unit's parameters are gathered while it runs."""
+
+    def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
+        self._trace = trace
+        self._world = strategy.data_parallel
+        self._item = FP32 if strategy.precision == "fp32" else 2
+        self._places = (strategy.offload_optimizer, strategy.offload_parameters)
+        self._offload = strategy.offload_optimizer != "none"
+        self._offload_parameters = strategy.offload_parameters != "none"
+        accumulates = strategy.accumulation > 1 and strategy.precision == "bf16"
+        self._sum_item = FP32 if accumulates else self._item  # grad_accum_dtype in config.py
+        self._coordinator = Coordinator(trace, strategy)
+        self._unit_of = {
+            p: i for i, unit in enumerate(trace.units) if unit.block >= 0 for p in unit.parameters
+        }
+        self._output_gradient = _output_gradient_bytes(trace)
+        self._groups = self._sub_groups()
+        self._bucket_numel = min(strategy.bucket, sum(trace.parameters[i].numel for i in trace.trainable))
+        self._bucket: list[int] = []
+        self._bucket_used = 0
+        self._waiting: dict[int, dict[int, Block]] = {}
+        self._oversized: list[Block] = []  # gradients that no bucket holds
+        self._late: list[Late] = []
+        self._running: list[int] = []
+        self._turned = False
+        self._micro_batch = 0
+        self._last = True
+        self._states = False
+
+    def _part(self, parameter: int) -> int:
+        return self._coordinator.part(parameter)
+
+    def _sub_groups(self) -> list[list[int]]:
+        """Trainable parameters that are stepped together (_create_fp16_sub_groups)."""
+        trainable = list(self._trace.trainable)
+        if sum(self._part(index) for index in trainable) <= SUB_GROUP:
+            return [trainable]
+        groups: list[list[int]] = [[]]
+        numel = 0
+        for index in trainable:
+            groups[-1].append(index)
+            numel += self._part(index)
+            if numel >= SUB_GROUP and index != trainable[-1]:
+                groups.append([])
+                numel = 0
+        return groups
+
+    def _numels(self) -> list[int]:
+        return [sum(self._part(index) for index in group) for group in self._groups]
+
+    def build(self, machine: Machine) -> None:
+        for size in self._trace.buffers:
+            machine.take(WEIGHTS, size)
+        partitions = self._shard(machine)
+        machine.allocator.empty_cache()
+        total = sum(self._numels())
+        if self._offload_parameters:
+            machine.host_bytes += self._parameter_host_bytes()
+        else:  # moved into one buffer by way of the host (defragment)
+            for block in partitions:
+                machine.give(block)
+            machine.allocator.empty_cache()
+            machine.take(WEIGHTS, self._item * total)
+        if self._offload:
+            machine.host_bytes += self._optimizer_host_bytes()
+        elif self._item != FP32 or self._offload_parameters:
+            self._make_masters(machine)
+        if not self._offload:
+            machine.scratch(OPTIMIZER, FP32 * max(self._numels()))  # initialize_optimizer_states
+        machine.take(BUFFERS, self._item * self._bucket_numel)
+        if not self._offload:
+            machine.take(GRADIENTS, self._sum_item * total)  # grad_partitions_flat_buffer
+        self._make_hooks(machine)
+
+    def _make_masters(self, machine: Machine) -> None:
+        """Weights are converted, then copied (_create_fp32_partitions); the last converted stay a while."""
+        converted: Block | None = None
+        for numel in self._numels():
+            before, converted = converted, machine.take(OPTIMIZER, FP32 * numel)
+            if before is not None:
+                machine.give(before)
+            machine.take(OPTIMIZER, FP32 * numel)
+        if converted is not None:
+            machine.give(converted)
+
+    def _shard(self, machine: Machine) -> list[Block]:
+        """Part by part (engines/deepspeed/runtime/engine.py: _shard); partitions of what is trained."""
+        trainable = set(self._trace.trainable)
+        partitions: list[Block] = []
+        for part in parts(self._trace):
+            weights = fill(machine, self._trace, part)
+            for index in part:
+                if not self._offload_parameters:
+                    size = self._trace.parameters[index].item_bytes * self._part(index)
+                    block = machine.take(WEIGHTS, size)
+                    if index in trainable:
+                        partitions.append(block)
+                machine.give(weights[index])
+        return partitions
+
+    def _make_hooks(self, machine: Machine) -> None:
+        """Each trainable parameter is gathered for a moment (create_reduce_and_remove_grad_hooks)."""
+        for index in self._trace.trainable:
+            size = self._item * self._part(index)
+            if self._world > 1:
+                if self._offload_parameters:
+                    machine.scratch(WEIGHTS, self._world * size, size)
+                else:
+                    machine.scratch(WEIGHTS, self._world * size)
+
+    def _parameter_host_bytes(self) -> int:
+        """Partitions one by one (_partition_param), which torch then keeps for reuse; trained ones as one.
+
+        NVMe: the buffers through which they pass (partitioned_param_swapper.py).
+        """
+        if self._places[1] == "nvme":
+            largest = max(self._part(index) for index in range(len(self._trace.parameters)))
+            return pinned(PARAMETER_BUFFERS * self._item * max(NVME_BUFFER, largest))
+        sizes = [p.item_bytes * self._part(i) for i, p in enumerate(self._trace.parameters)]
+        return sum(pinned(size) for size in sizes) + pinned(self._item * sum(self._numels()))
+
+    def _optimizer_host_bytes(self) -> int:
+        """Masters, page-locked gradients (initialize_optimizer_states), moments; the sum of gradients.
+
+        NVMe: buffers for one sub-group instead of the first three (optimizer_utils.py: SwapBufferManager).
+        """
+        total = pinned(self._sum_item * sum(self._numels()))
+        if self._places[0] == "nvme":
+            return total + pinned(OPTIMIZER_BUFFERS * FP32 * max(self._numels()))
+        masters = FP32 * sum(self._numels())
+        gradients = sum(pinned(FP32 * numel) for numel in self._numels())
+        return total + masters + gradients + 2 * masters
+
+    def begin(self, machine: Machine, micro_batch: int, *, last: bool) -> None:
+        self._micro_batch = micro_batch
+        self._last = last
+        self._turned = False
+        self._coordinator.begin(machine)
+
+    def forward(self, machine: Machine, unit: int) -> None:
+        if not self._turned:  # no hooks run when a block is computed again
+            self._next_unit(machine)
+            self._coordinator.fetch(machine, unit)
+
+    def forward_end(self, machine: Machine, unit: int) -> None:
+        if not self._turned:
+            self._coordinator.release(unit)
+
+    def _free_later(self, machine: Machine, blocks: list[Block]) -> None:
+        """Frees memory that another stream still uses, which keeps it for a while (record_stream).
+
+        How long depends on how far the host is ahead of the GPU. Taken for it is until the next unit begins:
+        recorded runs of full training reserve as much. Copies to the host hold the other stream up, by two
+        buckets at most (max_param_reduce_events): then it is until the bucket has been issued, about the
+        least that was recorded; on four GPUs ranks keep up to two buckets more.
+        """
+        self._late += [machine.give_later(block) for block in blocks]
+
+    def _complete(self, machine: Machine) -> None:
+        for late in self._late:
+            machine.complete(late)
+        self._late.clear()
+
+    def _next_unit(self, machine: Machine) -> None:
+        if not self._offload:
+            self._complete(machine)
+
+    def backward(self, machine: Machine, unit: int) -> None:
+        self._turned = True
+        for running in list(self._running):
+            self.backward_end(machine, running)
+        self._next_unit(machine)
+        self._coordinator.fetch(machine, unit)
+        self._running.append(unit)
+
+    def backward_end(self, machine: Machine, unit: int) -> None:
+        if unit not in self._running:
+            return
+        self._running.remove(unit)
+        waiting = self._waiting.pop(unit, {})
+        if waiting:
+            # The hook that has waited for them (torch/utils/hooks.py: BackwardHook) has kept the gradient of
+            # the block's output, which autograd would have added to.
+            output = machine.take(ACTIVATIONS, self._output_gradient)
+            for parameter, block in sorted(waiting.items()):
+                self._collect(machine, parameter, block)
+            machine.give(output)
+        self._coordinator.release(unit)
+
+    def gradient(self, machine: Machine, parameter: int, block: Block) -> None:
+        unit = self._unit_of.get(parameter)
+        if unit is None:
+            self._collect(machine, parameter, block)
+        else:  # a leaf module's gradients wait for its end (reduce_leaf_module_grads)
+            self._waiting.setdefault(unit, {})[parameter] = machine.move(block, GRADIENTS)
+
+    def _collect(self, machine: Machine, parameter: int, block: Block) -> None:
+        """A gradient goes into the bucket (__add_grad_to_ipg_bucket)."""
+        numel = self._trace.parameters[parameter].numel
+        if self._bucket and self._bucket_used + numel > self._bucket_numel:
+            self._reduce(machine)
+        self._bucket.append(parameter)
+        self._bucket_used += numel
+        if numel <= self._bucket_numel:
+            self._free_later(machine, [block])
+        else:
+            self._oversized.append(block)
+
+    def _reduce(self, machine: Machine) -> None:
+        """Reduces the bucket and adds it to this rank's part (__reduce_and_partition_ipg_grads)."""
+        if not self._bucket:
+            return
+        parts = [self._part(index) for index in self._bucket]
+        flat: Block | None = None
+        if len(parts) > 1 or parts[0] * self._world != self._trace.parameters[self._bucket[0]].numel:
+            flat = machine.take(BUFFERS, self._item * self._world * sum(parts), REDUCTION)
+        if self._sum_item != self._item:
+            wide = [machine.take(BUFFERS, self._sum_item * numel, REDUCTION) for numel in parts]
+            if flat is not None:
+                machine.give(flat)
+                flat = None
+        else:
+            wide = []
+        if self._offload:
+            for numel in parts:
+                self._to_host(machine, numel)
+        for block in [*wide, *([flat] if flat is not None else [])]:
+            machine.give(block)
+        self._free_later(machine, self._oversized)
+        self._oversized.clear()
+        self._bucket.clear()
+        self._bucket_used = 0
+        if self._offload:
+            self._complete(machine)
+
+    def _to_host(self, machine: Machine, numel: int) -> None:
+        """A gradient, summed up, to the host (partition_grads, _offload_grad_partition_at_boundary)."""
+        gradient = machine.take(BUFFERS, self._sum_item * numel, REDUCTION)
+        if self._last:
+            machine.give(machine.take(BUFFERS, NORM * min(numel, NORM_AT_ONCE), REDUCTION))
+            if self._sum_item != FP32:
+                machine.give(machine.take(BUFFERS, FP32 * numel, REDUCTION))
+        machine.give(gradient)
+
+    def end(self, machine: Machine, micro_batch: int, *, last: bool) -> None:
+        for running in list(self._running):
+            self.backward_end(machine, running)
+        self._reduce(machine)
+        self._complete(machine)
+
+    def step(self, machine: Machine) -> None:
+        self._coordinator.release_all(machine)
+        for group, numel in zip(self._groups, self._numels(), strict=True):
+            if not self._offload:
+                self._step_group(machine, len(group), numel)
+        self._states = True
+        self._coordinator.gather_persistent(machine)
+
+    def _step_group(self, machine: Machine, count: int, numel: int) -> None:
+        """Gradients in one piece, in fp32 (_prepare_fp32_grad_for_sub_group); moments at the first step."""
+        gradient = machine.take(OPTIMIZER, self._sum_item * numel) if count > 1 else None
+        if self._sum_item != FP32:
+            wide = machine.take(OPTIMIZER, FP32 * numel)
+            if gradient is not None:
+                machine.give(gradient)
+            gradient = wide
+        if not self._states:
+            machine.take(OPTIMIZER, FP32)
+            machine.take(OPTIMIZER, FP32 * numel)
+            machine.take(OPTIMIZER, FP32 * numel)
+        if gradient is not None:
+            machine.give(gradient)
+
+
+def _output_gradient_bytes(trace: StepTrace) -> int:
+    """Of what a block's backward pass begins with: the smallest tensor that the pass has made by then."""
+    passing: dict[int, int] = {}
+    turned = False
+    for event in trace.events:
+        kind = event[0]
+        if kind == BACKWARD:
+            if trace.units[event[1]].block >= 0:
+                return min(passing.values(), default=0)
+            turned = True
+        elif kind == ALLOC and turned:
+            passing[event[1]] = event[2]
+        elif kind in (FREE, GRADIENT):
+            passing.pop(event[1 if kind == FREE else 2], None)
+    return 0

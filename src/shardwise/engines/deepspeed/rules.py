@@ -1,0 +1,150 @@
+"""What DeepSpeed cannot combine, read in DeepSpeed 0.19.8."""
+
+from __future__ import annotations
+
+from shardwise.engines.facts import PLAN_STYLES, Facts, Rule
+
+DEEPSPEED = "deepspeed>=0.19,<0.20"
+
+
+def _lacks_a_plan(facts: Facts) -> bool:
+    shape = facts.architecture
+    if not facts.strategy.tensor_parallel > 1 or shape is None or not facts.attends:
+        return False
+    return not shape.plan_styles or bool(shape.plan_styles - PLAN_STYLES)
+
+
+def _plan_reason(facts: Facts) -> str:
+    assert facts.architecture is not None
+    unknown = sorted(facts.architecture.plan_styles - PLAN_STYLES)
+    if not unknown:
+        return "transformers has no plan of how to cut this architecture's layers"
+    ways = ", ".join(unknown)
+    return f"transformers' plan for this architecture cuts layers in ways AutoTP does not know: {ways}"
+
+
+def _has_unplanned_weights(facts: Facts) -> bool:
+    shape = facts.architecture
+    return facts.strategy.tensor_parallel > 1 and shape is not None and shape.unplanned_weights
+
+
+def _splits_a_head(facts: Facts) -> bool:
+    if not facts.strategy.tensor_parallel > 1 or facts.architecture is None or not facts.attends:
+        return False
+    return facts.architecture.key_value_heads % facts.strategy.tensor_parallel != 0
+
+
+def _heads_reason(facts: Facts) -> str:
+    assert facts.architecture is not None
+    heads, degree = facts.architecture.key_value_heads, facts.strategy.tensor_parallel
+    return f"{degree} GPUs cannot share {heads} key-value heads equally: AutoTP would cut through heads"
+
+
+def _heads_fix(facts: Facts) -> str:
+    assert facts.architecture is not None
+    heads = facts.architecture.key_value_heads
+    degree = max(n for n in range(1, facts.strategy.tensor_parallel + 1) if heads % n == 0)
+    return f"tensor_parallel: {degree}"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="parameter-offload-needs-stage-3",
+        broken=lambda f: f.strategy.offload_parameters != "none" and f.strategy.stage < 3,
+        reason="parameters can be offloaded only by ZeRO-3; DeepSpeed ignores the request at other stages",
+        where="strategy.offload_parameters",
+        fix="strategy.stage: 3, or offload_parameters: none",
+        source="deepspeed/runtime/zero/config.py: offload_param, valid only with stage 3",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="optimizer-offload-needs-zero",
+        broken=lambda f: f.strategy.offload_optimizer != "none" and f.strategy.stage == 0,
+        reason="the optimizer can be offloaded only from ZeRO-1 on; DeepSpeed ignores the request at stage 0",
+        where="strategy.offload_optimizer",
+        fix="strategy.stage: 2, or offload_optimizer: none",
+        source="deepspeed/runtime/zero/config.py: offload_optimizer, valid with stages 1, 2, 3",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="nvme-needs-stage-3",
+        broken=lambda f: f.uses_nvme and f.strategy.stage < 3,
+        reason="only ZeRO-3 offloads to NVMe; at other stages DeepSpeed takes host memory instead",
+        where="strategy.offload_optimizer",
+        fix="strategy.stage: 3, or offload_optimizer: cpu",
+        source="deepspeed/runtime/zero/stage_1_and_2.py: any device but `none` is the CPU",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="tensor-parallel-divides-key-value-heads",
+        broken=_splits_a_head,
+        reason=_heads_reason,
+        where="strategy.tensor_parallel",
+        fix=_heads_fix,
+        source="deepspeed/module_inject/tp_shard.py: get_shard_size, which knows no heads without the config",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="tensor-parallel-needs-heads",
+        broken=lambda f: f.strategy.tensor_parallel > 1 and not f.attends,
+        reason="AutoTP would cut Mamba's input projection across its two halves, and knows no Mamba",
+        where="strategy.tensor_parallel",
+        fix="tensor_parallel: 1; zero2, zero3 and fsdp2 train Mamba",
+        source="deepspeed/module_inject: no policy names Mamba, whose in_proj has rows of x, then of z",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="tensor-parallel-needs-a-plan",
+        broken=_lacks_a_plan,
+        reason=_plan_reason,
+        where="strategy.tensor_parallel",
+        fix="tensor_parallel: 1; zero3 and fsdp2 spread a model over GPUs, too",
+        source="deepspeed/module_inject/tp_plan_converter.py; transformers: base_model_tp_plan of a config",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="tensor-parallel-and-unplanned-weights",
+        broken=_has_unplanned_weights,
+        reason="weights between the cut layers, such as a norm of query and key, are not in transformers' "
+        "plan for this model: AutoTP would not sum their gradients, and each GPU train them differently",
+        where="strategy.tensor_parallel",
+        fix="tensor_parallel: 1; zero3 and fsdp2 spread a model over GPUs, too",
+        source="deepspeed/module_inject/auto_tp.py: register_replicated_grad_hooks, for what the plan names",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="tensor-parallel-is-for-zero-1-and-2",
+        broken=lambda f: f.strategy.tensor_parallel > 1 and f.strategy.stage not in (1, 2),
+        reason="tensor parallelism trains with ZeRO-1 and 2: at stage 0 the norm in fp32 would be that of "
+        "one GPU's part, and ZeRO-3 shards blocks before AutoTP can cut them",
+        where="strategy.stage",
+        fix="strategy.stage: 1, or tensor_parallel: 1",
+        source="shardwise.engines.deepspeed.runtime.engine",
+    ),
+    Rule(
+        name="fp16-needs-a-gpu",
+        broken=lambda f: f.strategy.precision == "fp16" and f.devices == "cpu",
+        reason="DeepSpeed does not train in fp16 on CPUs without fp16 arithmetic",
+        where="train.precision",
+        fix="train.precision: bf16 or fp32",
+        source="deepspeed/accelerator/cpu_accelerator.py: is_fp16_supported",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="fp16-needs-zero",
+        broken=lambda f: f.strategy.precision == "fp16" and f.strategy.stage == 0,
+        reason="at stage 0 DeepSpeed divides fp16 gradients by a loss scale that it never multiplied in",
+        where="strategy.stage",
+        fix="strategy: zero1 or zero2, or train.precision: bf16",
+        source="deepspeed/runtime/engine.py 0.19.8: backward scales the loss for ZeRO's optimizers only",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="fp16-and-parameters-in-fp32",
+        broken=lambda f: f.strategy.precision == "fp16" and not f.attends,
+        reason="Mamba's A_log, D and dt's bias are stepped beside DeepSpeed, which alone scales fp16's loss",
+        where="train.precision",
+        fix="train.precision: bf16, or strategy: fsdp2",
+        source="shardwise.engines.runtime.fp32_params",
+    ),
+)

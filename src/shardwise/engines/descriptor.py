@@ -1,0 +1,165 @@
+"""What there is to know of an engine, in one value: its words, rules, simulated memory and time, and files.
+
+A new engine is a folder with a `spec.py` that subclasses `EngineSpec`, and a line in the registry
+(`engines/__init__.py`). Nothing outside compares the name of an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from shardwise.engines.facts import Rule
+from shardwise.errors import JobError, Problem
+from shardwise.hardware.hardware import Hardware
+from shardwise.job import schema
+from shardwise.job.strategies import Parts
+from shardwise.simulate.fp32_params import WithFp32Parameters, fp32_parameters, without
+from shardwise.simulate.memory.engine import EngineMemory
+from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.time.schedule import Schedule
+from shardwise.strategy import Strategy
+
+if TYPE_CHECKING:
+    from shardwise.engines.runtime.protocol import Engine
+
+MIB = 1024**2
+
+CONTEXT_BYTES = 1316 * MIB
+"""CUDA's context and the kernels of torch, cuBLAS and cuDNN: every row on one GPU without DeepSpeed. Where no
+attention runs in cuDNN (GPT-Neo, Gemma, Phi-3), it is 16 MiB less."""
+
+NCCL_BYTES = 286 * MIB
+"""NCCL's kernels, channels and buffers: what FSDP2 has on 4 GPUs and not on one; 284 MiB on 2."""
+
+
+class Shards(NamedTuple):
+    """Which model states the data-parallel ranks share; the rest is replicated."""
+
+    optimizer: bool = False
+    gradients: bool = False
+    parameters: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptFiles:
+    """Configuration files for a user's own training script, and the flags that name them."""
+
+    files: Mapping[str, Mapping[str, Any]]
+    """JSON values by file name."""
+    flags: tuple[tuple[str, str], ...] = ()
+    """Name and value; a value of `$here/NAME` is a file of these."""
+
+
+class EngineSpec:
+    """An engine's descriptor; methods that a subclass leaves out stand for an engine without that feature."""
+
+    name: str
+    """Its key in `job.strategies.ENGINES`."""
+    rules: tuple[Rule, ...] = ()
+    """What it cannot combine."""
+    default_stage: int | None = None
+    """ZeRO stage of a job that names none; None for an engine without stages."""
+    tensor_parallel = False
+    """Whether it can split layers over GPUs."""
+    sets_checkpointing = False
+    """Whether its own settings turn activation checkpointing on, in a script of Hugging Face's Trainer."""
+    accelerate_type: str | None = None
+    """`distributed_type` of Accelerate's YAML; None: it does not run there."""
+
+    # From a job and back
+
+    def parts(self, spec: schema.StrategySpec) -> Parts:
+        """Fields of the `Strategy` for what a job names."""
+        stage = self.default_stage if spec.stage is None else spec.stage
+        return {**spec.model_dump(), "stage": stage if self.default_stage is not None else 0}
+
+    def problems(self, spec: schema.StrategySpec) -> list[Problem]:
+        """What is wrong with a job's parts and would not show in the strategy."""
+        if spec.stage is None or self.default_stage is not None:
+            return []
+        fix = "strategy.engine: deepspeed, or leave stage out"
+        what = f"stage is DeepSpeed's ZeRO stage; {self.name} has none"
+        return [Problem(what=what, where="strategy.stage", fix=fix)]
+
+    def settings(self, strategy: Strategy) -> schema.StrategySpec:
+        """The job's `strategy` section for a strategy: the inverse of `parts`."""
+        values = {k: v for k, v in asdict(strategy).items() if k in schema.StrategySpec.model_fields}
+        if self.default_stage is None:
+            values["stage"] = None
+        return schema.StrategySpec.model_validate(values)
+
+    def changed_settings(self, before: Strategy, after: Strategy) -> list[str]:
+        """How the engine's own configuration files say what differs: offloading, sharding, resharding."""
+        return []
+
+    # What it does
+
+    def shards(self, stage: int) -> Shards:
+        return Shards()
+
+    def has_buckets(self, stage: int) -> bool:
+        """Whether gradients are reduced in buckets of `Strategy.bucket` elements."""
+        return False
+
+    def memory(self, trace: StepTrace, strategy: Strategy) -> EngineMemory:
+        """The engine's allocations, before anything is built."""
+        apart = fp32_parameters(trace, strategy.precision)
+        if not apart:
+            return self._memory(trace, strategy)
+        return WithFp32Parameters(self._memory(without(trace, apart), strategy), trace, apart)
+
+    def _memory(self, trace: StepTrace, strategy: Strategy) -> EngineMemory:
+        """The same, for a trace without parameters that are kept in fp32 apart from the engine."""
+        raise NotImplementedError
+
+    def schedule(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Schedule:
+        """The engine's work on the streams of one GPU."""
+        raise NotImplementedError
+
+    def outside_allocator_bytes(self, strategy: Strategy) -> int:
+        """GPU memory of a training process that torch's allocator does not know: context, kernels, NCCL.
+
+        Measured by NVML, less what torch had reserved (`outside_allocator_bytes` in the accuracy ledger,
+        benchmarks/accuracy/results/measured.jsonl: H200, driver 580, torch 2.11, DeepSpeed 0.19.8; one node
+        of 1, 2 and 4 GPUs). It hardly depends on the model, and not on the batch. Other GPUs and several
+        nodes are assumed to be alike until they are measured.
+        """
+        return CONTEXT_BYTES + (NCCL_BYTES if strategy.world_size > 1 else 0)
+
+    def runtime(self) -> type[Engine]:
+        """The class that trains; imports torch."""
+        raise NotImplementedError
+
+    # Files for a user's own script
+
+    def check_launcher(self, target: str, strategy: Strategy) -> None:
+        """Raise JobError where a launcher cannot start the strategy."""
+
+    def script_files(
+        self, strategy: Strategy, optimizer: schema.Optimizer | None, trainable_parameters: int
+    ) -> ScriptFiles:
+        """For scripts that call the engine, or Hugging Face's Trainer; flags are the Trainer's."""
+        return ScriptFiles(files={})
+
+    def accelerate_files(self, strategy: Strategy, trainable_parameters: int) -> ScriptFiles:
+        """For scripts that call Accelerator; flags are those of `accelerate launch`."""
+        return ScriptFiles(files={})
+
+    def accelerate_settings(self, strategy: Strategy, *, nodes: int, folder: str) -> dict[str, Any]:
+        """The engine's keys in Accelerate's YAML; `folder`: where the files will lie."""
+        return {}
+
+    def script_notes(self, strategy: Strategy, target: str, *, own_optimizer: bool) -> list[str]:
+        """What the files cannot say; `own_optimizer`: the script brings its own."""
+        return []
+
+    def slurm_exports(self) -> list[str]:
+        """Lines for a batch script on several nodes."""
+        return []
+
+
+def refuse(what: str, *, where: str, fix: str) -> NoReturn:
+    """Raise JobError: a launcher cannot start the engine."""
+    raise JobError(what, where=where, fix=fix)

@@ -1,0 +1,203 @@
+"""The parameters that FSDP2 gathers and reduces together: class FSDPParamGroup of torch.distributed.fsdp.
+
+Every parameter is split along its first dimension in equal shards, the last ones padded (torch.chunk). The
+functions in parentheses are those of torch's _fully_shard package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, WEIGHTS, Machine
+from shardwise.simulate.memory.pool import Block
+from shardwise.simulate.step_trace import Parameter
+
+FP32 = 4
+INT64 = 8
+
+COPY_IN, REDUCE = 1, 2
+"""Streams with memory of their own (FSDPCommContext): gathered buffers are allocated on the copy-in stream,
+reduced gradients on the reduce-scatter stream; everything else on the default one, 0."""
+
+CHUNK_CAT_BLOCK_BYTES = 16 * 128
+CHUNK_CAT_VECTORS = 6
+"""What one block of chunk_cat's kernel writes, and how many numbers it is told of every tensor: as int64 in
+device memory, two of these lists with one number more, and beside them the tensor of every block
+(_chunk_cat_out_cuda_contiguous in TensorShape.cu)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One parameter, and what each process holds of it."""
+
+    index: int
+    """In the trace."""
+    trainable: bool
+    size_bytes: int
+    """Of the whole parameter in the computation's format."""
+    item_bytes: int
+    """Of the computation's format."""
+    shard_item_bytes: int
+    """fp32 of what is trained, the computation's format of what is frozen."""
+    numel: int
+    """Of a shard, padding included."""
+
+    @property
+    def cast(self) -> bool:
+        return self.item_bytes != self.shard_item_bytes
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.shard_item_bytes * self.numel
+
+
+def shard_of(index: int, parameter: Parameter, world_size: int) -> Shard:
+    """Of `trace.parameters[index]`, as the first process has it."""
+    rows = parameter.shape[0] if parameter.shape else 1
+    return Shard(
+        index=index,
+        trainable=parameter.trainable,
+        size_bytes=parameter.size_bytes,
+        item_bytes=parameter.item_bytes,
+        shard_item_bytes=FP32 if parameter.trainable else parameter.item_bytes,
+        numel=-(-rows // world_size) * (parameter.numel // max(rows, 1)),
+    )
+
+
+class Group:
+    """A block's parameters, or those outside the blocks: what becomes of them in a GPU's memory."""
+
+    def __init__(self, shards: list[Shard], *, world_size: int, offload: bool) -> None:
+        self.shards = shards
+        self._world_size = world_size
+        self._offload = offload
+        self._copied_bytes = sum(s.item_bytes * s.numel for s in shards if s.cast)
+        self._gathered_bytes = world_size * sum(s.item_bytes * s.numel for s in shards)
+        self._output: Block | None = None
+        self._whole: list[Block] = []
+        self._reduced: Block | None = None
+        self.awaited = False
+        """In the backward pass: its gradients are not reduced yet."""
+
+    def gather(self, machine: Machine) -> None:
+        """Starts to gather the parameters unless they are there or on their way (unshard)."""
+        if self._whole or self._output is not None or self._world_size == 1:
+            return
+        inputs = self._copy_in(machine)
+        self._output = machine.take(BUFFERS, self._gathered_bytes, COPY_IN)
+        for block in inputs:
+            machine.give(block)
+
+    def _copy_in(self, machine: Machine) -> list[Block]:
+        """This process's shards in the computation's format (_get_param_all_gather_inputs)."""
+        if not self._offload:
+            return [machine.take(BUFFERS, self._copied_bytes, COPY_IN)] if self._copied_bytes else []
+        inputs = []
+        for shard in self.shards:
+            loaded = machine.take(BUFFERS, shard.shard_bytes, COPY_IN)
+            if shard.cast:
+                inputs.append(machine.take(BUFFERS, shard.item_bytes * shard.numel, COPY_IN))
+                machine.give(loaded)
+            else:
+                inputs.append(loaded)
+        return inputs
+
+    def copy_out(self, machine: Machine) -> Block | None:
+        """The parameters become whole; returns the buffer they came in (wait_for_unshard)."""
+        if self._whole:
+            return None
+        if self._world_size == 1:
+            self._copy(machine)
+            return None
+        for shard in self.shards:
+            size = self._world_size * shard.item_bytes * shard.numel
+            self._whole.append(machine.take(BUFFERS, size))
+        output, self._output = self._output, None
+        return output
+
+    def _copy(self, machine: Machine) -> None:
+        """One process copies its parameters; a cast one lives until the next has been cast."""
+        cast: Block | None = None
+        for shard in self.shards:
+            previous, cast = cast, None
+            if self._offload:
+                loaded = machine.take(BUFFERS, shard.shard_bytes)
+                cast = machine.take(BUFFERS, shard.size_bytes) if shard.cast else loaded
+                if shard.cast:
+                    machine.give(loaded)
+            elif shard.cast:
+                cast = machine.take(BUFFERS, shard.size_bytes)
+            if previous is not None:
+                machine.give(previous)
+            self._whole.append(machine.take(BUFFERS, shard.size_bytes))
+        if cast is not None:
+            machine.give(cast)
+
+    def reshard(self, machine: Machine) -> None:
+        """Only the shards stay."""
+        for block in self._whole:
+            machine.give(block)
+        self._whole.clear()
+
+    def reduce(self, machine: Machine, gradients: Mapping[int, Block]) -> Block | None:
+        """Sums the gradients over the processes (foreach_reduce); each keeps its share, in fp32.
+
+        Returns the reduction's input, which stays until the next group's reduction; None without gradients.
+        """
+        shards = [shard for shard in self.shards if shard.index in gradients]
+        if not shards:
+            return None
+        numel = sum(shard.numel for shard in shards)
+        source = machine.take(BUFFERS, FP32 * numel * self._world_size)
+        machine.scratch(BUFFERS, _chunk_cat_bytes(shards))
+        blocks = [gradients[shard.index] for shard in shards]
+        held = blocks.pop() if self._world_size > 1 else None  # by the variable of a loop
+        for block in reversed(blocks):
+            machine.give(block)
+        reduced = machine.take(GRADIENTS, FP32 * numel, REDUCE)
+        if held is not None:
+            machine.give(held)
+        else:
+            machine.give(machine.take(BUFFERS, FP32 * numel, REDUCE))  # a divided copy
+        if self._reduced is None and not self._offload:
+            self._reduced = reduced
+        else:
+            machine.give(reduced)
+        return source
+
+    def forget(self, machine: Machine) -> None:
+        """A gathering that nobody waited for is given up (finalize_backward)."""
+        if self._output is not None:
+            machine.give(self._output)
+            self._output = None
+
+    def drop_gradients(self, machine: Machine) -> None:
+        if self._reduced is not None:
+            machine.give(self._reduced)
+            self._reduced = None
+
+
+def shard_part(machine: Machine, shards: list[Shard], weights: dict[int, Block], *, offload: bool) -> Block:
+    """`fully_shard` of a part that has just been filled; returns what of it is still whole.
+
+    Trainable weights become fp32 first. The whole ones go after the last has been split, but for that last
+    one, to which the engine's loop still refers.
+    """
+    for shard in shards:
+        if shard.trainable and shard.cast:
+            whole = machine.take(WEIGHTS, shard.size_bytes // shard.item_bytes * FP32)
+            machine.give(weights[shard.index])
+            weights[shard.index] = whole
+    for shard in shards:
+        split = machine.take(WEIGHTS, shard.shard_bytes)
+        if offload:
+            machine.give(split)
+    for shard in shards[:-1]:
+        machine.give(weights[shard.index])
+    return weights[shards[-1].index]
+
+
+def _chunk_cat_bytes(shards: list[Shard]) -> int:
+    blocks = sum(-(-FP32 * shard.numel // CHUNK_CAT_BLOCK_BYTES) for shard in shards)
+    return INT64 * (blocks + CHUNK_CAT_VECTORS * len(shards) + 2)

@@ -1,0 +1,117 @@
+"""PyTorch's FSDP2 (`fully_shard`): every block is a group, gathered while it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwise.engines.descriptor import EngineSpec, ScriptFiles, Shards, refuse
+from shardwise.engines.facts import Rule
+from shardwise.engines.fsdp2.memory import Fsdp2Memory
+from shardwise.engines.fsdp2.time import Fsdp2Schedule
+from shardwise.hardware.hardware import Hardware
+from shardwise.job import schema
+from shardwise.job.strategies import Parts
+from shardwise.simulate.memory.engine import EngineMemory
+from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.time.schedule import Schedule
+from shardwise.strategy import Strategy
+
+if TYPE_CHECKING:
+    from shardwise.engines.runtime.protocol import Engine
+
+TORCH = "torch>=2.10,<2.14"
+"""Versions whose sources were read."""
+
+FILE = "fsdp.json"
+
+
+class Fsdp2(EngineSpec):
+    """Shards parameters, gradients and optimizer over all ranks."""
+
+    name = "fsdp2"
+    sets_checkpointing = True
+    accelerate_type = "FSDP"
+    rules = (
+        Rule(
+            name="fsdp-offloads-everything-to-the-host",
+            broken=lambda f: f.strategy.offload_optimizer != f.strategy.offload_parameters or f.uses_nvme,
+            reason="FSDP2 offloads parameters and optimizer together, and to host memory only",
+            where="strategy.offload_parameters",
+            fix="offload_parameters: cpu, with offload_optimizer left out",
+            source="torch.distributed.fsdp.CPUOffloadPolicy",
+            versions=TORCH,
+        ),
+    )
+
+    def parts(self, spec: schema.StrategySpec) -> Parts:
+        parts = super().parts(spec)
+        if spec.offload_parameters == "cpu":
+            parts["offload_optimizer"] = "cpu"  # FSDP2 steps the parameters where they are
+        return parts
+
+    def changed_settings(self, before: Strategy, after: Strategy) -> list[str]:
+        settings = []
+        if before.reshard != after.reshard:
+            settings.append(f"fsdp_reshard_after_forward: {str(after.reshard).lower()}")
+        if _places(before) != _places(after):
+            settings.append(f"fsdp_offload_params: {str(after.offload_parameters == 'cpu').lower()}")
+        return settings
+
+    def shards(self, stage: int) -> Shards:
+        return Shards(optimizer=True, gradients=True, parameters=True)
+
+    def _memory(self, trace: StepTrace, strategy: Strategy) -> EngineMemory:
+        return Fsdp2Memory(trace, strategy)
+
+    def schedule(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Schedule:
+        return Fsdp2Schedule(trace, strategy, hardware)
+
+    def runtime(self) -> type[Engine]:
+        from shardwise.engines.fsdp2.runtime import FsdpEngine
+
+        return FsdpEngine
+
+    def check_launcher(self, target: str, strategy: Strategy) -> None:
+        if target == "deepspeed":
+            what = "the strategy is FSDP2, which is no part of DeepSpeed"
+            refuse(what, where="--to deepspeed", fix="--to accelerate or --to torchrun")
+
+    def script_files(
+        self, strategy: Strategy, optimizer: schema.Optimizer | None, trainable_parameters: int
+    ) -> ScriptFiles:
+        settings = _settings(strategy)
+        if strategy.offload_parameters == "cpu":
+            settings["cpu_offload"] = True
+        return ScriptFiles(files={FILE: settings}, flags=(("fsdp", ""), ("fsdp_config", f"$here/{FILE}")))
+
+    def accelerate_settings(self, strategy: Strategy, *, nodes: int, folder: str) -> dict[str, Any]:
+        settings = _settings(strategy) | {"offload_params": strategy.offload_parameters == "cpu"}
+        return {
+            "fsdp_config": {f"fsdp_{name}": value for name, value in settings.items()},
+            "mixed_precision": "no" if strategy.precision == "fp32" else strategy.precision,
+        }
+
+    def script_notes(self, strategy: Strategy, target: str, *, own_optimizer: bool) -> list[str]:
+        notes = []
+        if strategy.checkpoint_every > 1:
+            every = f"not every {strategy.checkpoint_every}th"
+            notes.append(f"every block is recomputed, {every}: FSDP's setting is all")
+        if target != "accelerate":
+            notes.append("the launch script only starts processes: an own script calls fully_shard itself")
+        return notes
+
+
+def _places(strategy: Strategy) -> tuple[str, str]:
+    return strategy.offload_optimizer, strategy.offload_parameters
+
+
+def _settings(strategy: Strategy) -> dict[str, Any]:
+    """FSDP2 as the Trainer's `fsdp_config` names it; Accelerate's YAML puts `fsdp_` before each key."""
+    return {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "reshard_after_forward": strategy.reshard,
+        "activation_checkpointing": strategy.checkpoint_every > 0,
+        # one file that loads as a model, instead of shards
+        "state_dict_type": "FULL_STATE_DICT",
+    }

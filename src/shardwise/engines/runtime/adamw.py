@@ -1,0 +1,170 @@
+"""AdamW on fp32 weights with clipping and a guard against non-finite steps, all without host synchronisation.
+
+The fused kernel of torch takes two scalars from the device: `grad_scale`, by which it divides the
+gradients, and `found_inf`, which turns the step into a no-op. Clipping and loss scaling become the first,
+the guard becomes the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardwise.engines.runtime.parameters import parameter_groups
+from shardwise.engines.runtime.protocol import StepResult
+from shardwise.errors import CheckpointError
+from shardwise.job import schema
+
+# torch.amp.GradScaler's defaults: start at 2^16, halve on overflow, double after 2000 steps without one.
+INITIAL_LOSS_SCALE = 2.0**16
+GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """Scalars that live on the device from step to step."""
+
+    stopped: torch.Tensor
+    """1.0 once a bf16 or fp32 step was not finite: no later step is applied either."""
+    loss_scale: torch.Tensor
+    """fp16's loss scale; 1.0 otherwise."""
+    growth: torch.Tensor
+    """int32: fp16 steps since the loss scale last changed."""
+
+
+class AdamW:
+    """Steps fp32 tensors whose `.grad` holds the gradient of this rank's share.
+
+    With `sharded`, each rank holds a disjoint part of every tensor, and norms and losses are summed
+    over all ranks. Tensors named in `replicated` are whole on every rank, gradients too.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        decay: Mapping[str, float],
+        optimizer: schema.Optimizer,
+        *,
+        clip_norm: float,
+        fp16: bool,
+        sharded: bool,
+        device: torch.device,
+        replicated: Collection[str] = (),
+    ) -> None:
+        # A rank may hold nothing of a small tensor.
+        self.parameters = {name: p for name, p in parameters.items() if p.numel() > 0}
+        self.clip_norm = clip_norm
+        self.fp16 = fp16
+        self.sharded = sharded
+        self.device = device
+        self._elsewhere = frozenset(replicated if sharded and dist.get_rank() != 0 else ())
+        """What another rank counts into the norm."""
+        self.torch_optimizer = torch.optim.AdamW(
+            parameter_groups(self.parameters, decay),
+            lr=optimizer.learning_rate,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.epsilon,
+            fused=True,
+        )
+        # The state exists from the start: running out of memory then happens before the first step, and a
+        # checkpoint looks the same at every step.
+        for p in self.parameters.values():
+            self.torch_optimizer.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+        self.guard = Guard(
+            stopped=torch.zeros((), device=device),
+            loss_scale=torch.tensor(INITIAL_LOSS_SCALE if fp16 else 1.0, device=device),
+            growth=torch.zeros((), dtype=torch.int32, device=device),
+        )
+
+    @torch.no_grad()
+    def step(self, loss: torch.Tensor, *, learning_rate: float) -> StepResult:
+        """Applies the gradients and drops them.
+
+        `loss` is this rank's share of the step's loss (fp32 scalar on `device`); the gradients are
+        those of the loss times `guard.loss_scale`.
+        """
+        numbers = torch.stack([loss, self._sum_of_squares()])
+        if self.sharded:
+            dist.all_reduce(numbers)
+        loss_scale = self.guard.loss_scale.clone()
+        total_loss, norm = numbers[0], numbers[1].sqrt() / loss_scale
+        bad = (~torch.isfinite(total_loss + norm)).float()
+        if self.fp16:
+            skipped = bad
+        else:
+            skipped = self.guard.stopped.copy_(torch.maximum(self.guard.stopped, bad)).clone()
+
+        # torch.nn.utils.clip_grad_norm_'s factor, min(1, clip / (norm + 1e-6)), as a divisor.
+        divisor = loss_scale
+        if self.clip_norm > 0:
+            divisor = divisor * ((norm + 1e-6) / self.clip_norm).clamp(min=1.0)
+        self.apply(learning_rate, divisor=divisor, skipped=skipped)
+        if self.fp16:
+            torch._amp_update_scale_(
+                self.guard.loss_scale, self.guard.growth, bad, GROWTH, BACKOFF, GROWTH_INTERVAL
+            )
+        return StepResult(
+            loss=total_loss,
+            grad_norm=norm,
+            skipped=skipped,
+            loss_scale=loss_scale.item() if self.fp16 else None,
+        )
+
+    def _sum_of_squares(self) -> torch.Tensor:
+        counted = (p for name, p in self.parameters.items() if name not in self._elsewhere)
+        gradients = [p.grad for p in counted if p.grad is not None]
+        if not gradients:
+            return torch.zeros((), device=self.device)
+        # offloaded shards lie on the host, whole parameters (whole.py) on the GPU
+        places = {gradient.device for gradient in gradients}
+        by_place = [[g for g in gradients if g.device == place] for place in places]
+        norms = [torch.stack(torch._foreach_norm(alike)).square().sum() for alike in by_place]
+        return torch.stack([norm.to(self.device) for norm in norms]).sum()
+
+    def apply(self, learning_rate: float, *, divisor: torch.Tensor, skipped: torch.Tensor) -> None:
+        """Steps with the gradients over `divisor`, or not at all where `skipped` is 1.0, and drops them."""
+        for group in self.torch_optimizer.param_groups:
+            group["lr"] = learning_rate
+        # The kernel wants the scalars beside the weights, which may be offloaded to the host.
+        place = next(iter(self.parameters.values())).device if self.parameters else self.device
+        self.torch_optimizer.grad_scale = divisor.to(place)  # type: ignore[attr-defined]
+        self.torch_optimizer.found_inf = skipped.to(place)  # type: ignore[attr-defined]
+        self.torch_optimizer.step()
+        self.torch_optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything a checkpoint has to hold, by name; the tensors are the live ones."""
+        tensors = {
+            "guard/stopped": self.guard.stopped,
+            "guard/loss_scale": self.guard.loss_scale,
+            "guard/growth": self.guard.growth,
+        }
+        for name, p in self.parameters.items():
+            tensors[f"parameter/{name}"] = p.detach()
+            for key in ("step", *MOMENTS):
+                tensors[f"{key}/{name}"] = self.torch_optimizer.state[p][key]
+        return tensors
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Copies what `state` gave back into place; names and shapes must be the same."""
+        live = self.state()
+        differing = sorted(live.keys() ^ saved.keys()) or sorted(
+            name for name in live if live[name].shape != saved[name].shape
+        )
+        if differing:
+            raise CheckpointError(
+                f"the checkpoint holds other tensors than this model has, such as {differing[0]}",
+                fix="resume with the model and strategy the run was started with",
+            )
+        for name, tensor in live.items():
+            tensor.copy_(saved[name])

@@ -1,0 +1,41 @@
+"""The words for strategies in a job: engines, the strategies with a name, and what their parts are.
+
+This table is all that a job knows of an engine. What an engine does is in its descriptor (`engines/`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Parts = dict[str, Any]
+"""Engine, stage, places, reshard and tensor-parallel size: fields of `Strategy`."""
+
+
+class EngineWords(NamedTuple):
+    """How the strategies of an engine are named."""
+
+    base: str
+    """`{stage}` stands for the ZeRO stage."""
+    optimizer_only_below: int = 0
+    """Below this stage only the optimizer can be offloaded, so `-offload` says all."""
+
+
+ENGINES: dict[str, EngineWords] = {
+    "single": EngineWords("single"),
+    "deepspeed": EngineWords("zero{stage}", optimizer_only_below=3),
+    "fsdp2": EngineWords("fsdp2"),
+}
+
+_HOST = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+
+NAMED: dict[str, Parts] = {
+    "single": {"engine": "single"},
+    "zero0": {"engine": "deepspeed", "stage": 0},
+    "zero1": {"engine": "deepspeed", "stage": 1},
+    "zero2": {"engine": "deepspeed", "stage": 2},
+    "zero3": {"engine": "deepspeed", "stage": 3},
+    "zero2-offload": {"engine": "deepspeed", "stage": 2, "offload_optimizer": "cpu"},
+    "zero3-offload": {"engine": "deepspeed", "stage": 3, **_HOST},
+    "fsdp2": {"engine": "fsdp2"},
+    "fsdp2-offload": {"engine": "fsdp2", **_HOST},
+}

@@ -1,0 +1,258 @@
+"""A job's plan: its model traced, every strategy that the rules allow simulated."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+from shardwise.engines.facts import Architecture
+from shardwise.errors import JobError
+from shardwise.hardware.hardware import Hardware
+from shardwise.job.schema import Job
+from shardwise.plan.changes import Change, nearest, small_changes
+from shardwise.plan.plan import Nearest, Objective, Option, Plan, Workload
+from shardwise.plan.search import MARGIN, TraceFor, fit, leanest_that_fits, search
+from shardwise.plan.simulate import simulate
+from shardwise.planner.cache import plan_key, plan_once
+from shardwise.space.candidates import Refused, candidates, predictable
+from shardwise.strategy import Strategy
+
+if TYPE_CHECKING:
+    from shardwise.models.build import BuiltModel
+    from shardwise.simulate.step_trace import StepTrace
+
+MOST_CORES = 8
+WORTH_OTHERS = 40
+"""Strategies from which on other processes save more than the second that they take to start."""
+
+MULTIPROCESSORS = 132
+"""The H200's, for every GPU: the catalog has no such number. It sizes scratch memory of a few MB."""
+
+
+def make_plan(
+    job: Job,
+    hardware: Hardware,
+    *,
+    objective: Objective = "throughput",
+    memory_cap_bytes: int | None = None,
+    **tokens: int | None,
+) -> Plan:
+    """The plan of a job on a hardware, made once and then kept (planner/cache.py).
+
+    `tokens`, where they are known: `vocab_size`, rows of the embedding (None: as the job says, which for a
+    tokenizer to be learned is the most it may have), and `epoch_tokens`, of one pass over the data. Raises
+    JobError where no strategy is allowed, and what building the model raises.
+    """
+    key = plan_key(job, hardware, objective=objective, memory_cap_bytes=memory_cap_bytes, **tokens)
+    plan = plan_once(key, lambda: _make(job, hardware, objective, memory_cap_bytes, **tokens))
+    return replace(plan, job=replace(plan.job, name=job.name))  # the one thing that may differ
+
+
+def predict_strategy(
+    job: Job,
+    hardware: Hardware,
+    strategy: Strategy,
+    *,
+    memory_cap_bytes: int | None = None,
+    vocab_size: int | None = None,
+) -> Option:
+    """One strategy simulated, whether the rules allow it for the job or not."""
+    planning = _Planning(job, hardware, vocab_size)
+    trace = planning.trace(strategy.micro_batch, strategy.checkpoint_every, strategy.tensor_parallel)
+    prediction = simulate(trace, strategy, hardware, memory_cap_bytes=memory_cap_bytes)
+    return Option(strategy=strategy, prediction=prediction, fit=fit(prediction, hardware))
+
+
+def nearest_change(
+    job: Job,
+    hardware: Hardware,
+    *,
+    memory_cap_bytes: int | None = None,
+    vocab_size: int | None = None,
+    margin: float = MARGIN,
+) -> Nearest | None:
+    """The nearest change of the job or the hardware with which something fits; None where none is enough."""
+    attempt = partial(_attempt, vocab_size=vocab_size, margin=margin)
+    return nearest(small_changes(job, hardware, memory_cap_bytes), attempt)
+
+
+def _make(
+    job: Job,
+    hardware: Hardware,
+    objective: Objective,
+    memory_cap_bytes: int | None,
+    *,
+    vocab_size: int | None = None,
+    epoch_tokens: int | None = None,
+) -> Plan:
+    with _other_processes(job, hardware) as executor, _no_collection():
+        planning = _Planning(job, hardware, vocab_size)
+        strategies, refused = planning.candidates()
+        return search(
+            strategies,
+            refused=refused,
+            hardware=hardware,
+            workload=Workload.of(
+                job,
+                parameters=planning.built.total,
+                trainable_parameters=planning.built.trainable,
+                epoch_tokens=epoch_tokens,
+                assumed=planning.assumed,
+            ),
+            objective=objective,
+            trace_for=planning.trace,
+            simulate=partial(simulate, memory_cap_bytes=memory_cap_bytes),
+            executor=executor,
+            nearest=lambda: nearest_change(
+                job, hardware, memory_cap_bytes=memory_cap_bytes, vocab_size=vocab_size
+            ),
+            memory_cap_bytes=memory_cap_bytes,
+        )
+
+
+@contextmanager
+def _other_processes(job: Job, hardware: Hardware) -> Iterator[Executor | None]:
+    """One for each of this process's cores, where simulating keeps them busy; they start at once.
+
+    While they import the simulator this process imports torch, and while they simulate it traces.
+    """
+    cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
+    if cores == 1 or len(_candidates(job, hardware, None)[0]) < WORTH_OTHERS:
+        yield None
+        return
+    # new interpreters, which import the simulator only: a fork would inherit torch's threads
+    with ProcessPoolExecutor(cores, get_context("spawn"), initializer=gc.disable) as executor:
+        for _ in range(cores):  # each starts with its first task, which would else wait for a trace
+            executor.submit(_capability, hardware)
+        yield executor
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Torch, transformers and traces make millions of objects that stay: looking through them takes seconds.
+
+    Afterwards they count as old ones, or the next collections would look through them after all; so would
+    that with which Python ends.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+            atexit.register(gc.disable)
+
+
+def _candidates(
+    job: Job, hardware: Hardware, architecture: Architecture | None
+) -> tuple[list[Strategy], list[Refused]]:
+    accepted, refused = candidates(
+        job.strategy,
+        train=job.train,
+        clip_norm=job.optimizer.clip_norm,
+        lora=job.model.lora is not None,
+        world_size=hardware.world_size,
+        gpus_per_node=hardware.gpus_per_node,
+        capability=_capability(hardware),
+        architecture=architecture,
+    )
+    return predictable(accepted, refused, architecture)
+
+
+class _Planning:
+    """A job's model on a hardware: its candidates, and its traces, each made once."""
+
+    def __init__(self, job: Job, hardware: Hardware, vocab_size: int | None) -> None:
+        with _no_collection():
+            from shardwise.kernels.target import Target
+            from shardwise.models.positions import check_length
+            from shardwise.models.vocabulary import expected_rows
+            from shardwise.trace.trace import Tracer
+
+        self._job = job
+        self._hardware = hardware
+        # Of a published model only the shape is asked for, which the catalog may know without a network.
+        model = job.model.model_copy(update={"weights": "random"})
+        self.assumed: tuple[str, ...] = ()
+        if vocab_size is None:
+            vocab_size = expected_rows(job.model)
+            if vocab_size is not None and job.model.tokenizer == "train":
+                self.assumed = (f"a vocabulary of {vocab_size}, fewer if the text teaches no more",)
+        tracer = Tracer(
+            model,
+            precision=job.train.precision,
+            sequence_length=job.data.sequence_length,
+            vocab_size=vocab_size,
+            packing=job.data.packing,
+            target=Target(capability=_capability(hardware), multiprocessors=MULTIPROCESSORS),
+        )
+        self.built: BuiltModel = tracer.built
+        check_length(self.built, job.data.sequence_length)
+        # Rows of real data are whole or packed; where both meet, most memory is kept: what their two kernels
+        # give and what it is joined to.
+        self.trace: TraceFor = cache(
+            lambda rows, checkpoint_every, tensor_parallel: _timed_as_whole(
+                tracer.trace(
+                    rows=rows,
+                    checkpoint_every=checkpoint_every,
+                    tensor_parallel=tensor_parallel,
+                    whole_rows=max(1, rows - 1),
+                )
+            )
+        )
+
+    def candidates(self) -> tuple[list[Strategy], list[Refused]]:
+        from shardwise.kernels import attention
+
+        config = self.built.config
+        flash = attention.choose(config).packing == "varlen"
+        architecture = Architecture.of(config.get_text_config(), flash_attention=flash)
+        return _candidates(self._job, self._hardware, architecture)
+
+
+def _timed_as_whole(trace: StepTrace) -> StepTrace:
+    """With the packed row's attention as fast as the whole rows', where those have a kernel of their own.
+
+    It is there for its memory. How many rows are packed is not known: one of each micro-batch would make
+    small micro-batches faster or slower than large ones.
+    """
+    if not any("cudnn" in op.name for op in trace.ops):
+        return trace
+    ops = (replace(op, name=op.name.replace(PACKED_ROWS, WHOLE_ROWS)) for op in trace.ops)
+    return replace(trace, ops=tuple(ops))
+
+
+PACKED_ROWS, WHOLE_ROWS = "_varlen_attn", "_varlen_as_cudnn_attn"
+"""Names of the kernel for packed rows, and of one that takes as long as cuDNN's for whole ones."""
+
+
+def _attempt(change: Change, *, vocab_size: int | None, margin: float) -> Option | None:
+    try:
+        planning = _Planning(change.job, change.hardware, vocab_size)
+        strategies, _ = planning.candidates()
+    except JobError:
+        return None
+    return leanest_that_fits(
+        strategies,
+        hardware=change.hardware,
+        trace_for=planning.trace,
+        simulate=partial(simulate, memory_cap_bytes=change.memory_cap_bytes),
+        margin=margin,
+    )
+
+
+def _capability(hardware: Hardware) -> tuple[int, int]:
+    """CUDA's, of the GPU; Ampere's for one that has none or is not known."""
+    major, _, minor = (hardware.gpu.compute_capability or "8.0").partition(".")
+    return int(major), int(minor)

@@ -1,0 +1,141 @@
+"""Seconds of one operator on a GPU: what it computes or what it moves, whichever takes longer.
+
+The roofline model (Williams, Waterman, Patterson 2009), at the shares of the GPU's peaks that kernels really
+reach (`efficiency.toml`).
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from shardwise.hardware.catalog import Gpu
+from shardwise.simulate.step_trace import Op
+
+ALIGNED_BYTES = 16
+"""What the tensor memory accelerator wants a row's bytes to be a multiple of."""
+
+SPLITS = (1, 2, 4, 8, 16)
+"""Parts of its inner dimension that a product with few tiles may be cut into."""
+
+
+@cache
+def table() -> dict[str, Any]:
+    """`efficiency.toml`."""
+    text = resources.files("shardwise.simulate.time").joinpath("efficiency.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+class Roofline:
+    """Times operators of one precision on one GPU, at the clock it runs at when power does not limit it."""
+
+    def __init__(self, gpu: Gpu, precision: str, *, rows: int = 0, sizes: Iterable[int] = ()) -> None:
+        """For one trace.
+
+        `precision`: of the weights, `bf16`, `fp16` or `fp32`. `rows`: of the hidden state, tokens. `sizes`:
+        dimensions of the weights; along one that is odd, rows begin at unaligned addresses.
+        """
+        self._rows = rows
+        self._sizes = frozenset(sizes)
+        half = gpu.flops.get(precision if precision != "fp32" else "bf16") or gpu.flops.get("fp16")
+        self.fp32_flops: float = gpu.flops["fp32"]
+        self.half_flops: float = half or self.fp32_flops
+        self.bytes_per_second = gpu.memory_bytes_per_second
+        self._kernel_seconds: float = table()["kernel"]["seconds"]
+        self._shares: dict[str, float] = table()["bandwidth"]
+
+    def seconds(self, op: Op) -> float:
+        """How long the GPU is busy with `op`, the pause before the next kernel included."""
+        if op.kind == "matmul":
+            return self._matmul(op)
+        if op.kind == "attention":
+            return self._attention(op)
+        if op.kind == "scan":
+            return self._scan(op)
+        by_row: float = table()["row_seconds"].get(op.name, 0.0) * self._rows
+        return by_row + self.moving(op.read_bytes + op.written_bytes, bandwidth_key(op))
+
+    def moving(self, num_bytes: float, key: str = "elementwise") -> float:
+        """Seconds of one kernel that reads and writes `num_bytes`, at the share `key` of the bandwidth."""
+        return self._kernel_seconds + num_bytes / (self.bytes_per_second * self._shares[key])
+
+    def _matmul(self, op: Op) -> float:
+        rules = table()["matmul"]
+        moving = self._operands(op)
+        if op.item_bytes == 4:
+            computing: float = op.flops / (self.fp32_flops * rules["fp32_share"])
+        elif any(size * op.item_bytes % ALIGNED_BYTES for size in self._sizes.intersection(op.shape[1:])):
+            computing = op.flops / (self.half_flops * rules["unaligned_share"])
+        else:
+            computing = self._tiled(op.shape, rules)
+        return self._kernel_seconds + float(rules["seconds"]) + max(computing, moving)
+
+    def _tiled(self, shape: tuple[int, ...], rules: Mapping[str, Any]) -> float:
+        """Of the tile shapes that the library has, the fastest; it knows them as well."""
+        batch, m, n, k = shape
+        units: int = rules["multiprocessors"]
+        best = math.inf
+        for tile in rules["tiles"]:
+            rows, columns = tile["rows"], tile["columns"]
+            tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+            one = 2.0 * rows * columns * k * units / (self.half_flops * tile["share"])
+            best = min(best, math.ceil(tiles / units) * one)
+            if tiles < units:
+                best = min(best, self._split(tiles, one, units, 4.0 * batch * m * n))
+        return best
+
+    def _split(self, tiles: int, one: float, units: int, fp32_bytes: float) -> float:
+        """With the inner dimension in parts, whose fp32 sums are written and added up by a second kernel."""
+        return min(
+            math.ceil(tiles * parts / units) * one / parts
+            + (0.0 if parts == 1 else self.moving(2 * parts * fp32_bytes))
+            for parts in SPLITS
+        )
+
+    def _attention(self, op: Op) -> float:
+        rules = table()["attention"]
+        kernel = rules["cudnn" if "cudnn" in op.name else "flash"]
+        shares = {int(size): share for size, share in kernel[direction(op)].items()}
+        keys, head = op.shape[4:6]
+        share = shares[min((size for size in shares if size >= head), default=max(shares))]
+        share *= keys / (keys + rules["half_keys"])
+        peak = self.half_flops if op.item_bytes == 2 else self.fp32_flops
+        computing: float = op.flops * filled(head, kernel["heads"]) / (peak * share)
+        return self._kernel_seconds + max(computing, self._operands(op))
+
+    def _scan(self, op: Op) -> float:
+        """Instructions of the kernels' loops; the fp32 peak counts two a lane and clock."""
+        rules = table()["scan"]
+        instructions: float = math.prod(op.shape) * rules["instructions"][op.name]
+        computing: float = instructions / (rules["issued"] * self.fp32_flops / 2)
+        launching: float = rules["kernels"] * self._kernel_seconds
+        return launching + max(computing, self._operands(op))
+
+    def _operands(self, op: Op) -> float:
+        """Seconds to read and write all of a product's or an attention's matrices once."""
+        return (op.read_bytes + op.written_bytes) / (self.bytes_per_second * self._shares["elementwise"])
+
+
+def direction(op: Op) -> str:
+    """`forward` or `backward`, of an attention."""
+    return "backward" if "backward" in op.name else "forward"
+
+
+def filled(head: int, sizes: Sequence[int]) -> float:
+    """What a head is enlarged by: kernels exist for some sizes."""
+    return min((size for size in sizes if size >= head), default=head) / head
+
+
+def bandwidth_key(op: Op) -> str:
+    """The row of `[bandwidth]` that an operator's kernel belongs to."""
+    if op.name in table()["bandwidth"]:
+        return op.name
+    if op.kind == "copy" and op.item_bytes == 4 and op.written_bytes >= 2 * op.read_bytes > 0:
+        return "mixed"
+    if op.kind == "elementwise" and op.read_bytes > op.written_bytes and op.read_bytes % op.written_bytes:
+        return "mask" if op.name == "add" and op.item_bytes == 4 else "broadcast"
+    return op.kind if op.kind in table()["bandwidth"] else "elementwise"

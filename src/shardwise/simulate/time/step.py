@@ -1,0 +1,80 @@
+"""Seconds of an optimizer step: a trace replayed on the streams of one GPU as the engine would issue it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+from shardwise.hardware.hardware import Hardware
+from shardwise.simulate.energy import Draw
+from shardwise.simulate.prediction import Time
+from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.time.schedule import Schedule
+from shardwise.simulate.time.streams import Clocks, Totals
+from shardwise.strategy import Strategy
+
+STEPS = 3
+"""Steps that are played; the last counts. The first begins with a GPU that has nothing to do."""
+
+MOST_PLAYED = 64
+"""Micro-batches that are played one by one. Each further one takes as long as those before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """One GPU's step in the steady state."""
+
+    seconds: float
+    """At full clock."""
+    totals: Totals
+
+
+def play_steps(strategy: Strategy, schedule_of: Callable[[Strategy], Schedule]) -> Played:
+    """Replays steps until they are all alike; `schedule_of`: the engine's schedule for a strategy."""
+    count = strategy.accumulation
+    if count <= MOST_PLAYED:
+        return _play(schedule_of(strategy))
+    half = MOST_PLAYED // 2
+    more, less = (_play(schedule_of(replace(strategy, accumulation=n))) for n in (MOST_PLAYED, half))
+    times = (count - MOST_PLAYED) / (MOST_PLAYED - half)
+
+    def further(reached: float, before: float) -> float:
+        return reached + times * (reached - before)
+
+    names = [field.name for field in fields(Totals)]
+    totals = {name: further(getattr(more.totals, name), getattr(less.totals, name)) for name in names}
+    return Played(seconds=further(more.seconds, less.seconds), totals=Totals(**totals))
+
+
+def _play(schedule: Schedule) -> Played:
+    clocks = Clocks(events=len(schedule.trace.units) + 1)
+    ends = [0.0]
+    for _ in range(STEPS):
+        clocks.totals = Totals()
+        schedule.step(clocks)
+        ends.append(max(clocks.compute, clocks.communication, clocks.copy))
+    return Played(seconds=ends[-1] - ends[-2], totals=clocks.totals)
+
+
+def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, played: Played) -> Time:
+    """The time of one optimizer step of `strategy` on `hardware`, whose micro-batches are each `trace`.
+
+    `played`: what `play` says of the same.
+
+    All GPUs do the same, so one of them is played. When its work would draw more than the power limit on
+    average, the clock falls until it does not, and the step lasts as long as its joules need.
+    """
+    totals = played.totals
+    return Time(
+        step_seconds=max(played.seconds, Draw(hardware.gpu).powered_seconds(totals.joules)),
+        compute_seconds=totals.compute,
+        communication_seconds=totals.communication,
+        exposed_communication_seconds=totals.exposed,
+        exposed_to_peers_seconds=totals.exposed_to_peers,
+        exposed_to_copies_seconds=totals.exposed_to_copies,
+        copy_seconds=totals.copy,
+        optimizer_seconds=totals.optimizer,
+        launch_seconds=totals.issue,
+        tokens_per_step=trace.tokens * strategy.accumulation * strategy.data_parallel,
+        world_size=strategy.world_size,
+    )

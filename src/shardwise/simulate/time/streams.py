@@ -1,0 +1,230 @@
+"""The clocks of one GPU and its process: what runs beside what, and who waits for whom.
+
+Four things go on at a time: the process issues work, the GPU computes, it communicates with other GPUs, and
+copies go to and from the host. Each is a clock that says until when it is taken.
+
+What a schedule asks for does not depend on the clocks. So it is written down (`Streams`), and played
+(`Clocks`) as often as the same is asked for again: most micro-batches are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.hardware.hardware import Hardware
+from shardwise.simulate.energy import Draw
+from shardwise.simulate.time.host import Host
+from shardwise.simulate.time.roofline import Roofline, table
+
+COMPUTE, COMMUNICATE, COMPUTE_WAITS, COPY, ISSUE = range(5)
+HOST_READS, HOST_WAITS, COMMUNICATION_WAITS, SETTLE, PEERS = range(5, 10)
+
+Work = tuple[Any, ...]
+"""What is asked for: its kind, and the numbers that `Streams` gives it; see `Clocks.run`."""
+
+NEVER, LATEST, REDUCED = range(3)
+"""Events: one that is long over; the end of the last work that has no other; gradients have been summed."""
+
+
+def event(index: int) -> int:
+    """An event of a schedule's own; `index` counts from 0."""
+    return REDUCED + 1 + index
+
+
+Interval = tuple[float, float]
+"""Seconds: begin and end."""
+
+
+@dataclass
+class Totals:
+    """Seconds and joules of what has been run, on one GPU."""
+
+    compute: float = 0.0
+    communication: float = 0.0
+    exposed: float = 0.0
+    exposed_to_peers: float = 0.0
+    """Of that, waiting for sums over the tensor-parallel group."""
+    exposed_to_copies: float = 0.0
+    """Waiting for copies between host and GPU, by the computation or by a collective that it waits for."""
+    copy: float = 0.0
+    optimizer: float = 0.0
+    issue: float = 0.0
+    joules: float = 0.0
+
+    def wait(self, since: float, until: float, copies: Interval) -> None:
+        """The computation waits for an event, and in `copies`, if that is not over before, for a copy."""
+        if until > since:
+            for_copies = max(0.0, min(until, copies[1]) - max(since, copies[0]))
+            self.exposed += until - since - for_copies
+            self.exposed_to_copies += for_copies
+
+
+class Streams:
+    """Work is put on a stream in the order in which it is issued; `work` is what was put there so far."""
+
+    def __init__(self, hardware: Hardware, precision: str) -> None:
+        self.work: list[Work] = []
+        self.draw = Draw(hardware.gpu)
+        self.roofline = Roofline(hardware.gpu, precision)
+        self._link = hardware.host_link
+
+    def issue(self, seconds: float) -> None:
+        """The process is busy for so long."""
+        self.work.append((ISSUE, seconds))
+
+    def host_waits(self) -> None:
+        """The process waits until the GPU has done all it was asked for."""
+        self.work.append((HOST_WAITS,))
+
+    def host_reads(self) -> None:
+        """The process waits for what was computed so far, to read it."""
+        self.work.append((HOST_READS,))
+
+    def compute(self, seconds: float, *, issue: float = 0.0, joules: float = 0.0) -> None:
+        """Kernels of `seconds` together, which the process needs `issue` seconds to ask for."""
+        self.work.append((COMPUTE, seconds, issue, joules))
+
+    def move(
+        self, num_bytes: float, key: str = "elementwise", *, kernels: int = 1, issue: float = 0.0
+    ) -> None:
+        """Kernels that read and write `num_bytes` in all, at the share `key` of the memory's bandwidth."""
+        self.compute(self.moving(num_bytes, key, kernels), issue=issue, joules=self.draw.moving(num_bytes))
+
+    def moving(self, num_bytes: float, key: str = "elementwise", kernels: int = 1) -> float:
+        """Seconds of them."""
+        one = self.roofline.moving(num_bytes / max(kernels, 1), key)
+        return one * kernels
+
+    def communicate(
+        self, seconds: float, num_bytes: float, *, after_compute: bool, done: int = LATEST
+    ) -> int:
+        """A collective behind those before it; returns `done`, the event of its end.
+
+        `num_bytes`: what it reads and writes of this GPU's memory. `after_compute`: it needs what was
+        computed so far.
+        """
+        self.work.append((COMMUNICATE, seconds, self.draw.moving(num_bytes), after_compute, done))
+        return done
+
+    def sum_over_peers(self, seconds: float, num_bytes: float) -> None:
+        """Collectives of the tensor-parallel group, which run on the stream of the computation itself.
+
+        `seconds`: with the links to themselves. `num_bytes`: what they read and write of this GPU's memory.
+        """
+        self.work.append((PEERS, seconds, self.draw.moving(num_bytes)))
+
+    def communication_waits(self, until: int) -> None:
+        """The next collective begins no sooner than an event."""
+        self.work.append((COMMUNICATION_WAITS, until))
+
+    def compute_waits(self, until: int) -> None:
+        """The computation goes on no sooner than an event."""
+        self.work.append((COMPUTE_WAITS, until))
+
+    def settle(self) -> None:
+        """The computation goes on when all collectives are over."""
+        self.work.append((SETTLE,))
+
+    def copy(
+        self, num_bytes: float, *, after: int = NEVER, read_seconds: float = 0.0, done: int = LATEST
+    ) -> int:
+        """A copy between host and GPU, no sooner than `after`; returns `done`, the event of its end.
+
+        `read_seconds`: how long the host needs to have the bytes, from when it is asked for them.
+        """
+        seconds = self._link.latency_seconds + num_bytes / self._link.bytes_per_second
+        self.work.append((COPY, seconds, self.draw.moving(num_bytes), after, read_seconds, done))
+        return done
+
+
+class Clocks:
+    """When work that is asked for is done; seconds."""
+
+    def __init__(self, events: int = 0) -> None:
+        """`events`: how many a schedule has of its own."""
+        self.host = 0.0
+        self.compute = 0.0
+        self.communication = 0.0
+        self.copy = 0.0
+        self.totals = Totals()
+        self._events = [0.0] * event(events)
+        self._copying: list[Interval] = [(0.0, 0.0)] * event(events)
+        """When a copy was under way that an event is the end of, or that its collective was held up by."""
+        self._held_up: Interval = (0.0, 0.0)
+        self._launch = Host().seconds("launch")
+        self._slowed: float = 1.0 / (1.0 - table()["communication"]["multiprocessors"])
+
+    @property
+    def busy_until(self) -> float:
+        """When both the computation and the process are done with what they have."""
+        return max(self.host, self.compute)
+
+    def run(self, work: Iterable[Work]) -> None:
+        """Plays it, in one piece: a plan plays millions of kinds of work."""
+        totals, events, copying, launch = self.totals, self._events, self._copying, self._launch
+        host, compute, communication, copy = self.host, self.compute, self.communication, self.copy
+        for item in work:
+            kind = item[0]
+            if kind == COMPUTE:
+                _, seconds, issue, joules = item
+                start = max(compute, host + launch)
+                host += issue
+                totals.issue += issue
+                lasts = seconds if communication <= start else self._beside(communication - start, seconds)
+                compute = max(start + lasts, host + launch)
+                totals.compute += seconds
+                totals.joules += joules
+            elif kind == COMMUNICATE:
+                _, seconds, joules, after_compute, done = item
+                start = max(communication, host + launch)
+                if after_compute:
+                    start = max(start, compute)
+                copying[done] = self._held_up
+                events[done] = communication = start + seconds
+                totals.communication += seconds
+                totals.joules += joules
+            elif kind in (COMPUTE_WAITS, SETTLE):
+                last = (communication, self._held_up)
+                until, copies = last if kind == SETTLE else (events[item[1]], copying[item[1]])
+                totals.wait(max(compute, host), until, copies)
+                compute = max(compute, until)
+            elif kind == ISSUE:
+                host += item[1]
+                totals.issue += item[1]
+            elif kind == COPY:
+                _, seconds, joules, after, read_seconds, done = item
+                asked = max(host, events[after])
+                events[done] = copy = max(copy, host + read_seconds, events[after]) + seconds
+                copying[done] = asked, copy
+                totals.copy += seconds
+                totals.joules += joules
+            elif kind == PEERS:
+                _, seconds, joules = item
+                start = max(compute, host + launch)
+                # half of the links each, until either is over
+                beside = min(seconds, max(0.0, communication - start))
+                if beside:
+                    communication += beside
+                    events[:] = [at + beside if at > start else at for at in events]
+                waits = start + seconds + beside - max(compute, host)
+                totals.exposed += waits
+                totals.exposed_to_peers += waits
+                compute = start + seconds + beside
+                totals.communication += seconds
+                totals.joules += joules
+            elif kind == COMMUNICATION_WAITS:
+                over = (events[item[1]], copying[item[1]])  # the later one holds the next collective up
+                communication, self._held_up = max((communication, self._held_up), over)
+            elif kind == HOST_READS:
+                host = max(host, compute)
+            else:
+                host = max(host, compute, communication, copy)
+        self.host, self.compute, self.communication, self.copy = host, compute, communication, copy
+
+    def _beside(self, shared: float, seconds: float) -> float:
+        """How long `seconds` of computing take if collectives, which hold multiprocessors, last `shared`."""
+        if seconds * self._slowed <= shared:
+            return seconds * self._slowed
+        return shared + seconds - shared / self._slowed

@@ -1,0 +1,198 @@
+"""From what the job says about the strategy to a complete one.
+
+`auto` follows a rule of thumb on model states alone; it does not know activations. With P parameters, T of
+them trained, N GPUs, and w bytes a weight (2 in bf16 and fp16, 4 in fp32, fewer quantised), a GPU holds
+(ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, with fp32 gradients):
+
+    single           w P + 16 T            fp32 gradient 4, master weight 4, two moments 8
+    zero2            w P + 16 T / N
+    zero3            (w P + 16 T) / N      and the blocks that are being computed
+    zero2-offload    w P
+    zero3-offload    the blocks that are being computed
+
+The first of the list that takes at most 60 % of a GPU is chosen; the rest is for activations, logits and
+buffers. On CPUs: `single` for one process, `zero2` for several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.engines import ENGINES, parts_of, spec_problems
+from shardwise.engines.facts import Architecture, Devices, Facts
+from shardwise.errors import JobError
+from shardwise.job import schema
+from shardwise.job.strategies import NAMED, Parts
+from shardwise.space.rules import violations
+from shardwise.strategy import Strategy
+from shardwise.units import count, gib
+
+SHARE_FOR_STATES = 0.6
+
+QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.516}
+"""A weight of a quantised base, its scales included (QLoRA, Dettmers et al. 2023: 4.127 bits)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """The machine and the model that a strategy is for."""
+
+    world_size: int
+    devices: Devices
+    device_memory_bytes: int | None
+    trainable_parameters: int
+    total_parameters: int
+    bytes_per_weight: float
+
+
+def resolve(
+    spec: str | schema.StrategySpec,
+    *,
+    train: schema.Train,
+    clip_norm: float,
+    world_size: int,
+    devices: Devices,
+    trainable_parameters: int,
+    total_parameters: int,
+    device_memory_bytes: int | None,
+    lora: bool,
+    quantization: schema.Quantization,
+    architecture: Architecture | None = None,
+    capability: tuple[int, int] | None = None,
+) -> tuple[Strategy, list[str]]:
+    """The strategy, and in sentences why it is this one. Raises JobError with everything that is wrong.
+
+    What is not known yet of the model's architecture and of the GPUs' compute capability is not checked.
+    """
+    situation = Situation(
+        world_size=world_size,
+        devices=devices,
+        device_memory_bytes=device_memory_bytes,
+        trainable_parameters=trainable_parameters,
+        total_parameters=total_parameters,
+        bytes_per_weight=QUANTIZED_BYTES.get(quantization) or (4 if train.precision == "fp32" else 2),
+    )
+    why: list[str] = []
+    parts = _parts(spec, situation, why)
+    tensor_parallel = int(parts.get("tensor_parallel", 1))
+    data_parallel = max(1, world_size // tensor_parallel)
+    micro_batch, accumulation = _batch(train, data_parallel, situation, why)
+    strategy = Strategy(
+        **parts,
+        data_parallel=data_parallel,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        precision=train.precision,
+        checkpoint_every=_checkpoint_every(train, parts, situation, why),
+        clip_norm=clip_norm,
+    )
+    problems = spec_problems(spec) + violations(
+        Facts(
+            strategy=strategy,
+            devices=devices,
+            world_size=world_size,
+            global_batch=train.global_batch,
+            lora=lora,
+            micro_batch=train.micro_batch,
+            architecture=architecture,
+            capability=capability,
+        )
+    )
+    if problems:
+        raise JobError("the strategy does not work", problems=problems)
+    return strategy, why
+
+
+def _parts(spec: str | schema.StrategySpec, situation: Situation, why: list[str]) -> Parts:
+    """Engine, stage and places."""
+    if isinstance(spec, schema.StrategySpec):
+        why.append("the strategy's parts are named in the job")
+        return parts_of(spec)
+    if spec == "auto":
+        return parts_of(_choose(situation, why))
+    why.append(f"{spec} is named in the job")
+    return parts_of(spec)
+
+
+def _choose(situation: Situation, why: list[str]) -> str:
+    alone = situation.world_size == 1
+    if situation.devices == "cpu" or situation.device_memory_bytes is None:
+        name = "single" if alone else "zero2"
+        why.append(f"{name}: auto's choice for {_processes(situation)} on CPUs")
+        return name
+    room = SHARE_FOR_STATES * situation.device_memory_bytes
+    names = ("single", "zero2-offload", "zero3-offload") if alone else ("zero2", "zero3", "zero3-offload")
+    for name in names[:-1]:
+        needed = states_bytes(NAMED[name], situation)
+        fits = needed <= room
+        why.append(
+            f"{name}: {gib(needed)} of weights, gradients and optimizer states a GPU for "
+            f"{count(situation.total_parameters)} parameters, {count(situation.trainable_parameters)} "
+            f"of them trained; {'within' if fits else 'more than'} {SHARE_FOR_STATES:.0%} of "
+            f"{gib(situation.device_memory_bytes)}"
+        )
+        if fits:
+            return name
+    why.append(f"{names[-1]}: what is left")
+    return names[-1]
+
+
+def states_bytes(parts: Parts, situation: Situation) -> float:
+    """Bytes of model states on each GPU under a strategy's parts, by the table at the top."""
+    parallel: int = parts.get("tensor_parallel", 1)
+    sharers = situation.world_size // parallel
+    shards = ENGINES[parts["engine"]].shards(parts.get("stage", 0))
+    weights = situation.bytes_per_weight * situation.total_parameters / parallel
+    trained = situation.trainable_parameters / parallel
+    if parts.get("offload_parameters", "none") != "none":
+        weights = 0.0
+    if parts.get("offload_optimizer", "none") != "none":
+        trained = 0.0  # gradients follow the optimizer
+    return sum(
+        size / (sharers if sharded else 1)
+        for size, sharded in zip((12 * trained, 4 * trained, weights), shards, strict=True)
+    )
+
+
+def _batch(train: schema.Train, data_parallel: int, situation: Situation, why: list[str]) -> tuple[int, int]:
+    """Rows a GPU takes at a time, and how often in a step.
+
+    Unset, the largest divisor of a GPU's rows that is at most 4 on CPUs, 2 on GPUs from 80 GB, else 1.
+    """
+    rows = train.global_batch // data_parallel
+    micro_batch = train.micro_batch
+    if micro_batch is None:
+        micro_batch = max(n for n in range(1, _most_rows(situation) + 1) if max(rows, 1) % n == 0)
+        why.append(f"micro_batch {micro_batch}: of {rows} rows a process and step")
+    return micro_batch, max(1, rows // micro_batch)
+
+
+def _most_rows(situation: Situation) -> int:
+    if situation.devices == "cpu":
+        return 4
+    return 2 if (situation.device_memory_bytes or 0) >= 79e9 else 1
+
+
+def _checkpoint_every(train: schema.Train, parts: Parts, situation: Situation, why: list[str]) -> int:
+    """Recompute every n-th block; `auto`: none on CPUs and on large GPUs with room, else all.
+
+    Large means 40 GB or more, room that the model states take at most a third.
+    """
+    if train.checkpointing == "none":
+        return 0
+    if train.checkpointing == "full":
+        return 1
+    if isinstance(train.checkpointing, int):
+        return train.checkpointing
+    memory = situation.device_memory_bytes
+    if situation.devices == "cpu" or memory is None:
+        return 0
+    if memory >= 39e9 and states_bytes(parts, situation) <= memory / 3:
+        why.append("checkpointing none: the model states take at most a third of the GPU")
+        return 0
+    why.append("checkpointing full: it saves memory; train.checkpointing: none is faster where it fits")
+    return 1
+
+
+def _processes(situation: Situation) -> str:
+    return "one process" if situation.world_size == 1 else f"{situation.world_size} processes"

@@ -1,0 +1,215 @@
+"""Every strategy that a job may be run with, and those that a rule refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwise.engines import parts_of, spec_problems
+from shardwise.engines.facts import Architecture, Devices, Facts
+from shardwise.errors import JobError
+from shardwise.job import schema
+from shardwise.job.strategies import NAMED, Parts
+from shardwise.space.rules import broken_rules
+from shardwise.strategy import Strategy
+
+SHAPES: tuple[Parts, ...] = (
+    NAMED["single"],
+    NAMED["zero0"],
+    NAMED["zero1"],
+    NAMED["zero2"],
+    NAMED["zero3"],
+    {**NAMED["zero3"], "reshard": False},
+    NAMED["fsdp2"],
+    {**NAMED["fsdp2"], "reshard": False},
+    {**NAMED["zero1"], "offload_optimizer": "cpu"},
+    NAMED["zero2-offload"],
+    {**NAMED["zero3"], "offload_optimizer": "cpu"},
+    NAMED["zero3-offload"],
+    NAMED["fsdp2-offload"],
+)
+"""What `auto` considers besides tensor parallelism; from the fastest where it fits to the most frugal."""
+
+TENSOR_PARALLEL = (2, 4, 8)
+TENSOR_PARALLEL_STAGES = (1, 2)
+
+CHECKPOINT_EVERY = (0, 4, 2, 1)
+"""From nothing computed again to everything."""
+
+PARALLEL_CHECKPOINT_EVERY = (0, 1)
+PARALLEL_STEP, PARALLEL_MOST_ROWS = 4, 16
+"""How `auto` thins tensor parallelism out: every degree has traces of its own, which cost a plan its seconds.
+Checkpointing of none or all; micro-batches each at least so many times the one before, up to so many rows. A
+job that names tensor parallelism gets the rest as well."""
+
+GATHERED_STYLES = frozenset({"colwise_rep", "colwise_gather_output"})
+"""Ways to cut whose outputs AutoTP gathers: no plan that it can follow has one (transformers 5.23)."""
+
+MOST_ROWS = 128
+"""Micro-batches beyond this are not considered: the matrices are large enough long before."""
+MOST_MICRO_BATCHES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A strategy and a rule that it breaks."""
+
+    strategy: Strategy
+    rule: str
+    reason: str
+    where: str
+    """The job's keys that say so."""
+    fix: str
+
+
+def candidates(
+    spec: str | schema.StrategySpec,
+    *,
+    train: schema.Train,
+    clip_norm: float,
+    lora: bool,
+    world_size: int,
+    gpus_per_node: int,
+    devices: Devices = "cuda",
+    capability: tuple[int, int] | None = None,
+    architecture: Architecture | None = None,
+) -> tuple[list[Strategy], list[Refused]]:
+    """What the job leaves open, spelled out: strategies worth predicting, and refused ones.
+
+    `spec` is the job's strategy: `auto` opens all of SHAPES, and DeepSpeed's AutoTP within a node; anything
+    else is kept. So are a micro-batch and a checkpointing that the job names. The order is fixed: by shape,
+    then checkpointing (none to all), then micro-batch (ascending).
+
+    A refused strategy stands for all its micro-batches, once for every rule that it breaks. Raises JobError
+    where the job's own parts contradict each other.
+    """
+    problems = spec_problems(spec)
+    if problems:
+        raise JobError("the strategy does not work", problems=problems)
+    shapes = _shapes(world_size, gpus_per_node) if spec == "auto" else [parts_of(spec)]
+    accepted: list[Strategy] = []
+    refused: list[Refused] = []
+    for parts in shapes:
+        thin = spec == "auto" and parts.get("tensor_parallel", 1) > 1
+        variants = list(_variants(parts, train, clip_norm, world_size, architecture, thin=thin))
+        facts = Facts(
+            strategy=variants[0],  # no rule tells them apart: all micro-batches divide, or the job's does not
+            devices=devices,
+            world_size=world_size,
+            global_batch=train.global_batch,
+            lora=lora,
+            micro_batch=train.micro_batch,
+            architecture=architecture,
+            capability=capability,
+        )
+        broken = broken_rules(facts)
+        refused += [
+            Refused(
+                strategy=facts.strategy,
+                rule=rule.name,
+                reason=problem.what,
+                where=problem.where,
+                fix=problem.fix,
+            )
+            for rule, problem in broken
+        ]
+        if not broken:
+            accepted += variants
+    return accepted, refused
+
+
+def predictable(
+    accepted: list[Strategy], refused: list[Refused], architecture: Architecture | None
+) -> tuple[list[Strategy], list[Refused]]:
+    """What `candidates` gave, without the strategies whose memory and time nobody simulates.
+
+    The trace of a cut model knows no layer whose outputs are gathered.
+    """
+    if architecture is None or not architecture.plan_styles & GATHERED_STYLES:
+        return accepted, refused
+    parallel = {one.name: one for one in reversed(accepted) if one.tensor_parallel > 1}
+    left_out = [
+        Refused(
+            strategy=strategy,
+            rule="gathered-layers-are-not-simulated",
+            reason="its plan gathers the outputs of cut layers, which is not simulated: it trains, unplanned",
+            where="strategy.tensor_parallel",
+            fix="train with it as the job names it, or tensor_parallel: 1 for a plan",
+        )
+        for strategy in reversed(parallel.values())
+    ]
+    return [one for one in accepted if one.tensor_parallel == 1], refused + left_out
+
+
+def micro_batches(rows: int) -> list[int]:
+    """Rows at a time to consider for a GPU that takes `rows` in a step; ascending, each divides `rows`.
+
+    All divisors up to MOST_ROWS; where there are more than MOST_MICRO_BATCHES, each at least twice the one
+    before.
+    """
+    divisors = [n for n in range(1, min(rows, MOST_ROWS) + 1) if rows % n == 0]
+    return divisors if len(divisors) <= MOST_MICRO_BATCHES else _sparse(divisors, 2)
+
+
+def _sparse(sizes: list[int], step: int) -> list[int]:
+    """Of ascending sizes those that are at least `step` times the one before."""
+    sparse = sizes[:1]
+    for n in sizes[1:]:
+        if n >= step * sparse[-1]:
+            sparse.append(n)
+    return sparse
+
+
+def _shapes(world_size: int, gpus_per_node: int) -> list[Parts]:
+    """What `auto` considers. Tensor parallelism stays within a node: every layer waits for it.
+
+    Where one group takes all GPUs there is nothing to shard, and both stages are the same.
+    """
+    parallel = [
+        {"engine": "deepspeed", "stage": stage, "tensor_parallel": degree}
+        for degree in TENSOR_PARALLEL
+        if gpus_per_node % degree == 0
+        for stage in TENSOR_PARALLEL_STAGES
+        if stage == TENSOR_PARALLEL_STAGES[0] or degree != world_size
+    ]
+    return [*SHAPES, *parallel]
+
+
+def _variants(
+    parts: Parts,
+    train: schema.Train,
+    clip_norm: float,
+    world_size: int,
+    architecture: Architecture | None,
+    *,
+    thin: bool,
+) -> Iterator[Strategy]:
+    """A shape with every checkpointing and micro-batch that the job leaves open, or some; at least one."""
+    data_parallel = max(1, world_size // parts.get("tensor_parallel", 1))
+    rows = train.global_batch // data_parallel
+    sizes = [train.micro_batch] if train.micro_batch else micro_batches(rows) or [1]
+    checkpointing = _checkpointing(train.checkpointing, architecture)
+    if thin:
+        few = [n for n in sizes if n <= PARALLEL_MOST_ROWS]
+        sizes = _sparse(few or sizes, PARALLEL_STEP)
+        if train.checkpointing == "auto":
+            checkpointing = [every for every in checkpointing if every in PARALLEL_CHECKPOINT_EVERY]
+    for checkpoint_every in checkpointing:
+        for micro_batch in sizes:
+            yield Strategy(
+                **parts,
+                data_parallel=data_parallel,
+                micro_batch=micro_batch,
+                accumulation=max(1, rows // micro_batch),
+                precision=train.precision,
+                checkpoint_every=checkpoint_every,
+                clip_norm=clip_norm,
+            )
+
+
+def _checkpointing(asked: str | int, architecture: Architecture | None) -> list[int]:
+    """Every how many blocks activations are computed again; what would mean the same is left out."""
+    if asked == "auto":
+        blocks = architecture.blocks if architecture else max(CHECKPOINT_EVERY) + 1
+        return [every for every in CHECKPOINT_EVERY if every < blocks or every <= 1]
+    return [{"none": 0, "full": 1}[asked] if isinstance(asked, str) else asked]

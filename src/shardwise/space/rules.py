@@ -1,0 +1,193 @@
+"""Combinations that are refused whatever the engine; each engine has rules of its own.
+
+A rule is a value: a reason, a source, the versions it holds for. Sources were read in DeepSpeed 0.19.8 and
+torch 2.13.
+"""
+
+from __future__ import annotations
+
+from shardwise.engines import ENGINES, descriptor
+from shardwise.engines.deepspeed.rules import DEEPSPEED
+from shardwise.engines.descriptor import EngineSpec
+from shardwise.engines.facts import Facts, Rule, Words
+from shardwise.engines.fsdp2.spec import TORCH
+from shardwise.errors import Problem
+from shardwise.job.schema import BUCKET
+from shardwise.units import processes
+
+AMPERE = (8, 0)
+"""The first CUDA compute capability with bf16."""
+
+
+def broken_rules(facts: Facts) -> list[tuple[Rule, Problem]]:
+    """Every rule that the strategy breaks, with the problem to show."""
+    return [
+        (rule, Problem(what=_text(rule.reason, facts), where=rule.where, fix=_text(rule.fix, facts)))
+        for rule in (*RULES, *_engine(facts).rules)
+        if rule.broken(facts)
+    ]
+
+
+def violations(facts: Facts) -> list[Problem]:
+    """The problems of all broken rules."""
+    return [problem for _, problem in broken_rules(facts)]
+
+
+def _text(words: Words, facts: Facts) -> str:
+    return words if isinstance(words, str) else words(facts)
+
+
+def _engine(facts: Facts) -> EngineSpec:
+    return descriptor(facts.strategy)
+
+
+def _before_ampere(facts: Facts) -> bool:
+    return facts.capability is not None and facts.capability < AMPERE
+
+
+def _needs_flash_attention(facts: Facts) -> bool:
+    shape = facts.architecture
+    return shape is not None and shape.flash_attention and facts.strategy.precision == "fp16"
+
+
+def _capability(facts: Facts) -> str:
+    assert facts.capability is not None
+    return f"GPUs of compute capability {facts.capability[0]}.{facts.capability[1]}"
+
+
+def _bf16_fix(facts: Facts) -> str:
+    flash = facts.architecture is not None and facts.architecture.flash_attention
+    return f"train.precision: {'fp32' if flash else 'fp16 or fp32'}, or a GPU of compute capability 8.0"
+
+
+def _batch_is_uneven(facts: Facts) -> bool:
+    return facts.strategy.global_batch != facts.global_batch
+
+
+def _uneven_reason(facts: Facts) -> str:
+    rows, strategy = facts.global_batch, facts.strategy
+    ranks = strategy.data_parallel
+    takers = processes(ranks)
+    if strategy.tensor_parallel > 1:
+        takers = f"{ranks} groups of {processes(strategy.tensor_parallel)}"
+    if rows % ranks:
+        return f"the {rows} rows of a step (train.global_batch) cannot be shared equally by {takers}"
+    return (
+        f"train.micro_batch {strategy.micro_batch} does not divide {rows // ranks}, what each of {takers} "
+        f"takes of the {rows} rows of a step (train.global_batch)"
+    )
+
+
+def _uneven_fix(facts: Facts) -> str:
+    """The nearest numbers that work: rows, rows at a time, processes."""
+    rows, ranks, micro = facts.global_batch, facts.strategy.data_parallel, facts.micro_batch or 1
+    below = rows // (ranks * micro) * (ranks * micro)
+    fixes = [f"train.global_batch: {' or '.join(str(n) for n in (below, below + ranks * micro) if n)}"]
+    if rows % ranks == 0:
+        divisor = max(n for n in range(1, micro + 1) if rows // ranks % n == 0)
+        fixes.append(f"train.micro_batch: {divisor}")
+    fewer = [n for n in range(1, ranks) if rows % (n * micro) == 0]
+    if fewer and facts.strategy.tensor_parallel == 1:
+        fixes.append(f"--processes {fewer[-1]}")
+    return ", or ".join(fixes)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="nvme-needs-a-path",
+        broken=lambda f: f.uses_nvme and not f.strategy.nvme_path,
+        reason="offloading to NVMe needs a folder",
+        where="strategy.nvme_path",
+        fix="strategy.nvme_path: a folder on a local NVMe disk",
+        source="deepspeed/runtime/zero/offload_config.py: nvme_path",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="path-needs-nvme",
+        broken=lambda f: bool(f.strategy.nvme_path) and not f.uses_nvme,
+        reason="nvme_path is given and nothing is offloaded to NVMe",
+        where="strategy.nvme_path",
+        fix="offload_optimizer: nvme, or leave nvme_path out",
+        source="shardwise.job.schema",
+    ),
+    Rule(
+        name="reshard-is-for-sharded-parameters",
+        broken=lambda f: not f.strategy.reshard and not _engine(f).shards(f.strategy.stage).parameters,
+        reason="reshard: false means something only where parameters are sharded",
+        where="strategy.reshard",
+        fix="leave reshard out, or take ZeRO-3 or FSDP2",
+        source="ZeRO-3: stage3_max_live_parameters; FSDP2: reshard_after_forward",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="keeping-parameters-defeats-their-offload",
+        broken=lambda f: not f.strategy.reshard and f.strategy.offload_parameters != "none",
+        reason="reshard: false keeps on the GPU what offload_parameters would move away",
+        where="strategy.reshard",
+        fix="leave reshard out, or offload_parameters: none",
+        source="arithmetic",
+    ),
+    Rule(
+        name="buckets-are-zeros",
+        broken=lambda f: f.strategy.bucket != BUCKET and not _engine(f).has_buckets(f.strategy.stage),
+        reason="bucket means something only where ZeRO reduces gradients",
+        where="strategy.bucket",
+        fix="leave bucket out, or take ZeRO-1, 2 or 3",
+        source="deepspeed/runtime/zero/config.py: reduce_bucket_size",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="tensor-parallel-is-deepspeed",
+        broken=lambda f: f.strategy.tensor_parallel > 1 and not _engine(f).tensor_parallel,
+        reason="tensor parallelism is DeepSpeed's AutoTP",
+        where="strategy.tensor_parallel",
+        fix="strategy.engine: deepspeed, or tensor_parallel: 1",
+        source="shardwise.engine",
+    ),
+    Rule(
+        name="tensor-parallel-divides-the-processes",
+        broken=lambda f: f.world_size % f.strategy.tensor_parallel != 0,
+        reason="tensor_parallel has to divide the number of processes",
+        where="strategy.tensor_parallel",
+        fix="a divisor of the number of processes",
+        source="torch.distributed.device_mesh",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="tensor-parallel-and-lora",
+        broken=lambda f: f.strategy.tensor_parallel > 1 and f.lora,
+        reason="AutoTP replaces the linear layers that carry the LoRA adapters: nothing would be trained",
+        where="strategy.tensor_parallel",
+        fix="tensor_parallel: 1 (zero2, zero3 and fsdp2 train LoRA), or train all weights",
+        source="deepspeed/module_inject/auto_tp.py, seen with DeepSpeed 0.19.8 and PEFT 0.21",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="bf16-needs-ampere",
+        broken=lambda f: f.strategy.precision == "bf16" and _before_ampere(f),
+        reason=lambda f: f"{_capability(f)} have no bf16 arithmetic",
+        where="train.precision",
+        fix=_bf16_fix,
+        source="torch.cuda.is_bf16_supported(including_emulation=False): from compute capability 8.0",
+        versions=TORCH,
+    ),
+    Rule(
+        name="flash-attention-needs-ampere",
+        broken=lambda f: _needs_flash_attention(f) and _before_ampere(f),
+        reason=lambda f: f"{_capability(f)} have no flash attention, which this model attends with in fp16",
+        where="train.precision",
+        fix="train.precision: fp32, or a GPU of compute capability 8.0",
+        source="torch, aten/.../flash_attn/flash_api.cpp: mha_varlen_fwd; shardwise.kernels.attention",
+        versions=TORCH,
+    ),
+    Rule(
+        name="global-batch-divides",
+        broken=_batch_is_uneven,
+        reason=_uneven_reason,
+        where="train.global_batch",
+        fix=_uneven_fix,
+        source="arithmetic",
+    ),
+)
+
+EVERY_RULE = (*RULES, *(rule for engine in ENGINES.values() for rule in engine.rules))

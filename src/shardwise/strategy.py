@@ -1,0 +1,79 @@
+"""A strategy: how one optimizer step is spread over the GPUs. A frozen value, free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from shardwise.job.schema import BUCKET
+from shardwise.job.strategies import ENGINES
+
+Place = Literal["none", "cpu", "nvme"]
+Precision = Literal["bf16", "fp16", "fp32"]
+
+_WORD: dict[Place, str] = {"none": "", "cpu": "-offload", "nvme": "-nvme"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """Everything an engine needs to know, and nothing about the model or the data.
+
+    `world_size = data_parallel * tensor_parallel`, and
+    `global_batch = micro_batch * accumulation * data_parallel` (rows per optimizer step).
+    """
+
+    engine: str
+    """A key of `job.strategies.ENGINES`."""
+    stage: int = 0
+    offload_optimizer: Place = "none"
+    offload_parameters: Place = "none"
+    nvme_path: str | None = None
+    reshard: bool = True
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    micro_batch: int = 1
+    accumulation: int = 1
+    precision: Precision = "bf16"
+    checkpoint_every: int = 0
+    """Recompute the activations of every n-th block; 0: of none, 1: of all."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0.0: no clipping."""
+    bucket: int = BUCKET
+    """Elements that DeepSpeed reduces, and below ZeRO-3 gathers, at once. ZeRO-1 and 2 have two buckets."""
+
+    @property
+    def world_size(self) -> int:
+        return self.data_parallel * self.tensor_parallel
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * self.accumulation * self.data_parallel
+
+    @property
+    def name(self) -> str:
+        """Short name, another for every other engine, stage, place, resharding and tensor-parallel size.
+
+        `single`, `zero3-offload`, `zero3-offload-optimizer`, `fsdp2-noreshard`, `autotp4-zero1`, ...
+        """
+        parallel = f"autotp{self.tensor_parallel}-" if self.tensor_parallel > 1 else ""
+        base = ENGINES[self.engine].base.format(stage=self.stage)
+        return f"{parallel}{base}{self._offload}{'' if self.reshard else '-noreshard'}"
+
+    @property
+    def _offload(self) -> str:
+        """Where things wait: for all that can (below ZeRO-3 only the optimizer), or thing by thing."""
+        optimizer, parameters = self.offload_optimizer, self.offload_parameters
+        only_optimizer = self.stage < ENGINES[self.engine].optimizer_only_below and parameters == "none"
+        if optimizer == parameters or only_optimizer:
+            return _WORD[optimizer]
+        moved = {"optimizer": optimizer, "parameters": parameters}
+        return "".join(f"{_WORD[place]}-{what}" for what, place in moved.items() if place != "none")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Strategy:
+        """The value that `to_json` wrote."""
+        return cls(**{key: value for key, value in values.items() if key != "name"})

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise.engines.runtime.adamw import INITIAL_LOSS_SCALE, AdamW
+from shardwise.errors import CheckpointError
+from shardwise.job.schema import Optimizer
+
+SETTINGS = Optimizer(learning_rate=1e-2, weight_decay=0.1)
+LOSS = torch.tensor(2.0)
+
+
+def make(*, clip_norm: float = 0.0, fp16: bool = False) -> tuple[AdamW, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        "matrix": torch.randn(5, 3, generator=generator),
+        "vector": torch.randn(4, generator=generator),
+    }
+    optimizer = AdamW(
+        weights,
+        {"matrix": SETTINGS.weight_decay, "vector": 0.0},
+        SETTINGS,
+        clip_norm=clip_norm,
+        fp16=fp16,
+        sharded=False,
+        device=torch.device("cpu"),
+    )
+    return optimizer, weights
+
+
+def set_gradients(
+    weights: dict[str, torch.Tensor], *, step: int = 0, scale: float = 1.0
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 + step)
+    for p in weights.values():
+        p.grad = scale * torch.randn(p.shape, generator=generator)
+    return [p.grad for p in weights.values() if p.grad is not None]
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5, 100.0])
+def test_it_takes_the_steps_of_torch_with_clip_grad_norm(clip_norm: float) -> None:
+    optimizer, weights = make(clip_norm=clip_norm)
+    expected = {name: p.clone().requires_grad_() for name, p in weights.items()}
+    plain = torch.optim.AdamW(
+        [
+            {"params": [expected["matrix"]], "weight_decay": 0.1},
+            {"params": [expected["vector"]], "weight_decay": 0.0},
+        ],
+        betas=(SETTINGS.beta1, SETTINGS.beta2),
+        eps=SETTINGS.epsilon,
+    )
+    for step, rate in enumerate((1e-2, 5e-3, 1e-3)):
+        set_gradients(weights, step=step)
+        gradients = set_gradients(expected, step=step)
+        norm = torch.nn.utils.clip_grad_norm_(expected.values(), clip_norm or float("inf"))
+        for group in plain.param_groups:
+            group["lr"] = rate
+        plain.step()
+        result = optimizer.step(LOSS, learning_rate=rate)
+        assert result.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+        assert result.loss.item() == 2.0
+        assert result.skipped.item() == 0.0
+        assert len(gradients) == 2
+    for name, p in weights.items():
+        torch.testing.assert_close(p, expected[name].detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_nothing_and_stops_the_rest(where: str, bad: float) -> None:
+    optimizer, weights = make(clip_norm=1.0)
+    set_gradients(weights)
+    optimizer.step(LOSS, learning_rate=1e-2)
+    before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    gradients = set_gradients(weights, step=1)
+    if where == "gradient":
+        gradients[0][0, 0] = bad
+    result = optimizer.step(torch.tensor(bad) if where == "loss" else LOSS, learning_rate=1e-2)
+    set_gradients(weights, step=2)
+    later = optimizer.step(LOSS, learning_rate=1e-2)
+    assert (result.skipped.item(), later.skipped.item()) == (1.0, 1.0)
+    after = optimizer.state()
+    assert after.pop("guard/stopped").item() == 1.0
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+def test_fp16_halves_the_scale_on_overflow_skips_that_step_only_and_grows_again() -> None:
+    optimizer, weights = make(clip_norm=1.0, fp16=True)
+    exact, expected = make(clip_norm=1.0)
+    set_gradients(weights)[0][0, 0] = float("inf")
+    before = weights["vector"].clone()
+    result = optimizer.step(LOSS, learning_rate=1e-2)
+    assert (result.skipped.item(), result.loss_scale) == (1.0, INITIAL_LOSS_SCALE)
+    assert torch.equal(weights["vector"], before)
+
+    set_gradients(weights, scale=INITIAL_LOSS_SCALE / 2)
+    result = optimizer.step(LOSS, learning_rate=1e-2)
+    set_gradients(expected)
+    plain = exact.step(LOSS, learning_rate=1e-2)
+    assert (result.skipped.item(), result.loss_scale) == (0.0, INITIAL_LOSS_SCALE / 2)
+    assert result.grad_norm.item() == pytest.approx(plain.grad_norm.item(), rel=1e-6)
+    for name, p in weights.items():
+        torch.testing.assert_close(p, expected[name], rtol=1e-6, atol=1e-7)
+
+    optimizer.guard.growth.fill_(1999)
+    set_gradients(weights)
+    optimizer.step(LOSS, learning_rate=1e-2)
+    assert optimizer.guard.loss_scale.item() == INITIAL_LOSS_SCALE
+
+
+def test_restoring_another_models_state_is_refused_and_changes_nothing() -> None:
+    optimizer, weights = make()
+    before = {name: p.clone() for name, p in weights.items()}
+    wrong = {**optimizer.state(), "parameter/other": torch.zeros(1)}
+    with pytest.raises(CheckpointError, match="parameter/other"):
+        optimizer.restore(wrong)
+    reshaped = {**optimizer.state(), "parameter/vector": torch.zeros(5)}
+    with pytest.raises(CheckpointError, match="parameter/vector"):
+        optimizer.restore(reshaped)
+    assert all(torch.equal(before[name], p) for name, p in weights.items())
+
+
+def test_the_norm_is_of_gradients_wherever_they_lie() -> None:
+    """Offloaded shards on the host beside whole parameters on the device; `meta` stands for a GPU."""
+    optimizer, weights = make()
+    gradients = set_gradients(weights)
+    assert optimizer._sum_of_squares() == pytest.approx(sum(g.square().sum().item() for g in gradients))
+    optimizer.device = torch.device("meta")
+    optimizer.parameters["whole"] = torch.empty(3, device="meta")
+    optimizer.parameters["whole"].grad = torch.empty(3, device="meta")
+    assert optimizer._sum_of_squares().device.type == "meta"

@@ -1,0 +1,276 @@
+"""Sizes are multiples of 512 bytes, so that what is allocated is what was asked for."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.engines.deepspeed.memory import coordinator as zero_coordinator
+from shardwise.engines.deepspeed.memory import zero3
+from shardwise.engines.deepspeed.memory.coordinator import Coordinator, calls_of
+from shardwise.engines.deepspeed.memory.zero3 import Zero3Memory as Zero3
+from shardwise.simulate.memory.allocator import CachingAllocator
+from shardwise.simulate.memory.gpu import GRADIENTS, Block, Machine
+from shardwise.simulate.memory.pinned import pinned
+from shardwise.simulate.step_trace import (
+    ALLOC,
+    BACKWARD,
+    BACKWARD_END,
+    FORWARD,
+    FORWARD_END,
+    FREE,
+    Event,
+    Parameter,
+    StepTrace,
+    Unit,
+)
+from shardwise.strategy import Strategy
+
+K = 1024
+BLOCKS = 4
+BLOCK = 256 * K
+"""Elements of a block's one matrix, of the embedding and of the head, which are not tied."""
+NORM = 1 * K
+"""Elements of the norm before the head: so few that it persists."""
+EMBEDDING, LAST_NORM, HEAD = BLOCKS, BLOCKS + 1, BLOCKS + 2
+"""Units, and indices of their parameters; units 0 to 3 are blocks."""
+HIDDEN = 4096
+
+
+def _trace() -> StepTrace:
+    names = [*(f"blocks.{i}" for i in range(BLOCKS)), "embedding", "norm", "head"]
+    sizes = [*[BLOCK] * (BLOCKS + 1), NORM, BLOCK]
+    order = [EMBEDDING, *range(BLOCKS), LAST_NORM, HEAD]
+    events: list[Event] = []
+    for unit in order:
+        events += [(FORWARD, unit), (FORWARD_END, unit)]
+    for unit in reversed(order):
+        # the gradient of the unit's output is made by the unit above, and freed in this one
+        events += [(BACKWARD, unit), (ALLOC, unit, HIDDEN, 0), (FREE, unit + 1), (BACKWARD_END, unit)]
+    return StepTrace(
+        parameters=tuple(
+            Parameter(name=name, shape=(size,), item_bytes=2, trainable=True)
+            for name, size in zip(names, sizes, strict=True)
+        ),
+        buffers=(),
+        units=tuple(
+            Unit(name=name, block=i if i < BLOCKS else -1, parameters=(i,)) for i, name in enumerate(names)
+        ),
+        events=tuple(events),
+        ops=(),
+        rows=1,
+        sequence_length=1,
+        checkpoint_every=0,
+        precision="bf16",
+    )
+
+
+TOTAL = (BLOCKS + 2) * BLOCK + NORM
+PART = TOTAL // 2
+STEP_COUNT = 512
+
+
+def _strategy(**values: object) -> Strategy:
+    return replace(Strategy(engine="deepspeed", stage=3, data_parallel=2), **values)  # type: ignore[arg-type]
+
+
+class Run:
+    def __init__(self, **values: object) -> None:
+        self.trace = _trace()
+        self.machine = Machine(CachingAllocator(capacity_bytes=1 << 40, expandable_segments=True))
+        self.engine = Zero3(self.trace, _strategy(**values))
+        self.engine.build(self.machine)
+        self.built = self.allocated
+
+    @property
+    def allocated(self) -> int:
+        return self.machine.allocator.allocated_bytes
+
+    def forward(self) -> list[int]:
+        """Bytes above the built state while each unit runs."""
+        self.engine.begin(self.machine, 0, last=True)
+        during = []
+        for kind, unit, *_ in self.trace.events:
+            if kind == FORWARD:
+                self.engine.forward(self.machine, unit)
+                during.append(self.allocated - self.built)
+            elif kind == FORWARD_END:
+                self.engine.forward_end(self.machine, unit)
+        return during
+
+    def backward(self, *, last: bool = True) -> list[int]:
+        """The same, before the gradients of a unit exist."""
+        during = []
+        for kind, unit, *_ in self.trace.events:
+            if kind == BACKWARD:
+                self.engine.backward(self.machine, unit)
+                during.append(self.allocated - self.built)
+                self.engine.gradient(self.machine, unit, self._gradient(unit))
+            elif kind == BACKWARD_END:
+                self.engine.backward_end(self.machine, unit)
+        self.engine.end(self.machine, 0, last=last)
+        return during
+
+    def _gradient(self, unit: int) -> Block:
+        return self.machine.take(GRADIENTS, self.trace.parameters[unit].size_bytes)
+
+    def step(self) -> None:
+        self.engine.step(self.machine)
+
+
+def test_a_rank_keeps_its_part_of_everything_and_one_bucket() -> None:
+    run = Run()
+    bucket = 2 * TOTAL
+    assert run.built == bucket + (2 + 4 + 2) * PART  # weights, masters, gradients
+    run.forward()
+    run.backward()
+    run.step()
+    persistent = 2 * NORM
+    assert run.allocated == run.built + 8 * PART + STEP_COUNT + persistent
+
+
+def test_gradients_of_micro_batches_are_added_up_in_fp32() -> None:
+    assert Run(accumulation=2).built - Run().built == 2 * PART
+
+
+def test_the_first_pass_gathers_a_unit_when_it_runs_and_keeps_its_memory_for_the_next() -> None:
+    blocks = [4 * BLOCK] * BLOCKS
+    assert Run().forward() == [2 * BLOCK, *blocks, 2 * BLOCK + 2 * NORM, 2 * BLOCK]
+
+
+def test_later_passes_gather_ahead_and_copy_out_of_the_buffer() -> None:
+    run = Run()
+    run.forward()
+    run.backward()
+    run.step()
+    run.built = run.allocated
+    # All fits into what is gathered ahead: one buffer, and every parameter out of it once one is needed. The
+    # last one needed gives the buffer back; nothing is released that the backward pass needs again soon.
+    whole = 2 * TOTAL - 2 * NORM
+    assert run.forward() == [2 * whole] * (BLOCKS + 2) + [whole]
+    during = run.backward()
+    assert during[0] == whole
+    assert during[-1] == 4 * BLOCK  # the embedding's, and what the first block has let go
+
+
+def test_what_is_used_again_soon_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero_coordinator, "RELEASE_AT", BLOCK)
+    monkeypatch.setattr(zero_coordinator, "PREFETCH", 1)
+    run = Run()
+    run.forward()
+    run.backward()
+    run.step()
+    run.built = run.allocated
+    # Beside the unit that runs, the memory of the one before; the norm persists.
+    assert run.forward() == [2 * BLOCK] + [4 * BLOCK] * BLOCKS + [4 * BLOCK, 2 * BLOCK]
+    assert run.allocated - run.built == 2 * BLOCK  # the head: its backward pass comes next
+
+
+def test_a_blocks_gradients_wait_for_its_end() -> None:
+    run = Run()
+    run.forward()
+    run.engine.backward(run.machine, 0)
+    before = run.allocated
+    run.engine.gradient(run.machine, 0, run._gradient(0))
+    assert run.allocated == before + 2 * BLOCK
+    run.engine.backward_end(run.machine, 0)
+    assert run.allocated == before  # the gradient is gone
+    run.engine.backward(run.machine, 1)
+    run.engine.backward_end(run.machine, 1)
+    run.engine.backward(run.machine, 2)
+    assert run.allocated == before + 2 * BLOCK  # its weights went when the next but one began
+
+
+def test_a_hook_keeps_the_gradient_of_a_blocks_output() -> None:
+    run = Run()
+    run.forward()
+    run.engine.backward(run.machine, 0)
+    run.engine.gradient(run.machine, 0, run._gradient(0))
+    run.machine.allocator.reset_peaks()
+    before = run.allocated
+    run.engine.backward_end(run.machine, 0)
+    assert run.machine.allocator.peak_allocated_bytes == before + HIDDEN
+
+
+def test_a_bucket_of_several_gradients_is_reduced_in_a_copy() -> None:
+    run = Run()
+    run.forward()
+    run.backward()
+    whole = 4 * BLOCK  # weights of the last unit that ran and of the one before
+    assert run.machine.allocator.peak_allocated_bytes == run.built + 2 * TOTAL + whole
+
+
+def test_a_smaller_bucket_takes_less_before_and_during_a_step() -> None:
+    def peaks(**values: object) -> tuple[int, int]:
+        run = Run(**values)
+        run.forward()
+        run.backward()
+        return run.built, run.machine.allocator.peak_allocated_bytes
+
+    (built, peak), (less, lower) = peaks(), peaks(bucket=BLOCK)
+    assert built - less == 2 * (TOTAL - BLOCK)
+    assert peak - lower > built - less, "nor is there a copy of all gradients"
+
+
+@pytest.mark.parametrize(("place", "kept"), [("none", 0), ("cpu", 2)])
+def test_copies_to_the_host_keep_gradients_until_their_bucket_is_issued(place: str, kept: int) -> None:
+    """When the first block's turn comes, the head's and a block's are on their way, two in a bucket."""
+    run = Run(offload_optimizer=place, bucket=3 * BLOCK)
+    run.forward()
+    before = run.machine.accounts[GRADIENTS]
+    for kind, unit, *_ in run.trace.events:
+        if kind == BACKWARD:
+            run.engine.backward(run.machine, unit)
+            if unit == 0:
+                break
+            run.engine.gradient(run.machine, unit, run._gradient(unit))
+        elif kind == BACKWARD_END:
+            run.engine.backward_end(run.machine, unit)
+    assert run.machine.accounts[GRADIENTS] - before == kept * 2 * BLOCK
+
+
+def test_the_optimizer_steps_a_billion_elements_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak() -> int:
+        run = Run()
+        run.forward()
+        run.backward()
+        run.step()
+        run.machine.allocator.reset_peaks()
+        before = run.allocated
+        run.step()
+        return run.machine.allocator.peak_allocated_bytes - before
+
+    assert peak() == (2 + 4) * PART - 2 * NORM  # the norm, whole before, is released for the step
+    monkeypatch.setattr(zero3, "SUB_GROUP", BLOCK)
+    # The largest group: embedding, norm and head, of which a rank has half each.
+    assert peak() == (2 + 4) * (BLOCK + NORM // 2) - 2 * NORM
+
+
+def test_an_offloaded_optimizer_leaves_weights_and_a_bucket() -> None:
+    run = Run(offload_optimizer="cpu")
+    assert run.built == 2 * PART + 2 * TOTAL
+    assert run.machine.host_bytes == 12 * PART + pinned(4 * PART) + pinned(2 * PART)
+
+
+def test_offloaded_parameters_leave_the_bucket() -> None:
+    run = Run(offload_optimizer="cpu", offload_parameters="cpu")
+    assert run.built == 2 * TOTAL
+    parts = (BLOCKS + 2) * pinned(2 * BLOCK // 2) + pinned(2 * NORM // 2)
+    optimizer = 12 * PART + pinned(4 * PART) + pinned(2 * PART)
+    assert run.machine.host_bytes == parts + pinned(2 * PART) + optimizer
+
+
+def test_on_one_gpu_a_gathered_parameter_is_its_partition() -> None:
+    run = Run(data_parallel=1)
+    assert set(run.forward()) == {0}
+
+
+class TestCalls:
+    def test_loss_and_base_model_are_called_around_the_units(self) -> None:
+        root, model, empty = zero_coordinator.ROOT, zero_coordinator.MODEL, zero_coordinator.EMPTY
+        assert calls_of(_trace()) == [
+            *(root, model, EMBEDDING, empty, 0, 1, 2, 3, LAST_NORM, HEAD),
+            *(root, HEAD, model, LAST_NORM, 3, 2, 1, 0, EMBEDDING),
+        ]
+
+    def test_small_parameters_persist(self) -> None:
+        assert Coordinator(_trace(), _strategy()).persistent == {LAST_NORM}

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from shardwise.engines.facts import PLAN_STYLES, Architecture, Facts
+from shardwise.space.rules import EVERY_RULE as RULES
+from shardwise.space.rules import broken_rules, violations
+from shardwise.strategy import Strategy
+
+PLAN = frozenset({"colwise", "rowwise"})
+
+
+def shape(*, plan_styles: frozenset[str] = PLAN, unplanned: bool = False, **parts: Any) -> Architecture:
+    values = {"blocks": 32, "key_value_heads": 8, "flash_attention": True, **parts}
+    return Architecture(plan_styles=plan_styles, unplanned_weights=unplanned, **values)
+
+
+def facts(
+    *,
+    devices: Any = "cuda",
+    world_size: int = 4,
+    lora: bool = False,
+    architecture: Architecture | None = None,
+    capability: tuple[int, int] | None = (9, 0),
+    **parts: Any,
+) -> Facts:
+    values = {"engine": "deepspeed", "stage": 2, "data_parallel": world_size, **parts}
+    strategy = Strategy(**values)
+    return Facts(
+        strategy=strategy,
+        devices=devices,
+        world_size=world_size,
+        global_batch=strategy.global_batch,
+        lora=lora,
+        architecture=architecture,
+        capability=capability,
+    )
+
+
+BROKEN = {
+    "single-is-one-process": facts(engine="single", stage=0),
+    "single-does-not-offload": facts(engine="single", stage=0, world_size=1, offload_optimizer="cpu"),
+    "parameter-offload-needs-stage-3": facts(offload_parameters="cpu"),
+    "optimizer-offload-needs-zero": facts(stage=0, offload_optimizer="cpu"),
+    "nvme-needs-stage-3": facts(offload_optimizer="nvme", nvme_path="/nvme"),
+    "nvme-needs-a-path": facts(stage=3, offload_optimizer="nvme"),
+    "path-needs-nvme": facts(nvme_path="/nvme"),
+    "fsdp-offloads-everything-to-the-host": facts(engine="fsdp2", stage=0, offload_optimizer="cpu"),
+    "reshard-is-for-sharded-parameters": facts(reshard=False),
+    "keeping-parameters-defeats-their-offload": facts(stage=3, reshard=False, offload_parameters="cpu"),
+    "buckets-are-zeros": facts(engine="fsdp2", stage=0, bucket=50_000_000),
+    "tensor-parallel-is-deepspeed": facts(engine="fsdp2", stage=0, tensor_parallel=2, data_parallel=2),
+    "tensor-parallel-divides-the-processes": facts(tensor_parallel=3, data_parallel=1),
+    "tensor-parallel-and-lora": facts(tensor_parallel=2, data_parallel=2, lora=True),
+    "tensor-parallel-divides-key-value-heads": facts(
+        tensor_parallel=4, data_parallel=1, architecture=shape(key_value_heads=2)
+    ),
+    "tensor-parallel-needs-heads": facts(
+        tensor_parallel=2, data_parallel=2, architecture=shape(key_value_heads=0)
+    ),
+    "fp16-and-parameters-in-fp32": facts(precision="fp16", architecture=shape(key_value_heads=0)),
+    "tensor-parallel-needs-a-plan": facts(
+        tensor_parallel=2, data_parallel=2, architecture=shape(plan_styles=frozenset())
+    ),
+    "tensor-parallel-and-unplanned-weights": facts(
+        tensor_parallel=2, data_parallel=2, architecture=shape(unplanned=True)
+    ),
+    "tensor-parallel-is-for-zero-1-and-2": facts(stage=3, tensor_parallel=2, data_parallel=2),
+    "bf16-needs-ampere": facts(capability=(7, 5)),
+    "flash-attention-needs-ampere": facts(capability=(7, 0), precision="fp16", architecture=shape()),
+    "fp16-needs-a-gpu": facts(precision="fp16", devices="cpu"),
+    "fp16-needs-zero": facts(stage=0, precision="fp16"),
+    "global-batch-divides": Facts(
+        strategy=Strategy(engine="deepspeed", stage=2, data_parallel=4, micro_batch=2),
+        devices="cuda",
+        world_size=4,
+        global_batch=9,
+        lora=False,
+    ),
+}
+
+
+def test_there_is_a_case_for_every_rule() -> None:
+    assert BROKEN.keys() == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_rule_refuses_its_case_and_no_other_rule_does(name: str) -> None:
+    assert {rule.name for rule, _ in broken_rules(BROKEN[name])} == {name}
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        facts(engine="single", stage=0, world_size=1, precision="fp16"),
+        facts(stage=0),
+        facts(stage=1, precision="fp16"),
+        facts(stage=2, offload_optimizer="cpu"),
+        facts(stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path="/nvme"),
+        facts(stage=3, offload_parameters="cpu"),
+        facts(stage=3, reshard=False, lora=True),
+        facts(architecture=shape()),
+        facts(capability=(7, 0), precision="fp16", architecture=shape(flash_attention=False)),
+        facts(capability=(7, 0), precision="fp32", architecture=shape()),
+        facts(capability=(8, 0), precision="fp16", architecture=shape()),
+        facts(capability=None),
+        facts(engine="fsdp2", stage=0, reshard=False),
+        facts(engine="fsdp2", stage=0, offload_optimizer="cpu", offload_parameters="cpu"),
+        facts(devices="cpu", precision="bf16"),
+        facts(stage=1, tensor_parallel=2, data_parallel=2, architecture=shape()),
+        facts(tensor_parallel=4, data_parallel=1, offload_optimizer="cpu", architecture=shape()),
+        facts(tensor_parallel=2, data_parallel=2),
+    ],
+    ids=lambda good: good.strategy.name,
+)
+def test_what_works_is_not_refused(good: Facts) -> None:
+    assert violations(good) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "micro", "what", "fix"),
+    [
+        (16, 3, None, "cannot be shared equally by 3 processes", "global_batch: 15 or 18, or --processes 2"),
+        (2, 4, None, "cannot be shared equally by 4 processes", "global_batch: 4, or --processes 2"),
+        (17, 2, None, "by 2 processes", "global_batch: 16 or 18, or --processes 1"),
+        (16, 4, 8, "micro_batch 8 does not divide 4", "32, or train.micro_batch: 4, or --processes 2"),
+    ],
+)
+def test_an_uneven_batch_is_told_in_the_numbers_that_were_written(
+    rows: int, ranks: int, micro: int | None, what: str, fix: str
+) -> None:
+    strategy = Strategy(engine="deepspeed", stage=2, data_parallel=ranks, micro_batch=micro or 1)
+    [problem] = violations(
+        Facts(
+            strategy=strategy,
+            devices="cpu",
+            world_size=ranks,
+            global_batch=rows,
+            lora=False,
+            micro_batch=micro,
+        )
+    )
+    assert what in problem.what
+    assert problem.fix.endswith(fix)
+
+
+def test_a_degree_that_cuts_heads_is_answered_with_one_that_does_not() -> None:
+    cut = facts(tensor_parallel=4, data_parallel=1, architecture=shape(key_value_heads=6))
+    [problem] = [found for rule, found in broken_rules(cut) if rule.name.endswith("key-value-heads")]
+    assert problem.what.startswith("4 GPUs cannot share 6 key-value heads")
+    assert problem.fix == "tensor_parallel: 3"
+
+
+def test_a_plan_that_autotp_cannot_follow_is_told_by_what_it_does_not_know() -> None:
+    fused = shape(plan_styles=PLAN | {"rowwise_split_input"})
+    [problem] = violations(facts(tensor_parallel=2, data_parallel=2, architecture=fused))
+    assert problem.what.endswith("does not know: rowwise_split_input")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "broken"),
+    [
+        ("llama", {}, set()),
+        ("qwen3", {}, set()),  # its norms of query and key are in the plan
+        ("gemma3_text", {"num_key_value_heads": 4}, set()),
+        ("gpt2", {}, {"tensor-parallel-needs-a-plan"}),
+        ("phi3", {}, {"tensor-parallel-needs-a-plan"}),
+        ("cohere", {}, set()),
+        ("cohere", {"use_qk_norm": True}, {"tensor-parallel-and-unplanned-weights"}),
+        ("phi", {"qk_layernorm": True}, {"tensor-parallel-and-unplanned-weights"}),
+        ("apertus", {}, {"tensor-parallel-and-unplanned-weights"}),
+        ("mamba", {}, {"tensor-parallel-needs-heads"}),
+    ],
+)
+def test_an_architecture_is_known_from_its_config(
+    model_type: str, changes: dict[str, Any], broken: set[str]
+) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type, **changes)
+    architecture = Architecture.of(config, flash_attention=True)
+    found = broken_rules(facts(tensor_parallel=2, data_parallel=2, architecture=architecture))
+    assert {rule.name for rule, _ in found} == broken
+
+
+def test_what_autotp_can_do_of_a_plan_is_what_deepspeed_says() -> None:
+    from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
+
+    assert PLAN_STYLES == SUPPORTED_STYLES
+
+
+@pytest.mark.parametrize(("flash", "fix"), [(True, "fp32"), (False, "fp16 or fp32")])
+def test_an_old_gpu_is_told_which_precisions_are_left(flash: bool, fix: str) -> None:
+    [problem] = violations(facts(capability=(7, 0), architecture=shape(flash_attention=flash)))
+    assert problem.what == "GPUs of compute capability 7.0 have no bf16 arithmetic"
+    assert problem.fix == f"train.precision: {fix}, or a GPU of compute capability 8.0"
+    old = facts(capability=(7, 0), architecture=shape(flash_attention=flash), precision=fix[:4])
+    assert violations(old) == []  # the advice is good
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.versions], ids=lambda rule: rule.name)
+def test_a_rule_holds_for_the_installed_version_of_its_library(rule: Any) -> None:
+    """A red one asks for reading the rule's source in the new version, then moving its range."""
+    library = Requirement(rule.versions)
+    assert library.specifier.contains(version(library.name), prereleases=True), rule.source
+
+
+def test_a_rule_about_a_library_says_which_versions_it_is_for() -> None:
+    for rule in RULES:
+        assert bool(rule.versions) == rule.source.startswith(("deepspeed", "torch", "ZeRO-3")), rule.name
+
+
+@pytest.mark.parametrize(
+    ("config", "blocks", "heads"),
+    [
+        ({"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}, 32, 8),
+        ({"num_hidden_layers": 12, "num_attention_heads": 12}, 12, 12),
+        ({"num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": None}, 12, 12),
+    ],
+)
+def test_an_architecture_is_read_from_a_config(config: dict[str, Any], blocks: int, heads: int) -> None:
+    read = Architecture.of(SimpleNamespace(**config), flash_attention=False)
+    assert (read.blocks, read.key_value_heads) == (blocks, heads)
+
+
+def test_all_violations_come_at_once_each_with_key_and_fix() -> None:
+    found = violations(facts(stage=0, offload_optimizer="nvme", reshard=False, precision="fp16"))
+    assert len(found) == 5
+    assert all(problem.where and problem.fix for problem in found)

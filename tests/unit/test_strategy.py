@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from shardwise.strategy import Strategy
+
+
+@pytest.mark.parametrize(
+    ("parts", "name"),
+    [
+        ({"engine": "single"}, "single"),
+        ({"engine": "deepspeed", "stage": 1, "offload_optimizer": "cpu"}, "zero1-offload"),
+        ({"engine": "deepspeed", "stage": 2, "offload_optimizer": "cpu"}, "zero2-offload"),
+        ({"engine": "deepspeed", "stage": 3, "offload_optimizer": "cpu"}, "zero3-offload-optimizer"),
+        ({"engine": "deepspeed", "stage": 3, "offload_parameters": "cpu"}, "zero3-offload-parameters"),
+        (
+            {
+                "engine": "deepspeed",
+                "stage": 3,
+                "offload_optimizer": "nvme",
+                "offload_parameters": "cpu",
+            },
+            "zero3-nvme-optimizer-offload-parameters",
+        ),
+        ({"engine": "deepspeed", "stage": 3, "reshard": False}, "zero3-noreshard"),
+        ({"engine": "fsdp2", "reshard": False}, "fsdp2-noreshard"),
+        ({"engine": "deepspeed", "stage": 1, "tensor_parallel": 4}, "autotp4-zero1"),
+    ],
+)
+def test_the_name_says_what_is_special(parts: dict[str, Any], name: str) -> None:
+    assert Strategy(**parts).name == name
+
+
+def test_no_two_strategies_share_a_name() -> None:
+    places = ("none", "cpu", "nvme")
+    strategies = [
+        Strategy(
+            engine="deepspeed",
+            stage=stage,
+            offload_optimizer=optimizer,  # type: ignore[arg-type]
+            offload_parameters=parameters,  # type: ignore[arg-type]
+            reshard=reshard,
+            tensor_parallel=degree,
+        )
+        for stage, optimizer, reshard, degree in product(range(4), places, (True, False), (1, 2, 4))
+        for parameters in (places if stage == 3 else ("none",))
+    ]
+    assert len({strategy.name for strategy in strategies}) == len(strategies) == 108
