@@ -11,9 +11,9 @@ from predict import HERE, measured_rows, predict
 from rows import GIB, Row, load_rows
 
 from shardwise.hardware.parse import parse_hardware
-from shardwise.plan.plan import in_words
-from shardwise.plan.sketch import sketch
+from shardwise.planner.plan import in_words
 from shardwise.planner.planning import make_plan
+from shardwise.planner.sketch import sketch
 from shardwise.strategy import Strategy
 
 

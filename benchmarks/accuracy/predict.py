@@ -24,7 +24,7 @@ from typing import Any
 from rows import SETS, Row, load_rows
 
 from shardwise.hardware.parse import parse_hardware
-from shardwise.plan.simulate import simulate
+from shardwise.planner.simulate import simulate
 from shardwise.simulate.prediction import Prediction
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.trace.trace import Tracer

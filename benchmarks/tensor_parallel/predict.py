@@ -20,9 +20,9 @@ from typing import Any
 
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Model, StrategySpec, Train
-from shardwise.plan.plan import Option
-from shardwise.plan.search import MARGIN, predict, rank
-from shardwise.plan.simulate import simulate
+from shardwise.planner.plan import Option
+from shardwise.planner.search import MARGIN, predict, rank
+from shardwise.planner.simulate import simulate
 from shardwise.space.candidates import candidates
 from shardwise.strategy import Strategy
 from shardwise.trace.trace import Tracer

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import accuracy
-from shardwise.plan.search import MARGIN
+from shardwise.planner.search import MARGIN
 
 pytestmark = pytest.mark.slow
 

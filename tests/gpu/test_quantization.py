@@ -24,7 +24,7 @@ from shardwise.kernels.quantized_linear import LAYERS
 from shardwise.models.build import build_model
 from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.objective.causal_lm import CausalLMLoss
-from shardwise.plan.simulate import predict_memory
+from shardwise.planner.simulate import predict_memory
 from shardwise.strategy import Strategy
 from shardwise.trace.trace import Tracer
 

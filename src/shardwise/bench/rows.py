@@ -16,8 +16,8 @@ from shardwise.engines.facts import Devices
 from shardwise.errors import JobError, Problem, ShardwiseError
 from shardwise.job.schema import Job, StrategySpec
 from shardwise.job.strategies import Parts
-from shardwise.plan.plan import Option, Plan
-from shardwise.plan.why import does_not_fit
+from shardwise.planner.plan import Option, Plan
+from shardwise.planner.why import does_not_fit
 from shardwise.space.auto import resolve
 from shardwise.strategy import Strategy
 

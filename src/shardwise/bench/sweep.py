@@ -6,14 +6,12 @@ import difflib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shardwise.engines import ENGINES, parts_of
 from shardwise.errors import JobError
-from shardwise.job.load import load_job
 from shardwise.job.schema import Job, StrategySpec
 from shardwise.job.strategies import NAMED, Parts
 from shardwise.space.candidates import SHAPES, TENSOR_PARALLEL, TENSOR_PARALLEL_STAGES
@@ -35,7 +33,11 @@ class Point:
     """Swept parts of the strategy, which take the place of the strategy's own."""
 
 
-def points(file: Path, changes: Sequence[str], sweeps: Sequence[str]) -> list[Point]:
+Load = Callable[[Sequence[str]], Job]
+"""The job with more changes (`key=value`)."""
+
+
+def points(load: Load, sweeps: Sequence[str]) -> list[Point]:
     """The job at every combination of the sweeps' values. JobError with every value that is wrong."""
     axes = [_axis(text) for text in sweeps]
     keys = [key for key, _ in axes]
@@ -46,9 +48,9 @@ def points(file: Path, changes: Sequence[str], sweeps: Sequence[str]) -> list[Po
     for combination in itertools.product(*(values for _, values in axes)):
         values = dict(zip(keys, combination, strict=True))
         plain = [f"{key}={value}" for key, value in values.items() if not key.startswith(OWN)]
-        job = load_job(file, [*changes, *plain]).job
+        job = load(plain)
         own = {key: value for key, value in values.items() if key.startswith(OWN)}
-        found.append(Point(values=values, job=job, parts=_parts(file, changes, own)))
+        found.append(Point(values=values, job=job, parts=_parts(load, own)))
     return found
 
 
@@ -112,7 +114,7 @@ def _axis(text: str) -> tuple[str, list[str]]:
     return key.strip(), list(dict.fromkeys(listed))
 
 
-def _parts(file: Path, changes: Sequence[str], own: Mapping[str, str]) -> dict[str, Any]:
+def _parts(load: Load, own: Mapping[str, str]) -> dict[str, Any]:
     """The swept parts of a strategy as values; each is read, and checked, as a key of the job."""
     found = {}
     for key, text in own.items():
@@ -124,6 +126,6 @@ def _parts(file: Path, changes: Sequence[str], own: Mapping[str, str]) -> dict[s
                 fix=f"one of {', '.join(StrategySpec.model_fields)}",
             )
         base = json.dumps(NAMED["zero3"])  # an engine has to be named for the others to be read
-        spec = load_job(file, [*changes, f"strategy={base}", f"{key}={text}"]).job.strategy
+        spec = load([f"strategy={base}", f"{key}={text}"]).strategy
         found[name] = getattr(spec, name)
     return found

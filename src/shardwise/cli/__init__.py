@@ -17,7 +17,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from shardwise import __version__
 from shardwise.cli import (
     bench,
     check,
@@ -69,7 +68,9 @@ for _verb in (
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"shardwise {__version__}")
+        from importlib.metadata import version
+
+        print(f"shardwise {version('shardwise')}")
         raise typer.Exit
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,16 +18,15 @@ def doctor(
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Look at this machine: is it ready to train, and what has to be mended.
+    """Check that this machine can train, and how to fix what is missing.
 
     Drivers, GPUs, links, kernels, collectives, DeepSpeed, disks and ports are tried out, on the GPUs that
     CUDA_VISIBLE_DEVICES leaves; no setting is changed. Ends with 0 where training can run, else with 4;
     with 4, too, where --calibrate could not measure.
     """
-    from shardwise.doctor.doctor import examine
-    from shardwise.folders import cache_root
+    from shardwise.app.machine import doctor as examine
 
-    report = examine(runs=Path("runs"), cache=cache_root(), calibrate=calibrate)
+    report = examine(calibrate=calibrate)
     if as_json:
         print(json.dumps(report.to_json()))
     else:

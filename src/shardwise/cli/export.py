@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.cli.options import AsJson, RunFolder, stdout_to_stderr
-from shardwise.errors import JobError
 
 
 def export(
@@ -23,24 +22,22 @@ def export(
 ) -> None:
     """Write the trained weights as Hugging Face safetensors.
 
-    Tells what was written, its number format, and with --merge how far the merged logits differ.
+    Shows what was written, its number format, and with --merge how far the merged logits differ.
     """
-    out = out or run / "export"
-    if out.exists() and not out.is_dir():
-        raise JobError(f"{out} is not a folder", where="--out", fix="name a new folder")
-    with stdout_to_stderr():  # DeepSpeed, which peft imports, logs there
-        from shardwise.train.afterwards import export_run
+    from shardwise.app.models import export as write
 
-        written = export_run(run, out, merge=merge)
+    with stdout_to_stderr():  # DeepSpeed, which peft imports, logs there
+        written = write(run, out, merge=merge)
     if as_json:
         print(json.dumps(written))
     else:
-        print("\n".join(_lines(written, out)))
+        print("\n".join(_lines(written)))
 
 
-def _lines(written: Mapping[str, Any], out: Path) -> Iterator[str]:
+def _lines(written: Mapping[str, Any]) -> Iterator[str]:
     what = {"model": "the model", "adapter": "the adapter", "merged": "the model with the adapter merged in"}
-    yield f"wrote {what[written['kind']]} of step {written['step']}, in {written['dtype']}, to {out}"
+    kind, step = what[written["kind"]], written["step"]
+    yield f"wrote {kind} of step {step}, in {written['dtype']}, to {written['out']}"
     if written["kind"] == "merged":
         difference, largest = written["max_logit_difference"], written["max_logit"]
         yield f"  merging moved logits by at most {difference:.2g}; the largest is {largest:.3g}"

@@ -1,10 +1,9 @@
-"""Options that several verbs share, and the reading of sizes."""
+"""Options that several verbs share, and what they do with stdout and stderr."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Annotated
 import typer
 
 from shardwise.errors import JobError
-from shardwise.units import GIB
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML).", show_default=False)]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)]
@@ -21,23 +19,6 @@ Changes = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; may be repeated.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")]
-
-_SIZES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": GIB}
-
-
-MOST_BYTES = 2.0**60
-
-
-def size_in_bytes(text: str, flag: str) -> int:
-    """`16GiB` as bytes; JobError naming the flag for anything that is not a size."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", text.strip().lower())
-    factor = _SIZES.get(match[2]) if match else None
-    size = float(match[1]) * factor if match and factor else 0.0
-    if not 1 <= size < MOST_BYTES:
-        raise JobError(
-            f"{text!r} is not a size", where=flag, fix="a number and its unit, such as 16GiB or 500MB"
-        )
-    return int(size)
 
 
 def write_text(path: Path, text: str, flag: str) -> None:
@@ -76,3 +57,31 @@ def stdout_to_stderr() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(saved, 1)
         os.close(saved)
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """While a plan is made: what libraries print goes to stderr, and a terminal shows the progress."""
+    with stdout_to_stderr():
+        if not sys.stderr.isatty():
+            yield
+            return
+        from rich.console import Console
+
+        from shardwise.planner.progress import reporting
+
+        status = Console(stderr=True).status("planning: building the model, without its weights")
+        with (
+            status as shown,
+            reporting(
+                lambda decided, strategies: shown.update(
+                    f"planning: {decided} of {strategies} strategies simulated or skipped"
+                )
+            ),
+        ):
+            yield
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(text, file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardwise.engines import descriptor
-from shardwise.plan.plan import Option
+from shardwise.planner.plan import Option
 from shardwise.strategy import Strategy
 from shardwise.units import gib
 

@@ -14,8 +14,8 @@ from shardwise.lint.check import Checked
 from shardwise.lint.finding import Finding
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import Translated, translate
-from shardwise.plan.plan import Option, Plan, in_words
-from shardwise.plan.sketch import sketch
+from shardwise.planner.plan import Option, Plan, in_words
+from shardwise.planner.sketch import sketch
 from shardwise.units import duration, gib
 
 RULE = "does-not-fit"

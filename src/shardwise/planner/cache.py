@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -15,11 +14,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-import shardwise
 from shardwise.folders import cache_root
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
-from shardwise.plan.plan import Plan
+from shardwise.planner.plan import Plan
 
 LIBRARIES = ("torch", "transformers", "peft")
 """What a trace depends on. The engines' versions are those that the simulator was written for."""
@@ -107,6 +105,6 @@ def _version(name: str) -> str | None:
 
 def _code() -> list[tuple[str, int, int]]:
     """Every file of this package with its size and time of change: while it is worked on, versions stay."""
-    root = Path(os.fspath(shardwise.__path__[0]))
+    root = Path(__file__).parents[1]
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".toml"))
     return [(str(path.relative_to(root)), (s := path.stat()).st_size, s.st_mtime_ns) for path in files]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from multiprocessing import get_context
@@ -17,11 +17,11 @@ from shardwise.engines.facts import Architecture
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
-from shardwise.plan.changes import Change, nearest, small_changes
-from shardwise.plan.plan import Nearest, Objective, Option, Plan, Workload
-from shardwise.plan.search import MARGIN, TraceFor, fit, leanest_that_fits, search
-from shardwise.plan.simulate import simulate
 from shardwise.planner.cache import plan_key, plan_once
+from shardwise.planner.changes import Change, nearest, small_changes
+from shardwise.planner.plan import Nearest, Objective, Option, Plan, Workload
+from shardwise.planner.search import MARGIN, TraceFor, fit, leanest_that_fits, search
+from shardwise.planner.simulate import simulate
 from shardwise.space.candidates import Refused, candidates, predictable
 from shardwise.strategy import Strategy
 
@@ -43,16 +43,30 @@ def make_plan(
     *,
     objective: Objective = "throughput",
     memory_cap_bytes: int | None = None,
+    making: Callable[[], AbstractContextManager[object]] = nullcontext,
     **tokens: int | None,
 ) -> Plan:
     """The plan of a job on a hardware, made once and then kept (planner/cache.py).
 
-    `tokens`, where they are known: `vocab_size`, rows of the embedding (None: as the job says, which for a
-    tokenizer to be learned is the most it may have), and `epoch_tokens`, of one pass over the data. Raises
-    JobError where no strategy is allowed, and what building the model raises.
+    Args:
+        job: what is planned.
+        hardware: for which GPUs.
+        objective: the metric to rank strategies by.
+        memory_cap_bytes: limit per GPU for the process.
+        making: entered while a plan is made, not where a cached one is read.
+        tokens: `vocab_size`, rows of the embedding (None: as the job says; for a tokenizer to be learned the
+            most it may have), and `epoch_tokens`, of one pass over the data (None: not known).
+
+    Raises:
+        JobError: no strategy is allowed; and what building the model raises.
     """
     key = plan_key(job, hardware, objective=objective, memory_cap_bytes=memory_cap_bytes, **tokens)
-    plan = plan_once(key, lambda: _make(job, hardware, objective, memory_cap_bytes, **tokens))
+
+    def make() -> Plan:
+        with making():
+            return _make(job, hardware, objective, memory_cap_bytes, **tokens)
+
+    plan = plan_once(key, make)
     return replace(plan, job=replace(plan.job, name=job.name))  # the one thing that may differ
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.plan.why import TERMS
+from shardwise.planner.why import TERMS
 from shardwise.record.bench import SCHEMA, BenchRecord
 from shardwise.units import GIB, count, steps
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from shardwise.hardware.catalog import peak_flops
 from shardwise.models.flops import train_flops_per_token
-from shardwise.plan.table import show
+from shardwise.planner.table import show
 from shardwise.record.schema import RunEvent
 from shardwise.train.observe import Speed
 from shardwise.train.ready import Ready

@@ -21,10 +21,10 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.launch.resume import resume_command
 from shardwise.launch.spec import LaunchSpec
-from shardwise.plan.plan import Option, Plan, in_words
-from shardwise.plan.relief import flags, following, leaner_unpredicted, reliefs, same_state
-from shardwise.plan.search import MARGIN
+from shardwise.planner.plan import Option, Plan, in_words
 from shardwise.planner.planning import make_plan, nearest_change, predict_strategy
+from shardwise.planner.relief import flags, following, leaner_unpredicted, reliefs, same_state
+from shardwise.planner.search import MARGIN
 from shardwise.record.schema import OutOfMemory
 from shardwise.simulate.prediction import Memory
 from shardwise.space.candidates import candidates

@@ -27,9 +27,9 @@ from shardwise.models.fingerprint import fingerprint
 from shardwise.models.positions import check_length
 from shardwise.models.tokenizer import load_tokenizer
 from shardwise.models.vocabulary import rows_for
-from shardwise.plan.plan import Plan
-from shardwise.plan.why import does_not_fit
+from shardwise.planner.plan import Plan
 from shardwise.planner.planning import make_plan
+from shardwise.planner.why import does_not_fit
 from shardwise.space.auto import resolve
 from shardwise.strategy import Strategy
 

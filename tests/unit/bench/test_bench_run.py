@@ -14,6 +14,7 @@ from shardwise.bench.rows import Row, make_rows
 from shardwise.bench.run import Settings, run_rows
 from shardwise.bench.sweep import points
 from shardwise.errors import JobError, MachineError
+from shardwise.job.load import load_job
 from shardwise.record.bench import read_bench
 
 HEAD: dict[str, Any] = {
@@ -51,7 +52,9 @@ def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Row:
         "name: small\nmodel: {source: llama-3.2-1b, weights: random}\n"
         "data: {train: text.txt}\ntrain: {global_batch: 4}\n"
     )
-    rows, _ = make_rows(points(Path("job.yaml"), [], []), ["zero2"], processes=2, plan_for=None)
+    rows, _ = make_rows(
+        points(lambda more: load_job("job.yaml", more).job, []), ["zero2"], processes=2, plan_for=None
+    )
     return rows[0]
 
 

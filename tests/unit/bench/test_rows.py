@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from shardwise.bench.rows import make_rows
-from shardwise.bench.sweep import ALL, chosen_names, points
+from shardwise.bench.sweep import ALL, Load, chosen_names, points
 from shardwise.energy.meter import Unavailable
 from shardwise.errors import DoesNotFitError, JobError
 from shardwise.hardware.parse import parse_hardware
-from shardwise.plan.plan import Option
+from shardwise.job.load import load_job
+from shardwise.planner.plan import Option
 from shardwise.planner.planning import make_plan
 
 JOB = """
@@ -24,6 +26,10 @@ strategy: zero2
 """
 
 
+def loading(job: Path, changes: Sequence[str] = ()) -> Load:
+    return lambda more: load_job(job, [*changes, *more]).job
+
+
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -33,7 +39,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_sweep_is_every_combination_at_the_same_global_batch(job: Path) -> None:
-    found = points(job, [], ["train.micro_batch=1,4", "train.checkpointing=none,full"])
+    found = points(loading(job), ["train.micro_batch=1,4", "train.checkpointing=none,full"])
     rows, left_out = make_rows(found, None, processes=2, plan_for=None)
     assert [row.label for row in rows] == [
         "zero2 micro_batch=1 checkpointing=none",
@@ -50,13 +56,13 @@ def test_a_sweep_is_every_combination_at_the_same_global_batch(job: Path) -> Non
 
 
 def test_parts_of_the_strategy_can_be_swept(job: Path) -> None:
-    found = points(job, [], ["strategy.offload_optimizer=none,cpu"])
+    found = points(loading(job), ["strategy.offload_optimizer=none,cpu"])
     rows, _ = make_rows(found, None, processes=2, plan_for=None)
     assert [row.strategy.name for row in rows] == ["zero2", "zero2-offload"]
     rows, _ = make_rows(found, ["zero3", "fsdp2"], processes=2, plan_for=None)
     assert [row.strategy.name for row in rows if row.refused is None][:2] == ["zero3", "fsdp2"]
     reshard, _ = make_rows(
-        points(job, [], ["strategy.reshard=true,false"]), ["fsdp2"], processes=2, plan_for=None
+        points(loading(job), ["strategy.reshard=true,false"]), ["fsdp2"], processes=2, plan_for=None
     )
     assert [row.strategy.name for row in reshard] == ["fsdp2", "fsdp2-noreshard"]
 
@@ -65,7 +71,7 @@ def test_a_row_run_again_from_its_job_is_the_same_strategy(job: Path) -> None:
     """What the row's processes resolve from its job is what the row says."""
     from shardwise.space.auto import resolve
 
-    found = points(job, ["train.micro_batch=null", "train.checkpointing=auto"], [])
+    found = points(loading(job, ["train.micro_batch=null", "train.checkpointing=auto"]), [])
     rows, _ = make_rows(found, [ALL], processes=2, plan_for=None)
     assert len(rows) >= 10
     for row in rows:
@@ -87,7 +93,7 @@ def test_a_row_run_again_from_its_job_is_the_same_strategy(job: Path) -> None:
 
 
 def test_without_a_gpu_all_is_what_the_rules_allow_and_nothing_is_predicted(job: Path) -> None:
-    rows, left_out = make_rows(points(job, [], []), [ALL], processes=2, plan_for=None)
+    rows, left_out = make_rows(points(loading(job), []), [ALL], processes=2, plan_for=None)
     names = [row.strategy.name for row in rows]
     assert {"zero0", "zero1", "zero2", "zero3", "fsdp2"} <= set(names)
     assert {one["strategy"] for one in left_out} >= {"single"}
@@ -99,7 +105,7 @@ def test_without_a_gpu_all_is_what_the_rules_allow_and_nothing_is_predicted(job:
 
 def test_on_gpus_each_row_has_its_prediction_and_what_does_not_fit_is_left_out(job: Path) -> None:
     hardware = parse_hardware("2x24GB")
-    found = points(job, [], [])
+    found = points(loading(job), [])
     plan_for = partial(make_plan, hardware=hardware)
     rows, _ = make_rows(found, [ALL], processes=2, plan_for=plan_for)
     assert {"zero2", "zero3", "fsdp2"} <= {row.strategy.name for row in rows}
@@ -125,7 +131,7 @@ def test_on_gpus_each_row_has_its_prediction_and_what_does_not_fit_is_left_out(j
 
 
 def test_a_forbidden_strategy_is_a_row_that_says_why(job: Path) -> None:
-    (row,), _ = make_rows(points(job, [], []), ["single"], processes=2, plan_for=None)
+    (row,), _ = make_rows(points(loading(job), []), ["single"], processes=2, plan_for=None)
     assert row.refused is not None
     assert "one process" in row.refused
     assert isinstance(row.option, Unavailable)
@@ -144,7 +150,7 @@ def test_a_forbidden_strategy_is_a_row_that_says_why(job: Path) -> None:
 )
 def test_what_cannot_be_swept_is_an_error_that_names_it(job: Path, sweep: str, what: str) -> None:
     with pytest.raises(JobError) as caught:
-        points(job, [], [sweep])
+        points(loading(job), [sweep])
     assert any(what in problem.what for problem in caught.value.problems)
 
 
@@ -158,6 +164,6 @@ def test_a_strategy_that_is_none_is_answered_with_the_closest() -> None:
 
 
 def test_an_open_strategy_has_no_parts_to_sweep(job: Path) -> None:
-    found = points(job, ["strategy=auto"], ["strategy.reshard=true,false"])
+    found = points(loading(job, ["strategy=auto"]), ["strategy.reshard=true,false"])
     with pytest.raises(JobError, match="leaves the strategy to the plan"):
         make_rows(found, None, processes=2, plan_for=None)

@@ -42,9 +42,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequenc
             about |= {"date": "2026-01-02T03:04:05+00:00", "measured": None, "trace": None}
             yield {**about, "status": "out of memory", "error": "after 0 of 13 steps", "seconds": 1.0}
 
-    monkeypatch.setattr("shardwise.bench.run.run_rows", run_rows)
-    monkeypatch.setattr("shardwise.hardware.detect.gpu_count", lambda: 2)
-    monkeypatch.setattr("shardwise.hardware.detect.detect_hardware", lambda: parse_hardware("2x24GB"))
+    monkeypatch.setattr("shardwise.app.bench.run_rows", run_rows)
+    monkeypatch.setattr("shardwise.app.bench.gpu_count", lambda: 2)
+    monkeypatch.setattr("shardwise.app.bench.detect_hardware", lambda: parse_hardware("2x24GB"))
     return calls
 
 

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ import pytest
 from shardwise.cli import main
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job, StrategySpec
-from shardwise.plan.plan import Plan, Workload
-from shardwise.plan.search import search
+from shardwise.planner.plan import Plan, Workload
+from shardwise.planner.search import search
 from shardwise.simulate.prediction import Energy, Memory, MemoryTerms, Prediction, Time
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy import Strategy
@@ -222,7 +221,7 @@ def toy_plan(job: Job, hardware: Hardware, **_: object) -> Plan:
 def test_whether_it_fits_is_asked_of_the_planner(
     clean: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "shardwise.planner.planning", types.SimpleNamespace(make_plan=toy_plan))
+    monkeypatch.setattr("shardwise.app.check.make_plan", toy_plan)
     script = Path("train.py")
     script.write_text(
         "from transformers import Trainer, TrainingArguments\n"
@@ -248,7 +247,7 @@ def test_whether_it_fits_is_asked_of_the_planner(
 
 
 def test_gpus_that_share_a_layer_have_the_same_rows(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "shardwise.planner.planning", types.SimpleNamespace(make_plan=toy_plan))
+    monkeypatch.setattr("shardwise.app.check.make_plan", toy_plan)
     clean.write_text(json.dumps({**CLEAN, "tensor_parallel": {"autotp_size": 2}}))
     main(["check", str(clean), "--model", "llama-2-7b", "--gpus", "4xH100"])
     job = PLANNED[-1]

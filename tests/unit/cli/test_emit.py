@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -380,18 +379,18 @@ def test_a_plan_is_enough(
     ("change", "what"),
     [
         ({"chosen": None}, "nothing fits in this plan"),
-        ({"job": {"name": "a; rm -rf ~", "trainable_parameters": 1}}, "no plan of this version"),
-        ({"job": PLAN["job"] | {"quantization": "nf4\nrm -rf ~"}}, "no plan of this version"),
-        ({"job": PLAN["job"] | {"sequence_length": "1\nrm -rf ~"}}, "no plan of this version"),
+        ({"job": {"name": "a; rm -rf ~", "trainable_parameters": 1}}, "not a plan of this version"),
+        ({"job": PLAN["job"] | {"quantization": "nf4\nrm -rf ~"}}, "not a plan of this version"),
+        ({"job": PLAN["job"] | {"sequence_length": "1\nrm -rf ~"}}, "not a plan of this version"),
         (
             {"chosen": PLAN["chosen"] | {"strategy": PLAN["chosen"]["strategy"] | {"precision": "x\nrm"}}},
-            "no plan of this version",
+            "not a plan of this version",
         ),
-        ({"hardware": {}}, "no plan of this version"),
-        ({"schema": 99}, "no plan of this version"),
-        ({"hardware": {"nodes": 1e999, "gpus_per_node": 4}}, "no plan of this version"),
-        ({"hardware": {"nodes": 0, "gpus_per_node": 4}}, "no plan of this version"),
-        ({"chosen": {**PLAN["chosen"], "prediction": {}}}, "no plan of this version"),
+        ({"hardware": {}}, "not a plan of this version"),
+        ({"schema": 99}, "not a plan of this version"),
+        ({"hardware": {"nodes": 1e999, "gpus_per_node": 4}}, "not a plan of this version"),
+        ({"hardware": {"nodes": 0, "gpus_per_node": 4}}, "not a plan of this version"),
+        ({"chosen": {**PLAN["chosen"], "prediction": {}}}, "not a plan of this version"),
     ],
 )
 def test_a_plan_that_says_nothing_is_refused(
@@ -417,7 +416,7 @@ def test_a_job_is_planned_first(
         asked.append((job.name, hardware.world_size))
         return types.SimpleNamespace(to_json=lambda: PLAN | {"job": PLAN["job"] | {"name": job.name}})
 
-    monkeypatch.setitem(sys.modules, "shardwise.planner.planning", types.SimpleNamespace(make_plan=make_plan))
+    monkeypatch.setattr("shardwise.app.emit.make_plan", make_plan)
     monkeypatch.chdir(tmp_path)
     Path("qa.jsonl").write_text("{}\n")
     Path("job.yaml").write_text(

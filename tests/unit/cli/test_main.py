@@ -14,8 +14,9 @@ from typing import Any, get_args
 import pytest
 
 from shardwise import __version__
+from shardwise.app.jobs import size_in_bytes
 from shardwise.cli import main
-from shardwise.cli.options import size_in_bytes, write_text
+from shardwise.cli.options import write_text
 from shardwise.emit.files import Target
 from shardwise.errors import CheckpointError, JobError, StoppedError
 from shardwise.launch.spec import LaunchSpec
@@ -64,7 +65,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSpec]:
         os.write(1, b"a worker speaks\n")
         return 0
 
-    monkeypatch.setattr("shardwise.launch.local.launch", launch)
+    monkeypatch.setattr("shardwise.app.train.launch", launch)
     return specs
 
 
@@ -117,7 +118,7 @@ def test_errors_end_in_one_block_and_their_code(
     def launch(spec: LaunchSpec) -> int:
         raise error
 
-    monkeypatch.setattr("shardwise.launch.local.launch", launch)
+    monkeypatch.setattr("shardwise.app.train.launch", launch)
     assert main(["train", str(job_file)]) == code
     assert capsys.readouterr().err == block
 
@@ -128,7 +129,7 @@ def test_a_bug_is_called_a_bug_and_debug_shows_where(
     def launch(spec: LaunchSpec) -> int:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("shardwise.launch.local.launch", launch)
+    monkeypatch.setattr("shardwise.app.train.launch", launch)
     assert main(["train", str(job_file)]) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: ZeroDivisionError: division by zero\n")
@@ -142,7 +143,7 @@ def test_a_bug_is_called_a_bug_and_debug_shows_where(
 def test_train_hands_the_launcher_what_was_asked(
     job_file: Path, launched: list[LaunchSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.hardware.detect.gpu_count", lambda: 2)
+    monkeypatch.setattr("shardwise.app.train.gpu_count", lambda: 2)
     flags = [
         "--processes",
         "2",
@@ -178,7 +179,7 @@ def test_a_memory_cap_without_a_gpu_is_refused_not_ignored(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("shardwise.hardware.detect.gpu_count", lambda: 0)
+    monkeypatch.setattr("shardwise.app.train.gpu_count", lambda: 0)
     assert main(["train", str(job_file), "--memory-cap", "16GiB"]) == 2
     assert "no GPU is visible" in capsys.readouterr().err
     assert launched == []
@@ -235,10 +236,10 @@ def test_rows_that_cannot_be_shared_are_told_with_the_nearest_numbers(
 def test_processes_default_to_the_visible_gpus(
     job_file: Path, launched: list[LaunchSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.hardware.detect.gpu_count", lambda: 4)
+    monkeypatch.setattr("shardwise.app.train.gpu_count", lambda: 4)
     main(["train", str(job_file)])
     main(["train", str(job_file), "--set", "strategy=single"])
-    monkeypatch.setattr("shardwise.hardware.detect.gpu_count", lambda: 0)
+    monkeypatch.setattr("shardwise.app.train.gpu_count", lambda: 0)
     main(["train", str(job_file)])
     assert [spec.processes for spec in launched] == [4, 1, 1]
 
@@ -269,7 +270,11 @@ def test_stdout_is_for_the_result_not_for_what_libraries_print(
 ) -> None:
     def act(*_: object, **__: object) -> Any:
         os.write(1, b"a library speaks\n")
-        return {"kind": "model", "dtype": "float32", "step": 3} if verb == "export" else "result"
+        return (
+            {"kind": "model", "dtype": "float32", "step": 3, "out": "runs/run/export"}
+            if verb == "export"
+            else "result"
+        )
 
     afterwards = types.SimpleNamespace(export_run=act, generate_run=act)
     monkeypatch.setitem(sys.modules, "shardwise.train.afterwards", afterwards)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import pytest
 from shardwise.cli import main
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
-from shardwise.plan.plan import Nearest, Plan, Workload
-from shardwise.plan.search import search
+from shardwise.planner.plan import Nearest, Plan, Workload
+from shardwise.planner.search import search
 from shardwise.simulate.prediction import Energy, Memory, MemoryTerms, Prediction, Time
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy import Strategy
@@ -64,8 +63,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the planner is asked, instead of a trace of the model; it says something on stdout."""
     calls: list[dict[str, Any]] = []
 
-    def make_plan(job: Job, hardware: Hardware, *, objective: Any, memory_cap_bytes: int | None) -> Plan:
-        os.write(1, b"a library speaks\n")
+    def make_plan(
+        job: Job, hardware: Hardware, *, objective: Any, memory_cap_bytes: int | None, making: Any
+    ) -> Plan:
+        with making():
+            os.write(1, b"a library speaks\n")
+            return planned(job, hardware, objective, memory_cap_bytes)
+
+    def planned(job: Job, hardware: Hardware, objective: Any, memory_cap_bytes: int | None) -> Plan:
         calls.append({"job": job, "hardware": hardware, "objective": objective, "cap": memory_cap_bytes})
         capacity = memory_cap_bytes or hardware.gpu.memory_bytes
         larger = search_with(job, hardware, objective, NEEDED * 2).chosen
@@ -88,9 +93,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             nearest=lambda: change,
         )  # fmt: skip
 
-    module = types.ModuleType("shardwise.planner.planning")
-    module.make_plan = make_plan  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "shardwise.planner.planning", module)
+    monkeypatch.setattr("shardwise.app.plan.make_plan", make_plan)
     return calls
 
 

@@ -8,7 +8,7 @@ from shardwise.engines.fsdp2.group import shard_of, shard_part
 from shardwise.engines.fsdp2.memory import Fsdp2Memory as Fsdp2
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Model
-from shardwise.plan.simulate import predict_memory
+from shardwise.planner.simulate import predict_memory
 from shardwise.simulate.memory.allocator import CachingAllocator
 from shardwise.simulate.memory.gpu import GRADIENTS, WEIGHTS, Machine
 from shardwise.simulate.step_trace import Parameter, StepTrace, Unit

@@ -15,8 +15,8 @@ from shardwise.job.schema import Job
 from shardwise.lint.fit import Fit, fit_of
 from shardwise.lint.read import read
 from shardwise.lint.setup import Setup
-from shardwise.plan.plan import Nearest, Plan, Workload
-from shardwise.plan.search import search
+from shardwise.planner.plan import Nearest, Plan, Workload
+from shardwise.planner.search import search
 from shardwise.simulate.prediction import Energy, Memory, MemoryTerms, Prediction, Time
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.space.candidates import candidates

@@ -10,7 +10,7 @@ import pytest
 from shardwise.lint.read import read
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import translate
-from shardwise.plan.sketch import sketch
+from shardwise.planner.sketch import sketch
 
 SCRIPT = """
 from peft import LoraConfig

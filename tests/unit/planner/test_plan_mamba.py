@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.hardware.parse import parse_hardware
-from shardwise.plan.sketch import sketch
 from shardwise.planner.planning import make_plan
+from shardwise.planner.sketch import sketch
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Lora, Model
-from shardwise.plan.sketch import sketch
 from shardwise.planner.planning import make_plan, nearest_change
+from shardwise.planner.sketch import sketch
 from shardwise.simulate.memory.allocator import CachingAllocator
 from shardwise.simulate.memory.gpu import Machine
 from shardwise.simulate.memory.weights import fill, parts

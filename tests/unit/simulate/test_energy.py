@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.hardware.parse import parse_hardware
-from shardwise.plan.simulate import play
+from shardwise.planner.simulate import play
 from shardwise.simulate.energy import Draw, predict_energy
 from shardwise.simulate.prediction import Energy, Time
 from shardwise.simulate.step_trace import Op, StepTrace

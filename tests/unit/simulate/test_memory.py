@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.engines import descriptor
 from shardwise.hardware.parse import parse_hardware
-from shardwise.plan.simulate import predict_memory
+from shardwise.planner.simulate import predict_memory
 from shardwise.simulate.prediction import Memory
 from shardwise.simulate.step_trace import ALLOC, FREE, StepTrace
 from shardwise.strategy import Strategy

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.hardware.parse import parse_hardware
-from shardwise.plan.simulate import play
+from shardwise.planner.simulate import play
 from shardwise.simulate.prediction import Time
 from shardwise.simulate.step_trace import FORWARD, FORWARD_END, OP, Op, StepTrace
 from shardwise.simulate.time import collectives as communication

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
-from shardwise import __version__
 from shardwise.report.html.markup import Child, Html, h
 
 
@@ -46,7 +46,7 @@ def page(title: str, *, eyebrow: str, lead: str, made: str, body: Child) -> str:
         h("h1", None, title),
         h("p", {"class": "lead"}, lead),
     )
-    foot = h("footer", None, f"shardwise {__version__} · {made}")
+    foot = h("footer", None, f"shardwise {version('shardwise')} · {made}")
     return "<!doctype html>\n" + h(
         "html", {"lang": "en"}, head, h("body", None, h("main", None, header, body, foot))
     )

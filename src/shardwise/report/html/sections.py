@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardwise.plan.why import TERMS
+from shardwise.planner.why import TERMS
 from shardwise.report import bench
 from shardwise.report.html import numbers
 from shardwise.report.html.charts import COLOURS, SMALL, Bar, Curve, Part, bars, layered, legend, plot

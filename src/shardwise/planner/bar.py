@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from shardwise.plan.why import terms
+from shardwise.planner.why import terms
 from shardwise.simulate.prediction import Memory
 
 PARTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (

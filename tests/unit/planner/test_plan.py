@@ -7,7 +7,7 @@ import json
 import pytest
 
 from shardwise.job.schema import Data, Job, Lora, Model, Train
-from shardwise.plan.plan import Workload, in_words
+from shardwise.planner.plan import Workload, in_words
 from shardwise.strategy import Strategy
 
 KEYS = {

@@ -10,8 +10,8 @@ import pytest
 
 from shardwise.errors import JobError, Problem, render
 from shardwise.hardware.parse import parse_hardware
-from shardwise.plan.plan import Nearest
-from shardwise.plan.search import ALIKE, excess, family, fit, leanest, leanest_that_fits, rank, search
+from shardwise.planner.plan import Nearest
+from shardwise.planner.search import ALIKE, excess, family, fit, leanest, leanest_that_fits, rank, search
 from shardwise.space.candidates import Refused
 
 

@@ -159,6 +159,12 @@ class Plan:
         """What `Option.seconds` is told for."""
         return self.job.total_tokens or TOKENS_TO_COMPARE
 
+    def __str__(self) -> str:
+        """The table that `shardwise plan` shows, 100 columns wide."""
+        from shardwise.planner.table import as_text
+
+        return as_text(self)
+
     def to_json(self) -> dict[str, Any]:
         """Schema 1: bytes, seconds, joules; a key that has nothing to say is null or empty, never absent."""
         return {

@@ -9,8 +9,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from shardwise.plan.explain import folded, next_better, show_explanation
-from shardwise.plan.why import reasons
+from shardwise.planner.explain import folded, next_better, show_explanation
+from shardwise.planner.why import reasons
 from shardwise.simulate.energy import Draw
 from shardwise.simulate.prediction import Moment
 

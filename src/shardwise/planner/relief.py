@@ -15,8 +15,8 @@ from math import inf
 from shardwise.engines import settings_of
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.strategies import NAMED
-from shardwise.plan.plan import Fit, Option
-from shardwise.plan.search import MARGIN, family, rank
+from shardwise.planner.plan import Fit, Option
+from shardwise.planner.search import MARGIN, family, rank
 from shardwise.strategy import Strategy
 
 

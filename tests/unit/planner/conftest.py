@@ -9,8 +9,8 @@ import pytest
 
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
-from shardwise.plan.plan import Plan, Workload
-from shardwise.plan.search import search
+from shardwise.planner.plan import Plan, Workload
+from shardwise.planner.search import search
 from shardwise.simulate.prediction import Energy, Memory, MemoryTerms, Moment, Prediction, Time
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy import Strategy

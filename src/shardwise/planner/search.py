@@ -13,10 +13,10 @@ from math import ceil, inf
 
 from shardwise.errors import JobError, Problem
 from shardwise.hardware.hardware import Hardware
-from shardwise.plan.changes import with_host_memory
-from shardwise.plan.plan import Fit, Nearest, Objective, Option, Plan, Skipped, Workload, in_words
-from shardwise.plan.progress import tell
-from shardwise.plan.why import reasons, shortcoming, uses_host
+from shardwise.planner.changes import with_host_memory
+from shardwise.planner.plan import Fit, Nearest, Objective, Option, Plan, Skipped, Workload, in_words
+from shardwise.planner.progress import progress
+from shardwise.planner.why import reasons, shortcoming, uses_host
 from shardwise.simulate.prediction import Prediction
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.space.candidates import Refused
@@ -156,7 +156,7 @@ def predict(
     start = _starter(hardware=hardware, trace_for=cache(trace_for), simulate=simulate, executor=executor)
     running: dict[Future[Prediction], int] = {}
     while ready or running:
-        tell(len(options) + len(skipped), len(ordered))
+        progress(len(options) + len(skipped), len(ordered))
         if ready:
             place = heappop(ready)
             running[start(ordered[place])] = place

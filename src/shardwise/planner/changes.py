@@ -13,8 +13,8 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Job, Lora, Quantization
 from shardwise.models.catalog import lookup
-from shardwise.plan.plan import Nearest, Option
-from shardwise.plan.simulate import capacity_bytes
+from shardwise.planner.plan import Nearest, Option
+from shardwise.planner.simulate import capacity_bytes
 from shardwise.units import GIB, gib
 
 SHORTEST_ROW = 256

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 from shardwise.errors import DoesNotFitError
 from shardwise.hardware.hardware import Hardware
-from shardwise.plan.changes import binds, published
-from shardwise.plan.plan import Objective, Option, Plan, in_words
+from shardwise.planner.changes import binds, published
+from shardwise.planner.plan import Objective, Option, Plan, in_words
 from shardwise.simulate.energy import Draw
 from shardwise.simulate.prediction import Memory, Time
 from shardwise.simulate.time.collectives import group

@@ -7,7 +7,7 @@ import pytest
 from shardwise.hardware.catalog import gpus
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Data, Job, Lora, Model, Train
-from shardwise.plan.changes import larger_gpus, nearest, small_changes
+from shardwise.planner.changes import larger_gpus, nearest, small_changes
 
 JOB = Job(
     name="a",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -9,9 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.plan.bar import LIMIT, legend, memory_bar, room
-from shardwise.plan.plan import Option, Plan, in_words
-from shardwise.plan.why import needs_of_host
+from shardwise.planner.bar import LIMIT, legend, memory_bar, room
+from shardwise.planner.plan import Option, Plan, in_words
+from shardwise.planner.why import needs_of_host
 from shardwise.strategy import Strategy
 from shardwise.units import GIB, count, gib
 
@@ -46,6 +47,14 @@ def show(plan: Plan, *, console: Console | None = None, everything: bool = False
     if plan.chosen is not None:
         console.print()
         console.print(verdict(plan.chosen))
+
+
+def as_text(plan: Plan) -> str:
+    """The same as plain text."""
+    console = Console(file=io.StringIO(), width=NARROW)
+    with console.capture() as captured:
+        show(plan, console=console)
+    return captured.get().rstrip()
 
 
 def excerpt(plan: Plan) -> list[Option]:

@@ -11,8 +11,8 @@ import pytest
 from shardwise.job.overrides import apply
 from shardwise.job.schema import Job
 from shardwise.job.source import Document
-from shardwise.plan.plan import Option, Plan
-from shardwise.plan.relief import corrected, flags, following, leaner_unpredicted, reliefs, same_state
+from shardwise.planner.plan import Option, Plan
+from shardwise.planner.relief import corrected, flags, following, leaner_unpredicted, reliefs, same_state
 from shardwise.strategy import Strategy
 from shardwise.units import GIB
 

@@ -8,8 +8,8 @@ import pytest
 
 from shardwise.errors import render
 from shardwise.hardware.parse import parse_hardware
-from shardwise.plan.plan import Nearest, in_words
-from shardwise.plan.why import better_with_memory, does_not_fit, gain, reasons, shortcoming, terms
+from shardwise.planner.plan import Nearest, in_words
+from shardwise.planner.why import better_with_memory, does_not_fit, gain, reasons, shortcoming, terms
 from shardwise.units import GIB
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import JobError
-from shardwise.plan.sketch import default_global_batch, sketch
+from shardwise.planner.sketch import default_global_batch, sketch
 
 
 def test_a_name_is_enough_and_what_is_assumed_is_said() -> None:

@@ -8,8 +8,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from shardwise.plan.plan import OBJECTIVES
-from shardwise.plan.table import excerpt, show, unit_of_time
+from shardwise.planner.plan import OBJECTIVES
+from shardwise.planner.table import excerpt, show, unit_of_time
 from shardwise.space.candidates import Refused
 
 GOLDEN = """\
@@ -43,7 +43,7 @@ def shown(plan, width: int, *, everything: bool = False) -> str:
 
 
 def test_the_table_at_80_columns(toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.plan.table.ROWS", 3)
+    monkeypatch.setattr("shardwise.planner.table.ROWS", 3)
     assert shown(toy.plan("4xRTX4080", "zero0", "zero2", "zero3-offload-optimizer"), 80) == GOLDEN
 
 

@@ -1,0 +1,106 @@
+"""Engine files and launch scripts for a user's own training script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardwise.app.jobs import hardware_of
+from shardwise.emit.files import Emitted, Target
+from shardwise.emit.files import emit as files_for
+from shardwise.emit.request import Request
+from shardwise.errors import JobError
+from shardwise.job.load import load_job
+from shardwise.planner.plan import SCHEMA
+from shardwise.planner.planning import make_plan
+from shardwise.planner.why import does_not_fit
+
+
+def emit(
+    source: Path,
+    *,
+    to: Target = "torchrun",
+    gpus: str | None = None,
+    out: Path = Path("engine"),
+    changes: Sequence[str] = (),
+    making: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Emitted:
+    """The texts of the files for a launcher, which belong into the folder `out`.
+
+    Args:
+        source: a job file, or a plan that `shardwise plan --out` wrote.
+        to: the launcher.
+        gpus: for a job: `4xRTX4080`; None: this machine's.
+        out: the folder of the files; it holds none of them yet.
+        changes: for a job: `key=value` texts, as for `--set`.
+        making: entered while a plan is made.
+    """
+    plan = _plan(_text(source))
+    for flag, value in {"--set": changes, "--gpus": gpus}.items():
+        if plan is not None and value:
+            raise JobError("a plan is not changed", where=flag, fix="name the job that it was made of")
+    place = out.resolve().as_posix()
+    of_job = partial(_of_job, source, changes, gpus, place, making)
+    request = of_job() if plan is None else _of_plan(source, plan, place)
+    emitted = files_for(to, request)
+    taken = [name for name in emitted.files if (out / name).exists()]
+    if taken:
+        fix = "name a new folder, or remove the file"
+        raise JobError(f"{out / taken[0]} exists already", where="--out", fix=fix)
+    return emitted
+
+
+def _text(source: Path) -> str:
+    try:
+        return source.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise JobError(f"there is no file {source}", where="shardwise emit", fix="check the path") from None
+    except (OSError, UnicodeDecodeError):
+        raise JobError("it cannot be read", where=str(source), fix="name a job file or a plan") from None
+
+
+def _plan(text: str) -> dict[str, Any] | None:
+    """The plan that a text holds; None for anything else, such as a job."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) and "chosen" in values else None
+
+
+def _of_plan(source: Path, plan: dict[str, Any], place: str) -> Request:
+    """The choice of a plan that `plan --out` wrote."""
+    try:
+        if plan["schema"] != SCHEMA:
+            raise ValueError(plan["schema"])
+        request = Request.of_plan(plan, place)
+    except (ValueError, KeyError, TypeError, OverflowError):
+        fix = "shardwise plan JOB --out plan.json"
+        raise JobError("it is not a plan of this version", where=str(source), fix=fix) from None
+    if request is None:
+        raise JobError(
+            "nothing fits in this plan, so there is nothing to emit",
+            where=str(source),
+            fix="`shardwise plan` names the nearest change that fits",
+        )
+    return request
+
+
+def _of_job(
+    source: Path,
+    changes: Sequence[str],
+    gpus: str | None,
+    place: str,
+    making: Callable[[], AbstractContextManager[object]],
+) -> Request:
+    """The plan's choice for a job."""
+    job = load_job(source, changes).job
+    plan = make_plan(job, hardware_of(gpus), making=making)
+    request = Request.of_plan(plan.to_json(), place, job=job)
+    if request is None:
+        raise does_not_fit(plan)
+    return request

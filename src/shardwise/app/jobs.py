@@ -1,0 +1,86 @@
+"""What a caller may name: a job as a file or a value, GPUs as text or a value, sizes as text or a number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.errors import JobError, MachineError
+from shardwise.hardware.hardware import Hardware
+from shardwise.job import load, overrides, validate
+from shardwise.job.load import LoadedJob
+from shardwise.job.schema import Job
+from shardwise.job.source import Document
+from shardwise.units import GIB
+
+AnyJob = Job | str | Path
+
+_SIZES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": GIB}
+MOST_BYTES = 2.0**60
+
+
+def load_job(path: str | Path, changes: Sequence[str] = ()) -> Job:
+    """Read a job file.
+
+    Args:
+        path: a YAML file.
+        changes: `key=value` texts, as for `--set`.
+
+    Raises:
+        JobError: with every problem found, each with its line.
+    """
+    return read(path, changes).job
+
+
+def read(job: AnyJob, changes: Sequence[str] = ()) -> LoadedJob:
+    """The job of a file or a value, with `changes` applied, and where each value comes from."""
+    if not isinstance(job, Job):
+        return load.load_job(job, changes)
+    if not changes:
+        return LoadedJob(job=job, origins={})
+    document = Document(name="the job", values=job.model_dump(mode="json"))
+    overrides.apply(document, changes)
+    changed, wrong = validate.check(document)
+    problems = [*document.problems, *wrong.values()]
+    if changed is None or problems:
+        raise JobError("the changed job is wrong", problems=problems)
+    return LoadedJob(job=changed, origins={})
+
+
+def hardware_of(gpus: str | Hardware | None) -> Hardware:
+    """What `gpus` describes (`4xRTX4080`), else this machine; MachineError where it has no GPU."""
+    from shardwise.hardware.detect import detect_hardware
+    from shardwise.hardware.parse import EXAMPLES, parse_hardware
+
+    if gpus is not None:
+        return gpus if isinstance(gpus, Hardware) else parse_hardware(gpus)
+    found = detect_hardware()
+    if found is None:
+        fix = f"name the GPUs: --gpus {EXAMPLES}"
+        raise MachineError("no GPU is visible here to plan for", where="--gpus", fix=fix)
+    return found
+
+
+def size_in_bytes(size: str | int, flag: str) -> int:
+    """`16GiB` as bytes; JobError naming the flag for anything that is not a size."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", size.strip().lower())
+    factor = _SIZES.get(match[2]) if match else None
+    found = float(match[1]) * factor if match and factor else 0.0
+    if not 1 <= found < MOST_BYTES:
+        fix = "a number and its unit, such as 16GiB or 500MB"
+        raise JobError(f"{size!r} is not a size", where=flag, fix=fix)
+    return int(found)
+
+
+def cap_in_bytes(memory_cap: str | int | None, gpus: int) -> int | None:
+    """The value of --memory-cap; JobError where it is no size, or there is no GPU to cap."""
+    if memory_cap is None:
+        return None
+    size = size_in_bytes(memory_cap, "--memory-cap")
+    if not gpus:
+        what = "--memory-cap limits the memory of GPUs, and no GPU is visible here"
+        raise JobError(what, where="--memory-cap", fix="leave it out")
+    return size

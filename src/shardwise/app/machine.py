@@ -1,0 +1,22 @@
+"""This machine: whether it can train, and what it is capable of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.doctor.doctor import Report
+
+
+def doctor(*, calibrate: bool = False, runs: str | Path = "runs") -> Report:
+    """Check drivers, GPUs, links, kernels, collectives, DeepSpeed, disks and ports; changes no setting.
+
+    Args:
+        calibrate: also measure this machine (minutes) and keep the rates for the planner.
+        runs: where runs will be written; its disk is checked.
+    """
+    from shardwise.doctor.doctor import examine
+    from shardwise.folders import cache_root
+
+    return examine(runs=Path(runs), cache=cache_root(), calibrate=calibrate)

@@ -1,0 +1,71 @@
+"""A job and a hardware to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+from shardwise.app.jobs import AnyJob, hardware_of, read, size_in_bytes
+from shardwise.errors import JobError
+from shardwise.hardware.hardware import Hardware
+from shardwise.hardware.parse import with_slot
+from shardwise.job.load import LoadedJob
+from shardwise.planner.plan import Objective, Plan
+from shardwise.planner.planning import make_plan
+from shardwise.planner.sketch import sketch
+from shardwise.planner.why import uses_host
+
+
+def plan(
+    job: AnyJob | None = None,
+    *,
+    gpus: str | Hardware | None = None,
+    model: str | None = None,
+    changes: Sequence[str] = (),
+    objective: Objective = "throughput",
+    memory_cap: str | int | None = None,
+    making: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Plan:
+    """Predict memory, time and energy of every allowed strategy, and choose one. Touches no GPU.
+
+    Args:
+        job: a job file, or a job; None plans for `model` alone.
+        gpus: `4xRTX4080`, `2x8xH100`, a Hardware; None: this machine's.
+        model: a hub id, folder or known name.
+        changes: `key=value` texts, as for `--set`.
+        objective: the metric to rank strategies by.
+        memory_cap: use no more of each GPU; bytes, or `16GiB`.
+        making: entered while a plan is made; a kept one is only read.
+
+    Returns:
+        The plan; its `chosen` is None where nothing fits.
+
+    Raises:
+        JobError: the job is wrong, or no strategy is allowed.
+        MachineError: no GPU is named, and this machine has none.
+    """
+    cap = None if memory_cap is None else size_in_bytes(memory_cap, "--memory-cap")
+    hardware = hardware_of(gpus)
+    loaded, assumed = _job(job, model, changes, hardware)
+    try:
+        made = make_plan(loaded.job, hardware, objective=objective, memory_cap_bytes=cap, making=making)
+    except JobError as error:
+        raise loaded.located(error) from None
+    slot = with_slot(gpus, hardware) if isinstance(gpus, str) else None
+    if slot is not None and (hardware.world_size > 1 or (made.chosen is not None and uses_host(made.chosen))):
+        assumed = (*assumed, f"--gpus {slot}")
+    return replace(made, job=replace(made.job, assumed=(*made.job.assumed, *assumed)))
+
+
+def _job(
+    job: AnyJob | None, model: str | None, changes: Sequence[str], hardware: Hardware
+) -> tuple[LoadedJob, tuple[str, ...]]:
+    """The job that is asked for, and the flags for what was assumed."""
+    if job is not None:
+        return read(job, [*changes, *([] if model is None else [f"model.source={model}"])]), ()
+    if model is None:
+        fix = "name a job file, or a model: --model EleutherAI/gpt-neo-2.7B"
+        raise JobError("there is nothing to plan", where="shardwise plan", fix=fix)
+    sketched = sketch(model, changes, world_size=hardware.world_size)
+    return LoadedJob(job=sketched.job, origins={}), sketched.assumed

@@ -1,0 +1,128 @@
+"""A job to a run: check what can be checked without a model, start the processes, wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.app.jobs import AnyJob, cap_in_bytes, read
+from shardwise.errors import JobError
+from shardwise.hardware.detect import gpu_count
+from shardwise.job.load import LoadedJob
+from shardwise.job.schema import Job
+from shardwise.launch.local import launch
+from shardwise.launch.resume import check_same_job, job_file, processes_of, resume_command
+from shardwise.launch.spec import LaunchSpec
+from shardwise.record.read import is_run_folder
+from shardwise.space.auto import resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that has ended."""
+
+    folder: Path
+    exit_code: int
+    """0: done; 75: stopped with its state saved; anything else: the error is on stderr."""
+
+    def summary(self) -> dict[str, Any]:
+        """Losses, speed, memory and energy, as `shardwise report --json` has them."""
+        from shardwise.report.compare import summary
+
+        return summary(self.folder)
+
+
+def train(
+    job: AnyJob,
+    *,
+    processes: int | None = None,
+    resume: bool = False,
+    max_steps: int | None = None,
+    dry_run: bool = False,
+    changes: Sequence[str] = (),
+    memory_cap: str | int | None = None,
+    on_oom: Literal["stop", "retry"] = "stop",
+    as_json: bool = False,
+    command: Sequence[str] = ("shardwise.train",),
+) -> Run:
+    """Train a model as the job says, in processes of its own; returns when they have ended.
+
+    Args:
+        job: a job file or a job; with `resume` also a run folder.
+        processes: one per GPU; None: the resumed run's, all GPUs, or 1.
+        resume: continue from the run's newest checkpoint.
+        max_steps: stop after this step; the schedule stays the job's.
+        dry_run: show what would run; train nothing.
+        changes: `key=value` texts, as for `--set`.
+        memory_cap: use no more of each GPU; bytes, or `16GiB`.
+        on_oom: after a GPU ran out of memory: stop, or retry with a strategy that needs less.
+        as_json: a dry run prints its plan as one JSON object.
+        command: what the user typed, for the run's record.
+
+    Raises:
+        JobError: the job, the run folder or an argument is wrong.
+        CheckpointError: the run to resume is damaged, or another job's.
+    """
+    named = None if isinstance(job, Job) else Path(job)
+    file = None if named is None else job_file(named, resume=resume)
+    loaded, gpus = read(job if file is None else file, changes), gpu_count()
+    asked = loaded.job
+    folder = named if named is not None and file != named else Path(asked.output) / asked.name
+    if resume or not dry_run:
+        _check_folder(folder, resume=resume)
+    if resume:
+        check_same_job(loaded, folder)
+        processes = processes or processes_of(folder)
+    processes = processes or (1 if asked.strategy == "single" else max(1, gpus))
+    _check_strategy(loaded, processes, gpus)
+    spec = LaunchSpec(
+        job=asked.model_dump(mode="json"),
+        run_dir=str(folder),
+        processes=processes,
+        resume=resume,
+        max_steps=max_steps,
+        dry_run=dry_run,
+        as_json=as_json,
+        memory_cap_bytes=cap_in_bytes(memory_cap, gpus),
+        on_oom=on_oom,
+        command=list(command),
+    )
+    return Run(folder=folder, exit_code=launch(spec))
+
+
+def _check_strategy(loaded: LoadedJob, processes: int, gpus: int) -> None:
+    """Refuse what cannot be combined before any process starts, at the job file's lines.
+
+    The workers resolve the strategy again; they know the model's size and the GPU's memory.
+    """
+    job = loaded.job
+    try:
+        resolve(
+            job.strategy,
+            train=job.train,
+            clip_norm=job.optimizer.clip_norm,
+            world_size=processes,
+            devices="cuda" if gpus else "cpu",
+            trainable_parameters=0,
+            total_parameters=0,
+            device_memory_bytes=None,
+            lora=job.model.lora is not None,
+            quantization=job.model.quantization,
+        )
+    except JobError as error:
+        raise loaded.located(error) from None
+
+
+def _check_folder(folder: Path, *, resume: bool) -> None:
+    """A new run needs an empty place, a resumed one a run; JobError names the flag that fits."""
+    if resume and not is_run_folder(folder):
+        raise JobError("there is no run to resume", where=str(folder), fix="run without --resume")
+    if not resume and folder.is_dir() and any(folder.iterdir()):
+        resuming = f"`{resume_command(folder)}` continues it; " if is_run_folder(folder) else ""
+        raise JobError(
+            "the run folder exists already",
+            where=str(folder),
+            fix=f"{resuming}--set name={folder.name}-2 starts another",
+        )
