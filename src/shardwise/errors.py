@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong: what it is, where it stands, how to mend it."""
+    """One problem: what is wrong, where it is, how to fix it."""
 
     what: str
     where: str = ""
@@ -83,7 +83,7 @@ WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 
 def unwritten(error: OSError) -> MachineError:
-    """One of WRITE_ERRORS, as the user is told of it."""
+    """One of WRITE_ERRORS as an error for the user."""
     return MachineError(
         f"it cannot be written: {error.strerror}",
         where=str(error.filename or "stdout"),

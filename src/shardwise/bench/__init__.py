@@ -1,1 +1,1 @@
-"""Strategies side by side on this machine: each run for a few steps, predicted beside measured."""
+"""Strategies side by side on this machine: each run for a few steps, predicted and measured."""

@@ -46,7 +46,7 @@ def opened(path: Path, head: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _cut_torn_line(rows: Path) -> None:
-    """A row that a crash or a full disk cut off goes: its strategy is run again, behind whole lines."""
+    """Drop a last line that a crash or a full disk cut off; its strategy is run again."""
     if rows.exists():
         content = rows.read_bytes()
         os.truncate(rows, content.rfind(b"\n") + 1)

@@ -1,4 +1,4 @@
-"""The rows of a bench: one complete strategy each, with what the simulator says of it."""
+"""The rows of a bench: one complete strategy each, with its prediction."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Row:
     """One strategy on one variant of the job."""
 
     job: Job
-    """Complete: run again from it, it is the same strategy."""
+    """Complete: it always gives this strategy."""
     strategy: Strategy
     sweep: Mapping[str, str]
     option: Option | Unavailable
-    """What was predicted."""
+    """The prediction."""
     refused: str | None = None
     """Why it cannot be run at all."""
 
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """What the row is, whatever it is called; under it a result is found again."""
+        """A hash of the job without its names: the identity of a result."""
         content = self.job.model_dump(mode="json", exclude={"name", "output", "tracking"})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -109,7 +109,7 @@ class _Making:
         self._processes = processes
         self._plan_for = plan_for
         self._shapes = shapes(processes)
-        self._whole: Plan | JobError | None = None
+        self._auto_plan: Plan | JobError | None = None
 
     def own(self) -> Row:
         """The job's own strategy; `auto`: the plan's choice, without a GPU the rule of thumb's."""
@@ -145,23 +145,23 @@ class _Making:
 
     def nothing(self, left_out: Mapping[str, str]) -> ShardwiseError:
         """The error that there is nothing to run."""
-        if isinstance(self._whole, Plan) and self._whole.chosen is None:
-            return does_not_fit(self._whole)
+        if isinstance(self._auto_plan, Plan) and self._auto_plan.chosen is None:
+            return does_not_fit(self._auto_plan)
         problems = [Problem(what=f"{name}: {reason}") for name, reason in left_out.items()]
         return JobError("no strategy can be used for this job", problems=problems)
 
     def _all(self) -> Plan | JobError:
-        """The plan in which every strategy is open; the error where none is allowed."""
-        if self._whole is None:
+        """The plan with all strategies open; the error where none is allowed."""
+        if self._auto_plan is None:
             assert self._plan_for is not None
             try:
-                self._whole = self._plan_for(self._point.job.model_copy(update={"strategy": "auto"}))
+                self._auto_plan = self._plan_for(self._point.job.model_copy(update={"strategy": "auto"}))
             except JobError as error:
-                self._whole = error
-        return self._whole
+                self._auto_plan = error
+        return self._auto_plan
 
     def _of(self, parts: Parts) -> Row:
-        """A strategy of these parts, on a plan of its own."""
+        """A strategy of these parts, planned on its own."""
         if self._plan_for is None:
             return self._unplanned(parts, NO_GPU)
         try:
@@ -172,7 +172,7 @@ class _Making:
         return self._row(plan.options[0].strategy, plan.options[0])
 
     def _planned(self, name: str, plan: Plan | JobError) -> Row:
-        """The best of a kind that the plan has simulated, even if it does not fit."""
+        """The best simulated strategy of a kind, even if it does not fit."""
         parts = self._shapes[name]
         if isinstance(plan, JobError):
             return self._unplanned(parts, Unavailable(reason=_said(plan)))
@@ -187,7 +187,7 @@ class _Making:
         return self._unplanned(parts, Unavailable(reason=reason))
 
     def _unplanned(self, parts: Parts, why: Unavailable) -> Row:
-        """A strategy without a prediction: what can be run is run, what a rule forbids is refused."""
+        """A strategy without a prediction; refused where a rule forbids it."""
         try:
             return self._row(self._resolved(StrategySpec.model_validate(parts)), why)
         except JobError as error:
@@ -223,7 +223,7 @@ class _Making:
 
 
 def _pinned(job: Job, strategy: Strategy) -> Job:
-    """The job with nothing left open: its strategy's parts, micro-batch and checkpointing are named."""
+    """The job with strategy, micro-batch and checkpointing named: nothing is left open."""
     every = strategy.checkpoint_every
     checkpointing = {0: "none", 1: "full"}.get(every, every)
     train = {"micro_batch": strategy.micro_batch, "checkpointing": checkpointing}

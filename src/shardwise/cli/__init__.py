@@ -151,7 +151,7 @@ def _usage(error: Exception) -> JobError:
     what, *suggestion = re.split(r"[\s.(]*(?:Did you mean|Possible options:) ", message)
     choices = re.search(r" is not one of ('.*')", what)
     if choices:
-        what, fix = what[: choices.start()] + " is no choice", _one_of(choices[1])
+        what, fix = what[: choices.start()] + " is not a valid choice", _one_of(choices[1])
     elif suggestion:
         # typer lists what is similar by the alphabet; what was typed is the last word of `what`.
         words = [word.strip(_QUOTES) for word in suggestion[0].split(", ")]

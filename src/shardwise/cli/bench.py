@@ -1,4 +1,4 @@
-"""`shardwise bench JOB`: strategies side by side on this machine, measured beside predicted."""
+"""`shardwise bench JOB`: strategies side by side on this machine, measured and predicted."""
 
 from __future__ import annotations
 

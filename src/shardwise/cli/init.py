@@ -38,6 +38,6 @@ def init(
             )
         for path in presets.write(preset, out):
             print(f"wrote {path}")
-        # Its paths count from the working directory, and its data lies beside it.
+        # Paths in it count from the working directory, where its sample data lies, too.
         go = "" if out.parent.resolve() == Path.cwd() else f"cd {shlex.quote(str(out.parent))} && "
         print(f"next: {go}shardwise train {shlex.quote(out.name)}")

@@ -1,4 +1,4 @@
-"""What is to be emitted: a strategy, where it runs, and what of the job is known."""
+"""What to write files for: a strategy, where it runs, and what is known of the job."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardwise.units import gib
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 _MOST = 2**53
-"""Counts below this are a float, too, without rounding."""
+"""Counts below this are exact as floats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What the plan says of the strategy. ValueError for numbers that are none of a GPU."""
+    """The plan's prediction for the strategy. ValueError for impossible numbers."""
 
     needed_bytes: int
     """Of the fullest GPU."""
@@ -52,9 +52,9 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A strategy, where it runs and what for.
+    """A strategy, where it runs and for which job.
 
-    Raises ValueError for a name that is none of a job, and for counts that are none.
+    Raises ValueError for an invalid job name or count.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Request:
     optimizer: schema.Optimizer | None = None
     """None where only the plan is known: the script decides."""
     train: schema.Train | None = None
-    """Likewise."""
+    """None where only the plan is known."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

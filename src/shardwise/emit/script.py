@@ -1,4 +1,4 @@
-"""What a training script of the user's own has to do for the plan's prediction to hold."""
+"""What a user's training script must do for the plan's prediction to hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST = 2**53
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What was simulated and no launcher sets. ValueError for values that no plan has."""
+    """Settings that were simulated and that no launcher sets. ValueError for impossible values."""
 
     sequence_length: int
     lora_rank: int | None

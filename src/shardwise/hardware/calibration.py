@@ -31,7 +31,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One transfer. `bytes` are those of the whole tensor, gathered or not yet scattered."""
+    """One transfer. `bytes`: the full tensor, gathered or not yet scattered."""
 
     what: str
     """`all_reduce`, `all_gather`, `reduce_scatter`, `send_to_neighbour`, or a copy: `pinned_to_gpu`."""
@@ -95,7 +95,7 @@ class Calibration:
 
 
 def save(calibration: Calibration) -> Path:
-    """Writes it where `load` finds it, whole or not at all. OSError where the cache cannot be written."""
+    """Write it atomically where `load` finds it. OSError where the cache cannot be written."""
     path = _path(calibration.device, calibration.count, calibration.driver)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     partial = path.with_suffix(f".{os.getpid()}.partial")

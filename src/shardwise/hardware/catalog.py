@@ -88,7 +88,7 @@ def gpus() -> tuple[Gpu, ...]:
 def find(device_name: str, memory_bytes: int | None = None) -> Gpu | None:
     """The GPU that the driver reports as `device_name`; None where it is not in the catalog.
 
-    The whole name has to match: a laptop's `GeForce RTX 4090 Laptop GPU` is another chip. Of cards that share
+    The full name has to match: a laptop's `GeForce RTX 4090 Laptop GPU` is another chip. Of cards that share
     a name (RTX 4060 Ti) it is the one whose memory is nearest to `memory_bytes`, or the catalog's first.
     """
     wanted = device_name.strip().casefold().removeprefix("nvidia ")

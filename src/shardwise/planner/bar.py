@@ -1,4 +1,4 @@
-"""Stacked bars of memory in text: they can be read without colour, and colour only helps."""
+"""Stacked bars of memory in text, readable without colour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 
 FREE, LIMIT, BEYOND = "·", "│", "»"
 ROOM = 0.75
-"""Share of a bar's width up to the limit, where something needs more and is drawn beyond it."""
+"""Share of a bar's width up to the limit, where something is drawn beyond it."""
 
 
 def room(width: int, *, all_fit: bool) -> int:
@@ -28,8 +28,8 @@ def room(width: int, *, all_fit: bool) -> int:
 def memory_bar(memory: Memory, width: int, before: int) -> Text:
     """`████▓▓▒▒▒▒░···│    `: the parts, what is free, the limit, what does not fit.
 
-    Exactly `width` cells, `before` of them up to the limit. Something stands beyond it only if the strategy
-    needs more than there is; `»` is the end of a bar that is longer than the line.
+    Exactly `width` cells, `before` of them up to the limit. A bar crosses the limit only if the strategy does
+    not fit; `»` ends a bar that is longer than the line.
     """
     cells = _cells(memory, before, width)
     if not memory.fits:
@@ -59,10 +59,7 @@ def legend() -> Text:
 
 
 def _cells(memory: Memory, before: int, most: int) -> list[tuple[str, str]]:
-    """One (glyph, colour) a cell, each part from where the one before it ends; `before` cells are full.
-
-    No more than `most`, however little the capacity is.
-    """
+    """One (glyph, colour) per cell, at most `most`; `before` cells stand for the capacity."""
     values = terms(memory)
     cells: list[tuple[str, str]] = []
     reached = 0

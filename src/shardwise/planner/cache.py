@@ -1,4 +1,4 @@
-"""Plans kept on disk: by what was asked, and by everything that has a say in the answer. Free of torch."""
+"""Plans cached on disk, keyed by everything that the answer depends on. Free of torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from shardwise.job.schema import Job
 from shardwise.planner.plan import Plan
 
 LIBRARIES = ("torch", "transformers", "peft")
-"""What a trace depends on. The engines' versions are those that the simulator was written for."""
+"""Libraries that a trace depends on; the simulator fixes the engines' versions."""
 
 
 def plan_key(job: Job, hardware: Hardware, **asked: Any) -> str:
-    """What a plan follows from, as the name of its file."""
+    """The name of a plan's file: a hash of everything it depends on."""
     content = {
         "job": job.model_dump(mode="json", exclude={"name", "output", "tracking"}),
         "config": _local(job.model.source, "config.json"),
@@ -37,8 +37,8 @@ def plan_key(job: Job, hardware: Hardware, **asked: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def kept_plan(key: str) -> Plan | None:
-    """The plan with this key; None where there is none, or a damaged one."""
+def cached_plan(key: str) -> Plan | None:
+    """The plan with this key; None where it is missing or damaged."""
     try:
         return _adapter().validate_json(_path(key).read_bytes())
     except (OSError, ValidationError):
@@ -46,11 +46,11 @@ def kept_plan(key: str) -> Plan | None:
 
 
 def plan_once(key: str, make: Callable[[], Plan]) -> Plan:
-    """The kept plan, or a new one; of several processes that ask at the same time one makes it.
+    """The cached plan, or a new one; of several processes only one makes it.
 
-    A folder that cannot be written costs only time: the plan is made each time.
+    Where the folder cannot be written, the plan is made each time.
     """
-    found = kept_plan(key)
+    found = cached_plan(key)
     if found is not None:
         return found
     try:
@@ -59,7 +59,7 @@ def plan_once(key: str, make: Callable[[], Plan]) -> Plan:
     except OSError:
         return make()
     with lock, _locked(lock.fileno()):
-        found = kept_plan(key)
+        found = cached_plan(key)
         if found is None:
             found = make()
             with suppress(OSError):
@@ -85,7 +85,7 @@ def _locked(descriptor: int) -> Iterator[None]:
 
 
 def _local(source: str, name: str) -> str | None:
-    """A file of a model or a tokenizer in a local folder, which may change under the same name."""
+    """The text of a file in a local model folder, which may change under the same name."""
     try:
         return (Path(source) / name).read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -104,7 +104,7 @@ def _version(name: str) -> str | None:
 
 
 def _code() -> list[tuple[str, int, int]]:
-    """Every file of this package with its size and time of change: while it is worked on, versions stay."""
+    """Every file of this package with its size and mtime: the version stays while it is developed."""
     root = Path(__file__).parents[1]
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".toml"))
     return [(str(path.relative_to(root)), (s := path.stat()).st_size, s.st_mtime_ns) for path in files]

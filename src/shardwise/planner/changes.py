@@ -1,4 +1,4 @@
-"""Where nothing fits: the small changes to try, in a fixed order, until one does."""
+"""Small changes to try, in a fixed order, where nothing fits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from shardwise.units import GIB, gib
 
 SHORTEST_ROW = 256
 MOST_GPUS = 8
-"""GPUs of a node to which the number is doubled."""
+"""The number of GPUs of a node is doubled up to this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A job and a hardware that differ in one thing from what was asked."""
+    """A job and a hardware with one difference from what was asked."""
 
     what: str
     how: str
@@ -34,7 +34,7 @@ class Change:
 
 
 def nearest(changes: Iterable[Change], attempt: Callable[[Change], Option | None]) -> Nearest | None:
-    """The first change with which something fits; `attempt` returns what does, or None."""
+    """The first change with which something fits; `attempt` returns the fitting option, or None."""
     for change in changes:
         option = attempt(change)
         if option is not None:
@@ -74,23 +74,23 @@ def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = N
 
 
 def published(source: str) -> bool:
-    """Whether there may be trained weights of a model, for adapters to change: some shapes never had any.
+    """Whether a model may have trained weights for adapters; some catalog shapes never had any.
 
-    Of a folder that is named like such a shape, without `./`, this does not know: the planner reads no disk.
+    A folder with the name of such a shape (without `./`) counts as that shape: the planner reads no disk.
     """
     shape = lookup(source)
     return shape is None or shape.hub is not None
 
 
 def binds(memory_cap_bytes: int | None, gpu: Gpu) -> bool:
-    """Whether a cap leaves a process less of the card than it would have."""
+    """Whether a cap is below what a process may use of the card."""
     return memory_cap_bytes is not None and memory_cap_bytes < capacity_bytes(gpu)
 
 
 def with_host_memory(hardware: Hardware, host_memory_bytes: int) -> str | None:
-    """`4xRTX-4080+144GiB`: the hardware as a word of a command line, with so much memory in each host.
+    """`4xRTX-4080+144GiB`: the value of --gpus for this hardware with other host memory.
 
-    None where no such word describes it: not every card that a machine may have can be named.
+    None where --gpus cannot describe it: not every card has a name there.
     """
     wanted = replace(hardware, host_memory_bytes=host_memory_bytes)
     spec = _spec(wanted, wanted.gpus_per_node, wanted.gpu)
@@ -98,9 +98,9 @@ def with_host_memory(hardware: Hardware, host_memory_bytes: int) -> str | None:
 
 
 def larger_gpus(gpu: Gpu) -> list[Gpu]:
-    """One GPU of CUDA for each larger memory size of the catalog, ascending.
+    """One CUDA GPU for each larger memory size of the catalog, ascending.
 
-    Of several of a size it is one of the same architecture, else of a recent one, else the catalog's first.
+    Of several with one size: the same architecture first, then a recent one, then the catalog's order.
     """
 
     def strangeness(other: Gpu) -> int:
@@ -112,20 +112,20 @@ def larger_gpus(gpu: Gpu) -> list[Gpu]:
 
 
 def _shorter_rows(asked: Change) -> Iterator[Change]:
-    whole = asked.job.data.sequence_length
-    for length in (whole // 2, whole // 4):
+    asked_length = asked.job.data.sequence_length
+    for length in (asked_length // 2, asked_length // 4):
         if length >= SHORTEST_ROW:
             data = asked.job.data.model_copy(update={"sequence_length": length})
             yield replace(
                 asked,
-                what=f"rows of {length} tokens instead of {whole}",
+                what=f"rows of {length} tokens instead of {asked_length}",
                 how=f"--sequence {length}",
                 job=asked.job.model_copy(update={"data": data}),
             )
 
 
 def _fewer_bits(asked: Change) -> Iterator[Change]:
-    """The frozen base in the formats that take less than its own."""
+    """The frozen base in smaller formats."""
     now = asked.job.model.quantization
     kinds = get_args(Quantization)  # from the widest to the narrowest
     for kind in kinds[kinds.index(now) + 1 :]:
@@ -157,7 +157,7 @@ def _larger_gpus(asked: Change) -> Iterator[Change]:
         hardware = _like(now, spec)
         if hardware is not None:
             what = f"{gpu.name}, of {gpu.sold_as_gb} GB, instead of {now.gpu.name}"
-            held_back = binds(asked.memory_cap_bytes, gpu)  # as the smaller card is not
+            held_back = binds(asked.memory_cap_bytes, gpu)  # the smaller card was not capped
             yield replace(
                 asked,
                 what=what,
@@ -168,7 +168,7 @@ def _larger_gpus(asked: Change) -> Iterator[Change]:
 
 
 def _like(now: Hardware, spec: str) -> Hardware | None:
-    """The hardware of `spec` with hosts as they are now; None where no such node can be built."""
+    """The hardware of `spec` with today's hosts; None where no such node can be built."""
     try:
         hardware = parse_hardware(spec)
     except JobError:
@@ -177,22 +177,22 @@ def _like(now: Hardware, spec: str) -> Hardware | None:
 
 
 def _spec(now: Hardware, gpus_per_node: int, gpu: Gpu) -> str:
-    """So many of such GPUs in each node, as one word of a command line; links, network and hosts stay.
+    """The value of --gpus for other GPUs with the same links, network and hosts.
 
-    But a link that cannot join them is left out.
+    A link that cannot join these GPUs is left out.
     """
     nodes = "" if now.inter is None else f"{now.nodes}x"
     cards = f"{nodes}{gpus_per_node}x{gpu.name.replace(' ', '-')}"
     rest = [] if now.inter is None else [now.inter.name]
     if now.host_memory_bytes is not None:
-        whole = now.host_memory_bytes % GIB == 0
-        rest.append(f"{now.host_memory_bytes // GIB}GiB" if whole else f"{now.host_memory_bytes // 10**9}GB")
+        in_gib = now.host_memory_bytes % GIB == 0
+        rest.append(f"{now.host_memory_bytes // GIB}GiB" if in_gib else f"{now.host_memory_bytes // 10**9}GB")
     linked, unlinked = ("+".join([cards + link, *rest]) for link in (_asked_link(now), ""))
     return linked if _like(now, linked) is not None else unlinked
 
 
 def _asked_link(now: Hardware) -> str:
-    """`@pcie4x4` where the GPUs are not joined as such GPUs usually are."""
+    """`@pcie4x4` where the GPUs are not joined the usual way."""
     usual = _like(now, f"{now.gpus_per_node}x{now.gpu.name.replace(' ', '-')}")
     if usual is None or usual.intra.name == now.intra.name:
         return ""

@@ -21,16 +21,16 @@ from shardwise.simulate.prediction import Memory, Moment, Time
 from shardwise.units import gib
 
 LINES_OF_BLOCKS = 4
-"""Lines into which the blocks of one pass are gathered."""
+"""Lines that show the blocks of one pass."""
 LEAST_BAR, MOST_BAR = 16, 60
 _OTHER_COLUMNS = 28
-"""Cells of a line beside its name and its bar."""
+"""Width of a line without its name and its bar."""
 _BLOCK = re.compile(r"block (\d+) (.+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A name, a share as a bar, and what it comes to."""
+    """A name, a share drawn as a bar, and a value."""
 
     name: str
     share: float
@@ -40,7 +40,7 @@ class Line:
 
 
 def show_explanation(plan: Plan, *, console: Console | None = None) -> None:
-    """Prints where the memory and the time of the choice go, or of what is nearest to fitting."""
+    """Print where memory and time of the choice go; without a choice, of what is nearest to fitting."""
     console = console or Console()
     option = plan.options[0]
     sections = {
@@ -51,7 +51,7 @@ def show_explanation(plan: Plan, *, console: Console | None = None) -> None:
         "time of a step": list(_times(option, plan)),
         "what goes on in it, partly at the same time": list(_overlapping(option.prediction.time)),
     }
-    remarks = {0: _beside_tensors(option.prediction.memory), 3: _links(plan)}
+    remarks = {0: _outside_tensors(option.prediction.memory), 3: _links(plan)}
     widest = max(len(line.name) for lines in sections.values() for line in lines)
     bar = max(LEAST_BAR, min(MOST_BAR, console.width - widest - _OTHER_COLUMNS))
     for place, (title, lines) in enumerate(sections.items()):
@@ -67,7 +67,7 @@ def show_explanation(plan: Plan, *, console: Console | None = None) -> None:
 
 
 def next_better(plan: Plan, chosen: Option) -> Iterator[str]:
-    """What would have to change for something better to fit, the smallest change first."""
+    """What must change for something better to fit, the smallest change first."""
     better = better_with_memory(plan)
     goal = {"throughput": "the tokens/s", "energy": "the tokens a joule", "memory": ""}[plan.objective]
     larger = sum(skipped.strategy.name == chosen.strategy.name for skipped in plan.skipped)
@@ -84,7 +84,7 @@ def next_better(plan: Plan, chosen: Option) -> Iterator[str]:
 
 
 def folded(timeline: Sequence[Moment]) -> list[Moment]:
-    """The timeline with neighbouring blocks gathered; a gathered line has the most memory of its blocks."""
+    """The timeline with neighbouring blocks merged; a merged line shows their maximum."""
     lines: list[Moment] = []
     for phase, moments in groupby(timeline, key=_phase):
         blocks = list(moments)
@@ -101,7 +101,7 @@ def folded(timeline: Sequence[Moment]) -> list[Moment]:
 
 
 def _needs(option: Option, plan: Plan) -> str:
-    """What it lacks, in bytes, and the smallest GPU that has them."""
+    """The bytes it needs, and the smallest GPU that has them."""
     memory, gpu = option.prediction.memory, plan.hardware.gpu
     wanted = memory.needed_bytes / (1 - plan.margin)
     if wanted <= memory.capacity_bytes or (option.fit == "no" and memory.fits):
@@ -156,12 +156,12 @@ def _terms(memory: Memory) -> Iterator[Line]:
 
 
 def _times(option: Option, plan: Plan) -> Iterator[Line]:
-    """Parts that follow each other: they sum up to the step."""
+    """Consecutive parts, which sum to the step."""
     time = option.prediction.time
     waits = time.exposed_communication_seconds + time.exposed_to_copies_seconds
     rest = time.step_seconds - time.compute_seconds - waits
     slower = "lower clock (power limit), waits"
-    others = "host, slower beside NCCL"
+    others = "host, slower during NCCL"
     yield from _seconds(
         {
             "computing, at full clock": time.compute_seconds,
@@ -194,30 +194,30 @@ def _seconds(parts: dict[str, float], time: Time) -> Iterator[Line]:
             yield Line(name=name, share=share, text=f"{seconds:.3g} s", remark=f"{share:.0%}", bold=bold)
 
 
-def _beside_tensors(memory: Memory) -> str:
-    """What the timeline does not have, and the rest of the page has."""
+def _outside_tensors(memory: Memory) -> str:
+    """Memory that the timeline does not show."""
     return (
-        f"besides, {gib(memory.terms.fragmentation_bytes)} of fragmentation and "
+        f"plus {gib(memory.terms.fragmentation_bytes)} of fragmentation and "
         f"{gib(memory.outside_allocator_bytes)} of CUDA and NCCL: {gib(memory.needed_bytes)} in all"
     )
 
 
 def _links(plan: Plan) -> str:
-    """Which links were counted with, and how they are said otherwise where nobody said them."""
+    """The links that were assumed, and the flag that changes them."""
     hardware = plan.hardware
     links = {"host and GPU": hardware.host_link}
     if hardware.gpus_per_node > 1:
         links = {"GPUs": hardware.intra, **links}
     if hardware.inter is not None:
         links["nodes"] = hardware.inter
-    told = [
+    lines = [
         f"{link.name} between {ends}, {link.bytes_per_second / 1e9:.3g} GB/s{' (measured)' * link.measured}"
         for ends, link in links.items()
     ]
     said = next((flag for flag in plan.job.assumed if flag.startswith("--gpus ")), None)
     if said is not None:
-        told.append(f"assumed, as nobody said the slots: {said}; boards of several cards often have x8 or x4")
-    return "links: " + "; ".join(told)
+        lines.append(f"assumed slots: {said}; boards with several cards often have x8 or x4")
+    return "links: " + "; ".join(lines)
 
 
 def _bars(lines: Sequence[Line], widest: int, bar: int) -> Table:

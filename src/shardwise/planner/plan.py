@@ -13,19 +13,18 @@ from shardwise.space.candidates import Refused
 from shardwise.strategy import Strategy
 
 Objective = Literal["throughput", "memory", "energy"]
-OBJECTIVES: tuple[Objective, ...] = ("throughput", "memory", "energy")
 
 Fit = Literal["fits", "tight", "no"]
 """Within the capacity less the margin; within the capacity only; not within it."""
 
 SCHEMA = 1
 TOKENS_TO_COMPARE = 10**9
-"""How long a strategy takes is told for so many tokens where a job's own number is not known."""
+"""Training time is shown for this many tokens where the job's own number is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What of a job decides how it runs."""
+    """The parts of a job that decide how it runs."""
 
     name: str
     model: str
@@ -33,14 +32,14 @@ class Workload:
     trainable_parameters: int
     lora_rank: int | None
     quantization: Quantization = "none"
-    """Format of the base below the adapters."""
+    """Format of the frozen base."""
     sequence_length: int
     global_batch: int
     precision: str
     total_tokens: int | None
-    """Tokens of the whole training, with what pads the rows; None where the data's size is not known."""
+    """Tokens of the entire training, padding included; None where the data's size is not known."""
     assumed: tuple[str, ...] = ()
-    """What nobody said, as the flags that would say it where there are any."""
+    """Defaults that were used, as the flags that change them."""
 
     @classmethod
     def of(
@@ -52,7 +51,7 @@ class Workload:
         epoch_tokens: int | None = None,
         assumed: Sequence[str] = (),
     ) -> Workload:
-        """A job's summary; `epoch_tokens` are those of one pass over its data, where they are known."""
+        """Summarize a job; `epoch_tokens`: of one pass over its data, None where not known."""
         rows_tokens = job.train.global_batch * job.data.sequence_length
         total = None
         if job.train.steps is not None:
@@ -82,10 +81,10 @@ class Option:
     prediction: Prediction
     fit: Fit
     why: tuple[str, ...] = ()
-    """Sentences with numbers: what is good or bad about it."""
+    """Sentences with numbers, for and against it."""
 
     def seconds(self, tokens: int) -> float:
-        """How long training on so many tokens takes."""
+        """Training time in seconds for `tokens`."""
         time = self.prediction.time
         return tokens / (time.tokens_per_second_per_gpu * time.world_size)
 
@@ -101,7 +100,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A strategy that was not simulated: one that needs less memory does not fit."""
+    """A strategy that was not simulated, because a leaner one does not fit."""
 
     strategy: Strategy
     reason: str
@@ -115,7 +114,7 @@ class Nearest:
     """The nearest change of the job or the hardware with which something fits."""
 
     what: str
-    """In words: `rows of 1024 tokens instead of 2048`."""
+    """For a person: `rows of 1024 tokens instead of 2048`."""
     how: str
     """As a flag: `--sequence 1024`."""
     option: Option
@@ -126,7 +125,7 @@ class Nearest:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What `shardwise plan` found out; all its numbers are predictions."""
+    """A plan; all its numbers are predictions."""
 
     hardware: Hardware
     job: Workload
@@ -134,7 +133,7 @@ class Plan:
     margin: float
     """Share of the capacity that the choice leaves free."""
     memory_cap_bytes: int | None = None
-    """What the user limits each process to; None: the whole GPU."""
+    """The user's limit per process; None: all of the GPU."""
     chosen: Option | None
     """None where nothing fits."""
     alternatives: tuple[Option, ...]
@@ -142,7 +141,7 @@ class Plan:
     skipped: tuple[Skipped, ...] = ()
     refused: tuple[Refused, ...] = ()
     nearest: Nearest | None = field(default=None)
-    """Looked for only where nothing fits."""
+    """Searched only where nothing fits."""
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -151,12 +150,12 @@ class Plan:
 
     @property
     def capacity_bytes(self) -> int:
-        """What a process may use of a GPU."""
+        """GPU memory that a process may use."""
         return self.options[0].prediction.memory.capacity_bytes
 
     @property
     def tokens(self) -> int:
-        """What `Option.seconds` is told for."""
+        """The tokens that training time is shown for."""
         return self.job.total_tokens or TOKENS_TO_COMPARE
 
     def __str__(self) -> str:

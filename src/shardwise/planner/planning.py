@@ -1,4 +1,4 @@
-"""A job's plan: its model traced, every strategy that the rules allow simulated."""
+"""A job's plan: trace its model, simulate every allowed strategy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MOST_CORES = 8
 WORTH_OTHERS = 40
-"""Strategies from which on other processes save more than the second that they take to start."""
+"""From this many strategies on, other processes save more than the second they take to start."""
 
 MULTIPROCESSORS = 132
 """The H200's, for every GPU: the catalog has no such number. It sizes scratch memory of a few MB."""
@@ -67,7 +67,7 @@ def make_plan(
             return _make(job, hardware, objective, memory_cap_bytes, **tokens)
 
     plan = plan_once(key, make)
-    return replace(plan, job=replace(plan.job, name=job.name))  # the one thing that may differ
+    return replace(plan, job=replace(plan.job, name=job.name))  # all that the key leaves out
 
 
 def predict_strategy(
@@ -78,7 +78,7 @@ def predict_strategy(
     memory_cap_bytes: int | None = None,
     vocab_size: int | None = None,
 ) -> Option:
-    """One strategy simulated, whether the rules allow it for the job or not."""
+    """Simulate one strategy, whether the rules allow it or not."""
     planning = _Planning(job, hardware, vocab_size)
     trace = planning.trace(strategy.micro_batch, strategy.checkpoint_every, strategy.tensor_parallel)
     prediction = simulate(trace, strategy, hardware, memory_cap_bytes=memory_cap_bytes)
@@ -93,7 +93,7 @@ def nearest_change(
     vocab_size: int | None = None,
     margin: float = MARGIN,
 ) -> Nearest | None:
-    """The nearest change of the job or the hardware with which something fits; None where none is enough."""
+    """The nearest change of the job or the hardware with which something fits, or None."""
     attempt = partial(_attempt, vocab_size=vocab_size, margin=margin)
     return nearest(small_changes(job, hardware, memory_cap_bytes), attempt)
 
@@ -134,9 +134,9 @@ def _make(
 
 @contextmanager
 def _other_processes(job: Job, hardware: Hardware) -> Iterator[Executor | None]:
-    """One for each of this process's cores, where simulating keeps them busy; they start at once.
+    """A process per core, where there is enough to simulate.
 
-    While they import the simulator this process imports torch, and while they simulate it traces.
+    They import the simulator while this process imports torch, and simulate while it traces.
     """
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
     if cores == 1 or len(_candidates(job, hardware, None)[0]) < WORTH_OTHERS:
@@ -144,17 +144,16 @@ def _other_processes(job: Job, hardware: Hardware) -> Iterator[Executor | None]:
         return
     # new interpreters, which import the simulator only: a fork would inherit torch's threads
     with ProcessPoolExecutor(cores, get_context("spawn"), initializer=gc.disable) as executor:
-        for _ in range(cores):  # each starts with its first task, which would else wait for a trace
+        for _ in range(cores):  # a worker starts with its first task: do not wait for a trace
             executor.submit(_capability, hardware)
         yield executor
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Torch, transformers and traces make millions of objects that stay: looking through them takes seconds.
+    """Without garbage collection: torch, transformers and traces make millions of lasting objects.
 
-    Afterwards they count as old ones, or the next collections would look through them after all; so would
-    that with which Python ends.
+    Afterwards they count as old, so that later collections skip them; the one at exit is turned off.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -185,7 +184,7 @@ def _candidates(
 
 
 class _Planning:
-    """A job's model on a hardware: its candidates, and its traces, each made once."""
+    """A job's model on a hardware: its candidates, and its traces, each recorded once."""
 
     def __init__(self, job: Job, hardware: Hardware, vocab_size: int | None) -> None:
         with _no_collection():
@@ -196,13 +195,13 @@ class _Planning:
 
         self._job = job
         self._hardware = hardware
-        # Of a published model only the shape is asked for, which the catalog may know without a network.
+        # Only the shape of a published model is needed, which the catalog may know without a network.
         model = job.model.model_copy(update={"weights": "random"})
         self.assumed: tuple[str, ...] = ()
         if vocab_size is None:
             vocab_size = expected_rows(job.model)
             if vocab_size is not None and job.model.tokenizer == "train":
-                self.assumed = (f"a vocabulary of {vocab_size}, fewer if the text teaches no more",)
+                self.assumed = (f"a vocabulary of {vocab_size}, fewer if the text has fewer",)
         tracer = Tracer(
             model,
             precision=job.train.precision,
@@ -213,10 +212,10 @@ class _Planning:
         )
         self.built: BuiltModel = tracer.built
         check_length(self.built, job.data.sequence_length)
-        # Rows of real data are whole or packed; where both meet, most memory is kept: what their two kernels
-        # give and what it is joined to.
+        # Real rows hold one sample or several (packed). A micro-batch with both needs the most memory: the
+        # outputs of two kernels, and their concatenation.
         self.trace: TraceFor = cache(
-            lambda rows, checkpoint_every, tensor_parallel: _timed_as_whole(
+            lambda rows, checkpoint_every, tensor_parallel: _timed_as_unpacked(
                 tracer.trace(
                     rows=rows,
                     checkpoint_every=checkpoint_every,
@@ -235,20 +234,20 @@ class _Planning:
         return _candidates(self._job, self._hardware, architecture)
 
 
-def _timed_as_whole(trace: StepTrace) -> StepTrace:
-    """With the packed row's attention as fast as the whole rows', where those have a kernel of their own.
+def _timed_as_unpacked(trace: StepTrace) -> StepTrace:
+    """The trace with the packed row's attention as fast as the unpacked rows' own kernel.
 
-    It is there for its memory. How many rows are packed is not known: one of each micro-batch would make
-    small micro-batches faster or slower than large ones.
+    The packed row is traced for its memory. How many rows are packed is not known, and one in each
+    micro-batch would bias the speed by the size of the micro-batch.
     """
     if not any("cudnn" in op.name for op in trace.ops):
         return trace
-    ops = (replace(op, name=op.name.replace(PACKED_ROWS, WHOLE_ROWS)) for op in trace.ops)
+    ops = (replace(op, name=op.name.replace(PACKED_ROWS, UNPACKED_ROWS)) for op in trace.ops)
     return replace(trace, ops=tuple(ops))
 
 
-PACKED_ROWS, WHOLE_ROWS = "_varlen_attn", "_varlen_as_cudnn_attn"
-"""Names of the kernel for packed rows, and of one that takes as long as cuDNN's for whole ones."""
+PACKED_ROWS, UNPACKED_ROWS = "_varlen_attn", "_varlen_as_cudnn_attn"
+"""Names of the kernel for packed rows, and of one as fast as cuDNN's for unpacked rows."""
 
 
 def _attempt(change: Change, *, vocab_size: int | None, margin: float) -> Option | None:
@@ -267,6 +266,6 @@ def _attempt(change: Change, *, vocab_size: int | None, margin: float) -> Option
 
 
 def _capability(hardware: Hardware) -> tuple[int, int]:
-    """CUDA's, of the GPU; Ampere's for one that has none or is not known."""
+    """The GPU's CUDA compute capability; Ampere's where it has none or is not known."""
     major, _, minor = (hardware.gpu.compute_capability or "8.0").partition(".")
     return int(major), int(minor)

@@ -1,4 +1,4 @@
-"""From the strategies that are allowed to a plan: each is simulated, unless a leaner one already fails."""
+"""From allowed strategies to a plan: each is simulated, unless a leaner one already fails."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from shardwise.space.candidates import Refused
 from shardwise.strategy import Strategy
 from shardwise.units import GIB, gib
 
-# Share of the capacity that the choice leaves free: no more than this was ever predicted too low of what a
-# process needs (tests/golden; docs/accuracy.md names the rows that do not hold to it).
+# Share of the capacity that the choice leaves free: no prediction was too low by more than this
+# (tests/golden; docs/accuracy.md names the exceptions).
 MARGIN = 0.05
 
 MOST_ACCUMULATION = 65536
-"""Micro-batches of a step: what each brings to the GPU is simulated one by one."""
+"""Most micro-batches per step; the simulation is per micro-batch."""
 
-ALIKE = 1.005
-"""Costs within this factor of the best are taken for the same: the ledger's errors of time are larger."""
+TIE_FACTOR = 1.005
+"""Costs within this factor of the best count as equal; the errors of predicted time are larger."""
 
 HOST_SIZE = 16 * GIB
-"""Memory of hosts is told in multiples of this, as it is sold: pairs of modules of at least 8 GiB."""
+"""Host memory is rounded up to a multiple of this: pairs of modules of at least 8 GiB."""
 
 TraceFor = Callable[[int, int, int], StepTrace]
 """Rows of a micro-batch, `checkpoint_every` and `tensor_parallel` to their trace."""
@@ -55,12 +55,12 @@ def search(
     margin: float = MARGIN,
     memory_cap_bytes: int | None = None,
 ) -> Plan:
-    """The best of `strategies` for the objective, and everything that was found out on the way.
+    """Simulate strategies, choose the best for the objective, and explain the rest.
 
-    Chosen is what fits and leaves the margin; where nothing does, the best of what fits without it; where
-    nothing fits at all, nothing, and a change that would help: more memory of the hosts where they alone are
-    short, else what `nearest` finds. `simulate` knows the capacity; `memory_cap_bytes` only says in the plan
-    where it comes from. `executor`: as of `predict`.
+    The choice fits and leaves the margin free; where nothing does, it fits without the margin. Where nothing
+    fits, the plan names a change that would help: more host memory where only that is short, else what
+    `nearest` finds. `simulate` knows the capacity; `memory_cap_bytes` is only recorded. `executor`: see
+    `predict`.
 
     Raises:
         JobError: no strategy is allowed; it lists the rules that refused them.
@@ -100,9 +100,9 @@ def search(
 
 
 def _more_host_memory(options: Sequence[Option], hardware: Hardware, margin: float) -> Nearest | None:
-    """Where something fits the GPUs and the hosts are short: what needs the least of them, and how much.
+    """The host memory with which something fits, where only the hosts are short.
 
-    Nothing else that a prediction says depends on how much memory a host has.
+    No other part of a prediction depends on the size of host memory.
     """
     boundless = replace(hardware, host_memory_bytes=None)
     fitting = [option for option in options if fit(option.prediction, boundless, margin=margin) == "fits"]
@@ -125,13 +125,13 @@ def predict(
     executor: Executor | None = None,
     margin: float = MARGIN,
 ) -> tuple[list[Option], list[Skipped]]:
-    """Each strategy simulated, or skipped because a leaner one of its family cannot fit.
+    """Simulate each strategy, or skip it because a leaner one of its family cannot fit.
 
-    Of a family the leanest comes first, and the next only when that is known; families do not wait for each
-    other. Those that share a trace come together, so that it is made only where something is to be simulated.
-    `executor` runs simulations in other processes, while this one goes on tracing: the result is the same.
+    A family is simulated from its leanest strategy on, one after the other; families run in parallel.
+    Strategies that share a trace are neighbours, so a trace is made only where it is used. `executor` runs
+    simulations in other processes while this one traces; the result is the same.
     """
-    ordered = sorted(strategies, key=_appetite)
+    ordered = sorted(strategies, key=_memory_order)
     families: dict[Strategy, deque[int]] = defaultdict(deque)
     for place, strategy in enumerate(ordered):
         families[family(strategy)].append(place)
@@ -139,11 +139,11 @@ def predict(
     skipped: dict[int, Skipped] = {}
     ready: list[int] = []  # a heap
 
-    def advance(left: deque[int], failed: Sequence[Option]) -> None:
-        """Of a family: what to simulate next."""
+    def schedule_next(left: deque[int], failed: Sequence[Option]) -> None:
+        """Queue a family's next strategy; skip those that cannot fit."""
         while left:
             place = left.popleft()
-            reasons = (_hopeless(ordered[place], o, hardware) for o in failed)
+            reasons = (_cannot_fit(ordered[place], o, hardware) for o in failed)
             reason = next(filter(None, reasons), "")
             if not reason:
                 heappush(ready, place)
@@ -152,7 +152,7 @@ def predict(
 
     failed: dict[Strategy, list[Option]] = defaultdict(list)
     for left in families.values():
-        advance(left, ())
+        schedule_next(left, ())
     start = _starter(hardware=hardware, trace_for=cache(trace_for), simulate=simulate, executor=executor)
     running: dict[Future[Prediction], int] = {}
     while ready or running:
@@ -167,34 +167,34 @@ def predict(
                 strategy=strategy, prediction=prediction, fit=fit(prediction, hardware, margin=margin)
             )
             options[place] = option
-            kin = family(strategy)
+            own_family = family(strategy)
             if option.fit == "no":
-                failed[kin].append(option)
-            advance(families[kin], failed[kin])
+                failed[own_family].append(option)
+            schedule_next(families[own_family], failed[own_family])
     return [options[place] for place in sorted(options)], [skipped[place] for place in sorted(skipped)]
 
 
 def _starter(
     *, hardware: Hardware, trace_for: TraceFor, simulate: Simulate, executor: Executor | None
 ) -> Callable[[Strategy], Future[Prediction]]:
-    """What begins to simulate a strategy: in the executor, or here, and is then done already."""
+    """A function that starts a simulation, in the executor or in this process."""
 
     @cache
     def packed(rows: int, checkpoint_every: int, tensor_parallel: int) -> bytes:
         return pickle.dumps(trace_for(rows, checkpoint_every, tensor_parallel))
 
-    def there(strategy: Strategy) -> Future[Prediction]:
+    def submit(strategy: Strategy) -> Future[Prediction]:
         assert executor is not None
         trace = packed(strategy.micro_batch, strategy.checkpoint_every, strategy.tensor_parallel)
         return executor.submit(_simulated, simulate, trace, strategy, hardware)
 
-    def here(strategy: Strategy) -> Future[Prediction]:
+    def run_inline(strategy: Strategy) -> Future[Prediction]:
         future: Future[Prediction] = Future()
         trace = trace_for(strategy.micro_batch, strategy.checkpoint_every, strategy.tensor_parallel)
         future.set_result(simulate(trace, strategy, hardware))
         return future
 
-    return here if executor is None else there
+    return run_inline if executor is None else submit
 
 
 def _simulated(simulate: Simulate, packed: bytes, strategy: Strategy, hardware: Hardware) -> Prediction:
@@ -203,7 +203,7 @@ def _simulated(simulate: Simulate, packed: bytes, strategy: Strategy, hardware: 
 
 @lru_cache(maxsize=4)
 def _unpacked(packed: bytes) -> StepTrace:
-    """In another process: a trace that many strategies share, unpacked once."""
+    """Unpack a trace once per process; many strategies share it."""
     trace: StepTrace = pickle.loads(packed)  # noqa: S301 - packed by the process that started this one
     return trace
 
@@ -216,7 +216,7 @@ def leanest_that_fits(
     simulate: Simulate,
     margin: float = MARGIN,
 ) -> Option | None:
-    """The fastest of the leanest strategies, if one fits with the margin: a quick answer from few traces."""
+    """The fastest of the leanest strategies if it fits with the margin; needs few traces."""
     lean = leanest(strategies)
     options, _ = predict(lean, hardware=hardware, trace_for=trace_for, simulate=simulate, margin=margin)
     ranked = rank(options, "throughput", hardware)
@@ -224,7 +224,7 @@ def leanest_that_fits(
 
 
 def fit(prediction: Prediction, hardware: Hardware, *, margin: float = MARGIN) -> Fit:
-    """Whether the fullest GPU, and the host where its memory is known, hold the strategy."""
+    """Whether the strategy fits the fullest GPU, and the host where its memory is known."""
     memory = prediction.memory
     host = hardware.host_memory_bytes or inf
     if not memory.fits or memory.host_bytes > host:
@@ -234,10 +234,10 @@ def fit(prediction: Prediction, hardware: Hardware, *, margin: float = MARGIN) -
 
 
 def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) -> list[Option]:
-    """Best first: what fits, what is tight, each by the objective; then the rest by how far it is off.
+    """Best first: what fits, then what is tight, each by the objective; then the rest by its excess.
 
-    Of those that are as good as the best (ALIKE) comes first what keeps all on the GPU, whose speed depends
-    less on the host's, and of these the one that needs the least memory.
+    Among ties for the best (TIE_FACTOR) strategies without offloading come first, then those with the least
+    memory.
     """
 
     def key(option: Option) -> tuple[int, float, int]:
@@ -245,35 +245,35 @@ def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) ->
         return _group(option), value, option.prediction.memory.needed_bytes
 
     ranked = sorted(options, key=key)
-    alike = [
+    ties = [
         o
         for o in ranked
         if o.fit != "no"
         and _group(o) == _group(ranked[0])
-        and cost(o, objective) <= ALIKE * cost(ranked[0], objective)
+        and cost(o, objective) <= TIE_FACTOR * cost(ranked[0], objective)
     ]
-    if alike:
-        first = min(alike, key=lambda o: (uses_host(o), o.prediction.memory.needed_bytes))
+    if ties:
+        first = min(ties, key=lambda o: (uses_host(o), o.prediction.memory.needed_bytes))
         ranked.remove(first)
         ranked.insert(0, first)
     return ranked
 
 
 def _group(option: Option) -> int:
-    """What gives its cache back comes after all else that fits: how long that takes is not predicted."""
+    """What flushes the allocator's cache comes last of what fits: the time for it is not predicted."""
     flushes = option.fit == "tight" and option.prediction.memory.cache_flushes > 0
     return {"fits": 0, "tight": 2 if flushes else 1, "no": 3}[option.fit]
 
 
 def excess(option: Option, hardware: Hardware) -> float:
-    """What it needs as a share of what there is, of a GPU or of the host; above 1 it does not fit."""
+    """Need divided by capacity, of a GPU or the host, whichever is larger; above 1 it does not fit."""
     memory = option.prediction.memory
     of_host = memory.host_bytes / (hardware.host_memory_bytes or inf)
     return max(memory.needed_bytes / memory.capacity_bytes, of_host)
 
 
 def cost(option: Option, objective: Objective) -> float:
-    """What the objective makes small: seconds a token, bytes, or joules a token."""
+    """What the objective minimizes: seconds per token, bytes, or joules per token."""
     if objective == "throughput":
         return 1 / option.prediction.time.tokens_per_second_per_gpu
     if objective == "memory":
@@ -282,31 +282,33 @@ def cost(option: Option, objective: Objective) -> float:
 
 
 def family(strategy: Strategy) -> Strategy:
-    """What is left of a strategy without micro-batch, accumulation and checkpointing."""
+    """A strategy with micro-batch, accumulation and checkpointing removed."""
     return replace(strategy, micro_batch=1, accumulation=1, checkpoint_every=0)
 
 
 def leanest(strategies: Sequence[Strategy]) -> list[Strategy]:
-    """Of each family the one that needs the least memory: enough to know whether anything fits."""
+    """The leanest strategy of each family: enough to know whether anything fits."""
     lean: dict[Strategy, Strategy] = {}
-    for strategy in sorted(strategies, key=_appetite):
+    for strategy in sorted(strategies, key=_memory_order):
         lean.setdefault(family(strategy), strategy)
     return list(lean.values())
 
 
-def _appetite(strategy: Strategy) -> tuple[int, float]:
-    """Ascending in memory within a family: rows at a time, then blocks that keep their activations."""
+def _memory_order(strategy: Strategy) -> tuple[int, float]:
+    """Sort key, ascending in memory within a family: micro-batch, then blocks without recomputation."""
     return strategy.micro_batch, strategy.checkpoint_every or inf
 
 
-def _hopeless(strategy: Strategy, failed: Option, hardware: Hardware) -> str:
+def _cannot_fit(strategy: Strategy, failed: Option, hardware: Hardware) -> str:
     """Why `strategy` cannot fit where a leaner one of its family, `failed`, does not; empty if it might.
 
-    More rows at a time and less checkpointing add activations and free nothing but what the allocator had in
-    fragments, and what the loss took at once, which goes in parts where it is larger; a single micro-batch a
-    step may also do without what accumulates gradients.
+    A larger micro-batch and less checkpointing add activations. They can save only fragmentation, the loss's
+    memory (a larger loss runs in chunks), and with one micro-batch per step the buffers for accumulation.
     """
-    if any(more < less for more, less in zip(_appetite(strategy), _appetite(failed.strategy), strict=True)):
+    if any(
+        more < less
+        for more, less in zip(_memory_order(strategy), _memory_order(failed.strategy), strict=True)
+    ):
         return ""
     memory = failed.prediction.memory
     if hardware.host_memory_bytes is not None and memory.host_bytes > hardware.host_memory_bytes:
@@ -334,7 +336,7 @@ def _check_accumulation(strategies: Sequence[Strategy]) -> None:
 
 
 def _all_refused(refused: Sequence[Refused]) -> JobError:
-    """What refuses every strategy; the rules that refuse some only where without it nothing would be left."""
+    """The rules that refuse every strategy; rules that refuse some are added where they alone decide."""
     names: dict[str, set[str]] = defaultdict(set)
     for one in refused:
         names[one.rule].add(one.strategy.name)
@@ -342,7 +344,7 @@ def _all_refused(refused: Sequence[Refused]) -> JobError:
     common = [rule for rule in names if names[rule] == everything]
     others = [rule for rule in names if rule not in common]
     if common and set().union(*(names[rule] for rule in others)) != everything:
-        others = []  # mending the common ones is enough
+        others = []  # fixing the common ones is enough
     first = {one.rule: one for one in reversed(refused)}
     problems = [
         Problem(
@@ -358,5 +360,5 @@ def _all_refused(refused: Sequence[Refused]) -> JobError:
 
 
 def _without_processes(fix: str) -> str:
-    """A rule's advice without the number of processes: a plan is for all GPUs that it was asked about."""
+    """A rule's fix without --processes: a plan is for all GPUs that were named."""
     return ", or ".join(part for part in fix.split(", or ") if not part.startswith("--processes "))

@@ -18,15 +18,15 @@ NO_DATA = "(no data: planned by the model alone)"
 
 @dataclass(frozen=True, kw_only=True)
 class Sketch:
-    """A job to plan with, and what of it nobody said."""
+    """A job to plan with, and the defaults in it."""
 
     job: Job
     assumed: tuple[str, ...]
-    """As the flags that would say it."""
+    """The defaults, as the flags that change them."""
 
 
 def sketch(model: str, changes: Sequence[str], *, world_size: int) -> Sketch:
-    """The job that `changes` (`key=value`, as for --set) describe on top of a model's name.
+    """The job for a model's name and `changes` (`key=value`, as for --set).
 
     Raises:
         JobError: with everything that is wrong with the model or the changes.
@@ -58,17 +58,17 @@ def sketch(model: str, changes: Sequence[str], *, world_size: int) -> Sketch:
         "train.global_batch": f"--global-batch {rows}",
         "model.lora": "--full",
     }
-    told = tuple(flag for key, flag in assumed.items() if not any(name.startswith(key) for name in given))
-    return Sketch(job=job, assumed=told)
+    defaults = (flag for key, flag in assumed.items() if not any(name.startswith(key) for name in given))
+    return Sketch(job=job, assumed=tuple(defaults))
 
 
 def default_sequence_length(model: str) -> int:
-    """2048 tokens, or as many as the model has positions, where those are known and fewer."""
+    """2048 tokens, or the model's positions where those are known and fewer."""
     shape = lookup(model)
     return min(SEQUENCE_LENGTH, (shape and shape.positions) or SEQUENCE_LENGTH)
 
 
 def default_global_batch(world_size: int) -> int:
-    """Rows of a step: about 16 a GPU, at least 64 and at most 2048; a power of two for each GPU."""
+    """Rows per step: about 16 per GPU, from 64 to 2048; a power of two per GPU."""
     per_gpu = min(max(LEAST_ROWS, ROWS_PER_GPU * world_size), MOST_ROWS) // world_size
     return world_size * (1 << max(0, per_gpu.bit_length() - 1))

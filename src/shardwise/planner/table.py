@@ -1,4 +1,4 @@
-"""A plan as a table that a person reads at a glance; no colour and 80 columns are enough for it."""
+"""A plan as a table for the terminal; readable without colour in 80 columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.strategy import Strategy
 from shardwise.units import GIB, count, gib
 
 ROWS = 12
-"""Rows shown of a plan, or more where there are more kinds of strategies."""
+"""Rows shown, or more where there are more kinds of strategies."""
 NARROW = 100
 """Columns of a terminal below which the gaps are one cell, and the longest names take two lines."""
 LEAST_BAR, MOST_BAR = 12, 40
@@ -27,9 +27,9 @@ _STYLES = {"fits": "green", "tight": "yellow", "no": "red"}
 
 
 def show(plan: Plan, *, console: Console | None = None, everything: bool = False) -> None:
-    """Prints the plan: what for, the table, and why the first is first.
+    """Print the workload, the table, and the reasons for the choice.
 
-    That nothing fits is said by the error `why.does_not_fit`.
+    Where nothing fits, the error `why.does_not_fit` says so.
     """
     console = console or Console()
     for line in heading(plan):
@@ -58,7 +58,7 @@ def as_text(plan: Plan) -> str:
 
 
 def excerpt(plan: Plan) -> list[Option]:
-    """The best of each kind, and of the rest the best, in the plan's order."""
+    """The best of each kind, then the best of the rest, in the plan's order."""
     options = plan.options
     best = {option.strategy.name: option for option in reversed(options)}
     kinds = {id(option) for option in best.values()}
@@ -68,7 +68,7 @@ def excerpt(plan: Plan) -> list[Option]:
 
 
 def heading(plan: Plan) -> Iterator[Text]:
-    """Which model, on what, and how it is ranked."""
+    """The model, the hardware, and the order of the table."""
     job, hardware = plan.job, plan.hardware
     trained = "all trained"
     if job.lora_rank is not None:
@@ -105,7 +105,7 @@ def verdict(chosen: Option) -> Table:
 
 
 def unit_of_time(seconds: float) -> tuple[str, float]:
-    """The unit in which such times are told, and its seconds."""
+    """The unit for times of this size, and its seconds."""
     units = (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86400.0))
     return next((unit for unit in reversed(units) if seconds >= 2 * unit[1]), units[0])
 
@@ -134,15 +134,15 @@ def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool)
 
 
 def _header(plan: Plan, unit: str) -> list[Text | str]:
-    whole = "trained" if plan.job.total_tokens else "1B tok."
+    trained = "trained" if plan.job.total_tokens else "1B tok."
     return [
         "\n  strategy", "micro ×\naccum.", "ckpt\n", "\nGiB", "\nfits", "tokens/s\nper GPU",
-        f"{whole}\nin {unit}", "J per\ntoken",
+        f"{trained}\nin {unit}", "J per\ntoken",
     ]  # fmt: skip
 
 
 def _row(option: Option, plan: Plan, width: int, unit_seconds: float) -> list[Text | str]:
-    """All cells but the bar; times in units of so many seconds."""
+    """All cells but the bar; times in units of `unit_seconds`."""
     memory = option.prediction.memory
     name = _name(option.strategy, width)
     if option is plan.chosen:
@@ -160,7 +160,7 @@ def _row(option: Option, plan: Plan, width: int, unit_seconds: float) -> list[Te
 
 
 def _fit(option: Option, plan: Plan) -> Text:
-    """Whether it fits; with a question mark where that hangs on a host's memory that nobody said."""
+    """Whether it fits; with a question mark where host memory decides and is not known."""
     if option.fit == "no" and option.prediction.memory.fits:
         return Text("no host", style=_STYLES["no"])
     if option.fit != "no" and needs_of_host(option, plan.hardware, plan.margin) is not None:
@@ -187,20 +187,20 @@ def _width(cell: Text | str) -> int:
 
 
 def _left_out(plan: Plan, more: int) -> Iterator[Text]:
-    """What the table does not show, in a line."""
+    """One line on what the table leaves out."""
     refused = len({one.strategy for one in plan.refused})
     parts = {
         f"{more} more": more,
         f"{len(plan.skipped)} not simulated because smaller ones fail": len(plan.skipped),
         f"{refused} refused": refused,
     }
-    told = ", ".join(text for text, number in parts.items() if number)
-    if told:
-        yield Text(f"--all shows {told}", style="dim")
+    shown = ", ".join(text for text, number in parts.items() if number)
+    if shown:
+        yield Text(f"--all shows {shown}", style="dim")
 
 
 def _refused(plan: Plan) -> Iterator[Text]:
-    """Each rule that refused something, with what it refused."""
+    """Each rule that refused something, with the strategies."""
     names: dict[str, dict[str, None]] = {}
     for one in plan.refused:
         names.setdefault(one.reason, {})[one.strategy.name] = None

@@ -15,11 +15,11 @@ from shardwise.simulate.time.collectives import group
 from shardwise.strategy import Strategy
 from shardwise.units import duration, gib
 
-WORTH_TELLING = 0.02
-"""Shares of a step, and gains, below this are not told."""
+WORTH_SAYING = 0.02
+"""Smaller shares of a step, and smaller gains, are not mentioned."""
 
 AT_LIMIT = 0.999
-"""Share of the power limit from which on a step counts as bound by it; rounding takes less."""
+"""A step counts as power-bound from this share of the limit on; rounding loses less."""
 
 AS_GOOD = {"throughput": "as fast", "memory": "as lean", "energy": "as frugal"}
 
@@ -33,11 +33,11 @@ TERMS = {
     "fragmentation_bytes": "fragmentation",
     "outside_allocator_bytes": "CUDA and NCCL",
 }
-"""The terms of `Memory.needed_bytes`, as a person calls them."""
+"""Display names of the terms of `Memory.needed_bytes`."""
 
 
 def terms(memory: Memory) -> dict[str, int]:
-    """Bytes by name, in the order of `TERMS`; they sum up to `needed_bytes`."""
+    """Bytes by display name, in the order of `TERMS`; they sum to `needed_bytes`."""
     values = {**asdict(memory.terms), "outside_allocator_bytes": memory.outside_allocator_bytes}
     return {name: values[key] for key, name in TERMS.items()}
 
@@ -45,7 +45,7 @@ def terms(memory: Memory) -> dict[str, int]:
 def reasons(
     chosen: Option, rest: Sequence[Option], *, hardware: Hardware, objective: Objective, margin: float
 ) -> tuple[str, ...]:
-    """Why this one: against the best of the others, what it needs, what bounds it."""
+    """Why this one: compared with the next best, what it needs, what limits it."""
     return (
         _against_the_others(chosen, rest, hardware=hardware, objective=objective, margin=margin),
         _memory(chosen.prediction.memory),
@@ -60,12 +60,12 @@ def reasons(
 def shortcoming(
     option: Option, chosen: Option | None, *, hardware: Hardware, objective: Objective
 ) -> tuple[str, ...]:
-    """Why not this one, in at most two sentences."""
+    """Why not this one, in at most two phrases."""
     memory = option.prediction.memory
     said = []
     if not memory.fits:
         missing = memory.needed_bytes - memory.capacity_bytes
-        said.append(f"needs {gib(memory.needed_bytes)} of a GPU, {gib(missing)} more than there is")
+        said.append(f"needs {gib(memory.needed_bytes)} of a GPU, {gib(missing)} more than it has")
     elif option.fit == "no":
         said.append(
             f"needs {gib(memory.host_bytes)} of each host's memory; there are "
@@ -77,14 +77,14 @@ def shortcoming(
         free, where = _least_free(option, hardware)
         said.append(f"fits, and leaves {free:.1%} of {where} free: less than the margin")
     if chosen is not None:
-        said.append(_beside(option, chosen, objective))
+        said.append(_compared(option, chosen, objective))
     return tuple(said)
 
 
 def does_not_fit(plan: Plan) -> DoesNotFitError:
-    """The error of a plan in which nothing is chosen, with the nearest change that would help."""
+    """The error for a plan without a choice, with the nearest change that would help."""
     least, hardware, near = plan.options[0], plan.hardware, plan.nearest
-    fix = f"{', '.join(_tried(plan))} were tried as far as each can be had: none is enough"
+    fix = f"tried {', '.join(_tried(plan))}; none of them is enough"
     if near is not None:
         needed = gib(near.option.prediction.memory.needed_bytes)
         fix = f"{near.how} ({near.what}): {in_words(near.option.strategy)} fits, in {needed}"
@@ -98,12 +98,12 @@ def does_not_fit(plan: Plan) -> DoesNotFitError:
 
 
 def _tried(plan: Plan) -> Iterator[str]:
-    """The kinds of `small_changes` that there are for the plan."""
+    """The kinds of `small_changes` that were tried."""
     yield "shorter rows"
     if plan.job.lora_rank is not None:
         yield "a quantised base"
     elif published(plan.job.model):
-        yield "LoRA unless the weights are random"  # of which a plan knows nothing
+        yield "LoRA unless the weights are random"  # a plan does not know
     if binds(plan.memory_cap_bytes, plan.hardware.gpu):
         yield "the GPU without --memory-cap"
         yield "more GPUs"
@@ -112,9 +112,9 @@ def _tried(plan: Plan) -> Iterator[str]:
 
 
 def better_with_memory(plan: Plan) -> list[Option]:
-    """What would beat the choice if there were more memory, of GPUs or of hosts: from the least to the most.
+    """Options that would beat the choice with more GPU or host memory, the smallest need first.
 
-    None of the listed ones needs more of both than another that is as good by the objective.
+    Left out is what needs at least as much of both as another one that is as good.
     """
     chosen = plan.chosen
     if chosen is None or plan.objective == "memory":
@@ -127,17 +127,17 @@ def better_with_memory(plan: Plan) -> list[Option]:
         lacks = _lacking(option, plan)
         beaten = any(
             all(less <= more for less, more in zip(_lacking(other, plan), lacks, strict=True))
-            and reached < gain(other, chosen, plan.objective) + WORTH_TELLING
+            and reached < gain(other, chosen, plan.objective) + WORTH_SAYING
             for other in found
         )
-        flushing = option.prediction.memory.cache_flushes > 0  # what it needs without is not known
-        if option.fit != "fits" and reached >= 1 + WORTH_TELLING and not beaten and not flushing:
+        flushing = option.prediction.memory.cache_flushes > 0  # its need without flushes is not known
+        if option.fit != "fits" and reached >= 1 + WORTH_SAYING and not beaten and not flushing:
             found.append(option)
     return found
 
 
 def _lacking(option: Option, plan: Plan) -> tuple[int, int]:
-    """Bytes of a GPU and of a host that it needs, where that is more than there is; else 0."""
+    """Bytes needed of a GPU and of a host, each 0 where it has enough."""
     memory, known = option.prediction.memory, plan.hardware.host_memory_bytes
     of_gpu = memory.needed_bytes if memory.needed_bytes > (1 - plan.margin) * memory.capacity_bytes else 0
     of_host = memory.host_bytes if known is not None and memory.host_bytes > (1 - plan.margin) * known else 0
@@ -145,7 +145,7 @@ def _lacking(option: Option, plan: Plan) -> tuple[int, int]:
 
 
 def gain(option: Option, than: Option, objective: Objective) -> float:
-    """How many times as good it is: tokens/s, or tokens a joule, or the inverse of bytes."""
+    """Ratio of tokens/s, of tokens per joule, or of inverse bytes."""
     if objective == "throughput":
         speed = option.prediction.time.tokens_per_second_per_gpu
         return speed / than.prediction.time.tokens_per_second_per_gpu
@@ -155,7 +155,7 @@ def gain(option: Option, than: Option, objective: Objective) -> float:
 
 
 def _least_free(option: Option, hardware: Hardware) -> tuple[float, str]:
-    """The smallest share that it leaves free, and of what: of the GPU or of the host."""
+    """The smallest free share, and where: on the GPU or the host."""
     memory = option.prediction.memory
     free = [(1 - memory.needed_bytes / memory.capacity_bytes, "the GPU")]
     if hardware.host_memory_bytes is not None:
@@ -189,16 +189,16 @@ def _against_the_others(
     other = next((o for o in same if o.strategy.name != chosen.strategy.name), None)
     if other is None:
         return among
-    return f"{among}: {_beside(chosen, other, objective, other.strategy.name)}, the next kind"
+    return f"{among}: {_compared(chosen, other, objective, other.strategy.name)}, the next kind"
 
 
 def uses_host(option: Option) -> bool:
-    """Whether it offloads anything: its speed then depends on the host's."""
+    """Whether it offloads anything, so that its speed depends on the host."""
     return {option.strategy.offload_optimizer, option.strategy.offload_parameters} != {"none"}
 
 
-def _beside(option: Option, than: Option, objective: Objective, name: str = "") -> str:
-    """`0.87x the tokens/s of zero3`, where `than` has a name; what rounds to 1.00x is `as fast as` that."""
+def _compared(option: Option, than: Option, objective: Objective, name: str = "") -> str:
+    """`0.87x the tokens/s of zero3` (`name`), or `as fast as zero3` for what rounds to 1.00x."""
     better = gain(option, than, objective)
     factor = f"{better if objective == 'throughput' else 1 / better:.2f}"
     if factor == "1.00":
@@ -223,36 +223,36 @@ def _memory(memory: Memory) -> str:
 
 
 def _step(chosen: Option, hardware: Hardware) -> str:
-    """What the step is made of, the largest waits by name."""
+    """The parts of a step, with its largest waits."""
     time = chosen.prediction.time
     parts = [f"computing takes {_share(time.compute_seconds, time)} of it"]
     for link, seconds in _waits(chosen.strategy, time, hardware).items():
-        if seconds >= WORTH_TELLING * time.step_seconds:
+        if seconds >= WORTH_SAYING * time.step_seconds:
             parts.append(f"waiting for communication over {link} {_share(seconds, time)}")
     copies = time.exposed_to_copies_seconds
-    if copies >= WORTH_TELLING * time.step_seconds:
+    if copies >= WORTH_SAYING * time.step_seconds:
         parts.append(f"waiting for copies to and from the host {_share(copies, time)}")
     if at_power_limit(chosen, hardware):
         waits = time.exposed_communication_seconds + copies
         rest = time.step_seconds - time.compute_seconds - waits
         limit = f"the power limit of {hardware.gpu.power_watts:.0f} W"
-        if rest >= WORTH_TELLING * time.step_seconds:
+        if rest >= WORTH_SAYING * time.step_seconds:
             parts.append(f"a lower clock at {limit}, and short waits, {_share(rest, time)}")
     within = {
         "the optimizer": time.optimizer_seconds,
         "copies to and from the host": time.copy_seconds,
     }
-    told = [
+    within_step = [
         f"{name} {_share(seconds, time)}"
         for name, seconds in within.items()
-        if seconds >= WORTH_TELLING * time.step_seconds
+        if seconds >= WORTH_SAYING * time.step_seconds
     ]
-    overlapping = f"; among it, or meanwhile, {', '.join(told)}" if told else ""
+    overlapping = f"; among it, or meanwhile, {', '.join(within_step)}" if within_step else ""
     return f"a step takes {duration(time.step_seconds)}: {', '.join(parts)}{overlapping}"
 
 
 def _pace(time: Time) -> Iterator[str]:
-    """Whether the processor, of which the plan knows nothing, decides how long the step takes."""
+    """A warning where the CPU, which the plan does not know, sets the step time."""
     if time.launch_seconds >= max(time.compute_seconds, time.step_seconds / 2):
         yield (
             f"the host is busy for {_share(time.launch_seconds, time)} of the step: its processor sets "
@@ -261,14 +261,14 @@ def _pace(time: Time) -> Iterator[str]:
 
 
 def at_power_limit(option: Option, hardware: Hardware) -> bool:
-    """Whether its GPUs draw all they may on average: then the clock falls, and the step lasts longer."""
+    """Whether the GPUs draw their power limit on average, so that the clock falls."""
     time, energy = option.prediction.time, option.prediction.energy
     watts = energy.joules_per_step / time.step_seconds / time.world_size
     return watts >= AT_LIMIT * Draw(hardware.gpu).limit_watts
 
 
 def _waits(strategy: Strategy, time: Time, hardware: Hardware) -> dict[str, float]:
-    """Seconds waited by the link that is waited for: each group's slowest, the host's of a GPU alone."""
+    """Seconds waited by link: each group's slowest one, or a single GPU's host link."""
     peers = group(hardware, strategy.tensor_parallel).slowest.name
     others = group(hardware, strategy.data_parallel, stride=strategy.tensor_parallel)
     for_others = hardware.host_link.name if others.size == 1 else others.slowest.name
@@ -278,20 +278,20 @@ def _waits(strategy: Strategy, time: Time, hardware: Hardware) -> dict[str, floa
 
 
 def _checkpointing(chosen: Option, rest: Sequence[Option]) -> Iterator[str]:
-    """What recomputation costs, where the same strategy without it was simulated."""
+    """What recomputation costs, if the same strategy without it was simulated."""
     if chosen.strategy.checkpoint_every == 0:
         return
     for other in rest:
         same_but = other.strategy.to_json() | {"checkpoint_every": chosen.strategy.checkpoint_every}
         if other.strategy.checkpoint_every == 0 and same_but == chosen.strategy.to_json():
-            speed = _beside(other, chosen, "throughput")
+            speed = _compared(other, chosen, "throughput")
             verdict = {"fits": "", "tight": ", within the margin", "no": ", which does not fit"}[other.fit]
             needed = gib(other.prediction.memory.needed_bytes)
             yield f"without checkpointing: {speed}, and {needed} a GPU{verdict}"
 
 
 def needs_of_host(option: Option, hardware: Hardware, margin: float) -> int | None:
-    """What each host has to have for it to fit, where nobody said what it has; None where none is kept."""
+    """Host memory it needs, where the hosts' memory is unknown; None where it offloads nothing."""
     kept = option.prediction.memory.host_bytes
     return round(kept / (1 - margin)) if kept and hardware.host_memory_bytes is None else None
 
@@ -302,7 +302,7 @@ def _host(chosen: Option, hardware: Hardware, margin: float) -> Iterator[str]:
     if needed is not None:
         yield (
             f"each host keeps {gib(kept)} in its memory: it fits if the host has {gib(needed)}, "
-            "beside what its processes take"
+            "in addition to what its processes take"
         )
     elif kept and known is not None:
         yield f"each host keeps {gib(kept)} in its memory; it has {gib(known)}"

@@ -1,4 +1,4 @@
-"""From what the job says about the strategy to a complete one.
+"""From the job's strategy section to a complete strategy.
 
 `auto` follows a rule of thumb on model states alone; it does not know activations. With P parameters, T of
 them trained, N GPUs, and w bytes a weight (2 in bf16 and fp16, 4 in fp32, fewer quantised), a GPU holds
@@ -30,7 +30,7 @@ from shardwise.units import count, gib
 SHARE_FOR_STATES = 0.6
 
 QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.516}
-"""A weight of a quantised base, its scales included (QLoRA, Dettmers et al. 2023: 4.127 bits)."""
+"""Bytes per weight of a quantised base with its scales (QLoRA, Dettmers et al. 2023: 4.127 bits)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,9 @@ def resolve(
     architecture: Architecture | None = None,
     capability: tuple[int, int] | None = None,
 ) -> tuple[Strategy, list[str]]:
-    """The strategy, and in sentences why it is this one. Raises JobError with everything that is wrong.
+    """The strategy and the reasons for it. Raises JobError with everything that is wrong.
 
-    What is not known yet of the model's architecture and of the GPUs' compute capability is not checked.
+    Rules that need an unknown architecture or compute capability are not checked.
     """
     situation = Situation(
         world_size=world_size,
@@ -133,7 +133,7 @@ def _choose(situation: Situation, why: list[str]) -> str:
         )
         if fits:
             return name
-    why.append(f"{names[-1]}: what is left")
+    why.append(f"{names[-1]}: the last resort")
     return names[-1]
 
 

@@ -1,4 +1,4 @@
-"""Every strategy that a job may be run with, and those that a rule refuses."""
+"""The strategies that a job allows, and those that a rule refuses."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ SHAPES: tuple[Parts, ...] = (
     NAMED["zero3-offload"],
     NAMED["fsdp2-offload"],
 )
-"""What `auto` considers besides tensor parallelism; from the fastest where it fits to the most frugal."""
+"""What `auto` considers without tensor parallelism, from the fastest to the leanest."""
 
 TENSOR_PARALLEL = (2, 4, 8)
 TENSOR_PARALLEL_STAGES = (1, 2)
 
 CHECKPOINT_EVERY = (0, 4, 2, 1)
-"""From nothing computed again to everything."""
+"""From no recomputation to full recomputation."""
 
 PARALLEL_CHECKPOINT_EVERY = (0, 1)
 PARALLEL_STEP, PARALLEL_MOST_ROWS = 4, 16
-"""How `auto` thins tensor parallelism out: every degree has traces of its own, which cost a plan its seconds.
-Checkpointing of none or all; micro-batches each at least so many times the one before, up to so many rows. A
-job that names tensor parallelism gets the rest as well."""
+"""How `auto` limits tensor parallelism, because each degree needs traces of its own, which take seconds.
+
+Checkpointing of no block or all; each micro-batch at least PARALLEL_STEP times the one before, up to
+PARALLEL_MOST_ROWS. A job that names tensor parallelism gets all variants."""
 
 GATHERED_STYLES = frozenset({"colwise_rep", "colwise_gather_output"})
-"""Ways to cut whose outputs AutoTP gathers: no plan that it can follow has one (transformers 5.23)."""
+"""Ways to cut a layer after which AutoTP gathers outputs; none that it supports has one (transformers 5.23)."""
 
 MOST_ROWS = 128
-"""Micro-batches beyond this are not considered: the matrices are large enough long before."""
+"""Largest micro-batch considered: matrices are large enough long before."""
 MOST_MICRO_BATCHES = 8
 
 
@@ -74,14 +75,14 @@ def candidates(
     capability: tuple[int, int] | None = None,
     architecture: Architecture | None = None,
 ) -> tuple[list[Strategy], list[Refused]]:
-    """What the job leaves open, spelled out: strategies worth predicting, and refused ones.
+    """All strategies that the job leaves open: those to predict, and the refused ones.
 
-    `spec` is the job's strategy: `auto` opens all of SHAPES, and DeepSpeed's AutoTP within a node; anything
-    else is kept. So are a micro-batch and a checkpointing that the job names. The order is fixed: by shape,
-    then checkpointing (none to all), then micro-batch (ascending).
+    `spec` is the job's strategy: `auto` means all of SHAPES, and DeepSpeed's AutoTP within a node; anything
+    else is kept, as are a named micro-batch and checkpointing. Order: by shape, then checkpointing (none to
+    all), then micro-batch (ascending).
 
-    A refused strategy stands for all its micro-batches, once for every rule that it breaks. Raises JobError
-    where the job's own parts contradict each other.
+    A refused strategy stands for all its micro-batches, once per broken rule. Raises JobError where the
+    job's own parts contradict each other.
     """
     problems = spec_problems(spec)
     if problems:
@@ -121,9 +122,9 @@ def candidates(
 def predictable(
     accepted: list[Strategy], refused: list[Refused], architecture: Architecture | None
 ) -> tuple[list[Strategy], list[Refused]]:
-    """What `candidates` gave, without the strategies whose memory and time nobody simulates.
+    """The strategies of `candidates` that can be simulated.
 
-    The trace of a cut model knows no layer whose outputs are gathered.
+    The trace of a split model cannot have layers whose outputs are gathered.
     """
     if architecture is None or not architecture.plan_styles & GATHERED_STYLES:
         return accepted, refused
@@ -142,17 +143,16 @@ def predictable(
 
 
 def micro_batches(rows: int) -> list[int]:
-    """Rows at a time to consider for a GPU that takes `rows` in a step; ascending, each divides `rows`.
+    """Micro-batches to consider for a GPU with `rows` per step; ascending divisors of `rows`.
 
-    All divisors up to MOST_ROWS; where there are more than MOST_MICRO_BATCHES, each at least twice the one
-    before.
+    All up to MOST_ROWS; where these are more than MOST_MICRO_BATCHES, each at least twice the one before.
     """
     divisors = [n for n in range(1, min(rows, MOST_ROWS) + 1) if rows % n == 0]
     return divisors if len(divisors) <= MOST_MICRO_BATCHES else _sparse(divisors, 2)
 
 
 def _sparse(sizes: list[int], step: int) -> list[int]:
-    """Of ascending sizes those that are at least `step` times the one before."""
+    """Ascending sizes, thinned so that each is at least `step` times the one before."""
     sparse = sizes[:1]
     for n in sizes[1:]:
         if n >= step * sparse[-1]:
@@ -163,7 +163,7 @@ def _sparse(sizes: list[int], step: int) -> list[int]:
 def _shapes(world_size: int, gpus_per_node: int) -> list[Parts]:
     """What `auto` considers. Tensor parallelism stays within a node: every layer waits for it.
 
-    Where one group takes all GPUs there is nothing to shard, and both stages are the same.
+    Where one group has all GPUs, nothing is sharded and both stages are the same.
     """
     parallel = [
         {"engine": "deepspeed", "stage": stage, "tensor_parallel": degree}
@@ -184,7 +184,7 @@ def _variants(
     *,
     thin: bool,
 ) -> Iterator[Strategy]:
-    """A shape with every checkpointing and micro-batch that the job leaves open, or some; at least one."""
+    """A shape with every checkpointing and micro-batch that the job leaves open; `thin`: with some."""
     data_parallel = max(1, world_size // parts.get("tensor_parallel", 1))
     rows = train.global_batch // data_parallel
     sizes = [train.micro_batch] if train.micro_batch else micro_batches(rows) or [1]
@@ -208,7 +208,7 @@ def _variants(
 
 
 def _checkpointing(asked: str | int, architecture: Architecture | None) -> list[int]:
-    """Every how many blocks activations are computed again; what would mean the same is left out."""
+    """The values of `checkpoint_every` to consider, without equivalent ones."""
     if asked == "auto":
         blocks = architecture.blocks if architecture else max(CHECKPOINT_EVERY) + 1
         return [every for every in CHECKPOINT_EVERY if every < blocks or every <= 1]

@@ -122,7 +122,7 @@ def test_on_gpus_each_row_has_its_prediction_and_what_does_not_fit_is_left_out(j
     assert "fsdp2" in names
     assert "zero0" not in names
     reasons = {one["strategy"]: one["reason"] for one in left_out}
-    assert "more than there is" in reasons["zero0"]
+    assert "more than it has" in reasons["zero0"]
     (asked,), _ = make_rows(found, ["zero0"], processes=2, plan_for=tight)
     assert asked.predicted()["fit"] == "no", "what is asked for by name is run all the same"
     assert asked.refused is None

@@ -63,7 +63,7 @@ def test_what_fits_is_run_with_its_prediction_under_the_cap(
         assert memory["peak_reserved_bytes"] + memory["outside_allocator_bytes"] <= 10 * 2**30
         assert row["fit"] in ("fits", "tight")
     left_out = {one["strategy"]: one["reason"] for one in bench["left_out"]}
-    assert "more than there is" in left_out["zero0"]
+    assert "more than it has" in left_out["zero0"]
     assert bench["hardware"]["world_size"] == 2
     assert len(bench["environment"]["gpus"]) == 2
     first = next(row for row in bench["rows"] if row["why"] and "the fastest" in row["why"][0])

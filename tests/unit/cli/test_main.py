@@ -207,7 +207,7 @@ def test_a_word_that_is_no_choice_is_answered_with_all_of_them(
 ) -> None:
     assert main(typed) == 2
     error = capsys.readouterr().err.splitlines()
-    assert error[0] == f"error: invalid value for '{what}': '{typed[-1]}' is no choice"
+    assert error[0] == f"error: invalid value for '{what}': '{typed[-1]}' is not a valid choice"
     assert error[-1] == f"  fix: write {choices}"
 
 

@@ -185,7 +185,7 @@ def test_what_does_not_fit_ends_with_3_and_the_nearest_change(
     out, err = capsys.readouterr()
     assert " no " in out, "the table shows by how much"
     assert "error: nothing fits: zero2 with micro-batch 1" in err
-    assert "needs 10.0 GiB of a GPU, 2.0 GiB more than there is" in err
+    assert "needs 10.0 GiB of a GPU, 2.0 GiB more than it has" in err
     assert "fix: --sequence 1024 (shorter rows): zero2 with" in err
     assert main([*arguments, "--json"]) == 3
     plan = json.loads(capsys.readouterr().out)

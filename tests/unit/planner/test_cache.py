@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Job
-from shardwise.planner.cache import kept_plan, plan_key, plan_once
+from shardwise.planner.cache import cached_plan, plan_key, plan_once
 from shardwise.planner.planning import make_plan
 
 JOB = Job.model_validate(
@@ -38,9 +38,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_kept_plan_is_the_plan(cache: Path) -> None:
+def test_a_cached_plan_is_the_plan(cache: Path) -> None:
     made = make_plan(JOB, HARDWARE)
-    assert kept_plan(plan_key(JOB, HARDWARE, objective="throughput", memory_cap_bytes=None)) == made
+    assert cached_plan(plan_key(JOB, HARDWARE, objective="throughput", memory_cap_bytes=None)) == made
 
 
 def test_another_question_has_another_key() -> None:
@@ -67,9 +67,9 @@ def test_a_damaged_plan_is_made_again(cache: Path) -> None:
     made = make_plan(JOB, HARDWARE)
     (path,) = (cache / "plans").glob("*.json")
     path.write_text('{"hardware": 1')
-    assert kept_plan(path.stem) is None
+    assert cached_plan(path.stem) is None
     assert make_plan(JOB, HARDWARE) == made
-    assert kept_plan(path.stem) == made
+    assert cached_plan(path.stem) == made
 
 
 def test_a_folder_that_cannot_be_written_costs_only_time(cache: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_peak_is_marked_and_the_parts_are_shown(toy) -> None:
     assert f"{plan.chosen.prediction.time.step_seconds:.3g} s  100%" in step
     memory = plan.chosen.prediction.memory
     beside = (
-        f"besides, {memory.terms.fragmentation_bytes / 2**30:.1f} GiB of fragmentation and 0.5 GiB of CUDA "
+        f"plus {memory.terms.fragmentation_bytes / 2**30:.1f} GiB of fragmentation and 0.5 GiB of CUDA "
         f"and NCCL: {needed:.1f} GiB in all"
     )
     assert beside in " ".join(" ".join(lines).split()), "the timeline is of tensors alone"
@@ -130,7 +130,7 @@ def test_the_links_counted_with_are_told_and_what_was_assumed_of_them(toy) -> No
     assert told in " ".join(shown(plan, 100).split())
     assert "assumed" not in shown(plan, 100)
     plan = replace(plan, job=replace(plan.job, assumed=("--gpus 4xRTX4080@pcie4x16",)))
-    said = "nobody said the slots: --gpus 4xRTX4080@pcie4x16; boards of several cards often have x8 or x4"
+    said = "assumed slots: --gpus 4xRTX4080@pcie4x16; boards with several cards often have x8 or x4"
     assert said in " ".join(shown(plan, 100).split())
 
 

@@ -61,7 +61,7 @@ def test_a_tokenizer_to_be_learned_decides_the_rows_of_random_weights() -> None:
     plans = [plan_job._make(*asked), plan_job._make(*asked, vocab_size=300)]
     rows = (plans[0].job.parameters - plans[1].job.parameters) / 64  # of an embedding that is the head, too
     assert rows == 8064 - 300
-    assert plans[0].job.assumed == ("a vocabulary of 8064, fewer if the text teaches no more",)
+    assert plans[0].job.assumed == ("a vocabulary of 8064, fewer if the text has fewer",)
     assert plans[1].job.assumed == ()
 
 

@@ -11,7 +11,7 @@ import pytest
 from shardwise.errors import JobError, Problem, render
 from shardwise.hardware.parse import parse_hardware
 from shardwise.planner.plan import Nearest
-from shardwise.planner.search import ALIKE, excess, family, fit, leanest, leanest_that_fits, rank, search
+from shardwise.planner.search import TIE_FACTOR, excess, family, fit, leanest, leanest_that_fits, rank, search
 from shardwise.space.candidates import Refused
 
 
@@ -43,7 +43,7 @@ def test_each_objective_has_its_own_winner(toy) -> None:
     fitting = [o.prediction for o in plans["memory"].options if o.fit == "fits"]
     assert chosen["memory"].memory.needed_bytes == min(p.memory.needed_bytes for p in fitting)
     least = min(p.energy.joules_per_token for p in fitting)
-    assert chosen["energy"].energy.joules_per_token <= ALIKE * least
+    assert chosen["energy"].energy.joules_per_token <= TIE_FACTOR * least
     assert chosen["memory"].memory.needed_bytes < chosen["throughput"].memory.needed_bytes
 
 
@@ -53,7 +53,7 @@ def test_of_what_is_as_good_as_the_best_the_leanest_is_chosen(toy) -> None:
         plan = toy.plan(gpus)
         fitting = [o.prediction for o in plan.options if o.fit == "fits"]
         fastest = max(p.time.tokens_per_second_per_gpu for p in fitting)
-        alike = [p for p in fitting if p.time.tokens_per_second_per_gpu * ALIKE >= fastest]
+        alike = [p for p in fitting if p.time.tokens_per_second_per_gpu * TIE_FACTOR >= fastest]
         crowds.append(len(alike))
         least = min(p.memory.needed_bytes for p in alike if p.memory.host_bytes == 0)
         assert plan.chosen.prediction.memory.needed_bytes == least

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from io import StringIO
+from typing import get_args
 
 import pytest
 from rich.console import Console
 
-from shardwise.planner.plan import OBJECTIVES
+from shardwise.planner.plan import Objective
 from shardwise.planner.table import excerpt, show, unit_of_time
 from shardwise.space.candidates import Refused
 
@@ -123,7 +124,7 @@ def test_without_a_choice_there_is_no_verdict(toy) -> None:
     assert " no " in text
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", get_args(Objective))
 def test_the_heading_says_what_comes_first(toy, objective) -> None:
     words = {"throughput": "fastest", "memory": "leanest", "energy": "least energy"}[objective]
     assert f"{words} first" in shown(toy.plan("4xA100-SXM-80GB", objective=objective), 80)

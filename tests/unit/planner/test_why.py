@@ -261,11 +261,11 @@ def test_the_error_names_the_nearest_change(toy) -> None:
     error = does_not_fit(toy.plan("4xRTX3060", "zero1", nearest=lambda: change))
     assert error.exit_code == 3
     text = render(error)
-    assert "needs 12.2 GiB of a GPU, 0.5 GiB more than there is" in text
+    assert "needs 12.2 GiB of a GPU, 0.5 GiB more than it has" in text
     assert "at:  toy-1.3b on 4 × RTX 3060" in text
     assert "fix: --gpus 4xRTX-3090 (RTX 3090, of 24 GB, instead of RTX 3060): zero1 with" in text
     hopeless = toy.plan("4xRTX3060", "zero1")
-    tried = "fix: shorter rows, LoRA unless the weights are random, more and larger GPUs were tried"
+    tried = "fix: tried shorter rows, LoRA unless the weights are random, more and larger GPUs;"
     assert tried in render(does_not_fit(hopeless))
     adapters = replace(hopeless, job=replace(hopeless.job, lora_rank=16))
     assert "shorter rows, a quantised base, more and larger GPUs" in render(does_not_fit(adapters))
@@ -274,8 +274,8 @@ def test_the_error_names_the_nearest_change(toy) -> None:
 def test_what_was_not_tried_is_not_said_to_be(toy) -> None:
     plan = toy.plan("4xRTX3060", "zero1")
     without_weights = replace(plan, job=replace(plan.job, model="gpt3-13b"))
-    assert "fix: shorter rows, more and larger GPUs were" in render(does_not_fit(without_weights))
+    assert "fix: tried shorter rows, more and larger GPUs;" in render(does_not_fit(without_weights))
     capped = replace(plan, memory_cap_bytes=8 << 30)
-    assert ", the GPU without --memory-cap, more GPUs were tried" in render(does_not_fit(capped))
+    assert ", the GPU without --memory-cap, more GPUs;" in render(does_not_fit(capped))
     above = replace(plan, memory_cap_bytes=64 << 30)
-    assert ", more and larger GPUs were tried" in render(does_not_fit(above))
+    assert ", more and larger GPUs;" in render(does_not_fit(above))
