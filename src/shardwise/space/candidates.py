@@ -44,7 +44,7 @@ Checkpointing of no block or all; each micro-batch at least PARALLEL_STEP times 
 PARALLEL_MOST_ROWS. A job that names tensor parallelism gets all variants."""
 
 GATHERED_STYLES = frozenset({"colwise_rep", "colwise_gather_output"})
-"""Ways to cut a layer after which AutoTP gathers outputs; none that it supports has one (transformers 5.23)."""
+"""Ways to cut a layer after which AutoTP gathers outputs; no supported plan has one (transformers 5.23)."""
 
 MOST_ROWS = 128
 """Largest micro-batch considered: matrices are large enough long before."""

@@ -226,6 +226,14 @@ def test_where_the_host_alone_is_short_more_of_its_memory_is_the_nearest_change(
     assert plan.nearest.option.strategy == fastest.strategy, "of those that keep as much"
 
 
+def test_the_advised_host_memory_leaves_the_margin_free(toy) -> None:
+    """19.4 GiB fit 32 GiB; with a margin of 45 % they need 35.3 GiB, and so 48."""
+    toy.host_memory_bytes = 8 << 30
+    plan = toy.plan("4xRTX4080", "zero2-offload", "zero3-offload", margin=0.45)
+    assert plan.nearest is not None
+    assert plan.nearest.how.endswith("+48GiB")
+
+
 def test_more_host_memory_is_no_help_where_the_gpu_is_short(toy) -> None:
     toy.host_memory_bytes = 8 << 30
     option = toy.plan("4xRTX4080", "zero2").chosen
