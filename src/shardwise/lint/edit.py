@@ -15,32 +15,32 @@ from shardwise.lint.json_text import read_json
 from shardwise.lint.yaml_text import read_yaml
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Put:
-    """Gives a key a value, also where it is not there yet."""
+    """Give a key a value; the key need not exist."""
 
     key: Key
     value: Any
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Drop:
-    """Takes a key out."""
+    """Remove a key."""
 
     key: Key
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rename:
-    """Gives a key another name in the same section."""
+    """Give a key another name in the same section."""
 
     key: Key
     name: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Strict:
-    """Takes comments, trailing commas and a byte order mark out of a JSON text."""
+    """Remove comments, trailing commas and the byte order mark from a JSON text."""
 
 
 Change = Put | Drop | Rename | Strict
@@ -196,7 +196,7 @@ def _yaml(document: Document, change: Change) -> str:
         return _yaml_without(document, change.key)
     key, value = _nearest(document, change.key, change.value)
     if document.has(*key):
-        return _replace(document.text, *document.marks[key].value, _scalar(value))
+        return _replace(document.text, *document.marks[key].value, yaml_scalar(value))
     return _yaml_with(document, key, value)
 
 
@@ -224,10 +224,10 @@ def _yaml_with(document: Document, key: Key, value: Any) -> str:
     indent = text[start : first[0]]
     if indent.strip():
         raise CannotEditError(".".join(key))
-    return _replace(text, start, start, f"{indent}{key[-1]}: {_scalar(value)}\n")
+    return _replace(text, start, start, f"{indent}{key[-1]}: {yaml_scalar(value)}\n")
 
 
-def _scalar(value: Any) -> str:
+def yaml_scalar(value: Any) -> str:
     """A value as accelerate's own files write it: on one line."""
     return (
         yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")

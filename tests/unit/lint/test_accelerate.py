@@ -167,5 +167,5 @@ def test_the_class_to_wrap_is_one_of_the_model(
         [] if severity is None else [("fsdp-block-class", severity)]
     )
     if severity == "error":
-        assert found[0].fix == "LlamaDecoderLayer, or leave it out: it is the default"
+        assert found[0].fix == "LlamaDecoderLayer, or remove it: this is the default"
         assert found[0].fixable

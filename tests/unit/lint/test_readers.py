@@ -101,9 +101,7 @@ def test_the_two_say_what_becomes_of_the_first(tmp_path: Path) -> None:
     file.write_text(TWICE)
     said = {reader: checked(file, reader).findings[0].what for reader in READERS}
     assert said["deepspeed"].endswith("DeepSpeed stops with a ValueError: Duplicate keys")
-    assert said["trainer"].endswith(
-        "the Hugging Face Trainer takes this one, and silently passes over the whole value in line 6"
-    )
+    assert said["trainer"].endswith("the Hugging Face Trainer uses this one, and silently ignores line 6")
 
 
 def test_what_is_given_twice_is_not_taken_out_once(tmp_path: Path) -> None:
@@ -181,7 +179,7 @@ def test_a_text_that_says_no_means_yes(tmp_path: Path) -> None:
     params = {"lr": 1e-5, "adam_w_mode": "false"}
     file.write_text(json.dumps(json.loads(ONCE) | {"optimizer": {"type": "AdamW", "params": params}}))
     (one,) = checked(file, "deepspeed").findings
-    assert one.what == '`adam_w_mode` is the text "false": Python takes any text for true, this one too'
+    assert one.what == '`adam_w_mode` is the text "false": Python counts any text as true, also this one'
     assert one.fix == "write false"
 
 
@@ -189,8 +187,8 @@ def test_a_text_that_says_no_means_yes(tmp_path: Path) -> None:
     ("loop", "severity", "says"),
     [
         ("engine, _, _, _ = INIT\nfor x in data:\n  inner.step()", "error", "nothing is trained"),
-        ("engine, inner, _, _ = INIT\nfor x in data:\n  inner.step()", "warning", "goes around the engine"),
-        ("self.e, self.o, *_ = INIT\nfor x in data:\n  self.o.step()", "warning", "goes around the engine"),
+        ("engine, inner, _, _ = INIT\nfor x in data:\n  inner.step()", "warning", "bypasses the engine"),
+        ("self.e, self.o, *_ = INIT\nfor x in data:\n  self.o.step()", "warning", "bypasses the engine"),
         ("engine, _, _, lr = INIT\nfor x in data:\n  engine.step()\n  lr.step()", None, ""),
         ("engine = INIT[0]\nfor x in data:\n  inner.step()", None, ""),  # not followed that far
     ],
