@@ -73,7 +73,7 @@ CASES = [
     Case("tab", "name: x\nmodel:\n\tsource: base\n", ["job.yaml:3", "spaces, not tabs"]),
     Case("unclosed-quote", 'name: "x\n', ["not YAML", "job.yaml"]),
     Case("bad-indent", "name: x\n source: y\n", ["not YAML", "job.yaml:2"]),
-    Case("two-documents", f"{GOOD}---\nname: y\n", ["one job per file"]),
+    Case("two-documents", f"{GOOD}---\nname: y\n", ["one document per file"]),
     Case("python-tag", "name: !!python/object/apply:os.system [echo]\n", ["tags such as", "job.yaml:1"]),
     Case("alias-bomb", "name: &a [x, x]\nmodel: [*a, *a]\n", ["anchors and aliases", "job.yaml:1"]),
     Case("nested-deep", "name: " + "[" * 5000, ["levels of nesting", "job.yaml:1"]),
