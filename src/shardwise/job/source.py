@@ -1,4 +1,4 @@
-"""Read a job file into plain values, with the line of every key.
+"""Read a job file and `--set` changes into plain values, with the line of every key.
 
 The dialect is YAML 1.2's core schema, and deliberately smaller than YAML: `1e-4` is a number, `no` and `on`
 are text, dates are text. Anchors, aliases and tags are refused. So are keys without a value: `lora:` with
@@ -8,11 +8,11 @@ everything below it commented out would silently mean "no LoRA".
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import yaml
 
@@ -27,9 +27,9 @@ DEEPEST_NESTING = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a value comes from: `job.yaml:12`, `--set train.steps=5` or `default`."""
+    """Where a value comes from: `job.yaml:12` or `--set train.steps=5`."""
 
-    kind: Literal["file", "flag", "default"]
+    kind: Literal["file", "flag"]
     text: str
 
     def at(self, key: Key) -> str:
@@ -52,13 +52,16 @@ class Document:
             return self.origins[near].at(key)
         return f"{self.name}: {dotted(key)}" if key else self.name
 
-    def forget(self, key: Key) -> None:
-        """Drop a key and what is below it."""
+    def section(self, key: Key) -> dict[str, Any]:
+        """The values of the section that holds a key; empty if there is none."""
         holder: Any = self.values
         for part in key[:-1]:
             holder = holder.get(part) if isinstance(holder, dict) else None
-        if isinstance(holder, dict):
-            holder.pop(key[-1], None)
+        return holder if isinstance(holder, dict) else {}
+
+    def forget(self, key: Key) -> None:
+        """Drop a key and what is below it."""
+        self.section(key).pop(key[-1], None)
         drop(key, self.origins)
 
     def problem(self, what: str, where: str, fix: str) -> None:
@@ -106,27 +109,23 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "anchor", None):
-            raise _refused(
-                event, "anchors and aliases (&, *) are not part of a job file", "write the value out"
-            )
+            _refuse(event, "anchors and aliases (&, *) are not part of a job file", "write the value out")
         if getattr(event, "tag", None):
-            raise _refused(
-                event, f"tags such as {event.tag} are not part of a job file", "write the plain value"
-            )
+            _refuse(event, f"tags such as {event.tag} are not part of a job file", "write the plain value")
         if self.depth > DEEPEST_NESTING:
-            raise _refused(event, f"more than {DEEPEST_NESTING} levels of nesting", "")
+            _refuse(event, f"more than {DEEPEST_NESTING} levels of nesting", "")
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
         if isinstance(parent, yaml.MappingNode) and index is None and node is not None:  # it is a key
             if not isinstance(node, yaml.ScalarNode):
-                raise _refused(event, "a key must be plain text", "remove the leading `?` or `[`")
+                _refuse(event, "a key must be plain text", "remove the leading `?` or `[`")
             node.tag = "tag:yaml.org,2002:str"
         return node
 
 
-def _refused(event: Any, what: str, fix: str) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=what, problem_mark=event.start_mark, note=fix)
+def _refuse(event: Any, what: str, fix: str) -> NoReturn:
+    raise yaml.MarkedYAMLError(problem=what, problem_mark=event.start_mark, note=fix)
 
 
 _FLOAT = r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.inf|\.nan"
@@ -159,25 +158,49 @@ def read_file(path: Path) -> Document:
             "the job file is empty", where=str(path), fix="`shardwise init` writes a commented one"
         )
     if not isinstance(node, yaml.MappingNode):
-        kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
-        raise JobError(
-            f"the job file holds {kind}; a job is made of `key: value` lines",
-            where=f"{path}:{node.start_mark.line + 1}",
-            fix="`shardwise init` writes a commented example",
-        )
+        what = f"the job file holds {'a list' if isinstance(node, yaml.SequenceNode) else 'a single value'}"
+        fix = "a job is made of `key: value` lines; `shardwise init` writes a commented example"
+        raise JobError(what, where=f"{path}:{node.start_mark.line + 1}", fix=fix)
     document.values = _values(node, (), None, document)
     return document
 
 
-def read_value(text: str, key: Key, origin: Origin, document: Document) -> Any:
-    """Return the value in `--set key=text`; note its origin and problems in the document."""
+def apply(document: Document, changes: Sequence[str]) -> None:
+    """Write each `key=value` of `--set` into the document; the value is read as in the job file."""
+    for text in changes:
+        flag = Origin(kind="flag", text=f"--set {text}")
+        name, equals, value = text.partition("=")
+        key: Key = tuple(name.strip().split("."))
+        if not equals or not all(key):
+            document.problem(f"`{flag.text}` is not key=value", "", "for example --set train.steps=20")
+        elif _make_sections(document, key, flag):
+            document.forget(key)
+            document.section(key)[key[-1]] = _flag_value(value, key, flag, document)
+
+
+def _make_sections(document: Document, key: Key, flag: Origin) -> bool:
+    """Make the sections above a key where they are absent; False if there is something else."""
+    for above in (key[:length] for length in range(1, len(key))):
+        holder = document.section(above)
+        below = holder.get(above[-1])
+        if below is None:
+            holder[above[-1]] = {}
+            document.origins[above] = flag
+        elif not isinstance(below, dict):
+            what = f"`{flag.text}` sets a part of `{dotted(above)}`, which is {below!r}"
+            document.problem(what, document.where(above), f"--set {dotted(above)}={{...}} replaces all of it")
+            return False
+    return True
+
+
+def _flag_value(text: str, key: Key, flag: Origin, document: Document) -> Any:
     try:
         node = yaml.compose(text, Loader=_Loader) or yaml.ScalarNode("tag:yaml.org,2002:null", "")
     except yaml.MarkedYAMLError as error:
-        document.problem(syntax_problem(error)[0], origin.text, "quote the value for the shell and for YAML")
+        document.problem(syntax_problem(error)[0], flag.text, "quote the value for the shell and for YAML")
         return None
-    document.origins[key] = origin
-    return _values(node, key, origin, document)
+    document.origins[key] = flag
+    return _values(node, key, flag, document)
 
 
 def _values(node: yaml.Node, above: Key, flag: Origin | None, document: Document) -> Any:
