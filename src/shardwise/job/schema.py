@@ -87,7 +87,7 @@ class Data(Section):
     eval_fraction: Fraction = 0.02
     """Share of the samples held out for evaluation when `eval` is unset; 0 turns evaluation off."""
     max_samples: Positive | None = None
-    """Use only the first so many samples: conversations, or entire documents (a txt file is one), not rows."""
+    """Use only the first so many samples: conversations or entire documents (a txt file is one), not rows."""
     sequence_length: Annotated[int, Field(ge=2, le=2**24)] = 1024
     """Tokens in a row."""
     packing: bool = True
