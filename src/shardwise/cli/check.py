@@ -68,9 +68,9 @@ def check(
     )
     fixed: tuple[Finding, ...] = ()
     if fix:
-        from shardwise.lint.check import mend
+        from shardwise.lint.check import fix_files
 
-        setup, fixed = mend(setup, files)
+        setup, fixed = fix_files(setup, files)
     checked = run_rules(setup, broken)
     fit = None
     if hardware is not None and model is not None and not broken:

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from packaging.requirements import Requirement
 
-from shardwise.lint.document import Document, Key, Kind
+from shardwise.job.source import Key
+from shardwise.lint.document import Document, Kind
 from shardwise.lint.edit import Change, Put, Rename, yaml_scalar
 from shardwise.lint.setup import Setup
 

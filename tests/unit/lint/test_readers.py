@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.lint.check import Checked, check, load, mend
+from shardwise.lint.check import Checked, check, fix_files, load
 from shardwise.lint.setup import READERS, Reader, Setup
 
 TWICE = """{
@@ -73,9 +73,9 @@ def test_the_mark_goes_where_it_stops_the_reader_and_stays_elsewhere(tmp_path: P
     file = tmp_path / "ds.json"
     written = codecs.BOM_UTF8 + ONCE.replace("overlap_comm", "overlap_com").encode()
     file.write_bytes(written)
-    mend(Setup(documents=load([file])[0], asked_reader="deepspeed"), [file])
+    fix_files(Setup(documents=load([file])[0], asked_reader="deepspeed"), [file])
     assert file.read_bytes() == codecs.BOM_UTF8 + ONCE.encode()
-    mend(Setup(documents=load([file])[0], asked_reader="trainer"), [file])
+    fix_files(Setup(documents=load([file])[0], asked_reader="trainer"), [file])
     assert file.read_bytes() == ONCE.encode()
     assert opened(file, "trainer") == json.loads(ONCE)
 
@@ -110,7 +110,7 @@ def test_what_is_given_twice_is_not_taken_out_once(tmp_path: Path) -> None:
     twice = TWICE.replace('"stage": 2,', '"overlap_com": false, "stage": 2, "overlap_com": true,')
     twice = twice.replace('    "overlap_comm": true,\n', "")
     file.write_text(twice)
-    mend(Setup(documents=load([file])[0], asked_reader="trainer"), [file])
+    fix_files(Setup(documents=load([file])[0], asked_reader="trainer"), [file])
     assert file.read_text().count('"overlap_com"') == 3
     assert '"overlap_comm"' not in file.read_text()
 
@@ -169,7 +169,7 @@ def test_quotes_are_taken_off_where_a_number_is_in_them(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     values = json.loads(ONCE) | {"optimizer": {"type": "AdamW", "params": {"lr": "1e-5"}}}
     file.write_text(json.dumps(values))
-    mend(Setup(documents=load([file])[0]), [file])
+    fix_files(Setup(documents=load([file])[0]), [file])
     assert json.loads(file.read_text())["optimizer"]["params"] == {"lr": 1e-5}
     assert file.read_text() == json.dumps(values).replace('"1e-5"', "1e-05")
 
@@ -207,4 +207,4 @@ def test_a_script_that_is_no_python_is_named_with_its_line(tmp_path: Path) -> No
     file.write_text("import deepspeed\nfor x in data\n    pass\n")
     (one,) = checked(file, None).findings
     assert (one.line, one.severity) == (2, "error")
-    assert "no Python: expected ':'" in one.what
+    assert "not Python: expected ':'" in one.what

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from shardwise.lint.document import AUTO, Document, Key
+from shardwise.job.source import Key
+from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.read import found

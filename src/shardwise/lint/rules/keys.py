@@ -8,7 +8,8 @@ from math import isfinite
 from operator import ge, gt, le, lt
 from typing import Any
 
-from shardwise.lint.document import AUTO, Document, Key
+from shardwise.job.source import Key
+from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, holds_for, rule
 from shardwise.lint.schema import KeyKind, Section, as_number, closest, deepspeed_schema

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from shardwise.lint.document import AUTO, Document, Key
+from shardwise.job.source import Key
+from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.zero import ZERO, stage_of

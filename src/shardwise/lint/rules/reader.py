@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.lint.document import AUTO, Document, Key, line_at
+from shardwise.job.source import Key
+from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.edit import Drop, Strict
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.setup import READER_NAMES, Setup

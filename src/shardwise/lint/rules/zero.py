@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import Any
 
-from shardwise.lint.document import AUTO, Document, Key
+from shardwise.job.source import Key
+from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.schema import as_number
