@@ -55,12 +55,9 @@ class Fit:
             rule=RULE,
             severity="error",
             file=self.file,
-            line=1,
-            key="",
             what=f"it does not fit {self.gpus}: {in_words(self.option.strategy)} needs {lacking} (predicted)",
             fix=self.nearest or "`shardwise plan` shows what fits",
             source="shardwise's simulator: see docs/accuracy.md for its errors",
-            versions="",
         )
         return replace(checked, findings=(one, *checked.findings))
 

@@ -165,3 +165,20 @@ def test_rules_of_a_version_are_not_applied_to_the_next() -> None:
 )
 def test_a_range_of_versions(versions: str, installed: str, holds: bool) -> None:
     assert holds_for(versions, "deepspeed", installed) is holds
+
+
+def test_a_fix_without_words_describes_its_change() -> None:
+    documents = (
+        read(json.dumps({**BASE, "checkpoint": {"writer": {"type": "FAST"}}, "aio": {"a": 1}}), "ds.json"),
+        read(yaml.safe_dump({**ACCELERATE, "mixed_precision": False}), "accelerate.yaml"),
+    )
+    fixes = {(one.rule, one.fix) for one in check(Setup(documents=documents)).findings}
+    assert ("checkpoint-writer", '"data_parallel": "replica"') in fixes
+    assert ("accelerate-precision", "mixed_precision: 'no'") in fixes
+    assert ("aio-without-nvme", "remove it") in fixes
+
+
+def test_a_hit_without_words_says_what_the_rule_says() -> None:
+    values = {**BASE, "fp16": {"enabled": True}, **zero(stage=2)}
+    (found,) = check(Setup(documents=(read(json.dumps(values), "ds.json"),))).findings
+    assert found.what == "bf16 and fp16 are both on: DeepSpeed stops with an AssertionError"
