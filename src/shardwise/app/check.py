@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
-from shardwise.lint.check import Checked, load, mend
+from shardwise.lint.check import Checked, fix_files, load
 from shardwise.lint.check import check as run_rules
 from shardwise.lint.finding import Finding
 from shardwise.lint.fit import Fit, fit_of
@@ -88,7 +88,7 @@ def check(
     )
     fixed: tuple[Finding, ...] = ()
     if fix:
-        setup, fixed = mend(setup, paths)
+        setup, fixed = fix_files(setup, paths)
     checked = run_rules(setup, broken)
     fit = None
     if hardware is not None and model is not None and not broken:

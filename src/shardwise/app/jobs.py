@@ -8,10 +8,10 @@ from pathlib import Path
 
 from shardwise.errors import JobError, MachineError
 from shardwise.hardware.hardware import Hardware
-from shardwise.job import load, overrides, validate
+from shardwise.job import load, validate
 from shardwise.job.load import LoadedJob
 from shardwise.job.schema import Job
-from shardwise.job.source import Document
+from shardwise.job.source import Document, apply
 from shardwise.units import GIB
 
 AnyJob = Job | str | Path
@@ -40,7 +40,7 @@ def read(job: AnyJob, changes: Sequence[str] = ()) -> LoadedJob:
     if not changes:
         return LoadedJob(job=job, origins={})
     document = Document(name="the job", values=job.model_dump(mode="json"))
-    overrides.apply(document, changes)
+    apply(document, changes)
     changed, wrong = validate.check(document)
     problems = [*document.problems, *wrong.values()]
     if changed is None or problems:

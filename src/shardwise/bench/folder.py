@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError, MachineError
-from shardwise.job.differences import differences
+from shardwise.job.load import differences
 from shardwise.record.bench import BENCH, ROWS, is_bench_folder, read_bench
 from shardwise.record.redact import redact_tree
 

@@ -58,7 +58,7 @@ def every_key(above: Key = ()) -> list[Key]:
 
 
 def expected(key: Key) -> str:
-    """What a key accepts, in words: `a whole number of at least 1`."""
+    """What a key accepts, in words: `an integer of at least 1`."""
     words = [text for schema in at(key) if (text := _in_words(schema))]
     return " or ".join(dict.fromkeys(words))
 
@@ -72,8 +72,18 @@ def _alternatives(schema: Schema) -> list[Schema]:
 
 
 def _properties(schema: Schema) -> dict[str, Schema]:
-    properties: dict[str, Schema] = schema.get("properties", {})
-    return properties
+    return dict(schema.get("properties", {}))
+
+
+_PLAIN = {"string": "text", "boolean": "true or false", "integer": "an integer", "number": "a number"}
+_BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of at most"}
+_BOUNDS |= {"exclusiveMaximum": "below"}
+
+
+def choices(schema: Schema) -> list[Any]:
+    """The words a schema allows, in a list too."""
+    const = [schema["const"]] if "const" in schema else []
+    return [*schema.get("enum", []), *schema.get("items", {}).get("enum", []), *const]
 
 
 def _in_words(schema: Schema) -> str:
@@ -89,22 +99,8 @@ def _in_words(schema: Schema) -> str:
         return kind + _in_words(schema["items"]).removeprefix("one of ")
     if kind == "string" and "pattern" in schema:
         return "a name of letters, digits, `.`, `_` and `-` that starts with a letter or digit"
-    plain = {"string": "text", "boolean": "true or false", "integer": "a whole number", "number": "a number"}
-    return plain.get(str(kind), "") + _bounds(schema)
-
-
-def _bounds(schema: Schema) -> str:
-    bounds = [
-        f"{word} {schema[name]:.12g}"
-        for name, word in (
-            ("minimum", "of at least"),
-            ("exclusiveMinimum", "above"),
-            ("maximum", "of at most"),
-            ("exclusiveMaximum", "below"),
-        )
-        if name in schema
-    ]
-    return f" {' and '.join(bounds)}" if bounds else ""
+    bounds = [f"{word} {schema[name]:.12g}" for name, word in _BOUNDS.items() if name in schema]
+    return _PLAIN.get(str(kind), "") + (f" {' and '.join(bounds)}" if bounds else "")
 
 
 if __name__ == "__main__":

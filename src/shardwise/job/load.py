@@ -2,55 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError, Problem
-from shardwise.job import contradictions, json_schema, overrides, paths, secrets, validate
-from shardwise.job.schema import Job, StrategySpec
-from shardwise.job.source import Document, Key, Origin, dotted, read_file
+from shardwise.job import contradictions, json_schema, paths, secrets, validate
+from shardwise.job.schema import Job
+from shardwise.job.source import Document, Key, Origin, apply, dotted, nearest, read_file
 
-DEFAULT = Origin(kind="default", text="default")
-
-_PATH_KEYS: tuple[Key, ...] = (
-    ("output",),
-    ("model", "source"),
-    ("model", "tokenizer"),
-    ("data", "train"),
-    ("data", "eval"),
-    ("data", "chat_template"),
-    ("strategy", "nvme_path"),
-)
+_PATHS: dict[str, Callable[[Any], Iterator[tuple[str, str]]]] = {
+    "output": paths.blocked_output,
+    "model.source": paths.missing_model,
+    "model.tokenizer": paths.missing_tokenizer,
+    "data.train": paths.missing_data,
+    "data.eval": paths.missing_data,
+    "data.chat_template": partial(paths.missing, kind="file"),
+    "strategy.nvme_path": paths.missing,
+}
+"""Keys whose values are paths, and what finds an absent file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedJob:
-    """A job, and where each value a user gave stands."""
+    """A job, and where the user gave each value."""
 
     job: Job
     origins: Mapping[str, Origin]
     """By dotted key (`train.steps`); a key that is not in it has its default."""
 
     def where(self, key: str) -> str:
-        """`job.yaml:12: train.steps`, or the flag that set it, or the bare key where it has its default."""
-        parts = _split(key)
-        for length in range(len(parts), 0, -1):
-            origin = self.origins.get(dotted(parts[:length]))
-            if origin is not None:
-                return origin.text if origin.kind == "flag" else f"{origin.text}: {dotted(parts[:length])}"
-        return key
+        """`job.yaml:12: train.steps`, or the flag that set it, or the bare key if it has its default."""
+        near = nearest(_split(key), set(map(_split, self.origins)))
+        return self.origins[dotted(near)].at(near) if near else key
 
     def located(self, error: JobError) -> JobError:
-        """An error that names keys, separated by ", ", with the lines they stand on."""
-        found = [
-            replace(problem, where=", ".join(map(self.where, problem.where.split(", "))))
-            for problem in error.problems
-        ]
-        if len(found) > 1:
-            return JobError(error.headline, problems=found)
-        return JobError(found[0].what, where=found[0].where, fix=found[0].fix)
+        """Return an error that names keys, separated by ", ", with their lines."""
+        found = [replace(p, where=", ".join(map(self.where, p.where.split(", ")))) for p in error.problems]
+        return _error(found, error.headline)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,33 +54,43 @@ class Setting:
 
 
 def load_job(path: str | Path, changes: Sequence[str] = ()) -> LoadedJob:
-    """Reads a job file, applies `--set` overrides, checks everything.
+    """Read a job file, apply `--set` changes, check everything.
 
     Raises:
         JobError: with every problem found: syntax, unknown keys, wrong values, contradictions, missing
-            files and access keys, each with the line it stands on.
+            files and access keys, each with its line.
     """
     document = read_file(Path(path))
-    overrides.apply(document, changes)
-    secret = _secrets(document)
-    _expand_home(document)
+    apply(document, changes)
+    secret = list(_secrets(document))
+    for key in map(_split, _PATHS):
+        holder = document.section(key)
+        if key[-1] in holder:
+            holder[key[-1]] = paths.expand_home(holder[key[-1]])
     job, wrong = validate.check(document)
     problems = [*document.problems, *secret, *wrong.values()]
     if job is not None:
         problems += _job_problems(job, document, frozenset(map(dotted, wrong)))
-    if len(problems) == 1:
-        raise JobError(problems[0].what, where=problems[0].where, fix=problems[0].fix)
     if job is None or problems:
-        raise JobError(f"{document.name} has {len(problems)} problems", problems=sorted(problems, key=_line))
+        raise _error(sorted(problems, key=_line), f"{document.name} has {len(problems)} problems")
     return LoadedJob(job=job, origins={dotted(key): origin for key, origin in document.origins.items()})
 
 
+def _error(problems: list[Problem], headline: str) -> JobError:
+    if len(problems) > 1:
+        return JobError(headline, problems=problems)
+    return JobError(problems[0].what, where=problems[0].where, fix=problems[0].fix)
+
+
 def resolved(loaded: LoadedJob) -> list[Setting]:
-    """Every setting of the job in the schema's order, with its origin."""
-    return [
-        Setting(key=dotted(key), value=value, origin=_origin(key, loaded.origins).text)
-        for key, value in leaves(loaded.job.model_dump(mode="json"))
-    ]
+    """Return every setting of the job in the schema's order, with its origin."""
+    settings = []
+    for key, value in leaves(loaded.job.model_dump(mode="json")):
+        name, free = dotted(key), json_schema.is_free(key)
+        inside = [origin for k, origin in loaded.origins.items() if free and k.startswith(f"{name}.")]
+        origin = loaded.origins.get(name) or (inside[-1] if inside else None)
+        settings.append(Setting(key=name, value=value, origin=origin.text if origin else "default"))
+    return settings
 
 
 def leaves(values: Mapping[str, Any], above: Key = ()) -> Iterator[tuple[Key, Any]]:
@@ -102,65 +103,30 @@ def leaves(values: Mapping[str, Any], above: Key = ()) -> Iterator[tuple[Key, An
             yield key, value
 
 
-def _origin(key: Key, origins: Mapping[str, Origin]) -> Origin:
-    own = origins.get(dotted(key))
-    if own is None and json_schema.is_free(key):
-        inside = [origin for name, origin in origins.items() if name.startswith(dotted(key) + ".")]
-        own = inside[-1] if inside else None
-    return own or DEFAULT
-
-
-def _secrets(document: Document) -> list[Problem]:
-    """A problem for each access key, which is removed so that no later message repeats it."""
-    found = []
+def _secrets(document: Document) -> Iterator[Problem]:
+    """Yield a problem for each access key, and remove the key so that no later message repeats it."""
     for key in list(secrets.find(document.values)):
-        origin = document.origins[key]
-        where = f"--set {dotted(key)}=..." if origin.kind == "flag" else document.where(key)
-        found.append(
-            Problem(
-                what=f"`{dotted(key)}` looks like an access key or password; the job file is copied "
-                "to the run folder",
-                where=where,
-                fix="keep it in the service's own environment variable (HF_TOKEN, WANDB_API_KEY, ...)",
-            )
-        )
+        name, flag = dotted(key), document.origins[key].kind == "flag"
+        what = f"`{name}` looks like an access key or password; the job file is copied to the run folder"
+        where = f"--set {name}=..." if flag else document.where(key)
+        fix = "keep it in the service's own environment variable (HF_TOKEN, WANDB_API_KEY, ...)"
+        yield Problem(what=what, where=where, fix=fix)
         document.forget(key)
-    return found
-
-
-def _expand_home(document: Document) -> None:
-    for key in _PATH_KEYS:
-        holder: Any = document.values
-        for part in key[:-1]:
-            holder = holder.get(part) if isinstance(holder, dict) else None
-        if isinstance(holder, dict) and key[-1] in holder:
-            holder[key[-1]] = paths.expand_home(holder[key[-1]])
 
 
 def _job_problems(job: Job, document: Document, wrong: frozenset[str]) -> Iterator[Problem]:
-    """Contradictions and missing files, except where a key is already known to be wrong."""
+    """Yield contradictions and missing files, except for keys that are already known to be wrong."""
     given = frozenset(dotted(key) for key, value in leaves(document.values) if value is not None)
-    for finding in contradictions.find(job, given - wrong):
-        if wrong.isdisjoint(finding.keys):
-            where = [document.where(key) for key in map(_split, finding.keys) if key in document.origins]
-            yield Problem(what=finding.what, where=", ".join(where) or document.name, fix=finding.fix)
-    for key, findings in _missing_files(job).items():
-        if key not in wrong and _split(key) in document.origins:
-            for what, fix in findings:
-                yield Problem(what=f"`{key}`: {what}", where=document.where(_split(key)), fix=fix)
-
-
-def _missing_files(job: Job) -> dict[str, Iterator[tuple[str, str]]]:
-    nvme = job.strategy.nvme_path if isinstance(job.strategy, StrategySpec) else None
-    return {
-        "output": paths.blocked_output(job.output),
-        "model.source": paths.missing_model(job.model.source),
-        "model.tokenizer": paths.missing_tokenizer(job.model.tokenizer),
-        "data.train": paths.missing_data(job.data.train),
-        "data.eval": paths.missing_data(job.data.eval),
-        "data.chat_template": paths.missing_file(job.data.chat_template),
-        "strategy.nvme_path": paths.missing_folder(nvme),
-    }
+    for found in contradictions.find(job, given - wrong):
+        names = found.where.split(", ")
+        if wrong.isdisjoint(names):
+            where = [document.where(key) for key in map(_split, names) if key in document.origins]
+            yield replace(found, where=", ".join(where) or document.name)
+    for name, missing in _PATHS.items():
+        key = _split(name)
+        if name not in wrong and key in document.origins:
+            for what, fix in missing(document.section(key).get(key[-1])):
+                yield Problem(what=f"`{name}`: {what}", where=document.where(key), fix=fix)
 
 
 def _split(key: str) -> Key:
@@ -172,3 +138,20 @@ def _line(problem: Problem) -> tuple[int, str]:
     _, _, rest = problem.where.partition(":")
     number = rest.partition(":")[0]
     return (int(number) if number.isdigit() else 10**9, problem.where)
+
+
+def differences(
+    then: Mapping[str, object], now: Mapping[str, object], above: str = ""
+) -> Iterator[tuple[str, object, object]]:
+    """Yield (dotted key, value then, value now) of everything that differs; None for an absent value."""
+    for name in sorted({*then, *now}):
+        old, new = then.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(old, new, f"{above}{name}.")
+        elif _plain(old) != _plain(new):
+            yield f"{above}{name}", old, new
+
+
+def _plain(value: object) -> object:
+    """Convert tuples to lists, as JSON does."""
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

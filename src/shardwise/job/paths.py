@@ -1,4 +1,4 @@
-"""Which names in a job are files, and whether those files are there.
+"""Which names in a job are files, and whether those files exist.
 
 One rule: a relative path counts from the working directory, as for every other command line tool
 (docs/decisions/0005). A name is a path when it starts with `.`, `/` or `~`, exists, ends like a data file,
@@ -8,24 +8,22 @@ or has more than one `/`; otherwise it is a name on a hub or in the catalog.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
 
 
 def is_local(name: str) -> bool:
-    """Whether a name of a model or of data means a file or folder of this machine."""
+    """Whether the name of a model or of data is a file or folder of this machine."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         return True
     return Path(name).suffix.lower() in DATA_SUFFIXES or Path(name).exists()
 
 
 def nearest(path: Path) -> str:
-    """The fix for a path that does not exist: a similar name beside it, or the nearest folder that exists.
-
-    It names the folder that a relative path was looked up in.
-    """
+    """The fix for a path that does not exist: a similar name next to it, or the nearest existing folder."""
     lookup = "" if path.is_absolute() else f" (relative paths count from the working directory, {Path.cwd()})"
     if path.is_symlink():
         return f"it is a link to {path.readlink()}, which does not exist"
@@ -41,7 +39,7 @@ def nearest(path: Path) -> str:
 
 
 def missing_data(names: str | list[str] | None) -> Iterator[tuple[str, str]]:
-    """(what, fix) for each file or folder of training data that cannot be the user's intention."""
+    """Yield (what, fix) for each file or folder of training data that cannot be meant."""
     for name in [names] if isinstance(names, str) else names or []:
         if not is_local(name):
             continue
@@ -56,36 +54,26 @@ def missing_data(names: str | list[str] | None) -> Iterator[tuple[str, str]]:
 
 
 def missing_model(name: str) -> Iterator[tuple[str, str]]:
-    """(what, fix) when a local model folder is absent or is no model folder."""
-    if not is_local(name):
-        return
-    path = Path(name)
-    if not path.exists():
-        yield f"the folder {name} does not exist", nearest(path)
-    elif not (path / "config.json").is_file():
+    """Yield (what, fix) if a local model folder is absent or is no model folder."""
+    if is_local(name) and not Path(name).exists():
+        yield from missing(name)
+    elif is_local(name) and not (Path(name) / "config.json").is_file():
         yield f"{name} is not a model folder: it has no config.json", "name the folder that holds config.json"
 
 
 def missing_tokenizer(name: str | None) -> Iterator[tuple[str, str]]:
-    """(what, fix) when a local tokenizer folder is absent."""
-    if name is not None and name != "train" and is_local(name) and not Path(name).is_dir():
-        yield f"the folder {name} does not exist", nearest(Path(name))
+    """Yield (what, fix) if a local tokenizer folder is absent."""
+    return missing(name if name and name != "train" and is_local(name) else None)
 
 
-def missing_file(name: str | None) -> Iterator[tuple[str, str]]:
-    """(what, fix) when a file is absent."""
-    if name is not None and not Path(name).is_file():
-        yield f"the file {name} does not exist", nearest(Path(name))
-
-
-def missing_folder(name: str | None) -> Iterator[tuple[str, str]]:
-    """(what, fix) when a folder is absent."""
-    if name is not None and not Path(name).is_dir():
-        yield f"the folder {name} does not exist", nearest(Path(name))
+def missing(name: str | None, kind: Literal["file", "folder"] = "folder") -> Iterator[tuple[str, str]]:
+    """Yield (what, fix) if a file or folder is absent."""
+    if name is not None and not (Path(name).is_file() if kind == "file" else Path(name).is_dir()):
+        yield f"the {kind} {name} does not exist", nearest(Path(name))
 
 
 def blocked_output(output: str) -> Iterator[tuple[str, str]]:
-    """(what, fix) when the folder of run folders cannot be made because a file is in the way."""
+    """Yield (what, fix) if the folder of run folders cannot be made because of a file."""
     path = Path(output)
     for place in (path, *path.parents):
         if place.exists() and not place.is_dir():
@@ -94,9 +82,7 @@ def blocked_output(output: str) -> Iterator[tuple[str, str]]:
 
 
 def expand_home(value: object) -> object:
-    """`~/data` becomes an absolute path, in a name or in a list of names."""
-    if isinstance(value, str) and value.startswith("~"):
-        return str(Path(value).expanduser())
-    if isinstance(value, Iterable) and not isinstance(value, str | dict):
+    """Make `~/data` an absolute path, in a name or in a list of names."""
+    if isinstance(value, list):
         return [expand_home(item) for item in value]
-    return value
+    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~") else value

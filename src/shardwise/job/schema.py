@@ -83,13 +83,13 @@ class Data(Section):
     eval_fraction: Fraction = 0.02
     """Share of the samples held out for evaluation when `eval` is unset; 0 turns evaluation off."""
     max_samples: Positive | None = None
-    """Use only the first so many samples: conversations, or whole documents (a txt file is one), not rows."""
+    """Use only the first so many samples: conversations or entire documents (a txt file is one), not rows."""
     sequence_length: Annotated[int, Field(ge=2, le=2**24)] = 1024
     """Tokens in a row."""
     packing: bool = True
     """Fill each row with several samples. They never attend to each other."""
     loss_on: Literal["answers", "all"] = "answers"
-    """`answers` trains on what the assistant says; plain text is always trained whole."""
+    """`answers` trains on the assistant's messages; plain text is always trained in full."""
     chat_template: Text | None = None
     """A Jinja file that replaces the tokenizer's chat template."""
     system: str | None = None
@@ -143,9 +143,9 @@ class Train(Section):
     checkpointing: Literal["auto", "none", "full"] | Positive = "auto"
     """Recompute activations in the backward pass: of no block, all, or every n-th. `auto`: the plan's."""
     eval_every: Annotated[int, Field(ge=0)] = 50
-    """Steps between evaluations, besides the one before and the one after training; 0: only those."""
+    """Steps between evaluations, in addition to those before and after training; 0: only those."""
     save_every: Annotated[int, Field(ge=0)] = 100
-    """Steps between checkpoints, besides the last; 0: only the last."""
+    """Steps between checkpoints; the last step is always saved. 0: only the last."""
     keep: Annotated[int, Field(ge=1)] = 2
     """Checkpoints kept. The newest valid one is never removed."""
     worst_case_first: bool = True
@@ -196,4 +196,4 @@ class Job(Section):
     strategy: StrategyName | StrategySpec = "auto"
     """How the work is spread. `auto` picks (see `shardwise train --dry-run`); or a name; or its parts."""
     tracking: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = ["tensorboard"]
-    """Where metrics go besides events.jsonl. A service's key is read from its environment variable."""
+    """Where metrics go in addition to events.jsonl. A service's key is read from its environment variable."""

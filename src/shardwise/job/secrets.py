@@ -1,4 +1,4 @@
-"""Finds access keys in a job: it is kept in the run folder and sent to trackers, where keys must not go."""
+"""Find access keys in a job, which is kept in the run folder and sent to trackers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = (
     r"pypi-[A-Za-z0-9_-]{40,}",
     r"eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}",  # JSON web token
 )
-"""How access keys look, as far as their makers gave them a shape."""
+"""Patterns of access keys that have a known form."""
 
 _SECRET_VALUE = re.compile(
     rf"(?<![A-Za-z0-9_-])(?:{'|'.join(SHAPES)})|-----BEGIN [A-Z ]*PRIVATE KEY-----|//[^/\s:@]+:[^/\s:@]+@"
@@ -30,13 +30,11 @@ _SECRET_VALUE = re.compile(
 _SECRET_KEY = re.compile(
     r"(^|_)(api_?key|hf_token|access_token|auth_token|token|password|secret)$", re.IGNORECASE
 )
-_WANDB_KEY = re.compile(r"[0-9a-f]{40}")
-_COMMITS = {("model", "revision")}
-"""Keys where 40 hexadecimal digits are a commit, not a Weights & Biases key."""
+_WANDB_KEY = re.compile(r"[0-9a-f]{40}")  # under model.revision it is a commit
 
 
 def find(values: Any, key: Key = ()) -> Iterator[Key]:
-    """Keys whose value is, or is named like, an access key."""
+    """Yield keys whose value is an access key, or that are named like one."""
     if isinstance(values, dict):
         for name, value in values.items():
             yield from find(value, (*key, str(name)))
@@ -46,6 +44,6 @@ def find(values: Any, key: Key = ()) -> Iterator[Key]:
     elif isinstance(values, str) and (
         _SECRET_VALUE.search(values)
         or (_SECRET_KEY.search(key[-1]) and values)
-        or (_WANDB_KEY.fullmatch(values) and key not in _COMMITS)
+        or (_WANDB_KEY.fullmatch(values) and key != ("model", "revision"))
     ):
         yield key

@@ -1,4 +1,4 @@
-"""Checks a document's keys and types against the schema, and words each finding for its author."""
+"""Check a document's keys and types against the schema; word each problem for the user."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from shardwise.job.schema import Job
 from shardwise.job.source import Document, Key, dotted
 
 _REQUIRED: dict[Key, Any] = {("name",): "job", ("model", "source"): "model", ("data", "train"): "data"}
-"""Stand-ins for required keys that are absent or wrong, so that the rest can still be checked."""
+"""Values for required keys that are absent or wrong, so that the other keys can still be checked."""
 
 
 def check(document: Document) -> tuple[Job | None, dict[Key, Problem]]:
-    """The job, and one problem per wrong, unknown or missing key.
+    """Return the job, and one problem per wrong, unknown or missing key.
 
-    Where keys are wrong, the job returned is the document without them: it serves to find what else is
-    wrong, never to run.
+    If keys are wrong, the job is the document without them: it serves to find what else is wrong.
     """
     try:
         return Job.model_validate(document.values), {}
@@ -33,19 +32,13 @@ def check(document: Document) -> tuple[Job | None, dict[Key, Problem]]:
     for key in problems:
         rest.forget(key)
     for key, value in _REQUIRED.items():
-        _fill(rest.values, key, value)
+        for length in range(1, len(key)):
+            rest.section(key[:length]).setdefault(key[length - 1], {})
+        rest.section(key).setdefault(key[-1], value)
     try:
         return Job.model_validate(rest.values), problems
     except ValidationError:
         return None, problems
-
-
-def _fill(values: Any, key: Key, value: Any) -> None:
-    for part in key[:-1]:
-        values = values.setdefault(part, {})
-        if not isinstance(values, dict):
-            return
-    values.setdefault(key[-1], value)
 
 
 def _problems(error: ValidationError, document: Document) -> dict[Key, Problem]:
@@ -56,18 +49,12 @@ def _problems(error: ValidationError, document: Document) -> dict[Key, Problem]:
         branch = len(detail["loc"]) > len(key)
         if key in found or (branch and any(other[: len(key)] == key != other for other in keys)):
             continue  # another branch of a union, or a union whose matching branch has its own finding
-        value = _lookup(document.values, key)
-        if detail["type"] == "extra_forbidden":
-            found[key] = _unknown(key, document)
-        elif detail["type"] == "missing":
-            found[key] = _missing(key, document)
-        else:
-            found[key] = _wrong(key, value, document)
+        found[key] = _problem(detail["type"], key, document)
     return found
 
 
 def _key(detail: ErrorDetails, values: Any) -> Key:
-    """The key a finding is about: its location without list positions and without names of union branches."""
+    """The key of an error: its location without list positions and without names of union branches."""
     key: list[str] = []
     for part in detail["loc"]:
         if isinstance(part, int):
@@ -80,24 +67,19 @@ def _key(detail: ErrorDetails, values: Any) -> Key:
     return tuple(key)
 
 
-def _lookup(values: Any, key: Key) -> Any:
-    for part in key:
-        values = values.get(part) if isinstance(values, dict) else None
-    return values
-
-
-def _wrong(key: Key, value: Any, document: Document) -> Problem:
-    allowed = json_schema.expected(key)
-    return Problem(
-        what=f"`{dotted(key)}` is {_shown(value)}; expected {allowed}",
-        where=document.where(key),
-        fix=_hint(key, value, allowed),
-    )
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _problem(kind: str, key: Key, document: Document) -> Problem:
+    name, allowed = dotted(key), json_schema.expected(key)
+    if kind == "extra_forbidden":
+        what, fix = f"`{name}` is not a key of a job file", _meant(key)
+    elif kind == "missing":
+        what = f"`{name}` is missing; expected {allowed}"
+        fix = "add it; `shardwise init` writes a commented example"
+    else:
+        value = document.section(key).get(key[-1])
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        shown = text if len(text) <= 60 else text[:57] + "..."
+        what, fix = f"`{name}` is {shown}; expected {allowed}", _hint(key, value, allowed)
+    return Problem(what=what, where=document.where(key), fix=fix)
 
 
 _BOOLEANS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
@@ -108,49 +90,34 @@ def _hint(key: Key, value: Any, allowed: str) -> str:
     if isinstance(value, str):
         if "true or false" in allowed and value.lower() in _BOOLEANS:
             return f"write `{name}: {_BOOLEANS[value.lower()]}`"
-        words = [str(word) for schema in json_schema.at(key) for word in _words(schema)]
+        words = [str(word) for schema in json_schema.at(key) for word in json_schema.choices(schema)]
         close = difflib.get_close_matches(value, words, n=1)
         if close and close[0] != value:
             return f"did you mean {close[0]}?"
         plain = value.replace("_", "").replace(",", "")
-        if "number" in allowed and plain.isdigit():
+        if ("number" in allowed or "integer" in allowed) and plain.isdigit():
             if len(plain) > 18:  # read as text (source.py)
                 return "a smaller number"
             return f"write `{name}: {plain}`" + (", without quotes" if plain == value else "")
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        if "whole number" in allowed and isinstance(value, float) and value.is_integer():
+        if "integer" in allowed and isinstance(value, float) and value.is_integer():
             return f"write `{name}: {int(value)}`"
         if "text" in allowed or "a name" in allowed:
             return f'put it in quotes: `{name}: "{value}"`'
     return ""
 
 
-def _words(schema: dict[str, Any]) -> list[Any]:
-    found: list[Any] = [*schema.get("enum", []), *schema.get("items", {}).get("enum", [])]
-    return [*found, schema["const"]] if "const" in schema else found
-
-
-def _missing(key: Key, document: Document) -> Problem:
-    return Problem(
-        what=f"`{dotted(key)}` is missing; expected {json_schema.expected(key)}",
-        where=document.where(key),
-        fix="add it; `shardwise init` writes a commented example",
-    )
-
-
-def _unknown(key: Key, document: Document) -> Problem:
-    where = document.where(key)
-    siblings = json_schema.names_below(key[:-1])
+def _meant(key: Key) -> str:
+    """The fix for an unknown key."""
+    siblings, every = json_schema.names_below(key[:-1]), json_schema.every_key()
     close = difflib.get_close_matches(key[-1], siblings, n=1)
-    elsewhere = [other for other in json_schema.every_key() if other[-1] == key[-1]]
+    elsewhere = [other for other in every if other[-1] == key[-1]]
     if not close and not elsewhere:
-        every = {other[-1]: other for other in json_schema.every_key()}
-        elsewhere = [every[name] for name in difflib.get_close_matches(key[-1], every, n=1, cutoff=0.75)]
+        last = {other[-1]: other for other in every}
+        elsewhere = [last[name] for name in difflib.get_close_matches(key[-1], last, n=1, cutoff=0.75)]
     if elsewhere and (not close or key[-1] not in siblings):
-        fix = f"did you mean {' or '.join(map(dotted, elsewhere))}?"
-    elif close:
-        fix = f"did you mean {dotted((*key[:-1], close[0]))}?"
-    else:
-        place = f"`{dotted(key[:-1])}`" if len(key) > 1 else "a job"
-        fix = f"remove it; {place} has {', '.join(siblings)}"
-    return Problem(what=f"`{dotted(key)}` is not a key of a job file", where=where, fix=fix)
+        return f"did you mean {' or '.join(map(dotted, elsewhere))}?"
+    if close:
+        return f"did you mean {dotted((*key[:-1], close[0]))}?"
+    place = f"`{dotted(key[:-1])}`" if len(key) > 1 else "a job"
+    return f"remove it; {place} has {', '.join(siblings)}"

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from shardwise.errors import CheckpointError, JobError, Problem
 from shardwise.job import validate
-from shardwise.job.differences import differences
-from shardwise.job.load import LoadedJob
+from shardwise.job.load import LoadedJob, differences
 from shardwise.job.schema import Job
 from shardwise.job.source import read_file
 from shardwise.record.read import JOB, PLAN, is_run_folder, read_run

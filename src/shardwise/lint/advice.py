@@ -1,4 +1,4 @@
-"""What to change first where a configuration does not fit: what keeps the training as it is."""
+"""What to change first if a configuration does not fit: settings that do not change the training."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shardwise.strategy import Strategy
 from shardwise.units import gib
 
 LEFT_OPEN = ("strategy", "train.micro_batch", "train.checkpointing")
-"""Keys of a job that change how it is computed, and not what: the rows of a step stay."""
+"""Keys of a job that change how a step is computed, not its rows."""
 
 
 def cheapest(asked: Strategy, options: Iterable[Option]) -> Option | None:
-    """Of what fits with the same engine the one with the cheapest change; None where nothing fits.
+    """The option of the same engine that fits with the cheapest change; None if nothing fits.
 
-    More checkpointing is cheaper than fewer rows at a time, that than another stage, that than offloading;
-    of equals the fastest counts. What leaves no margin comes after all that does.
+    More checkpointing is cheaper than a smaller micro-batch, then come another stage and offloading. The
+    fastest of equals wins. Options without a margin come last.
     """
 
     def price(option: Option) -> tuple[int, ...]:
@@ -41,19 +41,19 @@ def cheapest(asked: Strategy, options: Iterable[Option]) -> Option | None:
 
 
 def as_settings(asked: Strategy, option: Option) -> str:
-    """How to get there from what was asked, in the words of the files that are checked."""
-    other, said = option.strategy, []
+    """The changes from the request to the option, in the terms of the checked files."""
+    other, changes = option.strategy, []
     if other.checkpoint_every != asked.checkpoint_every:
         every = other.checkpoint_every
         how = {0: "none", 1: "all blocks"}.get(every, f"one block in {every}")
-        said.append(f"activation checkpointing (gradient_checkpointing) of {how}")
+        changes.append(f"activation checkpointing (gradient_checkpointing) of {how}")
     if other.micro_batch != asked.micro_batch:
-        said.append(f"a micro-batch of {other.micro_batch} and accumulation over {other.accumulation}")
-    said += descriptor(asked).changed_settings(asked, other)
+        changes.append(f"a micro-batch of {other.micro_batch} and accumulation over {other.accumulation}")
+    changes += descriptor(asked).changed_settings(asked, other)
     memory = option.prediction.memory
     barely = " (barely)" if option.fit == "tight" else ""
     host = f" and {gib(memory.host_bytes)} of each host's memory" if memory.host_bytes else ""
-    return f"{', '.join(said)}: fits{barely}, in {gib(memory.needed_bytes)}{host} (predicted)"
+    return f"{', '.join(changes)}: fits{barely}, in {gib(memory.needed_bytes)}{host} (predicted)"
 
 
 def _offloads(strategy: Strategy) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The classes of a model's blocks, as the installed transformers names them: read from its source."""
+"""The classes of a model's blocks, read from the source of the installed transformers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from importlib.util import find_spec
 from pathlib import Path
 
 _SUFFIXES = ("", "_text", "_text_model", "_vision", "_vision_model")
-"""Of the types of a model's parts, which stand in the file of the whole."""
+"""Suffixes of the types of a model's parts, whose classes are in the model's file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Names of classes."""
+    """Names of a model's classes."""
 
     blocks: tuple[str, ...]
-    """Those of `_no_split_modules`, which FSDP wraps by default; empty where transformers has none."""
+    """The names in `_no_split_modules`, which FSDP wraps by default; empty if transformers has none."""
     classes: frozenset[str]
     """All classes of the model's files."""
 
 
 def blocks_of(model_types: Iterable[str]) -> Blocks | None:
-    """Of a model with these `model_type`s, its own and its parts'; None where one of them is not known.
+    """The blocks of a model with these `model_type`s, its own and its parts'; None if one is unknown.
 
     No module is imported: transformers would load torch.
     """

@@ -1,4 +1,4 @@
-"""Applies the rules: files in, findings out; and the corrected text of a file."""
+"""Apply the rules to files, and fix the files."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ UNREADABLE = "unreadable"
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """The files that were understood, and everything that was found."""
+    """The files that could be read, and all findings."""
 
     setup: Setup
     findings: tuple[Finding, ...]
 
     @property
     def failed(self) -> bool:
-        """Whether a run would fail or silently do something else."""
+        """Whether a finding is an error."""
         return any(one.severity == "error" for one in self.findings)
 
 
 def load(files: Sequence[Path]) -> tuple[tuple[Document, ...], tuple[Finding, ...]]:
-    """The files, and the DeepSpeed files that they name; a finding for each that is not readable.
+    """Read the files, and the DeepSpeed files that they name; return a finding for each unreadable one.
 
-    Raises JobError where there is no such file, or no text in it.
+    Raises JobError if a file does not exist or is not text.
     """
     documents: list[Document] = []
     broken: list[Finding] = []
@@ -56,20 +56,12 @@ def load(files: Sequence[Path]) -> tuple[tuple[Document, ...], tuple[Finding, ..
 
 def _unreadable(file: Path, error: UnreadableError) -> Finding:
     return Finding(
-        rule=UNREADABLE,
-        severity="error",
-        file=str(file),
-        line=error.line,
-        key="",
-        what=error.what,
-        fix=error.fix,
-        source="",
-        versions="",
+        rule=UNREADABLE, severity="error", file=str(file), line=error.line, what=error.what, fix=error.fix
     )
 
 
 def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
-    """Every finding, in the order of files, severity and lines."""
+    """Return every finding, in the order of files, severity and lines."""
     findings = list(broken)
     for document in setup.documents:
         findings += findings_of(document, setup)
@@ -79,7 +71,7 @@ def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
 
 
 def findings_of(document: Document, setup: Setup) -> list[Finding]:
-    """What the rules for its kind say of a document."""
+    """Return the findings of the rules for the document's kind."""
     if document.kind == "job":
         return job_findings(document, setup)
     return [
@@ -97,13 +89,13 @@ class Corrected:
     document: Document
     fixed: tuple[Finding, ...]
     left: tuple[Finding, ...]
-    """What --fix could not mend."""
+    """Findings that --fix cannot fix."""
 
 
 def correct(document: Document, setup: Setup) -> Corrected:
-    """The document with every fix that helps: one that brings a new error, or mends nothing, is left out.
+    """Apply every fix that helps: a fix that adds an error, or fixes nothing, is left out.
 
-    Errors and warnings are mended, and notes are not: what they speak of works.
+    Only errors and warnings are fixed: the setting of a note works.
     """
     fixed: list[Finding] = []
     tried: set[tuple[str, str, str]] = set()
@@ -125,10 +117,10 @@ def correct(document: Document, setup: Setup) -> Corrected:
         fixed.append(candidate)
 
 
-def mend(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding, ...]]:
-    """Corrects these JSON and YAML files on the disk; the setup after that, and what was mended.
+def fix_files(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding, ...]]:
+    """Fix these JSON and YAML files on disk; return the setup after that, and what was fixed.
 
-    Files that are only named by others are left alone, and so are scripts and job files.
+    Scripts, job files, and files that are only named by other files stay unchanged.
     """
     fixed: list[Finding] = []
     names = {str(file) for file in files}
@@ -157,13 +149,13 @@ def _errors(findings: Sequence[Finding]) -> int:
 
 
 def _with(setup: Setup, document: Document) -> Setup:
-    """The setup with this document in the place of the one of the same name."""
+    """The setup with this document instead of the one of the same name."""
     others = (document if other.name == document.name else other for other in setup.documents)
     return replace(setup, documents=tuple(others))
 
 
 def write(document: Document) -> None:
-    """Puts the text in the place of the file, whole or not at all, with the file's permissions."""
+    """Replace the file atomically by the document's text, and keep its permissions."""
     path = Path(document.name).resolve()  # a link stays a link
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

@@ -1,4 +1,4 @@
-"""A file as a reader left it: its values, and where in the text each of them stands."""
+"""A file after reading: its values, and the place of each in the text."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Key = tuple[str, ...]
+from shardwise.job.source import Key, nearest
+
 Span = tuple[int, int]
-"""Characters of the text from the first to the one after the last."""
+"""Offsets in the text: the first character, and the one after the last."""
 
 Kind = Literal["deepspeed", "accelerate", "training", "job"]
 Syntax = Literal["json", "yaml", "python", "shell"]
 
 LONGEST_NUMBER = 100
-"""Digits: three numbers of so many multiplied are still a float."""
+"""Digits: the product of three such numbers is still a float."""
 
 AUTO = "auto"
-"""What Hugging Face's Trainer and Accelerate fill in; DeepSpeed knows no such value."""
+"""The value that Hugging Face's Trainer and Accelerate fill in; DeepSpeed has no such value."""
 
 
 class UnreadableError(Exception):
-    """A text that is not what it seems to be."""
+    """The text cannot be read as what it seems to be."""
 
     def __init__(self, what: str, *, line: int, fix: str) -> None:
         super().__init__(what)
@@ -31,18 +32,18 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Where a key and its value stand."""
+    """The place of a key and its value."""
 
     line: int
     """Counted from 1."""
     key: Span | None
-    """Of the key as written, with its quotes; None for items of a list."""
+    """The key as written, with its quotes; None for items of a list."""
     value: Span
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """Values with their places. A list's items have their index as key."""
+    """Values with their places. An item of a list has its index as key."""
 
     name: str
     text: str
@@ -51,28 +52,28 @@ class Document:
     marks: Mapping[Key, Mark]
     kind: Kind = "deepspeed"
     comments: tuple[Span, ...] = ()
-    """Of a JSON text."""
+    """Comments in a JSON text."""
     trailing_commas: tuple[int, ...] = ()
-    """Where JSON allows none."""
+    """Positions of commas that JSON does not allow."""
     duplicates: tuple[tuple[Key, int], ...] = ()
-    """Keys that the same section gives again further down, and the lines where they are given before.
+    """Keys that are given twice in a section, and the line of the first.
 
-    `values` and `marks` are those of the last: the only one that any reader takes.
+    `values` and `marks` are those of the last, the only one that any reader uses.
     """
     marked: bool = False
-    """Whether the file begins with a byte order mark, which `text` does not hold."""
+    """Whether the file begins with a byte order mark, which `text` does not include."""
     uses: frozenset[str] = field(default=frozenset())
-    """Of a Python script: names that it calls."""
+    """Names that a Python script calls."""
 
     def get(self, *key: str) -> Any:
-        """The value, or None where the key, or a section above it, is not there."""
+        """The value, or None if the key, or a section above it, is absent."""
         value: Any = self.values
         for part in key:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
     def section(self, *key: str) -> Mapping[str, Any]:
-        """A section's values; empty where there is no such section."""
+        """The values of a section; empty if it is absent."""
         value = self.get(*key)
         return value if isinstance(value, Mapping) else {}
 
@@ -80,21 +81,19 @@ class Document:
         return key in self.marks
 
     def on(self, *key: str) -> bool:
-        """Whether a switch is on for certain."""
+        """Whether the value is true."""
         return self.get(*key) is True
 
     def number(self, *key: str) -> float | None:
-        """The value where it is a finite number; None for `auto` and everything else."""
+        """The value if it is a finite number; None for `auto` and everything else."""
         value = self.get(*key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return value if is_number and math.isfinite(value) else None
 
     def line(self, key: Key) -> int:
-        """The line of the key, or of the nearest section above that stands in the text; else the first."""
-        for length in range(len(key), 0, -1):
-            if key[:length] in self.marks:
-                return self.marks[key[:length]].line
-        return 1
+        """The line of the key, or of the nearest section above it in the text; else the first line."""
+        near = nearest(key, self.marks)
+        return self.marks[near].line if near else 1
 
 
 def line_at(text: str, position: int) -> int:

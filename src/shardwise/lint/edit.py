@@ -1,4 +1,4 @@
-"""Changes to a JSON or YAML text that leave everything else as it stands."""
+"""Changes to a JSON or YAML text that keep everything else as it is."""
 
 from __future__ import annotations
 
@@ -10,51 +10,52 @@ from typing import Any
 
 import yaml
 
-from shardwise.lint.document import Document, Key
+from shardwise.job.source import Key
+from shardwise.lint.document import Document
 from shardwise.lint.json_text import read_json
 from shardwise.lint.yaml_text import read_yaml
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Put:
-    """Gives a key a value, also where it is not there yet."""
+    """Give a key a value; the key need not exist."""
 
     key: Key
     value: Any
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Drop:
-    """Takes a key out."""
+    """Remove a key."""
 
     key: Key
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rename:
-    """Gives a key another name in the same section."""
+    """Give a key another name in the same section."""
 
     key: Key
     name: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Strict:
-    """Takes comments, trailing commas and a byte order mark out of a JSON text."""
+    """Remove comments, trailing commas and the byte order mark from a JSON text."""
 
 
 Change = Put | Drop | Rename | Strict
 
 
 class CannotEditError(Exception):
-    """The text is written in a way that this module does not change."""
+    """This module cannot change text in such a form."""
 
 
 def edited(document: Document, changes: Sequence[Change]) -> Document:
-    """The document after all changes, read anew. CannotEditError where one cannot be made."""
+    """Return the document after all changes; CannotEditError if a change is impossible."""
     for change in changes:
         if isinstance(change, Drop | Rename) and change.key in dict(document.duplicates):
-            raise CannotEditError(".".join(change.key))  # the one before it would take its place
+            raise CannotEditError(".".join(change.key))  # the first one would then count
         made = _json(document, change) if document.syntax == "json" else _yaml(document, change)
         read = read_json if document.syntax == "json" else read_yaml
         again = read(made, document.name)
@@ -68,7 +69,7 @@ def _replace(text: str, start: int, end: int, new: str) -> str:
 
 
 def _nearest(document: Document, key: Key, value: Any) -> tuple[Key, Any]:
-    """The key to write, and its value, where sections above `key` may be missing too."""
+    """The key to write, and its value: the outermost missing section above `key`, if any."""
     for length in range(1, len(key)):
         if not document.has(*key[:length]):
             for part in reversed(key[length:]):
@@ -133,10 +134,10 @@ def _json_without(document: Document, key: Key) -> str:
         end = comma + 1
     rest = re.match(r"[ \t\r]*(//[^\n]*|#[^\n]*)?(?=\n|$)", text[end:])
     before = re.search(r"\n[ \t]*$", text[:start])
-    if rest and before:  # alone on its lines: they go, with what a comment behind says of it
+    if rest and before:  # alone on its lines: remove them with their comment
         start, end = before.start(), end + rest.end()
     text = _replace(text, start, end, "")
-    if comma is None and index > 0:  # it was the last: the one before it needs no comma now
+    if comma is None and index > 0:  # it was the last: remove the comma before it
         previous = _comma(document, document.marks[siblings[index - 1]].value[1])
         if previous is not None:
             text = _replace(text, previous, previous + 1, "")
@@ -144,7 +145,7 @@ def _json_without(document: Document, key: Key) -> str:
 
 
 def _comma(document: Document, position: int) -> int | None:
-    """Where the comma behind a value stands, over white space and comments; None where there is none."""
+    """The position of the comma after a value, past white space and comments; None if there is none."""
     spans = dict(document.comments)
     while position < len(document.text):
         if position in spans:
@@ -167,7 +168,7 @@ def _json_with(document: Document, key: Key, value: Any) -> str:
     last = document.marks[siblings[-1]]
     assert last.key is not None
     at, comma = last.value[1], _comma(document, last.value[1])
-    if comma is not None:  # a trailing comma: it becomes the one between the two
+    if comma is not None:  # a trailing comma: it now separates the two
         at = comma + 1
     indent = re.search(r"(\n[ \t]*)$", text[: last.key[0]])
     gap = indent[1] if indent else " "
@@ -175,7 +176,7 @@ def _json_with(document: Document, key: Key, value: Any) -> str:
 
 
 def _dumps(value: Any, key: Key) -> str:
-    """The value as JSON, indented as deep as the key stands."""
+    """The value as JSON, indented to the depth of the key."""
     if not isinstance(value, Mapping) or not value:
         return json.dumps(value)
     flat = json.dumps(value)
@@ -196,7 +197,7 @@ def _yaml(document: Document, change: Change) -> str:
         return _yaml_without(document, change.key)
     key, value = _nearest(document, change.key, change.value)
     if document.has(*key):
-        return _replace(document.text, *document.marks[key].value, _scalar(value))
+        return _replace(document.text, *document.marks[key].value, yaml_scalar(value))
     return _yaml_with(document, key, value)
 
 
@@ -210,7 +211,7 @@ def _yaml_without(document: Document, key: Key) -> str:
     end = len(text) if end < 0 else end + 1
     others = [document.marks[other].key for other in _siblings(document, key[:-1]) if other != key]
     if text[start : mark.key[0]].strip() or any(span and start <= span[0] < end for span in others):
-        raise CannotEditError(".".join(key))  # written in braces, several on a line
+        raise CannotEditError(".".join(key))  # in braces, several on a line
     return _replace(text, start, end, "")
 
 
@@ -224,11 +225,11 @@ def _yaml_with(document: Document, key: Key, value: Any) -> str:
     indent = text[start : first[0]]
     if indent.strip():
         raise CannotEditError(".".join(key))
-    return _replace(text, start, start, f"{indent}{key[-1]}: {_scalar(value)}\n")
+    return _replace(text, start, start, f"{indent}{key[-1]}: {yaml_scalar(value)}\n")
 
 
-def _scalar(value: Any) -> str:
-    """A value as accelerate's own files write it: on one line."""
+def yaml_scalar(value: Any) -> str:
+    """A value on one line, as in accelerate's own files."""
     return (
         yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
     )

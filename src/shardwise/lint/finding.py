@@ -1,14 +1,17 @@
-"""A rule, what it says about a file, and what that file's owner reads."""
+"""A rule, the places that break it, and the findings that a user reads."""
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.lint.document import Document, Key, Kind
-from shardwise.lint.edit import Change
+from packaging.requirements import Requirement
+
+from shardwise.job.source import Key
+from shardwise.lint.document import Document, Kind
+from shardwise.lint.edit import Change, Put, Rename, yaml_scalar
 from shardwise.lint.setup import Setup
 
 Severity = Literal["error", "warning", "note"]
@@ -16,53 +19,69 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """The run fails or silently does something else; it costs speed, memory or safety; good to know."""
 
 DEEPSPEED = "deepspeed>=0.19,<0.20"
-"""The range that the rules' sources were read in (0.19.0 to 0.19.8)."""
+"""The versions whose source the rules were read from (0.19.0 to 0.19.8)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Hit:
-    """A rule broken at one place."""
+    """A place that breaks a rule."""
 
     key: Key
-    what: str
-    """What is there and what really happens."""
-    fix: str
+    what: str = ""
+    """What the file says and what really happens; empty means the rule's `happens`."""
+    fix: str = ""
+    """Empty means the first of `changes`, in words."""
     changes: tuple[Change, ...] = ()
-    """What --fix does; empty where only the owner can know."""
+    """What --fix does; empty if only the owner can decide."""
     severity: Severity | None = None
-    """Where it is not the rule's own."""
+    """If it differs from the rule's."""
     line: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+Find = Callable[[Document, Setup], Iterator[Hit]]
+
+
+@dataclass(frozen=True)
 class Rule:
     """One thing that can be wrong."""
 
     name: str
     severity: Severity
     kind: Kind
-    """Of the files it looks at."""
+    """The kind of files that it looks at."""
     happens: str
-    """What really happens when the rule is broken, for the page of all rules."""
+    """What really happens when the rule is broken."""
     source: str
-    versions: str = DEEPSPEED
-    """The library and the range of its versions (PEP 440); empty where it depends on none."""
-    find: Callable[[Document, Setup], Iterator[Hit]]
+    versions: str
+    """The library and the range of its versions (PEP 440); empty if it depends on none."""
+    find: Find
+
+
+def rule(
+    severity: Severity, source: str, versions: str = DEEPSPEED, kind: Kind = "deepspeed"
+) -> Callable[[Find], Rule]:
+    """Declare a rule: the function's name is the rule's id, its docstring says what happens."""
+
+    def declared(find: Find) -> Rule:
+        name, happens = find.__name__.replace("_", "-"), " ".join((find.__doc__ or "").split())
+        return Rule(name, severity, kind, happens, source, versions, find)
+
+    return declared
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A hit, with everything its reader needs."""
+    """A hit with everything that the user needs."""
 
     rule: str
     severity: Severity
     file: str
-    line: int
-    key: str
+    line: int = 1
+    key: str = ""
     what: str
     fix: str
-    source: str
-    versions: str
+    source: str = ""
+    versions: str = ""
     changes: tuple[Change, ...] = ()
 
     @property
@@ -70,51 +89,37 @@ class Finding:
         return bool(self.changes)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "severity": self.severity,
-            "rule": self.rule,
-            "file": self.file,
-            "line": self.line,
-            "key": self.key,
-            "what": self.what,
-            "fix": self.fix,
-            "fixable": self.fixable,
-            "source": self.source,
-            "versions": self.versions,
-        }
+        names = ("severity", "rule", "file", "line", "key", "what", "fix", "fixable", "source", "versions")
+        return {name: getattr(self, name) for name in names}
 
 
-def finding(rule: Rule, document: Document, hit: Hit) -> Finding:
-    """What a rule says of a document; a script is never edited."""
+def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
+    """Return the finding for a hit in a document; a script is never edited."""
     return Finding(
-        rule=rule.name,
-        severity=hit.severity or rule.severity,
+        rule=broken.name,
+        severity=hit.severity or broken.severity,
         file=document.name,
         line=hit.line or document.line(hit.key),
         key=".".join(hit.key),
-        what=hit.what,
-        fix=hit.fix,
-        source=rule.source,
-        versions=rule.versions,
+        what=hit.what or broken.happens.removesuffix("."),
+        fix=hit.fix or _in_words(hit.changes[0], document),
+        source=broken.source,
+        versions=broken.versions,
         changes=hit.changes if document.syntax in ("json", "yaml") else (),
     )
 
 
+def _in_words(change: Change, document: Document) -> str:
+    if isinstance(change, Rename):
+        return f"did you mean `{change.name}`?"
+    if not isinstance(change, Put):
+        return "remove it"
+    name, value = change.key[-1], change.value
+    return f"{name}: {yaml_scalar(value)}" if document.syntax == "yaml" else f'"{name}": {json.dumps(value)}'
+
+
 def holds_for(versions: str, library: str, installed: str) -> bool:
     """Whether a rule's range, `deepspeed>=0.19.7,<0.20`, holds for a version of that library."""
-    name, bounds = re.fullmatch(r"([a-z]*)(.*)", versions).groups()  # type: ignore[union-attr]
-    if name != library:
+    if not versions.startswith(library):
         return True
-    have = _numbers(installed)
-    tests = {
-        ">=": lambda limit: have >= limit,
-        "<=": lambda limit: have <= limit,
-        ">": lambda limit: have > limit,
-        "<": lambda limit: have < limit,
-    }
-    pairs = re.findall(r"(>=|<=|>|<)([0-9.]+)", bounds)
-    return all(tests[sign](_numbers(limit)) for sign, limit in pairs)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+    return Requirement(versions).specifier.contains(installed, prereleases=True)

@@ -1,4 +1,4 @@
-"""Whether a configuration fits the GPUs and how fast it would be: its translation, planned."""
+"""Whether a configuration fits the GPUs and how fast it is, as predicted for the equivalent job."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ OWN_LOOP = "shardwise's own training loop: fused loss, packed rows; a script tha
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What the simulator says; all of it predicted."""
+    """The simulator's prediction."""
 
     unavailable: str = ""
-    """Why nothing can be said; empty where something can."""
+    """Why there is no prediction; empty if there is one."""
     option: Option | None = None
-    """The configuration, at its best where it leaves things open; or what is nearest to fitting."""
+    """The configuration with the best choices for its open settings; or the option nearest to fitting."""
     file: str = ""
     gpus: str = ""
     assumed: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     nearest: str = ""
-    """The cheapest change with which it fits."""
+    """The cheapest change that makes it fit."""
 
     @property
     def fits(self) -> bool:
         return self.option is not None and self.option.fit != "no"
 
     def applied(self, checked: Checked) -> Checked:
-        """The findings, with one more where it does not fit."""
+        """Add a finding if it does not fit."""
         if self.option is None or self.fits:
             return checked
         memory = self.option.prediction.memory
@@ -55,17 +55,14 @@ class Fit:
             rule=RULE,
             severity="error",
             file=self.file,
-            line=1,
-            key="",
             what=f"it does not fit {self.gpus}: {in_words(self.option.strategy)} needs {lacking} (predicted)",
-            fix=self.nearest or "`shardwise plan` shows what does",
+            fix=self.nearest or "`shardwise plan` shows what fits",
             source="shardwise's simulator: see docs/accuracy.md for its errors",
-            versions="",
         )
         return replace(checked, findings=(one, *checked.findings))
 
     def lines(self) -> list[str]:
-        """For the terminal."""
+        """The lines for the terminal."""
         if self.option is None:
             return [f"fit: not known: {self.unavailable}"]
         memory, time = self.option.prediction.memory, self.option.prediction.time
@@ -99,15 +96,15 @@ def fit_of(
     hardware: Hardware,
     make_plan: Callable[[Job, Hardware], Plan],
 ) -> Fit:
-    """Plans what the setup's files ask for; `changes` (`key=value`) come on top of it.
+    """Plan the job that the setup's files describe, with `changes` (`key=value`) applied.
 
-    Where that does not fit it is planned once more, with what keeps the training as it is left open.
+    If it does not fit, plan again with every setting open that does not change the training.
 
-    Raises JobError where the model or the changes are wrong.
+    Raises JobError if the model or the changes are wrong.
     """
     asked = translate(setup)
     if asked is None:
-        return Fit(unavailable="no file says how the training is spread")
+        return Fit(unavailable="no file says how the training is distributed")
     drawn = sketch(model, [*asked.changes, *changes], world_size=hardware.world_size)
     nearest = ""
     try:
@@ -122,7 +119,7 @@ def fit_of(
 
 
 def _nearest(plan: Plan, other: Plan) -> str:
-    """The cheapest change: one of how it is computed, else one of what is trained or on what."""
+    """The cheapest change: first to how a step is computed, else to what is trained or on what."""
     wanted = plan.options[0].strategy
     option = cheapest(wanted, other.options)
     if option is not None:

@@ -1,4 +1,4 @@
-"""A job file's findings: what loading it says, and the rules that its strategy breaks on these GPUs."""
+"""Findings on a job file: errors of loading it, and the rules that its strategy breaks on these GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WHERE = re.compile(r":(?P<line>\d+)(?:: (?P<key>[\w.]+))?")
 
 
 def job_findings(document: Document, setup: Setup) -> list[Finding]:
-    """Everything that would keep the job from starting; each an error."""
+    """Return everything that prevents the job from starting; each is an error."""
     try:
         loaded = load_job(Path(document.name))
     except JobError as error:

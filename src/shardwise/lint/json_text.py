@@ -1,4 +1,4 @@
-"""JSON as people paste it: comments and trailing commas are noted instead of refused, like every place."""
+"""Read JSON with the place of every key; note comments and trailing commas instead of refusing them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.lint.document import LONGEST_NUMBER, Document, Key, Mark, Span, UnreadableError, line_at
+from shardwise.job.source import Key, drop
+from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, Span, UnreadableError, line_at
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -15,22 +16,15 @@ _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _WORD = re.compile(r"[^\s,:\[\]{}\"]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _WORDS = {"true": True, "false": False, "null": None}
-_FOREIGN = {
-    "True": "true",
-    "False": "false",
-    "None": "null",
-    "yes": "true",
-    "no": "false",
-    "NaN": "null",
-    "Infinity": "null",
-}
+_FOREIGN = {"True": "true", "False": "false", "yes": "true", "no": "false"}
+_FOREIGN |= dict.fromkeys(("None", "NaN", "Infinity"), "null")
 DEEPEST = 50
 
 
 def read_json(text: str, name: str) -> Document:
-    """The object a JSON text holds, of a key given twice the last; UnreadableError where it is not one."""
+    """Read the object in a JSON text, the last of a key given twice; UnreadableError if it holds none."""
     reader = _Reader(text)
-    values = reader.whole()
+    values = reader.document()
     return Document(
         name=name,
         text=text,
@@ -52,21 +46,21 @@ class _Reader:
         self.trailing: list[int] = []
         self.duplicates: list[tuple[Key, int]] = []
 
-    def whole(self) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
         self._skip()
         if self._next() != "{":
-            raise self._wrong("a configuration is an object: it begins with `{`", "put it in braces")
+            raise self._wrong("a configuration is an object that begins with `{`", "add the braces")
         values = self._object(())
         self._skip()
         if self.at < len(self.text):
-            raise self._wrong("there is text after the closing brace", "one object a file: remove the rest")
+            raise self._wrong("there is text after the closing brace", "remove it: one object per file")
         return values
 
     def _next(self) -> str:
         return self.text[self.at : self.at + 1]
 
     def _skip(self) -> None:
-        """Over white space and comments."""
+        """Skip white space and comments."""
         while True:
             self.at = _SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
             comment = _COMMENT.match(self.text, self.at)
@@ -79,7 +73,7 @@ class _Reader:
         values: dict[str, Any] = {}
         for _ in self._items("}"):
             start = self.at
-            name = self._string("a key stands in double quotes")
+            name = self._string("a key must be in double quotes")
             key_span = (start, self.at)
             self._skip()
             if self._next() != ":":
@@ -89,7 +83,7 @@ class _Reader:
             key, line = (*above, name), line_at(self.text, start)
             if name in values:
                 self.duplicates.append((key, self.marks[key].line))
-                self.marks = {old: mark for old, mark in self.marks.items() if old[: len(key)] != key}
+                drop(key, self.marks)
             value_start = self.at
             values[name] = self._value(key)
             self.marks[key] = Mark(line=line, key=key_span, value=(value_start, self.at))
@@ -104,7 +98,7 @@ class _Reader:
         return values
 
     def _items(self, closing: str) -> Sequence[int] | Any:
-        """Yields at the beginning of each item of an object or a list; ends behind the closing bracket."""
+        """Yield at the start of each item of an object or a list; stop after the closing bracket."""
         opened = self.at
         self.at += 1
         index, comma = 0, -1
@@ -117,11 +111,10 @@ class _Reader:
                 return
             if not self._next():
                 line = line_at(self.text, opened)
-                raise self._wrong(
-                    f"the `{self.text[opened]}` of line {line} is never closed", f"add `{closing}`"
-                )
+                what = f"the `{self.text[opened]}` of line {line} is never closed"
+                raise self._wrong(what, f"add `{closing}`")
             if index and comma < 0:
-                raise self._wrong("there is no comma before this", "put a comma after the value before it")
+                raise self._wrong("there is no comma before this", "put a comma after the previous value")
             yield index
             index += 1
             self._skip()
@@ -139,7 +132,7 @@ class _Reader:
             return str(json.loads(match[0]))
         except json.JSONDecodeError:
             raise self._wrong(
-                f"{match[0]} holds an escape that JSON does not know", "write \\\\ for a \\"
+                f"{match[0]} has an escape that JSON does not allow", "write \\\\ for a \\"
             ) from None
 
     def _value(self, key: Key) -> Any:
@@ -151,7 +144,7 @@ class _Reader:
         if character == "[":
             return self._list(key)
         if character == '"':
-            return self._string("a text ends with a double quote on the same line")
+            return self._string("text must end with a double quote on the same line")
         word = _WORD.match(self.text, self.at)
         text = word[0] if word else character
         if text in _WORDS:
@@ -159,12 +152,9 @@ class _Reader:
             return _WORDS[text]
         number = _NUMBER.fullmatch(text)
         if number is None:
-            fix = (
-                f"write {_FOREIGN[text]}"
-                if text in _FOREIGN
-                else "a number, true, false, null or a text in quotes"
-            )
-            raise self._wrong(f"{text!r} is no JSON value", fix)
+            known = "a number, true, false, null or text in quotes"
+            fix = f"write {_FOREIGN[text]}" if text in _FOREIGN else known
+            raise self._wrong(f"{text!r} is not a JSON value", fix)
         if len(text) > LONGEST_NUMBER:
             raise self._wrong(f"a number of {len(text)} digits", "a number")
         self.at += len(text)

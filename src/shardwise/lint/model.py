@@ -1,4 +1,4 @@
-"""What is known of a model without a network: a folder's config.json, or the catalog."""
+"""Facts about a model that need no network: from a folder's config.json, or from the catalog."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardwise.models.catalog import lookup
 
 
 def facts_of(name: str) -> ModelFacts:
-    """Of a folder, a hub id or a known name. JobError where its config.json is broken."""
+    """Facts about a folder, a hub id or a known name. JobError if its config.json is broken."""
     return ModelFacts.of_config(name, _config(name))
 
 
 def architecture_of(name: str) -> Architecture | None:
-    """Of a state space model; None for any other: only transformers knows how its layers are cut."""
+    """The architecture of a state space model; None for others, whose split only transformers knows."""
     config = _config(name)
     if config.get("model_type") != "mamba":
         return None
@@ -39,5 +39,5 @@ def _config(name: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        raise JobError("it is no JSON object", where=str(file), fix="save the model again")
+        raise JobError("it is not a JSON object", where=str(file), fix="save the model again")
     return config

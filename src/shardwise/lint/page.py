@@ -2,59 +2,36 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 from shardwise.lint.finding import Rule
 from shardwise.lint.fit import RULE
-from shardwise.lint.rules import RULES
+from shardwise.lint.rules import RULES, SUBJECTS
 from shardwise.lint.schema import deepspeed_schema
-
-_SUBJECTS = {
-    "reader": "How the file is written, and who reads it",
-    "keys": "Names of keys, kinds of values",
-    "batch": "Batch sizes",
-    "zero": "ZeRO",
-    "offload": "Offloading",
-    "precision": "Number formats",
-    "optimizer": "Optimizer, clipping, schedule",
-    "parallel": "Tensor parallelism, groups, experts",
-    "sections": "Other sections",
-    "accelerate": "Accelerate's file",
-    "fsdp": "FSDP in Accelerate's file",
-    "training": "Scripts, arguments, launch commands",
-}
-
 
 _HEAD = """\
 # What `shardwise check` finds
 
 Made by `python -m shardwise.lint.page > docs/check.md`.
 
-An **error** is a run that would fail, or silently do something else than the file says: `check` then ends
-with 2. A **warning** costs speed, memory or safety; a **note** is good to know: `check` ends with 0. A rule's
-severity here is its worst. A rule that does not hold for the installed DeepSpeed is left out. The sources
-were read in DeepSpeed {version}; where they say `run`, it was. `--fix` mends errors and warnings where only
-one mend is possible, and leaves the rest of the file as it is.
+An **error** means that the run fails, or silently does something else than the file says: `check` then exits
+with code 2. A **warning** costs speed, memory or safety; a **note** is good to know: `check` exits with code
+0. The severity in the tables is the rule's worst. Rules that do not hold for the installed DeepSpeed are left
+out. The sources were read in DeepSpeed {version}; `run` means that the behaviour was also tried. `--fix`
+applies the unambiguous fixes of errors and warnings, and leaves the rest of the file unchanged.
 
 There are {count} rules for configurations and scripts. A job file is checked as `train` checks it, with the
-rules for strategies of `src/shardwise/space/rules.py`. `--gpus` and `--model` together add `{fit}`,
-by the simulator.
+strategy rules of `src/shardwise/space/rules.py`. `--gpus` and `--model` together add `{fit}`,
+which the simulator predicts.
 """
 
 
 def page() -> str:
-    """All of it, as Markdown."""
-    head = _HEAD.format(version=deepspeed_schema().version, count=len(RULES), fit=RULE)
-    lines = head.splitlines()
-    for subject, rules in groupby(RULES, key=_subject):
-        lines += ["", f"## {_SUBJECTS[subject]}", ""]
+    """Return the page as Markdown."""
+    lines = _HEAD.format(version=deepspeed_schema().version, count=len(RULES), fit=RULE).splitlines()
+    for module, subject in SUBJECTS.items():
+        lines += ["", f"## {subject}", ""]
         lines += ["| rule | severity | what happens | holds for | source |", "|---|---|---|---|---|"]
-        lines += [_row(rule) for rule in rules]
+        lines += [_row(rule) for rule in RULES if rule.find.__module__ == module.__name__]
     return "\n".join(lines) + "\n"
-
-
-def _subject(rule: Rule) -> str:
-    return rule.find.__module__.rpartition(".")[2]
 
 
 def _row(rule: Rule) -> str:

@@ -1,4 +1,4 @@
-"""Finds out what a file is, by its content, and reads it."""
+"""Find out what a file is from its content, and read it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError
-from shardwise.lint.document import Document, Key, Kind, UnreadableError
+from shardwise.job.source import Key
+from shardwise.lint.document import Document, Kind, UnreadableError
 from shardwise.lint.json_text import read_json
 from shardwise.lint.schema import closest, deepspeed_schema
 from shardwise.lint.script_text import is_command, is_python, read_python, read_shell
@@ -17,7 +18,7 @@ from shardwise.lint.yaml_text import read_yaml
 
 LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")
-"""`$here/`: a folder that only the shell knows; most often the script's own."""
+"""`$here/`: a folder that only the shell knows, usually the script's own."""
 BYTE_ORDER_MARK = "\ufeff"
 
 _ACCELERATE = {
@@ -43,14 +44,14 @@ _TRAINING = {
 }
 _TRAINERS_FSDP = {"auto_wrap_policy", "reshard_after_forward", "transformer_layer_cls_to_wrap"}
 _IN_BOTH = {"gradient_accumulation_steps", "bf16", "fp16"}
-"""Keys of DeepSpeed and of the Trainer."""
+"""Keys that both DeepSpeed and the Trainer have."""
 WHAT = (
     "a DeepSpeed JSON, an accelerate config, a training script, its arguments or launch command, a job file"
 )
 
 
 def text_of(path: Path) -> str:
-    """A file's text, a byte order mark included; JobError where it cannot be read."""
+    """Return a file's text, with its byte order mark; JobError if it cannot be read."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -58,7 +59,8 @@ def text_of(path: Path) -> str:
     except OSError as error:
         raise JobError(f"it cannot be read: {error.strerror}", where=str(path), fix=f"name {WHAT}") from None
     if len(raw) > LARGEST_FILE_BYTES:
-        raise JobError(f"{len(raw):,} bytes is no configuration", where=str(path), fix=f"name {WHAT}")
+        what = f"{len(raw):,} bytes are too many for a configuration"
+        raise JobError(what, where=str(path), fix=f"name {WHAT}")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -66,25 +68,25 @@ def text_of(path: Path) -> str:
 
 
 def read(text: str, name: str) -> Document:
-    """The document a text is. UnreadableError where it is none that is known."""
+    """Read a text; UnreadableError if it is none of the known kinds."""
     if text.startswith(BYTE_ORDER_MARK):
         return replace(read(text.removeprefix(BYTE_ORDER_MARK), name), marked=True)
     start = text.lstrip()
     if start.startswith(("{", "//", "/*")):
         document = read_json(text, name)
         kind = _kind(document.values)
-        if kind is None:
-            raise UnreadableError("it is nothing that check knows", line=1, fix=f"name {WHAT}")
-        return replace(document, kind=kind)
-    if name.endswith(".py") or is_python(text):
+    elif name.endswith(".py") or is_python(text):
         return read_python(text, name)
-    if is_command(text):
+    elif is_command(text):
         return read_shell(text, name)
-    document = read_yaml(text, name)
-    kind = _kind(document.values)
-    if kind is None or kind == "deepspeed":
-        what = "DeepSpeed keys in YAML: DeepSpeed reads JSON" if kind else "it is nothing that check knows"
-        raise UnreadableError(what, line=1, fix="write it as JSON" if kind else f"name {WHAT}")
+    else:
+        document = read_yaml(text, name)
+        kind = _kind(document.values)
+        if kind == "deepspeed":
+            what = "DeepSpeed keys in YAML: DeepSpeed reads JSON"
+            raise UnreadableError(what, line=1, fix="write it as JSON")
+    if kind is None:
+        raise UnreadableError("check does not know this kind of file", line=1, fix=f"name {WHAT}")
     return replace(document, kind=kind)
 
 
@@ -105,7 +107,7 @@ def _kind(values: Mapping[str, Any]) -> Kind | None:
 
 
 def referred(document: Document) -> list[str]:
-    """DeepSpeed JSON files that an accelerate file, a script or a command names."""
+    """The DeepSpeed JSON files that an accelerate file, a script or a command names."""
     tables: dict[str, list[Key]] = {
         "accelerate": [("deepspeed_config", "deepspeed_config_file")],
         "training": [("deepspeed",), ("deepspeed_config",), ("deepspeed_config_file",), ("config",)],
@@ -115,15 +117,15 @@ def referred(document: Document) -> list[str]:
     return [_VARIABLE.sub("", value) for value in named]
 
 
-def found(names: Sequence[str], beside: Path) -> list[Path]:
-    """Those of the files that exist, from the working directory or beside the file that names them."""
-    paths = [next((p for p in (Path(name), beside / name) if is_file(p)), None) for name in names]
+def found(names: Sequence[str], folder: Path) -> list[Path]:
+    """The files that exist, relative to the working directory or to a folder."""
+    paths = [next((p for p in (Path(name), folder / name) if is_file(p)), None) for name in names]
     return [path for path in paths if path is not None]
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; False also for a name that none can have."""
+    """Whether the file exists; False also for an invalid name."""
     try:
         return path.is_file()
-    except OSError:  # too long, say
+    except OSError:  # such as a name that is too long
         return False

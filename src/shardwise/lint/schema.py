@@ -1,4 +1,4 @@
-"""What DeepSpeed and accelerate take: sections, keys, kinds of values, from the two TOML files."""
+"""The sections, keys and kinds of values of DeepSpeed and accelerate, from the two TOML files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from importlib import resources
 from math import isfinite
 from typing import Any
 
-from shardwise.lint.document import Key
+from shardwise.job.source import Key
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyKind:
-    """The values a key takes."""
+    """The values that a key accepts."""
 
     kind: str
     """int, float, bool, str, list, object, any, or words with `|` between."""
@@ -35,7 +35,7 @@ class Section:
     """A part of the configuration."""
 
     refuses: bool
-    """Whether an unknown key stops DeepSpeed; otherwise it is ignored."""
+    """Whether an unknown key stops DeepSpeed; else it is ignored."""
     keys: Mapping[str, KeyKind]
 
 
@@ -45,7 +45,7 @@ class Schema:
     sections: Mapping[Key, Section]
 
     def homes(self, name: str) -> list[Key]:
-        """The sections that have a key of this name, the outermost first."""
+        """The sections that have a key of this name, outermost first."""
         return sorted((key for key, section in self.sections.items() if name in section.keys), key=len)
 
 
@@ -55,7 +55,7 @@ _BOUND = re.compile(r"(>=|<=|>|<)([-0-9.]+)")
 
 @cache
 def deepspeed_schema() -> Schema:
-    """DeepSpeed 0.19.8's."""
+    """The schema of DeepSpeed 0.19.8."""
     text = resources.files("shardwise.lint").joinpath("deepspeed_0_19.toml").read_text(encoding="utf-8")
     data = tomllib.loads(text)
     return Schema(
@@ -72,7 +72,7 @@ def deepspeed_schema() -> Schema:
 
 @cache
 def accelerate_keys() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Keys of accelerate's config files: at the top, in `deepspeed_config`, in `fsdp_config`."""
+    """Keys of accelerate's config files: at the top level, in `deepspeed_config`, in `fsdp_config`."""
     text = resources.files("shardwise.lint").joinpath("accelerate_1.toml").read_text(encoding="utf-8")
     data = tomllib.loads(text)
     return tuple(data["top"]), tuple(data["deepspeed_config"]), tuple(data["fsdp_config"])
@@ -86,13 +86,13 @@ def _kind(text: str) -> KeyKind:
 
 
 def closest(name: str, known: Mapping[str, Any] | list[str]) -> str | None:
-    """The known name that `name` is a misspelling of; None where nothing is near."""
+    """The known name that is most similar to `name`; None if none is."""
     found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.8)
     return found[0] if found else None
 
 
 def as_number(value: Any) -> float | int | None:
-    """The finite number that a value, a text say, stands for; None where it stands for none."""
+    """The finite number that a value, such as text, stands for; None if there is none."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""What a training script or its launch command says, as flat `key: value` pairs: nothing is run."""
+"""Read the settings in a training script or its launch command, without running anything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import yaml
 
 from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError
 
-LAUNCHERS = ("deepspeed", "torchrun", "accelerate")
 _COMMAND = re.compile(
     r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+|srun\b[^\n]*?[ \t])*"
     r"(deepspeed|torchrun|accelerate[ \t]+launch)(?=[ \t\\])",
@@ -32,28 +31,28 @@ _CALLS = (
     "initialize",
 )
 LORA = "lora_rank"
-"""The key under which `LoraConfig(r=...)` is kept."""
+"""The key for `LoraConfig(r=...)`."""
 STEPPED = "optimizer.step"
-"""The key under which a call is kept that steps an optimizer beside DeepSpeed's engine: a `Stepped`."""
+"""The key for a call that steps an optimizer instead of DeepSpeed's engine: a `Stepped`."""
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """A call of `optimizer.step()` where `engine` is to step."""
+    """A call of `optimizer.step()` that should be a step of `engine`."""
 
     optimizer: str
-    """What deepspeed.initialize was `given` or, of any name, returned."""
+    """The optimizer that deepspeed.initialize was `given`, or else returned."""
     engine: str
     given: bool
 
 
 def is_command(text: str) -> bool:
-    """Whether a line of it starts processes."""
+    """Whether a line of the text starts processes."""
     return _COMMAND.search(text) is not None
 
 
 def is_python(text: str) -> bool:
-    """Whether it is a Python program; a YAML file can be one by chance, but imports nothing."""
+    """Whether it is a Python program. YAML can parse as Python by chance, but has no imports."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -62,7 +61,7 @@ def is_python(text: str) -> bool:
 
 
 def read_python(text: str, name: str) -> Document:
-    """Literal arguments of the calls that set up a training; the first call that names a key wins."""
+    """Read the literal arguments of calls that set up a training; the first call with a key wins."""
     values: dict[str, Any] = {}
     marks: dict[tuple[str, ...], Mark] = {}
     uses: set[str] = set()
@@ -70,7 +69,7 @@ def read_python(text: str, name: str) -> Document:
         program = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
-        raise UnreadableError(f"it is no Python: {error}", line=line, fix="mend it") from None
+        raise UnreadableError(f"it is not Python: {error}", line=line, fix="correct the syntax") from None
     for call in (node for node in ast.walk(program) if isinstance(node, ast.Call)):
         called = _called(call.func)
         uses.add(called)
@@ -84,9 +83,9 @@ def read_python(text: str, name: str) -> Document:
             if value is not None and key and key not in values:
                 values[key] = value
                 marks[key,] = Mark(line=argument.value.lineno, key=None, value=(0, 0))
-    beside = next(_stepped_beside(program), None)
-    if beside is not None:
-        values[STEPPED], line = beside
+    stepped = next(_stepped(program), None)
+    if stepped is not None:
+        values[STEPPED], line = stepped
         marks[STEPPED,] = Mark(line=line, key=None, value=(0, 0))
     return Document(
         name=name,
@@ -99,8 +98,8 @@ def read_python(text: str, name: str) -> Document:
     )
 
 
-def _stepped_beside(program: ast.Module) -> Iterator[tuple[Stepped, int]]:
-    """Calls that step an optimizer which DeepSpeed's engine has taken over, and their lines."""
+def _stepped(program: ast.Module) -> Iterator[tuple[Stepped, int]]:
+    """Yield calls that step an optimizer of DeepSpeed's engine, with their lines."""
     for made in ast.walk(program):
         match made:
             case ast.Assign(targets=[ast.Tuple(elts=[engine, optimizer, *_])], value=ast.Call() as call):
@@ -120,7 +119,7 @@ def _stepped_beside(program: ast.Module) -> Iterator[tuple[Stepped, int]]:
 
 
 def _called(function: ast.expr) -> str:
-    """`deepspeed.initialize` for such a call; only the last name of a longer chain of calls."""
+    """The name of a call, such as `deepspeed.initialize`; the last name of a longer chain."""
     if isinstance(function, ast.Name):
         return function.id
     if isinstance(function, ast.Attribute):
@@ -130,7 +129,7 @@ def _called(function: ast.expr) -> str:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value written there; `torch.float16` as this text; None for what only a run would know."""
+    """The literal value; `torch.float16` as text; None for values that only a run knows."""
     if isinstance(node, ast.Attribute):
         return _called(node)
     try:
@@ -141,10 +140,10 @@ def _literal(node: ast.expr) -> Any:
 
 
 def read_shell(text: str, name: str) -> Document:
-    """The flags of the first launch command, the launcher's and the script's together."""
+    """Read the flags of the first launch command, both the launcher's and the script's."""
     start = _COMMAND.search(text)
     if start is None:
-        raise UnreadableError("there is no deepspeed, torchrun or accelerate command in it", line=1, fix="")
+        raise UnreadableError("it has no deepspeed, torchrun or accelerate command", line=1, fix="")
     values: dict[str, Any] = {"launcher": start[1].split()[0]}
     first = text.count("\n", 0, start.start(1)) + 1
     marks: dict[tuple[str, ...], Mark] = {("launcher",): Mark(line=first, key=None, value=(0, 0))}
@@ -178,14 +177,14 @@ def read_shell(text: str, name: str) -> Document:
 
 
 def _is_value(key: str, word: str) -> bool:
-    """Whether a word is the value of a flag that may also stand alone."""
+    """Whether a word is the value of a flag whose value is optional."""
     if key == "deepspeed":
         return word.endswith(".json")
     return word.lower() in ("true", "false")
 
 
 def _words(text: str, start: int) -> Iterator[tuple[str, int]]:
-    """(word, line) of the command that begins there, over its continued lines."""
+    """Yield (word, line) of the command at `start`, over its continued lines."""
     line = text.count("\n", 0, start) + 1
     for row in text[start:].split("\n"):
         more = row.rstrip().endswith("\\")

@@ -1,4 +1,4 @@
-"""What is known of a training beyond one file: who reads it, on how many GPUs, what model."""
+"""Facts about a training beyond one file: the reader, the number of GPUs, the model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ READER_NAMES: dict[Reader, str] = {
     "deepspeed": "DeepSpeed itself",
 }
 MOST = 2**31
-"""Elements of a row and heads of a model: fewer than this."""
+"""Upper limit of a model's hidden size and number of heads."""
 _HALF = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
 
 
 def deepspeed_version() -> str:
-    """The installed DeepSpeed's; the schema's where there is none, or an older one than it knows of."""
+    """The installed DeepSpeed's version; the schema's if there is none or its minor version differs."""
     known = deepspeed_schema().version
     try:
         installed = version("deepspeed")
@@ -35,21 +35,21 @@ def deepspeed_version() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What of a model decides whether a configuration suits it; None where it is not known."""
+    """The facts of a model that decide whether a configuration suits it; None if unknown."""
 
     name: str
     hidden_size: int | None = None
     key_value_heads: int | None = None
     precision: str | None = None
-    """bf16 or fp16 where the weights are published so."""
+    """bf16 or fp16 if the weights are published in that format."""
     model_type: str = ""
     model_types: tuple[str, ...] = ()
-    """Its own and its parts'; empty where its code is not transformers'."""
+    """Its own type and its parts'; empty if its code is not in transformers."""
     experts: bool = False
 
     @classmethod
     def of_config(cls, name: str, config: Mapping[str, Any]) -> ModelFacts:
-        """From the content of a Hugging Face config.json."""
+        """Read the content of a Hugging Face config.json."""
         inner = [value for value in config.values() if isinstance(value, Mapping)]
         text = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
         types = [str(part["model_type"]) for part in (config, *inner) if part.get("model_type")]
@@ -72,13 +72,13 @@ class ModelFacts:
 
 
 def _count(value: Any) -> int | None:
-    """Of a config.json that anyone may have written: what is no count is not known."""
+    """The value if it is a plausible count: anyone may have written the config.json."""
     return value if isinstance(value, int) and 0 < value < MOST else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The files of one training, and what was said of it."""
+    """The files of one training, and the flags of the command."""
 
     documents: tuple[Document, ...] = ()
     asked_reader: Reader | None = None
@@ -87,14 +87,14 @@ class Setup:
     gpus_per_node: int | None = None
     model: ModelFacts | None = None
     deepspeed: str = deepspeed_schema().version
-    """DeepSpeed's version that the run would use."""
+    """The version of DeepSpeed that the run would use."""
 
     def of(self, kind: Kind) -> tuple[Document, ...]:
         return tuple(document for document in self.documents if document.kind == kind)
 
     @property
     def reader(self) -> Reader | None:
-        """Who opens the DeepSpeed JSON; None where nothing tells."""
+        """The library that reads the DeepSpeed JSON; None if no file shows it."""
         if self.asked_reader is not None:
             return self.asked_reader
         found = [reader for document in self.of("training") if (reader := _reader(document))]
@@ -104,17 +104,17 @@ class Setup:
 
     @property
     def hugging_face(self) -> bool:
-        """Whether the Trainer or Accelerate stands between the file and DeepSpeed."""
+        """Whether the Trainer or Accelerate reads the file for DeepSpeed."""
         return self.reader in ("trainer", "accelerate")
 
     @property
     def world_size(self) -> int | None:
-        """Processes, one a GPU: as said with --gpus, else as the launch says; None where nothing tells."""
+        """Processes, one per GPU: from --gpus, else from the launch; None if unknown."""
         return self.asked_world_size or self.launched
 
     @property
     def launched(self) -> int | None:
-        """Processes that the accelerate file or the launch command starts."""
+        """The number of processes that the accelerate file or the launch command starts."""
         for document in (*self.of("accelerate"), *self.of("training")):
             count = launched_processes(document)
             if count is not None:
@@ -122,7 +122,7 @@ class Setup:
         return None
 
     def training(self, *names: str) -> Any:
-        """The first of these values that a script, its arguments or its command gives; None for none."""
+        """The first of these values in a script, its arguments or its command; None if there is none."""
         for document in self.of("training"):
             for name in names:
                 if document.get(name) is not None:
@@ -140,7 +140,7 @@ class Setup:
 
 
 def launched_processes(document: Document) -> int | None:
-    """How many processes an accelerate file or a launch command starts; None where it leaves that open."""
+    """The number of processes that an accelerate file or a launch command starts; None if not given."""
     if document.kind == "accelerate":
         count = document.number("num_processes")
         return None if count is None or count < 1 else int(count)

@@ -1,4 +1,4 @@
-"""Findings on the terminal."""
+"""Text of findings for the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = {
 
 
 def block(one: Finding) -> str:
-    """A finding in up to five lines, as an error of shardwise is shown."""
+    """A finding in up to four lines, in the form of shardwise's errors."""
     where = f"{one.file}:{one.line}" + (f": {one.key}" if one.key else "")
     lines = [f"{one.severity}: {one.what}  [{one.rule}]", f"  at:  {where}"]
     if one.fix:
@@ -30,7 +30,7 @@ def block(one: Finding) -> str:
 
 
 def heading(checked: Checked) -> list[str]:
-    """What each file was taken for."""
+    """The kind of each file."""
     setup = checked.setup
     reader = f", read by {READER_NAMES[setup.reader]}" if setup.reader else ""
     return [

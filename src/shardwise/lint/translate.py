@@ -1,4 +1,4 @@
-"""A configuration as a job to plan: what it asks for, and what of it the simulator does not know."""
+"""Translate a configuration to a job to plan, and list the settings that the simulator ignores."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from shardwise.lint.setup import Setup
 from shardwise.units import processes
 
 FOREVER = 10**12
-"""Elements beyond which ZeRO-3's limits release nothing of any model that is trained."""
+"""From this many elements on, ZeRO-3's limits release nothing of any model."""
 ACCELERATE_STAGE = 2
-"""What `auto`, or nothing, means to Accelerate."""
-
+"""The stage of `auto`, or of no stage, in Accelerate."""
 
 _NOT_SIMULATED = (
     (ZERO, "zenflow"),
@@ -40,20 +39,20 @@ _NOT_SIMULATED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Translated:
-    """Changes (`key=value`) to a planned job, and what is not in them."""
+    """Changes (`key=value`) to a planned job, and what they leave out."""
 
     file: str
     changes: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
-    """What the files leave open, and what is taken for it."""
+    """Values that are assumed because the files do not give them."""
     left_out: tuple[str, ...] = ()
-    """Settings that are simulated with another value, or not at all."""
+    """Settings that are simulated with another value, or not simulated."""
 
 
 def translate(setup: Setup) -> Translated | None:
-    """The first configuration of the setup; None where there is none.
+    """Translate the first configuration of the setup; None if there is none.
 
-    `setup.world_size` has to be known.
+    `setup.world_size` must be known.
     """
     for document in (*setup.of("deepspeed"), *setup.of("accelerate")):
         if document.kind == "deepspeed":
@@ -70,7 +69,7 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
     stage, assumed = stage_of(document), []
     if stage is None:
         stage = ACCELERATE_STAGE
-        assumed.append(f"stage {stage}, what `auto` means to Accelerate")
+        assumed.append(f"stage {stage}, the meaning of `auto` in Accelerate")
     live = document.number(ZERO, "stage3_max_live_parameters") or 0
     reuse = document.number(ZERO, "stage3_max_reuse_distance") or 0
     strategy = {
@@ -86,7 +85,7 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
     if degree > 1:
         strategy["tensor_parallel"] = degree
     if "nvme" in strategy.values():
-        strategy["nvme_path"] = "."  # its place makes no difference to a prediction
+        strategy["nvme_path"] = "."  # the folder does not change a prediction
     precision = _precision(document, setup, assumed)
     clip = document.number("gradient_clipping")
     return Translated(
@@ -135,7 +134,7 @@ def _plugin(document: Document, setup: Setup) -> Translated:
 def _fsdp(document: Document, setup: Setup) -> Translated:
     assumed: list[str] = []
     if document.number(FSDP, "fsdp_version") != 2:
-        assumed.append("FSDP2 in the place of FSDP1")
+        assumed.append("FSDP2 instead of FSDP1")
     offloaded = document.on(FSDP, "fsdp_offload_params")
     strategy: dict[str, Any] = {
         "engine": "fsdp2",
@@ -160,7 +159,7 @@ def _fsdp(document: Document, setup: Setup) -> Translated:
 
 
 def _flow(values: Mapping[str, Any]) -> str:
-    """A section as `--set` takes it."""
+    """A section in the form of `--set`."""
     words = {True: "true", False: "false"}
     inner = (f"{k}: {words.get(v, v) if isinstance(v, bool) else v}" for k, v in values.items())
     return "{" + ", ".join(inner) + "}"
@@ -184,7 +183,7 @@ def _precision(document: Document, setup: Setup, assumed: list[str]) -> str:
                 return name
     if AUTO in (document.get("bf16", "enabled"), document.get("fp16", "enabled")):
         name = "bf16" if document.get("bf16", "enabled") == AUTO else "fp16"
-        assumed.append(f"{name}, which is left to the Trainer's arguments")
+        assumed.append(f"{name}, which the Trainer's arguments decide")
         return name
     return "fp32"
 
@@ -197,7 +196,7 @@ def _batch(
     *,
     degree: int = 1,
 ) -> list[str]:
-    """The rows at a time and of a step, from the file, else from the script, else left to the planner.
+    """The micro-batch and global batch: from the file, else from the script, else the planner chooses.
 
     `degree`: GPUs that share a layer, and so have the same rows.
     """
@@ -208,13 +207,13 @@ def _batch(
     if micro is None and total is not None:
         micro = total // (world * (steps or 1))
     if micro is None or micro < 1:
-        assumed.append("the micro-batch that is best: no file gives one")
+        assumed.append("the best micro-batch: no file gives one")
         return []
     if steps is None:
         steps = max(1, total // (world * micro)) if total else 1
     rows = int(micro * steps) * world
     if total is not None and degree == 1 and setup.world_size is not None and rows != total:
-        assumed.append(f"{rows} rows a step: {TOTAL} {total:g} cannot be had with {processes(world)}")
+        assumed.append(f"{rows} rows per step: {TOTAL} {total:g} is impossible with {processes(world)}")
     return [f"train.micro_batch={int(micro)}", f"train.global_batch={rows}"]
 
 
@@ -224,15 +223,13 @@ def _number(setup: Setup, *names: str) -> float | None:
 
 
 def _script(setup: Setup, assumed: list[str], *, checkpointing: bool = False) -> list[str]:
-    """What only the script knows: recomputing, adapters, the rows' length."""
+    """Settings that only the script has: checkpointing, adapters, sequence length."""
     changes = []
     recompute = setup.training("gradient_checkpointing", "activation_checkpointing")
     if isinstance(recompute, bool):
         changes.append(f"train.checkpointing={'full' if recompute else 'none'}")
     elif not checkpointing:
-        assumed.append(
-            "the activation checkpointing that is best: no file says whether the script recomputes"
-        )
+        assumed.append("the best activation checkpointing: no file says whether the script uses it")
     rank = _number(setup, LORA, "lora_r", "lora_rank")
     if rank is not None:
         changes.append(f"model.lora.rank={int(rank)}")
@@ -243,13 +240,13 @@ def _script(setup: Setup, assumed: list[str], *, checkpointing: bool = False) ->
 
 
 def _bucket(document: Document) -> int:
-    """Elements that are reduced at once, as a job may say them."""
+    """Elements that are reduced at once, within the limits of a job."""
     asked = document.number(ZERO, "reduce_bucket_size")
     return BUCKET if asked is None else int(min(max(asked, LEAST_BUCKET), MOST_BUCKET))
 
 
 def _left_out(document: Document, stage: int, bucket: int) -> list[str]:
-    """Settings with a value that the simulator does not take."""
+    """Settings with a value that the simulator does not support."""
     simulated = {"reduce_bucket_size": bucket}
     if stage < 3:
         simulated["allgather_bucket_size"] = bucket
@@ -267,9 +264,7 @@ def _left_out(document: Document, stage: int, bucket: int) -> list[str]:
         value = document.number(ZERO, name)
         if stage == 3 and value is not None and value not in (1e9, NEVER_RELEASE) and value < FOREVER:
             found.append(f"{name} {value:g}: simulated with 1e9")
-    found += [
-        f"{'.'.join(key)}: not simulated" for key in _NOT_SIMULATED if _asks_for_something(document.get(*key))
-    ]
+    found += [f"{'.'.join(key)}: not simulated" for key in _NOT_SIMULATED if _is_on(document.get(*key))]
     if stage and document.get(ZERO, "overlap_comm") is False:
         found.append("overlap_comm false: simulated with true")
     kind = str(document.get("optimizer", "type") or "AdamW")
@@ -278,7 +273,7 @@ def _left_out(document: Document, stage: int, bucket: int) -> list[str]:
     return found
 
 
-def _asks_for_something(value: Any) -> bool:
+def _is_on(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    return value not in (None, 1, AUTO)  # 1: a group of one, the whole of the optimizer
+    return value not in (None, 1, AUTO)  # 1: a group of one, or all of the optimizer

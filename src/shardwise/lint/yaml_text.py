@@ -1,4 +1,4 @@
-"""YAML with the place of every key. Values are PyYAML's, as for accelerate: a bare `no` is False."""
+"""Read YAML with the place of every key. Values are PyYAML's, as for accelerate: a bare `no` is False."""
 
 from __future__ import annotations
 
@@ -6,69 +6,53 @@ from typing import Any
 
 import yaml
 
-from shardwise.lint.document import LONGEST_NUMBER, Document, Key, Mark, UnreadableError
+from shardwise.job.source import Key, drop, syntax_problem, walk
+from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError
 
 MOST_KEYS = 10_000
 
 
 def read_yaml(text: str, name: str) -> Document:
-    """The mapping a YAML text holds; UnreadableError where it is not one."""
+    """Read the mapping in a YAML text; UnreadableError if it holds none."""
     try:
         loader = yaml.SafeLoader(text)
-    except yaml.YAMLError as error:  # characters that no text has
+    except yaml.YAMLError as error:  # characters that are not allowed in text
         what = str(error).splitlines()[0]
         raise UnreadableError(f"not YAML: {what}", line=1, fix="save the file as text in UTF-8") from None
     try:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            raise UnreadableError(
-                "it holds no `key: value` lines", line=1, fix="see `shardwise check --help`"
-            )
-        marks: dict[Key, Mark] = {}
-        duplicates: list[tuple[Key, int]] = []
-        _places(node, (), marks, duplicates)
+            what, fix = "it holds no `key: value` lines", "see `shardwise check --help`"
+            raise UnreadableError(what, line=1, fix=fix)
+        marks, duplicates = _marks(node)
         values: Any = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise UnreadableError(
-            f"not YAML: {error.problem}",
-            line=mark.line + 1 if mark else 1,
-            fix="check indentation, quotes and brackets on this line and the one before",
-        ) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none, say
-        what = (str(error).splitlines() or ["it is too deep"])[0]
-        raise UnreadableError(
-            f"not YAML: {what}", line=1, fix="write plain values, numbers in quotes"
-        ) from None
+        what, line, fix = syntax_problem(error)
+        raise UnreadableError(what, line=line or 1, fix=fix) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as an impossible date
+        what = (str(error).splitlines() or ["the nesting is too deep"])[0]
+        fix = "write plain values, numbers in quotes"
+        raise UnreadableError(f"not YAML: {what}", line=1, fix=fix) from None
     finally:
         loader.dispose()
-    return Document(
-        name=name, text=text, syntax="yaml", values=values, marks=marks, duplicates=tuple(duplicates)
-    )
+    return Document(name=name, text=text, syntax="yaml", values=values, marks=marks, duplicates=duplicates)
 
 
-def _places(node: yaml.Node, above: Key, marks: dict[Key, Mark], duplicates: list[tuple[Key, int]]) -> None:
-    if len(marks) > MOST_KEYS:  # aliases of aliases can stand for any number
-        raise UnreadableError(f"more than {MOST_KEYS} keys", line=1, fix="write the values out")
-    if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            key = (*above, str(index))
-            marks[key] = Mark(line=item.start_mark.line + 1, key=None, value=_span(item))
-            _places(item, key, marks, duplicates)
-        return
-    if not isinstance(node, yaml.MappingNode):
+def _marks(root: yaml.Node) -> tuple[dict[Key, Mark], tuple[tuple[Key, int], ...]]:
+    """The places of all keys, and the keys that are given twice with the line of the first."""
+    marks: dict[Key, Mark] = {}
+    duplicates: list[tuple[Key, int]] = []
+    for key, key_node, node in walk(root):
+        if len(marks) > MOST_KEYS:  # aliases of aliases can stand for any number
+            raise UnreadableError(f"more than {MOST_KEYS} keys", line=1, fix="write the values out")
+        line = (key_node or node).start_mark.line + 1
         if node.tag == "tag:yaml.org,2002:int" and len(node.value) > LONGEST_NUMBER:
-            what = f"a number of {len(node.value)} digits"
-            raise UnreadableError(what, line=node.start_mark.line + 1, fix="a number")
-        return
-    for key_node, value_node in node.value:
-        key, line = (*above, str(key_node.value)), key_node.start_mark.line + 1
+            raise UnreadableError(f"a number of {len(node.value)} digits", line=line, fix="a number")
         if key in marks:
             duplicates.append((key, marks[key].line))
-            for old in [old for old in marks if old[: len(key)] == key]:
-                del marks[old]
-        marks[key] = Mark(line=line, key=_span(key_node), value=_span(value_node))
-        _places(value_node, key, marks, duplicates)
+            drop(key, marks)
+        marks[key] = Mark(line=line, key=_span(key_node) if key_node else None, value=_span(node))
+    return marks, tuple(duplicates)
 
 
 def _span(node: yaml.Node) -> tuple[int, int]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import JobError, Problem
-from shardwise.job import contradictions, overrides, paths, validate
+from shardwise.job import contradictions, paths, validate
 from shardwise.job.schema import Job
-from shardwise.job.source import Document
+from shardwise.job.source import Document, apply
 from shardwise.models.catalog import lookup
 
 SEQUENCE_LENGTH = 2048
@@ -41,7 +41,7 @@ def sketch(model: str, changes: Sequence[str], *, world_size: int) -> Sketch:
             "train": {"global_batch": rows},
         },
     )
-    overrides.apply(document, changes)
+    apply(document, changes)
     job, wrong = validate.check(document)
     missing = [
         Problem(what=what, where=f"--model {model}", fix=fix) for what, fix in paths.missing_model(model)
@@ -49,8 +49,7 @@ def sketch(model: str, changes: Sequence[str], *, world_size: int) -> Sketch:
     given = {change.partition("=")[0].strip() for change in changes}
     problems = [*document.problems, *missing, *wrong.values()]
     if job is not None and not problems:
-        found = contradictions.find(job, frozenset(given))
-        problems += [Problem(what=f.what, where=", ".join(f.keys), fix=f.fix) for f in found]
+        problems += contradictions.find(job, frozenset(given))
     if job is None or problems:
         raise JobError("the command line describes no job", problems=problems)
     assumed = {

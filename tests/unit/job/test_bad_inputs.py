@@ -73,7 +73,7 @@ CASES = [
     Case("tab", "name: x\nmodel:\n\tsource: base\n", ["job.yaml:3", "spaces, not tabs"]),
     Case("unclosed-quote", 'name: "x\n', ["not YAML", "job.yaml"]),
     Case("bad-indent", "name: x\n source: y\n", ["not YAML", "job.yaml:2"]),
-    Case("two-documents", f"{GOOD}---\nname: y\n", ["one job per file"]),
+    Case("two-documents", f"{GOOD}---\nname: y\n", ["one document per file"]),
     Case("python-tag", "name: !!python/object/apply:os.system [echo]\n", ["tags such as", "job.yaml:1"]),
     Case("alias-bomb", "name: &a [x, x]\nmodel: [*a, *a]\n", ["anchors and aliases", "job.yaml:1"]),
     Case("nested-deep", "name: " + "[" * 5000, ["levels of nesting", "job.yaml:1"]),
@@ -87,7 +87,7 @@ CASES = [
     Case("missing-source", GOOD.replace("source: base", "weights: random"), ["`model.source` is missing"]),
     # values
     Case("yes-for-bool", data("packing: yes"), ['`data.packing` is "yes"', "write `packing: true`"]),
-    Case("text-for-number", with_("  global_batch: many"), ['"many"; expected a whole number of at least 1']),
+    Case("text-for-number", with_("  global_batch: many"), ['"many"; expected an integer of at least 1']),
     Case("fraction-for-count", with_("  global_batch: 16.0"), ["write `global_batch: 16`"]),
     Case("underscores", with_("  global_batch: 1_024"), ["write `global_batch: 1024`"]),
     Case("zero", with_("  global_batch: 0"), ["job.yaml:8", "at least 1"]),
@@ -183,9 +183,7 @@ CASES = [
     # --set
     Case("set-no-value", GOOD, ["`--set train.steps` is not key=value"], train("--set", "train.steps")),
     Case("set-unknown", GOOD, ["--set trian.steps=1", "did you mean train"], train("--set", "trian.steps=1")),
-    Case(
-        "set-wrong-type", GOOD, ["--set train.steps=few", "whole number"], train("--set", "train.steps=few")
-    ),
+    Case("set-wrong-type", GOOD, ["--set train.steps=few", "an integer"], train("--set", "train.steps=few")),
     Case("set-below-name", with_("strategy: zero2"), ["job.yaml:8"], train("--set", "strategy.stage=3")),
     Case("set-not-yaml", GOOD, ["--set name=[", "not YAML"], train("--set", "name=[")),
     Case("set-contradicts", GOOD, ["--set train.epochs=2"], train("--set", "train.epochs=2")),

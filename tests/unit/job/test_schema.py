@@ -34,10 +34,10 @@ def test_the_committed_schema_is_current() -> None:
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("train.steps", "a whole number of at least 1"),
+        ("train.steps", "an integer of at least 1"),
         ("data.packing", "true or false"),
         ("optimizer.beta1", "a number of at least 0 and below 1"),
-        ("train.checkpointing", "one of auto, none, full or a whole number of at least 1"),
+        ("train.checkpointing", "one of auto, none, full or an integer of at least 1"),
         ("model.lora.targets", "all-linear or a non-empty list of text"),
     ],
 )

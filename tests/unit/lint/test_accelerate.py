@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from shardwise.lint.blocks import blocks_of
-from shardwise.lint.check import check, load, mend
+from shardwise.lint.check import check, fix_files, load
 from shardwise.lint.finding import Finding
 from shardwise.lint.setup import ModelFacts, Setup
 
@@ -87,7 +87,7 @@ def test_counts_are_whole_and_in_range(values: dict[str, Any], tmp_path: Path) -
 def test_a_count_in_quotes_is_mended(tmp_path: Path) -> None:
     findings(tmp_path, {"num_machines": "1"})
     file = tmp_path / "accelerate.yaml"
-    mend(Setup(documents=load([file])[0]), [file])
+    fix_files(Setup(documents=load([file])[0]), [file])
     assert yaml.safe_load(file.read_text())["num_machines"] == 1
     assert environment_of(tmp_path) == ""
 
@@ -167,5 +167,5 @@ def test_the_class_to_wrap_is_one_of_the_model(
         [] if severity is None else [("fsdp-block-class", severity)]
     )
     if severity == "error":
-        assert found[0].fix == "LlamaDecoderLayer, or leave it out: it is the default"
+        assert found[0].fix == "LlamaDecoderLayer, or remove it: this is the default"
         assert found[0].fixable

@@ -41,12 +41,12 @@ def test_every_key_has_its_line_and_comments_are_no_values() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "what"),
     [
-        ('{\n "a": True}', 2, "'True' is no JSON value"),
+        ('{\n "a": True}', 2, "'True' is not a JSON value"),
         ('{\n "a": 1\n "b": 2}', 3, "no comma"),
         ('{"a": 1', 1, "never closed"),
         ("{'a': 1}", 1, "double quotes"),
         ('{"a": 1} x', 1, "after the closing brace"),
-        ('{"a": 01}', 1, "no JSON value"),
+        ('{"a": 01}', 1, "not a JSON value"),
     ],
 )
 def test_what_is_no_json_is_said_with_its_line(text: str, line: int, what: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.lint.check import Checked, check, load, mend
+from shardwise.lint.check import Checked, check, fix_files, load
 from shardwise.lint.setup import Setup
 
 EXAMPLES = Path(__file__).parent / "examples"
@@ -143,7 +143,7 @@ def test_mending_leaves_the_rest_as_it_was(name: str, left: set[str], tmp_path: 
     shutil.copy(EXAMPLES / name, file)
     before = file.read_text()
     documents, _ = load([file])
-    setup, fixed = mend(Setup(documents=documents, asked_world_size=4), [file])
+    setup, fixed = fix_files(Setup(documents=documents, asked_world_size=4), [file])
     rest = check(setup).findings
     assert {one.rule for one in rest if one.severity == "error"} == left
     lines = file.read_text().splitlines()
@@ -155,7 +155,7 @@ def test_mending_leaves_the_rest_as_it_was(name: str, left: set[str], tmp_path: 
 def test_mending_gives_the_section_its_name_back(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     shutil.copy(EXAMPLES / "zero_optimisation.json", file)
-    mend(Setup(documents=load([file])[0]), [file])
+    fix_files(Setup(documents=load([file])[0]), [file])
     assert file.read_text() == (EXAMPLES / "zero_optimisation.json").read_text().replace("isation", "ization")
     assert json.loads(file.read_text())["zero_optimization"]["stage"] == 3
 
@@ -166,7 +166,7 @@ def test_a_file_that_is_only_named_by_another_is_not_touched(tmp_path: Path) -> 
     script, config = tmp_path / "launch.sh", tmp_path / "stage2-offload-param.json"
     setup = Setup(documents=load([script])[0])
     assert len(setup.documents) == 2
-    assert mend(setup, [script])[1] == ()
+    assert fix_files(setup, [script])[1] == ()
     assert config.read_text() == (EXAMPLES / config.name).read_text()
 
 
@@ -174,6 +174,6 @@ def test_lines_that_end_as_on_windows_stay_so(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     text = (EXAMPLES / "stage2-offload-param.json").read_text().replace("\n", "\r\n")
     file.write_bytes(text.encode())
-    mend(Setup(documents=load([file])[0]), [file])
+    fix_files(Setup(documents=load([file])[0]), [file])
     gone = '    "offload_param": {"device": "cpu", "pin_memory": true},\r\n'
     assert file.read_bytes().decode() == text.replace(gone, "")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.lint.check import Checked, check, load, mend
+from shardwise.lint.check import Checked, check, fix_files, load
 from shardwise.lint.setup import READERS, Reader, Setup
 
 TWICE = """{
@@ -73,9 +73,9 @@ def test_the_mark_goes_where_it_stops_the_reader_and_stays_elsewhere(tmp_path: P
     file = tmp_path / "ds.json"
     written = codecs.BOM_UTF8 + ONCE.replace("overlap_comm", "overlap_com").encode()
     file.write_bytes(written)
-    mend(Setup(documents=load([file])[0], asked_reader="deepspeed"), [file])
+    fix_files(Setup(documents=load([file])[0], asked_reader="deepspeed"), [file])
     assert file.read_bytes() == codecs.BOM_UTF8 + ONCE.encode()
-    mend(Setup(documents=load([file])[0], asked_reader="trainer"), [file])
+    fix_files(Setup(documents=load([file])[0], asked_reader="trainer"), [file])
     assert file.read_bytes() == ONCE.encode()
     assert opened(file, "trainer") == json.loads(ONCE)
 
@@ -101,9 +101,7 @@ def test_the_two_say_what_becomes_of_the_first(tmp_path: Path) -> None:
     file.write_text(TWICE)
     said = {reader: checked(file, reader).findings[0].what for reader in READERS}
     assert said["deepspeed"].endswith("DeepSpeed stops with a ValueError: Duplicate keys")
-    assert said["trainer"].endswith(
-        "the Hugging Face Trainer takes this one, and silently passes over the whole value in line 6"
-    )
+    assert said["trainer"].endswith("the Hugging Face Trainer uses this one, and silently ignores line 6")
 
 
 def test_what_is_given_twice_is_not_taken_out_once(tmp_path: Path) -> None:
@@ -112,7 +110,7 @@ def test_what_is_given_twice_is_not_taken_out_once(tmp_path: Path) -> None:
     twice = TWICE.replace('"stage": 2,', '"overlap_com": false, "stage": 2, "overlap_com": true,')
     twice = twice.replace('    "overlap_comm": true,\n', "")
     file.write_text(twice)
-    mend(Setup(documents=load([file])[0], asked_reader="trainer"), [file])
+    fix_files(Setup(documents=load([file])[0], asked_reader="trainer"), [file])
     assert file.read_text().count('"overlap_com"') == 3
     assert '"overlap_comm"' not in file.read_text()
 
@@ -171,7 +169,7 @@ def test_quotes_are_taken_off_where_a_number_is_in_them(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     values = json.loads(ONCE) | {"optimizer": {"type": "AdamW", "params": {"lr": "1e-5"}}}
     file.write_text(json.dumps(values))
-    mend(Setup(documents=load([file])[0]), [file])
+    fix_files(Setup(documents=load([file])[0]), [file])
     assert json.loads(file.read_text())["optimizer"]["params"] == {"lr": 1e-5}
     assert file.read_text() == json.dumps(values).replace('"1e-5"', "1e-05")
 
@@ -181,7 +179,7 @@ def test_a_text_that_says_no_means_yes(tmp_path: Path) -> None:
     params = {"lr": 1e-5, "adam_w_mode": "false"}
     file.write_text(json.dumps(json.loads(ONCE) | {"optimizer": {"type": "AdamW", "params": params}}))
     (one,) = checked(file, "deepspeed").findings
-    assert one.what == '`adam_w_mode` is the text "false": Python takes any text for true, this one too'
+    assert one.what == '`adam_w_mode` is the text "false": Python counts any text as true, also this one'
     assert one.fix == "write false"
 
 
@@ -189,8 +187,8 @@ def test_a_text_that_says_no_means_yes(tmp_path: Path) -> None:
     ("loop", "severity", "says"),
     [
         ("engine, _, _, _ = INIT\nfor x in data:\n  inner.step()", "error", "nothing is trained"),
-        ("engine, inner, _, _ = INIT\nfor x in data:\n  inner.step()", "warning", "goes around the engine"),
-        ("self.e, self.o, *_ = INIT\nfor x in data:\n  self.o.step()", "warning", "goes around the engine"),
+        ("engine, inner, _, _ = INIT\nfor x in data:\n  inner.step()", "warning", "bypasses the engine"),
+        ("self.e, self.o, *_ = INIT\nfor x in data:\n  self.o.step()", "warning", "bypasses the engine"),
         ("engine, _, _, lr = INIT\nfor x in data:\n  engine.step()\n  lr.step()", None, ""),
         ("engine = INIT[0]\nfor x in data:\n  inner.step()", None, ""),  # not followed that far
     ],
@@ -199,7 +197,7 @@ def test_who_steps_in_a_loop_of_deepspeed(tmp_path: Path, loop: str, severity: s
     file = tmp_path / "train.py"
     made = "deepspeed.initialize(model=m, optimizer=inner, config=c)"
     file.write_text(f"import deepspeed\n{loop.replace('INIT', made)}\n")
-    found = [one for one in checked(file, None).findings if one.rule == "optimizer-beside-engine"]
+    found = [one for one in checked(file, None).findings if one.rule == "optimizer-outside-engine"]
     assert [(one.severity, one.line) for one in found] == ([] if severity is None else [(severity, 4)])
     assert all(says in one.what for one in found)
 
@@ -209,4 +207,4 @@ def test_a_script_that_is_no_python_is_named_with_its_line(tmp_path: Path) -> No
     file.write_text("import deepspeed\nfor x in data\n    pass\n")
     (one,) = checked(file, None).findings
     assert (one.line, one.severity) == (2, "error")
-    assert "no Python: expected ':'" in one.what
+    assert "not Python: expected ':'" in one.what

@@ -135,7 +135,7 @@ CASES = (
     ),
     Case("no-batch-size", {"train_micro_batch_size_per_gpu": GONE}, {}),
     Case(
-        "whole-batch-alone",
+        "global-batch-alone",
         {"train_batch_size": 32, "train_micro_batch_size_per_gpu": GONE, "gradient_accumulation_steps": GONE},
         {"train_batch_size": 32, "gradient_accumulation_steps": GONE},
     ),
@@ -402,7 +402,7 @@ CASES = (
         TRAINER + "TrainingArguments(per_device_train_batch_size=1, bf16=True)\n",
         also=(DS_3,),
     ),
-    Case("optimizer-beside-engine", LOOP.format("inner.step()"), LOOP.format("engine.step()")),
+    Case("optimizer-outside-engine", LOOP.format("inner.step()"), LOOP.format("engine.step()")),
 )
 
 

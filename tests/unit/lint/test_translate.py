@@ -42,7 +42,7 @@ def test_auto_is_what_the_script_and_accelerate_make_of_it() -> None:
     assert (job["train"]["micro_batch"], job["train"]["global_batch"]) == (4, 32)
     assert (job["train"]["precision"], job["train"]["checkpointing"]) == ("bf16", "none")
     assert (job["model"]["lora"]["rank"], job["data"]["sequence_length"]) == (8, 1024)
-    assert asked.assumed == ("stage 2, what `auto` means to Accelerate",)
+    assert asked.assumed == ("stage 2, the meaning of `auto` in Accelerate",)
     assert asked.left_out == ("reduce_bucket_size auto: simulated with 500,000,000",)
     assert job["strategy"]["bucket"] == 500_000_000
 
@@ -83,9 +83,9 @@ def test_sizes_follow_from_each_other() -> None:
 
 def test_rows_that_the_gpus_cannot_share_are_not_promised() -> None:
     _, asked = planned('{"train_batch_size": 7, "zero_optimization": {"stage": 2}}')
-    assert "4 rows a step: train_batch_size 7 cannot be had with 4 processes" in asked.assumed
+    assert "4 rows per step: train_batch_size 7 is impossible with 4 processes" in asked.assumed
     _, asked = planned('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
-    assert not any("cannot be had" in words for words in asked.assumed)
+    assert not any("is impossible" in words for words in asked.assumed)
 
 
 def test_places_and_what_is_kept_after_the_forward_pass() -> None:

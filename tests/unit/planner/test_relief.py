@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.job.overrides import apply
 from shardwise.job.schema import Job
-from shardwise.job.source import Document
+from shardwise.job.source import Document, apply
 from shardwise.planner.plan import Option, Plan
 from shardwise.planner.relief import corrected, flags, following, leaner_unpredicted, reliefs, same_state
 from shardwise.strategy import Strategy

@@ -1,4 +1,4 @@
-"""Commented job files to start from: one YAML file each beside this module, with the samples they use."""
+"""Commented job files to start from: one YAML file each next to this module, with their sample data."""
 
 from __future__ import annotations
 
@@ -42,14 +42,13 @@ def samples(name: str) -> list[Path]:
 
 
 def write(name: str, out: Path) -> Iterator[Path]:
-    """Writes the job file, the samples it names, and the schema that lets editors complete it.
+    """Write the job file, the samples it names, and the schema that lets editors complete it.
 
     Raises:
         JobError: a file that would be overwritten exists; nothing is written then.
     """
     files = {out: f"# yaml-language-server: $schema={SCHEMA_FILE}\n{text(name)}"}
-    for sample in samples(name):
-        files[out.parent / sample.name] = sample.read_text(encoding="utf-8")
+    files |= {out.parent / sample.name: sample.read_text(encoding="utf-8") for sample in samples(name)}
     for path, content in files.items():
         if path.exists() and (path == out or path.read_text(encoding="utf-8") != content):
             raise JobError(f"{path} exists already", where="shardwise init", fix="--out names another file")

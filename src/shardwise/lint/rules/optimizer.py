@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from shardwise.lint.document import AUTO, Document, Key
+from shardwise.job.source import Key
+from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
-from shardwise.lint.finding import Hit, Rule
-from shardwise.lint.rules.zero import stage_of
+from shardwise.lint.finding import Hit, rule
+from shardwise.lint.rules.zero import ZERO, stage_of
 from shardwise.lint.schema import as_number, closest
 from shardwise.lint.setup import Setup
 
@@ -27,8 +28,8 @@ TORCH_OPTIMIZERS = (
     "SGD",
     "SparseAdam",
 )
-REMOVED = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
-ADAM_PARAMS = (
+REMOVED = ("onebitadam", "onebitlamb", "zerooneadam")
+ADAM_PARAMS = [
     "lr",
     "betas",
     "eps",
@@ -43,10 +44,8 @@ ADAM_PARAMS = (
     "capturable",
     "differentiable",
     "maximize",
-)
+]
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum", "betas")
-_WORDS_OF_SCHEDULES = ("warmup_type",)
-_OFF = ("false", "no", "off")
 _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta": "betas", "decay": "weight_decay"}
 SCHEDULES = {
     "LRRangeTest": (),
@@ -56,272 +55,154 @@ SCHEDULES = {
     "WarmupCosineLR": ("total_num_steps",),
 }
 """Names, and the parameters without a default."""
-_PARAMS = ("optimizer", "params")
-_SCHEDULE = ("scheduler", "params")
+_TYPE, _PARAMS, _SCHEDULE = ("optimizer", "type"), ("optimizer", "params"), ("scheduler", "params")
+_BASIC = "deepspeed/runtime/engine.py: _configure_basic_optimizer"
+_SCHEDULES = "deepspeed/runtime/lr_schedules.py"
 
 
-def _unknown(document: Document, _: Setup) -> Iterator[Hit]:
-    name = document.get("optimizer", "type")
+def _name(document: Document) -> str:
+    return str(document.get(*_TYPE)).lower()
+
+
+@rule("error", "deepspeed/runtime/engine.py: _is_supported_optimizer; run with 0.19.8")
+def unknown_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
+    """DeepSpeed stops; that includes the 1-bit optimizers, which were removed."""
+    name = document.get(*_TYPE)
     known = {n.lower(): n for n in DEEPSPEED_OPTIMIZERS}
     if not isinstance(name, str) or name.lower() in known or name in TORCH_OPTIMIZERS:
         return
-    key = ("optimizer", "type")
-    if name.lower() in [n.lower() for n in REMOVED]:
-        yield Hit(key=key, what=f"{name} was removed in DeepSpeed 0.19.7: it stops", fix='"type": "AdamW"')
+    if name.lower() in REMOVED:
+        yield Hit(_TYPE, f"{name} was removed in DeepSpeed 0.19.7: it stops", '"type": "AdamW"')
         return
-    near = closest(name, [*known, *(n.lower() for n in TORCH_OPTIMIZERS)])
-    proper = known.get(near or "") or next((n for n in TORCH_OPTIMIZERS if n.lower() == near), None)
+    names = {n.lower(): n for n in TORCH_OPTIMIZERS} | known
+    near = names.get(closest(name, list(names)) or "")
     yield Hit(
-        key=key,
-        what=f"DeepSpeed and torch.optim know no optimizer {name!r}: it stops with an AssertionError",
-        fix=f"did you mean {proper}?" if proper else '"type": "AdamW"',
-        changes=(Put(key=key, value=proper),) if proper else (),
+        _TYPE,
+        f"DeepSpeed and torch.optim have no optimizer {name!r}: DeepSpeed stops with an AssertionError",
+        f"did you mean {near}?" if near else '"type": "AdamW"',
+        (Put(_TYPE, near),) if near else (),
     )
 
 
-def _untested(document: Document, _: Setup) -> Iterator[Hit]:
-    name = document.get("optimizer", "type")
-    if name in TORCH_OPTIMIZERS and stage_of(document) in (1, 2, 3):
-        key = ("zero_allow_untested_optimizer",)
-        if not document.on(*key):
-            yield Hit(
-                key=("optimizer", "type"),
-                what=f"ZeRO refuses {name} as untested: DeepSpeed stops with an AssertionError",
-                fix=f'"{key[0]}": true, if you know that it works element by element',
-                changes=(Put(key=key, value=True),),
-            )
+@rule("error", "deepspeed/runtime/engine.py: _do_optimizer_sanity_check; run with 0.19.8")
+def untested_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
+    """ZeRO refuses optimizers that were not tested with it, unless the file allows them."""
+    name, allow = document.get(*_TYPE), ("zero_allow_untested_optimizer",)
+    if name in TORCH_OPTIMIZERS and stage_of(document) in (1, 2, 3) and not document.on(*allow):
+        what = f"ZeRO refuses {name} as untested: DeepSpeed stops with an AssertionError"
+        fix = f'"{allow[0]}": true, if it updates each element on its own'
+        yield Hit(_TYPE, what, fix, (Put(allow, True),))
 
 
-def _adam_is_adamw(document: Document, _: Setup) -> Iterator[Hit]:
-    params = document.section(*_PARAMS)
-    if str(document.get("optimizer", "type")).lower() == "adam" and "adam_w_mode" not in params:
-        yield Hit(
-            key=("optimizer", "type"),
-            what="DeepSpeed's Adam is AdamW unless `adam_w_mode` is false: weight decay is decoupled",
-            fix='"type": "AdamW", or "adam_w_mode": false in its params',
-            changes=(Put(key=("optimizer", "type"), value="AdamW"),),
-        )
+@rule("warning", f"{_BASIC}: ADAM_W_MODE_DEFAULT")
+def adam_is_adamw(document: Document, _: Setup) -> Iterator[Hit]:
+    """DeepSpeed's Adam is AdamW unless `adam_w_mode` is false: weight decay is decoupled."""
+    if _name(document) == "adam" and "adam_w_mode" not in document.section(*_PARAMS):
+        fix = '"type": "AdamW", or "adam_w_mode": false in its params'
+        yield Hit(_TYPE, fix=fix, changes=(Put(_TYPE, "AdamW"),))
 
 
-def _max_grad_norm(document: Document, _: Setup) -> Iterator[Hit]:
-    key = (*_PARAMS, "max_grad_norm")
+@rule("error", f"{_BASIC}; run with 0.19.8")
+def max_grad_norm(document: Document, _: Setup) -> Iterator[Hit]:
+    """DeepSpeed stops with a ValueError: the optimizer has no parameter `max_grad_norm`."""
+    key, clipping = (*_PARAMS, "max_grad_norm"), ("gradient_clipping",)
     if document.has(*key):
         value = document.get(*key)
-        put = () if document.has("gradient_clipping") else (Put(key=("gradient_clipping",), value=value),)
-        yield Hit(
-            key=key,
-            what="DeepSpeed stops: the optimizer takes no `max_grad_norm`",
-            fix=f'"gradient_clipping": {value} at the top level',
-            changes=(Drop(key=key), *put),
-        )
+        put = () if document.has(*clipping) else (Put(clipping, value),)
+        yield Hit(key, fix=f'"gradient_clipping": {value} at the top level', changes=(Drop(key), *put))
 
 
-def _params(document: Document, _: Setup) -> Iterator[Hit]:
-    if str(document.get("optimizer", "type")).lower() not in ("adam", "adamw"):
-        return
-    for name in document.section(*_PARAMS):
+@rule("error", f"{_BASIC}: parameters are passed on unchanged")
+def unknown_optimizer_parameter(document: Document, _: Setup) -> Iterator[Hit]:
+    """The optimizer's constructor stops with a TypeError."""
+    for name in document.section(*_PARAMS) if _name(document) in ("adam", "adamw") else ():
         if name in ADAM_PARAMS or name == "max_grad_norm":
             continue
-        near = _OTHER_NAMES.get(name) or closest(name, list(ADAM_PARAMS))
-        key = (*_PARAMS, name)
-        change: Change = Drop(key=key)
-        if near and not document.has(*_PARAMS, near):
-            change = Rename(key=key, name=near)
-        yield Hit(
-            key=key,
-            what=f"AdamW takes no `{name}`: TypeError at the start",
-            fix=f"did you mean `{near}`?" if near else "take it out",
-            changes=(change,),
-        )
+        near, key = _OTHER_NAMES.get(name) or closest(name, ADAM_PARAMS), (*_PARAMS, name)
+        change: Change = Rename(key, near) if near and not document.has(*_PARAMS, near) else Drop(key)
+        fix = f"did you mean `{near}`?" if near else ""
+        yield Hit(key, f"AdamW has no parameter `{name}`: TypeError at the start", fix, (change,))
 
 
-def _text_for_a_number(document: Document, _: Setup) -> Iterator[Hit]:
+@rule("error", f"{_BASIC}, _configure_lr_scheduler; run with 0.19.8")
+def text_for_a_number(document: Document, _: Setup) -> Iterator[Hit]:
+    """Optimizers and schedules get their parameters unchanged.
+
+    torch's AdamW stops with a TypeError at `"lr": "1e-5"`, a schedule when it is built or at the first step.
+    """
     for above, who in ((_PARAMS, "the optimizer"), (_SCHEDULE, "the schedule")):
         for name, value in document.section(*above).items():
             items = enumerate(value) if isinstance(value, list) else ()
             inner = [((*above, name, str(index)), item) for index, item in items]
             for key, one in [((*above, name), value), *inner]:
-                if isinstance(one, str) and one != AUTO and name not in _WORDS_OF_SCHEDULES:
+                if isinstance(one, str) and one != AUTO and name != "warmup_type":
                     yield from _text(key, one, who, number=name in _NUMBERS or above == _SCHEDULE)
 
 
 def _text(key: Key, text: str, who: str, *, number: bool) -> Iterator[Hit]:
     meant: Any = as_number(text)
-    if text.lower() in _OFF:
+    if text.lower() in ("false", "no", "off"):
         meant = False
-        what = "Python takes any text for true, this one too"
+        what = "Python counts any text as true, also this one"
     elif meant is not None or number:
-        what = f"DeepSpeed hands it on as it stands, and {who} stops where it first computes with it"
+        what = f"DeepSpeed passes it on unchanged, and {who} stops at its first computation"
     else:
         return
-    yield Hit(
-        key=key,
-        what=f'`{".".join(key[2:])}` is the text "{text}": {what}',
-        fix="a number, without quotes" if meant is None else f"write {json.dumps(meant)}",
-        changes=() if meant is None else (Put(key=key, value=meant),),
-    )
+    fix = "a number, without quotes" if meant is None else f"write {json.dumps(meant)}"
+    changes = () if meant is None else (Put(key, meant),)
+    yield Hit(key, f'`{".".join(key[2:])}` is the text "{text}": {what}', fix, changes)
 
 
-def _clipping_default(document: Document, setup: Setup) -> Iterator[Hit]:
-    if not document.has("gradient_clipping") and not document.has(*_PARAMS, "max_grad_norm"):
-        beside = "; the Trainer's max_grad_norm does not get there" if setup.reader == "trainer" else ""
-        yield Hit(
-            key=(),
-            what=f"gradients are clipped at 1.0, the default since 0.19.3 (before: not at all){beside}",
-            fix='write it: "gradient_clipping": 1.0, or 0.0 for none',
-            changes=(Put(key=("gradient_clipping",), value=1.0),),
-        )
+@rule("note", "https://github.com/deepspeedai/DeepSpeed/pull/8068", "deepspeed>=0.19.3,<0.20")
+def clipping_default(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The default changed from 0.0, no clipping, to 1.0."""
+    key = ("gradient_clipping",)
+    if not document.has(*key) and not document.has(*_PARAMS, "max_grad_norm"):
+        unused = "; the Trainer's max_grad_norm is not used" if setup.reader == "trainer" else ""
+        what = f"gradients are clipped at 1.0, the default since 0.19.3 (before: no clipping){unused}"
+        yield Hit((), what, 'write it: "gradient_clipping": 1.0, or 0.0 for none', (Put(key, 1.0),))
 
 
-def _unknown_schedule(document: Document, _: Setup) -> Iterator[Hit]:
-    name, key = document.get("scheduler", "type"), ("scheduler", "type")
+@rule("error", f"{_SCHEDULES}: VALID_LR_SCHEDULES; run with 0.19.8")
+def unknown_schedule(document: Document, _: Setup) -> Iterator[Hit]:
+    """DeepSpeed stops with an AssertionError."""
+    key, lower = ("scheduler", "type"), {n.lower(): n for n in SCHEDULES}
+    name = document.get(*key)
     if isinstance(name, str) and name not in SCHEDULES:
-        lower = {n.lower(): n for n in SCHEDULES}
-        near = closest(name, list(lower))
-        yield Hit(
-            key=key,
-            what=f"DeepSpeed knows no schedule {name!r}: it stops",
-            fix=f"did you mean {lower[near]}?" if near else f"one of {', '.join(SCHEDULES)}",
-            changes=(Put(key=key, value=lower[near]),) if near else (),
-        )
+        near = lower.get(closest(name, list(lower)) or "")
+        fix = f"did you mean {near}?" if near else f"one of {', '.join(SCHEDULES)}"
+        changes = (Put(key, near),) if near else ()
+        yield Hit(key, f"DeepSpeed has no schedule {name!r}: it stops", fix, changes)
 
 
-def _missing_parameter(document: Document, setup: Setup) -> Iterator[Hit]:
-    for name in SCHEDULES.get(str(document.get("scheduler", "type")), ()):
+@rule("error", f"{_SCHEDULES}; run with 0.19.8")
+def schedule_needs_a_parameter(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The schedule's constructor stops with a TypeError."""
+    kind = str(document.get("scheduler", "type"))
+    for name in SCHEDULES.get(kind, ()):
         if not document.has(*_SCHEDULE, name):
             auto = setup.hugging_face and name == "total_num_steps"
-            yield Hit(
-                key=("scheduler",),
-                what=f"{document.get('scheduler', 'type')} needs `{name}`: TypeError at the start",
-                fix=f'"{name}": "auto"' if auto else f'"{name}": a number',
-                changes=(Put(key=(*_SCHEDULE, name), value=AUTO),) if auto else (),
-            )
+            changes = (Put((*_SCHEDULE, name), AUTO),) if auto else ()
+            fix = "" if auto else f'"{name}": a number'
+            yield Hit(("scheduler",), f"{kind} needs `{name}`: TypeError at the start", fix, changes)
 
 
-def _warmup(document: Document, _: Setup) -> Iterator[Hit]:
+@rule("error", f"{_SCHEDULES}: WarmupLR.__init__; run with 0.19.8", "deepspeed>=0.19.6,<0.20")
+def warmup_steps(document: Document, _: Setup) -> Iterator[Hit]:
+    """A warm-up of 0 steps stops DeepSpeed; before 0.19.6 it became 2."""
     key = (*_SCHEDULE, "warmup_num_steps")
     steps, total = document.number(*key), document.number(*_SCHEDULE, "total_num_steps")
     if steps is not None and (steps <= 0 or steps != int(steps)):
-        yield Hit(
-            key=key,
-            what=f"{steps:g} stops DeepSpeed: warm-up has to be a whole number of steps, at least 1",
-            fix="1 is next to no warm-up",
-            changes=(Put(key=key, value=max(1, round(steps))),),
-        )
+        what = f"{steps:g} stops DeepSpeed: warm-up must be an integer number of steps, at least 1"
+        yield Hit(key, what, "1 is almost no warm-up", (Put(key, max(1, round(steps))),))
     elif steps is not None and total is not None and total < steps:
-        yield Hit(
-            key=key,
-            what=f"warm-up takes {steps:g} of {total:g} steps: the peak is never reached",
-            fix="fewer than `total_num_steps`",
-            severity="warning",
-        )
+        what = f"warm-up takes {steps:g} of {total:g} steps: the peak is never reached"
+        yield Hit(key, what, "fewer than `total_num_steps`", severity="warning")
 
 
-def _muon(document: Document, _: Setup) -> Iterator[Hit]:
-    zero = ("zero_optimization", "reduce_scatter")
-    is_muon = str(document.get("optimizer", "type")).lower() == "muon"
-    if is_muon and stage_of(document) == 3 and document.get(*zero) is not False:
-        yield Hit(
-            key=("optimizer", "type"),
-            what="at stage 3 Muon needs whole gradients: DeepSpeed stops",
-            fix='"reduce_scatter": false in zero_optimization',
-            changes=(Put(key=zero, value=False),),
-        )
-
-
-_BASIC = "deepspeed/runtime/engine.py: _configure_basic_optimizer"
-_SCHEDULES = "deepspeed/runtime/lr_schedules.py"
-
-RULES = (
-    Rule(
-        name="unknown-optimizer",
-        severity="error",
-        kind="deepspeed",
-        happens="DeepSpeed stops; so it does for the 1-bit optimizers, which are gone.",
-        source="deepspeed/runtime/engine.py: _is_supported_optimizer; run with 0.19.8",
-        find=_unknown,
-    ),
-    Rule(
-        name="untested-optimizer",
-        severity="error",
-        kind="deepspeed",
-        happens="ZeRO refuses optimizers that were not tested with it, unless it is told not to.",
-        source="deepspeed/runtime/engine.py: _do_optimizer_sanity_check; run with 0.19.8",
-        find=_untested,
-    ),
-    Rule(
-        name="adam-is-adamw",
-        severity="warning",
-        kind="deepspeed",
-        happens="`Adam` runs AdamW.",
-        source=f"{_BASIC}: ADAM_W_MODE_DEFAULT",
-        find=_adam_is_adamw,
-    ),
-    Rule(
-        name="max-grad-norm",
-        severity="error",
-        kind="deepspeed",
-        happens="DeepSpeed stops with a ValueError.",
-        source=f"{_BASIC}; run with 0.19.8",
-        find=_max_grad_norm,
-    ),
-    Rule(
-        name="unknown-optimizer-parameter",
-        severity="error",
-        kind="deepspeed",
-        happens="The optimizer's constructor stops with a TypeError.",
-        source=f"{_BASIC}: parameters are passed on as they stand",
-        find=_params,
-    ),
-    Rule(
-        name="text-for-a-number",
-        severity="error",
-        kind="deepspeed",
-        happens="Parameters of optimizers and schedules reach them as they stand: torch's AdamW stops with a "
-        'TypeError at `"lr": "1e-5"`, a schedule when it is built or at the first step.',
-        source=f"{_BASIC}, _configure_lr_scheduler; run with 0.19.8",
-        find=_text_for_a_number,
-    ),
-    Rule(
-        name="clipping-default",
-        severity="note",
-        kind="deepspeed",
-        happens="The default changed from 0.0, no clipping, to 1.0.",
-        source="https://github.com/deepspeedai/DeepSpeed/pull/8068",
-        versions="deepspeed>=0.19.3,<0.20",
-        find=_clipping_default,
-    ),
-    Rule(
-        name="unknown-schedule",
-        severity="error",
-        kind="deepspeed",
-        happens="DeepSpeed stops with an AssertionError.",
-        source=f"{_SCHEDULES}: VALID_LR_SCHEDULES; run with 0.19.8",
-        find=_unknown_schedule,
-    ),
-    Rule(
-        name="schedule-needs-a-parameter",
-        severity="error",
-        kind="deepspeed",
-        happens="The schedule's constructor stops with a TypeError.",
-        source=f"{_SCHEDULES}; run with 0.19.8",
-        find=_missing_parameter,
-    ),
-    Rule(
-        name="warmup-steps",
-        severity="error",
-        kind="deepspeed",
-        happens="A warm-up of 0 steps stops DeepSpeed; before 0.19.6 it became 2.",
-        source=f"{_SCHEDULES}: WarmupLR.__init__; run with 0.19.8",
-        versions="deepspeed>=0.19.6,<0.20",
-        find=_warmup,
-    ),
-    Rule(
-        name="muon-at-stage-3",
-        severity="error",
-        kind="deepspeed",
-        happens="DeepSpeed stops: Muon and reduce scatter cannot be used together.",
-        source="deepspeed/runtime/zero/stage3.py; run with 0.19.8",
-        find=_muon,
-    ),
-)
+@rule("error", "deepspeed/runtime/zero/stage3.py; run with 0.19.8")
+def muon_at_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
+    """DeepSpeed stops: at stage 3 Muon needs full gradients, which reduce scatter does not keep."""
+    scatter = (ZERO, "reduce_scatter")
+    if _name(document) == "muon" and stage_of(document) == 3 and document.get(*scatter) is not False:
+        yield Hit(_TYPE, fix='"reduce_scatter": false in zero_optimization', changes=(Put(scatter, False),))

@@ -1,12 +1,13 @@
-"""How the file is written, and who can read it so."""
+"""How the file is written, and which library reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.lint.document import AUTO, Document, Key, line_at
+from shardwise.job.source import Key
+from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.edit import Drop, Strict
-from shardwise.lint.finding import Hit, Rule
+from shardwise.lint.finding import Hit, rule
 from shardwise.lint.setup import READER_NAMES, Setup
 
 _BY_BOTH = {
@@ -37,10 +38,10 @@ FILLED = {"trainer": _BY_BOTH | {"optimizer.params.betas", "optimizer.params.eps
 
 _OWN_AUTO = {
     "data_types.keep_in_fp32_modules",
+    "pipeline.stages",
     "zero_optimization.zenflow.select_strategy",
     "zero_optimization.zenflow.select_interval",
     "zero_optimization.zenflow.update_interval",
-    "pipeline.stages",
     "expert_parallel.score_apply",
     "expert_parallel.combine_impl",
     "expert_parallel.row_weighting_impl",
@@ -48,167 +49,123 @@ _OWN_AUTO = {
     "expert_parallel.top_k",
     "expert_parallel.routed_scaling_factor",
 }
-"""Keys where `auto` is a value of DeepSpeed's own."""
+"""Keys for which DeepSpeed itself knows the value `auto`."""
 
 _FAILS = {
-    "train_batch_size": "TypeError when it starts",
-    "train_micro_batch_size_per_gpu": "TypeError when it starts",
-    "gradient_accumulation_steps": "TypeError when it starts",
+    "train_batch_size": "TypeError at the start",
+    "train_micro_batch_size_per_gpu": "TypeError at the start",
+    "gradient_accumulation_steps": "TypeError at the start",
     "gradient_clipping": "TypeError at the first step",
 }
+_JSON_LOAD = "deepspeed/runtime/config.py: hjson.load; accelerate/utils/deepspeed.py: json.load"
 
 
 def autos(document: Document) -> list[Key]:
-    """Keys that stand at `auto` and are not DeepSpeed's own."""
+    """Keys with the value `auto` that are not DeepSpeed's own."""
     return [key for key in document.marks if document.get(*key) == AUTO and ".".join(key) not in _OWN_AUTO]
 
 
-def _times(count: int) -> str:
-    return "" if count == 1 else f" and at {count - 1} more keys"
+@rule("error", "deepspeed/runtime/config_utils.py: DeepSpeedConfigModel.__init__; run with 0.19.8")
+def auto_without_trainer(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Only the Trainer and Accelerate replace `auto`.
 
-
-def _auto_without_trainer(document: Document, setup: Setup) -> Iterator[Hit]:
-    if setup.reader is None and (keys := autos(document)):
+    DeepSpeed itself drops it in some sections, so that `stage: auto` trains at stage 0. In other sections it
+    stops with a TypeError.
+    """
+    keys = autos(document)
+    if setup.reader is None and keys:
+        more = "" if len(keys) == 1 else f", and for {len(keys) - 1} more keys"
         yield Hit(
-            key=keys[0],
-            what=f"`auto` stands here{_times(len(keys))}: the Trainer and Accelerate fill it in; DeepSpeed "
-            "itself drops it in some (`stage` becomes 0) and stops at others",
-            fix="nothing, if one of them reads this file (--reader trainer says so); else write the values",
+            keys[0],
+            f"the value is `auto`{more}: the Trainer and Accelerate fill it in; DeepSpeed itself drops it "
+            "for some keys (`stage` becomes 0) and stops at others",
+            "nothing, if the Trainer or Accelerate reads this file (--reader trainer); else write the values",
             severity="note",
         )
-    if setup.reader != "deepspeed":
-        return
-    for key in autos(document):
-        name = ".".join(key)
-        effect = _FAILS.get(name)
-        if effect is None:
-            in_params = key[0] in ("optimizer", "scheduler")
-            effect = "TypeError when it starts" if in_params else "it is dropped and the default is used"
-        yield Hit(
-            key=key,
-            what=f"`auto` is filled in by the Trainer and Accelerate only; DeepSpeed itself: {effect}",
-            fix="write the value",
-        )
+    for key in keys if setup.reader == "deepspeed" else ():
+        in_params = key[0] in ("optimizer", "scheduler")
+        default = "TypeError at the start" if in_params else "it drops `auto` and uses the default"
+        what = "only the Trainer and Accelerate fill in `auto`; DeepSpeed itself: "
+        yield Hit(key, what + _FAILS.get(".".join(key), default), "write the value")
 
 
-def _auto_nobody_fills(document: Document, setup: Setup) -> Iterator[Hit]:
+@rule(
+    "error",
+    "transformers/integrations/deepspeed.py: trainer_config_process; accelerate/accelerator.py: "
+    "_prepare_deepspeed",
+    versions="",
+)
+def auto_nobody_fills(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The Trainer and Accelerate replace `auto` for some keys only; for others it reaches DeepSpeed."""
     if setup.reader not in FILLED:
         return
     for key in autos(document):
-        name = ".".join(key)
-        if name in FILLED[setup.reader]:
+        if ".".join(key) in FILLED[setup.reader]:
             continue
         dropped = key[0] in ("zero_optimization", "bf16", "fp16", "tensor_parallel", "compile")
         yield Hit(
-            key=key,
-            what=f"{READER_NAMES[setup.reader]} does not fill this `auto`; DeepSpeed then "
-            + ("takes its default" if dropped else "meets a text where it wants a value"),
-            fix="write the value, or leave the key out",
-            changes=(Drop(key=key),) if dropped else (),
+            key,
+            f"{READER_NAMES[setup.reader]} does not fill in this `auto`; DeepSpeed then "
+            + ("uses its default" if dropped else "finds text where it needs a value"),
+            "write the value, or remove the key",
+            (Drop(key),) if dropped else (),
             severity="warning" if dropped else "error",
         )
 
 
-def _comments(document: Document, setup: Setup) -> Iterator[Hit]:
+@rule("error", _JSON_LOAD)
+def comments_in_json(document: Document, setup: Setup) -> Iterator[Hit]:
+    """DeepSpeed reads the file with hjson, which allows comments; the Trainer and Accelerate use json."""
     if document.comments and setup.reader != "deepspeed":
-        count = len(document.comments)
-        first = line_at(document.text, document.comments[0][0])
+        first, count = line_at(document.text, document.comments[0][0]), len(document.comments)
         words = ("a comment in JSON", "it") if count == 1 else (f"{count} comments in JSON", "them")
         yield _not_strict(document, setup, first, *words)
 
 
-def _trailing_commas(document: Document, setup: Setup) -> Iterator[Hit]:
+@rule("error", _JSON_LOAD)
+def trailing_comma_in_json(document: Document, setup: Setup) -> Iterator[Hit]:
+    """As with comments: hjson allows a trailing comma, json does not."""
     if document.trailing_commas and setup.reader != "deepspeed":
         first = line_at(document.text, document.trailing_commas[0])
         yield _not_strict(document, setup, first, "a comma before a closing bracket", "it")
 
 
-def _byte_order_mark(document: Document, setup: Setup) -> Iterator[Hit]:
+@rule(
+    "error",
+    "accelerate/utils/deepspeed.py: open(encoding=utf-8), json.load; run with 1.15.0, and DeepSpeed 0.19.8",
+)
+def byte_order_mark(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Windows editors start a file with a mark: the Trainer and Accelerate stop there, DeepSpeed does not."""
     if document.marked and setup.reader != "deepspeed":
         yield _not_strict(document, setup, 1, "the file begins with a UTF-8 byte order mark", "it")
 
 
 def _not_strict(document: Document, setup: Setup, line: int, what: str, it: str) -> Hit:
-    fatal = setup.hugging_face or bool(autos(document))  # `auto`: it was written for one of the two
+    fatal = setup.hugging_face or bool(autos(document))  # `auto` is written for one of the two
     return Hit(
-        key=(),
-        line=line,
-        what=f"{what}: DeepSpeed reads over {it}; the Trainer and Accelerate stop with JSONDecodeError",
-        fix=f"take {it} out",
-        changes=(Strict(),) if fatal else (),  # whoever needs no strict JSON may like the comments
-        severity="error" if fatal else "warning",
+        (),
+        f"{what}: DeepSpeed ignores {it}; the Trainer and Accelerate stop with JSONDecodeError",
+        f"remove {it}",
+        (Strict(),) if fatal else (),  # the owner may want the comments if strict JSON is not needed
+        "error" if fatal else "warning",
+        line,
     )
 
 
-def _duplicates(document: Document, setup: Setup) -> Iterator[Hit]:
+@rule(
+    "error",
+    "deepspeed/runtime/config_utils.py: dict_raise_error_on_duplicate_keys; "
+    "accelerate/utils/deepspeed.py: json.load; run with 0.19.8",
+)
+def duplicate_key(document: Document, setup: Setup) -> Iterator[Hit]:
+    """DeepSpeed refuses a key that is given twice; the Trainer and Accelerate use the last.
+
+    That holds for entire sections too: the first is ignored. The other rules judge the last.
+    """
     for key, before in document.duplicates:
         happens = "DeepSpeed stops with a ValueError: Duplicate keys"
-        if setup.hugging_face:
-            name = READER_NAMES[setup.reader] if setup.reader else ""
-            happens = f"{name} takes this one, and silently passes over the whole value in line {before}"
+        if setup.hugging_face and setup.reader:
+            happens = f"{READER_NAMES[setup.reader]} uses this one, and silently ignores line {before}"
         yield Hit(
-            key=key,
-            what=f"`{key[-1]}` is given again (before in line {before}): {happens}",
-            fix="keep one of the two",
+            key, f"`{key[-1]}` is given twice (first in line {before}): {happens}", "keep one of the two"
         )
-
-
-RULES = (
-    Rule(
-        name="auto-without-trainer",
-        severity="error",
-        kind="deepspeed",
-        happens="Only the Trainer and Accelerate replace `auto`. DeepSpeed itself drops it in some "
-        "sections, so that `stage: auto` trains at stage 0, and stops with a TypeError in others.",
-        source="deepspeed/runtime/config_utils.py: DeepSpeedConfigModel.__init__; run with 0.19.8",
-        find=_auto_without_trainer,
-    ),
-    Rule(
-        name="auto-nobody-fills",
-        severity="error",
-        kind="deepspeed",
-        happens="The Trainer and Accelerate replace `auto` at certain keys only; anywhere else it reaches "
-        "DeepSpeed.",
-        source="transformers/integrations/deepspeed.py: trainer_config_process; accelerate/accelerator.py: "
-        "_prepare_deepspeed",
-        versions="",
-        find=_auto_nobody_fills,
-    ),
-    Rule(
-        name="comments-in-json",
-        severity="error",
-        kind="deepspeed",
-        happens="DeepSpeed opens the file with hjson, which knows comments; the Trainer and Accelerate "
-        "open it with json, which does not.",
-        source="deepspeed/runtime/config.py: hjson.load; accelerate/utils/deepspeed.py: json.load",
-        find=_comments,
-    ),
-    Rule(
-        name="trailing-comma-in-json",
-        severity="error",
-        kind="deepspeed",
-        happens="As with comments: hjson takes a trailing comma, json does not.",
-        source="deepspeed/runtime/config.py: hjson.load; accelerate/utils/deepspeed.py: json.load",
-        find=_trailing_commas,
-    ),
-    Rule(
-        name="byte-order-mark",
-        severity="error",
-        kind="deepspeed",
-        happens="The Trainer and Accelerate open the file as UTF-8 and stop at the mark that editors of "
-        "Windows put before it; DeepSpeed's hjson reads over it.",
-        source="accelerate/utils/deepspeed.py: open(encoding=utf-8), json.load; run with 1.15.0, and "
-        "DeepSpeed 0.19.8",
-        find=_byte_order_mark,
-    ),
-    Rule(
-        name="duplicate-key",
-        severity="error",
-        kind="deepspeed",
-        happens="DeepSpeed refuses a key that is given twice; the Trainer and Accelerate take the last, "
-        "whole sections too: nothing of the one before is left. The other rules judge the last.",
-        source="deepspeed/runtime/config_utils.py: dict_raise_error_on_duplicate_keys; "
-        "accelerate/utils/deepspeed.py: json.load; run with 0.19.8",
-        find=_duplicates,
-    ),
-)

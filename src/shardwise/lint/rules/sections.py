@@ -6,230 +6,137 @@ from collections.abc import Iterator
 
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Drop, Put
-from shardwise.lint.finding import Hit, Rule
+from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.keys import WORDS
-from shardwise.lint.rules.zero import stage_of
+from shardwise.lint.rules.zero import ZERO, stage_of
 from shardwise.lint.setup import Setup
 
+_COMPILE = "deepspeed/runtime/engine.py: compile, get_deepspeed_compile_backend"
+_SLOW = {
+    ("wall_clock_breakdown",): "every part of a step is timed, and the GPU waits at the end of each",
+    ("memory_breakdown",): "memory is printed around every call, and the GPU waits",
+    ("flops_profiler", "enabled"): "the profiled step is slow, and every step is timed part by part",
+    ("comms_logger", "enabled"): "each collective is timed, and waits for the one before",
+    ("dump_state",): "the entire state is printed",
+}
 
-def _activation_checkpointing(document: Document, setup: Setup) -> Iterator[Hit]:
+
+@rule("warning", "deepspeed/runtime/activation_checkpointing/checkpointing.py: configure")
+def activation_checkpointing(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Hugging Face models use torch's checkpointing, which this section does not reach."""
     key = ("activation_checkpointing",)
-    asked = [name for name, value in document.section(*key).items() if value not in (False, None)]
+    asked = any(value not in (False, None) for value in document.section(*key).values())
     if asked and setup.reader != "deepspeed":
         yield Hit(
-            key=key,
-            what="it speaks to models that call deepspeed.checkpointing; Hugging Face models do not: "
-            "nothing is recomputed",
-            fix="gradient_checkpointing in the TrainingArguments, or model.gradient_checkpointing_enable()",
-            changes=(Drop(key=key),) if setup.hugging_face else (),
-            severity="warning" if setup.hugging_face else "note",
+            key,
+            "it only affects models that call deepspeed.checkpointing; Hugging Face models do not: nothing "
+            "is recomputed",
+            "gradient_checkpointing in the TrainingArguments, or model.gradient_checkpointing_enable()",
+            (Drop(key),) if setup.hugging_face else (),
+            "warning" if setup.hugging_face else "note",
         )
 
 
-def _writer(document: Document, setup: Setup) -> Iterator[Hit]:
-    key = ("checkpoint", "writer")
+@rule("error", "deepspeed/runtime/model_checkpointing; run with 0.19.8")
+def checkpoint_writer(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The fast writer needs the deepspeed launcher's variables, and a setting without a working default."""
+    key, parallel = ("checkpoint", "writer"), ("checkpoint", "writer", "data_parallel")
     if not document.section(*key):
         return
-    if document.get(*key, "data_parallel") is None:
-        yield Hit(
-            key=key,
-            what="without `data_parallel` it fails at the first save: AttributeError `dp_rank`",
-            fix='"data_parallel": "replica"',
-            changes=(Put(key=(*key, "data_parallel"), value="replica"),),
-        )
+    if document.get(*parallel) is None:
+        what = "without `data_parallel` the first save fails: AttributeError `dp_rank`"
+        yield Hit(key, what, changes=(Put(parallel, "replica"),))
     if setup.training("launcher") in ("torchrun", "accelerate") or setup.of("accelerate"):
-        yield Hit(
-            key=key,
-            what="it needs CROSS_RANK and CROSS_SIZE, which only the deepspeed launcher sets: KeyError",
-            fix="start with `deepspeed`, or take it out",
-        )
+        what = "it needs CROSS_RANK and CROSS_SIZE, which only the deepspeed launcher sets: KeyError"
+        yield Hit(key, what, "start with `deepspeed`, or remove it")
 
 
-def _tag_validation(document: Document, _: Setup) -> Iterator[Hit]:
+@rule("error", "deepspeed/runtime/config.py: get_checkpoint_tag_validation_mode")
+def checkpoint_tag_validation(document: Document, _: Setup) -> Iterator[Hit]:
+    """DeepSpeed stops: there are three modes only."""
     key = ("checkpoint", "tag_validation")
     value = document.get(*key)
     if document.has(*key) and str(value).lower() not in ("warn", "ignore", "fail"):
-        yield Hit(
-            key=key, what=f"DeepSpeed stops: {value!r} is no way to validate", fix="Warn, Ignore or Fail"
-        )
+        yield Hit(key, f"DeepSpeed stops: {value!r} is not a mode of validation", "Warn, Ignore or Fail")
 
 
-def _compile(document: Document, setup: Setup) -> Iterator[Hit]:
+@rule("warning", _COMPILE)
+def deepcompile_is_called(document: Document, setup: Setup) -> Iterator[Hit]:
+    """DeepCompile takes effect when the program calls engine.compile(), at stages 1 to 3."""
     key = ("compile", "deepcompile")
-    if not document.on(*key):
-        return
-    if stage_of(document) == 0:
-        yield Hit(key=key, what="at stage 0 it falls back to plain torch.compile", fix="`stage`: 1, 2 or 3")
-    if setup.reader == "trainer":
-        yield Hit(
-            key=key,
-            what="it takes effect in engine.compile(), which the Trainer does not call",
-            fix="take it out, or call it in a script of your own",
-        )
+    if document.on(*key) and stage_of(document) == 0:
+        yield Hit(key, "at stage 0 plain torch.compile runs instead", "`stage`: 1, 2 or 3")
+    if document.on(*key) and setup.reader == "trainer":
+        what = "it takes effect in engine.compile(), which the Trainer does not call"
+        yield Hit(key, what, "remove it, or call engine.compile() in your own script")
 
 
-def _passes(document: Document, _: Setup) -> Iterator[Hit]:
+@rule("error", _COMPILE)
+def compile_passes(document: Document, _: Setup) -> Iterator[Hit]:
+    """Not all passes work together, or at every stage."""
     key = ("compile", "passes")
     passes = document.get(*key)
     if isinstance(passes, list) and "autotp" in passes and len(passes) > 1:
-        yield Hit(
-            key=key, what="the autotp pass cannot run with others: NotImplementedError", fix='["autotp"]'
-        )
+        yield Hit(key, "the autotp pass must run alone: NotImplementedError", '["autotp"]')
     elif isinstance(passes, list) and "autosp" in passes and stage_of(document) in (2, 3):
-        yield Hit(
-            key=key, what="the autosp pass runs at stages 0 and 1 only", fix="`stage`: 1", severity="warning"
-        )
+        yield Hit(key, "the autosp pass runs at stages 0 and 1 only", "`stage`: 1", severity="warning")
 
 
-def _summed(document: Document, _: Setup) -> Iterator[Hit]:
-    if document.get("gradient_allreduce_op") != "sum":
-        return
-    against = "ZeRO-3" if stage_of(document) == 3 else ""
-    against = "ZenFlow" if document.get("zero_optimization", "zenflow") is not None else against
+@rule("error", "deepspeed/runtime/config.py: _do_error_check")
+def summed_gradients(document: Document, _: Setup) -> Iterator[Hit]:
+    """DeepSpeed stops with a ValueError."""
+    key, against = ("gradient_allreduce_op",), "ZeRO-3" if stage_of(document) == 3 else ""
+    against = "ZenFlow" if document.get(ZERO, "zenflow") is not None else against
     against = "DeepCompile" if document.on("compile", "deepcompile") else against
-    key = ("gradient_allreduce_op",)
-    if against:
-        yield Hit(key=key, what=f"DeepSpeed stops: `sum` does not work with {against}", fix='"mean"')
+    if against and document.get(*key) == "sum":
+        yield Hit(key, f"DeepSpeed stops: `sum` does not work with {against}", '"mean"')
 
 
-def _slow(document: Document, _: Setup) -> Iterator[Hit]:
-    slow = {
-        ("wall_clock_breakdown",): "every part of a step is timed, with the GPU waiting at each end",
-        ("memory_breakdown",): "memory is printed around every call, with the GPU waiting",
-        ("flops_profiler", "enabled"): "the profiled step runs slowly, and every step is timed part by part",
-        ("comms_logger", "enabled"): "each collective is timed, and waits for the one before",
-        ("dump_state",): "the whole state is printed",
-    }
-    for key, what in slow.items():
+@rule("note", "deepspeed/utils/timer.py: SynchronizedWallClockTimer; profiling; comm/comm.py: timed_op")
+def slow_diagnostics(document: Document, _: Setup) -> Iterator[Hit]:
+    """Timers and profilers make the GPU wait."""
+    for key, what in _SLOW.items():
         if document.on(*key):
-            yield Hit(
-                key=key, what=what, fix="false, once you have measured", changes=(Put(key=key, value=False),)
-            )
+            yield Hit(key, what, "false, after you have measured", (Put(key, False),))
 
 
-def _throughput_timer(document: Document, _: Setup) -> Iterator[Hit]:
+@rule(
+    "note",
+    "deepspeed/utils/timer.py: ThroughputTimer; config.py: synchronized; "
+    "benchmarks/deepspeed_host/results/2xh200-throughput-timer.json",
+)
+def throughput_timer(document: Document, _: Setup) -> Iterator[Hit]:
+    """The timer keeps the host from sending work ahead to the GPU.
+
+    Nine of ten runs that are limited by the host were 3 to 26 % faster without it.
+    """
     timer = ("timers", "throughput")
     sections = [key for key in (timer, timer[:1]) if document.has(*key)]
     if any(not isinstance(document.get(*key), dict) for key in sections):
-        return  # which is said already
+        return  # wrong-kind-of-value
     for name in ("enabled", "synchronized"):
         value = document.get(*timer, name)
         if value in (False, 0) or WORDS.get(str(value).lower()) is False:
             return
     yield Hit(
-        key=next(iter(sections), ()),
-        what="DeepSpeed's throughput timer is on: to log samples a second the process waits for the GPU "
-        "twice a micro-batch",
-        fix='"timers": {"throughput": {"enabled": false}}; or "synchronized": false, which keeps the log',
-        changes=(Put(key=(*timer, "enabled"), value=False),),
+        next(iter(sections), ()),
+        "DeepSpeed's throughput timer is on: to log samples per second the process waits for the GPU twice "
+        "per micro-batch",
+        '"timers": {"throughput": {"enabled": false}}; or "synchronized": false, which keeps the log',
+        (Put((*timer, "enabled"), False),),
     )
 
 
-def _autotuning(document: Document, _: Setup) -> Iterator[Hit]:
+@rule("warning", "deepspeed/launcher/runner.py: --autotuning")
+def autotuning_section(document: Document, _: Setup) -> Iterator[Hit]:
+    """The autotuner is a separate program: only `deepspeed --autotuning run` starts it, in many jobs."""
     if document.on("autotuning", "enabled"):
-        yield Hit(
-            key=("autotuning", "enabled"),
-            what="it works through `deepspeed --autotuning run` only, and starts dozens of jobs there",
-            fix="take the section out",
-            changes=(Drop(key=("autotuning",)),),
-        )
+        yield Hit(("autotuning", "enabled"), fix="remove the section", changes=(Drop(("autotuning",)),))
 
 
-def _secret(document: Document, _: Setup) -> Iterator[Hit]:
+@rule("warning", "deepspeed/monitor/config.py: api_key; runtime/config.py: print_user_config")
+def access_key_in_the_file(document: Document, _: Setup) -> Iterator[Hit]:
+    """The file holds an access key; it is printed at the start and saved with checkpoints."""
     key = ("comet", "api_key")
     if document.get(*key):
-        yield Hit(
-            key=key,
-            what="an access key in a file that is copied, logged and shared",
-            fix="the environment variable COMET_API_KEY",
-            changes=(Drop(key=key),),
-        )
-
-
-_COMPILE = "deepspeed/runtime/engine.py: compile, get_deepspeed_compile_backend"
-
-RULES = (
-    Rule(
-        name="activation-checkpointing",
-        severity="warning",
-        kind="deepspeed",
-        happens="Hugging Face models recompute by torch's checkpointing, which this section does not reach.",
-        source="deepspeed/runtime/activation_checkpointing/checkpointing.py: configure",
-        find=_activation_checkpointing,
-    ),
-    Rule(
-        name="checkpoint-writer",
-        severity="error",
-        kind="deepspeed",
-        happens="The fast writer needs the deepspeed launcher's variables and a setting that has no "
-        "working default.",
-        source="deepspeed/runtime/model_checkpointing; run with 0.19.8",
-        find=_writer,
-    ),
-    Rule(
-        name="checkpoint-tag-validation",
-        severity="error",
-        kind="deepspeed",
-        happens="DeepSpeed stops.",
-        source="deepspeed/runtime/config.py: get_checkpoint_tag_validation_mode",
-        find=_tag_validation,
-    ),
-    Rule(
-        name="deepcompile-is-called",
-        severity="warning",
-        kind="deepspeed",
-        happens="DeepCompile takes effect when the program calls engine.compile(), at stages 1 to 3.",
-        source=_COMPILE,
-        find=_compile,
-    ),
-    Rule(
-        name="compile-passes",
-        severity="error",
-        kind="deepspeed",
-        happens="Not all passes work together, or at every stage.",
-        source=_COMPILE,
-        find=_passes,
-    ),
-    Rule(
-        name="summed-gradients",
-        severity="error",
-        kind="deepspeed",
-        happens="DeepSpeed stops with a ValueError.",
-        source="deepspeed/runtime/config.py: _do_error_check",
-        find=_summed,
-    ),
-    Rule(
-        name="slow-diagnostics",
-        severity="note",
-        kind="deepspeed",
-        happens="Timers and profilers make the GPU wait.",
-        source="deepspeed/utils/timer.py: SynchronizedWallClockTimer; profiling; comm/comm.py: timed_op",
-        find=_slow,
-    ),
-    Rule(
-        name="throughput-timer",
-        severity="note",
-        kind="deepspeed",
-        happens="Nothing is asked of the GPU ahead of time. Nine of ten runs that the host holds up were 3 "
-        "to 26 % faster without.",
-        source="deepspeed/utils/timer.py: ThroughputTimer; config.py: synchronized; "
-        "benchmarks/deepspeed_host/results/2xh200-throughput-timer.json",
-        find=_throughput_timer,
-    ),
-    Rule(
-        name="autotuning-section",
-        severity="warning",
-        kind="deepspeed",
-        happens="The autotuner is a program of its own.",
-        source="deepspeed/launcher/runner.py: --autotuning",
-        find=_autotuning,
-    ),
-    Rule(
-        name="access-key-in-the-file",
-        severity="warning",
-        kind="deepspeed",
-        happens="The configuration is printed at the start and saved beside checkpoints.",
-        source="deepspeed/monitor/config.py: api_key; runtime/config.py: print_user_config",
-        find=_secret,
-    ),
-)
+        yield Hit(key, fix="the environment variable COMET_API_KEY", changes=(Drop(key),))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import CheckpointError, Problem
-from shardwise.job.differences import differences
+from shardwise.job.load import differences
 from shardwise.models.fingerprint import other_base
 from shardwise.record.manifest import Manifest, Origin
 from shardwise.units import processes
