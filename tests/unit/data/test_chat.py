@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from shardwise.data.chat import DEFAULT_TEMPLATE, Renderer, end_tokens, template_for
 from shardwise.data.encode import Encoder, trained_mask
 from shardwise.data.formats import Conversation
-from shardwise.data.render import Opening, RenderError, Template, probe_opening, render_conversation
+from shardwise.data.render import RenderError, Template, render_conversation
 from shardwise.errors import DataError
 
 CHATML = (
@@ -77,7 +77,7 @@ def trained_runs(
         source, {"bos_token": "<s>", "eos_token": "</s>"}, tuple(end_tokens(tokenizer)), answers_only
     )
     before = copy.deepcopy(messages)
-    samples = render_conversation(template, messages, tools, probe_opening(template))
+    samples = render_conversation(template, messages, tools)
     assert messages == before
     encoder = Encoder(tokenizer, vocab_size=len(tokenizer))
     found = []
@@ -209,8 +209,7 @@ def test_the_default_template_asks_as_it_trains(tokenizer: PreTrainedTokenizerFa
 
 def render_one(tokenizer: PreTrainedTokenizerFast, source: str) -> Any:
     with Renderer(tokenizer, source, answers_only=True) as renderer:
-        ((_, result),) = renderer.render([Conversation("data.json:7", copy.deepcopy(TALK[:2]))])
-    return result
+        return renderer.render(Conversation("data.json:7", copy.deepcopy(TALK[:2])))
 
 
 def test_the_renderer_process_gives_text_and_answers(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -248,9 +247,7 @@ def test_templates_cannot_leave_the_sandbox(tokenizer: PreTrainedTokenizerFast, 
         source = attack.replace("CANARY", str(canary)) + template_end
         template = Template(source, {}, ("</s>",))
         try:
-            text = render_conversation(template, copy.deepcopy(TALK[:2]), None, Opening("", invited=True))[
-                0
-            ].text
+            text = render_conversation(template, copy.deepcopy(TALK[:2]), None)[0].text
         except Exception:  # noqa: BLE001 (refused in whatever way)
             text = ""
         assert not canary.exists(), attack
@@ -301,7 +298,7 @@ def test_the_renderer_process_sees_no_secrets(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     with Renderer(tokenizer, CHATML, answers_only=True) as renderer:
-        list(renderer.render([Conversation("x:1", copy.deepcopy(TALK[:2]))]))
+        renderer.render(Conversation("x:1", copy.deepcopy(TALK[:2])))
         assert renderer._process is not None
         environment = Path(f"/proc/{renderer._process.pid}/environ").read_bytes()
     assert b"hf_secret" not in environment
