@@ -123,6 +123,12 @@ def test_an_end_token_is_added_where_the_template_has_none(tokenizer: PreTrained
     assert trained_runs(tokenizer, NO_END, TALK[:2]) == [[" It is Paris.</s>"]]
 
 
+def test_the_longest_end_token_ends_an_answer() -> None:
+    source = MARKED.replace("<|im_end|>\n{% else", "<end>! {% else")
+    (sample,) = render_conversation(Template(source, {}, ("<end>", "<end>!", "!")), TALK[:2], None)
+    assert [sample.text[start:end] for start, end in sample.spans] == ["It is Paris.<end>!"]
+
+
 def test_all_tokens_are_trained_on_request(tokenizer: PreTrainedTokenizerFast) -> None:
     (runs,) = trained_runs(tokenizer, CHATML, TALK[:2], answers_only=False)
     assert runs == [

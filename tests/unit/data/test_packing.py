@@ -124,3 +124,13 @@ def test_a_micro_batch_begins_with_its_costliest_row() -> None:
     dealt = deal(rows, lengths, ranks=2, micro_batch=2)
     costs = [int(lengths[row].sum()) for row in dealt]
     assert costs == [64, 30, 64, 20, 40, 5, 64, 10]
+
+
+def test_each_window_has_a_random_order_of_its_own() -> None:
+    """Two windows of samples of one length pack alike; only the order of their rows differs."""
+    lengths = np.full(8192, 4, dtype=np.int32)
+    rows = rows_of_epoch(lengths, sequence_length=16, seed=3, epoch=0, packing=True)
+    place = np.argsort(permutation(8192, 3, 0))  # of each sample in the order of the epoch
+    turns = [[int(place[rows[first + row][0]]) % 4096 for row in range(1024)] for first in (0, 1024)]
+    assert sorted(turns[0]) == sorted(turns[1])
+    assert turns[0] != turns[1]

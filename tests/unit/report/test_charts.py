@@ -7,7 +7,7 @@ import re
 import pytest
 
 from shardwise.report.html import numbers
-from shardwise.report.html.charts import Bar, Chart, Curve, Part, bars, plot, ticks
+from shardwise.report.html.charts import Bar, Chart, Curve, Part, bars, layered, plot, ticks
 from shardwise.report.html.pages import templates
 
 
@@ -63,12 +63,42 @@ def test_nothing_measured_is_said() -> None:
     assert "nothing was measured" in draw("plot", plot([], label="l", text=str, x_labels=[]))
 
 
-def test_numbers_as_a_person_reads_them() -> None:
-    thin = numbers.THIN
-    assert numbers.gib(11.04 * 2**30) == f"11.0{thin}GiB"
-    assert numbers.plain(10755.3) == "10,755"
-    assert numbers.share(0.0832) == f"8.3{thin}%"
-    assert numbers.share(0.000003) == f"0.0003{thin}%"
-    assert numbers.off(11.0, 10.0) == f"+10.0{thin}%"
-    assert numbers.off(None, 10.0) is None
-    assert (numbers.gib(None), numbers.share(None)) == (numbers.NONE, numbers.NONE)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (numbers.gib(11.04 * 2**30), "11.0 GiB"),
+        (numbers.gib(10 * 2**30), "10.0 GiB"),
+        (numbers.gib(9.9 * 2**30), "9.90 GiB"),
+        (numbers.gib(None), "–"),
+        (numbers.of_gib(2.5), "2.5 GiB"),
+        (numbers.plain(10755.3), "10,755"),
+        (numbers.plain(123.4), "123"),
+        (numbers.plain(999.6), "1,000"),
+        (numbers.plain(0.012345), "0.0123"),
+        (numbers.share(0.0832), "8.3 %"),
+        (numbers.share(0.0996), "10 %"),
+        (numbers.share(0.000003), "0.0003 %"),
+        (numbers.share(None), "–"),
+        (numbers.off(11.0, 10.0), "+10.0 %"),
+        (numbers.off(9.99999, 10.0), "+0.0 %"),
+        (numbers.off(None, 10.0), None),
+        (numbers.points_off(0.2, 0.25), "-5.0 points"),
+        (numbers.points_off(0.2, 0.200001), "+0.0 points"),
+        (numbers.seconds(0.43), "0.43 s"),
+        (numbers.seconds(0.012), "12 ms"),
+    ],
+)
+def test_numbers_as_a_person_reads_them(text: str | None, expected: str | None) -> None:
+    assert text == (expected and expected.replace(" ", numbers.THIN))
+
+
+def test_curves_that_cover_each_other_get_thinner() -> None:
+    assert [layered(place, 3) for place in range(3)] == [5.25, 3.5, 1.75]
+    assert layered(0, 1) == 1.75
+
+
+def test_the_warm_up_is_shaded_up_to_its_share_of_the_axis() -> None:
+    curve = Curve("c", [(0.5, 1.0), (4.5, 2.0)], "l-s0")
+    chart = plot([curve], label="l", text=str, x_labels=[], shade_to=1.5)
+    assert chart["shade"] == "25.000%"
+    assert plot([curve], label="l", text=str, x_labels=[], shade_to=0.5)["shade"] is None
