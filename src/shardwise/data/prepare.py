@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise import folders
 from shardwise.data.cache import FORMAT, Entry, TokenDataset, Writer, load_or_build
 from shardwise.data.chat import Renderer, template_for
 from shardwise.data.encode import Encoded, Encoder, Tokens
@@ -21,8 +22,7 @@ from shardwise.data.packing import permutation, rows_of_epoch
 from shardwise.data.render import Rendered
 from shardwise.data.sources import Findings, Source, Text, open_sources
 from shardwise.errors import DataError
-from shardwise.folders import cache_root
-from shardwise.job.schema import Job
+from shardwise.job.schema import Data, Job
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,7 +87,7 @@ def prepare(
     Raises DataError for any fault of the data.
     """
     data = job.data
-    build = _Build(job, tokenizer, vocab_size=vocab_size, root=cache_root)
+    build = _Build(data, tokenizer, vocab_size, cache_root or folders.cache_root())
     entries = [build.dataset(data.train, key="data.train")]
     (train, note, _), held_out = entries[0][1], None
     if data.eval is not None:
@@ -135,18 +135,18 @@ def _hash(*parts: str) -> str:
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
 
 
+@dataclass
 class _Build:
     """Turns files into cache entries, all with the same tokenizer and options."""
 
-    def __init__(
-        self, job: Job, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, root: Path | None
-    ) -> None:
-        self.data = job.data
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.root = root or cache_root()
-        self.template = template_for(tokenizer, job.data.chat_template)
-        self._identity = _tokenizer_identity(tokenizer)
+    data: Data
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    root: Path
+
+    def __post_init__(self) -> None:
+        self.template = template_for(self.tokenizer, self.data.chat_template)
+        self._identity = _tokenizer_identity(self.tokenizer)
 
     def dataset(self, spec: str | list[str], *, key: str) -> tuple[str, Entry]:
         """Return the name of the entry in the cache, and the entry."""
