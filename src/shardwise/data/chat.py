@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -97,22 +98,27 @@ class Renderer:
             self._process.kill()
             self._process.communicate()
 
-    def render(self, conversation: Conversation) -> list[Rendered] | str:
-        """Return the samples of a conversation, or the sentence that says why there is none."""
-        line = ""
-        with suppress(BrokenPipeError):
-            if self._process is None:
-                self._start()
-            assert self._process is not None
-            assert self._process.stdout is not None
+    def render(
+        self, conversations: Sequence[Conversation]
+    ) -> Iterator[tuple[Conversation, list[Rendered] | str]]:
+        """Yield each conversation with its samples, or with the sentence that says why there are none."""
+        if self._process is None:
+            self._start()
+        assert self._process is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # then there is no answer, which is reported below
             print(
-                json.dumps([conversation.messages, conversation.tools]), file=self._process.stdin, flush=True
+                json.dumps([[c.messages, c.tools] for c in conversations]),
+                file=self._process.stdin,
+                flush=True,
             )
+        for conversation in conversations:
             line = self._process.stdout.readline()
-        if not line.endswith("\n"):
-            raise self._died(conversation)
-        reply = json.loads(line)
-        return reply if isinstance(reply, str) else [Rendered(text, spans) for text, spans in reply]
+            if not line.endswith("\n"):
+                raise self._died(conversation)
+            reply = json.loads(line)
+            samples = reply if isinstance(reply, str) else [Rendered(text, spans) for text, spans in reply]
+            yield conversation, samples
 
     def _start(self) -> None:
         kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ") if name in os.environ}

@@ -192,8 +192,7 @@ def _conversations(
 ) -> None:
     rendered: list[tuple[str, Rendered]] = []
     groups: list[int] = []
-    for conversation in batch:
-        result = renderer.render(conversation)
+    for conversation, result in renderer.render(batch):
         if isinstance(result, str):
             bad.add(conversation.where, result)
             continue

@@ -2,8 +2,8 @@
 
 A chat template is a foreign program. Jinja's immutable sandbox keeps it from the machine but limits neither
 time nor memory, so it runs in a process that has both limits. The first line on stdin is the template; every
-other line is a conversation, answered by one line on stdout. All lines are JSON. A conversation that takes
-too much processor time ends the process by SIGPROF, whose default action stops native code as well.
+other line is a list of conversations, each answered by one line on stdout. All lines are JSON. A conversation
+that takes too much processor time ends the process by SIGPROF, whose default action stops native code, too.
 
 **Which characters are answers.** The messages before an answer, rendered with the header that invites it,
 are the prompt P that the model will see; rendered with the answer they are R. Where R begins with P, the rest
@@ -202,9 +202,10 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while line := sys.stdin.readline():
-        messages, tools = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, time_limit(messages))  # starts again with every conversation
-        print(json.dumps(_reply(template, messages, tools)), flush=True)
+        for messages, tools in json.loads(line):
+            signal.setitimer(signal.ITIMER_PROF, time_limit(messages))  # starts again with every conversation
+            # Flushed, because the next conversation may end the process.
+            print(json.dumps(_reply(template, messages, tools)), flush=True)
 
 
 if __name__ == "__main__":

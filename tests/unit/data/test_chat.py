@@ -215,7 +215,8 @@ def test_the_default_template_asks_as_it_trains(tokenizer: PreTrainedTokenizerFa
 
 def render_one(tokenizer: PreTrainedTokenizerFast, source: str) -> Any:
     with Renderer(tokenizer, source, answers_only=True) as renderer:
-        return renderer.render(Conversation("data.json:7", copy.deepcopy(TALK[:2])))
+        ((_, result),) = renderer.render([Conversation("data.json:7", copy.deepcopy(TALK[:2]))])
+    return result
 
 
 def test_the_renderer_process_gives_text_and_answers(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -299,12 +300,25 @@ def test_templates_that_do_not_end_are_stopped(tokenizer: PreTrainedTokenizerFas
     assert time.process_time() - start < 1  # nothing of it runs in this process
 
 
+def test_the_conversation_that_does_not_end_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    asked = "messages[0].content"
+    attack = f"{{% if 'endless' in {asked} %}}{{{{ ({asked} | length) ** 100000000 }}}}{{% endif %}}"
+    talks = [
+        Conversation(f"x:{line}", [{"role": "user", "content": text}, TALK[1]])
+        for line, text in enumerate(("one", "two", "endless", "four"), 1)
+    ]
+    limit = pytest.raises(DataError, match="took more than 2 s")
+    with limit as caught, Renderer(tokenizer, attack + CHATML, answers_only=True) as renderer:
+        list(renderer.render(talks))
+    assert caught.value.problems[0].where == "x:3"
+
+
 def test_the_renderer_process_sees_no_secrets(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     with Renderer(tokenizer, CHATML, answers_only=True) as renderer:
-        renderer.render(Conversation("x:1", copy.deepcopy(TALK[:2])))
+        list(renderer.render([Conversation("x:1", copy.deepcopy(TALK[:2]))]))
         assert renderer._process is not None
         environment = Path(f"/proc/{renderer._process.pid}/environ").read_bytes()
     assert b"hf_secret" not in environment
