@@ -37,8 +37,7 @@ def report(
 
 def _page(runs: list[Path]) -> str:
     from shardwise.record.bench import is_bench_folder, read_bench
-    from shardwise.report.html.bench_page import bench_page
-    from shardwise.report.html.run_page import run_page
+    from shardwise.report.html.pages import bench_page, run_page
 
     return (
         bench_page(read_bench(_only(runs), to_show=True))

@@ -1,19 +1,19 @@
-"""Tokenised data on disk: built once, memory-mapped by every process, found again by what it is made from.
+"""Tokenised data on disk: built once, memory-mapped by every process, found by a hash of its inputs.
 
-An entry is a folder named by a hash of everything that decides its content, unless a chat template asks
-for the date, say; so the content has a hash of its own:
+An entry is a folder named by a hash of everything that decides its content. A chat template may write the
+date, so the content has a hash of its own:
 
     tokens.bin    uint32 [tokens]    all samples, one after the other
     trained.bin   uint8 [tokens]     1 where the token is trained
     starts.bin    int64 [samples]    where a sample begins
     lengths.bin   int32 [samples]    tokens of a sample
-    targets.bin   int32 [samples]    trained tokens of a sample, without its first: nothing predicts that one
+    targets.bin   int32 [samples]    trained tokens of a sample without its first, which nothing predicts
     groups.bin    int64 [samples]    samples of one group come from one conversation
-    meta.json     sizes of these, a hash of their content, and what the builder had to say (written last)
+    meta.json     sizes of these, a hash of their content, and the builder's note (written last)
 
-It is built under another name and renamed when it is whole. A lock file makes the processes of a
-machine wait for the one that builds. An entry whose files have other sizes than meta.json says is
-built again; one without a hash, of an earlier version, is given its own.
+It is built under another name and renamed when it is complete. A lock file makes the processes of a machine
+wait for the one that builds. An entry whose files have other sizes than meta.json says is built again; one
+without a hash, of an earlier version, gets its hash.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
@@ -39,14 +38,8 @@ from shardwise.record.manifest import hash_files
 
 FORMAT = 1
 """Part of every key; raised when the files or the way to them change."""
-COLUMNS: dict[str, np.dtype[Any]] = {
-    "tokens": np.dtype(np.uint32),
-    "trained": np.dtype(np.uint8),
-    "starts": np.dtype(np.int64),
-    "lengths": np.dtype(np.int32),
-    "targets": np.dtype(np.int32),
-    "groups": np.dtype(np.int64),
-}
+COLUMNS: dict[str, Any] = {"tokens": np.uint32, "trained": np.uint8}
+COLUMNS |= {"starts": np.int64, "lengths": np.int32, "targets": np.int32, "groups": np.int64}
 
 
 @dataclass(frozen=True)
@@ -76,41 +69,31 @@ class TokenDataset:
 
 
 class Entry(NamedTuple):
-    """What the cache holds under one key."""
+    """Content of the cache under one key."""
 
     dataset: TokenDataset
     note: dict[str, Any]
-    """What the builder had to say."""
+    """The builder's return value."""
     sha256: str
-    """Of the content of all columns."""
+    """Hash of the content of all columns."""
 
 
 class Writer:
-    """Appends samples to an entry that is being built. Memory: 12 bytes a sample."""
+    """Appends samples to an entry that is being built. Memory: 16 bytes a sample."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tokens: BinaryIO = (folder / "tokens.bin").open("wb")
         self._trained: BinaryIO = (folder / "trained.bin").open("wb")
-        self._lengths = array("i")
-        self._targets = array("i")
-        self._groups = array("q")
+        self._lengths, self._targets, self._groups = array("i"), array("i"), array("q")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        failure = error  # the first one is the one to tell
-        for file in (self._tokens, self._trained):
-            try:
-                with _disk(self._folder):
-                    file.close()
-            except MachineError as unsaved:
-                failure = failure or unsaved
-        if failure is not error and failure is not None:
-            raise failure
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        only_close = nullcontext() if error is None else suppress(MachineError)  # the first error is reported
+        with only_close, _disk(self._folder), self._trained, self._tokens:
+            pass
 
     def add(self, tokens: npt.NDArray[np.uint32], trained: npt.NDArray[np.uint8], *, group: int) -> None:
         with _disk(self._folder):
@@ -125,16 +108,12 @@ class Writer:
 
     def finish(self, note: dict[str, Any]) -> None:
         """Write the small columns, make all files durable, and seal the entry with meta.json."""
-        lengths = np.frombuffer(self._lengths, dtype=np.int32) if len(self) else np.zeros(0, np.int32)
-        small: dict[str, npt.NDArray[Any]] = {
-            "starts": np.cumsum(lengths, dtype=np.int64) - lengths,
-            "lengths": lengths,
-            "targets": np.array(self._targets, dtype=np.int32),
-            "groups": np.array(self._groups, dtype=np.int64),
-        }
+        lengths = np.array(self._lengths, dtype=np.int32)
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        small = {"starts": starts, "lengths": lengths, "targets": self._targets, "groups": self._groups}
         with _disk(self._folder):
             for name, column in small.items():
-                column.astype(COLUMNS[name]).tofile(self._folder / f"{name}.bin")
+                np.array(column, dtype=COLUMNS[name]).tofile(self._folder / f"{name}.bin")
             self._tokens.flush()
             self._trained.flush()
             for name in COLUMNS:
@@ -143,14 +122,17 @@ class Writer:
 
 
 def load_or_build(root: Path, key: str, build: Callable[[Writer], dict[str, Any]]) -> Entry:
-    """The entry `key`; built first, by one process, where it is not there whole."""
+    """Open the entry `key`. Where it is missing or damaged, one process builds it first."""
     entry = root / key
     with _disk(root):
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = _open(entry)
     if found is None:
-        with _locked(root / f"{key}.lock"):
-            found = _open(entry) or _open_older(entry) or _build(entry, build)
+        with _disk(root / f"{key}.lock"):
+            lock = (root / f"{key}.lock").open("a")
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = _open(entry) or _open(entry, without_hash=True) or _build(entry, build)
     return found
 
 
@@ -171,59 +153,46 @@ def _build(entry: Path, build: Callable[[Writer], dict[str, Any]]) -> Entry:
         raise
     found = _open(entry)
     if found is None:
-        raise MachineError(
-            "the token cache was damaged while it was written",
-            where=str(entry),
-            fix="check the disk, run again",
-        )
+        what = "the token cache was damaged while it was written"
+        raise MachineError(what, where=str(entry), fix="check the disk, run again")
     return found
 
 
-def _open(entry: Path) -> Entry | None:
-    """None where the entry is missing, damaged, or without a hash."""
+def _open(entry: Path, *, without_hash: bool = False) -> Entry | None:
+    """Open an entry; None where it is missing, damaged, or has no hash.
+
+    `without_hash`: give it its hash first, because tokens that are built again might differ.
+    """
     try:
-        meta = _read_seal(entry)
+        meta: dict[str, Any] = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
+        if meta["bytes"] != _sizes(entry):
+            return None
+        if without_hash:
+            with _disk(entry):
+                meta = _seal(entry, meta["note"])
         columns = {name: _map(entry / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
         return Entry(TokenDataset(**columns), meta["note"], meta["sha256"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
 
-def _open_older(entry: Path) -> Entry | None:
-    """A whole entry without a hash is given its own: built again, it might hold other tokens."""
-    try:
-        note = _read_seal(entry)["note"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-    with _disk(entry):
-        _seal(entry, note)
-    return _open(entry)
-
-
-def _read_seal(entry: Path) -> dict[str, Any]:
-    """The content of meta.json. ValueError where the columns have other sizes than it says."""
-    meta: dict[str, Any] = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
-    if meta["bytes"] != _sizes(entry):
-        raise ValueError("a column is cut")
-    return meta
-
-
-def _seal(entry: Path, note: dict[str, Any]) -> None:
-    """Write meta.json for the columns that are there; durable, and whole or not at all."""
+def _seal(entry: Path, note: dict[str, Any]) -> dict[str, Any]:
+    """Write meta.json for the columns in the folder, durable and all or nothing; return its content."""
     hashes = hash_files(entry, [f"{name}.bin" for name in COLUMNS])
     content = json.dumps({name: file.sha256 for name, file in hashes.items()}, sort_keys=True)
-    sha256 = hashlib.sha256(content.encode()).hexdigest()
+    meta = {"bytes": _sizes(entry), "sha256": hashlib.sha256(content.encode()).hexdigest(), "note": note}
     partial = entry / "meta.json.partial"
-    partial.write_text(json.dumps({"bytes": _sizes(entry), "sha256": sha256, "note": note}), encoding="utf-8")
+    partial.write_text(json.dumps(meta), encoding="utf-8")
     _make_durable(partial)
     partial.replace(entry / "meta.json")
+    return meta
 
 
 def _sizes(entry: Path) -> dict[str, int]:
     return {name: (entry / f"{name}.bin").stat().st_size for name in COLUMNS}
 
 
-def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def _map(path: Path, dtype: Any) -> npt.NDArray[Any]:
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r")
@@ -235,17 +204,8 @@ def _make_durable(path: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with _disk(path):
-        file = path.open("a")
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """Turns what the disk refuses into an error that says where and what to do."""
+    """Turn errors of the disk into one that says where and what to do."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""What a sample is: the shapes it comes in (alpaca, sharegpt, messages, text) and the one it becomes.
+"""The formats of samples (alpaca, sharegpt, messages, text), and their conversion to one.
 
-Each file is in one format, told by the fields of its first record. Every record is checked while it
-is converted; what is wrong with it is said in one sentence.
+Each file is in one format, found by the fields of its first record. Every record is checked while it is
+converted; a fault is described in one sentence.
 """
 
 from __future__ import annotations
@@ -20,25 +20,20 @@ Message = dict[str, Any]
 
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt"), "assistant"),
     "function_call": "call",
-    "observation": "tool",
-    "tool": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
 }
-MESSAGES_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
+MESSAGES_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+MESSAGES_ROLES |= dict.fromkeys(("tool", "function"), "tool")
+BEFORE = {
+    "system": ("the start",),
+    "user": ("the start", "system", "assistant"),
+    "assistant": ("user", "tool"),
+    "tool": ("call", "tool"),
 }
+"""What may come before a message of each role; `call` is an assistant's message that calls functions."""
 EXPECTED = (
     "alpaca: instruction, output (input, system, history); sharegpt: conversations of {from, value}; "
     "messages: messages of {role, content}; text: text"
@@ -67,38 +62,32 @@ class UnknownFormatError(DataError):
 
 
 def detect(record: Record) -> Format:
-    """The format of a record. UnknownFormatError when its fields fit none, DataError when more than one."""
+    """Return the format of a record. UnknownFormatError for no known fields, DataError for ambiguous ones."""
     where, fields = record
-    fits: list[Format] = []
-    if "instruction" in fields and "output" in fields:
-        fits.append("alpaca")
     turns = fields.get("messages", fields.get("conversations"))
     first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
-    if "from" in first and "value" in first:
-        fits.append("sharegpt")
-    if "role" in first:
-        fits.append("messages")
-    if isinstance(fields.get("text"), str):
-        fits.append("text")
+    signs: dict[Format, bool] = {
+        "alpaca": "instruction" in fields and "output" in fields,
+        "sharegpt": "from" in first and "value" in first,
+        "messages": "role" in first,
+        "text": isinstance(fields.get("text"), str),
+    }
+    fits = [name for name, fit in signs.items() if fit]
     if len(fits) == 1:
         return fits[0]
-    names = ", ".join(sorted(map(str, fields))) or "none"
+    found = f"fields found: {', '.join(sorted(map(str, fields))) or 'none'}"
     if fits:
-        raise DataError(
-            f"the samples could be read as {' or as '.join(fits)}; fields found: {names}",
-            where=where,
-            fix=f"say which: data.format: {fits[0]}",
-        )
-    raise UnknownFormatError(
-        f"the samples are of no known format; fields found: {names}", where=where, fix=f"known are {EXPECTED}"
-    )
+        what = f"the samples could be read as {' or as '.join(fits)}; {found}"
+        raise DataError(what, where=where, fix=f"say which: data.format: {fits[0]}")
+    what = f"the samples are of no known format; {found}"
+    raise UnknownFormatError(what, where=where, fix=f"known are {EXPECTED}")
 
 
 class Reader:
-    """Iterates over the samples of several sources; `bad`, `read` and `formats` are filled on the way.
+    """Iterates over the samples of several sources, and counts them in `bad`, `read` and `formats`.
 
-    With `data.skip_bad` unset the whole of the data is still looked through, so that the error
-    raised at its end counts every bad sample; what is yielded after the first bad one is of no use.
+    Without `data.skip_bad` a bad sample does not end the reading, so that the error at its end counts all
+    of them; the samples after the first bad one are of no use.
     """
 
     def __init__(self, sources: Sequence[Source], data: Data) -> None:
@@ -106,11 +95,8 @@ class Reader:
         self.data = data
         self.formats: list[Format] = []
         self.read = 0
-        self.bad = Findings(
-            "samples cannot be used",
-            "mend them, or leave them out with data.skip_bad: true",
-            tolerated=data.skip_bad,
-        )
+        fix = "correct them, or leave them out with data.skip_bad: true"
+        self.bad = Findings("samples cannot be used", fix, tolerated=data.skip_bad)
 
     def __iter__(self) -> Iterator[Sample]:
         for source in self.sources:
@@ -129,15 +115,14 @@ class Reader:
                 yield item
                 continue
             try:
-                if format_ is None:
-                    format_ = self._detect(item)
+                format_ = format_ or self._detect(item)
                 self._note(format_)
                 yield convert(item, format_, system=self.data.system)
             except SampleError as error:
                 self.bad.add(item[0], str(error))
 
     def _detect(self, record: Record) -> Format:
-        """The format that a source begins with; with `skip_bad` what has none is left out as any other."""
+        """Detect a source's format; with `skip_bad` a record without one is a bad sample."""
         try:
             return detect(record)
         except UnknownFormatError as error:
@@ -151,9 +136,9 @@ class Reader:
 
 
 def convert(record: Record, format_: Format, *, system: str | None = None) -> Sample:
-    """The record as a sample; `system` is put before conversations without a system message.
+    """Return the record as a sample. SampleError where it is none.
 
-    Raises SampleError.
+    `system` is put before conversations without a system message.
     """
     where, fields = record
     if format_ == "text":
@@ -170,20 +155,19 @@ def convert(record: Record, format_: Format, *, system: str | None = None) -> Sa
 
 
 def _alpaca(fields: dict[str, Any]) -> list[Message]:
-    messages: list[Message] = []
+    pairs: list[tuple[str, str]] = []
     history = fields.get("history") or []
     for pair in history if isinstance(history, list) else [history]:
         if not (isinstance(pair, list) and len(pair) == 2):
             raise SampleError("history has to be a list of [question, answer]")
         turn = {"question": pair[0], "answer": pair[1]}
-        messages.append({"role": "user", "content": _text(turn, "question")})
-        messages.append({"role": "assistant", "content": _text(turn, "answer")})
+        pairs.append((_text(turn, "question"), _text(turn, "answer")))
     asked = "\n".join(part for part in (_text(fields, "instruction"), _optional(fields, "input")) if part)
     if not asked.strip():
         raise SampleError("instruction and input are empty")
-    messages.append({"role": "user", "content": asked})
-    messages.append({"role": "assistant", "content": _text(fields, "output")})
-    return messages
+    pairs.append((asked, _text(fields, "output")))
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
 
 
 def _turns(fields: dict[str, Any], format_: Format) -> list[Message]:
@@ -192,18 +176,19 @@ def _turns(fields: dict[str, Any], format_: Format) -> list[Message]:
     if not isinstance(turns, list) or not turns:
         raise SampleError(f"{name} has to be a list that is not empty")
     messages: list[Message] = []
-    waiting: list[str] = []  # ids of calls that still want their answer
+    called = 0
+    waiting: list[str] = []  # ids of calls that have no result yet
     for turn in turns:
         if not isinstance(turn, dict):
             raise SampleError(f"{name} has to hold objects, not {type(turn).__name__}")
         message = _from_sharegpt(turn) if format_ == "sharegpt" else _from_messages(turn)
-        merged = message.pop("merge", False) and bool(messages) and messages[-1]["role"] == "assistant"
-        if merged and "tool_calls" not in messages[-1]:
-            message["content"] = messages.pop()["content"]  # what was said before the call
+        before = messages[-1] if messages else {}
+        if message.pop("merge", False) and before.get("role") == "assistant" and "tool_calls" not in before:
+            message["content"] = messages.pop()["content"]  # the text before the call
         for call in message.get("tool_calls", ()):
-            # Nine characters: some templates refuse ids of another length.
-            call.setdefault("id", f"call{sum(len(m.get('tool_calls', ())) for m in messages) + 1:05d}")
+            call.setdefault("id", f"call{called + 1:05d}")  # some templates require nine characters
             waiting.append(call["id"])
+        called += len(message.get("tool_calls", ()))
         if message["role"] == "tool" and waiting:
             message.setdefault("tool_call_id", waiting.pop(0))
         messages.append(message)
@@ -232,7 +217,7 @@ def _from_messages(turn: dict[str, Any]) -> Message:
 
 
 def _content(turn: dict[str, Any]) -> str:
-    """`content` as one string; also where it comes as a list of parts of type text."""
+    """Return `content` as one string, also where it is a list of parts of type text."""
     parts = turn.get("content")
     if not isinstance(parts, list):
         return _text(turn, "content")
@@ -242,7 +227,7 @@ def _content(turn: dict[str, Any]) -> str:
 
 
 def _calls(value: Any) -> list[dict[str, Any]]:
-    """Function calls as chat templates take them: arguments as an object, not as a string of JSON."""
+    """Return function calls as chat templates take them: arguments are an object, not a string of JSON."""
     calls = []
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, dict) else {}
@@ -272,19 +257,13 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _check_order(messages: list[Message]) -> None:
-    """(system) user assistant …; tool results only after calls; an answer, not empty, at the end."""
+    """Require (system) user assistant …, tool results only after calls, and an answer that is not empty."""
     before = "the start"
     for number, message in enumerate(messages, 1):
         role = message["role"]
-        called = "tool_calls" in message
-        allowed = {
-            "system": ("the start",),
-            "user": ("the start", "system", "assistant"),
-            "assistant": ("user", "tool"),
-            "tool": ("call", "tool"),
-        }[role]
-        if before not in allowed:
+        if before not in BEFORE[role]:
             raise SampleError(f"wrong role order: message {number} is of role {role}, after {before}")
+        called = "tool_calls" in message
         if role == "assistant" and not called and not message["content"].strip():
             raise SampleError(f"the answer is empty (message {number})")
         before = "call" if called else role
@@ -313,7 +292,7 @@ def _text(fields: dict[str, Any], key: str) -> str:
 
 
 def _check_characters(value: Any, what: str) -> None:
-    """JSON can escape half a surrogate pair, also inside objects; no tokenizer takes one."""
+    """Refuse half a surrogate pair, which JSON can escape and no tokenizer takes, also inside objects."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     try:
         text.encode()

@@ -1,9 +1,9 @@
 """Rows of tokens in the order of training, for one rank, from any position.
 
-The rows of optimizer step k are the rows k*global_batch … of the endless sequence of epochs. That
-sequence does not know of ranks, so another number of ranks trains on the same rows in the same step.
-Micro-batch j of rank r takes rows (j*data_size + r)*micro_batch … of the step; packed rows are put in an
-order first that gives the ranks equal work.
+Optimizer step k takes the rows k*global_batch … of the endless sequence of epochs. That sequence does not
+depend on the ranks, so any number of ranks trains on the same rows in the same step. Micro-batch j of rank r
+takes rows (j*data_size + r)*micro_batch … of the step; packed rows are first put in an order that gives the
+ranks equal work.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -25,63 +25,75 @@ from shardwise.data.packing import Indices, Rows, deal, rows_of_epoch
 from shardwise.errors import DataError, JobError
 
 ROUND = 8
-"""Unpacked rows are as long as a multiple of this: tensor cores want it."""
+"""Unpacked rows are as long as a multiple of this, as tensor cores need it."""
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """The next row to train on: its epoch, and its number in that epoch's rows."""
 
     epoch: int = 0
     row: int = 0
 
 
-class BatchStream(Iterator[StepBatch]):
+@dataclass(eq=False)
+class _Stream:
+    """Rows of a dataset as one rank's micro-batches."""
+
+    dataset: TokenDataset
+    _: KW_ONLY
+    sequence_length: int
+    packing: bool
+    pad_id: int
+    micro_batch: int
+    data_rank: int
+    data_size: int
+    pin_memory: bool = False
+
+    def _rows(self, *, seed: int, epoch: int, shuffle: bool = True, longest_first: int = 0) -> Rows:
+        return rows_of_epoch(
+            self.dataset.lengths,
+            sequence_length=self.sequence_length,
+            seed=seed,
+            epoch=epoch,
+            packing=self.packing,
+            shuffle=shuffle,
+            longest_first=longest_first,
+        )
+
+    def _assemble(self, rows: Sequence[Indices]) -> MicroBatch:
+        width = self.sequence_length if self.packing else None
+        batch = assemble(self.dataset, rows, pad_id=self.pad_id, width=width, limit=self.sequence_length)
+        return batch.pinned() if self.pin_memory else batch
+
+
+@dataclass(eq=False, kw_only=True)
+class BatchStream(_Stream, Iterator[StepBatch]):
     """Endless iterator of optimizer steps. Its state is that of the steps handed out, not prefetched."""
 
-    def __init__(
-        self,
-        dataset: TokenDataset,
-        *,
-        sequence_length: int,
-        global_batch: int,
-        micro_batch: int,
-        data_rank: int,
-        data_size: int,
-        seed: int,
-        packing: bool,
-        pad_id: int,
-        worst_case_first: bool,
-        pin_memory: bool = False,
-        prefetch: int = 2,
-    ) -> None:
-        """`prefetch`: steps that a background thread prepares ahead; 0 prepares each when it is asked for."""
-        if len(dataset) == 0:
+    global_batch: int
+    seed: int
+    worst_case_first: bool
+    prefetch: int = 2
+    """Steps that a background thread prepares ahead; 0 prepares each when it is asked for."""
+
+    def __post_init__(self) -> None:
+        if len(self.dataset) == 0:
             raise DataError("there are no samples to train on", where="data.train")
-        if global_batch % (micro_batch * data_size):
+        each = self.micro_batch * self.data_size
+        if self.global_batch % each:
             raise JobError(
-                f"{global_batch} rows do not divide into micro-batches of {micro_batch} on {data_size} ranks",
+                f"{self.global_batch} rows do not divide into micro-batches of {self.micro_batch} on "
+                f"{self.data_size} ranks",
                 where="train.global_batch",
-                fix=f"make it a multiple of {micro_batch * data_size}",
+                fix=f"make it a multiple of {each}",
             )
-        self.dataset = dataset
-        self.sequence_length = sequence_length
-        self.global_batch = global_batch
-        self.micro_batch = micro_batch
-        self.data_rank = data_rank
-        self.data_size = data_size
-        self.seed = seed
-        self.packing = packing
-        self.pad_id = pad_id
-        self.worst_case_first = worst_case_first
-        self.pin_memory = pin_memory
-        self.prefetch = prefetch
-        self._consumed = Position()
-        self._produced = Position()
+        self._consumed = self._produced = Position()
         self._plan = lru_cache(maxsize=2)(self._make_plan)  # a step may lie in two epochs
         self._row_counts: dict[int, int] = {}
         self._pending: deque[Future[tuple[StepBatch, Position]]] = deque()
-        self._worker = _worker(pin_memory=pin_memory) if prefetch else None
+        # Pinning uses the thread's current GPU; a new thread starts with GPU 0, which is another rank's.
+        device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if self.pin_memory else ()
+        self._worker = ThreadPoolExecutor(1, "batches", *device) if self.prefetch else None
 
     def __iter__(self) -> Self:
         return self
@@ -97,8 +109,8 @@ class BatchStream(Iterator[StepBatch]):
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """The position after the last step handed out."""
-        return {"epoch": self._consumed.epoch, "row": self._consumed.row}
+        """Return the position after the last step handed out."""
+        return self._consumed._asdict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._drop_pending()
@@ -117,10 +129,10 @@ class BatchStream(Iterator[StepBatch]):
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps that hold `epochs` passes over the data; the last is filled from the next pass."""
-        whole = int(epochs)
-        rows = float(sum(self.rows_per_epoch(epoch) for epoch in range(whole)))
-        if epochs > whole:
-            rows += (epochs - whole) * self.rows_per_epoch(whole)
+        full = int(epochs)
+        rows = float(sum(self.rows_per_epoch(epoch) for epoch in range(full)))
+        if epochs > full:
+            rows += (epochs - full) * self.rows_per_epoch(full)
         return max(1, math.ceil(rows / self.global_batch - 1e-9))
 
     def _produce(self) -> tuple[StepBatch, Position]:
@@ -129,50 +141,37 @@ class BatchStream(Iterator[StepBatch]):
         members = np.concatenate(rows)
         if self.packing:
             rows = deal(rows, self.dataset.lengths, ranks=self.data_size, micro_batch=self.micro_batch)
+        starts = range(
+            self.data_rank * self.micro_batch, self.global_batch, self.data_size * self.micro_batch
+        )
         batch = StepBatch(
-            micro_batches=[
-                self._assemble(rows[start : start + self.micro_batch])
-                for start in range(
-                    self.data_rank * self.micro_batch, self.global_batch, self.data_size * self.micro_batch
-                )
-            ],
+            micro_batches=[self._assemble(rows[start : start + self.micro_batch]) for start in starts],
             target_tokens=int(self.dataset.targets[members].sum(dtype=np.int64)),
             tokens=int(self.dataset.lengths[members].sum(dtype=np.int64)),
             epoch=first.epoch,
         )
         return batch, self._produced
 
-    def _assemble(self, rows: Sequence[Indices]) -> MicroBatch:
-        width = self.sequence_length if self.packing else None
-        batch = assemble(self.dataset, rows, pad_id=self.pad_id, width=width, limit=self.sequence_length)
-        return _pinned(batch) if self.pin_memory else batch
-
     def _take(self, position: Position, count: int) -> tuple[list[Indices], Position]:
-        """The next rows, over as many epochs as it takes."""
+        """Take the next rows, from as many epochs as it needs."""
         taken: list[Indices] = []
         while len(taken) < count:
             position = self._settle(position)
             plan = self._plan(position.epoch)
             last = min(len(plan), position.row + count - len(taken))
-            taken.extend(plan.slice(position.row, last))
+            taken.extend(plan[row] for row in range(position.row, last))
             position = Position(position.epoch, last)
         return taken, position
 
     def _settle(self, position: Position) -> Position:
-        """The same place, named by the epoch that its next row belongs to."""
+        """Name the same place by the epoch that its next row belongs to."""
         if position.row < len(self._plan(position.epoch)):
             return position
         return Position(position.epoch + 1, 0)
 
     def _make_plan(self, epoch: int) -> Rows:
-        return rows_of_epoch(
-            self.dataset.lengths,
-            sequence_length=self.sequence_length,
-            seed=self.seed,
-            epoch=epoch,
-            packing=self.packing,
-            longest_first=self.global_batch if self.worst_case_first else 0,
-        )
+        longest_first = self.global_batch if self.worst_case_first else 0
+        return self._rows(seed=self.seed, epoch=epoch, longest_first=longest_first)
 
     def _drop_pending(self) -> None:
         while self._pending:
@@ -181,55 +180,30 @@ class BatchStream(Iterator[StepBatch]):
                 future.exception()  # wait: it may be moving `_produced`
 
 
-class EvalStream:
+@dataclass(eq=False)
+class EvalStream(_Stream):
     """The held-out rows, in the same order every time. Every rank yields the same number of micro-batches."""
 
-    def __init__(
-        self,
-        dataset: TokenDataset,
-        *,
-        sequence_length: int,
-        packing: bool,
-        pad_id: int,
-        micro_batch: int,
-        data_rank: int,
-        data_size: int,
-        pin_memory: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self.sequence_length = sequence_length
-        self.packing = packing
-        self.pad_id = pad_id
-        self.micro_batch = micro_batch
-        self.data_rank = data_rank
-        self.data_size = data_size
-        self.pin_memory = pin_memory
-        self.target_tokens = int(dataset.targets.sum(dtype=np.int64))
-        """Tokens that are predicted, over all ranks."""
-        self._rows = rows_of_epoch(
-            dataset.lengths, sequence_length=sequence_length, seed=0, epoch=0, packing=packing, shuffle=False
-        )
+    def __post_init__(self) -> None:
+        self.target_tokens = int(self.dataset.targets.sum(dtype=np.int64))
+        """Predicted tokens over all ranks."""
+        self._plan = self._rows(seed=0, epoch=0, shuffle=False)
 
     def __len__(self) -> int:
-        return math.ceil(len(self._rows) / (self.micro_batch * self.data_size))
+        return math.ceil(len(self._plan) / (self.micro_batch * self.data_size))
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        nothing = np.zeros(0, dtype=np.int64)
+        empty = np.zeros(0, dtype=np.int64)
         for number in range(len(self)):
             first = (number * self.data_size + self.data_rank) * self.micro_batch
-            rows = [
-                self._rows[row] if row < len(self._rows) else nothing
-                for row in range(first, first + self.micro_batch)
-            ]
-            width = self.sequence_length if self.packing else None
-            batch = assemble(self.dataset, rows, pad_id=self.pad_id, width=width, limit=self.sequence_length)
-            yield _pinned(batch) if self.pin_memory else batch
+            rows = range(first, first + self.micro_batch)
+            yield self._assemble([self._plan[row] if row < len(self._plan) else empty for row in rows])
 
 
 def assemble(
     dataset: TokenDataset, rows: Sequence[Indices], *, pad_id: int, width: int | None, limit: int
 ) -> MicroBatch:
-    """The rows as tensors. `width` tokens each, or, unset, as many as the longest needs, at most `limit`."""
+    """Put rows into tensors of `width` tokens, by default as many as the longest needs, at most `limit`."""
     if width is None:
         longest = max(int(dataset.lengths[row].sum()) for row in rows)
         width = min(max(ROUND, math.ceil(longest / ROUND) * ROUND), limit)
@@ -238,7 +212,7 @@ def assemble(
     labels = np.full(shape, IGNORED, dtype=np.int64)
     positions = np.zeros(shape, dtype=np.int64)
     borders = [0]
-    whole_rows = 0
+    single = 0
     for line, row in enumerate(rows):
         at = 0
         for index in row.tolist():
@@ -252,30 +226,13 @@ def assemble(
         if at < width:
             positions[line, at:] = np.arange(width - at)
             borders.append((line + 1) * width)
-        elif len(row) == 1 and whole_rows == line:
-            whole_rows += 1
+        elif len(row) == 1 and single == line:
+            single += 1
     return MicroBatch(
         input_ids=torch.from_numpy(ids),
         labels=torch.from_numpy(labels),
         position_ids=torch.from_numpy(positions),
         cu_seqlens=torch.tensor(borders, dtype=torch.int32),
         max_seqlen=int(np.diff(borders).max()),
-        whole_rows=whole_rows,
+        single_segment_rows=single,
     )
-
-
-def _worker(*, pin_memory: bool) -> ThreadPoolExecutor:
-    if not pin_memory:
-        return ThreadPoolExecutor(1, thread_name_prefix="batches")
-    # Pinning uses the thread's current GPU; a new thread starts with GPU 0, which is another rank's.
-    return ThreadPoolExecutor(
-        1,
-        thread_name_prefix="batches",
-        initializer=torch.cuda.set_device,
-        initargs=(torch.cuda.current_device(),),
-    )
-
-
-def _pinned(batch: MicroBatch) -> MicroBatch:
-    tensors = ("input_ids", "labels", "position_ids", "cu_seqlens")
-    return replace(batch, **{name: getattr(batch, name).pin_memory() for name in tensors})

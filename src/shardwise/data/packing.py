@@ -1,7 +1,7 @@
-"""Which samples share a row, and in which order the rows come: pure, without torch.
+"""Which samples share a row, and the order of the rows: pure, without torch.
 
-The rows of an epoch are a function of (seed, epoch, lengths, sequence_length, packing, shuffle), so
-a position in the data is two numbers, and every process computes the same rows by itself.
+The rows of an epoch are a function of (seed, epoch, lengths, sequence_length, packing, shuffle), so a
+position in the data is two numbers, and every process computes the same rows by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Indices = npt.NDArray[np.int64]
 
 WINDOW_SAMPLES = 4096
 WINDOW_ROWS = 128
-"""A window that is packed on its own holds about this many rows at least: only its last rows stay open."""
+"""A window that is packed by itself holds at least about this many rows: only its last rows stay open."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,6 @@ class Rows:
 
     def __getitem__(self, row: int) -> Indices:
         return self.order[self.borders[row] : self.borders[row + 1]]
-
-    def slice(self, first: int, last: int) -> list[Indices]:
-        return [self[row] for row in range(first, last)]
 
 
 def permutation(size: int, *seed: int) -> Indices:
@@ -53,10 +50,10 @@ def rows_of_epoch(
     shuffle: bool = True,
     longest_first: int = 0,
 ) -> Rows:
-    """The rows of one epoch: every sample in exactly one row, no row over `sequence_length` tokens.
+    """Rows of one epoch: every sample in exactly one row, no row over `sequence_length` tokens.
 
-    lengths: int [samples], each in 1..sequence_length. Unpacked, a row is one sample and, in epoch 0,
-    the `longest_first` longest come first (those that need the most memory). O(n log n) time.
+    lengths: int [samples], each in 1..sequence_length. Unpacked, a row is one sample and epoch 0 begins with
+    the `longest_first` longest, which need the most memory. O(n log n) time.
     """
     order = permutation(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths))
     if packing:
@@ -70,11 +67,11 @@ def rows_of_epoch(
 def deal(
     rows: Sequence[Indices], lengths: npt.NDArray[np.int32], *, ranks: int, micro_batch: int
 ) -> list[Indices]:
-    """The rows of a step in another order, which gives every rank about the same attention to compute.
+    """Reorder the rows of a step so that every rank computes about the same amount of attention.
 
     Attention costs the sum of the squared lengths of a row's samples, and a step waits for its slowest rank.
-    The rows, costliest first, go to the ranks in turns that run forth and back; each rank's go to its
-    micro-batches in turn. Micro-batch j of rank r is then rows (j*ranks + r)*micro_batch … of the result, its
+    The rows, costliest first, go to the ranks in turns that run forth and back; a rank's rows go to its
+    micro-batches in turn. Micro-batch j of rank r then is rows (j*ranks + r)*micro_batch … of the result, its
     costliest row first.
     """
     costs = [int(np.square(lengths[row], dtype=np.int64).sum()) for row in rows]
@@ -90,7 +87,7 @@ def deal(
 def _pack(
     order: Indices, lengths: npt.NDArray[np.int32], capacity: int, seed: tuple[int, int] | None
 ) -> Rows:
-    """Best-fit decreasing inside windows of the order, so that what shares a row stays random."""
+    """Pack windows of the order by best-fit decreasing, so that the samples of a row stay random."""
     if not len(order):
         return Rows(order, np.zeros(1, dtype=np.int64))
     window = max(WINDOW_SAMPLES, int(WINDOW_ROWS * capacity / float(lengths.mean())))
@@ -102,13 +99,12 @@ def _pack(
         turn = range(len(packed)) if seed is None else permutation(len(packed), *seed, number).tolist()
         names = members.tolist()
         rows.extend([names[place] for place in packed[row]] for row in turn)
-    borders = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([len(row) for row in rows], out=borders[1:])
+    borders = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     return Rows(np.fromiter((name for row in rows for name in row), np.int64, len(order)), borders)
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing bin packing: each item, longest first, into the fullest bin that still takes it."""
+    """Best-fit decreasing bin packing: each item, longest first, into the fullest bin with room for it."""
     by_length = sorted(range(len(lengths)), key=lambda item: -lengths[item])
     smallest = lengths[by_length[-1]]
     base = len(lengths)  # at most this many bins: one sorted key holds a bin's room and its number

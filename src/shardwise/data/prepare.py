@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise import folders
 from shardwise.data.cache import FORMAT, Entry, TokenDataset, Writer, load_or_build
 from shardwise.data.chat import Renderer, template_for
 from shardwise.data.encode import Encoded, Encoder, Tokens
@@ -21,17 +22,16 @@ from shardwise.data.packing import permutation, rows_of_epoch
 from shardwise.data.render import Rendered
 from shardwise.data.sources import Findings, Source, Text, open_sources
 from shardwise.errors import DataError
-from shardwise.folders import cache_root
-from shardwise.job.schema import Job
+from shardwise.job.schema import Data, Job
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH_SAMPLES = 256
 BATCH_CHARS = 2 << 20
-"""Samples are tokenised together up to this many, which bounds the memory."""
+"""Samples are tokenised together up to these numbers, which bounds the memory."""
 SHOWN_TOKENS = 2048
-"""The sample that is shown ends after so many tokens."""
+"""At most this many tokens of the first sample are shown."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Prepared:
     train: TokenDataset
     eval: TokenDataset | None
     summary: dict[str, Any]
-    """What happened on the way, as plain values; `key` names what the tokens are made from, and how."""
+    """Counts and formats as plain values; `key` is a hash of the data's inputs and options."""
     content: str
-    """A hash of the tokens themselves, and of how a share is held out."""
+    """A hash of the tokens themselves, and of the held-out share."""
     sample: RenderedSample
     """The first training sample."""
     chat_template: str | None
@@ -80,32 +80,34 @@ class Counts:
 def prepare(
     job: Job, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, cache_root: Path | None = None
 ) -> Prepared:
-    """Tokenised training and held-out data of the job, from the cache where they are in it.
+    """Return the job's tokenised training and held-out data, from the cache where possible.
 
     vocab_size: rows of the model's embedding. cache_root: default is `$SHARDWISE_CACHE`, else
     `~/.cache/shardwise`. Every process of a machine may call this at once: one builds, the others wait.
-    Raises DataError for whatever is wrong with the data.
+    Raises DataError for any fault of the data.
     """
     data = job.data
-    build = _Build(job, tokenizer, vocab_size=vocab_size, root=cache_root)
-    train, note, _ = build.dataset(data.train, key="data.train")
-    held_out: TokenDataset | None = None
+    build = _Build(data, tokenizer, vocab_size, cache_root or folders.cache_root())
+    entries = [build.dataset(data.train, key="data.train")]
+    (train, note, _), held_out = entries[0][1], None
     if data.eval is not None:
-        held_out, *_ = build.dataset(data.eval, key="data.eval")
+        entries.append(build.dataset(data.eval, key="data.eval"))
+        held_out = entries[1][1].dataset
     elif data.eval_fraction > 0:
         train, held_out = hold_out(train, data.eval_fraction, seed=job.train.seed)
+    split = str(data.eval_fraction)
     return Prepared(
         train=train,
         eval=held_out,
-        summary=_summary(job, note, train, held_out) | {"key": build.key()},
-        content=build.content(),
+        summary=_summary(job, note, train, held_out) | {"key": _hash(*(key for key, _ in entries), split)},
+        content=_hash(*(entry.sha256 for _, entry in entries), split),
         sample=_show(train, tokenizer),
         chat_template=None if note["formats"] == ["text"] else build.template,
     )
 
 
 def documents(job: Job) -> Iterator[str]:
-    """The raw text of the training data, one message, document or part of a document at a time."""
+    """Yield the raw text of the training data, one message, document or part of a document at a time."""
     for sample in Reader(open_sources(job.data.train, split=job.data.split, key="data.train"), job.data):
         if isinstance(sample, Text):
             yield sample.text
@@ -129,42 +131,26 @@ def hold_out(dataset: TokenDataset, fraction: float, *, seed: int) -> tuple[Toke
     return dataset.subset(np.flatnonzero(~chosen)), dataset.subset(np.flatnonzero(chosen))
 
 
+def _hash(*parts: str) -> str:
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
+
+
+@dataclass
 class _Build:
     """Turns files into cache entries, all with the same tokenizer and options."""
 
-    def __init__(
-        self, job: Job, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, root: Path | None
-    ) -> None:
-        self.data = job.data
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.root = root or cache_root()
-        self.template = template_for(tokenizer, job.data.chat_template)
-        self._identity = _tokenizer_identity(tokenizer)
-        self._keys: list[str] = []
-        self._contents: list[str] = []
+    data: Data
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    root: Path
 
-    def key(self) -> str:
-        """Names what the datasets were built from, and how one is split off the other."""
-        return self._joined(self._keys)
+    def __post_init__(self) -> None:
+        self.template = template_for(self.tokenizer, self.data.chat_template)
+        self._identity = _tokenizer_identity(self.tokenizer)
 
-    def content(self) -> str:
-        """Names the datasets' tokens, and how one is split off the other."""
-        return self._joined(self._contents)
-
-    def dataset(self, spec: str | list[str], *, key: str) -> Entry:
+    def dataset(self, spec: str | list[str], *, key: str) -> tuple[str, Entry]:
+        """Return the name of the entry in the cache, and the entry."""
         sources = open_sources(spec, split=self.data.split, key=key)
-        name = self._entry(sources)
-        entry = load_or_build(self.root, name, lambda writer: self._fill(writer, sources, key))
-        self._keys.append(name)
-        self._contents.append(entry.sha256)
-        return entry
-
-    def _joined(self, parts: list[str]) -> str:
-        text = " ".join([*parts, str(self.data.eval_fraction)])
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-    def _entry(self, sources: list[Source]) -> str:
         options = self.data.model_dump(
             include={"format", "max_samples", "sequence_length", "loss_on", "system", "too_long", "skip_bad"}
         )
@@ -176,31 +162,33 @@ class _Build:
             "vocab_size": self.vocab_size,
             **options,
         }
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+        name = _hash(json.dumps(content, sort_keys=True))
+        return name, load_or_build(self.root, name, lambda writer: self._fill(writer, sources, key))
 
     def _fill(self, writer: Writer, sources: list[Source], key: str) -> dict[str, Any]:
         reader = Reader(sources, self.data)
         encoder = Encoder(self.tokenizer, vocab_size=self.vocab_size)
-        sink = _Sink(writer, self.data.sequence_length, self.data.too_long)
+        rows = _RowWriter(writer, self.data.sequence_length, self.data.too_long)
         with Renderer(self.tokenizer, self.template, answers_only=self.data.loss_on == "answers") as renderer:
             for batch in _batches(reader):
                 if reader.bad.fatal:
                     continue  # reading on only to count
                 if isinstance(batch[0], Text):
                     for text, tokens in encoder.documents(batch):
-                        sink.document(text, tokens)
+                        rows.document(text, tokens)
                 else:
-                    _conversations(batch, renderer, encoder, sink, reader.bad)
+                    _conversations(batch, renderer, encoder, rows, reader.bad)
         reader.bad.raise_if_fatal()
-        sink.long.raise_if_fatal()
-        sink.counts.read, sink.counts.bad, sink.counts.samples = reader.read, reader.bad.count, len(writer)
+        rows.long.raise_if_fatal()
+        counts = rows.counts
+        counts.read, counts.bad, counts.samples = reader.read, reader.bad.count, len(writer)
         if not len(writer):
-            raise _nothing_left(sink.counts, key)
-        return {"formats": reader.formats, "counts": asdict(sink.counts)}
+            raise _nothing_left(counts, key)
+        return {"formats": reader.formats, "counts": asdict(counts)}
 
 
 def _conversations(
-    batch: list[Conversation], renderer: Renderer, encoder: Encoder, sink: _Sink, bad: Findings
+    batch: list[Conversation], renderer: Renderer, encoder: Encoder, rows: _RowWriter, bad: Findings
 ) -> None:
     rendered: list[tuple[str, Rendered]] = []
     groups: list[int] = []
@@ -208,16 +196,15 @@ def _conversations(
         if isinstance(result, str):
             bad.add(conversation.where, result)
             continue
-        group = sink.new_group()
-        sink.counts.split += len(result) > 1
-        rendered.extend((conversation.where, sample) for sample in result)
-        groups.extend([group] * len(result))
+        rows.counts.split += len(result) > 1
+        rendered += [(conversation.where, sample) for sample in result]
+        groups += [rows.new_group()] * len(result)
     if rendered:
         for (where, _), group, encoded in zip(rendered, groups, encoder.conversations(rendered), strict=True):
-            sink.conversation(where, encoded, group=group)
+            rows.conversation(where, encoded, group=group)
 
 
-class _Sink:
+class _RowWriter:
     """Makes tokenised samples fit into rows and writes them."""
 
     def __init__(self, writer: Writer, sequence_length: int, too_long: str) -> None:
@@ -230,7 +217,7 @@ class _Sink:
         self._room = sequence_length
         self._too_long = too_long
         self._groups = 0
-        self._open: Tokens = np.zeros(0, dtype=np.uint32)  # end of a document whose next part is to come
+        self._open: Tokens = np.zeros(0, dtype=np.uint32)  # end of a document whose next part follows
 
     def new_group(self) -> int:
         self._groups += 1
@@ -239,25 +226,22 @@ class _Sink:
     def document(self, text: Text, tokens: Tokens) -> None:
         """Cut a document into pieces as long as a row; all its tokens are trained."""
         tokens = np.concatenate([self._open, tokens])
-        whole = len(tokens) if text.ends else len(tokens) // self._room * self._room
-        for start in range(0, whole, self._room):
-            piece = tokens[start : min(start + self._room, whole)]
+        end = len(tokens) if text.ends else len(tokens) // self._room * self._room
+        for start in range(0, end, self._room):
+            piece = tokens[start : min(start + self._room, end)]
             self._add(Encoded(piece, np.ones(len(piece), dtype=np.uint8)), self.new_group())
-        self._open = tokens[whole:]
+        self._open = tokens[end:]
 
     def conversation(self, where: str, encoded: Encoded, *, group: int) -> None:
         excess = len(encoded.tokens) - self._room
         if excess > 0 and self._too_long == "error":
             self.long.add(where, f"{len(encoded.tokens)} tokens")
-            return
-        if excess > 0 and self._too_long == "drop":
+        elif excess > 0 and self._too_long == "drop":
             self.counts.too_long += 1
-            return
-        if excess > 0:
-            self.counts.truncated += 1
-            self.counts.truncated_tokens += excess
-            encoded = Encoded(encoded.tokens[: self._room], encoded.trained[: self._room])
-        self._add(encoded, group)
+        else:
+            self.counts.truncated += excess > 0
+            self.counts.truncated_tokens += max(0, excess)
+            self._add(Encoded(encoded.tokens[: self._room], encoded.trained[: self._room]), group)
 
     def _add(self, encoded: Encoded, group: int) -> None:
         if encoded.trained[1:].any():
@@ -267,7 +251,7 @@ class _Sink:
 
 
 def _batches(samples: Iterable[Sample]) -> Iterator[list[Any]]:
-    """Samples of one kind that are rendered and tokenised together."""
+    """Group samples of one kind that are tokenised together."""
     for _, group in groupby(samples, type):
         batch: list[Sample] = []
         chars = 0
@@ -282,36 +266,32 @@ def _batches(samples: Iterable[Sample]) -> Iterator[list[Any]]:
 
 
 def _nothing_left(counts: Counts, key: str) -> DataError:
+    what, fix = "no sample is left to train on", "look at the counts: the data is empty, or was filtered out"
     if counts.without_target:
         what = "no token of the data would be trained"
         fix = "raise data.sequence_length if the questions fill it, or set data.loss_on: all"
-    else:
-        what = "no sample is left to train on"
-        fix = "look at the counts: the data is empty, or all of it was filtered out"
+    numbers = f"{counts.read} read, {counts.bad} bad, {counts.too_long} too long"
     return DataError(
-        f"{what}: {counts.read} read, {counts.bad} bad, {counts.too_long} too long, "
-        f"{counts.without_target} without a trained token",
-        where=key,
-        fix=fix,
+        f"{what}: {numbers}, {counts.without_target} without a trained token", where=key, fix=fix
     )
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of everything that decides which tokens a text becomes."""
+    """Hash everything that decides the tokens of a text."""
     if tokenizer.is_fast:
-        whole = json.loads(tokenizer.backend_tokenizer.to_str())
-        # A tokenizer remembers how it was last called; these do not hold for the calls made here.
-        whole["truncation"] = whole["padding"] = None
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        # A tokenizer remembers the options of its last call; they do not hold for the calls made here.
+        content["truncation"] = content["padding"] = None
     else:
-        whole = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
-    whole["special"] = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+        content = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+    content["special"] = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _summary(
     job: Job, note: dict[str, Any], train: TokenDataset, held_out: TokenDataset | None
 ) -> dict[str, Any]:
-    """Counts that are zero, and the fill of rows that are not packed, are left out."""
+    """Counts and sizes, without counts of zero; `fill` is the share of packed rows that is not padding."""
     counts = {name: count for name, count in note["counts"].items() if count or name == "read"}
     summary = {"format": " and ".join(note["formats"]), **counts, "train_samples": len(train)}
     if held_out is not None:
@@ -322,7 +302,9 @@ def _summary(
         "longest_tokens": int(train.lengths.max()),
     }
     if job.data.packing:
-        summary["fill"] = round(_fill(job, train), 4)
+        length, seed = job.data.sequence_length, job.train.seed
+        rows = rows_of_epoch(train.lengths, sequence_length=length, seed=seed, epoch=0, packing=True)
+        summary["fill"] = round(_total(train.lengths) / (len(rows) * length), 4)
     return summary
 
 
@@ -330,18 +312,10 @@ def _total(column: npt.NDArray[np.int32]) -> int:
     return int(column.sum(dtype=np.int64))
 
 
-def _fill(job: Job, dataset: TokenDataset) -> float:
-    """Share of the first epoch's packed rows that is not padding."""
-    length = job.data.sequence_length
-    rows = rows_of_epoch(dataset.lengths, sequence_length=length, seed=job.train.seed, epoch=0, packing=True)
-    return _total(dataset.lengths) / (len(rows) * length)
-
-
 def _show(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> RenderedSample:
     tokens, trained = dataset.sample(0)
-    shown = tokens[:SHOWN_TOKENS].tolist()
+    marked = zip(tokens[:SHOWN_TOKENS].tolist(), trained.tolist(), strict=False)
     runs: list[tuple[str, bool]] = []
-    marked = zip(shown, trained.tolist(), strict=False)
     for is_trained, run in groupby(marked, key=lambda pair: bool(pair[1])):
         text = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
         runs.append((text, is_trained))

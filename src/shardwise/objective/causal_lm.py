@@ -98,8 +98,9 @@ class CausalLMLoss(nn.Module):
     def _segments(self, batch: MicroBatch) -> dict[str, Any]:
         """What `attention.varlen_attention` is told, in transformers' names."""
         borders, whole = batch.cu_seqlens, 0
-        if batch.whole_rows and not self.windowed and attention.whole_rows_are_faster(borders.device):
-            whole = batch.whole_rows
+        rows = batch.single_segment_rows
+        if rows and not self.windowed and attention.whole_rows_are_faster(borders.device):
+            whole = rows
             borders = borders[whole:] - whole * batch.max_seqlen
         lengths = {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
         return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "whole_rows": whole, **lengths}

@@ -1,1 +1,1 @@
-"""The run folder: its schema, writing it, reading it."""
+"""Folders of runs and benches: their schemas, writing them, reading them."""

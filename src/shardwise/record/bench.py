@@ -1,31 +1,75 @@
-"""The folder of a bench: what was asked in `bench.json`, a line a finished row in `rows.jsonl`."""
+"""The folder of a bench: its settings in `bench.json`, a line for each finished row in `rows.jsonl`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError
-from shardwise.record.bench_schema import HEAD, ROW, wrong
 from shardwise.record.read import read_events
+from shardwise.simulate.prediction import MemoryTerms
 
 BENCH = "bench.json"
 ROWS = "rows.jsonl"
 SCHEMA = 1
 
+Kind = tuple[type, ...]
+NONE = type(None)
+NUMBER: Kind = (int, float)
+TEXT, LIST, OBJECT, INTEGER = (str,), (list,), (dict,), (int,)
+_WORDS = {int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object", NONE: "null"}
+
+
+def _keys(within: str, kind: Kind, names: str) -> dict[str, Kind]:
+    return {f"{within}{name}": kind for name in names.split()}
+
+
+HEAD: Mapping[str, Kind] = {
+    **_keys("", OBJECT, "job job.model job.data job.train environment"),
+    **_keys("", TEXT, "name job.model.source job.train.precision"),
+    **_keys("", INTEGER, "job.data.sequence_length job.train.global_batch processes warmup_steps steps"),
+    **_keys("", LIST, "left_out order"),
+}
+"""Keys of `bench.json` that a report reads; a key within another is written with a dot, after that one."""
+
+ROW: Mapping[str, Kind] = {
+    **_keys("", TEXT, "key label date status"),
+    **_keys("", (str, NONE), "error predicted_unavailable"),
+    **_keys("", LIST, "why"),
+    **_keys("", OBJECT, "strategy"),
+    **_keys("strategy.", INTEGER, "micro_batch accumulation checkpoint_every"),
+    **_keys("", (dict, NONE), "predicted measured"),
+    **_keys("predicted.", OBJECT, "memory memory.terms time energy"),
+    **_keys("predicted.memory.", NUMBER, "peak_reserved_bytes peak_allocated_bytes outside_allocator_bytes"),
+    **_keys("predicted.memory.", NUMBER, "capacity_bytes"),
+    **_keys("predicted.memory.terms.", NUMBER, " ".join(field.name for field in fields(MemoryTerms))),
+    **_keys("predicted.time.", NUMBER, "tokens_per_second_per_gpu exposed_communication_fraction"),
+    **_keys("predicted.", NUMBER, "energy.joules_per_token"),
+    **_keys("measured.", (*NUMBER, NONE), "peak_allocated_bytes peak_reserved_bytes outside_allocator_bytes"),
+    **_keys("measured.", (*NUMBER, NONE), "tflops_per_gpu mfu joules_per_token"),
+    **_keys("measured.", (*NUMBER, NONE), "exposed_communication_fraction"),
+    **_keys("measured.", NUMBER, "step_seconds tokens_per_second_per_gpu"),
+    **_keys("measured.", INTEGER, "steps warmup_steps"),
+    **_keys("measured.", TEXT, "memory_of verdict"),
+    **_keys("measured.", LIST, "loss grad_norm verdict_why step_seconds_all"),
+    **_keys("measured.", LIST, "reserved_by_step_bytes allocated_by_step_bytes"),
+    **_keys("measured.", (str, NONE), "mfu_unavailable joules_unavailable exposed_unavailable"),
+}
+"""Keys of a line of `rows.jsonl` that a report reads; within null nothing is expected."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRecord:
-    """What a bench's folder says."""
+    """Content of a bench's folder."""
 
     path: Path
     head: Mapping[str, Any]
-    """The job, processes, steps, machine, and what was left out."""
+    """The job, processes, steps, machine, and the strategies that were left out."""
     rows: list[dict[str, Any]]
-    """In the order they were asked for first; of a row that was run again, the newest."""
+    """In the order of the head's `order`; of a row that was measured again, the newest."""
 
 
 def is_bench_folder(path: Path) -> bool:
@@ -34,9 +78,9 @@ def is_bench_folder(path: Path) -> bool:
 
 
 def read_bench(path: Path, *, to_show: bool = False) -> BenchRecord:
-    """All of it, while the bench goes on too. JobError where it is none, or is damaged.
+    """Read a bench's folder, also while the bench runs. JobError where it is none, or is damaged.
 
-    `to_show`: also where head or rows lack anything that a report reads. A bench that goes on needs less.
+    `to_show`: require all keys that a report reads. Continuing a bench needs fewer.
     """
     try:
         head = json.loads((path / BENCH).read_text(encoding="utf-8"))
@@ -50,23 +94,41 @@ def read_bench(path: Path, *, to_show: bool = False) -> BenchRecord:
             where=str(path / BENCH),
             fix="read it with the version of shardwise that wrote it",
         )
-    missing = list(wrong(head, HEAD if to_show else {"order": HEAD["order"]}))
-    if missing:
-        raise _damaged(path / BENCH, missing, "restore it from a copy, or measure in another folder: --out")
+    fix = "restore it from a copy, or measure in another folder: --out"
+    _check(head, HEAD if to_show else {"order": HEAD["order"]}, str(path / BENCH), fix)
     newest: dict[str, dict[str, Any]] = {}
+    fix = "remove the line; `shardwise bench` with this folder as --out then measures that row again"
     for number, row in enumerate(read_events(path / ROWS) if (path / ROWS).exists() else [], start=1):
-        missing = list(wrong(row, ROW if to_show else {"key": ROW["key"]}))
-        if missing:
-            fix = "remove the line; `shardwise bench` with this folder as --out then measures that row again"
-            raise _damaged(f"{path / ROWS}:{number}", missing, fix)
+        _check(row, ROW if to_show else {"key": ROW["key"]}, f"{path / ROWS}:{number}", fix)
         newest[row["key"]] = row
     order = {key: place for place, key in enumerate(head["order"])}
     rows = sorted(newest.values(), key=lambda row: order.get(row["key"], len(order)))
     return BenchRecord(path=path, head=head, rows=rows)
 
 
-def _damaged(place: Path | str, missing: list[str], fix: str) -> JobError:
-    more = f", and {len(missing) - 3} more" if len(missing) > 3 else ""
-    return JobError(
-        f"this is not what a bench has written: {', '.join(missing[:3])}{more}", where=str(place), fix=fix
-    )
+def _check(values: Mapping[str, Any], expected: Mapping[str, Kind], where: str, fix: str) -> None:
+    wrong = list(_wrong(values, expected))
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise JobError(
+            f"this is not what a bench has written: {', '.join(wrong[:3])}{more}", where=where, fix=fix
+        )
+
+
+def _wrong(values: Mapping[str, Any], expected: Mapping[str, Kind]) -> Iterator[str]:
+    """`measured.loss is missing`, `order is not a list`; nothing within a key that is itself wrong."""
+    skipped: list[str] = []
+    for path, kinds in expected.items():
+        if any(path.startswith(f"{outer}.") for outer in skipped):
+            continue
+        *outer, name = path.split(".")
+        place: Any = values
+        for key in outer:
+            place = place[key]
+        if name not in place:
+            yield f"{path} is missing"
+        elif isinstance(place[name], bool) or not isinstance(place[name], kinds):
+            yield f"{path} is not {' or '.join(dict.fromkeys(_WORDS[kind] for kind in kinds))}"
+        elif place[name] is not None:
+            continue
+        skipped.append(path)

@@ -1,4 +1,4 @@
-"""Where a run ran: versions, machine, command. Read without importing the libraries it names."""
+"""Versions, machine and command of a run, read without importing the libraries."""
 
 from __future__ import annotations
 
@@ -7,37 +7,26 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from shardwise.record.redact import redact_tree
 
-PACKAGES = (
-    "shardwise",
-    "torch",
-    "transformers",
-    "deepspeed",
-    "peft",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "triton",
-    "liger-kernel",
-    "bitsandbytes",
-)
+_PACKAGES = ["shardwise", "torch", "transformers", "deepspeed", "peft", "datasets", "tokenizers"]
+_PACKAGES += ["safetensors", "numpy", "triton", "liger-kernel", "bitsandbytes"]
 
 
 def environment(
     *, gpus: Sequence[Mapping[str, Any]] = (), driver: str | None = None, command: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """The content of `environment.json`, without secrets.
+    """Content of `environment.json`, without secrets.
 
-    `gpus` (name, memory_bytes of each) and `driver` come from the caller, who can see the GPUs.
-    `command` is what the user typed; unknown, it is this process's.
+    `gpus` (name, memory_bytes of each) and `driver` come from the caller, which can read them.
+    `command` is what the user typed, by default this process's.
     """
-    values = {
+    values: dict[str, Any] = {
         "schema": 1,
         "command": list(sys.argv if command is None else command),
         "python": platform.python_version(),
@@ -51,18 +40,15 @@ def environment(
         "driver": driver,
         "git": _git(Path.cwd()),
     }
-    redacted: dict[str, Any] = redact_tree(values)
-    return redacted
+    return {key: redact_tree(value) for key, value in values.items()}
 
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that a run's numbers depend on."""
     found = {}
-    for package in PACKAGES:
-        try:
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
@@ -77,18 +63,14 @@ def _cpu_name() -> str:
 
 def _git(folder: Path) -> dict[str, Any] | None:
     """Commit of the repository around `folder`, and whether there are changes; None outside of one."""
-    commit = _run_git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    changes = _run_git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "changed": bool(changes)}
 
+    def run(*arguments: str) -> str | None:
+        command = ["git", *arguments]
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=5, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
 
-def _run_git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=5, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+    commit, changes = run("rev-parse", "HEAD"), run("status", "--porcelain", "--untracked-files=no")
+    return None if commit is None else {"commit": commit, "changed": bool(changes)}

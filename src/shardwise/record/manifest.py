@@ -1,7 +1,7 @@
-"""A checkpoint's manifest: what it holds, byte by byte, and what it belongs to.
+"""A checkpoint's manifest: its files with their hashes, and the run that it belongs to.
 
-File formats do not notice a flipped bit or a zeroed page, so the manifest carries the SHA-256 of
-every file, and of itself. A folder without a manifest that verifies is not a checkpoint.
+File formats do not notice a flipped bit or a zeroed page, so the manifest holds the SHA-256 of every
+file, and of itself. A folder without a manifest that verifies is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ from typing import Any
 
 SCHEMA = 1
 NAME = "manifest.json"
-_CHUNK_BYTES = 8 * 1024**2
-_THREADS = 8  # hashlib releases the GIL
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What a checkpoint belongs to: it is only ever loaded by a run of the same origin."""
+    """The run that a checkpoint belongs to: only a run of the same origin loads it."""
 
     world_size: int
     strategy: Mapping[str, Any]
     """`Strategy.to_json()`."""
     identity: Mapping[str, Any]
-    """The job's fields that make it this job: model, data, sequence length, precision, seed, ..."""
+    """Fields that identify the job: model, data, sequence length, precision, seed, ..."""
     versions: Mapping[str, str]
-    """Versions of the libraries that wrote it; for the reader, never compared."""
+    """Versions of the libraries that wrote it, for information: they are never compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything `manifest.json` says. Paths are relative to its folder, with `/` between parts."""
+    """Content of `manifest.json`. Paths are relative to its folder, with `/` between parts."""
 
     step: int
     origin: Origin
@@ -52,7 +50,7 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files of the checkpoint, the manifest left out."""
+        """Bytes of all files of the checkpoint, without the manifest."""
         return sum(entry.size_bytes for entry in self.files.values())
 
     def to_text(self) -> str:
@@ -67,7 +65,7 @@ class Manifest:
 
     @staticmethod
     def from_text(text: str) -> Manifest:
-        """The inverse of `to_text`. Raises ValueError saying what is wrong."""
+        """Parse what `to_text` wrote. ValueError where it is damaged or of another schema."""
         try:
             body = json.loads(text)
             claimed = body.pop("manifest_sha256")
@@ -88,25 +86,19 @@ def folder_name(step: int) -> str:
 
 
 def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of everything named like a checkpoint, newest first; sound or not."""
-    found = []
-    for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
-        match = re.fullmatch(r"step-(\d{6,})", path.name)
-        if match:
-            found.append((int(match[1]), path))
-    return sorted(found, reverse=True)
+    """(step, folder) of every folder named like a checkpoint, newest first; it may be damaged."""
+    named = ((re.fullmatch(r"step-(\d{6,})", path.name), path) for path in checkpoints.glob("step-*"))
+    return sorted(((int(match[1]), path) for match, path in named if match), reverse=True)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises ValueError saying what is wrong with it."""
+    """Read the manifest of a checkpoint. ValueError where it is missing, damaged or of another step."""
     try:
-        text = (folder / NAME).read_text(encoding="utf-8")
+        manifest = Manifest.from_text((folder / NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError("there is no manifest.json: the checkpoint was never finished") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"manifest.json cannot be read ({error})") from None
-    try:
-        manifest = Manifest.from_text(text)
     except ValueError as error:
         raise ValueError(f"manifest.json: {error}") from None
     if folder.name != folder_name(manifest.step):
@@ -115,13 +107,13 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Relative paths of all files below `folder`, sorted, the manifest left out."""
+    """Relative paths of all files below `folder` without the manifest, sorted."""
     files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(name for path in files if (name := path.relative_to(folder).as_posix()) != NAME)
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    """Files that are missing, of the wrong size, or not in the manifest. Reads no content."""
+    """List files that are missing, of the wrong size, or not in the manifest. Reads no content."""
     problems = []
     present = set(list_files(folder))
     for name, entry in manifest.files.items():
@@ -136,9 +128,9 @@ def check_sizes(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def verify(folder: Path, *, rank: int = 0, size: int = 1) -> list[str]:
-    """What is wrong with a checkpoint, every byte read; empty when it is sound.
+    """List what is wrong with a checkpoint after reading every byte; empty when it is intact.
 
-    With `size` > 1 each of so many ranks reads its share of the files.
+    Each of `size` ranks reads its share of the files.
     """
     try:
         manifest = read_manifest(folder)
@@ -159,18 +151,14 @@ def verify(folder: Path, *, rank: int = 0, size: int = 1) -> list[str]:
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """Size and SHA-256 of files below `folder`, several at a time."""
-    names = list(names)
-    with ThreadPoolExecutor(max_workers=_THREADS) as pool:
-        return dict(zip(names, pool.map(lambda name: _hash_file(folder / name), names), strict=True))
 
+    def entry(name: str) -> tuple[str, FileEntry]:
+        with (folder / name).open("rb", buffering=0) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return name, FileEntry(size_bytes=file.tell(), sha256=digest)
 
-def _hash_file(path: Path) -> FileEntry:
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileEntry(size_bytes=size, sha256=digest.hexdigest())
+    with ThreadPoolExecutor(max_workers=8) as pool:  # hashlib releases the GIL
+        return dict(pool.map(entry, names))
 
 
 def _hash_of(body: Mapping[str, Any]) -> str:

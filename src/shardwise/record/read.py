@@ -1,4 +1,4 @@
-"""Reading a run folder, from any process and at any time: while the run goes on, and after it was killed."""
+"""Reading a run folder, from any process and at any time: during the run, or after it was killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOCK = ".lock"
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a run folder says."""
+    """Content of a run folder."""
 
     path: Path
     job: Mapping[str, Any]
@@ -39,8 +39,7 @@ def is_run_folder(path: Path) -> bool:
 
 
 def read_run(path: Path) -> RunRecord:
-    """All but the checkpoints. JobError where `path` is no run folder or one of its files is broken."""
-    path = Path(path)
+    """Read all but the checkpoints. JobError where `path` is no run folder or a file in it is broken."""
     if not path.is_dir():
         raise JobError(f"there is no folder {path}", where=str(path), fix=_known_runs(path.parent))
     if not is_run_folder(path):
@@ -55,11 +54,11 @@ def read_run(path: Path) -> RunRecord:
 
 
 _NEEDED = {"step": {"step", "loss", "tokens", "seconds"}, "eval": {"step", "loss"}}
-"""What every reader takes of these kinds of events."""
+"""Keys that every reader needs of these kinds of events."""
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events in order. A last line that was cut off by a crash is left out; any other is a JobError."""
+    """Read the events in order, without a last line that a crash cut off; JobError for any other damage."""
     events = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -82,15 +81,10 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 def is_being_written(path: Path) -> bool:
     """Whether a process holds the run folder's lock now."""
     try:
-        descriptor = os.open(path / LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
+        with (path / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -110,7 +104,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _no_run(folder: Path) -> JobError:
-    """What to say of a folder that is none: where the runs are, or how the job file in it is run."""
+    """The error for a folder that is no run folder: it names the runs in it, or how to run its job file."""
     if (folder / JOB).is_file() and not _runs_in(folder):
         place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
         return JobError(
@@ -122,14 +116,12 @@ def _no_run(folder: Path) -> JobError:
 
 
 def _known_runs(folder: Path) -> str:
-    """The run folders in `folder`, as advice."""
-    runs = _runs_in(folder)
-    if not runs:
-        return "name a run folder, e.g. runs/NAME"
-    return "name one of these: " + ", ".join(str(run) for run in runs[:5])
+    """Advice that names the run folders in `folder`."""
+    runs = ", ".join(str(run) for run in _runs_in(folder)[:5])
+    return f"name one of these: {runs}" if runs else "name a run folder, e.g. runs/NAME"
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """Run folders in `folder` and in its folders, such as `runs`, where this user may look."""
+    """Run folders in `folder` and in its subfolders, such as `runs`, that this user may enter."""
     inside = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
     return sorted(path for path in inside if os.access(path, os.X_OK) and is_run_folder(path))

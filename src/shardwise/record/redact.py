@@ -1,7 +1,4 @@
-"""One redactor for what is shown or sent: secrets are replaced, all else is left as it is.
-
-Not for what is read back and acted on, a run's `job.yaml`: a sentence about a password looks like one.
-"""
+"""Remove secrets from what is shown or sent; not from `job.yaml`, which is read back unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +10,10 @@ from shardwise.job.secrets import SHAPES
 
 HIDDEN = "[hidden]"
 
-_TOKEN = re.compile(r"(?<![A-Za-z0-9_-])(?:" + "|".join(SHAPES) + ")")
+_SECRET = re.compile(
+    rf"(?<![A-Za-z0-9_-])(?:{'|'.join(SHAPES)})"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----"
+)
 # Names that hold secrets; `pad_token`, `target_tokens` and the like are not among them.
 _NAMED = re.compile(
     r"(?i)\b([a-z0-9_]*(?:api_?key|access_?key|secret|password|passwd|"
@@ -22,20 +22,18 @@ _NAMED = re.compile(
 )
 _BEARER = re.compile(r"(?i)\b(bearer\s+)([A-Za-z0-9._~+/=-]{12,})")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*://[^\s:/@]*:)([^\s@/]+)(?=@)")
-_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
 
 
 def redact(text: str) -> str:
-    """`text` with every token, key, password and private key replaced by `[hidden]`."""
-    text = _PRIVATE_KEY.sub(HIDDEN, text)
-    text = _TOKEN.sub(HIDDEN, text)
+    """Replace every token, key, password and private key by `[hidden]`."""
+    text = _SECRET.sub(HIDDEN, text)
     for pattern in (_NAMED, _BEARER, _URL):
         text = pattern.sub(rf"\g<1>{HIDDEN}", text)
     return text
 
 
 def redact_tree(value: Any) -> Any:
-    """`redact` on every string in nested JSON values; keys stay."""
+    """Apply `redact` to every string in nested JSON values, except keys."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):

@@ -1,8 +1,7 @@
 """The events of a run: one JSON object a line in `events.jsonl`, each with `kind` and `time`.
 
-Units are in the names (seconds, bytes) or here: losses are nats per target token, `time` is Unix
-seconds, lists are by rank. A number that is not finite is written as null and named in the key
-`not_finite`, e.g. {"grad_norm": "inf"}.
+Losses are nats per target token, `time` is Unix seconds, lists have one value per rank; other units are in
+the names. A number that is not finite is written as null and listed in `not_finite`: {"grad_norm": "inf"}.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """The first line: what is going to be run."""
+    """The first line of a launch: what it is going to run."""
 
     kind: ClassVar[str] = "run"
     name: str
@@ -26,9 +25,9 @@ class RunEvent:
     parameters: int
     trainable_parameters: int
     energy_source: str | None = None
-    """What `joules` come from: NVML's energy `counter`, or `power samples`; null where there are none."""
+    """Source of `joules`: NVML's energy `counter` or `power samples`; null where there is none."""
     outside_allocator_source: str | None = None
-    """`process`: NVML counts this process's memory; `device`: what all processes on the GPU use was taken."""
+    """`process`: NVML counts this process's memory; `device`: it counts all processes on the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +42,9 @@ class StepEvent:
     grad_norm: float
     """Before clipping."""
     skipped: bool
-    """The weights were left as they were because a value was not finite."""
+    """The weights were not updated because a value was not finite."""
     tokens: int
-    """Tokens of this step, padding left out."""
+    """Tokens of this step without padding."""
     target_tokens: int
     seconds: float
     tokens_per_second: float
@@ -62,16 +61,15 @@ class StepEvent:
     peak_memory_allocated_bytes: list[int] = field(default_factory=list)
     peak_memory_reserved_bytes: list[int] = field(default_factory=list)
     outside_allocator_bytes: list[int] | None = None
-    """GPU memory beside what torch's allocator has reserved, as last read (the first steps, then every 50th):
-    the CUDA context, loaded kernels, NCCL. Null where there is no GPU."""
+    """GPU memory outside torch's allocator: the CUDA context, loaded kernels, NCCL. Read in the first steps,
+    then every 50th. Null where there is no GPU."""
     host_memory_bytes: list[int] = field(default_factory=list)
     """Resident set of each process."""
     pinned_memory_bytes: list[int] | None = None
-    """Host memory that torch holds page-locked, as last read; null where there is no GPU."""
+    """Page-locked host memory of torch, as last read; null where there is no GPU."""
     joules: float | None = None
-    """Energy of all GPUs in this step, host excluded. It is counted from when the step before was issued to
-    when this one was: over several steps that is as long as `seconds`. The counter moves every 20 to 100 ms,
-    so the energy of a short step is noise: add up several."""
+    """Energy of all GPUs in this step, without the host. It is counted from the launch of the step before to
+    the launch of this one. The counter moves every 20 to 100 ms: add up several short steps."""
     joules_unavailable: str | None = None
     """Why `joules` is null."""
 
@@ -99,7 +97,7 @@ class SaveEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeEvent:
-    """The run goes on from the checkpoint of `step`; later lines of before are gone."""
+    """The run continues from the checkpoint of `step`; later lines were removed."""
 
     kind: ClassVar[str] = "resume"
     step: int
@@ -120,43 +118,43 @@ class StopEvent:
 Event = RunEvent | StepEvent | EvalEvent | SaveEvent | ResumeEvent | StopEvent
 
 OUT_OF_MEMORY = "out_of_memory.json"
-"""Beside events.jsonl, where a process ran out of GPU memory: {"schema": 1, "failures": [...]}, of each the
-`evidence` (below), the `error` as it was told, and the strategy `retried_with` and `from_step`, or null."""
+"""Written next to events.jsonl where a process ran out of GPU memory: {"schema": 1, "failures": [...]}.
+A failure has the `evidence` (below), the `error` as printed, and `retried_with` and `from_step`, or null."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory:
-    """How one process ran out of GPU memory. Bytes are null where nobody could tell (on a CPU, all are)."""
+    """How one process ran out of GPU memory. Bytes that are not known are null: on a CPU, all are."""
 
     rank: int
     ranks: tuple[int, ...]
-    """All that ran out before the run was ended, this one first."""
+    """All ranks that ran out of memory before the run ended, this one first."""
     phase: str
     """`building`, `restoring`, `batch`, `forward`, `backward`, `optimizer`, `evaluation`, `saving`, or
     `other`."""
     step: int | None
-    """The optimizer step that was under way, or, evaluating and saving, the last one done."""
+    """The current optimizer step; in an evaluation or a save, the last finished one."""
     module: str | None
-    """The innermost one known by name; in a backward pass the block whose gradient was being computed."""
+    """Name of the innermost module; in a backward pass, the block whose gradient was computed."""
     call: str
     """The innermost line of Python: `stage3.py:812 in partition_grads`."""
     message: str
-    """The first line of what the allocator, or the library, said."""
+    """First line of the error of the allocator or the library."""
     strategy: dict[str, object]
     """`Strategy.to_json()`."""
     vocab_size: int | None
-    """Rows of the embedding, where a new tokenizer decided them."""
+    """Rows of the embedding, where a new tokenizer sets them."""
     asked_bytes: int | None
     allocated_bytes: int | None
     """In tensors at that moment."""
     resident_bytes: int | None
-    """Of these, what stays when the step is let go of: weights, optimizer, gradients so far, buffers."""
+    """Part of `allocated_bytes` that outlives the step: weights, optimizer, gradients so far, buffers."""
     reserved_bytes: int | None
-    """What torch's allocator held; beyond `allocated_bytes` it is fragments too small for what was asked."""
+    """Held by torch's allocator; what exceeds `allocated_bytes` are fragments too small for the request."""
     process_bytes: int | None
-    """What this process held of the GPU, CUDA's context and NCCL included."""
+    """GPU memory of this process, CUDA's context and NCCL included."""
     free_bytes: int | None
     total_bytes: int | None
     """Of the GPU."""
     allowed_bytes: int | None
-    """What torch's allocator may reserve under --memory-cap; null without one."""
+    """Limit of torch's allocator under --memory-cap; null without one."""

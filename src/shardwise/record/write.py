@@ -1,4 +1,4 @@
-"""Writing a run folder. Only rank 0 does."""
+"""Writing a run folder, which only rank 0 does."""
 
 from __future__ import annotations
 
@@ -30,20 +30,15 @@ class RunFolder:
     def events(self) -> Path:
         return self.path / EVENTS
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
     @staticmethod
     def create(
         path: Path, *, job_yaml: str, plan: Mapping[str, Any], environment: Mapping[str, Any]
     ) -> RunFolder:
-        """Make a new run folder, readable by this user only. JobError where something is there already.
+        """Make a new run folder, readable by this user only. JobError where the path exists.
 
-        The job stands there word for word: it is what `--resume`, `export` and `generate` go on with, and
-        `job.load` refuses one that holds access keys. What nobody reads back is without secrets.
+        The job is written unchanged, because `--resume`, `export` and `generate` read it; `job.load` refuses
+        a job that holds access keys. The environment is written without secrets.
         """
-        path = Path(path)
         if path.exists():
             raise JobError(
                 f"the run folder {path} exists",
@@ -67,14 +62,13 @@ class RunFolder:
 
     @staticmethod
     def reopen(path: Path) -> RunFolder:
-        """The run folder of a run that is resumed. JobError where it is none, or is being written to."""
-        path = Path(path)
+        """Open the folder of a run to resume. JobError where it is none, MachineError where it is in use."""
         if not is_run_folder(path):
             raise JobError(f"there is no run to resume in {path}", where="--resume", fix="leave --resume out")
         return RunFolder(path, _lock(path))
 
     def keep_choice(self, chosen: Mapping[str, Any]) -> None:
-        """Note in plan.json what the run goes on with, where that is another strategy than before."""
+        """Write `chosen` to plan.json, where its strategy differs from the one there."""
         plan = dict(read_run(self.path).plan)
         if plan.get("chosen", {}).get("strategy") != chosen["strategy"]:
             temporary = (self.path / PLAN).with_suffix(".tmp")
@@ -82,11 +76,11 @@ class RunFolder:
             temporary.replace(self.path / PLAN)
 
     def close(self) -> None:
-        """Let others write to the folder."""
+        """Release the folder's lock."""
         os.close(self._lock)
 
     def write_engine_config(self, name: str, config: Mapping[str, Any]) -> None:
-        """Write `engine/NAME`: exactly what the engine was given."""
+        """Write `engine/NAME`: the engine's own configuration."""
         (self.path / "engine").mkdir(exist_ok=True)
         _write_json(self.path / "engine" / name, config)
 
@@ -109,16 +103,13 @@ class EventWriter:
 
 
 def to_line(event: Event, *, now: float) -> str:
-    """An event as its line of JSON, newline included."""
+    """Return an event as a line of JSON, newline included."""
     values = asdict(event)
-    bad = {key: str(value) for key, value in values.items() if _not_finite(value)}
+    floats = {key: value for key, value in values.items() if isinstance(value, float)}
+    bad = {key: str(value) for key, value in floats.items() if not math.isfinite(value)}
     values.update(dict.fromkeys(bad))
     flag = {"not_finite": bad} if bad else {}
     return json.dumps({"kind": event.kind, "time": round(now, 3), **values, **flag}, allow_nan=False) + "\n"
-
-
-def _not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _drop_after(path: Path, step: int) -> None:
@@ -137,7 +128,7 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _lock(path: Path) -> int:
-    """Take the folder's lock: a descriptor that holds it while open. MachineError where another holds it."""
+    """Lock the folder while the returned descriptor is open. MachineError where another process has."""
     descriptor = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

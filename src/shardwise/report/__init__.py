@@ -1,1 +1,1 @@
-"""What runs say, for people and for programs."""
+"""Results of runs and benches, on the terminal, as JSON and as HTML pages."""

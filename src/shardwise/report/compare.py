@@ -1,4 +1,4 @@
-"""What a run folder says, as numbers: the content of `report --json` and of the terminal's tables."""
+"""Numbers of a run folder: for `report --json`, the terminal's tables, and pages (`row_of`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.errors import JobError
 from shardwise.record.manifest import check_sizes, read_manifest, step_folders
 from shardwise.record.read import RunRecord, is_being_written, read_run
+from shardwise.report.measured import measured
 
 WARM_UP_STEPS = 5
 """Steps at the start of a launch that throughput leaves out (compilation, allocator, caches)."""
@@ -20,9 +21,9 @@ def summary(run_dir: str | Path) -> dict[str, Any]:
     """Headline numbers of one run, from its folder alone.
 
     Losses are nats per target token; units are in the names. `status`: finished, paused (at
-    --max-steps), stopped (on request), failed, running, or interrupted (it ended without a word).
-    Throughput and step time are over `steady_steps`. Numbers that the run has not produced are None.
-    Raises JobError where the folder is no complete run folder.
+    --max-steps), stopped (on request), failed, running, or interrupted (no stop event). Throughput and
+    step time are of the `steady_steps`. Numbers that the run has not produced are None. Raises JobError
+    where the folder is not a complete run folder.
     """
     run = read_run(Path(run_dir))
     head = _head(run)
@@ -54,14 +55,47 @@ def summary(run_dir: str | Path) -> dict[str, Any]:
     }
 
 
+def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
+    """Return a run as a row of the same shape as a bench's, and its record.
+
+    Speed is that of `summary`. Nothing is measured before the first step. Raises JobError as `summary` does.
+    """
+    run, numbers = read_run(path), summary(path)
+    steps = [event for event in run.events if event.get("kind") == "step" and event.get("loss") is not None]
+    header = next(event for event in run.events if event.get("kind") == "run")
+    chosen = run.plan.get("chosen") or {}
+    predicted = chosen.get("prediction")
+    found = None
+    if steps:
+        warmup = min(WARM_UP_STEPS, len(steps) - 1)
+        found = measured(steps, warmup=warmup, processes=int(header["processes"]))
+        for name in ("tokens_per_second_per_gpu", "step_seconds", "mfu"):
+            found[name] = numbers[name]
+        found["step_numbers"] = [step["step"] for step in steps]
+        found |= {"exposed_communication_fraction": None, "memory_in_step": []}
+        found["exposed_unavailable"] = "a run is not profiled: `shardwise bench` is"
+        found["evaluations"] = [(one["step"], one["loss"]) for one in numbers["evaluations"]]
+    return {
+        "label": str(numbers["name"]),
+        "strategy": chosen.get("strategy"),
+        "status": numbers["status"],
+        "error": None if found else "no step is done yet",
+        "predicted": predicted,
+        "predicted_unavailable": None if predicted else "the strategy was not chosen by a plan",
+        "why": list(chosen.get("why", [])),
+        "measured": found,
+        "summary": numbers,
+    }, run
+
+
 def losses(run_dir: str | Path) -> list[float]:
-    """Training losses in step order, those that were not finite left out; for curves."""
+    """Finite training losses in step order, for curves."""
     events = _of_kind(read_run(Path(run_dir)).events, "step")
     return [event["loss"] for event in events if event.get("loss") is not None]
 
 
 def _head(run: RunRecord) -> Mapping[str, Any]:
-    """The newest `run` event. JobError where there is none: then nothing was ever started."""
+    """Return the newest `run` event. JobError where there is none: the run has not started."""
     heads = _of_kind(run.events, "run")
     if not heads:
         raise JobError(
@@ -97,7 +131,7 @@ def _steady(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _throughput(steps: Sequence[Mapping[str, Any]], processes: int) -> dict[str, Any]:
-    """Mean tokens per second and median seconds of a step, with the steps they are taken over."""
+    """Mean tokens per second and median seconds of a step, and the steps that were measured."""
     if not steps:
         names = ("steady_steps", "tokens_per_second", "tokens_per_second_per_gpu", "step_seconds", "mfu")
         return dict.fromkeys(names)
@@ -120,7 +154,7 @@ def _peak(steps: Sequence[Mapping[str, Any]], field: str) -> list[int]:
 
 
 def _wall_seconds(events: Sequence[Mapping[str, Any]]) -> float:
-    """From the first to the last line of each launch, added up; time between launches does not count."""
+    """Sum of the launches, each from its first to its last line; time between launches does not count."""
     spans = (
         float(event["time"] - before["time"])
         for before, event in pairwise(events)
@@ -130,7 +164,7 @@ def _wall_seconds(events: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """Every checkpoint, newest first. `complete`: manifest and sizes are right; contents are not read."""
+    """List checkpoints, newest first. `complete`: manifest and sizes are right; contents are not read."""
     found = []
     for step, path in step_folders(folder):
         try:

@@ -1,4 +1,4 @@
-"""What a run's steps measured, in the units and under the names of the accuracy ledger where it has them."""
+"""Measurements of a run's steps, with the units and names of the accuracy ledger."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MOST_SPREAD = 0.05
-"""Steps that spread, drift or are skewed by more than this share make a measurement noisy."""
+"""A measurement is noisy where its steps spread, drift or are skewed by more than this share."""
 FEWEST_STEPS = 5
 LEAST_ENERGY_SECONDS = 1.0
-"""Over less, a counter that moves every 20 to 100 ms is off by more than a fifth."""
+"""Over less time, a counter that moves every 20 to 100 ms can be wrong by more than a fifth."""
 
 BY_RANK = {
     "peak_allocated_bytes": "peak_memory_allocated_bytes",
@@ -18,7 +18,7 @@ BY_RANK = {
     "outside_allocator_bytes": "outside_allocator_bytes",
     "host_memory_bytes": "host_memory_bytes",
 }
-"""A measurement's names and the step events' ones."""
+"""Key of a measurement: key of the step events."""
 
 
 def measured(
@@ -26,10 +26,10 @@ def measured(
 ) -> dict[str, Any]:
     """Memory, time, energy and curves of a run's step events; at least one must be left after `warmup`.
 
-    The `count` steps after the first `warmup` are steady: time and energy are theirs. Later ones do not
-    count at all. Memory is the worst rank's, over all steps that count, warm-up included, as it is what has
-    to fit. Without a GPU, `peak_allocated_bytes` and `peak_reserved_bytes` are the process's resident set. A
-    number that is null has its reason in `NAME_unavailable`.
+    Time and energy are measured over the `count` steps after the first `warmup`; later steps are ignored.
+    Memory is the worst rank's and includes the warm-up, because the warm-up has to fit as well. Without a
+    GPU, `peak_allocated_bytes` and `peak_reserved_bytes` are the process's resident set. A null number has
+    its reason in `NAME_unavailable`.
     """
     steps = steps[: None if count is None else warmup + count]
     steady = steps[warmup:]
@@ -54,7 +54,7 @@ def measured(
 
 
 def judge(seconds: Sequence[float]) -> tuple[str, list[str]]:
-    """(`valid` or `noisy`, why noisy) from the steady steps' seconds; docs/bench.md states the rule."""
+    """Judge the seconds of steady steps: (`valid` or `noisy`, why noisy); docs/bench.md has the rule."""
     why = []
     middle = statistics.median(seconds)
     if len(seconds) < FEWEST_STEPS:
@@ -90,12 +90,12 @@ def _memory(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _by_step(steps: Sequence[Mapping[str, Any]], key: str) -> list[int | None]:
-    """After each step, on the worst rank."""
+    """The worst rank's value after each step."""
     return [max(step[key]) if step.get(key) else None for step in steps]
 
 
 def _rates(step: Mapping[str, Any], per_gpu: float) -> dict[str, Any]:
-    """TFLOP/s and MFU at this many tokens a second: both are in proportion to it."""
+    """TFLOP/s and MFU at `per_gpu` tokens a second: both are proportional to it."""
     share = per_gpu / step["tokens_per_second_per_gpu"]
     flops, mfu = step.get("tflops_per_gpu"), step.get("mfu")
     return {
@@ -106,7 +106,7 @@ def _rates(step: Mapping[str, Any], per_gpu: float) -> dict[str, Any]:
 
 
 def _energy(steady: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Joules a token over the steady steps that have a reading; of all GPUs, the host excluded."""
+    """Joules a token over the steady steps with a reading, of all GPUs without the host."""
     known = [step for step in steady if step.get("joules") is not None]
     seconds = sum(step["seconds"] for step in known)
     reason = None

@@ -1,4 +1,4 @@
-"""Runs on the terminal: one in full, several side by side. Text from a run is never read as markup."""
+"""Runs on the terminal: one in full, several in a table. Text from a run is never read as markup."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Tracer:
             position_ids=positions,
             cu_seqlens=torch.empty(rows + 1, dtype=torch.int32, device="meta"),
             max_seqlen=self._sequence_length,
-            whole_rows=whole_rows,
+            single_segment_rows=whole_rows,
         )
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from shardwise.data.chat import DEFAULT_TEMPLATE, Renderer, end_tokens, template_for
 from shardwise.data.encode import Encoder, trained_mask
 from shardwise.data.formats import Conversation
-from shardwise.data.render import Opening, RenderError, Template, probe_opening, render_conversation
+from shardwise.data.render import RenderError, Template, render_conversation
 from shardwise.errors import DataError
 
 CHATML = (
@@ -77,7 +77,7 @@ def trained_runs(
         source, {"bos_token": "<s>", "eos_token": "</s>"}, tuple(end_tokens(tokenizer)), answers_only
     )
     before = copy.deepcopy(messages)
-    samples = render_conversation(template, messages, tools, probe_opening(template))
+    samples = render_conversation(template, messages, tools)
     assert messages == before
     encoder = Encoder(tokenizer, vocab_size=len(tokenizer))
     found = []
@@ -121,6 +121,12 @@ def test_turns_that_the_template_rewrites_later_become_samples_of_their_own(
 def test_an_end_token_is_added_where_the_template_has_none(tokenizer: PreTrainedTokenizerFast) -> None:
     # "ASSISTANT: It": the tokenizer joins the space before the answer with its first word.
     assert trained_runs(tokenizer, NO_END, TALK[:2]) == [[" It is Paris.</s>"]]
+
+
+def test_the_longest_end_token_ends_an_answer() -> None:
+    source = MARKED.replace("<|im_end|>\n{% else", "<end>! {% else")
+    (sample,) = render_conversation(Template(source, {}, ("<end>", "<end>!", "!")), TALK[:2], None)
+    assert [sample.text[start:end] for start, end in sample.spans] == ["It is Paris.<end>!"]
 
 
 def test_all_tokens_are_trained_on_request(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -248,9 +254,7 @@ def test_templates_cannot_leave_the_sandbox(tokenizer: PreTrainedTokenizerFast, 
         source = attack.replace("CANARY", str(canary)) + template_end
         template = Template(source, {}, ("</s>",))
         try:
-            text = render_conversation(template, copy.deepcopy(TALK[:2]), None, Opening("", invited=True))[
-                0
-            ].text
+            text = render_conversation(template, copy.deepcopy(TALK[:2]), None)[0].text
         except Exception:  # noqa: BLE001 (refused in whatever way)
             text = ""
         assert not canary.exists(), attack
@@ -294,6 +298,19 @@ def test_templates_that_do_not_end_are_stopped(tokenizer: PreTrainedTokenizerFas
         render_one(tokenizer, CHATML + "{% if messages[0].content | length > 1 %}" + attack + "{% endif %}")
     assert caught.value.problems[0].where == "data.json:7"
     assert time.process_time() - start < 1  # nothing of it runs in this process
+
+
+def test_the_conversation_that_does_not_end_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    asked = "messages[0].content"
+    attack = f"{{% if 'endless' in {asked} %}}{{{{ ({asked} | length) ** 100000000 }}}}{{% endif %}}"
+    talks = [
+        Conversation(f"x:{line}", [{"role": "user", "content": text}, TALK[1]])
+        for line, text in enumerate(("one", "two", "endless", "four"), 1)
+    ]
+    limit = pytest.raises(DataError, match="took more than 2 s")
+    with limit as caught, Renderer(tokenizer, attack + CHATML, answers_only=True) as renderer:
+        list(renderer.render(talks))
+    assert caught.value.problems[0].where == "x:3"
 
 
 def test_the_renderer_process_sees_no_secrets(

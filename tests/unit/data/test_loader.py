@@ -14,7 +14,7 @@ import torch
 
 from shardwise.data.batch import IGNORED, MicroBatch, StepBatch
 from shardwise.data.cache import TokenDataset
-from shardwise.data.loader import BatchStream, EvalStream
+from shardwise.data.loader import BatchStream, EvalStream, assemble
 from shardwise.errors import DataError, JobError
 
 LENGTHS = np.random.default_rng(3).integers(2, 65, 83).tolist()
@@ -127,6 +127,23 @@ def test_the_position_is_kept_at_every_step_and_with_prefetching(dataset: TokenD
         other.close()
 
 
+def test_a_position_is_loaded_after_the_batch_that_is_being_prepared(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = stream(dataset, prefetch=1)
+    take = batches._take
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.05)
+        return take(*given)
+
+    monkeypatch.setattr(batches, "_take", slowly)
+    first = rows(next(batches))
+    batches.load_state_dict({"epoch": 0, "row": 0})
+    assert rows(next(batches)) == first
+    batches.close()
+
+
 def test_labels_are_the_next_token_of_the_same_sample_where_it_is_trained(dataset: TokenDataset) -> None:
     trained = {int(token): bool(flag) for token, flag in zip(dataset.tokens, dataset.trained, strict=True)}
     starts = {int(dataset.tokens[start]) for start in dataset.starts}
@@ -157,10 +174,20 @@ def test_segments_are_the_samples_and_the_padding(dataset: TokenDataset, packing
             assert last - first == lengths[flat[first]] if flat[first] else not any(flat[first:last])
         assert micro.max_seqlen == max(b - a for a, b in pairwise(borders))
         width = micro.input_ids.shape[1]
-        ends = [line * width for line in range(micro.whole_rows + 1)]
-        assert borders[: micro.whole_rows + 1] == ends
-        if micro.whole_rows < len(micro.input_ids):
-            assert borders[micro.whole_rows + 1] < (micro.whole_rows + 1) * width or not packing
+        ends = [line * width for line in range(micro.single_segment_rows + 1)]
+        assert borders[: micro.single_segment_rows + 1] == ends
+        if micro.single_segment_rows < len(micro.input_ids):
+            assert (
+                borders[micro.single_segment_rows + 1] < (micro.single_segment_rows + 1) * width
+                or not packing
+            )
+
+
+def test_rows_of_one_segment_count_only_from_the_first_row_on(numbered_dataset: Numbered) -> None:
+    data = numbered_dataset([8, 8, 5])
+    batches = [assemble(data, [np.array([i]) for i in rows_], pad_id=0, width=8, limit=8)
+               for rows_ in ([0, 1, 2], [0, 2, 1], [2, 0, 1])]  # fmt: skip
+    assert [batch.single_segment_rows for batch in batches] == [2, 1, 0]
 
 
 def test_packed_rows_have_the_full_width_and_others_the_longest_in_eights(dataset: TokenDataset) -> None:
@@ -184,9 +211,13 @@ def test_the_first_step_takes_the_longest_rows(dataset: TokenDataset) -> None:
     assert first.tokens == sum(sorted(LENGTHS)[-8:])
 
 
-def test_steps_are_rounded_up_and_a_fraction_of_an_epoch_counts(dataset: TokenDataset) -> None:
+def test_steps_are_rounded_up_and_a_fraction_of_an_epoch_counts(
+    dataset: TokenDataset, numbered_dataset: Numbered
+) -> None:
     batches = stream(dataset, packing=False)
     assert [batches.steps_for(epochs) for epochs in (0.001, 0.5, 1, 2, 2.5)] == [1, 6, 11, 21, 26]
+    hundred = stream(numbered_dataset([5] * 100), packing=False, global_batch=1, micro_batch=1)
+    assert hundred.steps_for(0.07) == 7, "0.07 * 100 is 7.000000000000001 in floating point"
     packed = stream(dataset)
     assert packed.steps_for(2) == -(-(packed.rows_per_epoch(0) + packed.rows_per_epoch(1)) // 8)
 

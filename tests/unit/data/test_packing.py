@@ -40,7 +40,7 @@ def test_each_sample_is_in_exactly_one_row_and_no_row_is_too_long(
         shuffle=shuffle,
         longest_first=longest_first,
     )
-    members = [index for row in rows.slice(0, len(rows)) for index in row.tolist()]
+    members = [index for row in rows for index in row.tolist()]
     assert sorted(members) == list(range(len(lengths)))
     assert all(0 < sizes[rows[row]].sum() <= 64 for row in range(len(rows)))
 
@@ -106,7 +106,7 @@ def test_a_step_is_dealt_so_that_ranks_have_equal_attention_to_compute() -> None
     packed = rows_of_epoch(lengths, sequence_length=2048, seed=1, epoch=0, packing=True)
     uneven, even = [], []
     for first in range(0, len(packed) - 16, 16):
-        rows = packed.slice(first, first + 16)
+        rows = [packed[row] for row in range(first, first + 16)]
         for order, worst in ((rows, uneven), (deal(rows, lengths, ranks=4, micro_batch=2), even)):
             # micro-batch j of rank r is rows (j * 4 + r) * 2 and the one after it
             work = [[(lengths[row].astype(float) ** 2).sum() for row in order[r * 2 :: 8]] for r in range(4)]
@@ -124,3 +124,13 @@ def test_a_micro_batch_begins_with_its_costliest_row() -> None:
     dealt = deal(rows, lengths, ranks=2, micro_batch=2)
     costs = [int(lengths[row].sum()) for row in dealt]
     assert costs == [64, 30, 64, 20, 40, 5, 64, 10]
+
+
+def test_each_window_has_a_random_order_of_its_own() -> None:
+    """Two windows of samples of one length pack alike; only the order of their rows differs."""
+    lengths = np.full(8192, 4, dtype=np.int32)
+    rows = rows_of_epoch(lengths, sequence_length=16, seed=3, epoch=0, packing=True)
+    place = np.argsort(permutation(8192, 3, 0))  # of each sample in the order of the epoch
+    turns = [[int(place[rows[first + row][0]]) % 4096 for row in range(1024)] for first in (0, 1024)]
+    assert sorted(turns[0]) == sorted(turns[1])
+    assert turns[0] != turns[1]

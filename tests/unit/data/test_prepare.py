@@ -158,6 +158,8 @@ def test_long_conversations_are_counted(
     prepared = run(job)
     assert len(prepared.train) == kept
     assert counts.items() <= prepared.summary.items()
+    longest = run(make_job(train=job.data.train, eval_fraction=0.0)).train.lengths.max()
+    assert prepared.summary.get("truncated_tokens", 0) == (longest - 64 if too_long == "truncate" else 0)
     assert prepared.train.lengths.max() <= 64
 
 

@@ -186,10 +186,10 @@ def test_a_folder_is_read_in_sorted_order_without_foreign_files(tmp_path: Path) 
     for name in ("b.txt", "a.jsonl", "sub/c.txt", ".hidden/d.txt", "README.md", "sub/.e.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
-    names = [source.name for source in open_sources(str(tmp_path), split="train", key="data.train")]
+    names = [str(source.path) for source in open_sources(str(tmp_path), split="train", key="data.train")]
     assert names == [str(tmp_path / name) for name in ("a.jsonl", "b.txt", "sub/c.txt")]
     both = open_sources([str(tmp_path / "b.txt"), str(tmp_path / "sub")], split="train", key="data.train")
-    assert [source.name for source in both] == [str(tmp_path / "b.txt"), str(tmp_path / "sub/c.txt")]
+    assert [str(source.path) for source in both] == [str(tmp_path / "b.txt"), str(tmp_path / "sub/c.txt")]
 
 
 @pytest.mark.parametrize(

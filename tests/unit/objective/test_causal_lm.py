@@ -157,7 +157,9 @@ def packed(pairs, rows=((0, 1, 3), (2,), (4,)), length=14):
         position_ids=torch.cat(positions).view(shape),
         cu_seqlens=torch.tensor(borders, dtype=torch.int32),
         max_seqlen=int(sizes.max()),
-        whole_rows=len(list(takewhile(lambda row: len(row) == 1 and len(pairs[row[0]][0]) == length, rows))),
+        single_segment_rows=len(
+            list(takewhile(lambda row: len(row) == 1 and len(pairs[row[0]][0]) == length, rows))
+        ),
     )
 
 

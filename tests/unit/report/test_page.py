@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -10,6 +12,7 @@ from pathlib import Path
 import browser
 import pytest
 from browser import Browser
+from markupsafe import escape
 from test_report import HEAD, make, step, typical
 
 from conftest import HOSTILE, IMAGE
@@ -19,7 +22,7 @@ needs_browser = pytest.mark.skipif(browser.found() is None, reason="no Chromium 
 
 OVERFLOWING = """[...document.querySelectorAll('body *')].filter(e => !e.closest('svg') &&
     e.getBoundingClientRect().right > document.documentElement.clientWidth + 1).map(e => e.className)"""
-CUT_OFF = "[...document.querySelectorAll('.beside')].filter(e => e.scrollWidth > e.clientWidth).length"
+CUT_OFF = "[...document.querySelectorAll('.numbers')].filter(e => e.scrollWidth > e.clientWidth).length"
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,18 @@ def test_the_file_refers_to_nothing_and_can_run_nothing(name: str, pages: dict[s
     assert len(policies) == 1
     assert str(policies[0]).startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in str(policies[0])
+
+
+@pytest.mark.parametrize("name", ["bench", "run"])
+def test_the_policy_names_the_style_sheet_by_its_hash_and_markup_in_names_is_text(
+    name: str, pages: dict[str, Path]
+) -> None:
+    text = pages[name].read_text()
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert f"style-src &#39;sha256-{digest}&#39;" in text
+    assert f"<h1>{'a bench ' if name == 'bench' else ''}{escape(HOSTILE)}</h1>" in text
+    assert HOSTILE not in text
 
 
 @needs_browser

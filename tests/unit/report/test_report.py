@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -80,6 +81,14 @@ def test_the_headline_numbers(tmp_path: Path) -> None:
     assert run["peak_memory_reserved_bytes"] == [10 << 30, 11 << 30]
     assert run["mfu"] == 0.4
     assert json.loads(json.dumps(run)) == run
+
+
+def test_the_best_loss_has_its_own_step_and_mfu_is_a_median(tmp_path: Path) -> None:
+    values = ((1, 5.0, 0.1), (2, 3.0, 0.5), (3, 4.0, 0.2))
+    steps = [(n, replace(step(int(n)), loss=loss, mfu=mfu)) for n, loss, mfu in values]
+    run = summary(make(tmp_path / "a", (0, HEAD), *steps))
+    assert (run["best_loss"], run["best_loss_step"], run["last_loss"]) == (3.0, 2, 4.0)
+    assert run["mfu"] == 0.2
 
 
 def test_throughput_leaves_out_the_warm_up_of_every_launch(tmp_path: Path) -> None:

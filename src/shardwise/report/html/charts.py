@@ -1,12 +1,13 @@
-"""Charts as inline SVG: bars in per cent, curves that stretch; so text keeps its size at any width."""
+"""Geometry of the charts. Templates draw them as inline SVG: lengths in per cent, curves that stretch.
+
+So the page's text keeps its size at any width.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-
-from shardwise.report.html.markup import Child, Html, h
+from typing import Any, NamedTuple
 
 HEIGHT = 210
 SMALL = 120
@@ -15,21 +16,20 @@ WIDTH = 1000
 COLOURS = 8
 
 Text = Callable[[float], str]
+Chart = dict[str, Any]
+"""What the template's macro `bars` or `plot` takes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A piece of a bar."""
+class Part(NamedTuple):
+    """A piece of a bar; its colour is the class `f-COLOUR` of the style sheet."""
 
     name: str
     value: float
     colour: str
-    """A class `f-COLOUR` of the style sheet."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """One bar: pieces after each other, and what it comes to in words."""
+class Bar(NamedTuple):
+    """One bar: its pieces in order, and its total as text."""
 
     parts: Sequence[Part]
     text: str
@@ -37,8 +37,7 @@ class Bar:
     """Predicted: its text is drawn softer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curve:
+class Curve(NamedTuple):
     """A line over (x, y); where y is None it is interrupted."""
 
     name: str
@@ -62,47 +61,37 @@ def ticks(high: float, low: float = 0.0, count: int = 4) -> list[float]:
     return [step * n for n in range(first, last + 1)]
 
 
-def bars(rows: Sequence[tuple[str, str, Sequence[Bar]]], *, limit: float | None, text: Text) -> Html:
-    """Rows of (label, note, one or two bars) on a common scale; `limit` is drawn across all."""
-    longest = max((sum(part.value for part in bar.parts) for _, _, bars_ in rows for bar in bars_), default=0)
+def bars(
+    rows: Sequence[tuple[str, str, Sequence[Bar]]],
+    *,
+    text: Text,
+    limit: float | None = None,
+    legend: Mapping[str, str] | None = None,
+) -> Chart:
+    """Rows of (label, note, one or two bars) on a common scale; `limit` is drawn across all.
+
+    `legend`: name to classes of its swatch; `f-COLOUR` fills it, `l-COLOUR` draws a line through it.
+    """
+    longest = max((sum(part.value for part in bar.parts) for *_, drawn in rows for bar in drawn), default=0)
     scale = max(longest, limit or 0.0) * 1.01 or 1.0
-    lines = []
-    for label, note, drawn in rows:
-        cells: list[Child] = [h("h3", None, label, h("small", None, note) if note else None)]
-        for bar in drawn:
-            cells += [
-                _bar(bar, scale, limit, f"{label}: {bar.text}", text),
-                h("div", {"class": "value guess" if bar.guess else "value"}, bar.text),
-            ]
-        lines.append(h("div", {"class": "row one" if len(drawn) == 1 else "row"}, cells))
-    return h("div", {"class": "bars"}, lines)
 
+    def pieces(bar: Bar) -> list[tuple[str, str, str, str]]:
+        shown, reached = [], 0.0
+        for name, value, colour in bar.parts:
+            if value > 0:
+                title = f"{name}: {text(value)}"
+                shown.append((_percent(reached / scale), _percent(value / scale), colour, title))
+                reached += value
+        return shown
 
-def _bar(bar: Bar, scale: float, limit: float | None, label: str, text: Text) -> Html:
-    shapes, reached = [], 0.0
-    for part in bar.parts:
-        if part.value > 0:
-            at = {"x": _percent(reached / scale), "width": _percent(part.value / scale)}
-            title = h("title", None, f"{part.name}: {text(part.value)}")
-            shapes.append(h("rect", {**at, "y": 1, "height": 14, "class": f"f-{part.colour}"}, title))
-            reached += part.value
-    if limit is not None:
-        x = _percent(limit / scale)
-        shapes.append(h("line", {"x1": x, "x2": x, "y1": -3, "y2": 19, "class": "limit"}))
-    return h("svg", {"role": "img", "aria-label": label, "height": 16}, shapes)
-
-
-def legend(entries: Mapping[str, str], *, alone: bool = False) -> Html:
-    """Name to classes of the swatch: `f-COLOUR` fills it, `l-COLOUR` draws a line through it."""
-    items = []
-    for name, style in entries.items():
-        if style.startswith("f-"):
-            swatch = h("rect", {"width": 12, "height": 12, "rx": 3, "class": style})
-        else:
-            at = {"x1": 0, "x2": 12, "y1": 6, "y2": 6, "stroke-width": 2}
-            swatch = h("line", {**at, "class": f"line {style}"})
-        items.append(h("li", None, h("svg", {"aria-hidden": "true"}, swatch), name))
-    return h("ul", {"class": "legend alone" if alone else "legend"}, items)
+    drawn_rows = [
+        (label, note, [(pieces(bar), bar.text, bar.guess) for bar in drawn]) for label, note, drawn in rows
+    ]
+    return {
+        "rows": drawn_rows,
+        "limit": None if limit is None else _percent(limit / scale),
+        "legend": legend or {},
+    }
 
 
 def plot(
@@ -113,49 +102,41 @@ def plot(
     x_labels: Sequence[str],
     height: int = HEIGHT,
     zero: bool = True,
-    limit: float | None = None,
     shade_to: float | None = None,
-) -> Html:
+    legend: Mapping[str, str] | None = None,
+) -> Chart:
     """Curves on common axes. `zero`: the axis begins at 0. `shade_to`: x up to which it is shaded.
 
-    `label` is for who cannot see it, `text` writes a y value, `x_labels` stand evenly below.
+    `label` describes the chart to screen readers, `text` writes a y value, `x_labels` are spaced evenly.
     """
     points = [(x, y) for curve in curves for x, y in curve.points if y is not None]
     if not points:
-        return h("p", None, "nothing was measured")
+        return {"lines": [], "legend": legend or {}}
     left, right = min(x for x, _ in points), max(x for x, _ in points)
     right = right if right > left else left + 1
-    values = [y for _, y in points] + ([limit] if limit is not None else [])
+    values = [y for _, y in points]
     marks = ticks(max(values), 0.0 if zero else min(values), 4 if height >= HEIGHT else 3)
     low, high = marks[0], marks[-1]
 
     def place(x: float, y: float) -> tuple[float, float]:
         return WIDTH * (x - left) / (right - left), height * (1 - (y - low) / (high - low))
 
-    shapes: list[Child] = []
-    if shade_to is not None and shade_to > left:
-        width = _percent(min(1.0, (shade_to - left) / (right - left)))
-        shapes.append(h("rect", {"x": 0, "y": 0, "width": width, "height": height, "class": "shade"}))
-    for mark in marks:
-        y = place(left, mark)[1]
-        shapes.append(h("line", {"x1": 0, "x2": "100%", "y1": y, "y2": y, "class": "grid"}))
-    stretched = {"viewBox": f"0 0 {WIDTH} {height}", "preserveAspectRatio": "none"}
-    shapes.append(
-        h("svg", {**stretched, "width": "100%", "height": height}, [_line(c, place) for c in curves])
-    )
-    if limit is not None:
-        y = place(left, limit)[1]
-        shapes.append(h("line", {"x1": 0, "x2": "100%", "y1": y, "y2": y, "class": "limit"}))
-    axis = h(
-        "div", {"class": "y", "aria-hidden": "true"}, [h("span", None, text(m)) for m in reversed(marks)]
-    )
-    drawing = h("svg", {"class": "area", "height": height, "role": "img", "aria-label": label}, shapes)
-    below = h("div", {"class": "x", "aria-hidden": "true"}, [h("span", None, one) for one in x_labels])
-    return h("div", {"class": "plot"}, axis, drawing, below)
+    shaded = shade_to is not None and shade_to > left
+    return {
+        "legend": legend or {},
+        "label": label,
+        "box": f"0 0 {WIDTH} {height}",
+        "height": height,
+        "shade": _percent(min(1.0, ((shade_to or 0) - left) / (right - left))) if shaded else None,
+        "grid": [place(left, mark)[1] for mark in marks],
+        "lines": [(curve, _path(curve, place)) for curve in curves],
+        "marks": [text(mark) for mark in reversed(marks)],
+        "x_labels": x_labels,
+    }
 
 
-def _line(curve: Curve, place: Callable[[float, float], tuple[float, float]]) -> Html:
-    """One path; a piece for each stretch without a gap, and a point where a stretch is one value."""
+def _path(curve: Curve, place: Callable[[float, float], tuple[float, float]]) -> str:
+    """An SVG path with a piece for each stretch without a gap, and a point where a stretch is one value."""
     steps: list[str] = []
     begun = False
     before = 0.0
@@ -171,11 +152,7 @@ def _line(curve: Curve, place: Callable[[float, float], tuple[float, float]]) ->
         else:
             steps.append(f"L{px:.1f} {py:.1f}")
         begun, before = True, py
-    return h(
-        "path",
-        {"d": "".join(steps), "class": f"line {curve.style}", "stroke-width": curve.width},
-        h("title", None, curve.name),
-    )
+    return "".join(steps)
 
 
 def layered(place: int, count: int) -> float:

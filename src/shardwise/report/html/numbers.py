@@ -1,4 +1,4 @@
-"""Numbers as the page writes them."""
+"""Numbers as the page writes them; the filters of its templates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ THIN = "\u202f"
 
 
 def gib(value: float | None) -> str:
-    """`12.3 GiB`, two decimals below ten."""
+    """`12.3 GiB` of bytes, two decimals below ten."""
     if value is None:
         return NONE
     size = value / GIB
@@ -18,19 +18,19 @@ def gib(value: float | None) -> str:
 
 
 def of_gib(size: float) -> str:
-    """What is in GiB already, for an axis: `2.5 GiB`."""
+    """`2.5 GiB` of a number in GiB, for an axis."""
     return f"{size:.3g}{THIN}GiB"
 
 
 def plain(value: float | None) -> str:
-    """Three digits that count, and every one before the point: `12,345`, `0.0123`."""
+    """At least three significant digits, and every digit before the point: `12,345`, `0.0123`."""
     if value is None:
         return NONE
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def share(value: float | None) -> str:
-    """`12 %`, a decimal below ten; what is smaller than that still tells how small."""
+    """`12 %`, with a decimal below ten; below 0.05 % one significant digit."""
     if value is None:
         return NONE
     if 0 < abs(value) < 0.0005:
@@ -39,24 +39,29 @@ def share(value: float | None) -> str:
 
 
 def off(predicted: float | None, measured: float | None) -> str | None:
-    """By how much a prediction is off what was measured: `+3.1 %`; None where one is missing."""
+    """Relative error of a prediction: `+3.1 %`; None where a number is missing."""
     if predicted is None or not measured:
         return None
     return f"{round(100 * (predicted / measured - 1), 1) + 0.0:+.1f}{THIN}%"  # no -0.0
 
 
 def points_off(predicted: float | None, measured: float | None) -> str | None:
-    """The same of two shares, in percentage points: `-5.0 points`."""
+    """Error of a predicted share in percentage points: `-5.0 points`."""
     if predicted is None or measured is None:
         return None
     return f"{round(100 * (predicted - measured), 1) + 0.0:+.1f}{THIN}points"
 
 
 def loss(value: float | None) -> str:
-    """Four digits: losses are compared."""
+    """Four significant digits: losses are compared."""
     return NONE if value is None else f"{value:.4g}"
 
 
 def seconds(value: float) -> str:
     """`0.43 s`, `12 ms`."""
     return f"{value:.3g}{THIN}s" if value >= 0.1 or value == 0 else f"{1000 * value:.3g}{THIN}ms"
+
+
+def attribute(value: float) -> str:
+    """A number in an attribute: at most two decimals."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
