@@ -32,7 +32,7 @@ from measure import Limits, Running
 from rows import SETS, Row, load_rows
 
 from shardwise.bench.process import end_session
-from shardwise.doctor.probes.measure import host_call_seconds
+from shardwise.doctor.probes.ranks import host_call_seconds
 from shardwise.hardware.detect import gpu_count
 from shardwise.record.environment import versions
 

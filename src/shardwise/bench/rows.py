@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwise.bench.sweep import ALL, Point, own_parts, shapes, varied
-from shardwise.energy.meter import Unavailable
+from shardwise.device.seam import Unavailable
 from shardwise.errors import JobError, Problem, ShardwiseError
 from shardwise.job.schema import Job, StrategySpec
 from shardwise.plan.plan import Option, Plan

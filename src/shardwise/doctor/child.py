@@ -1,8 +1,8 @@
-"""Runs probes in child processes, so that one that crashes or hangs is a finding and not the end.
+"""Run probes in child processes, so that a crash or a hang is a finding and does not end the doctor.
 
 The parent makes no CUDA context. A child answers its probes one after the other and writes a line of JSON for
-each event (doctor/probes/__main__.py). Where it dies or stays silent for too long, the probe it was at has
-failed, and another child goes on with the rest.
+each event (doctor/probes/__main__.py). If it ends or stays silent for too long, its current probe has failed,
+and another child continues with the rest.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from typing import Any
 
 MODULE = "shardwise.doctor.probes"
 LIMIT_SECONDS = 60.0
-"""Without an event. Importing torch from a cold network disk takes half of it."""
+"""A child's longest time without an event. Importing torch from a cold network disk takes half of it."""
 GRACE_SECONDS = 5.0
-"""For ranks that wait for one that has failed."""
+"""The same for ranks that wait for one that has failed."""
 _LOOK_EVERY_SECONDS = 0.02
 _TAIL_LINES, _TAIL_CHARACTERS = 3, 400
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a probe found, or how it failed."""
+    """What a probe found, or how it failed: then `facts` is None."""
 
     facts: Mapping[str, Any] | None = field(default=None, hash=False)
-    """None where it failed."""
     failure: str = ""
     """In words: `hung for 60 s while joining`, `crashed with SIGSEGV`, `RuntimeError: ...`."""
     printed: str = ""
@@ -53,7 +52,7 @@ Answers = Mapping[str, Answer]
 
 @dataclass
 class Child:
-    """A process that answers `names` in turn, and what it has answered so far."""
+    """A process that answers the probes `names` in turn, and its answers so far."""
 
     names: Sequence[str]
     environment: Mapping[str, str]
@@ -66,12 +65,12 @@ class Child:
     _runs: int = 0
 
     def start(self) -> None:
-        """Begins with the probes that have no answer yet."""
+        """Start a process for the probes that have no answer yet."""
         self._runs += 1
-        with self._log.open("wb") as log:
+        with self._file("log").open("wb") as log:
             self._process = subprocess.Popen(
                 # -P: a file of the user's folder must not stand in for a module of the same name.
-                [sys.executable, "-P", "-m", self.module, str(self._events), *self._left],
+                [sys.executable, "-P", "-m", self.module, str(self._file("events")), *self._left],
                 env={**self.environment, "SHARDWISE_PARENT": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -81,26 +80,24 @@ class Child:
         self._started = time.time()
 
     def look(self) -> bool:
-        """Take in what it has said; True when there is nothing more to wait for."""
+        """Read its events; True when all probes have an answer."""
         assert self._process is not None
         code = self._process.poll()
         at, stage, last = self._read()
         if not self._left:
             self.kill()
             return True
-        silent = time.time() - max(last, self._started)
-        if code is None and silent < self.limit_seconds:
+        if code is None and time.time() - max(last, self._started) < self.limit_seconds:
             return False
         self.kill()
-        failed = at if at in self._left else self._left[0]
         words = f"hung for {self.limit_seconds:.0f} s" if code is None else _ended(code)
-        self.answers[failed] = Answer(
-            failure=words + (f" while {stage}" if stage else ""), printed=self.printed()
+        failure = words + (f" while {stage}" if stage else "")
+        self.answers[at if at in self._left else self._left[0]] = Answer(
+            failure=failure, printed=self.printed()
         )
-        if not self._left:
-            return True
-        self.start()
-        return False
+        if self._left:
+            self.start()
+        return not self._left
 
     @property
     def failed(self) -> bool:
@@ -108,40 +105,35 @@ class Child:
         return any(answer.facts is None for answer in self.answers.values())
 
     def kill(self) -> None:
-        """End it and what it has started."""
+        """End the process and all it has started."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def printed(self) -> str:
-        """The last lines of its present process."""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        """The last lines that its present process printed."""
+        lines = self._file("log").read_text(encoding="utf-8", errors="replace").splitlines()
         return " / ".join(line.strip() for line in lines[-_TAIL_LINES:] if line.strip())[-_TAIL_CHARACTERS:]
 
     @property
     def _left(self) -> list[str]:
         return [name for name in self.names if name not in self.answers]
 
-    @property
-    def _events(self) -> Path:
-        return self.folder / f"events-{self._runs}.jsonl"
-
-    @property
-    def _log(self) -> Path:
-        return self.folder / f"log-{self._runs}.txt"
+    def _file(self, kind: str) -> Path:
+        return self.folder / f"{kind}-{self._runs}"
 
     def _read(self) -> tuple[str, str, float]:
-        """The probe it is at, the stage of it, and when it last said something (Unix seconds)."""
+        """The current probe, its stage, and the time of the last event (Unix seconds)."""
         at = stage = ""
         try:
-            lines = self._events.read_text(encoding="utf-8").splitlines(keepends=True)
-            last = self._events.stat().st_mtime
+            lines = self._file("events").read_text(encoding="utf-8").splitlines(keepends=True)
+            last = self._file("events").stat().st_mtime
         except OSError:
             return at, stage, 0.0
         for line in lines:
             if not line.endswith("\n"):
-                break  # it is being written
+                break  # it is not complete yet
             event = json.loads(line)
             at, stage = event["probe"], event.get("stage", "")
             if "facts" in event:
@@ -152,19 +144,17 @@ class Child:
 
 
 class Children:
-    """All the children of one look at the machine; they run at the same time."""
+    """All the children of one examination; they run at the same time."""
 
     def __init__(self, folder: Path, *, module: str, limit_seconds: float) -> None:
-        self._folder = folder
-        self._module = module
-        self._limit_seconds = limit_seconds
+        self._folder, self._module, self._limit_seconds = folder, module, limit_seconds
         self._all: list[Child] = []
         self._teams: list[list[Child]] = []
 
     def ask(
         self, *names: str, environment: Mapping[str, str] | None = None, limit_seconds: float | None = None
     ) -> Child:
-        """Starts one child that answers `names`; its `answers` are there after `wait`."""
+        """Start a child for the probes `names`; it has its `answers` after `wait`."""
         folder = self._folder / str(len(self._all))
         folder.mkdir(mode=0o700)
         child = Child(
@@ -182,10 +172,7 @@ class Children:
         self, name: str, environments: Sequence[Mapping[str, str]], limit_seconds: float | None = None
     ) -> list[Child]:
         """A child for each environment. They wait for each other, but not long for one that has failed."""
-        team = [
-            self.ask(name, environment=environment, limit_seconds=limit_seconds)
-            for environment in environments
-        ]
+        team = [self.ask(name, environment=one, limit_seconds=limit_seconds) for one in environments]
         self._teams.append(team)
         return team
 
@@ -195,11 +182,9 @@ class Children:
         while waiting:
             waiting = [child for child in waiting if not child.look()]
             for team in self._teams:
-                if any(child.failed for child in team):
-                    for child in team:
-                        child.limit_seconds = min(child.limit_seconds, GRACE_SECONDS)
-            if waiting:
-                time.sleep(_LOOK_EVERY_SECONDS)
+                for child in team if any(child.failed for child in team) else ():
+                    child.limit_seconds = min(child.limit_seconds, GRACE_SECONDS)
+            time.sleep(_LOOK_EVERY_SECONDS if waiting else 0)
 
     def kill(self) -> None:
         for child in self._all:
@@ -208,7 +193,7 @@ class Children:
 
 @contextmanager
 def children(*, module: str = MODULE, limit_seconds: float = LIMIT_SECONDS) -> Iterator[Children]:
-    """Children that do not outlive the block, whatever ends it."""
+    """Children that end with the block, however it ends."""
     folder = Path(tempfile.mkdtemp(prefix="shardwise-doctor-"))  # mode 0700
     family = Children(folder, module=module, limit_seconds=limit_seconds)
     try:

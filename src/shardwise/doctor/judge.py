@@ -1,19 +1,21 @@
-"""From what probes answered to checks: torch against the driver, number formats, kernels, collectives."""
+"""From what probes answered to checks: torch with its driver, number formats, kernels, collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from packaging.version import Version
+
 from shardwise.doctor.check import Check
 from shardwise.doctor.child import Answer, Answers
 from shardwise.doctor.gpus import Gpus
 
-LEAST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+LEAST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
 """By CUDA's major version, on Linux: CUDA Toolkit 13.0 release notes, minor version compatibility."""
 
 FORMAT_ERROR = {"bf16": 1e-2, "fp16": 2e-3, "fp8": 1e-1}
-"""A rounding of each factor to 8, 11 or 4 bits, and room."""
+"""A rounding of each factor to 8, 11 or 4 bits, with a margin."""
 
 BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 """CUDA compute capabilities with matrix units for the format: Ampere; Ada and Hopper."""
@@ -29,25 +31,25 @@ KERNELS = {
 
 
 def torch_build(answer: Answer, gpus: Gpus) -> Check:
-    """Whether torch, its CUDA, the driver and the GPUs go together."""
+    """Whether torch, its CUDA, the driver and the GPUs match."""
     name = "torch and driver"
     if answer.facts is None:
         fix = "install torch again (https://pytorch.org/get-started); `python -c 'import torch'` shows more"
-        return Check(name=name, status="problem", finding=f"torch does not start: {answer.why}", fix=fix)
+        return Check(name, "problem", f"torch does not start: {answer.why}", fix)
     facts = answer.facts
     wrong = _mismatch(facts, gpus)
     built = f"torch {facts['torch']}"
     if wrong is not None:
-        return Check(name=name, status="problem", finding=f"{built}: {wrong[0]}", fix=wrong[1], facts=facts)
+        return Check(name, "problem", f"{built}: {wrong[0]}", wrong[1], facts)
     if facts["cuda"] is not None and facts["gpus"]:
         built += f" with CUDA {facts['cuda']} and NCCL {facts['nccl']}, driver {gpus.driver}"
     else:
         built += ", on the CPU"
-    return Check(name=name, status="ok", finding=built, facts=facts)
+    return Check(name, "ok", built, facts=facts)
 
 
 def _mismatch(facts: Mapping[str, Any], gpus: Gpus) -> tuple[str, str] | None:
-    """What does not go together, and what to do; None where all does."""
+    """What does not match, and its fix; None where all does."""
     present, seen, cuda = gpus.count, facts["gpus"], facts["cuda"]
     if seen and gpus.failure:
         return (
@@ -62,9 +64,9 @@ def _mismatch(facts: Mapping[str, Any], gpus: Gpus) -> tuple[str, str] | None:
             "install torch with CUDA: https://pytorch.org/get-started",
         )
     least = LEAST_DRIVER.get(int(cuda.split(".")[0]))
-    if not seen and least is not None and gpus.driver is not None and _version(gpus.driver) < least:
+    if not seen and least is not None and gpus.driver is not None and Version(gpus.driver) < Version(least):
         return (
-            f"driver {gpus.driver} is too old for CUDA {cuda}, which wants {least[0]}.{least[1]} or newer",
+            f"driver {gpus.driver} is too old for CUDA {cuda}, which requires {least} or newer",
             "update the driver, or install a torch for an older CUDA: https://pytorch.org/get-started",
         )
     if seen < present:
@@ -74,30 +76,24 @@ def _mismatch(facts: Mapping[str, Any], gpus: Gpus) -> tuple[str, str] | None:
             "restart the driver's services (nvidia-persistenced, on NVSwitch machines nvidia-fabricmanager), "
             "look for Xid in `dmesg`, check the permissions of /dev/nvidia*",
         )
-    unknown = [
-        capability for capability in facts["capabilities"] if not _runs_on(facts["compiled_for"], capability)
-    ]
-    if unknown:
-        major, minor = unknown[0]
-        return (
-            f"it has no code for these GPUs (sm_{major}{minor}; it has {', '.join(facts['compiled_for'])})",
-            "install a torch for a newer CUDA; for GPUs that it has dropped, an older one",
-        )
+    for major, minor in facts["capabilities"]:
+        if not _runs_on(facts["compiled_for"], (major, minor)):
+            return (
+                f"it has code for {', '.join(facts['compiled_for'])}, not for these GPUs (sm_{major}{minor})",
+                "install a torch for a newer CUDA; for GPUs that it has dropped, an older one",
+            )
     return None
 
 
-def _runs_on(compiled_for: Sequence[str], capability: Sequence[int]) -> bool:
+def _runs_on(compiled_for: Sequence[str], capability: tuple[int, int]) -> bool:
     """Code of the same major version, no newer minor one; or PTX of any older version, compiled on the spot.
 
     Architecture-specific code (sm_90a) counts for its own architecture.
     """
-    major, minor = capability
     for entry in compiled_for:
         kind, _, digits = entry.rstrip("af").partition("_")
         made = (int(digits[:-1]), int(digits[-1]))
-        if kind == "sm" and made[0] == major and made[1] <= minor:
-            return True
-        if kind == "compute" and made <= (major, minor):
+        if made <= capability and (kind == "compute" or made[0] == capability[0]):
             return True
     return not compiled_for
 
@@ -105,23 +101,15 @@ def _runs_on(compiled_for: Sequence[str], capability: Sequence[int]) -> bool:
 def formats(answer: Answer) -> Iterator[Check]:
     """bf16 and fp16, which training uses, and fp8."""
     if answer.facts is None:
-        yield Check(
-            name="bf16", status="problem", finding=f"matrix products fail: {answer.why}", fix=_GPU_FIX
-        )
+        yield Check("bf16", "problem", f"matrix products fail: {answer.why}", _GPU_FIX)
         return
     facts = answer.facts
     capability = tuple(facts["capability"]) if facts["capability"] else None
     where = "the CPU" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
-    for name in ("bf16", "fp16"):
-        yield _format(
-            name,
-            facts[name],
-            where,
-            native=capability is None or name != "bf16" or capability >= BF16_CAPABILITY,
-        )
+    yield _format("bf16", facts["bf16"], where, native=capability is None or capability >= BF16_CAPABILITY)
+    yield _format("fp16", facts["fp16"], where, native=True)
     if capability is None or capability < FP8_CAPABILITY:
-        finding = f"no matrix units for it on {where}"
-        yield Check(name="fp8", status="skipped", finding=finding, facts=facts["fp8"])
+        yield Check("fp8", "skipped", f"no matrix units for it on {where}", facts=facts["fp8"])
     else:
         yield _format("fp8", facts["fp8"], where, native=True)
 
@@ -130,25 +118,13 @@ def _format(name: str, found: Mapping[str, Any], where: str, *, native: bool) ->
     if "failed" in found:
         finding = f"products fail on {where}: {found['failed']}"
     elif not found["error"] <= FORMAT_ERROR[name]:  # not a number, too
-        return Check(
-            name=name,
-            status="problem",
-            finding=f"products on {where} are {found['error']:.1%} off",
-            fix=_GPU_FIX,
-            facts=found,
-        )
+        return Check(name, "problem", f"products on {where} are {found['error']:.1%} off", _GPU_FIX, found)
     elif not native:
         finding = f"emulated on {where}, slowly"
     else:
-        return Check(name=name, status="ok", finding=f"products right on {where}", facts=found)
-    other = {"bf16": "fp16", "fp16": "bf16", "fp8": "bf16"}[name]
-    return Check(
-        name=name,
-        status="warning",
-        finding=finding,
-        fix=f"train with `train.precision: {other}`",
-        facts=found,
-    )
+        return Check(name, "ok", f"products right on {where}", facts=found)
+    other = "fp16" if name == "bf16" else "bf16"
+    return Check(name, "warning", finding, f"train with `train.precision: {other}`", found)
 
 
 _GPU_FIX = (
@@ -157,14 +133,11 @@ _GPU_FIX = (
 
 
 def kernels(answers: Answers, *, liger: bool) -> Iterator[Check]:
-    """Each kernel run and compared; `liger`: it is installed."""
+    """Each kernel, run and compared; `liger`: it is installed."""
     for name, title in KERNELS.items():
         if name == "liger" and not liger:
-            finding = (
-                "not installed: norms, MLPs and rotary embeddings run as PyTorch has them, slower on a GPU"
-            )
-            fix = "on a GPU: pip install 'shardwise[train]'"
-            yield Check(name=title, status="skipped", finding=finding, fix=fix)
+            finding = "not installed: norms, MLPs and rotary embeddings are PyTorch's, slower on a GPU"
+            yield Check(title, "skipped", finding, "on a GPU: pip install 'shardwise[train]'")
         else:
             yield _kernel(name, title, answers[name])
 
@@ -175,16 +148,15 @@ def _kernel(name: str, title: str, answer: Answer) -> Check:
         + ("liger-kernel fit each other" if name == "liger" else "triton fit each other (`pip check`)")
     )
     if answer.facts is None:
-        return Check(name=title, status="problem", finding=f"fails: {answer.why}", fix=fix)
+        return Check(title, "problem", f"fails: {answer.why}", fix)
     facts = answer.facts
     if "error" not in facts:
-        return Check(name=title, status="skipped", finding="for GPUs only", facts=facts)
+        return Check(title, "skipped", "for GPUs only", facts=facts)
     side = "on the GPU" if facts["device"] == "cuda" else "the CPU's side"
     if not facts["error"] <= facts["bound"]:
         finding = f"{side}: {facts['error']:.1e} off float64, more than {facts['bound']:.0e}"
-        return Check(name=title, status="problem", finding=finding, fix=fix, facts=facts)
-    finding = f"{side}, right to {facts['error']:.0e}"
-    return Check(name=title, status="ok", finding=finding, facts=facts)
+        return Check(title, "problem", finding, fix, facts)
+    return Check(title, "ok", f"{side}, right to {facts['error']:.0e}", facts=facts)
 
 
 def collective(answers: Sequence[Answer]) -> Check:
@@ -194,22 +166,19 @@ def collective(answers: Sequence[Answer]) -> Check:
     if failed:
         # those that only waited for another come last
         order = sorted(failed, key=lambda rank: ("hung" in failed[rank].failure, rank))
-        told = "; ".join(f"rank {rank} {failed[rank].why}" for rank in order)
-        return Check(name=name, status="problem", finding=told[:600], fix=_collective_fix(failed))
-    facts = answers[0].facts or {}
-    wrong = [rank for rank, answer in enumerate(answers) if not (answer.facts or {})["right"]]
-    backend, who = ("NCCL", "GPU") if facts["backend"] == "nccl" else ("gloo", "process")
+        finding = "; ".join(f"rank {rank} {failed[rank].why}" for rank in order)
+        return Check(name, "problem", finding[:600], _collective_fix(failed))
+    every = [answer.facts for answer in answers if answer.facts is not None]
+    facts = {**every[0], "seconds": max(one["seconds"] for one in every)}
+    wrong = [str(rank) for rank, one in enumerate(every) if not one["right"]]
+    backend, who, plural = ("NCCL", "GPU", "s") if facts["backend"] == "nccl" else ("gloo", "process", "es")
     if wrong:
-        finding = f"{backend}'s sum is wrong on ranks {', '.join(map(str, wrong))}"
         fix = "run again with NCCL_P2P_DISABLE=1: if it is right then, peer access is broken (IOMMU, ACS)"
-        return Check(name=name, status="problem", finding=finding, fix=fix, facts=facts)
-    seconds = max((answer.facts or {})["seconds"] for answer in answers)
-    plural = "" if facts["ranks"] == 1 else "es" if who == "process" else "s"
-    size = facts["bytes"] / 2**20
-    finding = (
-        f"{backend} over {facts['ranks']} {who}{plural}: {size:.0f} MiB in {seconds * 1e3:.2g} ms, sums right"
-    )
-    return Check(name=name, status="ok", finding=finding, facts={**facts, "seconds": seconds})
+        return Check(name, "problem", f"{backend}'s sum is wrong on ranks {', '.join(wrong)}", fix, every[0])
+    number = f"{facts['ranks']} {who}{'' if facts['ranks'] == 1 else plural}"
+    size, milliseconds = facts["bytes"] / 2**20, facts["seconds"] * 1e3
+    finding = f"{backend} over {number}: {size:.0f} MiB in {milliseconds:.2g} ms, sums right"
+    return Check(name, "ok", finding, facts=facts)
 
 
 def _collective_fix(failed: Mapping[int, Answer]) -> str:
@@ -224,38 +193,18 @@ def _collective_fix(failed: Mapping[int, Answer]) -> str:
     return "NCCL_DEBUG=INFO shows more; see `shared memory` and `torch and driver`"
 
 
-def energy(answer: Answer) -> Check:
-    """Whether joules will be recorded."""
-    name = "energy"
-    if answer.facts is None or not answer.facts["tells"]:
-        missing = answer.failure or "NVML tells neither energy nor power of this GPU"
-        fix = (
-            "pip install nvidia-ml-py"
-            if "ModuleNotFoundError" in answer.failure
-            else "see `nvidia-smi -q -d POWER`"
-        )
-        return Check(name=name, status="warning", finding=f"runs will have no joules: {missing}", fix=fix)
-    told = answer.facts["tells"][0]
-    source = "NVML counts joules" if told == "energy" else "NVML tells watts, which are summed up"
-    return Check(name=name, status="ok", finding=source, facts=answer.facts)
-
-
 def bitsandbytes(answer: Answer | None) -> Check:
     """For 4 and 8 bit bases; None where it is not installed, which is no fault."""
     name = "bitsandbytes"
     if answer is None:
         finding = "not installed: only bases of 4 and 8 bits need it"
-        return Check(name=name, status="skipped", finding=finding, fix="pip install bitsandbytes")
+        return Check(name, "skipped", finding, "pip install bitsandbytes")
     if answer.facts is None:
         fix = "install a version for this CUDA; `python -m bitsandbytes` shows more"
-        return Check(name=name, status="warning", finding=f"fails: {answer.why}", fix=fix)
+        return Check(name, "warning", f"fails: {answer.why}", fix)
     facts = answer.facts
     where = "the GPU" if facts["device"] == "cuda" else "the CPU"
     if not facts["error"] <= NF4_ERROR:
         finding = f"{facts['version']}: NF4 on {where} is {facts['error']:.0%} off"
-        return Check(name=name, status="warning", finding=finding, fix="install another version", facts=facts)
-    return Check(name=name, status="ok", finding=f"{facts['version']}, NF4 right on {where}", facts=facts)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".") if part.isdigit())
+        return Check(name, "warning", finding, "install another version", facts)
+    return Check(name, "ok", f"{facts['version']}, NF4 right on {where}", facts=facts)

@@ -64,7 +64,7 @@ class Gpu:
     sold_as_gb: int
     """The size in the card's name: 24 for a card of which the driver shows 24564 MiB."""
     memory_bytes_per_second: float
-    power_watts: float
+    power_watts: int
     """Default power limit of the board."""
     pcie: Pcie
     fabric: Fabric | None = None

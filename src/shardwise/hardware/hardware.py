@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.hardware.catalog import Adapters, Fabric, Gpu, Pcie
+from pydantic import TypeAdapter
+
+from shardwise.hardware.catalog import Gpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +19,10 @@ class Link:
     latency_seconds: float
     """Of one message; a ring all-reduce over N GPUs sends 2 (N - 1) of them."""
     bytes_per_second: float
-    """What one GPU sends, and receives as well, while all GPUs that share the link do so."""
+    """What one GPU sends, and at the same time receives, while all GPUs that share the link do so."""
     source: str
     measured: bool = False
-    """On this machine, by `doctor --calibrate`; otherwise it is the catalog's."""
+    """Measured on this machine by `doctor --calibrate`; otherwise the catalog's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,29 +55,5 @@ class Hardware:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Hardware:
-        """The value that `to_json` wrote."""
-        inter = values["inter"]
-        return cls(
-            gpu=_gpu(values["gpu"]),
-            gpus_per_node=values["gpus_per_node"],
-            nodes=values["nodes"],
-            intra=Link(**values["intra"]),
-            inter=None if inter is None else Link(**inter),
-            host_link=Link(**values["host_link"]),
-            host_memory_bytes=values["host_memory_bytes"],
-            cpu_cores=values["cpu_cores"],
-        )
-
-
-def _gpu(values: Mapping[str, Any]) -> Gpu:
-    rest = {key: value for key, value in values.items() if key != "assumed"}
-    fabric, network = rest["fabric"], rest["network"]
-    return Gpu(
-        **{
-            **rest,
-            "driver_names": tuple(rest["driver_names"]),
-            "pcie": Pcie(**rest["pcie"]),
-            "fabric": None if fabric is None else Fabric(**fabric),
-            "network": None if network is None else Adapters(**network),
-        }
-    )
+        """The value that `to_json` wrote. ValueError where it is something else."""
+        return TypeAdapter(cls).validate_python(dict(values))
