@@ -11,12 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from shardwise.device.nvml import open_nvml
-from shardwise.device.replay import Replay
-from shardwise.device.seam import Device, NoDevice
+from shardwise.device.replay import NoDevice, Replay
+from shardwise.device.seam import Device
 from shardwise.errors import MachineError
 
 VENDORS: tuple[Callable[[], Device], ...] = (open_nvml,)
-"""Each opens its vendor's driver, or gives a NoDevice that says why it cannot."""
+"""Each opens its vendor's driver, or returns a NoDevice with the reason why it cannot."""
 
 REPLAY = "SHARDWISE_DEVICE"
 """Environment variable: a JSON file of `record` that stands in for this machine's GPUs, or `none`."""
@@ -44,10 +44,8 @@ def find() -> Device:
             raise MachineError(
                 f"{REPLAY} names no recorded device: {error}", where=stand_in, fix=f"unset {REPLAY}"
             ) from None
-    found = [_opened(vendor) for vendor in VENDORS]
-    usable = [device for device in found if not isinstance(device, NoDevice)]
-    broken = [device for device in found if isinstance(device, NoDevice) and device.broken]
-    return [*usable, *broken, *found][0]
+    # GPUs first, then a driver that fails, then one that is missing
+    return min(map(_opened, VENDORS), key=lambda one: 2 - one.broken if isinstance(one, NoDevice) else 0)
 
 
 def _opened(vendor: Callable[[], Device]) -> Device:
@@ -67,9 +65,7 @@ def unseen_vendor() -> str | None:
         build = re.search("|".join(_OTHERS), version("torch").partition("+")[2])
     except PackageNotFoundError:
         return None
-    if build is None:
-        return None
-    return (
+    return build and (
         f"torch is built for {_OTHERS[build[0]]} GPUs ({build[0]}), which shardwise cannot count or measure: "
         "set their number with --processes, and describe them for the planner with --gpus"
     )

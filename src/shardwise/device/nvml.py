@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
-from shardwise.device.seam import Card, Device, NoDevice, Paths, Reading, Unavailable
+from shardwise.device.replay import NoDevice
+from shardwise.device.seam import Card, Device, Paths, Reading, Unavailable
 
 T = TypeVar("T")
 
@@ -17,6 +18,15 @@ LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """nvmlGpuTopologyLevel_t in the words of `nvidia-smi topo -m`; 0: two GPUs of one board."""
 
 SWITCH = "switch"
+
+CLOCK_REASONS = {
+    0x02: "clocks set by an administrator",
+    0x08: "hardware slowdown (heat, or too little power from the supply)",
+    0x20: "heat (software slowdown)",
+    0x40: "heat (hardware slowdown)",
+    0x80: "power brake of the chassis",
+}
+"""nvmlClocksEventReasons but for the ordinary ones: idle, power cap, sync boost, display."""
 
 READINGS: Mapping[Reading, Callable[[Any, Any], float]] = {
     # version 2 leaves out what the driver reserves for itself
@@ -53,34 +63,24 @@ class Nvml:
     """The GPUs that NVML lets this process use."""
 
     visible_variable = "CUDA_VISIBLE_DEVICES"
-    clock_reasons: Mapping[int, str] = MappingProxyType(
-        {
-            0x02: "clocks set by an administrator",
-            0x08: "hardware slowdown (heat, or too little power from the supply)",
-            0x20: "heat (software slowdown)",
-            0x40: "heat (hardware slowdown)",
-            0x80: "power brake of the chassis",
-        }
-    )
+    clock_reasons: Mapping[int, str] = CLOCK_REASONS
 
     def __init__(self, library: Any) -> None:
         """`library` is the module pynvml, after nvmlInit. NVMLError where a GPU is lost."""
         self._nvml = library
         handles = [handle for i in range(library.nvmlDeviceGetCount()) if (handle := self._handle(i))]
         self._handles = {library.nvmlDeviceGetUUID(handle): handle for handle in handles}
-        self.cards = [self._card(index, uuid) for index, uuid in enumerate(self._handles)]
+        self.cards: Sequence[Card] = [self._card(index, uuid) for index, uuid in enumerate(self._handles)]
 
     def driver_version(self) -> str | Unavailable:
         """As `580.65.06`."""
         return self._ask(lambda: str(self._nvml.nvmlSystemGetDriverVersion()))
 
     def read(self, uuid: str, what: Reading) -> float | Unavailable:
-        if uuid not in self._handles:
-            return Unavailable(reason=f"NVML shows no GPU {uuid}")
-        return self._ask(lambda: READINGS[what](self._nvml, self._handles[uuid]))
+        return self._of(uuid, READINGS[what])
 
     def processes(self, uuid: str) -> Mapping[int, int | Unavailable] | Unavailable:
-        found = self._ask(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handles[uuid]))
+        found = self._of(uuid, lambda nvml, gpu: nvml.nvmlDeviceGetComputeRunningProcesses(gpu))
         if isinstance(found, Unavailable):
             return found
         unknown = Unavailable(reason="NVML does not show this process's memory")
@@ -88,41 +88,32 @@ class Nvml:
 
     def paths(self) -> Paths:
         """NVLinks where two GPUs have them, directly or through switches; else their PCIe topology."""
-        links = {uuid: self._links(uuid) for uuid in self._handles}
-        found = {}
-        for one, other in itertools.permutations(self.cards, 2):
-            mine, theirs = links[one.uuid], links[other.uuid]
+        nvml, gpus, found = self._nvml, list(self._handles.values()), {}
+        links = [self._links(gpu) for gpu in gpus]
+        buses = [nvml.nvmlDeviceGetPciInfo(gpu).busId for gpu in gpus]
+        for i, j in itertools.permutations(range(len(gpus)), 2):
             # a switch joins all its GPUs, each with all its links
-            count = mine[self._bus(other.uuid)] or min(mine[SWITCH], theirs[SWITCH])
-            path = f"NV{count}" if count else self._level(one.uuid, other.uuid)
-            if path is not None:
-                found[one.index, other.index] = path
+            count = links[i][buses[j]] or min(links[i][SWITCH], links[j][SWITCH])
+            level = self._ask(partial(nvml.nvmlDeviceGetTopologyCommonAncestor, gpus[i], gpus[j]))
+            if count:
+                found[i, j] = f"NV{count}"
+            elif not isinstance(level, Unavailable):
+                found[i, j] = LEVELS[level]
         return found
 
-    def _links(self, uuid: str) -> Counter[str]:
+    def _links(self, gpu: Any) -> Counter[str]:
         """Active NVLinks of a GPU by what is at their other end: a GPU's PCI bus id, or SWITCH."""
         nvml, ends = self._nvml, Counter[str]()
         for link in range(nvml.NVML_NVLINK_MAX_LINKS):
             try:
-                if not nvml.nvmlDeviceGetNvLinkState(self._handles[uuid], link):
+                if not nvml.nvmlDeviceGetNvLinkState(gpu, link):
                     continue
-                kind = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(self._handles[uuid], link)
-                if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
-                    ends[SWITCH] += 1
-                else:
-                    ends[_text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(self._handles[uuid], link).busId)] += 1
+                kind = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link)
+                switch = kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+                ends[SWITCH if switch else nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).busId] += 1
             except nvml.NVMLError:
                 break  # the GPU has no link of this number, or none at all
         return ends
-
-    def _bus(self, uuid: str) -> str:
-        return _text(self._nvml.nvmlDeviceGetPciInfo(self._handles[uuid]).busId)
-
-    def _level(self, one: str, other: str) -> str | None:
-        level = self._ask(
-            lambda: self._nvml.nvmlDeviceGetTopologyCommonAncestor(self._handles[one], self._handles[other])
-        )
-        return None if isinstance(level, Unavailable) else LEVELS.get(level)
 
     def _handle(self, number: int) -> Any:
         """None where this process may not use the GPU, as a control group can rule."""
@@ -134,28 +125,29 @@ class Nvml:
             raise
 
     def _card(self, index: int, uuid: str) -> Card:
-        nvml, gpu = self._nvml, self._handles[uuid]
-        capability = self._ask(lambda: nvml.nvmlDeviceGetCudaComputeCapability(gpu))
-        mig = self._ask(lambda: nvml.nvmlDeviceGetMigMode(gpu)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
+        capability = self._of(uuid, lambda nvml, gpu: nvml.nvmlDeviceGetCudaComputeCapability(gpu))
         return Card(
             index=index,
             uuid=uuid,
-            name=nvml.nvmlDeviceGetName(gpu),
-            memory_bytes=self._ask(lambda: int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)),
-            pcie_generation=self._ask(lambda: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu))),
-            pcie_lanes=self._ask(lambda: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu))),
-            compute_capability=capability
-            if isinstance(capability, Unavailable)
-            else "{}.{}".format(*capability),
-            divided=mig is True,
+            name=self._nvml.nvmlDeviceGetName(self._handles[uuid]),
+            memory_bytes=self._of(uuid, lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)),
+            pcie_generation=self._of(
+                uuid, lambda nvml, gpu: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu))
+            ),
+            pcie_lanes=self._of(uuid, lambda nvml, gpu: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu))),
+            compute_capability=".".join(map(str, capability))
+            if isinstance(capability, tuple)
+            else capability,
+            divided=self._of(uuid, lambda nvml, gpu: nvml.nvmlDeviceGetMigMode(gpu)[0]) == 1,
         )
+
+    def _of(self, uuid: str, question: Callable[[Any, Any], T]) -> T | Unavailable:
+        if uuid not in self._handles:
+            return Unavailable(reason=f"NVML shows no GPU {uuid}")
+        return self._ask(lambda: question(self._nvml, self._handles[uuid]))
 
     def _ask(self, question: Callable[[], T]) -> T | Unavailable:
         try:
             return question()
         except self._nvml.NVMLError as error:
             return Unavailable(reason=f"NVML: {error}")
-
-
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name

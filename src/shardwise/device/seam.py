@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal, Protocol
 
 Reading = Literal[
@@ -17,6 +16,10 @@ Reading = Literal[
     "power_max_watts",
     "clock_reasons",  # what limits the clocks now, as bits; see Device.clock_reasons
 ]
+
+Paths = Mapping[tuple[int, int], str]
+"""What joins GPU i to GPU j, for both orders: `NV12` (12 NVLinks), or over PCIe, nearest first, `PIX`, `PXB`
+(switches), `PHB`, `NODE` (host bridges), `SYS` (CPU sockets). Empty where it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +49,6 @@ class Card:
     """MIG is on: CUDA shows parts of this GPU."""
 
 
-Paths = Mapping[tuple[int, int], str]
-"""What joins GPU i to GPU j, for both orders: `NV12` (12 NVLinks), or over PCIe, nearest first, `PIX`, `PXB`
-(switches), `PHB`, `NODE` (host bridges), `SYS` (CPU sockets). Empty where it is not known."""
-
-
 class Device(Protocol):
     """One vendor's driver. `uuid` is a card's; a reading that fails is Unavailable, never 0."""
 
@@ -58,9 +56,7 @@ class Device(Protocol):
     """The environment variable that selects GPUs, as CUDA_VISIBLE_DEVICES does."""
     clock_reasons: Mapping[int, str]
     """The bits of the reading `clock_reasons` that mean trouble, in words."""
-
-    @property
-    def cards(self) -> Sequence[Card]: ...
+    cards: Sequence[Card]
 
     def driver_version(self) -> str | Unavailable: ...
 
@@ -70,27 +66,3 @@ class Device(Protocol):
 
     def processes(self, uuid: str) -> Mapping[int, int | Unavailable] | Unavailable:
         """GPU memory in bytes by process id; a container with its own process ids sees none."""
-
-
-class NoDevice:
-    """No GPUs, because there is no driver or because it fails; every reading gives the reason."""
-
-    visible_variable = "CUDA_VISIBLE_DEVICES"
-    clock_reasons: Mapping[int, str] = MappingProxyType({})
-    cards: Sequence[Card] = ()
-
-    def __init__(self, reason: str, *, broken: bool = False) -> None:
-        """`broken`: a driver or package fails, which the user has to fix."""
-        self.reason, self.broken = reason, broken
-
-    def driver_version(self) -> Unavailable:
-        return Unavailable(reason=self.reason)
-
-    def paths(self) -> Paths:
-        return {}
-
-    def read(self, uuid: str, what: Reading) -> Unavailable:
-        return Unavailable(reason=f"{self.reason} ({what} of {uuid})")
-
-    def processes(self, uuid: str) -> Unavailable:
-        return Unavailable(reason=f"{self.reason} (processes of {uuid})")

@@ -2,8 +2,8 @@
 
 A link's latency a and rate b follow from measured transfers by the planner's own model. There (see
 simulate/communication.py) an all-gather of n bytes over N GPUs takes B + (N - 1) a + n (N - 1) / N / b
-seconds and a copy a + n / b. Both are c + d n; c and d minimise the squares of the relative errors, so a message of
-4 KiB counts as much as one of 512 MiB.
+seconds and a copy a + n / b. Both are c + d n; c and d minimise the squares of the relative errors, so a
+message of 4 KiB counts as much as one of 512 MiB.
 """
 
 from __future__ import annotations

@@ -12,20 +12,10 @@ from dataclasses import replace
 from shardwise.device.find import find, unseen_vendor
 from shardwise.device.seam import Card, Device, Paths, Unavailable
 from shardwise.errors import MachineError
+from shardwise.hardware import catalog, links
 from shardwise.hardware.calibration import calibrated
-from shardwise.hardware.catalog import Gpu, assumed
-from shardwise.hardware.catalog import find as find_in_catalog
 from shardwise.hardware.hardware import Hardware, Link
 from shardwise.hardware.host import cpu_cores, host_memory_bytes
-from shardwise.hardware.links import (
-    default_slot,
-    fabric_link,
-    host_link,
-    joined,
-    link_count,
-    nvlink_of,
-    pcie_link,
-)
 from shardwise.units import GIB
 
 SWITCHED = ("PIX", "PXB")
@@ -44,7 +34,7 @@ def detect_hardware() -> Hardware | None:
         MachineError: the GPUs differ, are divided by MIG, or their memory is not known.
     """
     device = find()
-    cards = visible_cards(device)
+    cards = [card for card in visible(device) if isinstance(card, Card)]
     if not cards:
         return None
     return calibrated(machine(cards, device.paths(), memory_bytes=host_memory_bytes(), cores=cpu_cores()))
@@ -66,26 +56,19 @@ def visible(device: Device) -> list[Card | str]:
     As in CUDA, entries after the first invalid one do not count; a UUID may be cut short.
     """
     setting = os.environ.get(device.visible_variable)
-    if setting is None:
+    if setting is None or not device.cards:
         return list(device.cards)
     found: list[Card | str] = []
-    for entry in (entry.strip() for entry in setting.split(",")):
-        named: list[Card | str] = [
+    for entry in map(str.strip, setting.split(",")):
+        named = [
             card
             for card in device.cards
             if entry == str(card.index) or (entry.startswith("GPU-") and card.uuid.startswith(entry))
         ]
-        if device.cards and entry.startswith("MIG-"):
-            named = [entry]
-        if len(named) != 1:
+        if len(named) != 1 and not entry.startswith("MIG-"):
             break
-        found += named
+        found += named or [entry]
     return found
-
-
-def visible_cards(device: Device) -> list[Card]:
-    """The entire GPUs among those that are visible."""
-    return [card for card in visible(device) if isinstance(card, Card)]
 
 
 def machine(cards: Sequence[Card], paths: Paths, *, memory_bytes: int | None, cores: int | None) -> Hardware:
@@ -103,7 +86,7 @@ def machine(cards: Sequence[Card], paths: Paths, *, memory_bytes: int | None, co
         nodes=1,
         intra=_between(gpu, cards, paths, generation, lanes),
         inter=None,
-        host_link=host_link(gpu, generation, lanes),
+        host_link=links.host_link(gpu, generation, lanes),
         host_memory_bytes=memory_bytes,
         cpu_cores=cores,
     )
@@ -161,32 +144,32 @@ def _memory(card: Card) -> int:
     return card.memory_bytes
 
 
-def _gpu(card: Card) -> Gpu:
+def _gpu(card: Card) -> catalog.Gpu:
     """The catalog's row with the memory that the driver shows here (ECC changes it)."""
     memory_bytes = _memory(card)
-    known = find_in_catalog(card.name, memory_bytes)
+    known = catalog.find(card.name, memory_bytes)
     if known is None:
-        stand_in = assumed(card.name.removeprefix("NVIDIA "), memory_bytes, memory_bytes / GIB)
+        stand_in = catalog.assumed(card.name.removeprefix("NVIDIA "), memory_bytes, memory_bytes / GIB)
         capability = card.compute_capability
         return replace(stand_in, compute_capability=capability if isinstance(capability, str) else None)
     return replace(known, memory_bytes=memory_bytes)
 
 
-def _slot(cards: Sequence[Card], gpu: Gpu) -> tuple[int, int]:
+def _slot(cards: Sequence[Card], gpu: catalog.Gpu) -> tuple[int, int]:
     """The slowest slot's generation and lanes; what such a card usually has where the driver is silent."""
-    generation, lanes = default_slot(gpu)
+    generation, lanes = links.default_slot(gpu)
     generations = [card.pcie_generation for card in cards if isinstance(card.pcie_generation, int)]
     widths = [card.pcie_lanes for card in cards if isinstance(card.pcie_lanes, int)]
     return min(generations, default=generation), min(widths, default=lanes)
 
 
-def _between(gpu: Gpu, cards: Sequence[Card], paths: Paths, generation: int, lanes: int) -> Link:
+def _between(gpu: catalog.Gpu, cards: Sequence[Card], paths: Paths, generation: int, lanes: int) -> Link:
     indices = [card.index for card in cards]
     if not paths and gpu.fabric is not None and not gpu.fabric.bridge:
-        return fabric_link(gpu.fabric, len(cards))
-    links = nvlinks(paths, indices, None if gpu.fabric is None else link_count(gpu.fabric))
-    nvlink = nvlink_of(gpu.compute_capability) if gpu.fabric is None else gpu.fabric.name
-    if links and nvlink is not None:
-        return joined(nvlink, links)
+        return links.fabric_link(gpu.fabric, len(cards))
+    count = nvlinks(paths, indices, None if gpu.fabric is None else links.link_count(gpu.fabric))
+    nvlink = links.nvlink_of(gpu.compute_capability) if gpu.fabric is None else gpu.fabric.name
+    if count and nvlink is not None:
+        return links.joined(nvlink, count)
     switched = all(paths.get(pair) in SWITCHED for pair in itertools.permutations(indices, 2))
-    return pcie_link(generation, lanes, peer_to_peer=gpu.pcie.peer_to_peer and (not paths or switched))
+    return links.pcie_link(generation, lanes, peer_to_peer=gpu.pcie.peer_to_peer and (not paths or switched))

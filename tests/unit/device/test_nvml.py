@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 
 from shardwise.device.nvml import Nvml, open_nvml
-from shardwise.device.seam import NoDevice, Paths, Reading, Unavailable
+from shardwise.device.replay import NoDevice
+from shardwise.device.seam import Paths, Reading, Unavailable
 
 Link = tuple[str, int]
 """What a link leads to, and its state: `("switch", 1)`, or a GPU's number as text."""
@@ -22,7 +24,6 @@ class FakeNvml:
 
     NVML_NVLINK_MAX_LINKS = 36
     NVML_NVLINK_DEVICE_TYPE_SWITCH = 2
-    NVML_DEVICE_MIG_ENABLE = 1
     NVML_ERROR_NO_PERMISSION = 4
     NVML_ERROR_LIBRARY_NOT_FOUND = 12
     nvmlMemory_v2 = 2  # noqa: N815
@@ -48,9 +49,10 @@ class FakeNvml:
 
     def __getattribute__(self, name: str) -> Any:
         found = object.__getattribute__(self, name)
-        if name.startswith("nvml") and name in self.fails:
-            raise self.NVMLError(self.fails[name])
-        return found
+        return partial(self._fail, name) if name.startswith("nvml") and name in self.fails else found
+
+    def _fail(self, name: str, *_: Any) -> None:
+        raise self.NVMLError(self.fails[name])
 
     def nvmlInit(self) -> None: ...
 
@@ -179,9 +181,8 @@ def test_a_reading_that_fails_has_a_reason_and_the_others_are_read() -> None:
     assert device.read("GPU-1", "energy_joules") == Unavailable(reason="NVML: Not Supported")
     assert device.read("GPU-1", "power_watts") == 77.454
     assert isinstance(device.cards[0].pcie_lanes, Unavailable)
-    missing = device.read("GPU-other", "power_watts")
-    assert isinstance(missing, Unavailable)
-    assert "GPU-other" in missing.reason
+    for missing in (device.read("GPU-other", "power_watts"), device.processes("GPU-other")):
+        assert missing == Unavailable(reason="NVML shows no GPU GPU-other")
 
 
 def test_processes_by_id() -> None:
@@ -253,7 +254,7 @@ def test_gpus_this_process_may_not_use_do_not_count() -> None:
 def test_no_driver_is_not_a_broken_one(fails: dict[str, int], gpus: int, broken: bool, reason: str) -> None:
     device = open_nvml(FakeNvml(gpus, fails=fails))
     assert isinstance(device, NoDevice)
-    assert (device.broken, device.cards, device.paths()) == (broken, (), {})
+    assert (device.broken, device.cards, device.paths()) == (broken, [], {})
     assert reason in device.reason
     for answer in (device.driver_version(), device.read("GPU-1", "power_watts"), device.processes("GPU-1")):
         assert isinstance(answer, Unavailable)

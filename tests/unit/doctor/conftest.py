@@ -11,7 +11,7 @@ import pytest
 
 from recorded import install, values
 from shardwise.device.find import REPLAY
-from shardwise.device.nvml import Nvml
+from shardwise.device.nvml import CLOCK_REASONS
 
 HERE = Path(__file__).parent
 
@@ -30,7 +30,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     ) -> None:
         recorded = values(name, of=of)
         recorded["driver"] = version
-        recorded["clock_reasons"] = dict(Nvml.clock_reasons)
+        recorded["clock_reasons"] = CLOCK_REASONS
         usual = {
             "memory_used_bytes": 4 << 20,
             "energy_joules": 1.0,

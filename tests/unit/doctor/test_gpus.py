@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.device import nvml
-from shardwise.device.seam import NoDevice
+from shardwise.device.replay import NoDevice
 from shardwise.doctor import gpus
 from shardwise.doctor.check import Check
 
@@ -175,4 +175,4 @@ def test_nothing_is_ever_set() -> None:
     """Every function of NVML that the device uses only reads."""
     used = set(re.findall(r"nvml[A-Z]\w+", Path(nvml.__file__).read_text()))
     names = {name for name in used if not name.startswith(("nvmlDeviceGet", "nvmlSystemGet", "nvmlMemory"))}
-    assert names == {"nvmlInit", "nvmlGpuTopologyLevel_t"}
+    assert names == {"nvmlInit", "nvmlGpuTopologyLevel_t", "nvmlClocksEventReasons"}

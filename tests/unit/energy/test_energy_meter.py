@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.device.replay import Replay
-from shardwise.device.seam import NoDevice, Unavailable
+from shardwise.device.replay import NoDevice, Replay
+from shardwise.device.seam import Unavailable
 from shardwise.energy.meter import (
     FIRST,
     INTERRUPTED,

@@ -18,7 +18,6 @@ from shardwise.hardware.detect import (
     gpu_count,
     machine,
     visible,
-    visible_cards,
 )
 from shardwise.hardware.hardware import Hardware
 
@@ -175,14 +174,13 @@ def test_cuda_visible_devices_chooses(
     install(values("rtx4090x4"), tmp_path, monkeypatch)
     if setting is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
-    assert [card.index for card in visible_cards(device("rtx4090x4"))] == indices
+    assert [card.index for card in visible(device("rtx4090x4")) if isinstance(card, Card)] == indices
     assert gpu_count() == len(indices)
 
 
 def test_parts_of_a_gpu_count_but_are_not_entire_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5b0c,MIG-77aa")
     assert visible(device("h200x8", of=1)) == ["MIG-5b0c", "MIG-77aa"]
-    assert visible_cards(device("h200x8", of=1)) == []
 
 
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
