@@ -125,20 +125,18 @@ class Nvml:
             raise
 
     def _card(self, index: int, uuid: str) -> Card:
-        capability = self._of(uuid, lambda nvml, gpu: nvml.nvmlDeviceGetCudaComputeCapability(gpu))
+        ask, nvml = partial(self._of, uuid), self._nvml
         return Card(
             index=index,
             uuid=uuid,
-            name=self._nvml.nvmlDeviceGetName(self._handles[uuid]),
-            memory_bytes=self._of(uuid, lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)),
-            pcie_generation=self._of(
-                uuid, lambda nvml, gpu: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu))
+            name=nvml.nvmlDeviceGetName(self._handles[uuid]),
+            memory_bytes=ask(lambda _, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)),
+            pcie_generation=ask(lambda _, gpu: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu))),
+            pcie_lanes=ask(lambda _, gpu: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu))),
+            compute_capability=ask(
+                lambda _, gpu: ".".join(map(str, nvml.nvmlDeviceGetCudaComputeCapability(gpu)))
             ),
-            pcie_lanes=self._of(uuid, lambda nvml, gpu: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu))),
-            compute_capability=".".join(map(str, capability))
-            if isinstance(capability, tuple)
-            else capability,
-            divided=self._of(uuid, lambda nvml, gpu: nvml.nvmlDeviceGetMigMode(gpu)[0]) == 1,
+            divided=ask(lambda _, gpu: nvml.nvmlDeviceGetMigMode(gpu)[0]) == 1,
         )
 
     def _of(self, uuid: str, question: Callable[[Any, Any], T]) -> T | Unavailable:

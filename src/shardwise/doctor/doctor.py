@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.doctor import calibrate as calibration
 from shardwise.doctor import gpus as gpu_checks
-from shardwise.doctor import judge, judge_software, machine
+from shardwise.doctor import judge, machine
 from shardwise.doctor.check import Check, count, ready
 from shardwise.doctor.child import LIMIT_SECONDS, MODULE, Child, Children, children
 from shardwise.doctor.gpus import Gpus
@@ -101,7 +101,7 @@ class _Probes:
         groups = [formats, ours, others, engine] if gpus.count else [[*formats, *ours, *others, *engine]]
         self._several = [family.ask(*names, environment=environment) for names in groups if names]
         self._hub: Child | None = None
-        if not judge_software.offline():
+        if not judge.offline():
             self._hub = family.ask("hub", limit_seconds=HUB_SECONDS)
 
     def checks(self) -> Iterator[Check]:
@@ -111,9 +111,9 @@ class _Probes:
         yield judge.collective([child.answers["collective"] for child in self._ranks])
         yield from judge.formats(answers["formats"])
         yield from judge.kernels(answers, liger=self._liger)
-        yield from judge_software.deepspeed(answers.get("deepspeed"))
+        yield from judge.deepspeed(answers.get("deepspeed"))
         yield judge.bitsandbytes(answers.get("bitsandbytes"))
-        yield judge_software.hub(None if self._hub is None else self._hub.answers["hub"])
+        yield judge.hub(None if self._hub is None else self._hub.answers["hub"])
 
 
 def _built_cpu_adam(family: Children) -> Iterator[Check]:
@@ -121,7 +121,7 @@ def _built_cpu_adam(family: Children) -> Iterator[Check]:
     if find_spec("deepspeed"):
         child = family.ask("cpu_adam", environment=_environment(1), limit_seconds=COMPILE_SECONDS)
         family.wait()
-        yield judge_software.cpu_adam(child.answers["cpu_adam"])
+        yield judge.cpu_adam(child.answers["cpu_adam"])
 
 
 def _ranks(family: Children, gpus: Gpus, probe: str, *, limit_seconds: float | None = None) -> list[Child]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.device.seam import Card
-from shardwise.doctor import judge, judge_software
+from shardwise.doctor import judge
 from shardwise.doctor.child import Answer
 from shardwise.doctor.gpus import Gpus
 
@@ -192,7 +192,7 @@ def deepspeed(op: dict[str, Any], **changed: Any) -> tuple[str, str]:
         "cuda": {"torch": "13.0", "nvcc": "13.0", "why": ""},
         "ops": {"cpu_adam": {**possible, **op}, "async_io": possible, "fused_adam": possible}, **changed,
     }  # fmt: skip
-    found = {check.name: check for check in judge_software.deepspeed(Answer(facts=facts))}
+    found = {check.name: check for check in judge.deepspeed(Answer(facts=facts))}
     check = found["op: cpu_adam"]
     return check.status, f"{check.finding} | {check.fix}"
 
@@ -226,13 +226,13 @@ def test_cpu_adam(op: dict[str, Any], changed: dict[str, Any], status: str, told
 
 
 def test_deepspeed_missing_and_broken() -> None:
-    assert [check.status for check in judge_software.deepspeed(None)] == ["warning"]
-    (broken,) = judge_software.deepspeed(Answer(failure="ImportError: cannot import name"))
+    assert [check.status for check in judge.deepspeed(None)] == ["warning"]
+    (broken,) = judge.deepspeed(Answer(failure="ImportError: cannot import name"))
     assert broken.status == "problem"
 
 
 def hub(**facts: Any) -> tuple[str, str]:
-    check = judge_software.hub(Answer(facts={"endpoint": "https://huggingface.co", "token": False, **facts}))
+    check = judge.hub(Answer(facts={"endpoint": "https://huggingface.co", "token": False, **facts}))
     return check.status, f"{check.finding} | {check.fix}"
 
 
@@ -243,7 +243,7 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub(status=503)[0] == "warning"
     assert "Name or service not known" in hub(failed="Name or service not known")[1]
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    assert not judge_software.offline()
+    assert not judge.offline()
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
-    assert judge_software.offline()
-    assert "TRANSFORMERS_OFFLINE is set" in judge_software.hub(None).finding
+    assert judge.offline()
+    assert "TRANSFORMERS_OFFLINE is set" in judge.hub(None).finding
