@@ -19,10 +19,8 @@ from shardwise.record.environment import versions
 from shardwise.simulate.communication import BASE_SECONDS
 from shardwise.units import count
 
-CPU = "CPU"
-NAME = "calibration"
-GATHERS = ("all_gather", "reduce_scatter")
-"""The collectives that are linear in the model; an all-reduce is a ring or a tree, the faster."""
+CPU, NAME = "CPU", "calibration"
+GATHERS = ("all_gather", "reduce_scatter")  # linear in the model; an all-reduce is a ring or a tree
 COPIES = ("pinned_to_gpu", "gpu_to_pinned")
 
 
@@ -31,9 +29,8 @@ def kept(gpus: Gpus, ranks: int) -> tuple[Calibration | None, Check]:
     found = load(CPU, ranks, None) if gpus.hardware is None else of_hardware(gpus.hardware)
     if found is not None:
         return found, Check(NAME, "ok", f"of {found.date}: {summary(found)}")
-    finding = "none of these GPUs with this driver: the planner uses the catalog"
-    if gpus.hardware is None:
-        finding = "none of this machine"
+    of_gpus = "none of these GPUs with this driver: the planner uses the catalog"
+    finding = "none of this machine" if gpus.hardware is None else of_gpus
     return None, Check(NAME, "skipped", finding, "shardwise doctor --calibrate")
 
 
@@ -85,12 +82,10 @@ def calibration(gpus: Gpus, answers: Sequence[Answer]) -> Calibration:
 
 
 def summary(found: Calibration) -> str:
-    """A line of what was measured."""
+    """One line of what was measured."""
     best = max((product.flops_per_second for product in found.products), default=0.0)
-    parts = [
-        f"bf16 products {count(best)}FLOP/s",
-        f"memory {found.memory_bytes_per_second / 1e9:.0f} GB/s",
-    ]
+    memory = found.memory_bytes_per_second / 1e9
+    parts = [f"bf16 products {count(best)}FLOP/s", f"memory {memory:.0f} GB/s"]
     smallest = min((s for s in found.samples if s.what == "all_reduce"), key=lambda s: s.bytes, default=None)
     if found.between is not None:
         rate = found.between.bytes_per_second / 1e9
@@ -108,9 +103,8 @@ def link_between(samples: Sequence[Sample], ranks: int) -> Rate | None:
     line = _line([sample for sample in samples if sample.what in GATHERS])
     if line is None or ranks < 2:
         return None
-    constant, slope = line
-    latency = max(0.0, constant - BASE_SECONDS) / (ranks - 1)
-    return Rate(latency_seconds=latency, bytes_per_second=(ranks - 1) / ranks / slope)
+    latency = max(0.0, line[0] - BASE_SECONDS) / (ranks - 1)
+    return Rate(latency_seconds=latency, bytes_per_second=(ranks - 1) / ranks / line[1])
 
 
 def link_to_host(samples: Sequence[Sample]) -> Rate | None:

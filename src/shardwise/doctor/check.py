@@ -7,9 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Status = Literal["ok", "warning", "problem", "skipped"]
-
-STATUSES: tuple[Status, ...] = ("problem", "warning", "ok", "skipped")
-"""Worst first."""
+STATUSES: tuple[Status, ...] = ("problem", "warning", "ok", "skipped")  # worst first
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,3 @@ class Check:
 def count(checks: Sequence[Check]) -> dict[Status, int]:
     """How many there are of each status."""
     return {status: sum(one.status == status for one in checks) for status in STATUSES}
-
-
-def ready(checks: Sequence[Check]) -> bool:
-    """Whether training can run."""
-    return all(one.status != "problem" for one in checks)

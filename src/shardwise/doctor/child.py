@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 MODULE = "shardwise.doctor.probes"
-LIMIT_SECONDS = 60.0
-"""A child's longest time without an event. Importing torch from a cold network disk takes half of it."""
-GRACE_SECONDS = 5.0
-"""The same for ranks that wait for one that has failed."""
+LIMIT_SECONDS = 60.0  # without an event; importing torch from a cold network disk takes half of it
+GRACE_SECONDS = 5.0  # the same for ranks that wait for one that has failed
 _LOOK_EVERY_SECONDS = 0.02
 _TAIL_LINES, _TAIL_CHARACTERS = 3, 400
 
@@ -35,19 +32,13 @@ class Answer:
     """What a probe found, or how it failed: then `facts` is None."""
 
     facts: Mapping[str, Any] | None = field(default=None, hash=False)
-    failure: str = ""
-    """In words: `hung for 60 s while joining`, `crashed with SIGSEGV`, `RuntimeError: ...`."""
-    printed: str = ""
-    """The last lines that the process printed before it crashed or was killed."""
+    failure: str = ""  # `hung for 60 s while joining`, `crashed with SIGSEGV`, `RuntimeError: ...`
+    printed: str = ""  # the last lines before the process crashed or was killed
 
     @property
     def why(self) -> str:
-        """The failure with what was printed last."""
+        """The failure and the last printed lines."""
         return f"{self.failure}: {self.printed}" if self.printed else self.failure
-
-
-Answers = Mapping[str, Answer]
-"""By probe."""
 
 
 @dataclass
@@ -91,18 +82,13 @@ class Child:
             return False
         self.kill()
         words = f"hung for {self.limit_seconds:.0f} s" if code is None else _ended(code)
-        failure = words + (f" while {stage}" if stage else "")
+        words += f" while {stage}" if stage else ""
         self.answers[at if at in self._left else self._left[0]] = Answer(
-            failure=failure, printed=self.printed()
+            failure=words, printed=self.printed()
         )
         if self._left:
             self.start()
         return not self._left
-
-    @property
-    def failed(self) -> bool:
-        """Whether a probe has failed so far."""
-        return any(answer.facts is None for answer in self.answers.values())
 
     def kill(self) -> None:
         """End the process and all it has started."""
@@ -125,15 +111,11 @@ class Child:
 
     def _read(self) -> tuple[str, str, float]:
         """The current probe, its stage, and the time of the last event (Unix seconds)."""
-        at = stage = ""
-        try:
-            lines = self._file("events").read_text(encoding="utf-8").splitlines(keepends=True)
-            last = self._file("events").stat().st_mtime
-        except OSError:
+        at, stage, events = "", "", self._file("events")
+        if not events.exists():
             return at, stage, 0.0
-        for line in lines:
-            if not line.endswith("\n"):
-                break  # it is not complete yet
+        last = events.stat().st_mtime
+        for line in events.read_text(encoding="utf-8").split("\n")[:-1]:  # the last one may be incomplete
             event = json.loads(line)
             at, stage = event["probe"], event.get("stage", "")
             if "facts" in event:
@@ -148,23 +130,18 @@ class Children:
 
     def __init__(self, folder: Path, *, module: str, limit_seconds: float) -> None:
         self._folder, self._module, self._limit_seconds = folder, module, limit_seconds
-        self._all: list[Child] = []
+        self.all: list[Child] = []
         self._teams: list[list[Child]] = []
 
     def ask(
         self, *names: str, environment: Mapping[str, str] | None = None, limit_seconds: float | None = None
     ) -> Child:
         """Start a child for the probes `names`; it has its `answers` after `wait`."""
-        folder = self._folder / str(len(self._all))
+        folder = self._folder / str(len(self.all))
         folder.mkdir(mode=0o700)
-        child = Child(
-            names=names,
-            environment=dict(os.environ) if environment is None else environment,
-            folder=folder,
-            limit_seconds=self._limit_seconds if limit_seconds is None else limit_seconds,
-            module=self._module,
-        )
-        self._all.append(child)
+        limit = limit_seconds or self._limit_seconds
+        child = Child(names, environment or dict(os.environ), folder, limit, self._module)
+        self.all.append(child)
         child.start()
         return child
 
@@ -178,34 +155,29 @@ class Children:
 
     def wait(self) -> None:
         """Until every child has answered or failed."""
-        waiting = list(self._all)
+        waiting = list(self.all)
         while waiting:
             waiting = [child for child in waiting if not child.look()]
             for team in self._teams:
-                for child in team if any(child.failed for child in team) else ():
-                    child.limit_seconds = min(child.limit_seconds, GRACE_SECONDS)
+                if any(answer.facts is None for child in team for answer in child.answers.values()):
+                    for child in team:
+                        child.limit_seconds = min(child.limit_seconds, GRACE_SECONDS)
             time.sleep(_LOOK_EVERY_SECONDS if waiting else 0)
-
-    def kill(self) -> None:
-        for child in self._all:
-            child.kill()
 
 
 @contextmanager
 def children(*, module: str = MODULE, limit_seconds: float = LIMIT_SECONDS) -> Iterator[Children]:
     """Children that end with the block, however it ends."""
-    folder = Path(tempfile.mkdtemp(prefix="shardwise-doctor-"))  # mode 0700
-    family = Children(folder, module=module, limit_seconds=limit_seconds)
-    try:
-        yield family
-    finally:
-        family.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="shardwise-doctor-", ignore_cleanup_errors=True) as folder:
+        family = Children(Path(folder), module=module, limit_seconds=limit_seconds)
+        try:
+            yield family
+        finally:
+            for child in family.all:
+                child.kill()
 
 
 def _ended(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
     if code == -signal.SIGKILL:
         return "was killed, probably out of host memory"
-    return f"crashed with {signal.Signals(-code).name}"
+    return f"ended with exit code {code}" if code >= 0 else f"crashed with {signal.Signals(-code).name}"

@@ -13,18 +13,15 @@ from typing import Any
 from shardwise.doctor import calibrate as calibration
 from shardwise.doctor import gpus as gpu_checks
 from shardwise.doctor import judge, machine
-from shardwise.doctor.check import Check, count, ready
+from shardwise.doctor.check import Check, count
 from shardwise.doctor.child import LIMIT_SECONDS, MODULE, Child, Children, children
 from shardwise.doctor.gpus import Gpus
 from shardwise.hardware.calibration import Calibration
 from shardwise.launch.worker import worker_environment
 
-CPU_RANKS = 2
-"""Processes that try gloo where there is no GPU."""
-HUB_SECONDS = 10.0
-COMPILE_SECONDS = 600.0
-MEASURE_SECONDS = 120.0
-"""For one measurement; the largest all-reduce over PCIe 3.0 takes 10."""
+CPU_RANKS = 2  # that try gloo where there is no GPU
+HUB_SECONDS, COMPILE_SECONDS = 10.0, 600.0
+MEASURE_SECONDS = 120.0  # for one measurement; the largest all-reduce over PCIe 3.0 takes 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +36,7 @@ class Report:
     @property
     def ready(self) -> bool:
         """Whether training can run here."""
-        return ready(self.checks)
+        return count(self.checks)["problem"] == 0
 
     def to_json(self) -> dict[str, Any]:
         hardware = self.gpus.hardware
@@ -74,16 +71,18 @@ def examine(
         local = [*gpu_checks.checks(gpus), *machine.checks(gpus=gpus.count, cache=cache, runs=runs)]
         family.wait()
         checks = [*local, *probes.checks()]
-        if calibrate and ready(checks):
+        if calibrate and not count(checks)["problem"]:
             ranks = _ranks(family, gpus, "measure", limit_seconds=MEASURE_SECONDS)
             family.wait()
             found, check = calibration.measured(gpus, [child.answers["measure"] for child in ranks])
-            checks += [check, *_built_cpu_adam(family)]
+            if find_spec("deepspeed"):  # compiling its optimizer takes a minute or two the first time
+                child = family.ask("cpu_adam", environment=_environment(1), limit_seconds=COMPILE_SECONDS)
+                family.wait()
+                checks.append(judge.cpu_adam(child.answers["cpu_adam"]))
         else:
             found, check = calibration.kept(gpus, CPU_RANKS)
-            checks.append(check)
     seconds = round(time.perf_counter() - start, 3)
-    return Report(checks=tuple(checks), gpus=gpus, calibration=found, seconds=seconds)
+    return Report(checks=(*checks, check), gpus=gpus, calibration=found, seconds=seconds)
 
 
 class _Probes:
@@ -100,9 +99,7 @@ class _Probes:
         # compiling kernels takes a GPU machine's time, importing torch several times that of one without
         groups = [formats, ours, others, engine] if gpus.count else [[*formats, *ours, *others, *engine]]
         self._several = [family.ask(*names, environment=environment) for names in groups if names]
-        self._hub: Child | None = None
-        if not judge.offline():
-            self._hub = family.ask("hub", limit_seconds=HUB_SECONDS)
+        self._hub = None if judge.offline() else family.ask("hub", limit_seconds=HUB_SECONDS)
 
     def checks(self) -> Iterator[Check]:
         """What was answered; call it after all children have ended."""
@@ -116,14 +113,6 @@ class _Probes:
         yield judge.hub(None if self._hub is None else self._hub.answers["hub"])
 
 
-def _built_cpu_adam(family: Children) -> Iterator[Check]:
-    """DeepSpeed's optimizer for offload, compiled, which takes a minute or two the first time."""
-    if find_spec("deepspeed"):
-        child = family.ask("cpu_adam", environment=_environment(1), limit_seconds=COMPILE_SECONDS)
-        family.wait()
-        yield judge.cpu_adam(child.answers["cpu_adam"])
-
-
 def _ranks(family: Children, gpus: Gpus, probe: str, *, limit_seconds: float | None = None) -> list[Child]:
     """A process for each GPU, or two where there is none, that can meet."""
     size = gpus.count or CPU_RANKS
@@ -135,5 +124,5 @@ def _ranks(family: Children, gpus: Gpus, probe: str, *, limit_seconds: float | N
 
 
 def _environment(processes: int) -> dict[str, str]:
-    """A worker's environment, so that the probes meet what a run will meet."""
+    """A worker's environment: the probes then meet what a run will meet."""
     return worker_environment(processes=processes, folder=Path(tempfile.gettempdir()))

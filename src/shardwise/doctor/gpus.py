@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,11 +18,8 @@ from shardwise.hardware.detect import detect_hardware, visible
 from shardwise.hardware.hardware import Hardware
 from shardwise.units import GIB, gib
 
-IN_USE_BYTES = GIB
-"""What others may hold of a GPU before it is worth a warning; a desktop takes less."""
-
-CAP_SYS_ADMIN = 21
-"""Of linux/capability.h; the driver requires it of a process that sets a power limit."""
+IN_USE_BYTES = GIB  # which others may hold of a GPU without a warning; a desktop takes less
+CAP_SYS_ADMIN = 21  # of linux/capability.h; the driver requires it of a process that sets a power limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,22 +27,17 @@ class Gpus:
     """The GPUs that a process started here would use."""
 
     cards: Sequence[Card] = ()
-    readings: Mapping[int, Mapping[Reading, float | Unavailable]] = field(default_factory=dict)
-    """By the card's index."""
-    clock_reasons: Mapping[int, str] = field(default_factory=dict)
-    """The device's words for bits of the reading of this name."""
+    readings: Mapping[int, Mapping[Reading, float | Unavailable]] = field(default_factory=dict)  # by index
+    clock_reasons: Mapping[int, str] = field(default_factory=dict)  # the device's words for the bits
     hardware: Hardware | None = None
     """What the planner takes them for; None without GPUs, or where `error` says why."""
     error: MachineError | None = None
     driver: str | None = None
-    failure: str = ""
-    """Why there is no device; empty where there is one."""
-    broken: bool = False
-    """`failure` is one that the user has to fix."""
+    failure: str = ""  # why there is no device
+    broken: bool = False  # `failure` is one that the user has to fix
     count: int = 0
     """How many processes the launcher would start: all of `cards`, or parts of GPUs that MIG divides."""
-    hidden: int = 0
-    """GPUs that CUDA_VISIBLE_DEVICES leaves out."""
+    hidden: int = 0  # GPUs that CUDA_VISIBLE_DEVICES leaves out
 
     def known(self, what: Reading) -> dict[int, float]:
         """The reading of every card that has it."""
@@ -90,11 +83,13 @@ def present(gpus: Gpus) -> Check:
     facts = {"driver": gpus.driver, "gpus": [card.name for card in gpus.cards], "hidden": gpus.hidden}
     name = "GPUs"
     if gpus.broken:
-        return Check(name, "problem", gpus.failure, _DRIVER_FIX, facts)
+        fix = "look for NVRM and Xid in `dmesg`; load or reinstall the driver, then reboot"
+        return Check(name, "problem", gpus.failure, fix, facts)
     if gpus.failure:
         finding = f"no NVIDIA GPU: training runs on the CPU, which only small models are for; {gpus.failure}"
-        unseen = unseen_vendor()
-        return Check(name, "warning", finding if unseen is None else unseen, _NO_GPU_FIX, facts)
+        fix = "`shardwise plan --gpus` plans for a machine that has them; a container needs --gpus all and "
+        fix += "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        return Check(name, "warning", unseen_vendor() or finding, fix, facts)
     if gpus.error is not None:
         problem = gpus.error.problems[0]
         return Check(name, "warning", problem.what, problem.fix, facts)
@@ -107,16 +102,8 @@ def present(gpus: Gpus) -> Check:
         return Check(name, "warning", finding, "unset it, or name GPUs", facts)
     first = gpus.cards[0]
     finding = f"{len(gpus.cards)} × {first.name.removeprefix('NVIDIA ')}{size_of(first)}"
-    if gpus.hidden:
-        finding += f"; CUDA_VISIBLE_DEVICES hides {gpus.hidden} more"
+    finding += f"; CUDA_VISIBLE_DEVICES hides {gpus.hidden} more" if gpus.hidden else ""
     return Check(name, "ok", finding, facts=facts)
-
-
-_DRIVER_FIX = "look for NVRM and Xid in `dmesg`; load or reinstall the driver, then reboot"
-_NO_GPU_FIX = (
-    "`shardwise plan --gpus` plans for a machine that has them; a container needs --gpus all and "
-    "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-)
 
 
 def size_of(card: Card) -> str:
@@ -152,10 +139,8 @@ def clocks(gpus: Gpus) -> Check:
     if not known:
         return Check("clocks", "skipped", "the driver does not report what limits them")
     facts = {"reasons": {str(index): bits for index, bits in known.items()}}
-    slowed = {
-        index: ", ".join(text for bit, text in gpus.clock_reasons.items() if bits & bit)
-        for index, bits in known.items()
-    }
+    words = gpus.clock_reasons.items()
+    slowed = {index: ", ".join(text for bit, text in words if bits & bit) for index, bits in known.items()}
     found = "; ".join(f"GPU {index}: {texts}" for index, texts in slowed.items() if texts)
     if not found:
         return Check("clocks", "ok", "nothing holds them down", facts=facts)
@@ -175,13 +160,8 @@ def power(gpus: Gpus) -> Check:
     default, least, most = (
         gpus.known(what).get(first) for what in ("power_default_watts", "power_min_watts", "power_max_watts")
     )
-    facts = {
-        "may_set": allowed,
-        "limits_watts": {str(index): watts for index, watts in limits.items()},
-        "default_watts": default,
-        "least_watts": least,
-        "most_watts": most,
-    }
+    facts = {"may_set": allowed, "limits_watts": {str(index): watts for index, watts in limits.items()}}
+    facts |= {"default_watts": default, "least_watts": least, "most_watts": most}
     found = " or ".join(f"{watts:.0f} W" for watts in sorted(set(limits.values())))
     span = "" if least is None or most is None else f", {least:.0f} to {most:.0f} W possible"
     may = "may set" if allowed else "may not set (that takes root, in a container also --cap-add SYS_ADMIN)"
@@ -197,23 +177,18 @@ def power(gpus: Gpus) -> Check:
 
 def may_set_power(status: Path = Path("/proc/self/status")) -> bool:
     """Whether the driver would let this process set a power limit: root with CAP_SYS_ADMIN."""
-    try:
-        lines = status.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return False
-    bits = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
-    return os.geteuid() == 0 and bool(bits >> CAP_SYS_ADMIN & 1)
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", status.read_text(encoding="ascii"), re.MULTILINE)
+    return os.geteuid() == 0 and found is not None and bool(int(found[1], 16) >> CAP_SYS_ADMIN & 1)
 
 
 def energy(gpus: Gpus) -> Check:
     """Whether joules will be recorded."""
     first = next(iter(gpus.readings.values()))
     sources = {"energy": first["energy_joules"], "power": first["power_watts"]}
-    facts = {"tells": [name for name, value in sources.items() if not isinstance(value, Unavailable)]}
-    if not facts["tells"]:
-        reasons = "; ".join(one.reason for one in sources.values() if isinstance(one, Unavailable))
-        fix = "see `nvidia-smi -q -d POWER`"
-        return Check("energy", "warning", f"runs will have no joules: {reasons}", fix)
-    counted = facts["tells"][0] == "energy"
-    source = "the driver counts joules" if counted else "the driver reports watts, which are summed up"
-    return Check("energy", "ok", source, facts=facts)
+    missing = {name: value.reason for name, value in sources.items() if isinstance(value, Unavailable)}
+    if len(missing) == len(sources):
+        finding = f"runs will have no joules: {'; '.join(missing.values())}"
+        return Check("energy", "warning", finding, "see `nvidia-smi -q -d POWER`")
+    watts = "the driver reports watts, which are summed up"
+    finding = watts if "energy" in missing else "the driver counts joules"
+    return Check("energy", "ok", finding, facts={"tells": [name for name in sources if name not in missing]})

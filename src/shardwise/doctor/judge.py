@@ -10,21 +10,17 @@ from typing import Any
 from packaging.version import Version
 
 from shardwise.doctor.check import Check, Status
-from shardwise.doctor.child import Answer, Answers
+from shardwise.doctor.child import Answer
 from shardwise.doctor.gpus import Gpus
 from shardwise.units import duration
 
 LEAST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
 """By CUDA's major version, on Linux: CUDA Toolkit 13.0 release notes, minor version compatibility."""
 
+# a rounding of each factor to 8, 11 or 4 bits, with a margin
 FORMAT_ERROR = {"bf16": 1e-2, "fp16": 2e-3, "fp8": 1e-1}
-"""A rounding of each factor to 8, 11 or 4 bits, with a margin."""
-
-BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
-"""CUDA compute capabilities with matrix units for the format: Ampere; Ada and Hopper."""
-
 NF4_ERROR = 0.15
-
+BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)  # with matrix units for the format: Ampere; Ada
 KERNELS = {
     "cross_entropy": "kernel: loss",
     "attention": "kernel: attention",
@@ -33,6 +29,7 @@ KERNELS = {
 }
 
 
+GPU_FIX = "run again; if it stays, GPU or driver are damaged: see Xid in `dmesg`, `nvidia-smi -q -d ECC`"
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 PURPOSES = {
     "cpu_adam": "offload of the optimizer",
@@ -52,11 +49,9 @@ def torch_build(answer: Answer, gpus: Gpus) -> Check:
     built = f"torch {facts['torch']}"
     if wrong is not None:
         return Check(name, "problem", f"{built}: {wrong[0]}", wrong[1], facts)
-    if facts["cuda"] is not None and facts["gpus"]:
-        built += f" with CUDA {facts['cuda']} and NCCL {facts['nccl']}, driver {gpus.driver}"
-    else:
-        built += ", on the CPU"
-    return Check(name, "ok", built, facts=facts)
+    with_cuda = f" with CUDA {facts['cuda']} and NCCL {facts['nccl']}, driver {gpus.driver}"
+    on_gpus = facts["cuda"] is not None and facts["gpus"]
+    return Check(name, "ok", built + (with_cuda if on_gpus else ", on the CPU"), facts=facts)
 
 
 def _mismatch(facts: Mapping[str, Any], gpus: Gpus) -> tuple[str, str] | None:
@@ -97,10 +92,7 @@ def _mismatch(facts: Mapping[str, Any], gpus: Gpus) -> tuple[str, str] | None:
 
 
 def _runs_on(compiled_for: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Code of the same major version, no newer minor one; or PTX of any older version, compiled on the spot.
-
-    Architecture-specific code (sm_90a) counts for its own architecture.
-    """
+    """Code for the same major and no newer minor version, as sm_90 and sm_90a; or PTX for any older one."""
     for entry in compiled_for:
         kind, _, digits = entry.rstrip("af").partition("_")
         made = (int(digits[:-1]), int(digits[-1]))
@@ -112,7 +104,7 @@ def _runs_on(compiled_for: Sequence[str], capability: tuple[int, int]) -> bool:
 def formats(answer: Answer) -> Iterator[Check]:
     """bf16 and fp16, which training uses, and fp8."""
     if answer.facts is None:
-        yield Check("bf16", "problem", f"matrix products fail: {answer.why}", _GPU_FIX)
+        yield Check("bf16", "problem", f"matrix products fail: {answer.why}", GPU_FIX)
         return
     facts = answer.facts
     capability = tuple(facts["capability"]) if facts["capability"] else None
@@ -129,7 +121,7 @@ def _format(name: str, found: Mapping[str, Any], where: str, *, native: bool) ->
     if "failed" in found:
         finding = f"products fail on {where}: {found['failed']}"
     elif not found["error"] <= FORMAT_ERROR[name]:  # not a number, too
-        return Check(name, "problem", f"products on {where} are {found['error']:.1%} off", _GPU_FIX, found)
+        return Check(name, "problem", f"products on {where} are {found['error']:.1%} off", GPU_FIX, found)
     elif not native:
         finding = f"emulated on {where}, slowly"
     else:
@@ -138,12 +130,7 @@ def _format(name: str, found: Mapping[str, Any], where: str, *, native: bool) ->
     return Check(name, "warning", finding, f"train with `train.precision: {other}`", found)
 
 
-_GPU_FIX = (
-    "run again; if it stays, GPU or driver are damaged: look for Xid in `dmesg`, `nvidia-smi -q -d ECC`"
-)
-
-
-def kernels(answers: Answers, *, liger: bool) -> Iterator[Check]:
+def kernels(answers: Mapping[str, Answer], *, liger: bool) -> Iterator[Check]:
     """Each kernel, run and compared; `liger`: it is installed."""
     for name, title in KERNELS.items():
         if name == "liger" and not liger:
@@ -154,20 +141,19 @@ def kernels(answers: Answers, *, liger: bool) -> Iterator[Check]:
 
 
 def _kernel(name: str, title: str, answer: Answer) -> Check:
-    fix = (
-        "Triton compiles with gcc and Python.h: see `compilers`; clear ~/.triton/cache; see that torch and "
-        + ("liger-kernel fit each other" if name == "liger" else "triton fit each other (`pip check`)")
-    )
+    other = "liger-kernel fit each other" if name == "liger" else "triton fit each other (`pip check`)"
+    fix = "Triton compiles with gcc and Python.h: see `compilers`; clear ~/.triton/cache; see that torch and "
+    fix += other
     if answer.facts is None:
         return Check(title, "problem", f"fails: {answer.why}", fix)
-    facts = answer.facts
-    if "error" not in facts:
+    facts, error = answer.facts, answer.facts.get("error")
+    if error is None:
         return Check(title, "skipped", "for GPUs only", facts=facts)
     side = "on the GPU" if facts["device"] == "cuda" else "the CPU's side"
-    if not facts["error"] <= facts["bound"]:
-        finding = f"{side}: {facts['error']:.1e} off float64, more than {facts['bound']:.0e}"
-        return Check(title, "problem", finding, fix, facts)
-    return Check(title, "ok", f"{side}, right to {facts['error']:.0e}", facts=facts)
+    if error <= facts["bound"]:  # false if it is not a number
+        return Check(title, "ok", f"{side}, right to {error:.0e}", facts=facts)
+    finding = f"{side}: {error:.1e} off float64, more than {facts['bound']:.0e}"
+    return Check(title, "problem", finding, fix, facts)
 
 
 def collective(answers: Sequence[Answer]) -> Check:
@@ -187,21 +173,19 @@ def collective(answers: Sequence[Answer]) -> Check:
         fix = "run again with NCCL_P2P_DISABLE=1: if it is right then, peer access is broken (IOMMU, ACS)"
         return Check(name, "problem", f"{backend}'s sum is wrong on ranks {', '.join(wrong)}", fix, every[0])
     number = f"{facts['ranks']} {who}{'' if facts['ranks'] == 1 else plural}"
-    size, milliseconds = facts["bytes"] / 2**20, facts["seconds"] * 1e3
-    finding = f"{backend} over {number}: {size:.0f} MiB in {milliseconds:.2g} ms, sums right"
-    return Check(name, "ok", finding, facts=facts)
+    amount = f"{facts['bytes'] / 2**20:.0f} MiB in {facts['seconds'] * 1e3:.2g} ms"
+    return Check(name, "ok", f"{backend} over {number}: {amount}, sums right", facts=facts)
 
 
 def _collective_fix(failed: Mapping[int, Answer]) -> str:
-    hung = all("hung" in answer.failure for answer in failed.values())
-    if hung and all("meets" in answer.failure for answer in failed.values()):
+    if not all("hung" in answer.failure for answer in failed.values()):
+        return "NCCL_DEBUG=INFO shows more; see `shared memory` and `torch and driver`"
+    if all("meets" in answer.failure for answer in failed.values()):
         return "ranks meet on 127.0.0.1: see `ports`; unset NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
-    if hung:
-        return (
-            "try NCCL_P2P_DISABLE=1 (IOMMU or ACS in the way of peer access), then NCCL_SHM_DISABLE=1 "
-            "(/dev/shm); NCCL_DEBUG=INFO shows where it waits"
-        )
-    return "NCCL_DEBUG=INFO shows more; see `shared memory` and `torch and driver`"
+    return (
+        "try NCCL_P2P_DISABLE=1 (IOMMU or ACS in the way of peer access), then NCCL_SHM_DISABLE=1 "
+        "(/dev/shm); NCCL_DEBUG=INFO shows where it waits"
+    )
 
 
 def bitsandbytes(answer: Answer | None) -> Check:
@@ -215,10 +199,10 @@ def bitsandbytes(answer: Answer | None) -> Check:
         return Check(name, "warning", f"fails: {answer.why}", fix)
     facts = answer.facts
     where = "the GPU" if facts["device"] == "cuda" else "the CPU"
-    if not facts["error"] <= NF4_ERROR:
-        finding = f"{facts['version']}: NF4 on {where} is {facts['error']:.0%} off"
-        return Check(name, "warning", finding, "install another version", facts)
-    return Check(name, "ok", f"{facts['version']}, NF4 right on {where}", facts=facts)
+    if facts["error"] <= NF4_ERROR:
+        return Check(name, "ok", f"{facts['version']}, NF4 right on {where}", facts=facts)
+    finding = f"{facts['version']}: NF4 on {where} is {facts['error']:.0%} off"
+    return Check(name, "warning", finding, "install another version", facts)
 
 
 def deepspeed(answer: Answer | None) -> Iterator[Check]:
@@ -233,8 +217,8 @@ def deepspeed(answer: Answer | None) -> Iterator[Check]:
         yield Check(name, "problem", f"does not start: {answer.why}", fix)
         return
     facts = answer.facts
-    finding = f"{facts['version']} on {facts['accelerator']}"
-    yield Check(name, "ok", finding, facts={"version": facts["version"]})
+    version = facts["version"]
+    yield Check(name, "ok", f"{version} on {facts['accelerator']}", facts={"version": version})
     for op, purpose in PURPOSES.items():
         yield _operator(op, purpose, facts)
 
@@ -259,8 +243,8 @@ def _operator(op: str, purpose: str, facts: Mapping[str, Any]) -> Check:
 def _cannot_compile(op: str, found: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[str, str]:
     """The reason and its fix; empty where it can."""
     if not found["compatible"]:
-        fix = "apt install libaio-dev" if op == "async_io" else "see `python -m deepspeed.env_report`"
-        return found["why"], fix
+        see = "see `python -m deepspeed.env_report`"
+        return found["why"], "apt install libaio-dev" if op == "async_io" else see
     if facts["ninja"] is None:
         return "ninja is missing", "pip install ninja"
     cuda = facts["cuda"]
@@ -282,20 +266,20 @@ def hub(answer: Answer | None) -> Check:
     name = "hub"
     if answer is None:
         said = next(filter(_is_set, OFFLINE))
-        finding = f"not asked: {said} is set, so models and data come from folders and the cache"
-        return Check(name, "skipped", finding)
+        return Check(name, "skipped", f"not asked: {said} is set, so models and data are local or cached")
     facts = answer.facts or {}
     if answer.facts is None or "failed" in facts:
         reason = facts.get("failed", answer.why)
         fix = "set HTTPS_PROXY or HF_ENDPOINT; or use local folders and set HF_HUB_OFFLINE=1"
         return Check(name, "warning", f"no answer: {reason}", fix, facts)
     status, endpoint = facts["status"], facts["endpoint"]
-    if status == 401:
-        fix = "`hf auth login`, or set a new HF_TOKEN"
-        return Check(name, "warning", f"{endpoint} does not accept the token", fix, facts)
     if status >= 400:
-        fix = "look at https://status.huggingface.co, or at the proxy"
-        return Check(name, "warning", f"{endpoint} answers {status}", fix, facts)
+        login, proxy = (
+            "`hf auth login`, or set a new HF_TOKEN",
+            "see https://status.huggingface.co, or the proxy",
+        )
+        refused = "does not accept the token" if status == 401 else f"answers {status}"
+        return Check(name, "warning", f"{endpoint} {refused}", login if status == 401 else proxy, facts)
     without = "without a token, which gated models need (`hf auth login`)"
     token = "with a valid token" if facts["token"] else without
     return Check(name, "ok", f"{endpoint} answers, {token}", facts=facts)

@@ -22,44 +22,35 @@ from shardwise.record.environment import versions
 from shardwise.units import GIB, count, gib
 
 LEAST_PYTHON = (3, 11)
-RENDEZVOUS_PORT = 29500
-"""The default of torchrun, `deepspeed` and accelerate; shardwise's own launcher looks for a free one."""
-
-LITTLE_DISK = 20 * GIB
-"""A 7B model's weights in bf16 are 13 GB."""
-LITTLE_SHM = GIB
-"""NCCL and data loaders take tens to hundreds of MB; Docker gives 64 MiB."""
+RENDEZVOUS_PORT = 29500  # of torchrun, `deepspeed` and accelerate; shardwise looks for a free port
+LITTLE_DISK = 20 * GIB  # a 7B model's weights in bf16 are 13 GB
+LITTLE_SHM = GIB  # NCCL and data loaders take tens to hundreds of MB; Docker gives 64 MiB
 LITTLE_MEMORY = 4 * GIB
-
 SHM = Path("/dev/shm")  # noqa: S108 - the place itself is meant
-
-OFFLOAD_BYTES = 16
-"""Of host memory for each parameter whose optimizer is offloaded: fp32 weight, gradient and two moments."""
+OFFLOAD_BYTES = 16  # per parameter whose optimizer is offloaded: fp32 weight, gradient and two moments
+OTHER_PLACE = {
+    "disk for runs": "`output` in the job",
+    "disk for the cache": "the environment variables SHARDWISE_CACHE and HF_HOME",
+}
 
 
 def checks(*, gpus: int, cache: Path, runs: Path) -> Iterator[Check]:
     """`gpus`: how many will train. `cache`, `runs`: folders that will be written."""
-    yield python()
-    yield compiler()
-    yield memory()
-    yield shared_memory(gpus=gpus)
-    yield disk("disk for runs", runs)
-    yield disk("disk for the cache", cache)
-    yield ports()
+    yield from (python(), compiler(), memory(), shared_memory(gpus=gpus))
+    yield from (disk("disk for runs", runs), disk("disk for the cache", cache), ports())
 
 
 def python() -> Check:
     """The interpreter and its installed packages."""
     facts = {"executable": sys.executable, "versions": versions()}
-    finding = f"{platform.python_version()} in {sys.prefix}"
-    if sys.version_info[:2] < LEAST_PYTHON:
-        return Check("Python", "problem", finding, "use 3.11 or newer", facts)
-    return Check("Python", "ok", finding, facts=facts)
+    old = sys.version_info[:2] < LEAST_PYTHON
+    finding, fix = f"{platform.python_version()} in {sys.prefix}", "use 3.11 or newer" if old else ""
+    return Check("Python", "problem" if old else "ok", finding, fix, facts)
 
 
 def compiler() -> Check:
     """What Triton and DeepSpeed compile with: a C++ compiler, Python's headers, ninja."""
-    name = os.environ.get("CC")
+    name, cuda = os.environ.get("CC"), Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     # with the tools of this virtual environment, as workers have them (launch/worker.py)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     found = {
@@ -67,8 +58,7 @@ def compiler() -> Check:
         "C++ compiler": shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"),
         "Python.h": _file(Path(sysconfig.get_paths()["include"]) / "Python.h"),
         "ninja": shutil.which("ninja", path=path),
-        "nvcc": shutil.which("nvcc")
-        or _file(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")),
+        "nvcc": shutil.which("nvcc") or _file(cuda / "bin" / "nvcc"),
     }
     missing = [what for what in ("C compiler", "C++ compiler", "Python.h", "ninja") if found[what] is None]
     if missing:
@@ -113,7 +103,7 @@ def disk(name: str, folder: Path) -> Check:
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     usage = shutil.disk_usage(parent)
     facts = {"folder": str(folder), "free_bytes": usage.free}
-    fix = f"make room, or name another place ({_OTHER_PLACE[name]})"
+    fix = f"make room, or name another place ({OTHER_PLACE[name]})"
     try:
         with tempfile.TemporaryFile(dir=parent) as file:
             file.write(bytes(2**20))
@@ -128,27 +118,19 @@ def disk(name: str, folder: Path) -> Check:
     return Check(name, "ok", finding, facts=facts)
 
 
-_OTHER_PLACE = {
-    "disk for runs": "`output` in the job",
-    "disk for the cache": "the environment variables SHARDWISE_CACHE and HF_HOME",
-}
-
-
 def ports(rendezvous: int = RENDEZVOUS_PORT) -> Check:
     """Whether processes of this machine can meet on a port of the loopback device."""
     facts: dict[str, int] = {"rendezvous": rendezvous}
     try:
         with socket.create_server(("127.0.0.1", free_port())) as server:
             facts["port"] = server.getsockname()[1]
-            with socket.create_connection(server.getsockname(), timeout=5.0):
-                pass
+            socket.create_connection(server.getsockname(), timeout=5.0).close()
     except OSError as error:
         finding = f"two processes cannot meet on 127.0.0.1: {_reason(error)}"
         fix = "see `ip addr show lo`, `ulimit -n` and the firewall's rules for the loopback device"
         return Check("ports", "problem", finding, fix)
     try:
-        with socket.create_server(("", rendezvous)):
-            pass
+        socket.create_server(("", rendezvous)).close()
     except OSError as error:
         finding = f"port {rendezvous}, torchrun's and deepspeed's default, is taken: {_reason(error)}"
         fix = "`shardwise train` finds a free one; give the others --master_port, or see `ss -ltnp`"

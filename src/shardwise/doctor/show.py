@@ -61,7 +61,7 @@ def _verdict(report: Report) -> Text:
     if not report.ready:
         return Text.assemble(("✗ not ready", "bold red"), f": training cannot run here as it is{tail}")
     number = report.gpus.count
-    where = f"{number} GPU{'' if number == 1 else 's'}" if number else "the CPU"
+    where = "the CPU" if number == 0 else "1 GPU" if number == 1 else f"{number} GPUs"
     return Text.assemble(("▶ ready", "bold green"), f": training can run on {where}{tail}")
 
 

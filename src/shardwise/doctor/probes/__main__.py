@@ -26,9 +26,9 @@ PROBES = {
     "mamba": "kernels:mamba",
     "liger": "kernels:liger",
     "collective": "ranks:all_reduce",
-    "deepspeed": "deepspeed_ops:ops",
-    "cpu_adam": "deepspeed_ops:build_cpu_adam",
-    "hub": "hub:reach",
+    "deepspeed": "software:ops",
+    "cpu_adam": "software:build_cpu_adam",
+    "hub": "software:hub",
     "measure": "ranks:measure",
 }
 """Each probe's module and function, which gets `stage`, to record its progress, and returns facts."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -19,20 +20,14 @@ import torch
 import torch.distributed as dist
 
 SUM_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}
-SUM_CALLS = 5
-TIMEOUT = timedelta(minutes=10)
-"""Longer than the parent waits, which reports the hang."""
-ROUNDS = 3
+SUM_CALLS, HOST_CALLS, ROUNDS = 5, 5000, 3
+TIMEOUT = timedelta(minutes=10)  # longer than the parent waits, which reports the hang
+# sides of square matrices; CPUs without units for bf16 take a second for 10^9 FLOPs
 SIDES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (128, 256, 512)}
-"""Of square matrices; CPUs without units for bf16 take a second for 10^9 FLOPs."""
 MEMORY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 COPIES = (2**16, 2**20, 2**24, 2**28)
-COLLECTIVES = {
-    "cuda": (2**12, 2**16, 2**20, 2**24, 2**27, 2**29),
-    "cpu": (2**12, 2**16, 2**20, 2**22),
-}
-"""Bytes of the full tensor: after a gather, before a scatter."""
-HOST_CALLS = 5000
+# bytes of the full tensor: after a gather, before a scatter
+COLLECTIVES = {"cuda": (2**12, 2**16, 2**20, 2**24, 2**27, 2**29), "cpu": (2**12, 2**16, 2**20, 2**22)}
 
 
 def all_reduce(stage: Callable[[str], None]) -> dict[str, Any]:
@@ -58,52 +53,38 @@ def all_reduce(stage: Callable[[str], None]) -> dict[str, Any]:
 def measure(stage: Callable[[str], None]) -> dict[str, Any]:
     """What this rank measured: `products`, `samples` (what, bytes, seconds), rates, and `skipped`."""
     rank, size, device = _join(stage)
-    samples: list[dict[str, Any]] = []
-    skipped: list[str] = []
+    found: dict[str, Any] = {"ranks": size, "device": device.type, "samples": [], "skipped": []}
     stage("timing calls of torch on the host")
-    host_call = host_call_seconds()
+    found["host_call_seconds"] = host_call_seconds()
     stage("timing memory")
-    memory = _memory(device)
-    products = list(_products(device, stage))
+    found["memory_bytes_per_second"] = _memory(device)
+    found["products"] = list(_products(device, stage))
     if device.type == "cuda":
-        samples += _copies(device, stage)
+        found["samples"] += _copies(device, stage)
     else:
-        skipped.append("copies between host and GPU: there is no GPU")
+        found["skipped"].append("copies between host and GPU: there is no GPU")
     for name, act in _collectives(rank, size, device) if size > 1 else ():
         try:
             for num_bytes in COLLECTIVES[device.type]:
                 stage(f"{name} of {num_bytes} bytes")
                 seconds = _seconds(device, act(num_bytes), calls=_calls(num_bytes))
-                samples.append({"what": name, "bytes": num_bytes, "seconds": seconds})
+                found["samples"].append({"what": name, "bytes": num_bytes, "seconds": seconds})
         except RuntimeError as error:  # gloo of older versions of torch has fewer of them
             if device.type == "cuda":
                 raise
-            skipped.append(f"{name}: {' '.join(str(error).split())[:120]}")
+            found["skipped"].append(f"{name}: {' '.join(str(error).split())[:120]}")
     if size == 1:
-        skipped.append("links between GPUs: there is one GPU")
+        found["skipped"].append("links between GPUs: there is one GPU")
     stage("leaving")
     dist.destroy_process_group()
-    return {
-        "ranks": size,
-        "device": device.type,
-        "samples": samples,
-        "skipped": skipped,
-        "host_call_seconds": host_call,
-        "memory_bytes_per_second": memory,
-        "products": products,
-    }
+    return found
 
 
 def host_call_seconds() -> float:
     """The shortest time of a torch call on this processor: an addition of two numbers on the CPU."""
-    number = torch.zeros(())
-    rounds = []
-    for _ in range(10):
-        start = time.perf_counter()
-        for _ in range(HOST_CALLS):
-            number.add_(1.0)
-        rounds.append((time.perf_counter() - start) / HOST_CALLS)
-    return min(rounds)
+    names = {"number": torch.zeros(())}
+    rounds = timeit.repeat("number.add_(1.0)", globals=names, repeat=10, number=HOST_CALLS)
+    return min(rounds) / HOST_CALLS
 
 
 def _join(stage: Callable[[str], None]) -> tuple[int, int, torch.device]:
@@ -117,13 +98,9 @@ def _join(stage: Callable[[str], None]) -> tuple[int, int, torch.device]:
     stage(f"rank {rank} of {size} meets the others on {host}:{port}")
     store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=TIMEOUT)  # type: ignore[attr-defined]
     stage(f"rank {rank} of {size} connects over {backend}")
+    bound = device if on_gpu else None
     dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=TIMEOUT,
-        device_id=device if on_gpu else None,
+        backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=bound
     )
     return rank, size, device
 
@@ -185,31 +162,18 @@ def _copies(device: torch.device, stage: Callable[[str], None]) -> Iterator[dict
                 yield {"what": what, "bytes": num_bytes, "seconds": seconds}
 
 
-def _collectives(
-    rank: int, size: int, device: torch.device
-) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+def _collectives(rank: int, size: int, device: torch.device) -> Iterator[tuple[str, Callable[[int], Any]]]:
     """Each with a function that prepares a call of it for a number of bytes."""
 
-    def full_and_part(num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        part = torch.zeros(num_bytes // size // 4, device=device)
-        return part.repeat(size), part
-
-    def all_gather(num_bytes: int) -> Callable[[], object]:
-        return partial(dist.all_gather_into_tensor, *full_and_part(num_bytes))
-
-    def reduce_scatter(num_bytes: int) -> Callable[[], object]:
-        full, part = full_and_part(num_bytes)
-        return partial(dist.reduce_scatter_tensor, part, full)
+    def tensor(num_bytes: int, parts: int = 1) -> torch.Tensor:
+        return torch.zeros(num_bytes // size // 4 * size // parts, device=device)
 
     def neighbour(num_bytes: int) -> Callable[[], object]:
-        mine, theirs = (full_and_part(num_bytes)[0] for _ in range(2))
-        ops = [
-            dist.P2POp(dist.isend, mine, (rank + 1) % size),
-            dist.P2POp(dist.irecv, theirs, (rank - 1) % size),
-        ]
-        return lambda: [work.wait() for work in dist.batch_isend_irecv(ops)]
+        send = dist.P2POp(dist.isend, tensor(num_bytes), (rank + 1) % size)
+        receive = dist.P2POp(dist.irecv, tensor(num_bytes), (rank - 1) % size)
+        return lambda: [work.wait() for work in dist.batch_isend_irecv([send, receive])]
 
-    yield "all_reduce", lambda num_bytes: partial(dist.all_reduce, full_and_part(num_bytes)[0])
-    yield "all_gather", all_gather
-    yield "reduce_scatter", reduce_scatter
+    yield "all_reduce", lambda n: partial(dist.all_reduce, tensor(n))
+    yield "all_gather", lambda n: partial(dist.all_gather_into_tensor, tensor(n), tensor(n, size))
+    yield "reduce_scatter", lambda n: partial(dist.reduce_scatter_tensor, tensor(n, size), tensor(n))
     yield "send_to_neighbour", neighbour

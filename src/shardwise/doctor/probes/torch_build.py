@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-SIDE = 256
-"""Rows and columns of the square matrices."""
+SIDE = 256  # of the square matrices
 
 
 def build(stage: Callable[[str], None]) -> dict[str, Any]:
@@ -25,23 +24,19 @@ def build(stage: Callable[[str], None]) -> dict[str, Any]:
         except (RuntimeError, AssertionError) as error:
             said.append(" ".join(str(error).split()))
         said += [" ".join(str(one.message).split()) for one in caught]
-    works = torch.cuda.is_initialized()
+    works, cuda = torch.cuda.is_initialized(), torch.cuda
+    gpus = range(count if works else 0)
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "gpus": count if works else 0,
+        "gpus": len(gpus),
         "said": said[0][:400] if said else "",
-        "capabilities": [list(torch.cuda.get_device_capability(i)) for i in range(count)] if works else [],
-        "compiled_for": torch.cuda.get_arch_list() if works else [],
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if works else None,
-        "peers": _peers(count) if works else [],
+        "capabilities": [list(cuda.get_device_capability(i)) for i in gpus],
+        "compiled_for": cuda.get_arch_list() if works else [],
+        "nccl": ".".join(map(str, cuda.nccl.version())) if works else None,
+        "peers": [[i == j or cuda.can_device_access_peer(i, j) for j in gpus] for i in gpus],
         "threads": torch.get_num_threads(),
     }
-
-
-def _peers(count: int) -> list[list[bool]]:
-    """Whether GPU i can read GPU j's memory."""
-    return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
 
 
 def formats(stage: Callable[[str], None]) -> dict[str, Any]:
@@ -68,8 +63,7 @@ def _fp8(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """With scales of 1: the values are about 1, and e4m3 represents up to 448."""
     one = torch.ones((), device=a.device)
     left, right = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
-    product: torch.Tensor = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-    return product
+    return torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
 
 def quantize(stage: Callable[[str], None]) -> dict[str, Any]:
