@@ -21,11 +21,9 @@ VENDORS: tuple[Callable[[], Device], ...] = (open_nvml,)
 REPLAY = "SHARDWISE_DEVICE"
 """Environment variable: a JSON file of `record` that stands in for this machine's GPUs, or `none`."""
 
-LIMIT_SECONDS = 30.0
-"""A driver that takes longer to open hangs."""
+LIMIT_SECONDS = 30.0  # A driver that takes longer to open hangs
 
-_OTHERS = {"rocm": "AMD", "xpu": "Intel"}
-"""Vendors of torch's builds that no device here can see yet."""
+_OTHERS = {"rocm": "AMD", "xpu": "Intel"}  # vendors of torch's builds that no device here can see yet
 
 
 def find() -> Device:
@@ -41,9 +39,8 @@ def find() -> Device:
         try:
             return Replay(json.loads(Path(stand_in).read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise MachineError(
-                f"{REPLAY} names no recorded device: {error}", where=stand_in, fix=f"unset {REPLAY}"
-            ) from None
+            what = f"{REPLAY} names no recorded device: {error}"
+            raise MachineError(what, where=stand_in, fix=f"unset {REPLAY}") from None
     # GPUs first, then a driver that fails, then one that is missing
     return min(map(_opened, VENDORS), key=lambda one: 2 - one.broken if isinstance(one, NoDevice) else 0)
 

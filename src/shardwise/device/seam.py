@@ -36,26 +36,21 @@ NOT_REPORTED = Unavailable(reason="the driver does not report it")
 class Card:
     """One GPU and what never changes about it."""
 
-    index: int
-    """Position in the driver's order, which the vendor's visibility variable counts in."""
+    index: int  # position in the driver's order, which the vendor's visibility variable counts in
     uuid: str
     name: str
     memory_bytes: int | Unavailable = NOT_REPORTED
     pcie_generation: int | Unavailable = NOT_REPORTED
     pcie_lanes: int | Unavailable = NOT_REPORTED
-    compute_capability: str | Unavailable = NOT_REPORTED
-    """CUDA's, as `9.0`."""
-    divided: bool = False
-    """MIG is on: CUDA shows parts of this GPU."""
+    compute_capability: str | Unavailable = NOT_REPORTED  # CUDA's, as `9.0`
+    divided: bool = False  # MIG is on: CUDA shows parts of this GPU
 
 
 class Device(Protocol):
     """One vendor's driver. `uuid` is a card's; a reading that fails is Unavailable, never 0."""
 
-    visible_variable: str
-    """The environment variable that selects GPUs, as CUDA_VISIBLE_DEVICES does."""
-    clock_reasons: Mapping[int, str]
-    """The bits of the reading `clock_reasons` that mean trouble, in words."""
+    visible_variable: str  # the environment variable that selects GPUs, as CUDA_VISIBLE_DEVICES does
+    clock_reasons: Mapping[int, str]  # the bits of the reading `clock_reasons` that mean trouble, in words
     cards: Sequence[Card]
 
     def driver_version(self) -> str | Unavailable: ...

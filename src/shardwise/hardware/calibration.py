@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from shardwise.device.find import find
 from shardwise.folders import cache_root
-from shardwise.hardware.hardware import Hardware, Link
+from shardwise.hardware.hardware import Hardware
 
 SCHEMA = 1
 
@@ -35,8 +35,7 @@ class Rate:
 class Sample:
     """One transfer. `bytes` are those of the full tensor: after a gather, before a scatter."""
 
-    what: str
-    """`all_reduce`, `all_gather`, `reduce_scatter`, `send_to_neighbour`, or a copy: `pinned_to_gpu`."""
+    what: str  # `all_reduce`, `all_gather`, `reduce_scatter`, `send_to_neighbour`, or a copy: `pinned_to_gpu`
     bytes: int
     seconds: float
 
@@ -55,28 +54,21 @@ class Calibration:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    device: str
-    """The GPU's name in the catalog, or the driver's; `CPU` on a machine without one."""
-    count: int
-    """GPUs, or processes of a CPU."""
+    device: str  # the GPU's name in the catalog, or the driver's; `CPU` on a machine without one
+    count: int  # GPUs, or processes of a CPU
     driver: str | None
-    date: str
-    """Of the measurement, as 2026-08-31."""
+    date: str  # of the measurement, as 2026-08-31
     versions: Mapping[str, str]
     link: str | None
     """What joined the GPUs, as `Link.name`: other GPUs of the machine may be joined differently."""
-    between: Rate | None
-    """Between the GPUs, fitted to the all-gathers and reduce-scatters; None for one GPU."""
-    host: Rate | None
-    """Between pinned host memory and each GPU, fitted to the copies in both directions."""
+    between: Rate | None  # between the GPUs, fitted to the all-gathers and reduce-scatters; None for one GPU
+    host: Rate | None  # between pinned host memory and each GPU, fitted to the copies in both directions
     memory_bytes_per_second: float
     """Read and written by a copy within the GPU's memory, or the host's on a CPU."""
-    host_call_seconds: float
-    """One call of torch on the CPU, an addition of two numbers."""
+    host_call_seconds: float  # one call of torch on the CPU, an addition of two numbers
     products: tuple[Product, ...]
     samples: tuple[Sample, ...]
-    skipped: tuple[str, ...]
-    """What was not measured, and why."""
+    skipped: tuple[str, ...]  # what was not measured, and why
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
@@ -120,19 +112,13 @@ def calibrated(hardware: Hardware) -> Hardware:
     found = of_hardware(hardware)
     if found is None:
         return hardware
-    return replace(
-        hardware,
-        intra=_measured(hardware.intra, found.between, found.date),
-        host_link=_measured(hardware.host_link, found.host, found.date),
-    )
-
-
-def _measured(link: Link, rate: Rate | None, date: str) -> Link:
-    if rate is None:
-        return link
-    return replace(
-        link, **asdict(rate), source=f"shardwise doctor --calibrate on this machine, {date}", measured=True
-    )
+    source = f"shardwise doctor --calibrate on this machine, {found.date}"
+    links = {
+        name: replace(getattr(hardware, name), **asdict(rate), source=source, measured=True)
+        for name, rate in (("intra", found.between), ("host_link", found.host))
+        if rate is not None
+    }
+    return replace(hardware, **links)
 
 
 def _path(device: str, count: int, driver: str | None) -> Path:

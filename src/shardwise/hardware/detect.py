@@ -22,6 +22,7 @@ SWITCHED = ("PIX", "PXB")
 """Paths over PCIe switches alone. Over a host bridge (PHB, NODE, SYS) NCCL uses host memory even where GPUs
 could reach each other: its default P2P level is PXB (NCCL 2.30 src/graph/paths.cc)."""
 
+DRIVER = "the GPU driver"
 _MOST_PERMUTED = 8
 
 
@@ -121,26 +122,19 @@ def _check_equal(cards: Sequence[Card]) -> None:
     models = Counter(f"{card.name} of {_memory(card) / GIB:.0f} GiB" for card in cards)
     if len(models) > 1:
         counted = ", ".join(f"{count} x {model}" for model, count in models.items())
-        raise MachineError(
-            f"this machine's GPUs differ: {counted}",
-            where="the GPU driver",
-            fix="name equal ones with CUDA_VISIBLE_DEVICES=0,1, or the hardware to plan for with --gpus",
-        )
+        what = f"this machine's GPUs differ: {counted}"
+        fix = "name equal ones with CUDA_VISIBLE_DEVICES=0,1, or the hardware to plan for with --gpus"
+        raise MachineError(what, where=DRIVER, fix=fix)
     if any(card.divided for card in cards):
-        raise MachineError(
-            f"{cards[0].name} is divided by MIG, and the driver does not describe its parts",
-            where="the GPU driver",
-            fix="name the part by its memory, as --gpus 1x20GiB, or switch MIG off",
-        )
+        what = f"{cards[0].name} is divided by MIG, and the driver does not describe its parts"
+        fix = "name the part by its memory, as --gpus 1x20GiB, or switch MIG off"
+        raise MachineError(what, where=DRIVER, fix=fix)
 
 
 def _memory(card: Card) -> int:
     if isinstance(card.memory_bytes, Unavailable):
-        raise MachineError(
-            f"the driver does not report how much memory {card.name} has",
-            where="the GPU driver",
-            fix="name it by its memory, as --gpus 1x96GiB",
-        )
+        what = f"the driver does not report how much memory {card.name} has"
+        raise MachineError(what, where=DRIVER, fix="name it by its memory, as --gpus 1x96GiB")
     return card.memory_bytes
 
 

@@ -16,13 +16,11 @@ class Link:
     """A link as the alpha-beta model sees it: n bytes take `latency_seconds + n / bytes_per_second`."""
 
     name: str
-    latency_seconds: float
-    """Of one message; a ring all-reduce over N GPUs sends 2 (N - 1) of them."""
+    latency_seconds: float  # of one message; a ring all-reduce over N GPUs sends 2 (N - 1) of them
     bytes_per_second: float
     """What one GPU sends, and at the same time receives, while all GPUs that share the link do so."""
     source: str
-    measured: bool = False
-    """Measured on this machine by `doctor --calibrate`; otherwise the catalog's."""
+    measured: bool = False  # measured on this machine by `doctor --calibrate`; otherwise the catalog's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +30,11 @@ class Hardware:
     gpu: Gpu
     gpus_per_node: int
     nodes: int
-    intra: Link
-    """Between the GPUs of one node."""
-    inter: Link | None
-    """Between nodes; None where there is one node."""
-    host_link: Link
-    """Between pinned host memory and one GPU, in one direction."""
-    host_memory_bytes: int | None = None
-    """Of one node; None where it is not known."""
-    cpu_cores: int | None = None
-    """Of one node that a process may use; None where it is not known."""
+    intra: Link  # between the GPUs of one node
+    inter: Link | None  # between nodes; None where there is one node
+    host_link: Link  # between pinned host memory and one GPU, in one direction
+    host_memory_bytes: int | None = None  # of one node; None where it is not known
+    cpu_cores: int | None = None  # of one node that a process may use; None where it is not known
 
     @property
     def world_size(self) -> int:

@@ -61,7 +61,7 @@ def link_count(fabric: Fabric) -> int:
 def nvlink_of(compute_capability: str | None) -> str | None:
     """The NVLink generation of GPUs that the catalog does not know; None before Volta.
 
-    As NCCL 2.30 tells them apart (src/graph/topo.h, ncclTopoNVLinkBw).
+    As NCCL 2.30 distinguishes them (src/graph/topo.h, ncclTopoNVLinkBw).
     """
     if compute_capability is None:
         return None

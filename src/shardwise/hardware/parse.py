@@ -32,8 +32,7 @@ from shardwise.hardware.links import (
 from shardwise.hardware.names import resolve
 from shardwise.units import GIB
 
-MOST_GPUS = 16384
-"""A strategy for so many takes about a second to simulate, and that grows with them."""
+MOST_GPUS = 16384  # A strategy for so many takes about a second to simulate, and that grows with them
 EXAMPLES = "4xRTX4080, 2x8xH100, 4x24GB, 8xL40S@pcie4, 2x4xRTX4090+eth100, 4xRTX4080+128GiB"
 
 _SPEC = re.compile(
@@ -56,8 +55,7 @@ class _Spec:
     network: str | None
     host: str | None
     where: str
-    front: str
-    """What stands before link and network, as it was written."""
+    front: str  # what stands before link and network, as it was written
 
     def error(self, what: str, fix: str) -> JobError:
         return JobError(what, where=self.where, fix=fix)
@@ -109,10 +107,8 @@ def _read(text: str) -> _Spec:
         raise JobError("0 GPUs cannot train", where=where, fix="write at least 1")
     nodes, gpus = [1, 1, *counts][-2:]
     if nodes * gpus > MOST_GPUS:
-        what = (
-            f"{nodes * gpus} GPUs are more than the {MOST_GPUS} that can be planned for: what each of them "
-        )
-        what += "holds of the optimizer is simulated one by one"
+        what = f"{nodes * gpus} GPUs are more than the {MOST_GPUS} that can be planned for: "
+        what += "the optimizer's part on each of them is simulated"
         raise JobError(what, where=where, fix=f"write at most {MOST_GPUS} in all")
     link, network, host = (
         part and part.strip().casefold() for part in found.group("link", "network", "host")
@@ -169,9 +165,7 @@ def _host_memory(spec: _Spec) -> int | None:
         return None
     memory = _MEMORY.fullmatch(spec.host.replace(" ", ""))
     if memory is None or _bytes(memory) < GIB:
-        raise spec.error(
-            f"{spec.host!r} is no size of a host's memory", "write what one node has, as +128GiB"
-        )
+        raise spec.error(f"{spec.host!r} is no size of a host's memory", "write one node's, as +128GiB")
     return _bytes(memory)
 
 
@@ -218,9 +212,8 @@ def _network(gpu: Gpu, spec: _Spec) -> Link | None:
         return None
     if spec.network is None:
         if gpu.network is None:
-            raise spec.error(
-                f"the network between {spec.nodes} nodes is not known", f"add + and one of {known}"
-            )
+            what = f"the network between {spec.nodes} nodes is not known"
+            raise spec.error(what, f"add + and one of {known}")
         adapters = max(1, spec.gpus // gpu.network.gpus_per_adapter)
         return network_link(gpu.network.name, adapters=adapters, gpus_per_node=spec.gpus)
     found = _NETWORK.fullmatch(spec.network)
