@@ -203,6 +203,11 @@ def test_a_switch_joins_every_pair_with_all_links() -> None:
     assert paths(2, links=links, level=lambda *_: 30) == {(0, 1): "NV18", (1, 0): "NV18"}
 
 
+def test_a_gpu_without_links_to_the_switch_is_joined_by_pcie_and_one_with_fewer_by_those() -> None:
+    assert set(paths(2, links={0: [("switch", 1)] * 18}).values()) == {"SYS"}
+    assert set(paths(2, links={0: [("switch", 1)] * 18, 1: [("switch", 1)] * 12}).values()) == {"NV12"}
+
+
 def test_links_between_two_gpus_are_counted_for_each_pair() -> None:
     """A corner of a V100 mesh: 2 links to GPU 1, one to GPU 2, none between 1 and 2."""
     links = {0: [("1", 1), ("2", 1), ("1", 1)], 1: [("0", 1), ("0", 1)], 2: [("0", 1)]}

@@ -95,6 +95,14 @@ def test_without_a_matrix_the_links_are_those_that_such_cards_usually_have() -> 
     assert link("h200x8") == "nvlink4"
     assert link("l40sx4") == "pcie4x16"
     assert link("rtx4090x4") == "pcie4x16 through host memory"
+    assert link("rtx3090x4") == "pcie4x8 through host memory", "a bridge is sold apart from the card"
+
+
+def test_the_slowest_slot_counts() -> None:
+    slots = [dataclasses.replace(card, pcie_generation=3) for card in cards("l40sx4")[:1]] + cards("l40sx4")[
+        1:
+    ]
+    assert machine(slots, {}, memory_bytes=None, cores=None).host_link.name == "pcie3x16"
 
 
 def test_memory_is_this_cards_and_not_the_catalogs() -> None:
