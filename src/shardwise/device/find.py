@@ -21,7 +21,7 @@ VENDORS: tuple[Callable[[], Device], ...] = (open_nvml,)
 REPLAY = "SHARDWISE_DEVICE"
 """Environment variable: a JSON file of `record` that stands in for this machine's GPUs, or `none`."""
 
-LIMIT_SECONDS = 30.0  # A driver that takes longer to open hangs
+LIMIT_SECONDS = 30.0  # a driver that takes longer to open hangs
 
 _OTHERS = {"rocm": "AMD", "xpu": "Intel"}  # vendors of torch's builds that no device here can see yet
 

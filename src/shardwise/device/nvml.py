@@ -18,7 +18,6 @@ LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """nvmlGpuTopologyLevel_t in the words of `nvidia-smi topo -m`; 0: two GPUs of one board."""
 
 SWITCH = "switch"
-
 CLOCK_REASONS = {
     0x02: "clocks set by an administrator",
     0x08: "hardware slowdown (heat, or too little power from the supply)",

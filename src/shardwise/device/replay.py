@@ -26,9 +26,8 @@ class Replay:
         """`values` may be changed between readings. KeyError or TypeError where a card lacks its name."""
         self._values, self._missing = values, Unavailable(reason=missing)
         self._gpus = {gpu["uuid"]: gpu for gpu in values["gpus"]}
-        self.clock_reasons: Mapping[int, str] = {
-            int(bit): words for bit, words in values.get("clock_reasons", {}).items()
-        }
+        reasons = values.get("clock_reasons", {})
+        self.clock_reasons: Mapping[int, str] = {int(bit): words for bit, words in reasons.items()}
         self.cards: Sequence[Card] = [
             Card(index=index, **{fact: gpu[fact] for fact in FACTS if gpu.get(fact) is not None})
             for index, gpu in enumerate(self._gpus.values())

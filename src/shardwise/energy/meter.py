@@ -16,6 +16,7 @@ from functools import partial
 from typing import Literal
 
 from shardwise.device.find import find
+from shardwise.device.replay import NoDevice
 from shardwise.device.seam import Device, Unavailable
 
 EnergySource = Literal["counter", "power samples"]
@@ -49,10 +50,9 @@ class Gpu:
 
     def process_bytes(self) -> int | Unavailable:
         """GPU memory of this process; Unavailable in containers with their own process ids."""
-        processes = self._device.processes(self._uuid)
-        if isinstance(processes, Unavailable):
-            return processes
-        return processes.get(os.getpid(), Unavailable(reason="the driver does not list this process"))
+        found = self._device.processes(self._uuid)
+        missing = Unavailable(reason="the driver does not list this process")
+        return found if isinstance(found, Unavailable) else found.get(os.getpid(), missing)
 
     def _sample(self, read: Callable[[], float | Unavailable]) -> None:
         while True:
@@ -79,11 +79,10 @@ class _PowerIntegral:
 def find_gpu(uuid: str, device: Device | None = None) -> Gpu | Unavailable:
     """The GPU whose UUID ends with `uuid`, torch's: CUDA's numbers of GPUs differ from the driver's."""
     device = device or find()
-    for card in device.cards:
-        if card.uuid.endswith(uuid):
-            return Gpu(device, card.uuid)
-    version = device.driver_version()
-    why = version.reason if isinstance(version, Unavailable) else "the driver shows no such GPU"
+    found = next((card.uuid for card in device.cards if card.uuid.endswith(uuid)), None)
+    if found is not None:
+        return Gpu(device, found)
+    why = device.reason if isinstance(device, NoDevice) else "the driver shows no such GPU"
     return Unavailable(reason=f"{why} ({uuid})")
 
 

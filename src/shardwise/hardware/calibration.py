@@ -93,7 +93,7 @@ def save(calibration: Calibration) -> Path:
 
 
 def load(device: str, count: int, driver: str | None) -> Calibration | None:
-    """The calibration of such a machine; None where there is none, or none that can be read."""
+    """The calibration of such a machine; None where there is none that can be read."""
     try:
         return Calibration.from_json(json.loads(_path(device, count, driver).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -104,7 +104,7 @@ def of_hardware(hardware: Hardware) -> Calibration | None:
     """What was measured with this machine's GPUs, their present driver and link."""
     driver = find().driver_version()
     found = load(hardware.gpu.name, hardware.gpus_per_node, driver if isinstance(driver, str) else None)
-    return None if found is None or found.link not in (None, hardware.intra.name) else found
+    return found if found is not None and found.link in (None, hardware.intra.name) else None
 
 
 def calibrated(hardware: Hardware) -> Hardware:

@@ -57,12 +57,10 @@ class Gpu:
     power_watts: int  # default power limit of the board
     pcie: Pcie
     fabric: Fabric | None = None
-    host: str | None = None
-    """The entry of `links.toml` that replaces PCIe between the GPU and its CPU; None: PCIe."""
+    host: str | None = None  # the entry of `links.toml` between the GPU and its CPU; None: PCIe
     network: Adapters | None = None
     source: str  # where the numbers were published
-    assumed_from: str | None = None
-    """The catalogued GPU whose rates stand in for this one's, where only the memory is known."""
+    assumed_from: str | None = None  # the catalogued GPU that stands in, where only the memory is known
 
 
 @cache
@@ -120,8 +118,7 @@ def assumed(name: str, memory_bytes: int, sold_as_gb: float) -> Gpu:
 
 
 def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
-    link = row.get("nvlink")
-    network = row.get("network")
+    link, network = row.get("nvlink"), row.get("network")
     return Gpu(
         name=name,
         driver_names=tuple(row["driver"]),

@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.device.find import find, unseen_vendor
@@ -100,22 +100,14 @@ def nvlinks(paths: Paths, gpus: Sequence[int], most: int | None) -> int:
     cut at `most`, the links a GPU has; where that is not known, at the largest number seen.
     """
     counts = {pair: int(path[2:]) for pair, path in paths.items() if re.fullmatch(r"NV\d+", path)}
-    if len(gpus) < 2 or not _ring(counts, gpus):
+    first, *others = gpus
+    # machines of many GPUs have switches, which join every pair
+    orders = itertools.permutations(others) if len(gpus) <= _MOST_PERMUTED else [tuple(others)]
+    rings = (itertools.pairwise((first, *order, first)) for order in orders)
+    if not others or not any(all(pair in counts for pair in ring) for ring in rings):
         return 0
     of_each = [sum(counts.get((gpu, peer), 0) for peer in gpus) for gpu in gpus]
     return min(*of_each, most or max(counts.values()))
-
-
-def _ring(counts: Mapping[tuple[int, int], int], gpus: Sequence[int]) -> bool:
-    if all(pair in counts for pair in itertools.permutations(gpus, 2)):
-        return True
-    if len(gpus) > _MOST_PERMUTED:  # machines of more GPUs have switches, which join every pair
-        return False
-    first, *others = gpus
-    return any(
-        all(pair in counts for pair in itertools.pairwise((first, *order, first)))
-        for order in itertools.permutations(others)
-    )
 
 
 def _check_equal(cards: Sequence[Card]) -> None:

@@ -13,19 +13,15 @@ ROOT = Path("/")
 
 def host_memory_bytes(root: Path = ROOT) -> int:
     """Memory of the machine, or its control group's limit where that is smaller."""
-    limits = _settings(root, "memory.max", "memory/memory.limit_in_bytes")
+    limits = [*_settings(root, "memory.max"), *_content(root / "sys/fs/cgroup/memory/memory.limit_in_bytes")]
     return min([int(psutil.virtual_memory().total), *(int(text) for text in limits if text != "max")])
 
 
 def cpu_cores(root: Path = ROOT) -> int:
     """Cores that this process may run on, or fewer where its control group has less CPU time."""
-    shares = [text.split() for text in _settings(root, "cpu.max", None)]
-    version_1 = root / "sys/fs/cgroup/cpu"
-    shares += [
-        [quota, period]
-        for quota in _content(version_1 / "cpu.cfs_quota_us")
-        for period in _content(version_1 / "cpu.cfs_period_us")
-    ]
+    shares = [text.split() for text in _settings(root, "cpu.max")]
+    version_1 = [_content(root / f"sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    shares += [[quota, period] for quota, period in zip(*version_1, strict=False)]
     limits = [int(quota) // int(period) for quota, period in shares if quota not in ("max", "-1")]
     return max(1, min([len(os.sched_getaffinity(0)), *limits]))
 
@@ -36,7 +32,7 @@ def multiplies_bf16(root: Path = ROOT) -> bool:
     return any(known & set(text.split()) for text in _content(root / "proc/cpuinfo"))
 
 
-def _settings(root: Path, name: str, version_1: str | None) -> Iterator[str]:
+def _settings(root: Path, name: str) -> Iterator[str]:
     """`name` of this process's control group and of the groups above it, each of which limits it."""
     mounted = root / "sys/fs/cgroup"
     lines = [line for text in _content(root / "proc/self/cgroup") for line in text.splitlines()]
@@ -45,8 +41,6 @@ def _settings(root: Path, name: str, version_1: str | None) -> Iterator[str]:
         if not folder.is_relative_to(mounted):
             break
         yield from _content(folder / name)
-    if version_1 is not None:
-        yield from _content(mounted / version_1)
 
 
 def _content(path: Path) -> Iterator[str]:

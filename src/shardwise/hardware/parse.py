@@ -19,16 +19,9 @@ import re
 from dataclasses import dataclass
 
 from shardwise.errors import JobError
+from shardwise.hardware import links
 from shardwise.hardware.catalog import GB, Gpu, assumed
 from shardwise.hardware.hardware import Hardware, Link
-from shardwise.hardware.links import (
-    default_slot,
-    fabric_link,
-    host_link,
-    network_link,
-    network_names,
-    pcie_link,
-)
 from shardwise.hardware.names import resolve
 from shardwise.units import GIB
 
@@ -46,7 +39,7 @@ _PCIE = re.compile(r"pcie([345])(?:x(1|2|4|8|16))?")
 _NETWORK = re.compile(r"(?:([0-9]{1,3})x)?([a-z]+[0-9]+)")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Spec:
     nodes: int
     gpus: int
@@ -88,10 +81,8 @@ def with_slot(text: str, hardware: Hardware) -> str | None:
     None where `text` names a link, and where the GPUs are not joined by PCIe.
     """
     slot = re.match(r"pcie[0-9]x[0-9]+", hardware.intra.name)
-    if "@" in text or slot is None:
-        return None
     gpus, plus, rest = text.strip().partition("+")
-    return f"{gpus}@{slot[0]}{plus}{rest}"
+    return None if "@" in text or slot is None else f"{gpus}@{slot[0]}{plus}{rest}"
 
 
 def _read(text: str) -> _Spec:
@@ -110,19 +101,9 @@ def _read(text: str) -> _Spec:
         what = f"{nodes * gpus} GPUs are more than the {MOST_GPUS} that can be planned for: "
         what += "the optimizer's part on each of them is simulated"
         raise JobError(what, where=where, fix=f"write at most {MOST_GPUS} in all")
-    link, network, host = (
-        part and part.strip().casefold() for part in found.group("link", "network", "host")
-    )
-    return _Spec(
-        nodes=nodes,
-        gpus=gpus,
-        gpu=found["gpu"].strip(),
-        link=link,
-        network=network,
-        host=host,
-        where=where,
-        front=text[: re.search("[@+]|$", text).start()].strip(),  # type: ignore[union-attr]
-    )
+    link, network, host = (p and p.strip().casefold() for p in found.group("link", "network", "host"))
+    front = re.split("[@+]", text)[0].strip()
+    return _Spec(nodes, gpus, found["gpu"].strip(), link, network, host, where, front)
 
 
 def _refuse_unclear_memory(spec: _Spec) -> None:
@@ -140,7 +121,8 @@ def _refuse_unclear_memory(spec: _Spec) -> None:
         memory = f"{number}GiB"
         network = None if network == number else network
     meant = spec.front + (f"@{link}" if link else "") + (f"+{network}" if network else "") + f"+{memory}"
-    also = f"; for a network, one of {', '.join(network_names())}" if spec.nodes > 1 and not network else ""
+    ask = spec.nodes > 1 and not network
+    also = f"; for a network, one of {', '.join(links.network_names())}" if ask else ""
     raise spec.error(what, f"for the memory of a node's host write {meant}{also}")
 
 
@@ -148,11 +130,10 @@ def _gpu(spec: _Spec) -> Gpu:
     memory = _MEMORY.fullmatch(spec.gpu.replace(" ", ""))
     if memory is None:
         return resolve(spec.gpu, spec.where)
-    size, binary = float(memory[1]), memory[2].casefold() == "gib"
-    memory_bytes = _bytes(memory)
+    memory_bytes, unit = _bytes(memory), "GiB" if memory[2].casefold() == "gib" else "GB"
     if not GIB <= memory_bytes <= 1024 * GIB:
         raise spec.error(f"no GPU has {memory[0]}", "write 1GiB to 1024GiB")
-    return assumed(f"{memory[1]}{'GiB' if binary else 'GB'}", memory_bytes, size)
+    return assumed(memory[1] + unit, memory_bytes, float(memory[1]))
 
 
 def _bytes(memory: re.Match[str]) -> int:
@@ -171,25 +152,23 @@ def _host_memory(spec: _Spec) -> int | None:
 
 def _node_links(gpu: Gpu, spec: _Spec) -> tuple[Link, Link]:
     """Between the GPUs of a node, and between a GPU and its host."""
-    generation, lanes = default_slot(gpu)
+    generation, lanes = links.default_slot(gpu)
     on_board = gpu.fabric is not None and not gpu.fabric.bridge
     if spec.link == "nvlink" or (spec.link is None and on_board):
-        return _fabric(gpu, spec), host_link(gpu, generation, lanes)
+        return _fabric(gpu, spec), links.host_link(gpu, generation, lanes)
     if spec.link is not None:
         generation, lanes = _slot(gpu, spec)
-    between = pcie_link(generation, lanes, peer_to_peer=gpu.pcie.peer_to_peer)
-    return between, host_link(gpu, generation, lanes)
+    between = links.pcie_link(generation, lanes, peer_to_peer=gpu.pcie.peer_to_peer)
+    return between, links.host_link(gpu, generation, lanes)
 
 
 def _fabric(gpu: Gpu, spec: _Spec) -> Link:
     if gpu.fabric is None or (spec.link == "nvlink" and not gpu.fabric.name.startswith("nvlink")):
         raise spec.error(f"{gpu.name} has no NVLink", "leave @nvlink out")
     if spec.gpus > gpu.fabric.gpus:
-        raise spec.error(
-            f"{gpu.fabric.name} joins at most {gpu.fabric.gpus} {gpu.name} of a node, not {spec.gpus}",
-            f"write nodes of {gpu.fabric.gpus} GPUs, or @pcie{gpu.pcie.generation}",
-        )
-    return fabric_link(gpu.fabric, spec.gpus)
+        what = f"{gpu.fabric.name} joins at most {gpu.fabric.gpus} {gpu.name} of a node, not {spec.gpus}"
+        raise spec.error(what, f"write nodes of {gpu.fabric.gpus} GPUs, or @pcie{gpu.pcie.generation}")
+    return links.fabric_link(gpu.fabric, spec.gpus)
 
 
 def _slot(gpu: Gpu, spec: _Spec) -> tuple[int, int]:
@@ -205,7 +184,7 @@ def _slot(gpu: Gpu, spec: _Spec) -> tuple[int, int]:
 
 
 def _network(gpu: Gpu, spec: _Spec) -> Link | None:
-    known = ", ".join(network_names())
+    known = ", ".join(links.network_names())
     if spec.nodes == 1:
         if spec.network is not None:
             raise spec.error("one node uses no network", f"leave +{spec.network} out")
@@ -215,9 +194,9 @@ def _network(gpu: Gpu, spec: _Spec) -> Link | None:
             what = f"the network between {spec.nodes} nodes is not known"
             raise spec.error(what, f"add + and one of {known}")
         adapters = max(1, spec.gpus // gpu.network.gpus_per_adapter)
-        return network_link(gpu.network.name, adapters=adapters, gpus_per_node=spec.gpus)
+        return links.network_link(gpu.network.name, adapters=adapters, gpus_per_node=spec.gpus)
     found = _NETWORK.fullmatch(spec.network)
-    if found is None or found[2] not in network_names() or found[1] == "0":
+    if found is None or found[2] not in links.network_names() or found[1] == "0":
         raise spec.error(f"no network is called {spec.network!r}", f"write one of {known}")
     each_gpu = spec.gpus if found[2].startswith("ib") else 1
-    return network_link(found[2], adapters=int(found[1] or each_gpu), gpus_per_node=spec.gpus)
+    return links.network_link(found[2], adapters=int(found[1] or each_gpu), gpus_per_node=spec.gpus)
