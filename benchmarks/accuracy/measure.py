@@ -19,7 +19,7 @@ from assets import Assets
 from rows import Row
 
 from shardwise.bench.process import end_session
-from shardwise.doctor.probes.measure import host_call_seconds
+from shardwise.doctor.probes.ranks import host_call_seconds
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.read import read_events
 

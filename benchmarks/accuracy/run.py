@@ -10,7 +10,6 @@ steady steps. A line of JSON is appended as soon as a row is done; rows that the
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -32,7 +31,8 @@ from measure import Limits, Running
 from rows import SETS, Row, load_rows
 
 from shardwise.bench.process import end_session
-from shardwise.doctor.probes.measure import host_call_seconds
+from shardwise.device.find import find
+from shardwise.doctor.probes.ranks import host_call_seconds
 from shardwise.hardware.detect import gpu_count
 from shardwise.record.environment import versions
 
@@ -163,16 +163,16 @@ def visible_gpus() -> list[str]:
 
 def describe_machine() -> dict[str, Any]:
     """What every row of this call has in common."""
-    query = [
-        "nvidia-smi",
-        "--query-gpu=name,driver_version,memory.total,power.limit",
-        "--format=csv,noheader",
-    ]
-    gpu: dict[str, str] = {}
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-        names = ("gpu", "driver", "gpu_memory", "power_limit")
-        gpu = dict(zip(names, answer.splitlines()[0].split(", "), strict=True))
+    device, gpu = find(), {}
+    if device.cards:
+        card = device.cards[0]
+        limit = device.read(card.uuid, "power_limit_watts")
+        gpu = {
+            "gpu": card.name,
+            "driver": device.driver_version(),
+            "gpu_memory": f"{card.memory_bytes >> 20} MiB",
+            "power_limit": f"{limit:.2f} W",
+        }
     return {
         **gpu,
         "versions": {"python": platform.python_version(), **versions()},

@@ -81,16 +81,9 @@ def test_a_gpu_that_torch_was_not_built_for_is_a_problem(
 
     if torch.version.cuda is not None:
         pytest.skip("torch is built with CUDA")
-    program = tmp_path / "nvidia-smi"
-    program.write_text("""#!/bin/sh
-case "$*" in
-  -L) echo "GPU 0: NVIDIA H200";;
-  *pcie.link*) echo "0, GPU-1, NVIDIA H200, 143771, 5, 16, 9.0, Disabled";;
-  *) exit 2;;
-esac
-""")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    gpu = {"uuid": "GPU-1", "name": "NVIDIA H200", "memory_bytes": 143771 << 20}
+    (tmp_path / "device.json").write_text(json.dumps({"driver": "580.95.05", "gpus": [gpu]}))
+    monkeypatch.setenv("SHARDWISE_DEVICE", str(tmp_path / "device.json"))
     report = examine(runs=tmp_path, cache=tmp_path)
     found = next(one for one in report.checks if one.name == "torch and driver")
     assert not report.ready

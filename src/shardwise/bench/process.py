@@ -1,4 +1,4 @@
-"""A row's processes: started in a session of their own, watched, and ended all together."""
+"""The processes of one bench row: started in a session of their own, watched, and ended together."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from shardwise.launch.spec import LaunchSpec
 
 LAUNCHER = ("-P", "-m", "shardwise.bench.launcher")
@@ -19,10 +21,9 @@ _LOOK_EVERY_SECONDS = 0.05
 
 
 def run_to_the_end(spec: LaunchSpec, *, spec_file: Path, log: Path, timeout_seconds: float) -> int | None:
-    """The exit code of the run; None where it had to be ended because its time was over.
+    """Run a job with its output in `log`; return its exit code, or None where it ran out of time.
 
-    What it prints goes to `log`. However this returns, or is left by a signal's exception, none of the
-    processes that were started is left.
+    All processes that it started have ended when this returns or raises.
     """
     spec_file.write_text(json.dumps(spec.to_json()), encoding="utf-8")
     with log.open("wb") as output:
@@ -43,9 +44,9 @@ def run_to_the_end(spec: LaunchSpec, *, spec_file: Path, log: Path, timeout_seco
 
 
 def end_session(leader: subprocess.Popen[bytes]) -> None:
-    """Kills a session leader and all it has started, and waits until they are gone and their GPUs free.
+    """Kill a session leader and all it has started, and wait until they are gone and their GPUs free.
 
-    Workers have process groups of their own; the session is what they share.
+    Workers have process groups of their own but share the session.
     """
     deadline = time.monotonic() + END_SECONDS
     while (alive := _session(leader.pid)) and time.monotonic() < deadline:
@@ -60,15 +61,8 @@ def end_session(leader: subprocess.Popen[bytes]) -> None:
 def _session(leader: int) -> list[int]:
     """Processes of the session that still run."""
     pids = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            stat = (folder / "stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue  # it has just ended
-        # pid (name) state parent group session ...; a name may hold spaces and brackets
-        fields = stat.rpartition(")")[2].split()
-        if int(fields[3]) == leader and fields[0] != "Z":
-            pids.append(int(folder.name))
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):  # it has just ended
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                pids.append(process.pid)
     return pids

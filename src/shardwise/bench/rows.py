@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwise.bench.sweep import ALL, Point, own_parts, shapes, varied
-from shardwise.energy.meter import Unavailable
+from shardwise.device.seam import Unavailable
 from shardwise.engines import settings_of
 from shardwise.engines.facts import Devices
 from shardwise.errors import JobError, Problem, ShardwiseError

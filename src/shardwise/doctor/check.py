@@ -1,18 +1,16 @@
-"""One thing that was looked at: what was found, and what to do about it."""
+"""One check: what was found, and how to fix it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Status = Literal["ok", "warning", "problem", "skipped"]
-
-STATUSES: tuple[Status, ...] = ("problem", "warning", "ok", "skipped")
-"""Worst first."""
+STATUSES: tuple[Status, ...] = ("problem", "warning", "ok", "skipped")  # worst first
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """A finding. `problem`: training cannot run; `warning`: something is slower or missing."""
 
@@ -24,25 +22,9 @@ class Check:
     """What it was concluded from, in JSON's types; the unit is in the key."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "status": self.status,
-            "finding": self.finding,
-            "fix": self.fix,
-            "facts": dict(self.facts),
-        }
+        return asdict(self)
 
 
 def count(checks: Sequence[Check]) -> dict[Status, int]:
     """How many there are of each status."""
     return {status: sum(one.status == status for one in checks) for status in STATUSES}
-
-
-def worst_first(checks: Sequence[Check]) -> list[Check]:
-    """By status, and within one in the order given."""
-    return sorted(checks, key=lambda one: STATUSES.index(one.status))
-
-
-def ready(checks: Sequence[Check]) -> bool:
-    """Whether training can run."""
-    return all(one.status != "problem" for one in checks)

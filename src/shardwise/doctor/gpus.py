@@ -1,50 +1,25 @@
-"""What the driver tells of the GPUs: which there are, how they are joined, and what holds them back."""
+"""What the driver reports about the GPUs: which there are, how they are joined, and what limits them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
+from shardwise.device.find import find, unseen_vendor
+from shardwise.device.replay import NoDevice
+from shardwise.device.seam import Card, Reading, Unavailable
 from shardwise.doctor.check import Check
 from shardwise.errors import MachineError
-from shardwise.hardware.detect import FIELDS, MIB, Card, chosen, detect_hardware, read_cards, visible
-from shardwise.hardware.driver import ask
+from shardwise.hardware.detect import detect_hardware, visible
 from shardwise.hardware.hardware import Hardware
 from shardwise.units import GIB, gib
 
-STATE = "index,driver_version,memory.used,power.limit,power.default_limit,power.min_limit,power.max_limit"
-THROTTLE = "clocks_throttle_reasons.active"
-IN_USE_BYTES = GIB
-"""What others may hold of a GPU before it is worth a warning; a desktop takes less."""
-
-REASONS = {
-    0x02: "clocks set by an administrator",
-    0x08: "hardware slowdown (heat, or too little power from the supply)",
-    0x20: "heat (software slowdown)",
-    0x40: "heat (hardware slowdown)",
-    0x80: "power brake of the chassis",
-}
-"""NVML's clocksEventReasons that are not the ordinary ones: idle, power cap, sync boost, display."""
-
-CAP_SYS_ADMIN = 21
-"""Of linux/capability.h; the driver wants it of whoever sets a power limit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """How a GPU is now; None where the driver does not tell."""
-
-    index: int
-    used_bytes: int | None
-    power_watts: float | None
-    """Its limit."""
-    default_watts: float | None
-    least_watts: float | None
-    most_watts: float | None
-    throttle: int | None
-    """NVML's bits."""
+IN_USE_BYTES = GIB  # which others may hold of a GPU without a warning; a desktop takes less
+CAP_SYS_ADMIN = 21  # of linux/capability.h; the driver requires it of a process that sets a power limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,212 +27,168 @@ class Gpus:
     """The GPUs that a process started here would use."""
 
     cards: Sequence[Card] = ()
-    states: Sequence[State] = ()
+    readings: Mapping[int, Mapping[Reading, float | Unavailable]] = field(default_factory=dict)  # by index
+    clock_reasons: Mapping[int, str] = field(default_factory=dict)  # the device's words for the bits
     hardware: Hardware | None = None
     """What the planner takes them for; None without GPUs, or where `error` says why."""
     error: MachineError | None = None
     driver: str | None = None
-    failure: str = ""
-    """Why the driver did not answer; empty where it did."""
+    failure: str = ""  # why there is no device
+    broken: bool = False  # `failure` is one that the user has to fix
     count: int = 0
     """How many processes the launcher would start: all of `cards`, or parts of GPUs that MIG divides."""
-    hidden: int = 0
-    """GPUs that CUDA_VISIBLE_DEVICES leaves out."""
+    hidden: int = 0  # GPUs that CUDA_VISIBLE_DEVICES leaves out
+
+    def known(self, what: Reading) -> dict[int, float]:
+        """The reading of every card that has it."""
+        found = {index: readings[what] for index, readings in self.readings.items()}
+        return {index: value for index, value in found.items() if not isinstance(value, Unavailable)}
 
 
 def look() -> Gpus:
-    """Asks nvidia-smi. Before anything of ours runs on the GPUs: their memory in use is others'."""
-    reply = ask(f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
-    if reply.text is None:
-        return Gpus(failure=reply.failure)
-    states, driver = _states()
-    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = sum(bool(line.strip()) for line in reply.text.splitlines())
-    count = visible(present, setting)
-    found = Gpus(driver=driver, count=count, hidden=max(0, present - count))
+    """Ask the driver, before anything of ours runs on the GPUs: memory in use is then held by others."""
+    device = find()
+    if isinstance(device, NoDevice):
+        return Gpus(failure=device.reason, broken=device.broken)
+    used = visible(device)
+    cards = [card for card in used if isinstance(card, Card)]
+    driver = device.driver_version()
+    found = Gpus(
+        cards=cards,
+        readings={
+            card.index: {what: device.read(card.uuid, what) for what in get_args(Reading)} for card in cards
+        },
+        clock_reasons=device.clock_reasons,
+        driver=driver if isinstance(driver, str) else None,
+        count=len(used),
+        hidden=max(0, len(device.cards) - len(used)),
+    )
     try:
-        cards = chosen(read_cards(reply.text), setting)
-        mine = {card.index for card in cards}
-        found = replace(found, cards=cards, states=[state for state in states if state.index in mine])
         return replace(found, hardware=detect_hardware())
     except MachineError as error:
         return replace(found, error=error)
 
 
 def checks(gpus: Gpus) -> Iterator[Check]:
-    """All that needs nobody but the driver."""
+    """All that the driver alone can answer."""
     yield present(gpus)
-    if not gpus.cards:
-        return
     if len(gpus.cards) > 1:
         yield links(gpus)
-    yield from (check(gpus.states) for check in (memory, clocks, power) if gpus.states)
+    if gpus.cards:
+        yield from (check(gpus) for check in (memory, clocks, power, energy))
 
 
 def present(gpus: Gpus) -> Check:
     """Which GPUs there are."""
     facts = {"driver": gpus.driver, "gpus": [card.name for card in gpus.cards], "hidden": gpus.hidden}
     name = "GPUs"
-    if "no nvidia-smi" in gpus.failure:
-        return Check(
-            name=name,
-            status="warning",
-            finding="no NVIDIA GPU: training runs on the CPU, which only small models are for",
-            fix="`shardwise plan --gpus` plans for a machine that has them; a container wants --gpus all and "
-            " NVIDIA_DRIVER_CAPABILITIES=compute,utility",
-            facts=facts,
-        )
-    if gpus.failure:
+    if gpus.broken:
         fix = "look for NVRM and Xid in `dmesg`; load or reinstall the driver, then reboot"
-        return Check(name=name, status="problem", finding=gpus.failure, fix=fix, facts=facts)
+        return Check(name, "problem", gpus.failure, fix, facts)
+    if gpus.failure:
+        finding = f"no NVIDIA GPU: training runs on the CPU, which only small models are for; {gpus.failure}"
+        fix = "`shardwise plan --gpus` plans for a machine that has them; a container needs --gpus all and "
+        fix += "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        return Check(name, "warning", unseen_vendor() or finding, fix, facts)
     if gpus.error is not None:
         problem = gpus.error.problems[0]
-        return Check(name=name, status="warning", finding=problem.what, fix=problem.fix, facts=facts)
+        return Check(name, "warning", problem.what, problem.fix, facts)
     if not gpus.cards and gpus.count:
-        return Check(
-            name=name,
-            status="warning",
-            finding=f"{gpus.count} parts of GPUs by CUDA_VISIBLE_DEVICES, which the planner does not know",
-            fix="plan for their memory, as --gpus 1x20GiB",
-            facts=facts,
-        )
+        finding = f"CUDA_VISIBLE_DEVICES names {gpus.count} parts of GPUs, which the planner does not know"
+        return Check(name, "warning", finding, "plan for their memory, as --gpus 1x20GiB", facts)
     if not gpus.cards:
         setting = os.environ.get("CUDA_VISIBLE_DEVICES")
         finding = f"CUDA_VISIBLE_DEVICES={setting} hides all {gpus.hidden} GPUs: training runs on the CPU"
-        return Check(name=name, status="warning", finding=finding, fix="unset it, or name GPUs", facts=facts)
+        return Check(name, "warning", finding, "unset it, or name GPUs", facts)
     first = gpus.cards[0]
-    finding = f"{len(gpus.cards)} × {first.name.removeprefix('NVIDIA ')}, {gib(first.memory_bytes)} each"
-    if gpus.hidden:
-        finding += f"; CUDA_VISIBLE_DEVICES hides {gpus.hidden} more"
-    return Check(name=name, status="ok", finding=finding, facts=facts)
+    finding = f"{len(gpus.cards)} × {first.name.removeprefix('NVIDIA ')}{size_of(first)}"
+    finding += f"; CUDA_VISIBLE_DEVICES hides {gpus.hidden} more" if gpus.hidden else ""
+    return Check(name, "ok", finding, facts=facts)
+
+
+def size_of(card: Card) -> str:
+    """`, 140.4 GiB each`; empty where the driver does not report it."""
+    return "" if isinstance(card.memory_bytes, Unavailable) else f", {gib(card.memory_bytes)} each"
 
 
 def links(gpus: Gpus) -> Check:
     """What joins the GPUs, as the planner counts with it."""
     if gpus.hardware is None:
-        return Check(name="links", status="skipped", finding="not known of GPUs that differ or are divided")
+        return Check("links", "skipped", "not known of GPUs that differ or are divided")
     link = gpus.hardware.intra
     origin = "measured" if link.measured else "by the catalog"
-    return Check(
-        name="links",
-        status="ok",
-        finding=f"{link.name}: {link.bytes_per_second / 1e9:.1f} GB/s from each GPU, {origin}",
-        facts={
-            "name": link.name,
-            "bytes_per_second": link.bytes_per_second,
-            "latency_seconds": link.latency_seconds,
-            "measured": link.measured,
-        },
-    )
+    finding = f"{link.name}: {link.bytes_per_second / 1e9:.1f} GB/s from each GPU, {origin}"
+    facts = {key: getattr(link, key) for key in ("name", "bytes_per_second", "latency_seconds", "measured")}
+    return Check("links", "ok", finding, facts=facts)
 
 
-def memory(states: Sequence[State]) -> Check:
+def memory(gpus: Gpus) -> Check:
     """What other processes hold of the GPUs' memory."""
-    taken = {
-        s.index: s.used_bytes for s in states if s.used_bytes is not None and s.used_bytes > IN_USE_BYTES
-    }
-    facts = {"used_bytes": {str(state.index): state.used_bytes for state in states}}
-    if not taken:
-        return Check(name="GPU memory", status="ok", finding="free of other processes", facts=facts)
-    held = ", ".join(f"{gib(size)} of GPU {index}" for index, size in taken.items())
-    return Check(
-        name="GPU memory",
-        status="warning",
-        finding=f"other processes hold {held}",
-        fix="see `nvidia-smi`; end them, leave those GPUs out with CUDA_VISIBLE_DEVICES, or use --memory-cap",
-        facts=facts,
-    )
+    used = gpus.known("memory_used_bytes")
+    facts = {"used_bytes": {str(index): used.get(index) for index in gpus.readings}}
+    held = ", ".join(f"{gib(size)} of GPU {index}" for index, size in used.items() if size > IN_USE_BYTES)
+    if not held:
+        return Check("GPU memory", "ok", "free of other processes", facts=facts)
+    fix = "see `nvidia-smi`; end them, leave those GPUs out with CUDA_VISIBLE_DEVICES, or use --memory-cap"
+    return Check("GPU memory", "warning", f"other processes hold {held}", fix, facts)
 
 
-def clocks(states: Sequence[State]) -> Check:
+def clocks(gpus: Gpus) -> Check:
     """Whether something other than load and the power limit holds the clocks down now."""
-    known = [state for state in states if state.throttle is not None]
+    known = {index: int(bits) for index, bits in gpus.known("clock_reasons").items()}
     if not known:
-        return Check(name="clocks", status="skipped", finding="the driver does not tell what limits them")
-    facts = {"reasons": {str(state.index): state.throttle for state in known}}
-    slowed = {
-        state.index: [text for bit, text in REASONS.items() if (state.throttle or 0) & bit] for state in known
-    }
-    told = "; ".join(f"GPU {index}: {', '.join(texts)}" for index, texts in slowed.items() if texts)
-    if not told:
-        return Check(name="clocks", status="ok", finding="nothing holds them down", facts=facts)
-    return Check(
-        name="clocks",
-        status="warning",
-        finding=f"held down now: {told}",
-        fix="look at `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,CLOCK`; mend cooling or supply, or ask the "
-        "administrator to reset the clocks (nvidia-smi -rac, -rgc)",
-        facts=facts,
+        return Check("clocks", "skipped", "the driver does not report what limits them")
+    facts = {"reasons": {str(index): bits for index, bits in known.items()}}
+    words = gpus.clock_reasons.items()
+    slowed = {index: ", ".join(text for bit, text in words if bits & bit) for index, bits in known.items()}
+    found = "; ".join(f"GPU {index}: {texts}" for index, texts in slowed.items() if texts)
+    if not found:
+        return Check("clocks", "ok", "nothing holds them down", facts=facts)
+    fix = (
+        "look at `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,CLOCK`; fix cooling or supply, or ask the "
+        "administrator to reset the clocks (nvidia-smi -rac, -rgc)"
     )
+    return Check("clocks", "warning", f"held down now: {found}", fix, facts)
 
 
-def power(states: Sequence[State]) -> Check:
+def power(gpus: Gpus) -> Check:
     """The power limits, and whether this process might set them; nothing sets them here."""
-    limits = [state for state in states if state.power_watts is not None]
+    limits = gpus.known("power_limit_watts")
     if not limits:
-        return Check(name="power limit", status="skipped", finding="the driver does not tell it")
-    allowed = may_set_power()
-    facts = {
-        "may_set": allowed,
-        "limits_watts": {str(state.index): state.power_watts for state in limits},
-        "default_watts": limits[0].default_watts,
-        "least_watts": limits[0].least_watts,
-        "most_watts": limits[0].most_watts,
-    }
-    found = " or ".join(f"{watts:.0f} W" for watts in sorted({state.power_watts or 0.0 for state in limits}))
+        return Check("power limit", "skipped", "the driver does not report it")
+    first, allowed = next(iter(limits)), may_set_power()
+    default, least, most = (
+        gpus.known(what).get(first) for what in ("power_default_watts", "power_min_watts", "power_max_watts")
+    )
+    facts = {"may_set": allowed, "limits_watts": {str(index): watts for index, watts in limits.items()}}
+    facts |= {"default_watts": default, "least_watts": least, "most_watts": most}
+    found = " or ".join(f"{watts:.0f} W" for watts in sorted(set(limits.values())))
+    span = "" if least is None or most is None else f", {least:.0f} to {most:.0f} W possible"
     may = "may set" if allowed else "may not set (that takes root, in a container also --cap-add SYS_ADMIN)"
-    first = limits[0]
-    span = ""
-    if first.least_watts is not None and first.most_watts is not None:
-        span = f", {first.least_watts:.0f} to {first.most_watts:.0f} W possible"
-    lower = [
-        s for s in limits if s.default_watts is not None and (s.power_watts or 0.0) < s.default_watts - 1
-    ]
     finding = f"{found}{span}; this process {may} it"
-    if lower:
-        return Check(
-            name="power limit",
-            status="warning",
-            finding=f"{finding}; {lower[0].default_watts:.0f} W is the default: slower than planned",
-            fix=f"if nobody wants it so: sudo nvidia-smi -pl {lower[0].default_watts:.0f}",
-            facts=facts,
-        )
-    return Check(name="power limit", status="ok", finding=finding, facts=facts)
+    defaults = gpus.known("power_default_watts")
+    lowered = [defaults[index] for index in limits if limits[index] < defaults.get(index, 0.0) - 1]
+    if not lowered:
+        return Check("power limit", "ok", finding, facts=facts)
+    finding += f"; {lowered[0]:.0f} W is the default: slower than planned"
+    fix = f"if nobody chose this limit: sudo nvidia-smi -pl {lowered[0]:.0f}"
+    return Check("power limit", "warning", finding, fix, facts)
 
 
 def may_set_power(status: Path = Path("/proc/self/status")) -> bool:
     """Whether the driver would let this process set a power limit: root with CAP_SYS_ADMIN."""
-    try:
-        lines = status.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return False
-    bits = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
-    return os.geteuid() == 0 and bool(bits >> CAP_SYS_ADMIN & 1)
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", status.read_text(encoding="ascii"), re.MULTILINE)
+    return os.geteuid() == 0 and found is not None and bool(int(found[1], 16) >> CAP_SYS_ADMIN & 1)
 
 
-def _states() -> tuple[list[State], str | None]:
-    """Of every GPU, and the driver's version; a driver that does not know the clocks is asked without."""
-    for fields in (f"{STATE},{THROTTLE}", STATE):
-        reply = ask(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
-        if reply.text is not None:
-            rows = [[part.strip() for part in line.split(",")] for line in reply.text.splitlines() if line]
-            rows = [row for row in rows if len(row) == len(fields.split(",")) and row[0].isdigit()]
-            return [_state(row) for row in rows], rows[0][1] if rows else None
-    return [], None
-
-
-def _state(row: Sequence[str]) -> State:
-    index, _, used, limit, default, least, most, *throttle = row
-    return State(
-        index=int(index),
-        used_bytes=int(used) * MIB if used.isdigit() else None,
-        power_watts=_number(limit),
-        default_watts=_number(default),
-        least_watts=_number(least),
-        most_watts=_number(most),
-        throttle=int(throttle[0], 16) if throttle and throttle[0].startswith("0x") else None,
-    )
-
-
-def _number(text: str) -> float | None:
-    return float(text) if text[:1].isdigit() else None
+def energy(gpus: Gpus) -> Check:
+    """Whether joules will be recorded."""
+    first = next(iter(gpus.readings.values()))
+    sources = {"energy": first["energy_joules"], "power": first["power_watts"]}
+    missing = {name: value.reason for name, value in sources.items() if isinstance(value, Unavailable)}
+    if len(missing) == len(sources):
+        finding = f"runs will have no joules: {'; '.join(missing.values())}"
+        return Check("energy", "warning", finding, "see `nvidia-smi -q -d POWER`")
+    watts = "the driver reports watts, which are summed up"
+    finding = watts if "energy" in missing else "the driver counts joules"
+    return Check("energy", "ok", finding, facts={"tells": [name for name in sources if name not in missing]})

@@ -1,25 +1,26 @@
-"""From what probes answered to checks: torch against the driver, number formats, kernels, collectives."""
+"""From what probes answered to checks."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from shardwise.doctor.check import Check
-from shardwise.doctor.child import Answer, Answers
-from shardwise.doctor.gpus import Gpus
+from packaging.version import Version
 
-LEAST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+from shardwise.doctor.check import Check, Status
+from shardwise.doctor.child import Answer
+from shardwise.doctor.gpus import Gpus
+from shardwise.units import duration
+
+LEAST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
 """By CUDA's major version, on Linux: CUDA Toolkit 13.0 release notes, minor version compatibility."""
 
+# a rounding of each factor to 8, 11 or 4 bits, with a margin
 FORMAT_ERROR = {"bf16": 1e-2, "fp16": 2e-3, "fp8": 1e-1}
-"""A rounding of each factor to 8, 11 or 4 bits, and room."""
-
-BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
-"""CUDA compute capabilities with matrix units for the format: Ampere; Ada and Hopper."""
-
 NF4_ERROR = 0.15
-
+BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)  # with matrix units for the format: Ampere; Ada
 KERNELS = {
     "cross_entropy": "kernel: loss",
     "attention": "kernel: attention",
@@ -28,26 +29,33 @@ KERNELS = {
 }
 
 
+GPU_FIX = "run again; if it stays, GPU or driver are damaged: see Xid in `dmesg`, `nvidia-smi -q -d ECC`"
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+PURPOSES = {
+    "cpu_adam": "offload of the optimizer",
+    "async_io": "offload to NVMe",
+    "fused_adam": "DeepSpeed's own AdamW, which shardwise does not use",
+}
+
+
 def torch_build(answer: Answer, gpus: Gpus) -> Check:
-    """Whether torch, its CUDA, the driver and the GPUs go together."""
+    """Whether torch, its CUDA, the driver and the GPUs match."""
     name = "torch and driver"
     if answer.facts is None:
         fix = "install torch again (https://pytorch.org/get-started); `python -c 'import torch'` shows more"
-        return Check(name=name, status="problem", finding=f"torch does not start: {answer.why}", fix=fix)
+        return Check(name, "problem", f"torch does not start: {answer.why}", fix)
     facts = answer.facts
     wrong = _mismatch(facts, gpus)
     built = f"torch {facts['torch']}"
     if wrong is not None:
-        return Check(name=name, status="problem", finding=f"{built}: {wrong[0]}", fix=wrong[1], facts=facts)
-    if facts["cuda"] is not None and facts["gpus"]:
-        built += f" with CUDA {facts['cuda']} and NCCL {facts['nccl']}, driver {gpus.driver}"
-    else:
-        built += ", on the CPU"
-    return Check(name=name, status="ok", finding=built, facts=facts)
+        return Check(name, "problem", f"{built}: {wrong[0]}", wrong[1], facts)
+    with_cuda = f" with CUDA {facts['cuda']} and NCCL {facts['nccl']}, driver {gpus.driver}"
+    on_gpus = facts["cuda"] is not None and facts["gpus"]
+    return Check(name, "ok", built + (with_cuda if on_gpus else ", on the CPU"), facts=facts)
 
 
 def _mismatch(facts: Mapping[str, Any], gpus: Gpus) -> tuple[str, str] | None:
-    """What does not go together, and what to do; None where all does."""
+    """What does not match, and its fix; None where all does."""
     present, seen, cuda = gpus.count, facts["gpus"], facts["cuda"]
     if seen and gpus.failure:
         return (
@@ -62,9 +70,9 @@ def _mismatch(facts: Mapping[str, Any], gpus: Gpus) -> tuple[str, str] | None:
             "install torch with CUDA: https://pytorch.org/get-started",
         )
     least = LEAST_DRIVER.get(int(cuda.split(".")[0]))
-    if not seen and least is not None and gpus.driver is not None and _version(gpus.driver) < least:
+    if not seen and least is not None and gpus.driver is not None and Version(gpus.driver) < Version(least):
         return (
-            f"driver {gpus.driver} is too old for CUDA {cuda}, which wants {least[0]}.{least[1]} or newer",
+            f"driver {gpus.driver} is too old for CUDA {cuda}, which requires {least} or newer",
             "update the driver, or install a torch for an older CUDA: https://pytorch.org/get-started",
         )
     if seen < present:
@@ -74,30 +82,21 @@ def _mismatch(facts: Mapping[str, Any], gpus: Gpus) -> tuple[str, str] | None:
             "restart the driver's services (nvidia-persistenced, on NVSwitch machines nvidia-fabricmanager), "
             "look for Xid in `dmesg`, check the permissions of /dev/nvidia*",
         )
-    unknown = [
-        capability for capability in facts["capabilities"] if not _runs_on(facts["compiled_for"], capability)
-    ]
-    if unknown:
-        major, minor = unknown[0]
-        return (
-            f"it has no code for these GPUs (sm_{major}{minor}; it has {', '.join(facts['compiled_for'])})",
-            "install a torch for a newer CUDA; for GPUs that it has dropped, an older one",
-        )
+    for major, minor in facts["capabilities"]:
+        if not _runs_on(facts["compiled_for"], (major, minor)):
+            return (
+                f"it has code for {', '.join(facts['compiled_for'])}, not for these GPUs (sm_{major}{minor})",
+                "install a torch for a newer CUDA; for GPUs that it has dropped, an older one",
+            )
     return None
 
 
-def _runs_on(compiled_for: Sequence[str], capability: Sequence[int]) -> bool:
-    """Code of the same major version, no newer minor one; or PTX of any older version, compiled on the spot.
-
-    Architecture-specific code (sm_90a) counts for its own architecture.
-    """
-    major, minor = capability
+def _runs_on(compiled_for: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Code for the same major and no newer minor version, as sm_90 and sm_90a; or PTX for any older one."""
     for entry in compiled_for:
         kind, _, digits = entry.rstrip("af").partition("_")
         made = (int(digits[:-1]), int(digits[-1]))
-        if kind == "sm" and made[0] == major and made[1] <= minor:
-            return True
-        if kind == "compute" and made <= (major, minor):
+        if made <= capability and (kind == "compute" or made[0] == capability[0]):
             return True
     return not compiled_for
 
@@ -105,23 +104,15 @@ def _runs_on(compiled_for: Sequence[str], capability: Sequence[int]) -> bool:
 def formats(answer: Answer) -> Iterator[Check]:
     """bf16 and fp16, which training uses, and fp8."""
     if answer.facts is None:
-        yield Check(
-            name="bf16", status="problem", finding=f"matrix products fail: {answer.why}", fix=_GPU_FIX
-        )
+        yield Check("bf16", "problem", f"matrix products fail: {answer.why}", GPU_FIX)
         return
     facts = answer.facts
     capability = tuple(facts["capability"]) if facts["capability"] else None
     where = "the CPU" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
-    for name in ("bf16", "fp16"):
-        yield _format(
-            name,
-            facts[name],
-            where,
-            native=capability is None or name != "bf16" or capability >= BF16_CAPABILITY,
-        )
+    yield _format("bf16", facts["bf16"], where, native=capability is None or capability >= BF16_CAPABILITY)
+    yield _format("fp16", facts["fp16"], where, native=True)
     if capability is None or capability < FP8_CAPABILITY:
-        finding = f"no matrix units for it on {where}"
-        yield Check(name="fp8", status="skipped", finding=finding, facts=facts["fp8"])
+        yield Check("fp8", "skipped", f"no matrix units for it on {where}", facts=facts["fp8"])
     else:
         yield _format("fp8", facts["fp8"], where, native=True)
 
@@ -130,61 +121,39 @@ def _format(name: str, found: Mapping[str, Any], where: str, *, native: bool) ->
     if "failed" in found:
         finding = f"products fail on {where}: {found['failed']}"
     elif not found["error"] <= FORMAT_ERROR[name]:  # not a number, too
-        return Check(
-            name=name,
-            status="problem",
-            finding=f"products on {where} are {found['error']:.1%} off",
-            fix=_GPU_FIX,
-            facts=found,
-        )
+        return Check(name, "problem", f"products on {where} are {found['error']:.1%} off", GPU_FIX, found)
     elif not native:
         finding = f"emulated on {where}, slowly"
     else:
-        return Check(name=name, status="ok", finding=f"products right on {where}", facts=found)
-    other = {"bf16": "fp16", "fp16": "bf16", "fp8": "bf16"}[name]
-    return Check(
-        name=name,
-        status="warning",
-        finding=finding,
-        fix=f"train with `train.precision: {other}`",
-        facts=found,
-    )
+        return Check(name, "ok", f"products right on {where}", facts=found)
+    other = "fp16" if name == "bf16" else "bf16"
+    return Check(name, "warning", finding, f"train with `train.precision: {other}`", found)
 
 
-_GPU_FIX = (
-    "run again; if it stays, GPU or driver are damaged: look for Xid in `dmesg`, `nvidia-smi -q -d ECC`"
-)
-
-
-def kernels(answers: Answers, *, liger: bool) -> Iterator[Check]:
-    """Each kernel run and compared; `liger`: it is installed."""
+def kernels(answers: Mapping[str, Answer], *, liger: bool) -> Iterator[Check]:
+    """Each kernel, run and compared; `liger`: it is installed."""
     for name, title in KERNELS.items():
         if name == "liger" and not liger:
-            finding = (
-                "not installed: norms, MLPs and rotary embeddings run as PyTorch has them, slower on a GPU"
-            )
-            fix = "on a GPU: pip install 'shardwise[train]'"
-            yield Check(name=title, status="skipped", finding=finding, fix=fix)
+            finding = "not installed: norms, MLPs and rotary embeddings are PyTorch's, slower on a GPU"
+            yield Check(title, "skipped", finding, "on a GPU: pip install 'shardwise[train]'")
         else:
             yield _kernel(name, title, answers[name])
 
 
 def _kernel(name: str, title: str, answer: Answer) -> Check:
-    fix = (
-        "Triton compiles with gcc and Python.h: see `compilers`; clear ~/.triton/cache; see that torch and "
-        + ("liger-kernel fit each other" if name == "liger" else "triton fit each other (`pip check`)")
-    )
+    other = "liger-kernel fit each other" if name == "liger" else "triton fit each other (`pip check`)"
+    fix = "Triton compiles with gcc and Python.h: see `compilers`; clear ~/.triton/cache; see that torch and "
+    fix += other
     if answer.facts is None:
-        return Check(name=title, status="problem", finding=f"fails: {answer.why}", fix=fix)
-    facts = answer.facts
-    if "error" not in facts:
-        return Check(name=title, status="skipped", finding="for GPUs only", facts=facts)
+        return Check(title, "problem", f"fails: {answer.why}", fix)
+    facts, error = answer.facts, answer.facts.get("error")
+    if error is None:
+        return Check(title, "skipped", "for GPUs only", facts=facts)
     side = "on the GPU" if facts["device"] == "cuda" else "the CPU's side"
-    if not facts["error"] <= facts["bound"]:
-        finding = f"{side}: {facts['error']:.1e} off float64, more than {facts['bound']:.0e}"
-        return Check(name=title, status="problem", finding=finding, fix=fix, facts=facts)
-    finding = f"{side}, right to {facts['error']:.0e}"
-    return Check(name=title, status="ok", finding=finding, facts=facts)
+    if error <= facts["bound"]:  # false if it is not a number
+        return Check(title, "ok", f"{side}, right to {error:.0e}", facts=facts)
+    finding = f"{side}: {error:.1e} off float64, more than {facts['bound']:.0e}"
+    return Check(title, "problem", finding, fix, facts)
 
 
 def collective(answers: Sequence[Answer]) -> Check:
@@ -194,50 +163,29 @@ def collective(answers: Sequence[Answer]) -> Check:
     if failed:
         # those that only waited for another come last
         order = sorted(failed, key=lambda rank: ("hung" in failed[rank].failure, rank))
-        told = "; ".join(f"rank {rank} {failed[rank].why}" for rank in order)
-        return Check(name=name, status="problem", finding=told[:600], fix=_collective_fix(failed))
-    facts = answers[0].facts or {}
-    wrong = [rank for rank, answer in enumerate(answers) if not (answer.facts or {})["right"]]
-    backend, who = ("NCCL", "GPU") if facts["backend"] == "nccl" else ("gloo", "process")
+        finding = "; ".join(f"rank {rank} {failed[rank].why}" for rank in order)
+        return Check(name, "problem", finding[:600], _collective_fix(failed))
+    every = [answer.facts for answer in answers if answer.facts is not None]
+    facts = {**every[0], "seconds": max(one["seconds"] for one in every)}
+    wrong = [str(rank) for rank, one in enumerate(every) if not one["right"]]
+    backend, who, plural = ("NCCL", "GPU", "s") if facts["backend"] == "nccl" else ("gloo", "process", "es")
     if wrong:
-        finding = f"{backend}'s sum is wrong on ranks {', '.join(map(str, wrong))}"
         fix = "run again with NCCL_P2P_DISABLE=1: if it is right then, peer access is broken (IOMMU, ACS)"
-        return Check(name=name, status="problem", finding=finding, fix=fix, facts=facts)
-    seconds = max((answer.facts or {})["seconds"] for answer in answers)
-    plural = "" if facts["ranks"] == 1 else "es" if who == "process" else "s"
-    size = facts["bytes"] / 2**20
-    finding = (
-        f"{backend} over {facts['ranks']} {who}{plural}: {size:.0f} MiB in {seconds * 1e3:.2g} ms, sums right"
-    )
-    return Check(name=name, status="ok", finding=finding, facts={**facts, "seconds": seconds})
+        return Check(name, "problem", f"{backend}'s sum is wrong on ranks {', '.join(wrong)}", fix, every[0])
+    number = f"{facts['ranks']} {who}{'' if facts['ranks'] == 1 else plural}"
+    amount = f"{facts['bytes'] / 2**20:.0f} MiB in {facts['seconds'] * 1e3:.2g} ms"
+    return Check(name, "ok", f"{backend} over {number}: {amount}, sums right", facts=facts)
 
 
 def _collective_fix(failed: Mapping[int, Answer]) -> str:
-    hung = all("hung" in answer.failure for answer in failed.values())
-    if hung and all("meets" in answer.failure for answer in failed.values()):
+    if not all("hung" in answer.failure for answer in failed.values()):
+        return "NCCL_DEBUG=INFO shows more; see `shared memory` and `torch and driver`"
+    if all("meets" in answer.failure for answer in failed.values()):
         return "ranks meet on 127.0.0.1: see `ports`; unset NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
-    if hung:
-        return (
-            "try NCCL_P2P_DISABLE=1 (IOMMU or ACS in the way of peer access), then NCCL_SHM_DISABLE=1 "
-            "(/dev/shm); NCCL_DEBUG=INFO shows where it waits"
-        )
-    return "NCCL_DEBUG=INFO shows more; see `shared memory` and `torch and driver`"
-
-
-def energy(answer: Answer) -> Check:
-    """Whether joules will be recorded."""
-    name = "energy"
-    if answer.facts is None or not answer.facts["tells"]:
-        missing = answer.failure or "NVML tells neither energy nor power of this GPU"
-        fix = (
-            "pip install nvidia-ml-py"
-            if "ModuleNotFoundError" in answer.failure
-            else "see `nvidia-smi -q -d POWER`"
-        )
-        return Check(name=name, status="warning", finding=f"runs will have no joules: {missing}", fix=fix)
-    told = answer.facts["tells"][0]
-    source = "NVML counts joules" if told == "energy" else "NVML tells watts, which are summed up"
-    return Check(name=name, status="ok", finding=source, facts=answer.facts)
+    return (
+        "try NCCL_P2P_DISABLE=1 (IOMMU or ACS in the way of peer access), then NCCL_SHM_DISABLE=1 "
+        "(/dev/shm); NCCL_DEBUG=INFO shows where it waits"
+    )
 
 
 def bitsandbytes(answer: Answer | None) -> Check:
@@ -245,17 +193,116 @@ def bitsandbytes(answer: Answer | None) -> Check:
     name = "bitsandbytes"
     if answer is None:
         finding = "not installed: only bases of 4 and 8 bits need it"
-        return Check(name=name, status="skipped", finding=finding, fix="pip install bitsandbytes")
+        return Check(name, "skipped", finding, "pip install bitsandbytes")
     if answer.facts is None:
         fix = "install a version for this CUDA; `python -m bitsandbytes` shows more"
-        return Check(name=name, status="warning", finding=f"fails: {answer.why}", fix=fix)
+        return Check(name, "warning", f"fails: {answer.why}", fix)
     facts = answer.facts
     where = "the GPU" if facts["device"] == "cuda" else "the CPU"
-    if not facts["error"] <= NF4_ERROR:
-        finding = f"{facts['version']}: NF4 on {where} is {facts['error']:.0%} off"
-        return Check(name=name, status="warning", finding=finding, fix="install another version", facts=facts)
-    return Check(name=name, status="ok", finding=f"{facts['version']}, NF4 right on {where}", facts=facts)
+    if facts["error"] <= NF4_ERROR:
+        return Check(name, "ok", f"{facts['version']}, NF4 right on {where}", facts=facts)
+    finding = f"{facts['version']}: NF4 on {where} is {facts['error']:.0%} off"
+    return Check(name, "warning", finding, "install another version", facts)
 
 
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".") if part.isdigit())
+def deepspeed(answer: Answer | None) -> Iterator[Check]:
+    """The library and each of its operators; None where it is not installed."""
+    name = "DeepSpeed"
+    if answer is None:
+        finding = "not installed: strategies single and fsdp2 run, ZeRO and tensor parallelism do not"
+        yield Check(name, "warning", finding, "pip install 'shardwise[train]'")
+        return
+    if answer.facts is None:
+        fix = "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed, against the installed torch"
+        yield Check(name, "problem", f"does not start: {answer.why}", fix)
+        return
+    facts = answer.facts
+    version = facts["version"]
+    yield Check(name, "ok", f"{version} on {facts['accelerator']}", facts={"version": version})
+    for op, purpose in PURPOSES.items():
+        yield _operator(op, purpose, facts)
+
+
+def _operator(op: str, purpose: str, facts: Mapping[str, Any]) -> Check:
+    found = facts["ops"][op]
+    name = f"op: {op}"
+    if found.get("built"):
+        if found["loads"]:
+            return Check(name, "ok", f"compiled and loads ({purpose})", facts=found)
+        finding = f"compiled, but does not load ({purpose}): {found['error']}"
+        fix = f"delete {Path(found['file']).parent}: it is compiled again where it is used"
+        return Check(name, "warning", finding, fix, found)
+    why, fix = _cannot_compile(op, found, facts)
+    if why:
+        # no warning for operators that only special requests need
+        lacking: Status = "warning" if op == "cpu_adam" else "skipped"
+        return Check(name, lacking, f"cannot be compiled, for {purpose}: {why}", fix, found)
+    return Check(name, "ok", f"can be compiled where it is first used ({purpose})", facts=found)
+
+
+def _cannot_compile(op: str, found: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[str, str]:
+    """The reason and its fix; empty where it can."""
+    if not found["compatible"]:
+        see = "see `python -m deepspeed.env_report`"
+        return found["why"], "apt install libaio-dev" if op == "async_io" else see
+    if facts["ninja"] is None:
+        return "ninja is missing", "pip install ninja"
+    cuda = facts["cuda"]
+    if cuda is None or not cuda["why"]:
+        return "", ""
+    wanted = cuda["torch"]
+    if cuda["nvcc"] is not None:
+        return (
+            f"nvcc is of CUDA {cuda['nvcc']}, torch of {wanted}",
+            f"install CUDA {wanted}'s toolkit and set CUDA_HOME, or unset it; or DS_SKIP_CUDA_CHECK=1",
+        )
+    if op == "fused_adam":
+        return "there is no nvcc", f"install CUDA {wanted}'s toolkit and set CUDA_HOME"
+    return "", ""  # without nvcc it is compiled for the CPU alone, which is all it needs
+
+
+def hub(answer: Answer | None) -> Check:
+    """Whether models and data can be fetched; None where the environment says not to."""
+    name = "hub"
+    if answer is None:
+        said = next(filter(_is_set, OFFLINE))
+        return Check(name, "skipped", f"not asked: {said} is set, so models and data are local or cached")
+    facts = answer.facts or {}
+    if answer.facts is None or "failed" in facts:
+        reason = facts.get("failed", answer.why)
+        fix = "set HTTPS_PROXY or HF_ENDPOINT; or use local folders and set HF_HUB_OFFLINE=1"
+        return Check(name, "warning", f"no answer: {reason}", fix, facts)
+    status, endpoint = facts["status"], facts["endpoint"]
+    if status >= 400:
+        login, proxy = (
+            "`hf auth login`, or set a new HF_TOKEN",
+            "see https://status.huggingface.co, or the proxy",
+        )
+        refused = "does not accept the token" if status == 401 else f"answers {status}"
+        return Check(name, "warning", f"{endpoint} {refused}", login if status == 401 else proxy, facts)
+    without = "without a token, which gated models need (`hf auth login`)"
+    token = "with a valid token" if facts["token"] else without
+    return Check(name, "ok", f"{endpoint} answers, {token}", facts=facts)
+
+
+def offline() -> bool:
+    """Whether the environment forbids Hugging Face's libraries to use the network."""
+    return any(map(_is_set, OFFLINE))
+
+
+def _is_set(key: str) -> bool:
+    """As huggingface_hub.constants reads it."""
+    return os.environ.get(key, "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def cpu_adam(answer: Answer) -> Check:
+    """DeepSpeed's optimizer for offload, compiled and stepped."""
+    name = "op: cpu_adam, run"
+    if answer.facts is None or not answer.facts["right"]:
+        why = answer.why if answer.facts is None else "its first step is wrong"
+        fix = (
+            "see `compilers`, and `python -m deepspeed.env_report`; without it, do not offload the optimizer"
+        )
+        return Check(name, "warning", f"cannot be used: {why}", fix)
+    finding = f"compiled or found in {duration(answer.facts['seconds'])}, its step is right"
+    return Check(name, "ok", finding, facts=answer.facts)

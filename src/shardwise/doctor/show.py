@@ -1,4 +1,4 @@
-"""A report that a person reads at a glance: what is wrong first, each with its fix; no colour is needed."""
+"""The report on a terminal: problems first, each with its fix; readable without colour."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.doctor.check import Check, Status, count, worst_first
+from shardwise.doctor.check import STATUSES, Check, Status, count
 from shardwise.doctor.doctor import Report
-from shardwise.units import gib
+from shardwise.doctor.gpus import size_of
 
 SIGNS: dict[Status, tuple[str, str]] = {
     "problem": ("✗", "bold red"),
@@ -22,16 +22,21 @@ SIGNS: dict[Status, tuple[str, str]] = {
 
 
 def show(report: Report, *, console: Console | None = None) -> None:
-    """Prints the machine, the checks, and whether training can run."""
+    """Print the machine, the checks, and whether training can run."""
     console = console or Console()
-    console.print(heading(report))
-    console.print()
-    console.print(Padding(_table(report), (0, 0, 0, 2), expand=False))
-    console.print()
-    console.print(verdict(report))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False, highlight=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in sorted(report.checks, key=lambda one: STATUSES.index(one.status)):
+        sign, style = SIGNS[check.status]
+        name = Text(check.name, style="bold" if check.status == "problem" else "")
+        table.add_row(Text(sign, style=style), name, Text("\n").join(_lines(check)))
+    for part in (_heading(report), "", Padding(table, (0, 0, 0, 2), expand=False), "", _verdict(report)):
+        console.print(part)
 
 
-def heading(report: Report) -> Text:
+def _heading(report: Report) -> Text:
     """What the machine is."""
     gpus = report.gpus
     if not gpus.cards:
@@ -40,44 +45,24 @@ def heading(report: Report) -> Text:
     first = gpus.cards[0]
     name = first.name.removeprefix("NVIDIA ") if gpus.hardware is None else gpus.hardware.gpu.name
     link = "" if gpus.hardware is None or len(gpus.cards) == 1 else f" · {gpus.hardware.intra.name}"
-    return Text.assemble(
-        (f"{len(gpus.cards)} × {name}", "bold"),
-        f", {gib(first.memory_bytes)} each{link} · driver {gpus.driver}",
-    )
+    facts = f"{size_of(first)}{link} · driver {gpus.driver}"
+    return Text.assemble((f"{len(gpus.cards)} × {name}", "bold"), facts)
 
 
-def verdict(report: Report) -> Text:
+def _verdict(report: Report) -> Text:
     """Whether training can run, in a line."""
     numbers = count(report.checks)
-    told = [
+    counted = ", ".join(
         f"{numbers[status]} {status}{'' if numbers[status] == 1 else 's'}"
         for status in ("problem", "warning")
         if numbers[status]
-    ]
-    tail = f" · {', '.join(told)}" if told else ""
-    seconds = f" · {report.seconds:.0f} s"
+    )
+    tail = f"{' · ' if counted else ''}{counted} · {report.seconds:.0f} s"
     if not report.ready:
-        return Text.assemble(
-            ("✗ not ready", "bold red"), f": training cannot run here as it is{tail}{seconds}"
-        )
+        return Text.assemble(("✗ not ready", "bold red"), f": training cannot run here as it is{tail}")
     number = report.gpus.count
-    where = f"{number} GPU{'' if number == 1 else 's'}" if number else "the CPU"
-    return Text.assemble(("▶ ready", "bold green"), f": training can run on {where}{tail}{seconds}")
-
-
-def _table(report: Report) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False, highlight=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for check in worst_first(report.checks):
-        sign, style = SIGNS[check.status]
-        table.add_row(
-            Text(sign, style=style),
-            Text(check.name, style="bold" if check.status == "problem" else ""),
-            Text("\n").join(_lines(check)),
-        )
-    return table
+    where = "the CPU" if number == 0 else "1 GPU" if number == 1 else f"{number} GPUs"
+    return Text.assemble(("▶ ready", "bold green"), f": training can run on {where}{tail}")
 
 
 def _lines(check: Check) -> Iterator[Text]:

@@ -1,1 +1,1 @@
-"""Joules that training takes, measured where the driver can tell."""
+"""Joules that training takes, measured where the driver can read them."""

@@ -1,7 +1,7 @@
-"""What `shardwise doctor --calibrate` measured of a machine, kept in the cache folder for the planner.
+"""What `shardwise doctor --calibrate` measured on a machine, kept in the cache folder for the planner.
 
-A file for each kind and number of GPUs and each driver. Links that were measured replace those of the catalog
-in what hardware/detect.py finds; nothing else of the machine does.
+There is a file for each kind and number of GPUs and each driver. In what hardware/detect.py finds, measured
+links replace those of the catalog; other measurements do not.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from shardwise.device.find import find
 from shardwise.folders import cache_root
-from shardwise.hardware.driver import driver_version
-from shardwise.hardware.hardware import Hardware, Link
+from shardwise.hardware.hardware import Hardware
 
 SCHEMA = 1
 
@@ -25,16 +27,15 @@ SCHEMA = 1
 class Rate:
     """A link as the alpha-beta model sees it, as `Link` does."""
 
-    latency_seconds: float
-    bytes_per_second: float
+    latency_seconds: Annotated[float, Field(ge=0)]
+    bytes_per_second: Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One transfer. `bytes`: the full tensor, gathered or not yet scattered."""
+    """One transfer. `bytes` are those of the full tensor: after a gather, before a scatter."""
 
-    what: str
-    """`all_reduce`, `all_gather`, `reduce_scatter`, `send_to_neighbour`, or a copy: `pinned_to_gpu`."""
+    what: str  # `all_reduce`, `all_gather`, `reduce_scatter`, `send_to_neighbour`, or a copy: `pinned_to_gpu`
     bytes: int
     seconds: float
 
@@ -49,53 +50,40 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Measured while all GPUs of the machine worked at once; of the slowest of them."""
+    """The slowest GPU's rates, measured while all GPUs of the machine worked at once."""
 
-    device: str
-    """The GPU's name in the catalog, or the driver's; `CPU` on a machine without one."""
-    count: int
-    """GPUs, or processes of a CPU."""
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    device: str  # the GPU's name in the catalog, or the driver's; `CPU` on a machine without one
+    count: int  # GPUs, or processes of a CPU
     driver: str | None
-    date: str
-    """Of the measurement, as 2026-08-31."""
+    date: str  # of the measurement, as 2026-08-31
     versions: Mapping[str, str]
     link: str | None
-    """What joined the GPUs, as `Link.name`: others of the same machine may be joined by something else."""
-    between: Rate | None
-    """Between the GPUs, fitted to the all-gathers and reduce-scatters; None for one GPU."""
-    host: Rate | None
-    """Between pinned host memory and each GPU, fitted to the copies in both directions."""
+    """What joined the GPUs, as `Link.name`: other GPUs of the machine may be joined differently."""
+    between: Rate | None  # between the GPUs, fitted to the all-gathers and reduce-scatters; None for one GPU
+    host: Rate | None  # between pinned host memory and each GPU, fitted to the copies in both directions
     memory_bytes_per_second: float
     """Read and written by a copy within the GPU's memory, or the host's on a CPU."""
-    host_call_seconds: float
-    """Of one call of torch on the CPU, an addition of two numbers."""
+    host_call_seconds: float  # one call of torch on the CPU, an addition of two numbers
     products: tuple[Product, ...]
     samples: tuple[Sample, ...]
-    skipped: tuple[str, ...]
-    """What was not measured, and why."""
+    skipped: tuple[str, ...]  # what was not measured, and why
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Calibration:
-        """The value that `to_json` wrote. KeyError, TypeError or ValueError where it is something else."""
+        """The value that `to_json` wrote. ValueError where it is something else."""
         rest = dict(values)
-        if rest.pop("schema") != SCHEMA:
+        if rest.pop("schema", None) != SCHEMA:
             raise ValueError("another version wrote it")
-        rates = {
-            key: None if rest[key] is None else Rate(**_positive(rest[key])) for key in ("between", "host")
-        }
-        lists = {
-            "products": tuple(Product(**one) for one in rest["products"]),
-            "samples": tuple(Sample(**one) for one in rest["samples"]),
-            "skipped": tuple(rest["skipped"]),
-        }
-        return cls(**{**rest, **rates, **lists})
+        return TypeAdapter(cls).validate_python(rest)
 
 
 def save(calibration: Calibration) -> Path:
-    """Write it atomically where `load` finds it. OSError where the cache cannot be written."""
+    """Write it, complete or not at all, where `load` finds it. OSError where the cache cannot be written."""
     path = _path(calibration.device, calibration.count, calibration.driver)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     partial = path.with_suffix(f".{os.getpid()}.partial")
@@ -105,21 +93,18 @@ def save(calibration: Calibration) -> Path:
 
 
 def load(device: str, count: int, driver: str | None) -> Calibration | None:
-    """The calibration of such a machine; None where there is none, or none that can be read."""
+    """The calibration of such a machine; None where there is none that can be read."""
     try:
-        text = _path(device, count, driver).read_text(encoding="utf-8")
-        return Calibration.from_json(json.loads(text))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Calibration.from_json(json.loads(_path(device, count, driver).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
 
 
 def of_hardware(hardware: Hardware) -> Calibration | None:
-    """What was measured of this machine's GPUs with its present driver, joined as they are."""
-    name, count = hardware.gpu.name, hardware.gpus_per_node
-    if not any(_folder().glob(f"{_slug(name)}-x{count}-*.json")):
-        return None  # without asking the driver, which may take a second
-    found = load(name, count, driver_version())
-    return None if found is None or found.link not in (None, hardware.intra.name) else found
+    """What was measured with this machine's GPUs, their present driver and link."""
+    driver = find().driver_version()
+    found = load(hardware.gpu.name, hardware.gpus_per_node, driver if isinstance(driver, str) else None)
+    return found if found is not None and found.link in (None, hardware.intra.name) else None
 
 
 def calibrated(hardware: Hardware) -> Hardware:
@@ -127,35 +112,15 @@ def calibrated(hardware: Hardware) -> Hardware:
     found = of_hardware(hardware)
     if found is None:
         return hardware
-    return replace(
-        hardware,
-        intra=_measured(hardware.intra, found.between, found.date),
-        host_link=_measured(hardware.host_link, found.host, found.date),
-    )
-
-
-def _measured(link: Link, rate: Rate | None, date: str) -> Link:
-    if rate is None:
-        return link
-    return replace(
-        link, **asdict(rate), source=f"shardwise doctor --calibrate on this machine, {date}", measured=True
-    )
+    source = f"shardwise doctor --calibrate on this machine, {found.date}"
+    links = {
+        name: replace(getattr(hardware, name), **asdict(rate), source=source, measured=True)
+        for name, rate in (("intra", found.between), ("host_link", found.host))
+        if rate is not None
+    }
+    return replace(hardware, **links)
 
 
 def _path(device: str, count: int, driver: str | None) -> Path:
-    return _folder() / f"{_slug(device)}-x{count}-{_slug(driver or 'none')}.json"
-
-
-def _folder() -> Path:
-    return cache_root() / "calibration"
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
-
-
-def _positive(rate: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A file that somebody edited must not divide the planner by zero."""
-    if rate["latency_seconds"] < 0 or not rate["bytes_per_second"] > 0:
-        raise ValueError("a rate that no link has")
-    return rate
+    names = [re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-") for text in (device, driver or "none")]
+    return cache_root() / "calibration" / f"{names[0]}-x{count}-{names[1]}.json"

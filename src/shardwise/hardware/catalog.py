@@ -20,30 +20,24 @@ class Pcie:
 
     generation: int
     lanes: int = 16
-    peer_to_peer: bool
-    """Whether the driver lets one card read another's memory over PCIe."""
+    peer_to_peer: bool  # whether the driver lets one card read another's memory over PCIe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
     """Direct links between GPUs of one node: NVLink, or Infinity Fabric."""
 
-    name: str
-    """The entry of `links.toml` with its latency and the share of the rate that collectives reach."""
-    bytes_per_second: float
-    """Published rate of all links of one GPU, in one direction."""
-    gpus: int
-    """Most GPUs of one node that are joined."""
-    bridge: bool = False
-    """Sold apart from the card, so a node has it only where the user says so."""
+    name: str  # the entry of `links.toml` with its latency and the share of the rate that collectives reach
+    bytes_per_second: float  # published rate of all links of one GPU, in one direction
+    gpus: int  # most GPUs of one node that are joined
+    bridge: bool = False  # sold apart from the card, so a node has it only where the user says so
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
     """The network of the maker's own system."""
 
-    name: str
-    """The entry of `links.toml`."""
+    name: str  # the entry of `links.toml`
     gpus_per_adapter: int
 
 
@@ -52,29 +46,21 @@ class Gpu:
     """One GPU model as its maker specifies it."""
 
     name: str
-    driver_names: tuple[str, ...]
-    """What the driver calls it, without a leading `NVIDIA`."""
+    driver_names: tuple[str, ...]  # what the driver calls it, without a leading `NVIDIA`
     architecture: str
-    compute_capability: str | None
-    """CUDA's, as `8.9`; None on GPUs of other makers."""
+    compute_capability: str | None  # CUDA's, as `8.9`; None on GPUs of other makers
     flops: Mapping[str, float] = field(hash=False)
     """Dense FLOP/s of matrix products by precision (bf16, fp16, tf32, fp32, fp8); absent: not in hardware."""
-    memory_bytes: int
-    """Total memory as the driver reports it."""
-    sold_as_gb: int
-    """The size in the card's name: 24 for a card of which the driver shows 24564 MiB."""
+    memory_bytes: int  # total memory as the driver reports it
+    sold_as_gb: int  # the size in the card's name: 24 for a card whose driver shows 24564 MiB
     memory_bytes_per_second: float
-    power_watts: float
-    """Default power limit of the board."""
+    power_watts: int  # default power limit of the board
     pcie: Pcie
     fabric: Fabric | None = None
-    host: str | None = None
-    """The entry of `links.toml` that replaces PCIe between the GPU and its CPU; None: PCIe."""
+    host: str | None = None  # the entry of `links.toml` between the GPU and its CPU; None: PCIe
     network: Adapters | None = None
-    source: str
-    """Where the numbers were published."""
-    assumed_from: str | None = None
-    """The catalogued GPU whose rates stand in for this one's, of which only the memory is known."""
+    source: str  # where the numbers were published
+    assumed_from: str | None = None  # the catalogued GPU that stands in, where only the memory is known
 
 
 @cache
@@ -132,8 +118,7 @@ def assumed(name: str, memory_bytes: int, sold_as_gb: float) -> Gpu:
 
 
 def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
-    link = row.get("nvlink")
-    network = row.get("network")
+    link, network = row.get("nvlink"), row.get("network")
     return Gpu(
         name=name,
         driver_names=tuple(row["driver"]),

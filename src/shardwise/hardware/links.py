@@ -12,8 +12,7 @@ from shardwise.hardware.hardware import Link
 
 MICROSECOND = 1e-6
 FULL_LANES = 16
-DESKTOP_GENERATION = 4
-"""GeForce cards count as sitting in such a slot: boards that hold several seldom give each PCIe 5.0."""
+DESKTOP_GENERATION = 4  # of a GeForce card's slot: boards that hold several seldom give each PCIe 5.0
 
 
 @cache
@@ -61,7 +60,7 @@ def link_count(fabric: Fabric) -> int:
 def nvlink_of(compute_capability: str | None) -> str | None:
     """The NVLink generation of GPUs that the catalog does not know; None before Volta.
 
-    As NCCL 2.30 tells them apart (src/graph/topo.h, ncclTopoNVLinkBw).
+    As NCCL 2.30 distinguishes them (src/graph/topo.h, ncclTopoNVLinkBw).
     """
     if compute_capability is None:
         return None
@@ -84,10 +83,8 @@ def pcie_link(generation: int, lanes: int, *, peer_to_peer: bool) -> Link:
 def host_link(gpu: Gpu, generation: int, lanes: int) -> Link:
     """Between pinned host memory and one GPU."""
     host = table()["host"]
-    if gpu.host is None:
-        name = f"pcie{generation}x{lanes}"
-        row, share = _pcie(generation, lanes)
-    else:
+    name, (row, share) = f"pcie{generation}x{lanes}", _pcie(generation, lanes)
+    if gpu.host is not None:
         name, row, share = gpu.host, host[gpu.host], 1.0
     source = f"{row['copy_source']}; {host['latency_source']}"
     return _link(name, host["latency_us"], row["copy_gb_s"] * share, source)
@@ -109,6 +106,5 @@ def _pcie(generation: int, lanes: int) -> tuple[Any, float]:
 
 
 def _link(name: str, latency_us: float, gb_s: float, source: str) -> Link:
-    return Link(
-        name=name, latency_seconds=latency_us * MICROSECOND, bytes_per_second=gb_s * GB, source=source
-    )
+    seconds = latency_us * MICROSECOND
+    return Link(name=name, latency_seconds=seconds, bytes_per_second=gb_s * GB, source=source)

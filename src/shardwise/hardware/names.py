@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 
 from shardwise.errors import JobError
@@ -34,11 +35,8 @@ def resolve(text: str, where: str) -> Gpu:
         raise JobError(f"no GPU is called {text!r}", where=where, fix=_did_you_mean(key))
     if len(found) > 1:
         names = [gpu.name for gpu in found]
-        raise JobError(
-            f"{text!r} may be {_either(names[:6])}{' and others' if len(names) > 6 else ''}",
-            where=where,
-            fix=f"write more of the name, as {names[0].replace(' ', '-')}",
-        )
+        what = f"{text!r} may be {_either(names[:6])}{' and others' if len(names) > 6 else ''}"
+        raise JobError(what, where=where, fix=f"write more of the name, as {names[0].replace(' ', '-')}")
     return found[0]
 
 
@@ -49,8 +47,8 @@ def _candidates(text: str) -> list[Gpu]:
     spelled: dict[Gpu, frozenset[str]] = {}
     for gpu in gpus():
         words = frozenset(_normal(word) for word in gpu.name.split())
-        left = _left_over(key, words)
-        if left is not None and any(map(_names_a_model, words - left)):
+        orders = (order for n in range(len(words)) for order in itertools.permutations(words, n + 1))
+        if any(any(map(_names_a_model, order)) for order in orders if "".join(order) == key):
             spelled[gpu] = frozenset(word for word in words if not _MEMORY.fullmatch(word))
     plain = [gpu for gpu, words in spelled.items() if all(words <= others for others in spelled.values())]
     found = [gpu for gpu in plain or spelled if size is None or gpu.sold_as_gb == int(size[1])]
@@ -59,18 +57,6 @@ def _candidates(text: str) -> list[Gpu]:
 
 def _names_a_model(word: str) -> bool:
     return any(letter.isdigit() for letter in word) and not _MEMORY.fullmatch(word)
-
-
-def _left_over(key: str, words: frozenset[str]) -> frozenset[str] | None:
-    """What remains of `words` when `key` is spelled with them, each at most once; None where it cannot be."""
-    if not key:
-        return words
-    for word in words:
-        if key.startswith(word):
-            left = _left_over(key[len(word) :], words - {word})
-            if left is not None:
-                return left
-    return None
 
 
 def _normal(text: str) -> str:

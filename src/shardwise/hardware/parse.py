@@ -2,7 +2,7 @@
 
     [NODESx][GPUSx]GPU[@LINK][+NETWORK][+MEMORY]
 
-GPU      a name of the catalog, or a memory size for a card of which nothing else is known: 24GB are 24 * 10^9
+GPU      a name of the catalog, or a memory size for a card with unknown other properties: 24GB are 24 * 10^9
          bytes, 24GiB are 24 * 2^30.
 LINK     between the GPUs of a node: `nvlink`, or `pcie3`, `pcie4`, `pcie5`, with fewer lanes `pcie4x8`.
          Without it: NVLink where it is part of the board, else PCIe of the card's generation, for GeForce
@@ -10,7 +10,7 @@ LINK     between the GPUs of a node: `nvlink`, or `pcie3`, `pcie4`, `pcie5`, wit
 NETWORK  between nodes, in Gbit/s: `ib100`, `ib200`, `ib400`, `eth10`, `eth25`, `eth100`, `eth200`, `eth400`.
          InfiniBand counts one adapter for each GPU, Ethernet one for each node; `4xib200` are 4 in each node.
          Without it: that of the maker's own system (DGX), where there is one.
-MEMORY   of each node's host, as 128GiB or 128GB. Without it nobody knows whether offloading fits there.
+MEMORY   of each node's host, as 128GiB or 128GB. Without it, whether offloading fits there is not known.
 """
 
 from __future__ import annotations
@@ -19,21 +19,13 @@ import re
 from dataclasses import dataclass
 
 from shardwise.errors import JobError
+from shardwise.hardware import links
 from shardwise.hardware.catalog import GB, Gpu, assumed
 from shardwise.hardware.hardware import Hardware, Link
-from shardwise.hardware.links import (
-    default_slot,
-    fabric_link,
-    host_link,
-    network_link,
-    network_names,
-    pcie_link,
-)
 from shardwise.hardware.names import resolve
 from shardwise.units import GIB
 
-MOST_GPUS = 16384
-"""A strategy for so many takes about a second to simulate, and that grows with them."""
+MOST_GPUS = 16384  # A strategy for so many takes about a second to simulate, and that grows with them
 EXAMPLES = "4xRTX4080, 2x8xH100, 4x24GB, 8xL40S@pcie4, 2x4xRTX4090+eth100, 4xRTX4080+128GiB"
 
 _SPEC = re.compile(
@@ -47,7 +39,7 @@ _PCIE = re.compile(r"pcie([345])(?:x(1|2|4|8|16))?")
 _NETWORK = re.compile(r"(?:([0-9]{1,3})x)?([a-z]+[0-9]+)")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Spec:
     nodes: int
     gpus: int
@@ -56,12 +48,14 @@ class _Spec:
     network: str | None
     host: str | None
     where: str
-    front: str
-    """What stands before link and network, as it was written."""
+    front: str  # what stands before link and network, as it was written
+
+    def error(self, what: str, fix: str) -> JobError:
+        return JobError(what, where=self.where, fix=fix)
 
 
 def parse_hardware(text: str) -> Hardware:
-    """The hardware that `text` describes; of the host nothing is known but its memory, where that is said.
+    """The hardware that `text` describes; of the host only its memory is known, and only where it is given.
 
     Raises:
         JobError: `text` cannot be read, names no GPU or several, or asks for a link the GPU does not have.
@@ -82,15 +76,13 @@ def parse_hardware(text: str) -> Hardware:
 
 
 def with_slot(text: str, hardware: Hardware) -> str | None:
-    """The expression of `hardware` with the PCIe slot that it leaves to be assumed: `4xRTX4080@pcie4x16`.
+    """`text` with the PCIe slot that was assumed for `hardware`: `4xRTX4080@pcie4x16`.
 
-    None where it names its link, and where its GPUs are not joined by PCIe.
+    None where `text` names a link, and where the GPUs are not joined by PCIe.
     """
     slot = re.match(r"pcie[0-9]x[0-9]+", hardware.intra.name)
-    if "@" in text or slot is None:
-        return None
     gpus, plus, rest = text.strip().partition("+")
-    return f"{gpus}@{slot[0]}{plus}{rest}"
+    return None if "@" in text or slot is None else f"{gpus}@{slot[0]}{plus}{rest}"
 
 
 def _read(text: str) -> _Spec:
@@ -99,39 +91,23 @@ def _read(text: str) -> _Spec:
     if found is None or not re.search(r"\w", found["gpu"]) or "," in text:
         raise JobError(f"{text!r} describes no hardware", where=where, fix=f"write it as one of {EXAMPLES}")
     if re.match(r"[0-9]+x.", found["gpu"], re.IGNORECASE):
-        raise JobError(
-            "what stands before the GPU is not nodes x GPUs",
-            where=where,
-            fix="write it as 2x8xH100 or 4xRTX4080",
-        )
+        what = "what stands before the GPU is not nodes x GPUs"
+        raise JobError(what, where=where, fix="write it as 2x8xH100 or 4xRTX4080")
     counts = [int(number) for number in (found["first"], found["second"]) if number is not None]
     if 0 in counts:
         raise JobError("0 GPUs cannot train", where=where, fix="write at least 1")
     nodes, gpus = [1, 1, *counts][-2:]
     if nodes * gpus > MOST_GPUS:
-        raise JobError(
-            f"{nodes * gpus} GPUs are more than the {MOST_GPUS} that can be planned for: what each of them "
-            "holds of the optimizer is simulated one by one",
-            where=where,
-            fix=f"write at most {MOST_GPUS} in all",
-        )
-    link, network, host = (
-        part and part.strip().casefold() for part in found.group("link", "network", "host")
-    )
-    return _Spec(
-        nodes=nodes,
-        gpus=gpus,
-        gpu=found["gpu"].strip(),
-        link=link,
-        network=network,
-        host=host,
-        where=where,
-        front=text[: re.search("[@+]|$", text).start()].strip(),  # type: ignore[union-attr]
-    )
+        what = f"{nodes * gpus} GPUs are more than the {MOST_GPUS} that can be planned for: "
+        what += "the optimizer's part on each of them is simulated"
+        raise JobError(what, where=where, fix=f"write at most {MOST_GPUS} in all")
+    link, network, host = (p and p.strip().casefold() for p in found.group("link", "network", "host"))
+    front = re.split("[@+]", text)[0].strip()
+    return _Spec(nodes, gpus, found["gpu"].strip(), link, network, host, where, front)
 
 
 def _refuse_unclear_memory(spec: _Spec) -> None:
-    """Refuses a host's memory in the place of a link, or without its unit, with the words for it."""
+    """Refuse a host's memory in the place of a link, or without its unit, and write it correctly."""
     size = _MEMORY.fullmatch((spec.link or "").replace(" ", ""))
     link, network = (None if size else spec.link), spec.network
     if size is not None:
@@ -145,19 +121,19 @@ def _refuse_unclear_memory(spec: _Spec) -> None:
         memory = f"{number}GiB"
         network = None if network == number else network
     meant = spec.front + (f"@{link}" if link else "") + (f"+{network}" if network else "") + f"+{memory}"
-    also = f"; for a network, one of {', '.join(network_names())}" if spec.nodes > 1 and not network else ""
-    raise JobError(what, where=spec.where, fix=f"for the memory of a node's host write {meant}{also}")
+    ask = spec.nodes > 1 and not network
+    also = f"; for a network, one of {', '.join(links.network_names())}" if ask else ""
+    raise spec.error(what, f"for the memory of a node's host write {meant}{also}")
 
 
 def _gpu(spec: _Spec) -> Gpu:
     memory = _MEMORY.fullmatch(spec.gpu.replace(" ", ""))
     if memory is None:
         return resolve(spec.gpu, spec.where)
-    size, binary = float(memory[1]), memory[2].casefold() == "gib"
-    memory_bytes = _bytes(memory)
+    memory_bytes, unit = _bytes(memory), "GiB" if memory[2].casefold() == "gib" else "GB"
     if not GIB <= memory_bytes <= 1024 * GIB:
-        raise JobError(f"no GPU has {memory[0]}", where=spec.where, fix="write 1GiB to 1024GiB")
-    return assumed(f"{memory[1]}{'GiB' if binary else 'GB'}", memory_bytes, size)
+        raise spec.error(f"no GPU has {memory[0]}", "write 1GiB to 1024GiB")
+    return assumed(memory[1] + unit, memory_bytes, float(memory[1]))
 
 
 def _bytes(memory: re.Match[str]) -> int:
@@ -170,74 +146,57 @@ def _host_memory(spec: _Spec) -> int | None:
         return None
     memory = _MEMORY.fullmatch(spec.host.replace(" ", ""))
     if memory is None or _bytes(memory) < GIB:
-        raise JobError(
-            f"{spec.host!r} is no size of a host's memory",
-            where=spec.where,
-            fix="write what one node has, as +128GiB",
-        )
+        raise spec.error(f"{spec.host!r} is no size of a host's memory", "write one node's, as +128GiB")
     return _bytes(memory)
 
 
 def _node_links(gpu: Gpu, spec: _Spec) -> tuple[Link, Link]:
     """Between the GPUs of a node, and between a GPU and its host."""
-    generation, lanes = default_slot(gpu)
-    if spec.link is None and gpu.fabric is not None and not gpu.fabric.bridge:
-        return _fabric(gpu, spec), host_link(gpu, generation, lanes)
-    if spec.link == "nvlink":
-        return _fabric(gpu, spec), host_link(gpu, generation, lanes)
+    generation, lanes = links.default_slot(gpu)
+    on_board = gpu.fabric is not None and not gpu.fabric.bridge
+    if spec.link == "nvlink" or (spec.link is None and on_board):
+        return _fabric(gpu, spec), links.host_link(gpu, generation, lanes)
     if spec.link is not None:
         generation, lanes = _slot(gpu, spec)
-    between = pcie_link(generation, lanes, peer_to_peer=gpu.pcie.peer_to_peer)
-    return between, host_link(gpu, generation, lanes)
+    between = links.pcie_link(generation, lanes, peer_to_peer=gpu.pcie.peer_to_peer)
+    return between, links.host_link(gpu, generation, lanes)
 
 
 def _fabric(gpu: Gpu, spec: _Spec) -> Link:
     if gpu.fabric is None or (spec.link == "nvlink" and not gpu.fabric.name.startswith("nvlink")):
-        raise JobError(f"{gpu.name} has no NVLink", where=spec.where, fix="leave @nvlink out")
+        raise spec.error(f"{gpu.name} has no NVLink", "leave @nvlink out")
     if spec.gpus > gpu.fabric.gpus:
-        raise JobError(
-            f"{gpu.fabric.name} joins at most {gpu.fabric.gpus} {gpu.name} of a node, not {spec.gpus}",
-            where=spec.where,
-            fix=f"write nodes of {gpu.fabric.gpus} GPUs, or @pcie{gpu.pcie.generation}",
-        )
-    return fabric_link(gpu.fabric, spec.gpus)
+        what = f"{gpu.fabric.name} joins at most {gpu.fabric.gpus} {gpu.name} of a node, not {spec.gpus}"
+        raise spec.error(what, f"write nodes of {gpu.fabric.gpus} GPUs, or @pcie{gpu.pcie.generation}")
+    return links.fabric_link(gpu.fabric, spec.gpus)
 
 
 def _slot(gpu: Gpu, spec: _Spec) -> tuple[int, int]:
     found = _PCIE.fullmatch(spec.link or "")
     if found is None:
-        raise JobError(
-            f"no link between GPUs is called {spec.link!r}",
-            where=spec.where,
-            fix="write nvlink, pcie3, pcie4 or pcie5, with fewer lanes pcie4x8",
-        )
+        fix = "write nvlink, pcie3, pcie4 or pcie5, with fewer lanes pcie4x8"
+        raise spec.error(f"no link between GPUs is called {spec.link!r}", fix)
     generation, lanes = int(found[1]), int(found[2] or gpu.pcie.lanes)
-    known = gpu.assumed_from is None
-    if known and (generation > gpu.pcie.generation or lanes > gpu.pcie.lanes):
+    if gpu.assumed_from is None and (generation > gpu.pcie.generation or lanes > gpu.pcie.lanes):
         most = f"pcie{gpu.pcie.generation}x{gpu.pcie.lanes}"
-        raise JobError(f"{gpu.name} is a card of {most}", where=spec.where, fix=f"write at most @{most}")
+        raise spec.error(f"{gpu.name} is a card of {most}", f"write at most @{most}")
     return generation, lanes
 
 
 def _network(gpu: Gpu, spec: _Spec) -> Link | None:
-    known = ", ".join(network_names())
+    known = ", ".join(links.network_names())
     if spec.nodes == 1:
         if spec.network is not None:
-            raise JobError("one node uses no network", where=spec.where, fix=f"leave +{spec.network} out")
+            raise spec.error("one node uses no network", f"leave +{spec.network} out")
         return None
     if spec.network is None:
         if gpu.network is None:
-            raise JobError(
-                f"the network between {spec.nodes} nodes is not known",
-                where=spec.where,
-                fix=f"add + and one of {known}",
-            )
+            what = f"the network between {spec.nodes} nodes is not known"
+            raise spec.error(what, f"add + and one of {known}")
         adapters = max(1, spec.gpus // gpu.network.gpus_per_adapter)
-        return network_link(gpu.network.name, adapters=adapters, gpus_per_node=spec.gpus)
+        return links.network_link(gpu.network.name, adapters=adapters, gpus_per_node=spec.gpus)
     found = _NETWORK.fullmatch(spec.network)
-    if found is None or found[2] not in network_names() or found[1] == "0":
-        raise JobError(
-            f"no network is called {spec.network!r}", where=spec.where, fix=f"write one of {known}"
-        )
+    if found is None or found[2] not in links.network_names() or found[1] == "0":
+        raise spec.error(f"no network is called {spec.network!r}", f"write one of {known}")
     each_gpu = spec.gpus if found[2].startswith("ib") else 1
-    return network_link(found[2], adapters=int(found[1] or each_gpu), gpus_per_node=spec.gpus)
+    return links.network_link(found[2], adapters=int(found[1] or each_gpu), gpus_per_node=spec.gpus)

@@ -10,11 +10,11 @@ from shardwise.hardware.host import host_memory_bytes
 from shardwise.units import gib
 
 ROOT = Path("/")
-_LESS = "use less host memory: no offloading, fewer processes, data that is tokenised already"
+_LESS = "use less host memory: no offloading, fewer processes, data that is already tokenised"
 
 
 def host_memory_kills(root: Path = ROOT) -> int | None:
-    """Processes, anybody's, that Linux (4.13 and newer) has killed for memory so far; None if unknown."""
+    """Processes of any user that Linux (4.13 and newer) has killed for memory so far; None if unknown."""
     try:
         lines = (root / "proc/vmstat").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -23,20 +23,18 @@ def host_memory_kills(root: Path = ROOT) -> int | None:
 
 
 def killed(*, rank: int, where: str, before: int | None, root: Path = ROOT) -> MachineError:
-    """The error of a worker that got SIGKILL from somebody else; `before`: the count at its start."""
+    """The error of a worker that another process killed with SIGKILL; `before`: the count at its start."""
     now = host_memory_kills(root)
     if before is not None and now is not None and now == before:
         return MachineError(
             f"rank {rank} was killed; the kernel counts no kill for memory since the run began",
             where=where,
-            fix="ask who sends SIGKILL here: a user, a batch system at its time limit, or what watches over "
-            "memory outside the kernel, such as systemd-oomd or a container's runtime",
+            fix="find who sends SIGKILL here: a user, a batch system at its time limit, or a memory guard "
+            "outside the kernel, such as systemd-oomd or a container's runtime",
         )
-    total = host_memory_bytes(root)
-    there = "" if total is None else f" of {gib(total)}"
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     return MachineError(
-        f"rank {rank} was killed, probably out of host memory{there}; "
+        f"rank {rank} was killed, probably out of host memory of {gib(host_memory_bytes(root))}; "
         f"the largest process held {gib(largest)}",
         where=where,
         fix=f"look for `Out of memory` in `dmesg`; {_LESS}",

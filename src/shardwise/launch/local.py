@@ -20,7 +20,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from shardwise.device.find import unseen_vendor
 from shardwise.errors import MachineError, Problem, ShardwiseError, StoppedError, render
+from shardwise.hardware.detect import gpu_count
 from shardwise.launch.aftermath import POST_MORTEM_MODULE, Aftermath, Ending
 from shardwise.launch.host_memory import host_memory_kills, killed
 from shardwise.launch.spec import LaunchSpec
@@ -57,6 +59,9 @@ def launch(
     (aftermath.py); a run that is only measured is not. Must be called from the main thread, which receives
     the signals. MachineError where no worker can start.
     """
+    warning = None if gpu_count() else unseen_vendor()
+    if warning is not None:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     aftermath = Aftermath(spec, module=post_mortem)
     while True:
         ending = _run(spec, module, grace_seconds)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.hardware.detect import gpu_count
+from shardwise.hardware.detect import deepspeed_accelerator
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -135,8 +135,9 @@ def worker_environment(*, processes: int, folder: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
-    if gpu_count() == 0:
-        defaults["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would find out by itself, and print a warning
+    accelerator = deepspeed_accelerator()
+    if accelerator is not None:
+        defaults["DS_ACCELERATOR"] = accelerator  # DeepSpeed would find out by itself, and print a warning
     if "PYTORCH_ALLOC_CONF" not in given:  # the newer name of the same variable
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     fixed = {

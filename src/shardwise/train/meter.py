@@ -1,4 +1,4 @@
-"""Measuring a run without waiting for the GPU: this process's memory, its GPU's energy, a step's seconds."""
+"""Measure a run without waiting for the GPU: this process's memory, its GPU's energy, a step's seconds."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import resource
 import time
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
+import psutil
 import torch
 
-from shardwise.energy.meter import Gpu, Unavailable, find_gpu
+from shardwise.device.seam import Unavailable
+from shardwise.energy.meter import Gpu, find_gpu
 
 MEMORY_FIELDS = (
     "allocated_bytes",
@@ -22,15 +23,15 @@ MEMORY_FIELDS = (
     "pinned_memory_bytes",
     "energy_millijoules",
 )
-"""What every rank tells the others about itself with each step."""
+"""What the ranks exchange about themselves with each step."""
 
 UNKNOWN = -1.0
-"""Stands for what cannot be measured here, as ranks exchange plain numbers."""
+"""Stands for what cannot be measured here: ranks exchange plain numbers."""
 
 _EVERY_READING = 3
 _THEN_EVERY = 50
-"""Memory outside the allocator is read at the first steps, in which libraries load their kernels and connect,
-and now and then later: asking the driver takes longer than launching a kernel."""
+"""Memory outside the allocator is read at the first steps, in which libraries load kernels and connect, and
+rarely later: a question to the driver takes longer than a kernel launch."""
 
 
 def memory(device: torch.device) -> list[float]:
@@ -38,7 +39,7 @@ def memory(device: torch.device) -> list[float]:
 
     On the CPU the first four are the resident set now (twice) and its peak (twice).
     """
-    resident = host_memory_bytes()
+    resident = float(psutil.Process().memory_info().rss)
     if device.type != "cuda":
         # the kernel's peak lags a little behind what is resident now
         peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0)
@@ -50,32 +51,29 @@ def memory(device: torch.device) -> list[float]:
     return [*allocator, outside.device_bytes, resident, outside.pinned_bytes, _millijoules(device)]
 
 
-def host_memory_bytes() -> float:
-    """Resident set of this process."""
-    return float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 def sources() -> tuple[str | None, str | None]:
     """What this process's GPU is measured with: (its energy, its memory outside the allocator).
 
-    See `RunEvent.energy_source` and `RunEvent.outside_allocator_source`; None where there is nothing.
+    See `RunEvent.energy_source` and `RunEvent.outside_allocator_source`; None where nothing measures it.
     """
-    if not torch.cuda.is_available():
-        return None, None
-    gpu = _gpu(torch.cuda.current_device())
+    gpu = _current_gpu()
     if isinstance(gpu, Unavailable):
-        return None, "device"
+        return None, "device" if torch.cuda.is_available() else None
     energy = None if isinstance(gpu.energy_source, Unavailable) else gpu.energy_source
-    return energy, "device" if gpu.process_bytes() is None else "process"
+    return energy, "device" if isinstance(gpu.process_bytes(), Unavailable) else "process"
 
 
 def why_no_energy() -> str | None:
     """The reason why this process's GPU has no joules; None if it has."""
-    if not torch.cuda.is_available():
-        return "no GPU"
-    gpu = _gpu(torch.cuda.current_device())
+    gpu = _current_gpu()
     found = gpu if isinstance(gpu, Unavailable) else gpu.energy_source
     return found.reason if isinstance(found, Unavailable) else None
+
+
+def _current_gpu() -> Gpu | Unavailable:
+    if not torch.cuda.is_available():
+        return Unavailable(reason="no GPU")
+    return _gpu(torch.cuda.current_device())
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class _Reading:
 
 
 class _Outside:
-    """Memory that torch's allocator of GPU memory does not know of, as last read."""
+    """Memory outside torch's allocator of GPU memory, as last read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -101,10 +99,10 @@ class _Outside:
 
 
 def _used_bytes(device: torch.device) -> float:
-    """GPU memory in use: by this process where the driver tells, else by all processes on the GPU."""
+    """GPU memory in use: by this process where the driver reports it, else by all processes on the GPU."""
     gpu = _gpu(device.index)
-    used = gpu.process_bytes() if isinstance(gpu, Gpu) else None
-    if used is not None:
+    used = gpu if isinstance(gpu, Unavailable) else gpu.process_bytes()
+    if not isinstance(used, Unavailable):
         return float(used)
     free, total = torch.cuda.mem_get_info(device)
     return float(total - free)
@@ -123,14 +121,13 @@ def _outside(device: torch.device) -> _Outside:
 
 @cache
 def _gpu(index: int) -> Gpu | Unavailable:
-    return find_gpu(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+    return find_gpu(str(torch.cuda.get_device_properties(index).uuid))
 
 
 class Stopwatch:
-    """Seconds from one mark to the next; of a GPU's work by the GPU's own clock, and nobody waits for it.
+    """Seconds from one mark to the next; on a GPU by its own clock, without waiting for it.
 
-    Beside the host's clock that is the only one that knows when a step ended: the host learns of it while it
-    issues the next one, early or late.
+    Only that clock knows when a step ended: the host learns it while it issues the next step, early or late.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -106,7 +106,7 @@ def _plan(job: Job, built: BuiltModel, data: Prepared, processes: int, memory_ca
         raise MachineError(
             "the GPUs cannot be asked what they are",
             where="strategy: auto",
-            fix="install nvidia-smi, or name a strategy",
+            fix="see `shardwise doctor`, or name a strategy",
         )
     plan = make_plan(
         job,

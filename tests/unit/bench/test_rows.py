@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.bench.rows import make_rows
 from shardwise.bench.sweep import ALL, Load, chosen_names, points
-from shardwise.energy.meter import Unavailable
+from shardwise.device.seam import Unavailable
 from shardwise.errors import DoesNotFitError, JobError
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.load import load_job

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from shardwise.doctor import machine
@@ -18,6 +19,10 @@ from shardwise.units import GIB
 
 def room(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=free, used=0, free=free))
+
+
+def available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=size))
 
 
 def test_this_machine_has_all_checks_and_each_says_something(tmp_path: Path) -> None:
@@ -103,9 +108,9 @@ def test_missing_compilers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_memory_says_what_an_offloaded_optimizer_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "host_memory_bytes", lambda: 64 * GIB)
-    monkeypatch.setattr(machine, "_available_bytes", lambda: 32 * GIB)
+    available(monkeypatch, 32 * GIB)
     check = machine.memory()
     assert check.status == "ok"
     assert check.finding.endswith("an offloaded optimizer of up to 2.15B parameters")  # 32 GiB / 16 bytes
-    monkeypatch.setattr(machine, "_available_bytes", lambda: 2 * GIB)
+    available(monkeypatch, 2 * GIB)
     assert machine.memory().status == "warning"

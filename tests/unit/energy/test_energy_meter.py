@@ -1,75 +1,56 @@
-"""Joules and process memory as NVML gives them, and what is said where it does not."""
+"""Joules and process memory as the driver reports them, and what is said where it does not."""
 
 from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from shardwise.energy.meter import SAMPLE_SECONDS, Gpu, Unavailable, find_gpu
-from shardwise.energy.steps import FIRST, INTERRUPTED, StepJoules
+from shardwise.device.replay import NoDevice, Replay
+from shardwise.device.seam import Unavailable
+from shardwise.energy.meter import (
+    FIRST,
+    INTERRUPTED,
+    SAMPLE_SECONDS,
+    Gpu,
+    StepJoules,
+    _PowerIntegral,
+    find_gpu,
+)
 
-UUID = "GPU-6e3a64d2-0000-1111-2222-333344445555"
-
-
-class FakeNvml:
-    """The part of pynvml that is used, with one GPU of a constant power."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, *, watts: float = 200.0, missing: tuple[str, ...] = ()) -> None:
-        self.watts = watts
-        self.missing = missing
-        """Functions that this GPU does not support."""
-        self.processes: list[Any] = []
-        self.seconds = 0.0
-        """Since the driver was loaded; the energy counter follows it in steps of 0.1."""
-
-    def nvmlInit(self) -> None:  # noqa: N802
-        self._supported("nvmlInit")
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
-        if uuid != UUID:
-            raise self.NVMLError("Not Found")
-        return uuid
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, _: str) -> int:  # noqa: N802
-        self._supported("nvmlDeviceGetTotalEnergyConsumption")
-        return int(self.watts * 100) * int(self.seconds / 0.1 + 1e-9)
-
-    def nvmlDeviceGetPowerUsage(self, _: str) -> int:  # noqa: N802
-        self._supported("nvmlDeviceGetPowerUsage")
-        return int(self.watts * 1000)
-
-    def nvmlDeviceGetComputeRunningProcesses(self, _: str) -> list[Any]:  # noqa: N802
-        self._supported("nvmlDeviceGetComputeRunningProcesses")
-        return self.processes
-
-    def _supported(self, name: str) -> None:
-        if name in self.missing:
-            raise self.NVMLError("Not Supported")
+UUID = "6e3a64d2-0000-1111-2222-333344445555"
 
 
-def gpu(nvml: FakeNvml) -> Gpu:
-    found = find_gpu(UUID, library=nvml)
+def device(**readings: Any) -> tuple[Replay, dict[str, Any]]:
+    """A device of one GPU, and its recorded values, which may be changed."""
+    gpu: dict[str, Any] = {"uuid": f"GPU-{UUID}", "name": "NVIDIA H200", "readings": readings}
+    return Replay({"driver": "580.95.05", "gpus": [gpu]}), gpu
+
+
+def gpu(replay: Replay) -> Gpu:
+    found = find_gpu(UUID, replay)
     assert isinstance(found, Gpu)
     return found
 
 
-def test_the_counters_millijoules_become_joules() -> None:
-    nvml = FakeNvml(watts=200.0)
-    meter = gpu(nvml)
+def sampled(meter: Gpu, before: float | Unavailable) -> float | Unavailable:
+    """The next sample that differs from `before`; on a busy machine the thread may be late."""
+    deadline = time.monotonic() + 10
+    while meter.joules() == before and time.monotonic() < deadline:
+        time.sleep(SAMPLE_SECONDS / 10)
+    return meter.joules()
+
+
+def test_the_counter_is_followed() -> None:
+    replay, recorded = device(energy_joules=100.0)
+    meter = gpu(replay)
     assert meter.energy_source == "counter"
     before = meter.joules()
-    nvml.seconds = 2.55  # the counter stands at 2.5
-    time.sleep(3 * SAMPLE_SECONDS)
-    after = meter.joules()
+    recorded["readings"]["energy_joules"] = 600.0
+    after = sampled(meter, before)
     assert isinstance(before, float)
     assert isinstance(after, float)
     assert after - before == pytest.approx(500.0)
@@ -77,70 +58,64 @@ def test_the_counters_millijoules_become_joules() -> None:
 
 def test_without_a_counter_power_is_sampled_and_the_source_says_so() -> None:
     began = time.perf_counter()
-    meter = gpu(FakeNvml(watts=200.0, missing=("nvmlDeviceGetTotalEnergyConsumption",)))
+    replay, recorded = device(power_watts=200.0)
+    meter = gpu(replay)
     assert meter.energy_source == "power samples"
     time.sleep(0.65)
     joules, seconds = meter.joules(), time.perf_counter() - began
     assert isinstance(joules, float)
     assert 200.0 * (seconds - 0.25) < joules <= 200.0 * seconds
+    del recorded["readings"]["power_watts"]
+    deadline = time.monotonic() + 10
+    while not isinstance(meter.joules(), Unavailable):
+        assert time.monotonic() < deadline, "the last number stays"
+        time.sleep(SAMPLE_SECONDS)
+
+
+def test_a_change_of_power_counts_as_a_trapezoid(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay, recorded = device()
+    power = _PowerIntegral(replay, f"GPU-{UUID}", 100.0)
+    began = power._time
+    recorded["readings"]["power_watts"] = 300.0
+    monkeypatch.setattr(time, "perf_counter", lambda: began + 2.0)
+    assert power() == pytest.approx(400.0)
 
 
 def test_without_counter_and_power_there_are_no_joules_not_zero() -> None:
-    missing = ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage")
-    joules = gpu(FakeNvml(missing=missing)).joules()
+    joules = gpu(device()[0]).joules()
     assert isinstance(joules, Unavailable)
-    assert "Not Supported" in joules.reason
+    assert "neither energy (not recorded) nor power (not recorded)" in joules.reason
 
 
 def test_a_counter_that_fails_later_is_no_number() -> None:
-    nvml = FakeNvml()
-    meter = gpu(nvml)
-    nvml.missing = ("nvmlDeviceGetTotalEnergyConsumption",)
-    time.sleep(3 * SAMPLE_SECONDS)
-    assert isinstance(meter.joules(), Unavailable)
+    replay, recorded = device(energy_joules=1.0)
+    meter = gpu(replay)
+    del recorded["readings"]["energy_joules"]
+    assert isinstance(sampled(meter, 1.0), Unavailable)
 
 
 @pytest.mark.parametrize(
-    ("nvml", "uuid", "reason"),
-    [(FakeNvml(missing=("nvmlInit",)), UUID, "Not Supported"), (FakeNvml(), "GPU-other", "GPU-other")],
+    ("found", "why"),
+    [
+        (find_gpu(UUID, NoDevice("there is no NVIDIA driver")), "there is no NVIDIA driver"),
+        (find_gpu("other", device()[0]), "the driver shows no such GPU (other)"),
+    ],
 )
-def test_no_driver_and_no_such_gpu_are_reasons(nvml: FakeNvml, uuid: str, reason: str) -> None:
-    found = find_gpu(uuid, library=nvml)
+def test_no_driver_and_no_such_gpu_are_reasons(found: Gpu | Unavailable, why: str) -> None:
     assert isinstance(found, Unavailable)
-    assert reason in found.reason
-
-
-def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    found = find_gpu(UUID)
-    assert isinstance(found, Unavailable)
-    assert "nvidia-ml-py" in found.reason
-
-
-def test_real_nvml_without_a_driver() -> None:
-    pynvml = pytest.importorskip("pynvml")
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        found = find_gpu(UUID)
-        assert isinstance(found, Unavailable)
-        assert found.reason.startswith("NVML: ")
-    else:
-        pytest.skip("there is a driver")
+    assert why in found.reason
 
 
 def test_only_this_process_counts() -> None:
-    nvml = FakeNvml()
-    meter = gpu(nvml)
-    assert meter.process_bytes() is None, "the driver shows no processes: a container"
-    nvml.processes = [SimpleNamespace(pid=os.getpid() + 1, usedGpuMemory=5 << 30)]
-    assert meter.process_bytes() is None
-    nvml.processes.append(SimpleNamespace(pid=os.getpid(), usedGpuMemory=3 << 30))
+    replay, recorded = device()
+    meter = gpu(replay)
+    assert isinstance(meter.process_bytes(), Unavailable)
+    recorded["processes"] = {str(os.getpid() + 1): 5 << 30}
+    assert isinstance(meter.process_bytes(), Unavailable), "the driver shows other processes: a container"
+    recorded["processes"][str(os.getpid())] = 3 << 30
     assert meter.process_bytes() == 3 << 30
-    nvml.processes[1].usedGpuMemory = None
-    assert meter.process_bytes() is None
-    nvml.missing = ("nvmlDeviceGetComputeRunningProcesses",)
-    assert meter.process_bytes() is None
+    recorded["processes"][str(os.getpid())] = None
+    assert isinstance(meter.process_bytes(), Unavailable)
 
 
 def reason(joules: float | Unavailable) -> str:
@@ -188,7 +163,7 @@ def test_reading_a_real_counter_is_cheap_and_it_counts() -> None:
     import torch
 
     torch.cuda.init()
-    meter = find_gpu(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    meter = find_gpu(str(torch.cuda.get_device_properties(0).uuid))
     assert isinstance(meter, Gpu), meter
     costs = []
     began, first = time.perf_counter(), meter.joules()

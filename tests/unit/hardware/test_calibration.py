@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from recorded import install, values
 from shardwise.hardware.calibration import (
     Calibration,
     Product,
@@ -25,7 +25,6 @@ from shardwise.hardware.detect import detect_hardware
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 
-PRINTED = Path(__file__).parent / "nvidia_smi"
 FOUND = Calibration(
     device="H200 SXM",
     count=2,
@@ -51,21 +50,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Callable[..., Hardware | None]:
-    """A machine of two H200 as its nvidia-smi shows it; `asked` has a line for each question."""
+    """A machine of two H200."""
 
     def look(driver: str = "580.95.05") -> Hardware | None:
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f"""#!/bin/sh
-echo "$@" >> {tmp_path}/asked
-case "$1" in
-  topo) cat {PRINTED}/h200x8.topo.txt;;
-  *pcie.link*) head -2 {PRINTED}/h200x8.query.txt;;
-  *) echo {driver}; echo {driver};;
-esac
-""")
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        install({**values("h200x8", of=2), "driver": driver}, tmp_path, monkeypatch)
         return detect_hardware()
 
     return look
@@ -105,13 +93,6 @@ def test_another_machines_calibration_changes_nothing(
     before = machine()
     save(replace(FOUND, **other))
     assert machine() == before
-
-
-def test_the_driver_is_asked_for_its_version_only_where_it_matters(
-    machine: Callable[..., Hardware | None], tmp_path: Path
-) -> None:
-    machine()
-    assert "driver_version" not in (tmp_path / "asked").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,42 @@
-"""What the planner takes this machine to be, from what nvidia-smi prints."""
+"""What the planner takes this machine to be, from what its driver reports."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from recorded import device, install, values
+from shardwise.device.find import REPLAY
+from shardwise.device.seam import Card
 from shardwise.errors import MachineError, render
-from shardwise.hardware.detect import Card, chosen, detect_hardware, machine, read_cards
+from shardwise.hardware.detect import (
+    deepspeed_accelerator,
+    detect_hardware,
+    gpu_count,
+    machine,
+    visible,
+)
 from shardwise.hardware.hardware import Hardware
-from shardwise.hardware.topology import read_paths
 
-PRINTED = Path(__file__).parent / "nvidia_smi"
 GIB = 2**30
+UUID = "GPU-00004090-000{0}-4f1d-9c2e-0d5a7b3e000{0}"
 
 
 def cards(name: str) -> list[Card]:
-    return read_cards((PRINTED / f"{name}.query.txt").read_text())
+    return device(name).cards
+
+
+def card(name: str, **facts: Any) -> Card:
+    return Card(**{"index": 0, "uuid": "GPU-1", "name": name, **facts})
 
 
 def seen(name: str, *, of: int | None = None, topology: str | None = None) -> Hardware:
     """The machine `name`, or its first `of` GPUs."""
-    matrix = (PRINTED / f"{topology or name}.topo.txt").read_text()
-    return machine(cards(name)[:of], read_paths(matrix), memory_bytes=512 * GIB, cores=64)
+    paths = device(topology or name).paths()
+    return machine(cards(name)[:of], paths, memory_bytes=512 * GIB, cores=64)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +95,14 @@ def test_without_a_matrix_the_links_are_those_that_such_cards_usually_have() -> 
     assert link("h200x8") == "nvlink4"
     assert link("l40sx4") == "pcie4x16"
     assert link("rtx4090x4") == "pcie4x16 through host memory"
+    assert link("rtx3090x4") == "pcie4x8 through host memory", "a bridge is sold apart from the card"
+
+
+def test_the_slowest_slot_counts() -> None:
+    slots = [dataclasses.replace(card, pcie_generation=3) for card in cards("l40sx4")[:1]] + cards("l40sx4")[
+        1:
+    ]
+    assert machine(slots, {}, memory_bytes=None, cores=None).host_link.name == "pcie3x16"
 
 
 def test_memory_is_this_cards_and_not_the_catalogs() -> None:
@@ -95,8 +116,7 @@ def test_a_card_that_is_not_in_the_catalog_is_assumed_and_its_nvlink_known_by_it
     unknown = [
         dataclasses.replace(card, name="NVIDIA H20", memory_bytes=97871 << 20) for card in cards("h200x8")
     ]
-    paths = read_paths((PRINTED / "h200x8.topo.txt").read_text())
-    hardware = machine(unknown, paths, memory_bytes=None, cores=None)
+    hardware = machine(unknown, device("h200x8").paths(), memory_bytes=None, cores=None)
     assert hardware.gpu.name == "H20"
     assert hardware.gpu.assumed_from == "RTX PRO 6000 Blackwell Max-Q"
     assert hardware.gpu.memory_bytes == 97871 << 20
@@ -116,27 +136,25 @@ def test_gpus_that_differ_are_an_error_and_not_averaged() -> None:
 
 
 def test_one_name_with_two_memory_sizes_is_two_cards() -> None:
-    of_8, of_16 = (
-        f"0, GPU-1, NVIDIA GeForce RTX 4060 Ti, {mib}, 4, 8, 8.9, [N/A]\n" for mib in (8188, 16380)
-    )
+    of_8, of_16 = (card("NVIDIA GeForce RTX 4060 Ti", memory_bytes=mib << 20) for mib in (8188, 16380))
     with pytest.raises(MachineError, match="GPUs differ"):
-        machine(read_cards(of_8 + of_16), {}, memory_bytes=None, cores=None)
+        machine([of_8, of_16], {}, memory_bytes=None, cores=None)
 
 
-def test_a_divided_gpu_is_not_taken_for_a_whole_one() -> None:
-    parts = read_cards("0, GPU-1, NVIDIA H200, 143771, 5, 16, 9.0, Enabled\n")
+def test_a_divided_gpu_is_not_taken_for_an_entire_one() -> None:
+    parts = [card("NVIDIA H200", memory_bytes=143771 << 20, divided=True)]
     with pytest.raises(MachineError, match="divided by MIG"):
         machine(parts, {}, memory_bytes=None, cores=None)
 
 
 def test_a_driver_that_hides_the_memory_is_an_error() -> None:
-    with pytest.raises(MachineError, match="does not tell how much memory NVIDIA GB10 has"):
-        read_cards("0, GPU-1, NVIDIA GB10, [N/A], [N/A], [N/A], 12.1, [N/A]\n")
+    with pytest.raises(MachineError, match="does not report how much memory NVIDIA GB10 has"):
+        machine([card("NVIDIA GB10")], {}, memory_bytes=None, cores=None)
 
 
 def test_a_slot_that_the_driver_hides_is_the_usual_one() -> None:
-    hidden = read_cards("0, GPU-1, NVIDIA GeForce RTX 4060 Ti, 16380, [N/A], [N/A], 8.9, [N/A]\n")
-    hardware = machine(hidden, {}, memory_bytes=None, cores=None)
+    hidden = card("NVIDIA GeForce RTX 4060 Ti", memory_bytes=16380 << 20)
+    hardware = machine([hidden], {}, memory_bytes=None, cores=None)
     assert hardware.gpu.name == "RTX 4060 Ti 16GB"
     assert hardware.host_link.name == "pcie4x8"
 
@@ -146,36 +164,41 @@ def test_a_slot_that_the_driver_hides_is_the_usual_one() -> None:
     [
         (None, [0, 1, 2, 3]),
         ("", []),
+        ("0", [0]),
         ("2,0", [2, 0]),
+        (" 1 , 3", [1, 3]),
         ("0,9,1", [0]),
-        ("GPU-00004090-0001-4f1d-9c2e-0d5a7b3e0001", [1]),
+        ("-1", []),
+        (UUID.format(1), [1]),
+        (f"{UUID.format(3)},{UUID.format(0)}", [3, 0]),
         ("GPU-00004090-0002,3", [2, 3]),
         ("GPU-00004090", []),  # four cards begin so
+        ("GPU-abc", []),
     ],
 )
-def test_cuda_visible_devices_chooses(setting: str | None, indices: list[int]) -> None:
-    assert [card.index for card in chosen(cards("rtx4090x4"), setting)] == indices
+def test_cuda_visible_devices_chooses(
+    setting: str | None, indices: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(values("rtx4090x4"), tmp_path, monkeypatch)
+    if setting is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    assert [card.index for card in visible(device("rtx4090x4")) if isinstance(card, Card)] == indices
+    assert gpu_count() == len(indices)
 
 
-def _nvidia_smi(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = folder / "nvidia-smi"
-    answer = (
-        f'if [ "$1" = topo ]; then cat {PRINTED}/{name}.topo.txt; else cat {PRINTED}/{name}.query.txt; fi'
-    )
-    program.write_text(f"#!/bin/sh\n{answer}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def test_parts_of_a_gpu_count_but_are_not_entire_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5b0c,MIG-77aa")
+    assert visible(device("h200x8", of=1)) == ["MIG-5b0c", "MIG-77aa"]
 
 
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _nvidia_smi(tmp_path, "rtx3090x4", monkeypatch)
-    whole = detect_hardware()
-    assert whole is not None
-    assert (whole.gpus_per_node, whole.intra.name) == (4, "pcie4x8 through host memory")
-    assert whole.cpu_cores is not None
-    assert whole.host_memory_bytes is not None
-    assert whole.host_memory_bytes > GIB
+    install(values("rtx3090x4"), tmp_path, monkeypatch)
+    found = detect_hardware()
+    assert found is not None
+    assert (found.gpus_per_node, found.intra.name) == (4, "pcie4x8 through host memory")
+    assert found.cpu_cores is not None
+    assert found.host_memory_bytes is not None
+    assert found.host_memory_bytes > GIB
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     pair = detect_hardware()
     assert pair is not None
@@ -184,10 +207,26 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert detect_hardware() is None
 
 
-def test_no_driver_means_no_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_no_gpu_means_no_hardware_and_deepspeed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REPLAY, "none")
     assert detect_hardware() is None
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
-    program.chmod(0o755)
-    assert detect_hardware() is None
+    assert gpu_count() == 0
+    assert deepspeed_accelerator() == "cpu"
+
+
+def test_deepspeed_is_not_sent_to_the_cpu_where_there_are_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(values("h200x8"), tmp_path, monkeypatch)
+    assert deepspeed_accelerator() is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert deepspeed_accelerator() == "cpu"
+
+
+@pytest.mark.parametrize("build", ["2.13.0+rocm7.1", "2.13.0+xpu"])
+def test_deepspeed_is_not_sent_to_the_cpu_under_a_torch_for_another_vendor(
+    build: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(REPLAY, "none")
+    monkeypatch.setattr("shardwise.device.find.version", lambda _: build)
+    assert deepspeed_accelerator() is None

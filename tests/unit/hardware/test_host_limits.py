@@ -6,12 +6,21 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shardwise.hardware.host import cpu_cores, host_memory_bytes, multiplies_bf16
 
 GIB = 2**30
-MEMINFO = "MemTotal:       131896320 kB\nMemFree:        12345 kB\n"
+MEMINFO = "MemTotal:       131896320 kB\n" + "\n".join(
+    f"{name}: 1 kB"
+    for name in ("MemFree", "MemAvailable", "Buffers", "Cached", "Shmem", "Active", "Inactive")
+)
+
+
+@pytest.fixture(autouse=True)
+def _proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "proc"))
 
 
 def machine(root: Path, files: Mapping[str, str]) -> Path:
@@ -65,10 +74,6 @@ def test_memory(files: dict[str, str], expected: int, tmp_path: Path) -> None:
 def test_cores(files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(48)))
     assert cpu_cores(machine(tmp_path, files)) == expected
-
-
-def test_memory_is_unknown_without_proc(tmp_path: Path) -> None:
-    assert host_memory_bytes(tmp_path) is None
 
 
 @pytest.mark.parametrize(

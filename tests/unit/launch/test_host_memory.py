@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shardwise.errors import render
@@ -11,9 +12,12 @@ from shardwise.launch.host_memory import host_memory_kills, killed
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "proc"))
     (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal:       65536000 kB\nMemFree: 1 kB\n")
+    others = ("MemFree", "MemAvailable", "Buffers", "Cached", "Shmem", "Active", "Inactive")
+    meminfo = ["MemTotal: 65536000 kB", *(f"{name}: 1 kB" for name in others)]
+    (tmp_path / "proc/meminfo").write_text("\n".join(meminfo))
     (tmp_path / "proc/vmstat").write_text("pgfault 12\noom_kill 3\noom_kill_other 9\n")
     return tmp_path
 

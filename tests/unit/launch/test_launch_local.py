@@ -142,6 +142,20 @@ def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
 
 
+def test_a_torch_for_gpus_that_cannot_be_counted_is_named_and_not_sent_to_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_DEVICE", "none")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    info = tmp_path / "torch-9.9.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9+rocm7.1\n")
+    code, out, err = Launched(tmp_path, "print(os.environ.get('DS_ACCELERATOR'))", processes=1).end()
+    assert (code, out) == (0, "None\n")
+    assert err.startswith("warning: torch is built for AMD GPUs (rocm)")
+    assert "--processes" in err
+
+
 @pytest.mark.parametrize("code", [2, 3, 5])
 def test_an_error_on_one_rank_is_its_code_and_exactly_one_block(tmp_path: Path, code: int) -> None:
     body = f"""

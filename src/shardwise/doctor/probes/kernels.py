@@ -1,4 +1,4 @@
-"""Runs each of the kernels that training uses, forward and backward, and compares it with plain float64.
+"""Runs each kernel that training uses, forward and backward, and compares it with plain float64.
 
 On a GPU these are our Triton kernels, flash attention and Liger; on a CPU the reference sides of ours.
 """
@@ -6,7 +6,7 @@ On a GPU these are our Triton kernels, flash attention and Liger; on a CPU the r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,12 @@ def cross_entropy(stage: Callable[[str], None]) -> dict[str, Any]:
 
     hidden, weight = _values((64, 128), (1000, 128))
     labels = torch.arange(64) * 15
-
-    def fused(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return linear_cross_entropy(hidden, weight, labels.to(hidden.device))
-
-    def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
-
-    return _compared(stage, fused, plain, (hidden, weight * 0.1), half=False)
+    return _compared(
+        stage,
+        lambda hidden, weight: linear_cross_entropy(hidden, weight, labels.to(hidden.device)),
+        lambda hidden, weight: functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum"),
+        (hidden, weight * 0.1),
+    )
 
 
 def attention(stage: Callable[[str], None]) -> dict[str, Any]:
@@ -38,11 +36,10 @@ def attention(stage: Callable[[str], None]) -> dict[str, Any]:
     borders = torch.tensor([0, 48, 128], dtype=torch.int32)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        module = torch.nn.Module()
-        out, _ = varlen_attention(module, q, k, v, None, cu_seq_lens_q=borders.to(q.device), max_length_q=80)
-        return out
+        module, ends = torch.nn.Module(), borders.to(q.device)
+        return varlen_attention(module, q, k, v, None, cu_seq_lens_q=ends, max_length_q=80)[0]
 
-    return _compared(stage, attend, attend, _values(*[(1, 4, 128, 64)] * 3), half=True)
+    return _compared(stage, attend, attend, _values(*[(1, 4, 128, 64)] * 3), on_gpu=torch.bfloat16)
 
 
 def mamba(stage: Callable[[str], None]) -> dict[str, Any]:
@@ -57,7 +54,7 @@ def mamba(stage: Callable[[str], None]) -> dict[str, Any]:
         values = dict(zip(names, tensors, strict=True))
         return mamba_inner(values.pop("xz"), positions.to(tensors[0].device), **values)
 
-    return _compared(stage, mix, mix, [t * 0.3 for t in _values(*shapes)], half=False)
+    return _compared(stage, mix, mix, [t * 0.3 for t in _values(*shapes)])
 
 
 def liger(stage: Callable[[str], None]) -> dict[str, Any]:
@@ -68,14 +65,12 @@ def liger(stage: Callable[[str], None]) -> dict[str, Any]:
 
     def fused(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         normed = LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "llama", False)
-        out: torch.Tensor = LigerSiLUMulFunction.apply(gate, normed)
-        return out
+        return LigerSiLUMulFunction.apply(gate, normed)
 
     def plain(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
-        return functional.silu(gate) * normed
+        return functional.silu(gate) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
 
-    return _compared(stage, fused, plain, _values((32, 256), (256,), (32, 256)), half=False)
+    return _compared(stage, fused, plain, _values((32, 256), (256,), (32, 256)))
 
 
 def _values(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -87,13 +82,13 @@ def _compared(
     stage: Callable[[str], None],
     measured: Callable[..., torch.Tensor],
     expected: Callable[..., torch.Tensor],
-    values: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    values: Sequence[torch.Tensor],
     *,
-    half: bool,
+    on_gpu: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """The largest error of the result and of the gradients; `half`: the GPU computes in bf16."""
+    """The largest error of the result and of the gradients; `on_gpu`: what a GPU computes in."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if half and device.type == "cuda" else torch.float32
+    dtype = on_gpu if device.type == "cuda" else torch.float32
     mine = [t.to(device, dtype).requires_grad_() for t in values]
     exact = [t.detach().double().cpu().requires_grad_() for t in mine]
     right = expected(*exact)
@@ -105,12 +100,7 @@ def _compared(
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    errors = [error(found, right)]
-    errors += map(error, gradients, torch.autograd.grad(right, exact, upstream))
+    errors = [error(found, right), *map(error, gradients, torch.autograd.grad(right, exact, upstream))]
     # fp32 on a GPU may multiply in TF32 (Triton's dot), with 10 bits; bf16 has 7
-    return {
-        "device": device.type,
-        "error": max(errors),
-        "bound": 2e-2 if dtype == torch.bfloat16 else 2e-3 if device.type == "cuda" else 1e-4,
-        "seconds": seconds,
-    }
+    bound = 2e-2 if dtype == torch.bfloat16 else 2e-3 if device.type == "cuda" else 1e-4
+    return {"device": device.type, "error": max(errors), "bound": bound, "seconds": seconds}

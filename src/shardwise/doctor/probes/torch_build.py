@@ -1,4 +1,4 @@
-"""What torch was built for, what it sees, and which number formats its products run in."""
+"""What torch was built for, which GPUs it sees, and which number formats it multiplies and quantises in."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-SIDE = 256
-"""Of the square matrices."""
+SIDE = 256  # of the square matrices
 
 
 def build(stage: Callable[[str], None]) -> dict[str, Any]:
-    """Versions, the GPUs that CUDA shows, and what CUDA said where it shows none."""
+    """Versions, the GPUs that CUDA shows, and CUDA's message where it shows none."""
     said: list[str] = []
     stage("asking CUDA for its GPUs")
     with warnings.catch_warnings(record=True) as caught:
@@ -25,23 +24,19 @@ def build(stage: Callable[[str], None]) -> dict[str, Any]:
         except (RuntimeError, AssertionError) as error:
             said.append(" ".join(str(error).split()))
         said += [" ".join(str(one.message).split()) for one in caught]
-    works = torch.cuda.is_initialized()
+    works, cuda = torch.cuda.is_initialized(), torch.cuda
+    gpus = range(count if works else 0)
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "gpus": count if works else 0,
+        "gpus": len(gpus),
         "said": said[0][:400] if said else "",
-        "capabilities": [list(torch.cuda.get_device_capability(i)) for i in range(count)] if works else [],
-        "compiled_for": torch.cuda.get_arch_list() if works else [],
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if works else None,
-        "peers": _peers(count) if works else [],
+        "capabilities": [list(cuda.get_device_capability(i)) for i in gpus],
+        "compiled_for": cuda.get_arch_list() if works else [],
+        "nccl": ".".join(map(str, cuda.nccl.version())) if works else None,
+        "peers": [[i == j or cuda.can_device_access_peer(i, j) for j in gpus] for i in gpus],
         "threads": torch.get_num_threads(),
     }
-
-
-def _peers(count: int) -> list[list[bool]]:
-    """Whether GPU i can read GPU j's memory."""
-    return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
 
 
 def formats(stage: Callable[[str], None]) -> dict[str, Any]:
@@ -65,11 +60,24 @@ def formats(stage: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _fp8(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Scales are 1: the values are of about 1, and e4m3 reaches to 448."""
+    """With scales of 1: the values are about 1, and e4m3 represents up to 448."""
     one = torch.ones((), device=a.device)
     left, right = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
-    product: torch.Tensor = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-    return product
+    return torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def quantize(stage: Callable[[str], None]) -> dict[str, Any]:
+    """The error of 64 blocks of normal numbers in bitsandbytes' NF4; it has 16 values, about 10 % off."""
+    stage("importing bitsandbytes")
+    import bitsandbytes
+    from bitsandbytes import functional
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    stage("quantising")
+    packed, state = functional.quantize_4bit(values, quant_type="nf4")
+    back = functional.dequantize_4bit(packed, state)
+    return {"version": bitsandbytes.__version__, "device": device, "error": error(back, values)}
 
 
 def error(measured: torch.Tensor, expected: torch.Tensor) -> float:

@@ -7,7 +7,7 @@ from shardwise.doctor.probes.__main__ import main
 
 NAMES = (
     "torch", "formats", "bitsandbytes", "cross_entropy", "attention", "mamba", "liger", "collective",
-    "deepspeed", "cpu_adam", "hub", "nvml", "measure", "quiet",
+    "deepspeed", "cpu_adam", "hub", "measure", "quiet", "loud",
 )  # fmt: skip
 BAD = ("hang", "crash", "leave", "complain", "multiply")
 

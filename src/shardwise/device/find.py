@@ -1,0 +1,68 @@
+"""Which device this machine has."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from shardwise.device.nvml import open_nvml
+from shardwise.device.replay import NoDevice, Replay
+from shardwise.device.seam import Device
+from shardwise.errors import MachineError
+
+VENDORS: tuple[Callable[[], Device], ...] = (open_nvml,)
+"""Each opens its vendor's driver, or returns a NoDevice with the reason why it cannot."""
+
+REPLAY = "SHARDWISE_DEVICE"
+"""Environment variable: a JSON file of `record` that stands in for this machine's GPUs, or `none`."""
+
+LIMIT_SECONDS = 30.0  # a driver that takes longer to open hangs
+
+_OTHERS = {"rocm": "AMD", "xpu": "Intel"}  # vendors of torch's builds that no device here can see yet
+
+
+def find() -> Device:
+    """The device of the first vendor that has GPUs here; else a NoDevice.
+
+    Raises:
+        MachineError: the file named by SHARDWISE_DEVICE cannot be read.
+    """
+    stand_in = os.environ.get(REPLAY)
+    if stand_in == "none":
+        return NoDevice(f"{REPLAY}=none hides all GPUs")
+    if stand_in:
+        try:
+            return Replay(json.loads(Path(stand_in).read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"{REPLAY} names no recorded device: {error}"
+            raise MachineError(what, where=stand_in, fix=f"unset {REPLAY}") from None
+    # GPUs first, then a driver that fails, then one that is missing
+    return min(map(_opened, VENDORS), key=lambda one: 2 - one.broken if isinstance(one, NoDevice) else 0)
+
+
+def _opened(vendor: Callable[[], Device]) -> Device:
+    """The vendor's device, waited for in a thread: a call of a hanging driver never returns."""
+    answers: list[Device] = []
+    thread = threading.Thread(target=lambda: answers.append(vendor()), daemon=True)
+    thread.start()
+    thread.join(LIMIT_SECONDS)
+    if thread.is_alive():
+        return NoDevice(f"the GPU driver did not answer within {LIMIT_SECONDS:.0f} s", broken=True)
+    return answers[0]
+
+
+def unseen_vendor() -> str | None:
+    """A warning where torch is built for GPUs that shardwise cannot count; None where it is not."""
+    try:
+        build = re.search("|".join(_OTHERS), version("torch").partition("+")[2])
+    except PackageNotFoundError:
+        return None
+    return build and (
+        f"torch is built for {_OTHERS[build[0]]} GPUs ({build[0]}), which shardwise cannot count or measure: "
+        "set their number with --processes, and describe them for the planner with --gpus"
+    )
