@@ -31,12 +31,46 @@ MOST_WORDS = 45
 
 # Path prefixes that are not clean yet. One that has become clean fails the test: remove it from here.
 PENDING = (
-    "src/shardwise/",
-    "docs/",
-    "benchmarks/",
     "ARCHITECTURE.md",
+    "benchmarks/out_of_memory/",
+    "docs/check.md",
+    "docs/demo.svg",
+    "docs/job.schema.json",
+    "docs/mamba.md",
+    "docs/out-of-memory.md",
+    "docs/quantization.md",
+    "docs/resuming.md",
+    "docs/tensor-parallel.md",
+    "src/shardwise/bench/",
+    "src/shardwise/cli/",
+    "src/shardwise/data/",
+    "src/shardwise/doctor/",
+    "src/shardwise/emit/",
+    "src/shardwise/energy/",
+    "src/shardwise/engines/",
+    "src/shardwise/errors.py",
+    "src/shardwise/hardware/",
+    "src/shardwise/job/",
+    "src/shardwise/kernels/",
+    "src/shardwise/launch/",
+    "src/shardwise/lint/",
+    "src/shardwise/models/",
+    "src/shardwise/objective/",
+    "src/shardwise/plan/",
+    "src/shardwise/planner/",
+    "src/shardwise/record/",
+    "src/shardwise/report/",
+    "src/shardwise/simulate/",
+    "src/shardwise/space/",
+    "src/shardwise/trace/",
+    "src/shardwise/train/",
 )
-PENDING_SENTENCES = ("docs/",)
+PENDING_SENTENCES = (
+    "docs/mamba.md",
+    "docs/out-of-memory.md",
+    "docs/resuming.md",
+    "docs/tensor-parallel.md",
+)
 
 
 def exempt(name: str) -> bool:
@@ -111,7 +145,8 @@ def words() -> list[str]:
 
 @pytest.fixture(scope="module")
 def sentences() -> list[str]:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [ROOT / page for page in PAGES if page.endswith(".md")]
+    pages += sorted((ROOT / "docs").rglob("*.md"))
     return [
         one
         for page in pages
