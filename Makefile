@@ -49,7 +49,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-## format: mend what ruff can mend
+## format: apply ruff's fixes and format
 format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format

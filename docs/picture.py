@@ -1,4 +1,4 @@
-"""Draws docs/demo.svg, the README's picture: `python docs/picture.py` runs the demo, keeps what it prints."""
+"""Draw docs/demo.svg, the README's picture: `python docs/picture.py` runs the demo and keeps its output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def demo() -> list[str]:
 
 
 def main() -> None:
-    """Run the demo and write the picture beside this file."""
+    """Run the demo and write the picture into this folder."""
     with Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
         text = re.sub(r"\n{3,}", "\n\n", "\n".join(demo())).strip()

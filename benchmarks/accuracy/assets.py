@@ -1,7 +1,7 @@
-"""What rows are trained on, made without network: a tokenizer, a text of full rows, and the shapes' configs.
+"""Training inputs of the rows, made without network: tokenizer, a text of full rows, the shapes' configs.
 
-Time of attention depends on where documents end. So the text is one document, cut to a multiple of 8192
-tokens: whatever the sequence length, every row is one full segment and none has padding.
+The time of attention depends on where documents end. So the text is one document, cut to a multiple of 8192
+tokens: at every sequence length, each row is one full segment without padding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VOCABULARY = 8192
 
 @dataclass(frozen=True)
 class Assets:
-    """Files for rows, made when first asked for."""
+    """Files for rows, made when first requested."""
 
     folder: Path
     texts: Sequence[Path]
@@ -63,9 +63,9 @@ def _make(folder: Path, text: str, size: int) -> None:
     text = (text * -(-room // len(text)))[:room]
     encoding = bpe.encode(text)
     for tokens in range(ROWS * LONGEST, 0, -LONGEST):
-        # one less: the end-of-text token comes on top
+        # one less: the end-of-text token is added
         cut = text[: encoding.offsets[tokens - 1][0]]
-        if len(bpe.encode(cut).ids) == tokens - 1:  # not so where the cut goes through a word
+        if len(bpe.encode(cut).ids) == tokens - 1:  # false if the cut goes through a word
             (folder / "text.txt").write_text(cut, encoding="utf-8", newline="")
             return
     raise SystemExit("the text cannot be cut into full rows; give another with --text")

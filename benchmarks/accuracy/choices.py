@@ -1,4 +1,4 @@
-"""What a plan chooses for a job, beside all strategies of that job that were measured."""
+"""What a plan chooses for a job, compared with all measured strategies of that job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model, its rows and what it may use; strategy, micro-batch and checkpointing are the plan's."""
+    """A model, its rows and its resources; the plan chooses strategy, micro-batch and checkpointing."""
 
     model: str
     gpus: int = 4
@@ -36,12 +36,12 @@ class Job:
 
     @property
     def rows(self) -> list[Row]:
-        """Those of the ledger that train this job."""
+        """The ledger's rows that train this job."""
         rows = [row for row in load_rows(HERE / "rows.toml") if row.quantization == "none"]
         return [row for row in rows if _job_of(row) == self]
 
     def choice(self) -> Strategy:
-        """What `shardwise plan` puts first."""
+        """The first choice of `shardwise plan`."""
         changes = [f"data.sequence_length={self.sequence_length}", f"train.global_batch={self.global_batch}"]
         changes += [f"model.lora.rank={self.lora}"] if self.lora else []
         hardware = parse_hardware(f"{self.gpus}xH200")
@@ -68,7 +68,7 @@ FASTEST = (
     Job(model="llama-3.1-8b", lora=16, sequence_length=4096, global_batch=16),
     Job(model="tinyllama-1.1b", global_batch=32),
 )
-"""Jobs of which several strategies were measured."""
+"""Jobs with several measured strategies."""
 
 REHEARSALS = (
     Job(model="gpt-neo-2.7b", lora=16, global_batch=16, memory_cap_gib=16),
@@ -77,19 +77,19 @@ REHEARSALS = (
     Job(model="gpt3-1.3b", global_batch=16, memory_cap_gib=16),
     Job(model="gpt3-6.7b", global_batch=16, memory_cap_gib=24),
 )
-"""Smaller cards, of which a limit on the process's share of an H200 stands for the memory."""
+"""Smaller cards, simulated by a limit on the process's share of an H200."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """A job's choice, and what was measured of it and of the others."""
+    """A job's choice, and the measurements of it and of the other strategies."""
 
     job: Job
     strategy: Strategy
     measured: Mapping[str, Any] | None
-    """The choice's row; None where it has not been measured."""
+    """The choice's row; None if it has not been measured."""
     others: tuple[tuple[Row, Mapping[str, Any]], ...]
-    """All measured rows of the job, the choice's among them."""
+    """All measured rows of the job, including the choice's."""
 
     @property
     def fastest(self) -> tuple[Row, Mapping[str, Any]]:
@@ -98,7 +98,7 @@ class Chosen:
 
     @property
     def behind(self) -> float:
-        """By what share its step takes longer than the fastest measured one."""
+        """How much longer its step takes than the fastest measured one, as a share of it."""
         assert self.measured is not None
         return float(self.measured["step_seconds"] / self.fastest[1]["step_seconds"] - 1)
 
@@ -109,7 +109,7 @@ class Chosen:
 
 @cache
 def chosen(job: Job) -> Chosen:
-    """Plans the job and looks its choice up in the ledger."""
+    """Plan the job and look up its choice in the ledger."""
     strategy, found = job.choice(), measured_rows()
     others = tuple((row, found[row.id]) for row in job.rows if row.id in found)
     mine = next((m for row, m in others if row.resolved() == strategy), None)
@@ -120,7 +120,7 @@ NOT_YET = "not measured yet"
 
 
 def fastest_table() -> list[list[str]]:
-    """Lines of a table: how the choice stands among what was measured of its job."""
+    """Lines of a table: the choice compared with the fastest measured strategy of its job."""
     lines = []
     for job in FASTEST:
         one = chosen(job)
@@ -148,7 +148,7 @@ def rehearsal_table() -> list[list[str]]:
     for job in REHEARSALS:
         one = chosen(job)
         others = [(row, m) for row, m in one.others if m is not one.measured]
-        tried = [f"{in_words(row.resolved())}: {_said(row)}; {_ended(found)}" for row, found in others]
+        tried = [f"{in_words(row.resolved())}: {_predicted(row)}; {_ended(found)}" for row, found in others]
         lines.append([str(job), one.words, _ended(one.measured), "<br>".join(tried) or NOT_YET])
     return lines
 
@@ -158,10 +158,10 @@ def _speed(job: Job, found: Mapping[str, Any]) -> float:
     return tokens / found["step_seconds"] / job.gpus
 
 
-def _said(row: Row) -> str:
+def _predicted(row: Row) -> str:
     memory = predict(row).memory
     if memory.cache_flushes:
-        return "predicted to fit only by giving its cache back"
+        return "predicted to fit only if the allocator returns its cache"
     return "predicted to fit" if memory.fits else "predicted not to fit"
 
 

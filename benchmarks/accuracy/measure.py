@@ -1,4 +1,4 @@
-"""One row: its processes, started and ended, and what they measured."""
+"""One row: start and end its processes, and read their measurements."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BY_RANK = {
     "host_memory_bytes": "host_memory_bytes",
     "pinned_memory_bytes": "pinned_memory_bytes",
 }
-"""A row's names and the step events' ones."""
+"""A row's key and the step events' key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,13 @@ class Limits:
     """When a row has run long enough."""
 
     warmup_steps: int
-    """Left out: kernels are compiled, the allocator settles."""
+    """Dropped: kernels are compiled, the allocator settles."""
     steady_steps: int
     steady_seconds: float
-    """Steps go on until both are reached, or `row_seconds`, if there are three steady ones by then."""
+    """Steps continue until both are reached, or until `row_seconds` if three are steady by then."""
     row_seconds: float
     timeout_seconds: float
-    """After this the row has failed."""
+    """After this time the row counts as failed."""
 
 
 class Running:
@@ -175,9 +175,9 @@ class Running:
 
 
 def processor_ticks(cores: Sequence[int], stat: Path = Path("/proc/stat")) -> list[int]:
-    """What the hypervisor has given to others while these cores wanted to run, and all their time; proc(5).
+    """Ticks that the hypervisor took from these cores while they wanted to run, and all their ticks; proc(5).
 
-    A step that waits for the host cannot be better known than this share of it.
+    This share limits the precision of a step that waits for the host.
     """
     names = {f"cpu{core}" for core in cores}
     lines = [line.split() for line in stat.read_text().splitlines()] if stat.exists() else []

@@ -1,8 +1,8 @@
-"""The tables and pictures of docs/accuracy.md, from the committed results and what is predicted now.
+"""The tables and pictures of docs/accuracy.md, from the committed results and the current predictions.
 
     python benchmarks/accuracy/page.py
 
-The page's prose is its own; what stands between `<!-- NAME -->` and `<!-- end -->` is made here.
+The page's prose is written by hand; this script writes what is between `<!-- NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ HEADLINES = {
 BOUND = {name: HEADLINES[name] for name in ("peak reserved memory", "step time")}
 TERMS = {
     "allocated, at its peak": "allocated",
-    "fragmentation: reserved and not allocated, in shares of the reserved": "fragmentation",
+    "fragmentation: reserved but not allocated, as a share of reserved": "fragmentation",
     "outside the allocator: context, kernels, NCCL": "outside",
-    "needed in all: reserved and outside": "needed",
-    "host memory, of rows that offload": "host",
+    "needed in total: reserved plus outside": "needed",
+    "host memory, rows that offload": "host",
 }
 TOOLS = {
     "deepspeed": "DeepSpeed, `estimate_zero2/3_model_states_mem_needs`",
@@ -75,7 +75,7 @@ def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
 
 
 def cells(summary: Summary | None) -> list[str]:
-    """Rows, mean and worst."""
+    """Number of rows, mean and worst."""
     if summary is None:
         return ["0", "", ""]
     return [str(summary.rows), percent(summary.mean), percent(summary.worst, sign=True)]
@@ -96,40 +96,46 @@ def out_of_memory(comparisons: Sequence[Comparison]) -> str:
     ended = [c for c in comparisons if c["oom"]]
     ran = [c for c in comparisons if c["measured"]]
     refused = sum(not c["fits"] for c in ran)
-    said = f"Of {len(ran)} rows that ran, {refused} {'was' if refused == 1 else 'were'} predicted not to fit."
+    text = f"Of {len(ran)} rows that ran, {refused} {'was' if refused == 1 else 'were'} predicted not to fit."
     if not ended:
-        return f"{said} No row that runs out of memory has been measured yet."
+        return f"{text} No row that runs out of memory has been measured yet."
     seen = sum(not c["fits"] for c in ended)
     were = "was" if seen == 1 else "were"
-    return f"{said} {len(ended)} rows ran out of memory: {seen} of them {were} predicted not to fit."
+    return f"{text} {len(ended)} rows ran out of memory: {seen} of them {were} predicted not to fit."
 
 
 def bound(comparisons: Sequence[Comparison]) -> str:
-    """Step time of the rows whose GPU works most of the time, and of those that wait for the host."""
+    """Step time of rows that are not host-bound, and of rows that are."""
     lines = []
-    for name, least, most in (("less than half of it", 0.0, 0.5), ("half and more", 0.5, math.inf)):
+    for name, least, most in (("less than half", 0.0, 0.5), ("half or more", 0.5, math.inf)):
         for of in SETS:
             rows = [c for c in comparisons if c["set"] == of and least <= c["host_share"] < most]
             lines.append([name, of, *cells(summarize(rows, "step"))])
-    head = ["the host is predicted to issue the step for", "set", "rows", "mean difference", "worst"]
+    head = [
+        "predicted share of the step in which the host issues it",
+        "set",
+        "rows",
+        "mean difference",
+        "worst",
+    ]
     return table(head, lines)
 
 
 def host(_: Sequence[Comparison]) -> str:
-    """Steps of 64 tokens: what the host needs."""
+    """Steps of 64 tokens, which the host limits."""
     found = repeats(HOST)
     lines = []
     for row in load_rows(HERE / "host.toml"):
         seconds = predict(row).time.step_seconds
         measured = [one["step_seconds"] for one in found[row.id]]
         differences = ", ".join(percent(seconds / one - 1, sign=True) for one in measured)
-        told = ", ".join(map(_told, found[row.id]))
-        lines.append([f"`{row.id}`", told, f"{seconds:.3f}", differences])
+        seconds_all = ", ".join(map(_step, found[row.id]))
+        lines.append([f"`{row.id}`", seconds_all, f"{seconds:.3f}", differences])
     return table(["row", "step, s", "predicted", "difference"], lines)
 
 
 def missed(comparisons: Sequence[Comparison]) -> str:
-    """The rows farther off than tests/golden/test_ledger.py asks of the others."""
+    """The rows beyond the bounds of tests/golden/test_ledger.py."""
     by_id = {c["id"]: c for c in comparisons}
     lines = [
         [f"`{name}`", by_id[name]["set"], words, percent(by_id[name]["differences"][key], sign=True), reason]
@@ -144,9 +150,9 @@ def missed(comparisons: Sequence[Comparison]) -> str:
     if not lines:
         return "Every row is within its bound."
     return (
-        f"These are not; they count in every number of this page.\n\n"
+        f"These rows are beyond their bound. They count in every number of this page.\n\n"
         f"{table(['row', 'set', 'what', 'difference', 'why'], lines)}\n\n"
-        f"Beyond its bound, too: {'; '.join(means) or 'nothing'}."
+        f"Means beyond their bound: {'; '.join(means) or 'none'}."
     )
 
 
@@ -156,14 +162,14 @@ def again(_: Sequence[Comparison]) -> str:
     for name, rows in repeats().items():
         ran = [row for row in rows if not row["error"]]
         if len(ran) > 1:
-            seconds = ", ".join(_told(row) for row in ran)
+            seconds = ", ".join(_step(row) for row in ran)
             memory = ", ".join(f"{row['peak_reserved_bytes'] / GIB:.2f}" for row in ran)
             lines.append([f"`{name}`", seconds, memory])
     return table(["row", "step, s", "reserved, GiB"], lines)
 
 
 def apart(comparisons: Sequence[Comparison]) -> str:
-    """How far the measurements of a row are from each other, and its prediction from them."""
+    """Differences between measurements of one row, and of its prediction from them."""
     predicted = {c["id"]: c["predicted"]["step"] for c in comparisons}
     names, theirs, ours = set(), [], []
     for (name, rows), timer in product(repeats().items(), (True, False)):
@@ -173,16 +179,16 @@ def apart(comparisons: Sequence[Comparison]) -> str:
             theirs += [abs(one / other - 1) for one, other in permutations(ran, 2)]
             ours += [abs(predicted[name] / one - 1) for one in ran]
     beyond = sum(difference > BOUNDS["step"][1] for difference in theirs) / len(theirs)
-    head = ["rows", "pairs of measurements", "mean difference", "of them beyond 20 %"]
-    head += ["mean difference of the prediction from the same measurements"]
+    head = ["rows", "pairs of measurements", "mean difference", "pairs beyond 20 %"]
+    head += ["mean difference of the prediction from these measurements"]
     line = [str(len(names)), str(len(theirs) // 2), percent(statistics.mean(theirs)), f"{beyond:.0%}"]
     return table(head, [[*line, percent(statistics.mean(ours))]])
 
 
-def _told(measured: Mapping[str, Any]) -> str:
-    """Seconds of a step; in brackets where DeepSpeed's throughput timer was on."""
-    told = f"{measured['step_seconds']:.3f}"
-    return f"({told})" if with_timer(measured) else told
+def _step(measured: Mapping[str, Any]) -> str:
+    """Seconds of a step, in brackets if DeepSpeed's throughput timer was on."""
+    seconds = f"{measured['step_seconds']:.3f}"
+    return f"({seconds})" if with_timer(measured) else seconds
 
 
 def machines(comparisons: Sequence[Comparison]) -> str:
@@ -192,7 +198,7 @@ def machines(comparisons: Sequence[Comparison]) -> str:
     gpus = sorted({row["row"]["gpus"] for row in rows})
     versions = {f"{name} {number}" for row in rows for name, number in row["versions"].items()}
     named = ("torch", "deepspeed", "transformers", "peft", "triton", "liger-kernel", "python")
-    told = [v for name in named for v in sorted(versions) if v.rsplit(" ", 1)[0] == name]
+    shown = [v for name in named for v in sorted(versions) if v.rsplit(" ", 1)[0] == name]
     where = {
         f"{row['gpu']} ({row['power_limit'].split('.')[0]} W, driver {row['driver']}, allocator "
         f"`{row['allocator']}`)"
@@ -200,22 +206,22 @@ def machines(comparisons: Sequence[Comparison]) -> str:
     }
     return (
         f"{len(rows)} rows, {day}, on {', '.join(map(str, gpus))} GPUs of one node: "
-        f"{'; '.join(sorted(where))}; {', '.join(told)}."
+        f"{'; '.join(sorted(where))}; {', '.join(shown)}."
     )
 
 
 def peers(comparisons: Sequence[Comparison]) -> str:
-    said = json.loads(PEERS.read_text(encoding="utf-8"))
+    estimates = json.loads(PEERS.read_text(encoding="utf-8"))
     measured = {c["id"]: c["measured"]["reserved"] for c in comparisons if c["measured"]}
     ours = {c["id"]: c["differences"]["reserved"] for c in comparisons if c["measured"]}
     held = {c["id"]: ours[c["id"]] for c in comparisons if c["measured"] and c["set"] != "fit"}
     lines = [_peer("**shardwise plan**", ours, ours)]
     lines += [_peer("**shardwise plan**, rows held out", held, ours)] if held else []
     for tool, name in TOOLS.items():
-        numbers = {row: said.get(row, {}).get(f"{tool}_bytes") for row in measured}
+        numbers = {row: estimates.get(row, {}).get(f"{tool}_bytes") for row in measured}
         theirs = {row: n / measured[row] - 1 for row, n in numbers.items() if n is not None}
         lines.append(_peer(name, theirs, ours))
-    versions = next(iter(said.values()))["versions"]
+    versions = next(iter(estimates.values()))["versions"]
     caption = (
         f"accelerate {versions['accelerate']}, deepspeed {versions['deepspeed']}, "
         f"cookbook at {versions['cookbook'][:7]}."
@@ -227,12 +233,12 @@ def peers(comparisons: Sequence[Comparison]) -> str:
 
 def _peer(name: str, theirs: Mapping[str, float], ours: Mapping[str, float]) -> list[str]:
     summary = summary_of(theirs)
-    beside = summary_of({row: ours[row] for row in theirs})
+    own = summary_of({row: ours[row] for row in theirs})
     assert summary is not None
     count, mean, worst = cells(summary)
     median = percent(summary.median, sign=True)
     covered = f"{count} of {len(ours)}"
-    return [name, covered, mean, median, worst, f"{summary.too_low} of {count}", *cells(beside)[1:]]
+    return [name, covered, mean, median, worst, f"{summary.too_low} of {count}", *cells(own)[1:]]
 
 
 def families(comparisons: Sequence[Comparison]) -> str:
@@ -303,7 +309,7 @@ BLOCKS = {
 
 
 def filled(page: str, comparisons: Sequence[Comparison]) -> str:
-    """The page with everything between its marks made anew."""
+    """The page with everything between its marks replaced."""
 
     def fill(match: re.Match[str]) -> str:
         return f"<!-- {match[1]} -->\n\n{BLOCKS[match[1]](comparisons)}\n\n<!-- end -->"

@@ -1,28 +1,27 @@
-"""What other estimators say the rows of rows.toml take on a GPU, to stand beside what was measured.
+"""Estimates of other tools for the rows of rows.toml, to compare with the measurements.
 
     python benchmarks/accuracy/peers.py --out benchmarks/accuracy/results/peers.json
 
-Each tool is asked as its documentation says, with what a user knows of the row. A tool's number is null,
-with the reason in `…_why_not`, where the tool has no way to say what the row does: nothing is held against
-it there. Numbers are bytes on one GPU.
+Each tool is asked as its documentation says, with what a user knows of the row. If the tool cannot express
+what the row does, its number is null, with the reason in `…_why_not`, and does not count. Numbers are bytes
+on one GPU.
 
 **DeepSpeed**, `estimate_zero2_model_states_mem_needs` and `estimate_zero3_…`: the functions themselves,
-with the counts that their `…_all_live` variants take from a model. Stages 2 and 3 only; parameters,
-gradients and optimizer states only, as their names say: neither activations nor buckets, and nothing of
-`reshard`.
+with the counts that their `…_all_live` variants take from a model. They cover stages 2 and 3, and only
+parameters, gradients and optimizer states: no activations, no buckets, no `reshard`.
 
 **accelerate**, `estimate-memory`: its own code on the row's config; only the look-up on the hub is
-replaced. It builds AutoModel, so an output layer of its own is not in the number. The column "Training
-using Adam" of `float16`, which its code gives for bf16 too; `accelerate_float32_bytes` is the same column
-of `float32`. The number depends on the model alone: the tool has no word for batch, GPUs, strategy or
+replaced. It builds AutoModel, so a separate output layer is not in the number. The number is the column
+"Training using Adam" of `float16`, which its code gives for bf16 too; `accelerate_float32_bytes` is the same
+column of `float32`. It depends on the model alone: the tool has no option for batch, GPUs, strategy or
 offloading.
 
 **EleutherAI's cookbook**, `calc/calc_transformer_mem.py` at the commit COOKBOOK: a script that cannot be
-installed, so its formula is written anew in `cookbook_bytes`. It gets the row's arguments, and the sizes
-of the model one by one: with a Hugging Face config instead, it leaves out that Llama has three matrices in
-an MLP and fewer heads for keys, and fails on GPT-Neo. `--checkpoint-activations` where the row checkpoints
-any block. FSDP2 is given as stage 3, without resharding as stage 2. Everything else is the script's
-default; its buffers are DeepSpeed's defaults. It has no word for offloading: no number for those rows.
+installed, so `cookbook_bytes` repeats its formula. It gets the row's arguments, and the sizes of the model
+one by one. With a Hugging Face config instead, it ignores that Llama has three matrices in an MLP and fewer
+heads for keys, and fails on GPT-Neo. `--checkpoint-activations` is set if the row checkpoints any block.
+FSDP2 is given as stage 3, without resharding as stage 2. Everything else is the script's default; its
+buffers are DeepSpeed's defaults. It has no option for offloading: no number for those rows.
 
 **Adapters**: all three count every parameter as trained (for DeepSpeed, see its issue #5304), so rows with
 LoRA have no number.
@@ -71,12 +70,12 @@ MLP_MATRICES = {
 }
 
 Estimate = tuple[int | None, str | None]
-"""Bytes, or why there are none."""
+"""Bytes, or the reason why there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CookbookArguments:
-    """Options of `calc_transformer_mem.py` that a row decides; names are the script's."""
+    """Options of `calc_transformer_mem.py` that depend on the row; names are the script's."""
 
     hidden_size: int
     num_attention_heads: int
@@ -93,14 +92,13 @@ class CookbookArguments:
 
 
 def cookbook_bytes(a: CookbookArguments) -> float:
-    """Bytes on a GPU in training as the cookbook's script has them, by default in mixed precision with AdamW.
+    """Training bytes on a GPU by the cookbook's script, by default in mixed precision with AdamW.
 
-    A value takes 2 bytes, a gradient 4, optimizer states 12. ZeRO's stages divide these three in turn,
-    the last first. Its buffers, on more than one GPU, are a bucket of 5e8 values, and 1e9 gathered ones
-    at stage 3. Activations are those of Korthikanti et al. 2022 (arXiv:2205.05198), table 2: 34 bytes for
-    each of the sequence x batch x hidden values of a block, and 5 for each attention score, which are
-    there without checkpointing. (With full checkpointing that table has 2 bytes; the script keeps the
-    34.)
+    A value takes 2 bytes, a gradient 4, optimizer states 12. ZeRO's stages divide these three in turn, the
+    last first. Its buffers, on more than one GPU, are a bucket of 5e8 values, and 1e9 gathered ones at stage
+    3. Activations follow Korthikanti et al. 2022 (arXiv:2205.05198), table 2: 34 bytes for each of the
+    sequence x batch x hidden values of a block, and without checkpointing 5 for each attention score. (With
+    full checkpointing that table has 2 bytes; the script keeps the 34.)
     """
     h, blocks = a.hidden_size, a.num_layers
     matrices = 2 * h * h * (1 + a.kv_size_ratio) + a.num_mlp_linears * a.ffn_expansion_factor * h * h
@@ -162,8 +160,8 @@ def deepspeed(row: Row) -> Estimate:
     node = {"num_gpus_per_node": row.gpus, "num_nodes": 1, "cpu_offload": strategy.offload_optimizer == "cpu"}
     if strategy.stage == 2:
         return stage_1_and_2.estimate_zero2_model_states_mem_needs(built.total, **node)[1], None
-    # Its own count of the largest layer, and not of all: that tells tied weights by addresses, which a model
-    # on the meta device does not have.
+    # Only its count of the largest layer: its total finds tied weights by their addresses, and a model on
+    # the meta device has none.
     _, largest = stage3.model_to_params(built.model)
     parameters = strategy.offload_parameters == "cpu"
     estimate = stage3.estimate_zero3_model_states_mem_needs(
@@ -208,7 +206,7 @@ def _built(model: str, layers: int) -> BuiltModel:
 
 
 def peer(row: Row) -> dict[str, Any]:
-    """What each tool says of a row, in bytes on one GPU."""
+    """Estimates of every tool for a row, in bytes on one GPU."""
     estimates = {
         "deepspeed": deepspeed(row),
         "accelerate": accelerate(row, "float16"),
@@ -223,11 +221,11 @@ def peer(row: Row) -> dict[str, Any]:
 
 
 def errors(peers: Mapping[str, Mapping[str, Any]], measured: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """How far each tool is from the measured peak of reserved memory, over the rows it has a number for.
+    """Errors of each tool against the measured peak of reserved memory, over the rows it has a number for.
 
     An error is (predicted - measured) / measured. Per tool: `rows`, `mean_absolute`, `median` (with its
-    sign), `worst` (the largest one, with its sign), `worst_row`. Rows that ended in an error, out of memory
-    for one, have no peak and do not count.
+    sign), `worst` (the largest one, with its sign), `worst_row`. Rows that ended in an error, such as out
+    of memory, have no peak and do not count.
     """
     peaks = {row["id"]: row["peak_reserved_bytes"] for row in measured if row["error"] is None}
     found = {}
@@ -248,13 +246,13 @@ def errors(peers: Mapping[str, Mapping[str, Any]], measured: Iterable[Mapping[st
 
 
 def known_rows() -> list[Row]:
-    """Those of which other tools know the family."""
+    """Rows whose model family other tools know."""
     return [row for row in load_rows(HERE / "rows.toml") if row.set != "families"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What other estimators say of the rows' memory")
-    parser.add_argument("--out", type=Path, required=True, help="JSON, one entry a row id")
+    parser.add_argument("--out", type=Path, required=True, help="JSON, one entry per row id")
     parser.add_argument("--measured", type=Path, default=HERE / "results" / "measured.jsonl")
     arguments = parser.parse_args()
     versions = {name: version(name) for name in ("accelerate", "deepspeed", "torch", "transformers")}

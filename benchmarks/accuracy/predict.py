@@ -1,8 +1,8 @@
-"""What the simulator says of the rows that were measured, beside the measurements.
+"""Compare predictions with the measured rows.
 
     python benchmarks/accuracy/predict.py [--set fit] [--match REGEX] [--out FILE]
 
-Needs no GPU: a row's model is traced on meta tensors and its strategy simulated on `NxH200`, as `shardwise
+Needs no GPU. It traces a row's model on meta tensors and simulates its strategy on `NxH200`, as `shardwise
 plan` does. A difference is (predicted - measured) / measured; memory is measured on the worst rank.
 """
 
@@ -33,10 +33,10 @@ HERE = Path(__file__).parent
 MEASURED = HERE / "results" / "measured.jsonl"
 
 BOUNDS = {"reserved": (0.02, 0.05), "step": (0.10, 0.20)}
-"""What a difference may be: in the mean of a set, and for a row."""
+"""Largest difference of a set's mean, and of one row (decision 0037)."""
 
 _RELEASE = (
-    "measured with transformers 5.17, predicted with 5.23, whose rotary embedding is no matrix product: "
+    "measured with transformers 5.17, predicted with 5.23, whose rotary embedding uses no matrix product: "
     "0.0 % with 5.17"
 )
 _BUCKETS = (
@@ -46,14 +46,14 @@ _BUCKETS = (
 _UNKNOWN = "measured once; cause unknown"
 _HOST = "the GPU waits for the host: the host's calls differ by half between measurements of one row"
 _SLOW = "likely the host, see below"
-_REFITTED = "within 15 % with the constant of ZeRO-3 as it was before it was fitted again; cause unknown"
-_REFITTED_HOST = "12 % off with the constant of ZeRO-3 as it was before; measured five times, 0.57 to 0.89 s"
+_REFITTED = "within 15 % with the earlier constant of ZeRO-3, before it was fitted again; cause unknown"
+_REFITTED_HOST = "12 % off with the earlier constant of ZeRO-3; measured five times, 0.57 to 0.89 s"
 _WAITS = "on two GPUs, profiled, the GPU waits for the host, see below"
 _BUSY = "cause unknown: on two GPUs, profiled, the GPU is busy, see below"
-_FLUSHES = "in the replay the allocator gives its cache back twice a step; the time of that is not predicted"
+_FLUSHES = "in the replay the allocator returns its cache twice a step; the time of that is not predicted"
 _ONCE = "measured once; cause not established: on one GPU the same layers are predicted within 11 %"
 _UPDATE = (
-    "the optimizer's step on the host alone is predicted to last longer than the whole step did; why is "
+    "the optimizer's step on the host alone is predicted to take longer than the entire step did; cause "
     "unknown: FSDP2's, on the same host, is predicted within 2 %"
 )
 MISSED: dict[str, dict[str, str]] = {
@@ -97,27 +97,27 @@ MISSED: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""Rows farther off than their bound, and why. They count in every number, the means included; a test fails
-where there is one more, or one less."""
+"""Rows beyond their bound, and why. They count in every number, the means included. A test fails if a row is
+missing here, or if a named row is within its bound."""
 
 MISSED_MEANS: dict[str, dict[str, str]] = {
     "reserved": {},
     "step": {"held-out": "its rows on four GPUs, above", "families": "its rows on four GPUs, above"},
 }
-"""Sets whose mean is beyond the bound, and why: expected failures of a test, which fails where one is met."""
+"""Sets whose mean is beyond the bound, and why: expected failures of a test, which fails if one is met."""
 
 TIMER_OFF = "2026-11-22T21:24"
-"""Since then the engine turns DeepSpeed's throughput timer off, for which the process waited for the GPU."""
+"""Since then the engine turns off DeepSpeed's throughput timer, which made the process wait for the GPU."""
 
 QUANTITIES = ("reserved", "allocated", "outside", "needed", "fragmentation", "step", "joules", "host")
 
 
 @cache
 def measured_rows(path: Path = MEASURED) -> dict[str, dict[str, Any]]:
-    """The lines of a file of measurements by row id; of a row's several, the one with the median step time.
+    """The measurements of a file by row id: for each row the one with the median step time.
 
-    Of an even number the slower of the two in the middle: nobody chooses among measurements. Those with
-    DeepSpeed's throughput timer count where there are no others.
+    For an even number it is the slower of the two in the middle, so that no measurement is picked by hand.
+    Measurements with DeepSpeed's throughput timer count only if there are no others.
     """
     by_id = {
         name: [row for row in rows if not with_timer(row)] or rows for name, rows in repeats(path).items()
@@ -126,7 +126,7 @@ def measured_rows(path: Path = MEASURED) -> dict[str, dict[str, Any]]:
 
 
 def with_timer(measured: Mapping[str, Any]) -> bool:
-    """It was measured while DeepSpeed's throughput timer was on."""
+    """Whether DeepSpeed's throughput timer was on during the measurement."""
     return measured["strategy"]["engine"] == "deepspeed" and str(measured["date"]) < TIMER_OFF
 
 
@@ -140,18 +140,18 @@ def repeats(path: Path = MEASURED) -> dict[str, list[dict[str, Any]]]:
 
 
 def _seconds(row: Mapping[str, Any]) -> float:
-    return float(row.get("step_seconds") or math.inf)  # one that did not run is the slowest
+    return float(row.get("step_seconds") or math.inf)  # a row that did not run is the slowest
 
 
 @cache
 def process_bytes() -> int:
-    """Resident memory of a process that offloads nothing: what a prediction of host memory leaves out."""
+    """Resident memory of a process that offloads nothing; predictions of host memory leave it out."""
     rows = [row for row in measured_rows().values() if not row["error"] and not _offloads(row["strategy"])]
     return int(statistics.median(row["host_memory_bytes"] for row in rows))
 
 
 def predict(row: Row) -> Prediction:
-    """What the simulator says of the row on the GPUs it was measured on."""
+    """The prediction of a row on the GPUs it was measured on."""
     strategy = row.resolved()
     tracer = row.model, row.layers, row.lora, row.quantization, row.sequence_length, row.precision
     return simulate(
@@ -193,11 +193,11 @@ def _trace(*tracer: Any, micro_batch: int, checkpoint_every: int, tensor_paralle
 def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:
     """A row's `predicted` and `measured` values and their `differences`, by QUANTITIES.
 
-    Values are bytes, seconds and joules; a difference is None where nothing was measured. `fits` is what was
-    predicted, `oom` whether the row ran out of memory. `fragmentation` is what is reserved and not allocated,
-    at the peaks; its difference is in shares of the reserved memory, as it may itself be nothing. `host` is
-    that of all processes beside what a process takes anyway, of rows that offload. `host_share` is the part
-    of the predicted step that the host needs to issue it.
+    Values are bytes, seconds and joules; a difference is None if nothing was measured. `fits` is predicted,
+    `oom` is whether the row ran out of memory. `fragmentation` is reserved minus allocated memory at the
+    peaks; its difference is a share of the reserved memory, because it may be 0. `host` is the memory of all
+    processes, minus what a process takes anyway, for rows that offload. `host_share` is the part of the
+    predicted step that the host needs to issue it.
     """
     prediction = predict(row)
     memory = prediction.memory
@@ -226,7 +226,7 @@ def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def family(row: Row) -> str:
-    """What engine and stage a row's strategy is, and whether it offloads: `zero3`, `fsdp2 offload`."""
+    """Engine and stage of a row, and whether it offloads: `zero3`, `fsdp2 offload`."""
     strategy = row.resolved()
     name = f"zero{strategy.stage}" if strategy.engine == "deepspeed" else strategy.engine
     return f"{name} offload" if _offloads(strategy.to_json()) else name
@@ -249,7 +249,7 @@ def _found(measured: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _values(**values: float | None) -> dict[str, float | None]:
-    """With what follows from them: `needed` decides whether a row fits."""
+    """The values and those that follow from them: `needed` decides whether a row fits."""
     reserved, allocated, outside = (values[key] for key in ("reserved", "allocated", "outside"))
     assert reserved is not None
     values["fragmentation"] = None if allocated is None else reserved - allocated
@@ -260,37 +260,37 @@ def _values(**values: float | None) -> dict[str, float | None]:
 def _difference(
     key: str, predicted: Mapping[str, float | None], measured: Mapping[str, float | None]
 ) -> float | None:
-    said, found = predicted[key], measured.get(key)
-    if said is None or found is None:
+    ours, found = predicted[key], measured.get(key)
+    if ours is None or found is None:
         return None
     base = measured["reserved"] if key == "fragmentation" else found
     assert base is not None
-    return (said - found) / base
+    return (ours - found) / base
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """How far a quantity's predictions are from its measurements."""
+    """Differences of a quantity's predictions from its measurements."""
 
     rows: int
     mean: float
-    """Of the differences without their sign."""
+    """Of the absolute differences."""
     median: float
-    """With their sign: what leans to one side shows."""
+    """With sign, so that a bias shows."""
     worst: float
-    """With its sign."""
+    """With sign."""
     worst_row: str
     too_low: int
     """Rows predicted lower than measured, by more than 1 % of the measured."""
 
 
 def summarize(comparisons: Iterable[Mapping[str, Any]], quantity: str) -> Summary | None:
-    """Over the rows in which the quantity was measured; None where there is none."""
+    """Summary of the rows in which the quantity was measured; None if there are none."""
     return summary_of({c["id"]: c["differences"][quantity] for c in comparisons})
 
 
 def summary_of(differences: Mapping[str, float | None]) -> Summary | None:
-    """Of differences by row; None counts as not measured."""
+    """Summary of differences by row; None means not measured."""
     by_row = {row: difference for row, difference in differences.items() if difference is not None}
     if not by_row:
         return None
@@ -306,7 +306,7 @@ def summary_of(differences: Mapping[str, float | None]) -> Summary | None:
 
 
 def compare_all(*, only: str | None = None, match: str = "") -> list[dict[str, Any]]:
-    """All rows that were measured and are still in rows.toml, in its order. `only`: of one set."""
+    """All measured rows that are still in rows.toml, in its order. `only`: one set."""
     rows = [row for row in load_rows(HERE / "rows.toml") if row.id in measured_rows()]
     rows = [row for row in rows if (only is None or row.set == only) and re.search(match, row.id)]
     return [compare(row, measured_rows()[row.id]) for row in rows]
@@ -338,9 +338,9 @@ def _print_summary(comparisons: Sequence[Mapping[str, Any]]) -> None:
 
 
 def hash_alike() -> None:
-    """Starts the script again with a fixed hash of strings.
+    """Restart the script with a fixed string hash.
 
-    Gemma 3 in transformers goes through a set of them: its predicted memory would change from run to run.
+    Gemma 3 in transformers iterates over a set of strings: its predicted memory would vary between runs.
     """
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
@@ -348,10 +348,10 @@ def hash_alike() -> None:
 
 def main() -> None:
     hash_alike()
-    parser = argparse.ArgumentParser(description="Predicted beside measured, row by row")
-    parser.add_argument("--set", choices=SETS, help="of one set only")
-    parser.add_argument("--match", default="", metavar="REGEX", help="rows with such an id")
-    parser.add_argument("--out", type=Path, help="JSON lines, one comparison each")
+    parser = argparse.ArgumentParser(description="Compare predictions with measurements, row by row")
+    parser.add_argument("--set", choices=SETS, help="one set only")
+    parser.add_argument("--match", default="", metavar="REGEX", help="rows whose id matches")
+    parser.add_argument("--out", type=Path, help="write one comparison per line as JSON")
     arguments = parser.parse_args()
     comparisons = compare_all(only=arguments.set, match=arguments.match)
     print(f"{'differences, %':58}" + "".join(f"{quantity[:8]:>9}" for quantity in QUANTITIES))

@@ -1,4 +1,4 @@
-"""What is measured: the rows of rows.toml, each one configuration of model, strategy and batch."""
+"""The rows of rows.toml, each one configuration of model, strategy and batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETS = ("fit", "held-out", "choices", "families")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One configuration. Its id says all of it."""
+    """One configuration; its id contains all of it."""
 
     model: str
     """Name of a shape in the package's catalog; weights are random."""
@@ -36,13 +36,13 @@ class Row:
     lora: int = 0
     """Rank of adapters on all linear layers; 0 trains all weights."""
     quantization: str = "none"
-    """Of the base below adapters: `int8` or `nf4`."""
+    """Format of the base below adapters: `int8` or `nf4`."""
     precision: str = "bf16"
     memory_cap_gib: float = 0.0
-    """The process may use so much of the GPU; 0: all of it."""
+    """Limit of the process's GPU memory; 0: none."""
     set: str = "fit"
-    """`fit`: constants may have been found with it; `held-out`: not looked at before they were fixed;
-    `choices`: neither, measured for choices.py; `families`: neither, Mamba, quantised bases and tensor
+    """`fit`: constants may have been found with it. `held-out`: first compared after they were fixed.
+    `choices`: neither, measured for choices.py. `families`: neither; Mamba, quantised bases and tensor
     parallelism."""
 
     @property
@@ -95,7 +95,7 @@ class Row:
         return {"num_hidden_layers": self.layers}
 
     def job(self, *, source: str, text: str, output: str) -> Job:
-        """The job that is run. `source`: folder with the shape's config and a tokenizer."""
+        """The job to run. `source`: folder with the shape's config and a tokenizer."""
         model: dict[str, Any] = {"source": source, "weights": "random", "config": self.config}
         if self.lora:
             model["lora"] = {"rank": self.lora, "alpha": 2.0 * self.lora, "targets": "all-linear"}
@@ -113,7 +113,7 @@ class Row:
                 },
                 "optimizer": {"learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0},
                 "train": {
-                    "steps": 1,  # measure.py says how many
+                    "steps": 1,  # measure.py sets the number
                     "global_batch": self.global_batch,
                     "micro_batch": self.micro_batch,
                     "precision": self.precision,

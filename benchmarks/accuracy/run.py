@@ -1,10 +1,10 @@
-"""Measures the rows of a file on the GPUs present, as many at a time as there is room for.
+"""Measure the rows of a file on the GPUs present, as many at a time as fit.
 
     python benchmarks/accuracy/run.py --out measured.jsonl
     python benchmarks/accuracy/run.py --gpus 1 --match 'llama.*lora' --text c4.jsonl --out measured.jsonl
 
-Each row is a run of shardwise's own launcher and loop with GPUs and CPU cores of its own, ended after a few
-steady steps. A line of JSON is appended as soon as a row is done; rows that the file has already are skipped.
+Each row runs shardwise's launcher and loop on its own GPUs and CPU cores, and ends after a few steady steps.
+A line of JSON is appended as soon as a row is done; rows that the file has already are skipped.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def main() -> None:
 def measure_all(
     waiting: list[Row], places: list[str], assets: Assets, arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Runs the rows, large ones first, and yields each as it ends. What still runs is ended at the end.
+    """Run the rows, large ones first, and yield each as it ends. Rows still running at the end are ended.
 
     A row that offloads runs alone: its optimizer is bound by the memory that all processors share.
-    `places`: entries of CUDA_VISIBLE_DEVICES, one a GPU; empty ones where CPUs are used.
+    `places`: entries of CUDA_VISIBLE_DEVICES, one per GPU; empty strings for CPUs.
     """
     limits = Limits(
         warmup_steps=arguments.warmup,
@@ -123,16 +123,16 @@ def measure_all(
 
 
 class Build:
-    """DeepSpeed's optimizer for CPUs being compiled, once, before rows use it.
+    """Compiles DeepSpeed's optimizer for CPUs once, before rows use it.
 
-    A row that is ended while it compiles would leave a lock behind that all later ones wait for.
+    A row that is ended while it compiles would leave a lock that all later ones wait for.
     """
 
     def __init__(self) -> None:
         code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
-            # ninja is found on PATH, beside this Python, even where its environment is not activated
+            # ninja is in the folder of this Python, which is not on PATH if the environment is not activated
             env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -140,7 +140,7 @@ class Build:
         )
 
     def ended(self) -> bool:
-        """Done or failed: then the rows that need it say why."""
+        """Whether it is done or failed; after a failure the rows that need it report the reason."""
         return self._process.poll() is not None
 
     def end(self) -> None:
@@ -189,7 +189,7 @@ def allocator() -> str:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """One line for the person who waits."""
+    """One line of progress."""
     name, seconds = result["id"], f"{result['row_seconds']:5.1f} s"
     if result["error"] is not None:
         return (
@@ -200,7 +200,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def chosen(arguments: argparse.Namespace) -> list[Row]:
-    """The rows that the arguments leave, without those already measured."""
+    """The rows that the arguments select, without those already measured."""
     rows = load_rows(HERE / "smoke.toml" if arguments.smoke else arguments.rows)
     done: set[str] = set()
     if arguments.out.exists() and not arguments.again:
@@ -222,21 +222,21 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=Path, default=HERE / "rows.toml")
-    parser.add_argument("--smoke", action="store_true", help="a few tiny rows instead")
+    parser.add_argument("--smoke", action="store_true", help="run a few tiny rows instead")
     parser.add_argument("--out", type=Path, default=Path("measured.jsonl"), help="lines are appended")
-    parser.add_argument("--again", action="store_true", help="also the rows that OUT has already")
-    parser.add_argument("--list", action="store_true", help="say which rows would run")
-    parser.add_argument("--gpus", type=int, action="append", help="rows for so many GPUs; may be repeated")
+    parser.add_argument("--again", action="store_true", help="also run rows that OUT has already")
+    parser.add_argument("--list", action="store_true", help="list the rows that would run")
+    parser.add_argument("--gpus", type=int, action="append", help="rows for N GPUs; may be repeated")
     parser.add_argument("--match", default="", help="regular expression on the row's id")
     parser.add_argument("--set", choices=SETS)
     parser.add_argument("--text", type=Path, action="append", default=[], help="txt, or jsonl with `text`")
     parser.add_argument("--assets", type=Path, help="keep tokenizers and texts there")
     parser.add_argument("--cpu", type=int, metavar="N", help="N processes on CPUs instead of GPUs")
     parser.add_argument("--warmup", type=int, default=3, help="steps that do not count")
-    parser.add_argument("--steps", type=int, default=5, help="steady steps at least")
-    parser.add_argument("--steady-seconds", type=float, default=4.0, help="and so many seconds of them")
+    parser.add_argument("--steps", type=int, default=5, help="minimum number of steady steps")
+    parser.add_argument("--steady-seconds", type=float, default=4.0, help="minimum seconds of steady steps")
     parser.add_argument("--row-seconds", type=float, default=30.0, help="then three steady steps are enough")
-    parser.add_argument("--timeout", type=float, default=90.0, help="seconds after which a row has failed")
+    parser.add_argument("--timeout", type=float, default=90.0, help="seconds until a row counts as failed")
     parser.add_argument("--budget", type=float, help="seconds for all rows; unfinished ones are ended")
     parser.add_argument("--keep", type=Path, help="copy run folders and logs there")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""The loss of Mamba before its first step, on random tokens on the CPU: one JSON object a shape.
+"""The loss of Mamba before its first step, on random tokens on the CPU: one JSON object per shape.
 
 python benchmarks/mamba/first_loss.py > benchmarks/mamba/results/first-loss.jsonl
 """
@@ -17,7 +17,7 @@ from shardwise.objective.causal_lm import CausalLMLoss
 
 TOKENS = 64
 SHAPES = {"130m_mamba": 24, "1b_mamba": 34, "7b_mamba": 2}
-"""Layers; the depth does not matter, as output projections are scaled by it, and all 45 of 7B want 28 GB."""
+"""Layers. The depth does not matter, because output projections are scaled by it; all 45 of 7B need 28 GB."""
 
 
 def batch(vocabulary: int) -> MicroBatch:

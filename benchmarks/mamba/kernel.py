@@ -1,9 +1,9 @@
-"""Mamba's mixer on one GPU: our kernels beside float64, beside mamba_ssm's, and with other block sizes.
+"""Mamba's mixer on one GPU: our kernels compared with float64, mamba_ssm's, and other block sizes.
 
     python benchmarks/mamba/kernel.py accuracy speed --out rows.jsonl
     python benchmarks/mamba/kernel.py sweep kernels --shapes 130m --lengths 2048
 
-One JSON object a line. mamba_ssm's rows are there where it is installed with its CUDA extension.
+Prints one JSON object per line. mamba_ssm's rows need its CUDA extension.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def weights(hidden: int, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
-    """As the authors initialise them, with values of A_log and D that differ."""
+    """The authors' initialisation, but with values of A_log and D that differ."""
     torch.manual_seed(seed)
     width, rank = 2 * hidden, math.ceil(hidden / 16)
 
@@ -80,7 +80,7 @@ def in_float64(xz: torch.Tensor, where: torch.Tensor, values: dict[str, torch.Te
 
 
 def accuracy(_: argparse.Namespace) -> Iterator[Row]:
-    """Relative errors (norms) of the output and of every gradient, lengths off every block's multiple."""
+    """Relative errors (norms) of the output and of every gradient, at lengths that no block divides."""
     for dtype, (rows, length, samples), hidden in itertools.product(
         (torch.float32, torch.bfloat16), ((1, 333, 1), (3, 200, 4), (2, 64, 1), (1, 1029, 20)), (48, 200)
     ):
@@ -145,7 +145,7 @@ def milliseconds(work: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def speed(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Forward, and forward and backward, with the memory that is kept between and the most in use."""
+    """Forward, and forward and backward, with the memory kept between them and the peak."""
     sides = {"shardwise": ours}
     if find_spec("selective_scan_cuda") and find_spec("causal_conv1d"):
         sides["mamba_ssm"] = theirs
@@ -182,7 +182,7 @@ def speed(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def scan_inputs(rows: int, length: int, hidden: int) -> tuple[torch.Tensor, ...]:
-    """What `selective_scan` takes, and a gradient of its output."""
+    """Inputs of `selective_scan`, and a gradient of its output."""
     width = 2 * hidden
     v = weights(hidden, torch.bfloat16)
     x, delta, z, dout = (torch.randn(rows, length, width, device=DEVICE).bfloat16() for _ in range(4))
@@ -192,7 +192,7 @@ def scan_inputs(rows: int, length: int, hidden: int) -> tuple[torch.Tensor, ...]
 
 
 def sweep(arguments: argparse.Namespace) -> Iterator[Row]:
-    """The scan's three calls with other chunks and, forward in time, blocks; the defaults are the first."""
+    """The scan's three calls with other chunks and, in the forward pass, blocks; the defaults come first."""
     from shardwise.kernels import selective_scan_backward_triton as back
     from shardwise.kernels import selective_scan_triton as sweeps
 
@@ -232,7 +232,7 @@ def sweep(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def kernels(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Where the time of forward and backward goes, kernel by kernel."""
+    """Time of forward and backward, kernel by kernel."""
     from torch.profiler import ProfilerActivity, profile
 
     for shape, length in itertools.product(arguments.shapes, arguments.lengths):
@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096, 16384])
     parser.add_argument(
-        "--rows", type=int, default=0, help="rows at a time; unset: as many as make 16384 tokens"
+        "--rows", type=int, default=0, help="rows at a time; default: as many as make 16384 tokens"
     )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

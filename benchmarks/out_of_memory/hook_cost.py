@@ -1,9 +1,9 @@
-"""What it costs to know in which block a backward pass is: `train.whereabouts` on and off, on one CPU core.
+"""The cost of knowing which block a backward pass is in: `train.whereabouts` on and off, on one CPU core.
 
     python benchmarks/out_of_memory/hook_cost.py --out benchmarks/out_of_memory/results/hook-cost.json
 
-Blocks of one tiny operation, so that nearly all of the time is Python's and autograd's own. CPU seconds of
-this process, not wall seconds. On and off take turns; the smallest of each counts.
+Blocks have one tiny operation, so that nearly all of the time is Python's and autograd's. Times are CPU
+seconds of this process. On and off take turns; the smallest of each counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 def cpu_seconds(model: nn.Module) -> float:
-    """Of one micro-batch, forwards and backwards."""
+    """CPU seconds of one micro-batch, forward and backward."""
     row = torch.ones(1, 8)
     began = time.process_time()
     for _ in range(MICRO_BATCHES):

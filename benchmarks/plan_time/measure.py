@@ -1,10 +1,10 @@
-"""How long `shardwise plan` takes: asked for the first time, and again.
+"""How long `shardwise plan` takes: the first time, and again.
 
     python benchmarks/plan_time/measure.py [--runs 3] [--match REGEX] [--out FILE]
 
-Needs no GPU and no network. Each run is a process of its own; a cold one finds an empty cache folder
-(SHARDWISE_CACHE). One run that does not count comes first: after an installation Python compiles what it
-imports. Linux only, for the memory of all processes together.
+Needs no GPU and no network. Each run is a new process; a cold one finds an empty cache folder
+(SHARDWISE_CACHE). The first run does not count: after an installation Python compiles what it imports. Linux
+only, because of the memory of all processes together.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SAMPLE_SECONDS = 0.1
 
 
 def run(arguments: list[str], cache: str, plan: Path) -> dict[str, float]:
-    """One process: seconds, seconds of all cores, and the most memory of all its processes together."""
+    """One process: seconds, CPU seconds of all cores, and the peak memory of all its processes together."""
     command = [sys.executable, "-m", "shardwise", "plan", *arguments, "--out", str(plan)]
     load = os.getloadavg()[0]
     begin = time.perf_counter()
@@ -77,7 +77,7 @@ def _session_bytes(session: int) -> int:
     """Resident bytes of all processes of a session; pages that they share count for each."""
     total = 0
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):  # it has ended meanwhile
+        with suppress(OSError, IndexError):  # it has just ended
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == session:
                 total += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
@@ -85,7 +85,7 @@ def _session_bytes(session: int) -> int:
 
 
 def measure(name: str, runs: int) -> list[dict[str, Any]]:
-    """A job's rows: cold, and kept, which is asked of the last cold run's cache."""
+    """A job's rows: cold, and kept, which uses the cache of the last cold run."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
@@ -107,7 +107,7 @@ def measure(name: str, runs: int) -> list[dict[str, Any]]:
 
 
 def _strategies(plan: dict[str, Any]) -> dict[str, int]:
-    """How many were simulated, and how many skipped as a leaner one already fails."""
+    """Number of simulated strategies, and of those skipped because a leaner one does not fit."""
     simulated = len(plan["alternatives"]) + (plan["chosen"] is not None)
     return {"simulated": simulated, "skipped": len(plan["skipped"])}
 
@@ -115,7 +115,7 @@ def _strategies(plan: dict[str, Any]) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Seconds of shardwise plan")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--match", default="", metavar="REGEX", help="jobs with such a name")
+    parser.add_argument("--match", default="", metavar="REGEX", help="jobs whose name matches")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{os.cpu_count()}-cores.json")
     arguments = parser.parse_args()
     names = [name for name in ROWS if re.search(arguments.match, name)]

@@ -1,10 +1,10 @@
-"""When tensor parallelism beats ZeRO-3: what the simulator says of Llama-2-7B on four GPUs.
+"""When tensor parallelism is faster than ZeRO-3: predictions for Llama-2-7B on four GPUs.
 
     python benchmarks/tensor_parallel/predict.py [--out FILE]
 
-Needs no GPU: nothing here is measured. Each strategy is given the micro-batch and the checkpointing (of no
-block or of all) with which it is fastest and leaves the margin of a plan free. Writes the result file and
-the tables of docs/tensor-parallel.md.
+Needs no GPU: nothing here is measured. Each strategy gets the micro-batch and the checkpointing (no block or
+all) with which it is fastest and leaves a plan's margin free. Writes the result file and the tables of
+docs/tensor-parallel.md.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ PAGE = HERE.parents[1] / "docs" / "tensor-parallel.md"
 MODEL = "llama-2-7b"
 LENGTHS = (2048, 8192)
 ROWS = (4, 32)
-"""Of a step: one for each GPU, and eight."""
+"""Rows per step: one for each GPU, and eight."""
 GPUS = {"H200, NVLink": "4xH200", "H200, PCIe 4.0": "4xH200@pcie4"}
 CAPS = (None, 48 * GIB)
-"""Memory that a process may use: all of the GPU, and what a card of 48 GiB has."""
+"""Memory that a process may use: all of the GPU, or 48 GiB."""
 STRATEGIES = {
     "AutoTP-4 + ZeRO-1": StrategySpec(engine="deepspeed", stage=1, tensor_parallel=4),
     "AutoTP-2 + ZeRO-1": StrategySpec(engine="deepspeed", stage=1, tensor_parallel=2),
@@ -60,7 +60,7 @@ def trace(length: int, rows: int, checkpoint_every: int, tensor_parallel: int) -
 
 
 def best(spec: StrategySpec, gpus: str, *, length: int, rows: int, cap: int | None) -> Option | None:
-    """The strategy's fastest variant that fits; None where none does."""
+    """The strategy's fastest variant that fits; None if none does."""
     hardware = parse_hardware(gpus)
     variants: list[Strategy] = []
     for checkpointing in ("none", "full"):
@@ -96,13 +96,13 @@ def results() -> Iterator[dict[str, Any]]:
                         "rows_per_step": rows,
                         "memory_cap_bytes": cap,
                         "strategies": {
-                            title: _told(best(spec, gpus, length=length, rows=rows, cap=cap))
+                            title: _summary(best(spec, gpus, length=length, rows=rows, cap=cap))
                             for title, spec in STRATEGIES.items()
                         },
                     }
 
 
-def _told(option: Option | None) -> dict[str, Any] | None:
+def _summary(option: Option | None) -> dict[str, Any] | None:
     if option is None:
         return None
     time, strategy = option.prediction.time, option.strategy
@@ -118,7 +118,7 @@ def _told(option: Option | None) -> dict[str, Any] | None:
 
 
 def table(rows: list[dict[str, Any]], *, cap: int | None) -> str:
-    """tokens/s a GPU, and the share of the step that waits for communication; the fastest in bold."""
+    """tokens/s per GPU, and the share of the step that waits for communication; the fastest in bold."""
     lines = [
         f"| row × rows a step | links | {' | '.join(STRATEGIES)} |",
         "|---|---|" + "---|" * len(STRATEGIES),
@@ -143,8 +143,8 @@ def _cell(one: dict[str, Any] | None, most: float) -> str:
 
 
 def filled(page: str, rows: list[dict[str, Any]]) -> str:
-    """The page with its tables made anew, between `<!-- predicted, NAME -->` and `<!-- end -->`."""
-    for name, cap in (("whole GPUs", None), ("48 GiB", CAPS[1])):
+    """The page with new tables between `<!-- predicted, NAME -->` and `<!-- end -->`."""
+    for name, cap in ((r"\w+ GPUs", None), ("48 GiB", CAPS[1])):
         pattern = rf"(<!-- predicted, {name} -->\n).*?(<!-- end -->)"
         text = table(rows, cap=cap)
         page = re.sub(pattern, lambda m, text=text: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.DOTALL)
@@ -152,7 +152,7 @@ def filled(page: str, rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tensor parallelism beside ZeRO and FSDP2, predicted")
+    parser = argparse.ArgumentParser(description="Predict tensor parallelism, ZeRO and FSDP2")
     parser.add_argument("--out", type=Path, default=RESULTS)
     out = parser.parse_args().out
     rows = list(results())

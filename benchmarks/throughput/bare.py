@@ -1,10 +1,10 @@
-"""Bare training loops to measure against: a Hugging Face model, Liger's kernels, nothing of shardwise.
+"""Bare training loops as a baseline: a Hugging Face model, Liger's kernels, no code of shardwise.
 
     python bare.py --assets assets/8b --lora 16 --sequence 4096
     torchrun --nproc-per-node 4 bare.py --assets assets/7b --engine zero2 --micro-batch 2 --sequence 2048
 
-Rows are full and attention is causal over the whole row: documents see those before them. That is the
-fastest loop one would write by hand, not the right one.
+Rows are full and attention is causal over the entire row: documents attend to earlier ones. That is the
+fastest loop one would write by hand, not the correct one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Bare training loops of a Mamba model to measure against: transformers' and mamba_ssm's own.
+"""Bare training loops of a Mamba model as a baseline: transformers' and mamba_ssm's own.
 
     python bare_mamba.py --assets assets/1b_mamba --side transformers
     python bare_mamba.py --assets assets/1b_mamba --side mamba_ssm --micro-batch 4 --sequence 2048
 
-`transformers` takes mamba_ssm's kernels where they are installed; where not, it goes through the tokens one
-by one, or with `--parallel` uses the scan of the package mambapy. `mamba_ssm` is the model of its authors,
-CUDA kernels and the norm fused with the residual. Documents see those before them in a row; weights and AdamW
-are in bf16, as in bare.py.
+`transformers` uses mamba_ssm's kernels if they are installed. Otherwise it loops over the tokens, or with
+`--parallel` uses the scan of the package mambapy. `mamba_ssm` is its authors' model, with CUDA kernels and
+the norm fused with the residual. Documents attend to earlier ones in a row; weights and AdamW are in bf16, as
+in bare.py.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
     )
     parser.add_argument("--assets", type=Path, required=True)
     parser.add_argument("--side", choices=("transformers", "mamba_ssm"), required=True)
-    parser.add_argument("--parallel", action="store_true", help="of transformers: with mambapy's scan")
+    parser.add_argument("--parallel", action="store_true", help="with transformers: use mambapy's scan")
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--learning-rate", type=float, default=1e-4)

@@ -1,4 +1,4 @@
-"""Puts the rows of one session on one machine into one file: `collect.py rows.jsonl > result.json`."""
+"""Put the rows of one session on one machine into one file: `collect.py rows.jsonl > result.json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every row of the benchmark shares: the text, the clock, and the line of JSON it ends with."""
+"""Shared by every row of the benchmark: the text, the clock, and the final line of JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "trl", "lig
 
 
 def documents(assets: Path) -> list[str]:
-    """The benchmark's text, one document an item."""
+    """The benchmark's text, one document per item."""
     # not splitlines: it also splits at the line separators that are part of a document
     lines = (assets / "text.jsonl").read_text(encoding="utf-8").split("\n")
     return [json.loads(line)["text"] for line in lines if line]
@@ -40,7 +40,7 @@ def packed_rows(assets: Path, length: int, count: int, *, seed: int = 0) -> torc
 
 
 class Clock:
-    """Marks the end of each step on the GPU's own time line: the host is never waited for."""
+    """Marks the end of each step on the GPU's own time line, without a wait."""
 
     def __init__(self) -> None:
         self.marks: list[torch.cuda.Event] = []
@@ -102,5 +102,5 @@ def environment() -> dict[str, Any]:
 
 
 def emit(result: dict[str, Any]) -> None:
-    """Prints the row, with the machine it ran on, as one line of JSON: the last line on stdout."""
+    """Print the row, with the machine it ran on, as one line of JSON: the last line on stdout."""
     print(json.dumps({**result, "environment": environment()}), flush=True)

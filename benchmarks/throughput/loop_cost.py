@@ -1,11 +1,11 @@
-"""What the training loop costs over a bare DeepSpeed loop of the very same step, on one GPU.
+"""The cost of the training loop compared with a bare DeepSpeed loop of the same step, on one GPU.
 
     python loop_cost.py --assets assets/1b
 
-Blocks of steps alternate between `for batch: engine(batch); engine.backward(loss); engine.step()` on batches
-that already lie on the GPU, and the real loop: data from the stream, the learning rate, the loss and the norm
-read back, events.jsonl written, the display. Same process, same engine, same rows. The rows keep coming from
-one stream, so the loss goes on falling through both kinds of block.
+Blocks of steps alternate between two loops. One is `for batch: engine(batch); engine.backward(loss);
+engine.step()` on batches that are already on the GPU. The other is the real loop: data from the stream, the
+learning rate, the loss and the norm read back, events.jsonl written, the display. Process, engine and rows
+are the same. All rows come from one stream, so the loss falls through both kinds of block.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
         reports: list[StepReport] = []
 
         class Observer(Recorder):
-            """The real observer, which also remembers what it was told."""
+            """The real observer, which also keeps its reports."""
 
             def on_step(self, report: StepReport) -> None:
                 reports.append(report)

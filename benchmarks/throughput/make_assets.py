@@ -1,4 +1,4 @@
-"""Makes what the benchmark needs without a hub: the text, a tokenizer trained on it, a model's shape.
+"""Make the benchmark's inputs without a hub: the text, a tokenizer trained on it, a model's shape.
 
 python make_assets.py --shape llama-3.1-8b --out assets/8b TEXT...
 """

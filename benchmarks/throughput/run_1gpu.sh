@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One GPU: LoRA rank 16 on all linears of a Llama-3.1-8B shape, rows of 4096 packed tokens, bf16.
-#   run_1gpu.sh TEXT...        results in $OUT, or results/ beside this script
+#   run_1gpu.sh TEXT...        results in $OUT, or results/ next to this script
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/rows.sh"

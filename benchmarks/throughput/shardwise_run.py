@@ -1,9 +1,9 @@
-"""What `shardwise train` runs, on the same text, read back from its run folder.
+"""A run of `shardwise train` on the same text, read from its run folder.
 
     python shardwise_run.py --assets assets/8b --lora 16 --strategy single
     python shardwise_run.py --assets assets/7b --processes 4 --strategy zero2 --micro-batch 2 --sequence 2048
 
-The run is ended once it has made enough steps: its last checkpoint would only measure the disk.
+The run is ended after enough steps: its last checkpoint would only measure the disk.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
 
 
 def train(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Runs until there are enough steps, then ends the run with all its processes."""
+    """Run until there are enough steps, then end the run with all its processes."""
     run = folder / "runs" / "throughput"
     spec = LaunchSpec(
         job=Job.model_validate(job(arguments, folder / "runs")).model_dump(mode="json"),

@@ -49,7 +49,7 @@ def table(path: Path) -> str:
 
 
 def filled(page: str) -> str:
-    """The page with the table of every `<!-- results/FILE.json -->` … `<!-- end -->` made anew."""
+    """The page with the table of every `<!-- results/FILE.json -->` … `<!-- end -->` replaced."""
 
     def fill(match: re.Match[str]) -> str:
         return f"<!-- {match[1]} -->\n\n{table(HERE / match[1])}\n\n<!-- end -->"

@@ -3,9 +3,9 @@
     python trl_sft.py --assets assets/8b
     python trl_sft.py --assets assets/8b --tuned --packing wrapped --micro-batch 2
 
-Both pack rows of the given length in bf16. Defaults: all else as TRL has it, with recomputed activations.
-Tuned: Liger's kernels, no recomputation, torch's fused AdamW. `--packing bfd` keeps documents apart,
-`wrapped` lets them see each other, which is faster without a flash attention package.
+Both pack rows of the given length in bf16. Defaults: everything else as in TRL, with activation
+checkpointing. Tuned: Liger's kernels, no checkpointing, torch's fused AdamW. `--packing bfd` keeps documents
+apart; `wrapped` lets them attend to each other, which is faster without a flash attention package.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StepClock(TrainerCallback):
 
 
 class Counting:
-    """TRL's collator, with the tokens of each batch written down."""
+    """TRL's collator, which also records the tokens of each batch."""
 
     def __init__(self, collator) -> None:
         self.collator = collator

@@ -1,7 +1,7 @@
-"""Changes DeepSpeed in every process that finds this folder on PYTHONPATH, for comparisons.
+"""Change DeepSpeed in every process that finds this folder on PYTHONPATH, for comparisons.
 
-THROUGHPUT_TIMER=on: DeepSpeed's throughput timer is on, whatever its configuration says.
-DEEPSPEED_SECONDS=FILE: a line of JSON a step, of how long functions of its ZeRO-1 and 2 kept the process:
+THROUGHPUT_TIMER=on: turn DeepSpeed's throughput timer on, ignoring its configuration.
+DEEPSPEED_SECONDS=FILE: write a JSON line per step, how long functions of ZeRO-1 and 2 occupied the process:
 `{name: [calls, seconds, seconds without the other functions of the line]}`.
 """
 
@@ -110,7 +110,7 @@ def timer_on(module: Any) -> None:
 
 
 class Changed(importlib.abc.MetaPathFinder):
-    """Finds the modules that are changed as they are, and changes them once they have run."""
+    """Finds the modules to change in the usual way, and changes them after they have run."""
 
     def __init__(self, changes: dict[str, list[Callable[[Any], None]]]) -> None:
         self.changes = changes

@@ -36,6 +36,13 @@ class Hardware:
     host_memory_bytes: int | None = None  # of one node; None where it is not known
     cpu_cores: int | None = None  # of one node that a process may use; None where it is not known
 
+    @staticmethod
+    def parse(text: str) -> Hardware:
+        """`4xRTX4080`, `2x8xH100`, `4x24GB@pcie4`; JobError for a text that names no hardware."""
+        from shardwise.hardware.parse import parse_hardware
+
+        return parse_hardware(text)
+
     @property
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node

@@ -98,3 +98,14 @@ def test_a_check_finds_what_is_wrong(tmp_path: Path) -> None:
     report = shardwise.check([config])
     assert report.failed
     assert report.to_json()["errors"] >= 1
+
+
+def test_what_the_readme_shows_of_python_runs(job: Path) -> None:
+    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    section = text.split("## From Python")[1].split("\n## ")[0]
+    command, notebook = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
+    one_line = re.fullmatch(r'python -c "(.*)"\n', command)
+    assert one_line is not None
+    code = one_line[1].replace("8xH100", "1xH100")
+    assert "1 × H100" in _python(code)
+    assert _python(notebook.replace("8xH100", "1xH100"))

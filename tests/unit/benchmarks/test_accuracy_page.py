@@ -146,13 +146,13 @@ def test_rows_held_out_have_a_line_of_their_own_beside_the_tools(page: ModuleTyp
     assert lines[4].startswith("| DeepSpeed, `estimate_zero2/3_model_states_mem_needs` | 1 of 2 |")
 
 
-def test_step_times_are_told_apart_by_who_waits(page: ModuleType) -> None:
+def test_step_times_are_separated_by_who_waits(page: ModuleType) -> None:
     """A step that the host issues for half of it is among the uncertain ones."""
     shares = {"busy": 0.49, "waits": 0.5}
-    told = page.bound([comparison(name) | {"host_share": share} for name, share in shares.items()])
-    assert [line.split(" | ")[:4] for line in told.splitlines()[2::4]] == [
-        ["| less than half of it", "fit", "1", "25.0 %"],
-        ["| half and more", "fit", "1", "25.0 %"],
+    lines = page.bound([comparison(name) | {"host_share": share} for name, share in shares.items()])
+    assert [line.split(" | ")[:4] for line in lines.splitlines()[2::4]] == [
+        ["| less than half", "fit", "1", "25.0 %"],
+        ["| half or more", "fit", "1", "25.0 %"],
     ]
 
 
