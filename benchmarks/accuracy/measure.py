@@ -18,10 +18,10 @@ from typing import Any
 from assets import Assets
 from rows import Row
 
-from shardwise.bench.process import end_session
-from shardwise.doctor.probes.ranks import host_call_seconds
+from shardwise.diagnosis.probes.ranks import host_call_seconds
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.read import read_events
+from shardwise.trials.process import end_session
 
 DOES_NOT_FIT = 3
 FOREVER = 100_000
@@ -29,7 +29,7 @@ FOREVER = 100_000
 LAUNCH = """
 import json, sys
 from shardwise.launch.local import launch
-from shardwise.bench.process import end_session
+from shardwise.trials.process import end_session
 from shardwise.launch.spec import LaunchSpec
 sys.exit(launch(LaunchSpec.from_json(json.load(open(sys.argv[1])))))
 """

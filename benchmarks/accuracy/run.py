@@ -30,11 +30,11 @@ from assets import Assets
 from measure import Limits, Running
 from rows import SETS, Row, load_rows
 
-from shardwise.bench.process import end_session
 from shardwise.device.find import find
-from shardwise.doctor.probes.ranks import host_call_seconds
+from shardwise.diagnosis.probes.ranks import host_call_seconds
 from shardwise.hardware.detect import gpu_count
 from shardwise.record.environment import versions
+from shardwise.trials.process import end_session
 
 HERE = Path(__file__).parent
 

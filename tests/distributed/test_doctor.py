@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.doctor import calibrate
-from shardwise.doctor.child import children
-from shardwise.doctor.doctor import _ranks, examine
-from shardwise.doctor.gpus import Gpus, look
+from shardwise.diagnosis import calibrate
+from shardwise.diagnosis.child import children
+from shardwise.diagnosis.doctor import _ranks, examine
+from shardwise.diagnosis.gpus import Gpus, look
 from shardwise.hardware.calibration import load
 
 pytestmark = pytest.mark.skipif(look().cards != (), reason="for a machine without a GPU")

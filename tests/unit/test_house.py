@@ -49,7 +49,7 @@ def test_packages_that_promise_it_load_without_torch() -> None:
     """import-linter sees import statements; this sees what really happens."""
     packages = (
         "app",
-        "bench",
+        "trials",
         "emit",
         "engines/__init__.py",
         "engines/deepspeed/spec.py",
@@ -58,7 +58,7 @@ def test_packages_that_promise_it_load_without_torch() -> None:
         "errors.py",
         "folders.py",
         "units.py",
-        "doctor",
+        "diagnosis",
         "hardware",
         "job",
         "launch",

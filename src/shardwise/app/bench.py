@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.app.jobs import AnyJob, cap_in_bytes, read
-from shardwise.bench.folder import append, opened
-from shardwise.bench.rows import PlanFor, Row, make_rows
-from shardwise.bench.run import FINAL, Settings, run_rows
-from shardwise.bench.sweep import ALL, chosen_names, points
 from shardwise.hardware.detect import detect_hardware, gpu_count
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.planner.planning import make_plan
 from shardwise.record.bench import SCHEMA, BenchRecord, read_bench
 from shardwise.record.environment import environment
+from shardwise.trials.folder import append, opened
+from shardwise.trials.rows import PlanFor, Row, make_rows
+from shardwise.trials.run import FINAL, Settings, run_rows
+from shardwise.trials.sweep import ALL, chosen_names, points
 from shardwise.units import count, gib
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.doctor.doctor import Report
+    from shardwise.diagnosis.doctor import Report
 
 
 def doctor(*, calibrate: bool = False, runs: str | Path = "runs") -> Report:
@@ -16,7 +16,7 @@ def doctor(*, calibrate: bool = False, runs: str | Path = "runs") -> Report:
         calibrate: also measure this machine (minutes) and keep the rates for the planner.
         runs: where runs will be written; its disk is checked.
     """
-    from shardwise.doctor.doctor import examine
+    from shardwise.diagnosis.doctor import examine
     from shardwise.folders import cache_root
 
     return examine(runs=Path(runs), cache=cache_root(), calibrate=calibrate)

@@ -30,7 +30,7 @@ def doctor(
     if as_json:
         print(json.dumps(report.to_json()))
     else:
-        from shardwise.doctor.show import show
+        from shardwise.diagnosis.show import show
 
         show(report)
     done = report.ready and (not calibrate or report.calibration is not None)

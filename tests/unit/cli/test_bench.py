@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.bench.rows import Row
-from shardwise.bench.run import Settings
 from shardwise.cli import main
 from shardwise.hardware.parse import parse_hardware
+from shardwise.trials.rows import Row
+from shardwise.trials.run import Settings
 
 JOB = """
 name: small

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
-from shardwise.doctor.check import Check
-from shardwise.doctor.doctor import Report
-from shardwise.doctor.gpus import Gpus
+from shardwise.diagnosis.check import Check
+from shardwise.diagnosis.doctor import Report
+from shardwise.diagnosis.gpus import Gpus
 
 FINE = Check(name="Python", status="ok", finding="3.12.1 in /venv", facts={"executable": "/venv/bin/python"})
 WORSE = Check(name="hub", status="warning", finding="no answer", fix="set HTTPS_PROXY")
@@ -26,7 +26,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
     def examine(*, runs: Path, cache: Path, calibrate: bool) -> Report:
         return Report(checks=tuple(checks), gpus=Gpus(), calibration=None, seconds=1.0)
 
-    monkeypatch.setattr("shardwise.doctor.doctor.examine", examine)
+    monkeypatch.setattr("shardwise.diagnosis.doctor.examine", examine)
     return checks
 
 

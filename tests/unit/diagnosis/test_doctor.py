@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardwise.doctor.doctor import Report, examine
-from shardwise.doctor.show import show
+from shardwise.diagnosis.doctor import Report, examine
+from shardwise.diagnosis.show import show
 from shardwise.hardware.calibration import load
 from shardwise.hardware.detect import detect_hardware
 
@@ -79,7 +79,7 @@ def test_a_rank_that_hangs_is_named_and_the_others_do_not_wait_for_ever(look: Lo
 
 
 def test_ranks_do_not_wait_for_one_that_crashed(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.doctor.child.GRACE_SECONDS", 2.0)
+    monkeypatch.setattr("shardwise.diagnosis.child.GRACE_SECONDS", 2.0)
     report = look("collective@0:hang,collective@1:crash", limit_seconds=60.0)
     check = next(check for check in report.checks if check.name == "all-reduce")
     assert check.finding.startswith("rank 1 crashed with SIGSEGV")

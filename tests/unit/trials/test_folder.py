@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shardwise.bench.folder import append, opened
 from shardwise.record.bench import read_bench
+from shardwise.trials.folder import append, opened
 
 HEAD = {"schema": 1, "job": {}, "processes": 1, "memory_cap_bytes": None, "warmup_steps": 1, "steps": 2}
 

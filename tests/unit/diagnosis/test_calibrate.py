@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.doctor import calibrate
+from shardwise.diagnosis import calibrate
 from shardwise.hardware.calibration import Sample
 from shardwise.hardware.hardware import Link
 from shardwise.simulate.time.collectives import Group, all_gather, all_reduce, reduce_scatter

@@ -9,9 +9,9 @@ from typing import Any
 
 from packaging.version import Version
 
-from shardwise.doctor.check import Check, Status
-from shardwise.doctor.child import Answer
-from shardwise.doctor.gpus import Gpus
+from shardwise.diagnosis.check import Check, Status
+from shardwise.diagnosis.child import Answer
+from shardwise.diagnosis.gpus import Gpus
 from shardwise.units import duration
 
 LEAST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}

@@ -1,4 +1,4 @@
-"""A row's own launcher, in a session of its own: `python -m shardwise.bench.launcher SPEC.json PARENT`.
+"""A row's own launcher, in a session of its own: `python -m shardwise.trials.launcher SPEC.json PARENT`.
 
 It does not outlive the process PARENT, which has started it; its workers do not outlive it.
 """

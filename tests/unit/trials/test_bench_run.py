@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from shardwise.bench import process
-from shardwise.bench.folder import append, opened
-from shardwise.bench.rows import Row, make_rows
-from shardwise.bench.run import Settings, run_rows
-from shardwise.bench.sweep import points
 from shardwise.errors import JobError, MachineError
 from shardwise.job.load import load_job
 from shardwise.record.bench import read_bench
+from shardwise.trials import process
+from shardwise.trials.folder import append, opened
+from shardwise.trials.rows import Row, make_rows
+from shardwise.trials.run import Settings, run_rows
+from shardwise.trials.sweep import points
 
 HEAD: dict[str, Any] = {
     "schema": 1,

@@ -1,9 +1,9 @@
-"""As shardwise.doctor.probes is run; FAKE=probe:act,probe@rank:act makes some of them hang or crash."""
+"""As shardwise.diagnosis.probes is run; FAKE=probe:act,probe@rank:act makes some of them hang or crash."""
 
 import os
 import sys
 
-from shardwise.doctor.probes.__main__ import main
+from shardwise.diagnosis.probes.__main__ import main
 
 NAMES = (
     "torch", "formats", "bitsandbytes", "cross_entropy", "attention", "mamba", "liger", "collective",

@@ -15,7 +15,7 @@ import psutil
 
 from shardwise.launch.spec import LaunchSpec
 
-LAUNCHER = ("-P", "-m", "shardwise.bench.launcher")
+LAUNCHER = ("-P", "-m", "shardwise.trials.launcher")
 END_SECONDS = 20.0
 _LOOK_EVERY_SECONDS = 0.05
 

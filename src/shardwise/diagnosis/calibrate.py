@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from shardwise.doctor.check import Check
-from shardwise.doctor.child import Answer
-from shardwise.doctor.gpus import Gpus
+from shardwise.diagnosis.check import Check
+from shardwise.diagnosis.child import Answer
+from shardwise.diagnosis.gpus import Gpus
 from shardwise.hardware.calibration import Calibration, Product, Rate, Sample, load, of_hardware, save
 from shardwise.record.environment import versions
 from shardwise.simulate.time.collectives import BASE_SECONDS

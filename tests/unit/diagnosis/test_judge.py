@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from shardwise.device.seam import Card
-from shardwise.doctor import judge
-from shardwise.doctor.child import Answer
-from shardwise.doctor.gpus import Gpus
+from shardwise.diagnosis import judge
+from shardwise.diagnosis.child import Answer
+from shardwise.diagnosis.gpus import Gpus
 
 CARDS = [Card(index=i, uuid=f"GPU-{i}", name="NVIDIA H200") for i in range(4)]
 FOUR = Gpus(cards=CARDS, driver="580.95.05", count=4)

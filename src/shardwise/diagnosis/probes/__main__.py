@@ -1,4 +1,4 @@
-"""`python -m shardwise.doctor.probes EVENTS PROBE...`: answer each probe; a JSON line per event in EVENTS.
+"""`python -m shardwise.diagnosis.probes EVENTS PROBE...`: answer each probe; a JSON line per event in EVENTS.
 
 {"probe": "collective"}                                  it begins
 {"probe": "collective", "stage": "joining"}              it comes to a call that may hang
@@ -53,4 +53,4 @@ def main(events: str, names: list[str], probes: dict[str, str], package: str) ->
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:], PROBES, "shardwise.doctor.probes")
+    main(sys.argv[1], sys.argv[2:], PROBES, "shardwise.diagnosis.probes")

@@ -12,7 +12,7 @@ from typing import get_args
 from shardwise.device.find import find, unseen_vendor
 from shardwise.device.replay import NoDevice
 from shardwise.device.seam import Card, Reading, Unavailable
-from shardwise.doctor.check import Check
+from shardwise.diagnosis.check import Check
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import detect_hardware, visible
 from shardwise.hardware.hardware import Hardware

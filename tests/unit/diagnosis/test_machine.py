@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from shardwise.doctor import machine
+from shardwise.diagnosis import machine
 from shardwise.units import GIB
 
 
@@ -46,7 +46,7 @@ def test_a_disk_that_takes_no_more_is_a_problem(tmp_path: Path) -> None:
     """The kernel refuses the bytes, by a limit on the size of files."""
     script = f"""
 import json, pathlib, resource, signal
-from shardwise.doctor.machine import disk
+from shardwise.diagnosis.machine import disk
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 print(json.dumps(disk("disk for the cache", pathlib.Path({str(tmp_path)!r})).to_json()))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from shardwise.doctor.check import Check
+from shardwise.diagnosis.check import Check
 from shardwise.hardware.host import cpu_cores, host_memory_bytes
 from shardwise.launch.worker import free_port
 from shardwise.record.environment import versions

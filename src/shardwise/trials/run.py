@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shardwise.bench import process
-from shardwise.bench.exposed import read_trace
-from shardwise.bench.rows import Row
 from shardwise.errors import DoesNotFitError
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.read import EVENTS, read_events
 from shardwise.report.measured import measured
+from shardwise.trials import process
+from shardwise.trials.exposed import read_trace
+from shardwise.trials.rows import Row
 from shardwise.units import duration
 
 MEASURED, OUT_OF_MEMORY, TIMED_OUT, FAILED, REFUSED = (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from shardwise.doctor.probes.torch_build import error
+from shardwise.diagnosis.probes.torch_build import error
 
 
 def cross_entropy(stage: Callable[[str], None]) -> dict[str, Any]:

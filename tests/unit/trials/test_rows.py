@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.bench.rows import make_rows
-from shardwise.bench.sweep import ALL, Load, chosen_names, points
 from shardwise.device.seam import Unavailable
 from shardwise.errors import DoesNotFitError, JobError
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.load import load_job
 from shardwise.planner.plan import Option
 from shardwise.planner.planning import make_plan
+from shardwise.trials.rows import make_rows
+from shardwise.trials.sweep import ALL, Load, chosen_names, points
 
 JOB = """
 name: small

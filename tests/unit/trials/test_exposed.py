@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.bench.exposed import MOST_POINTS, read_trace
+from shardwise.trials.exposed import MOST_POINTS, read_trace
 
 
 def event(name: str, start: float, end: float, cat: str = "kernel", tid: int = 7) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from shardwise.doctor import calibrate as calibration
-from shardwise.doctor import gpus as gpu_checks
-from shardwise.doctor import judge, machine
-from shardwise.doctor.check import Check, count
-from shardwise.doctor.child import LIMIT_SECONDS, MODULE, Child, Children, children
-from shardwise.doctor.gpus import Gpus
+from shardwise.diagnosis import calibrate as calibration
+from shardwise.diagnosis import gpus as gpu_checks
+from shardwise.diagnosis import judge, machine
+from shardwise.diagnosis.check import Check, count
+from shardwise.diagnosis.child import LIMIT_SECONDS, MODULE, Child, Children, children
+from shardwise.diagnosis.gpus import Gpus
 from shardwise.hardware.calibration import Calibration
 from shardwise.launch.worker import worker_environment
 

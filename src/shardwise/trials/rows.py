@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.bench.sweep import ALL, Point, own_parts, shapes, varied
 from shardwise.device.seam import Unavailable
 from shardwise.engines import settings_of
 from shardwise.engines.facts import Devices
@@ -20,6 +19,7 @@ from shardwise.planner.plan import Option, Plan
 from shardwise.planner.why import does_not_fit
 from shardwise.space.auto import resolve
 from shardwise.strategy import Strategy
+from shardwise.trials.sweep import ALL, Point, own_parts, shapes, varied
 
 NO_GPU = Unavailable(reason="no GPU: the simulator predicts GPUs")
 

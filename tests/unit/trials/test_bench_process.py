@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.bench import process
 from shardwise.launch.spec import LaunchSpec
+from shardwise.trials import process
 
 SPEC = LaunchSpec(job={}, run_dir="runs/x", processes=1)
 
@@ -55,10 +55,10 @@ def test_what_hangs_is_ended_with_all_it_has_started(tmp_path: Path, monkeypatch
 def test_a_bench_that_is_ended_leaves_no_launcher(tmp_path: Path, number: signal.Signals) -> None:
     """On SIGTERM through `finally`, with all processes; on SIGKILL the kernel ends the launcher."""
     hangs = f"def launch(spec):\n{textwrap.indent(HANGS, '    ')}\n"
-    real = "from shardwise.bench import launcher\nlauncher.launch = launch\nlauncher.main()\n"
+    real = "from shardwise.trials import launcher\nlauncher.launch = launch\nlauncher.main()\n"
     (tmp_path / "hangs.py").write_text(hangs + real)
     code = (
-        "import signal, sys\nfrom pathlib import Path\nfrom shardwise.bench import process\n"
+        "import signal, sys\nfrom pathlib import Path\nfrom shardwise.trials import process\n"
         "from shardwise.launch.spec import LaunchSpec\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
         f"here = Path({str(tmp_path)!r})\nprocess.LAUNCHER = (str(here / 'hangs.py'),)\n"

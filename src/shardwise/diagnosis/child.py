@@ -1,7 +1,7 @@
 """Run probes in child processes, so that a crash or a hang is a finding and does not end the doctor.
 
 The parent makes no CUDA context. A child answers its probes one after the other and writes a line of JSON for
-each event (doctor/probes/__main__.py). If it ends or stays silent for too long, its current probe has failed,
+each event (probes/__main__.py). If it ends or stays silent for too long, its current probe has failed,
 and another child continues with the rest.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MODULE = "shardwise.doctor.probes"
+MODULE = "shardwise.diagnosis.probes"
 LIMIT_SECONDS = 60.0  # without an event; importing torch from a cold network disk takes half of it
 GRACE_SECONDS = 5.0  # the same for ranks that wait for one that has failed
 _LOOK_EVERY_SECONDS = 0.02

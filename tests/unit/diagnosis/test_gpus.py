@@ -11,8 +11,8 @@ import pytest
 
 from shardwise.device import nvml
 from shardwise.device.replay import NoDevice
-from shardwise.doctor import gpus
-from shardwise.doctor.check import Check
+from shardwise.diagnosis import gpus
+from shardwise.diagnosis.check import Check
 
 Driver = Callable[..., None]
 
@@ -43,7 +43,7 @@ def test_without_a_driver_training_is_the_cpus(no_driver: None) -> None:
 
 def test_a_driver_that_fails_is_a_problem_and_not_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = NoDevice("NVML: Driver Not Loaded", broken=True)
-    monkeypatch.setattr("shardwise.doctor.gpus.find", lambda: device)
+    monkeypatch.setattr("shardwise.diagnosis.gpus.find", lambda: device)
     (check,) = gpus.checks(gpus.look())
     assert check.status == "problem"
     assert check.finding == "NVML: Driver Not Loaded"

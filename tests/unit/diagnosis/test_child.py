@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.doctor.child import Answer, children
+from shardwise.diagnosis.child import Answer, children
 
 
 def ask(module: str, *names: str, limit_seconds: float = 20.0) -> dict[str, Answer]:
@@ -80,6 +80,6 @@ def test_children_do_not_outlive_the_look(probes: str) -> None:
 
 
 def test_one_that_cannot_even_start_says_so() -> None:
-    answers = ask("shardwise.doctor.no_such_module", "torch")
+    answers = ask("shardwise.diagnosis.no_such_module", "torch")
     assert answers["torch"].failure == "ended with exit code 1"
-    assert "No module named shardwise.doctor.no_such_module" in answers["torch"].printed
+    assert "No module named shardwise.diagnosis.no_such_module" in answers["torch"].printed

@@ -9,9 +9,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.doctor.check import STATUSES, Check, Status, count
-from shardwise.doctor.doctor import Report
-from shardwise.doctor.gpus import size_of
+from shardwise.diagnosis.check import STATUSES, Check, Status, count
+from shardwise.diagnosis.doctor import Report
+from shardwise.diagnosis.gpus import size_of
 
 SIGNS: dict[Status, tuple[str, str]] = {
     "problem": ("✗", "bold red"),
