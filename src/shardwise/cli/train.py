@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def train(
+    context: typer.Context,
     job: Annotated[
         Path,
         typer.Argument(
@@ -77,6 +78,7 @@ def train(
         memory_cap_bytes=cap_in_bytes(memory_cap, gpus) if memory_cap is not None else None,
         on_oom=on_oom,
         command=["shardwise", *sys.argv[1:]],
+        debug=bool(context.obj),
     )
     if not as_json or dry_run:  # a dry run's stdout is its plan, as JSON
         return launch(spec)

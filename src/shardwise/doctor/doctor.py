@@ -17,7 +17,7 @@ from shardwise.doctor.check import Check, count, ready
 from shardwise.doctor.child import LIMIT_SECONDS, MODULE, Child, Children, children
 from shardwise.doctor.gpus import Gpus
 from shardwise.hardware.calibration import Calibration
-from shardwise.launch.worker import worker_environment
+from shardwise.launch.local import worker_environment
 
 CPU_RANKS = 2
 """Processes that try gloo where there is no GPU."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardwise.doctor.check import Check
 from shardwise.hardware.host import cpu_cores, host_memory_bytes
-from shardwise.launch.worker import free_port
+from shardwise.launch.local import free_port
 from shardwise.record.environment import versions
 from shardwise.units import GIB, count, gib
 

@@ -36,7 +36,7 @@ from shardwise.strategy import Strategy
 from shardwise.train.announce import announce, header, speed
 from shardwise.train.loop import Loop, Progress
 from shardwise.train.observe import Quiet, Recorder
-from shardwise.train.out_of_memory import explained
+from shardwise.train.oom import explained
 from shardwise.train.process import Chorus, StopSignal, join, place, settled
 from shardwise.train.profile import PROFILED_STEPS, Profiled
 from shardwise.train.ready import Ready, count_steps, get_ready, identity, make_streams
