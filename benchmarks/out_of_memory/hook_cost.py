@@ -1,4 +1,4 @@
-"""What it costs to know in which block a backward pass is: `train.oom.FailureLocation` on and off, on one CPU core.
+"""What it costs to know the block of a backward pass: `train.oom.FailureLocation` on and off, on one core.
 
     python benchmarks/out_of_memory/hook_cost.py --out benchmarks/out_of_memory/results/hook-cost.json
 

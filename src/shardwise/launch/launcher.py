@@ -49,6 +49,10 @@ class Worker:
     def out_of_memory(self) -> Mapping[str, Any] | None:
         return None if self.report is None else self.report.get("out_of_memory")
 
+    @property
+    def traceback(self) -> str:
+        return "" if self.report is None else str(self.report.get("traceback", ""))
+
     def look(self, now: float) -> bool:
         """Take note of an error report or an exit; True when the process has ended."""
         code = self.process.poll()
@@ -145,12 +149,11 @@ class FakeProcess:
 
 
 class FakeLauncher:
-    """Calls a function in place of each process; `work` has them by the module that would run."""
+    """Calls a function in place of each process: `work[module]`. Notes each start's module and processes."""
 
     def __init__(self, work: Mapping[str, Work]) -> None:
         self.work = work
         self.started: list[tuple[str, int]] = []
-        """Module and number of processes of each start."""
 
     def start(self, processes: int, module: str, spec: Path, folder: Path, **_: bool) -> list[Worker]:
         self.started.append((module, processes))

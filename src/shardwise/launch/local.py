@@ -10,29 +10,16 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import gpu_count
 from shardwise.launch.launcher import Worker
-from shardwise.launch.spec import LaunchSpec
-from shardwise.launch.supervise import POST_MORTEM_MODULE, WORKER_MODULE, supervise
+from shardwise.launch.supervise import supervise
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def launch(
-    spec: LaunchSpec,
-    *,
-    module: str = WORKER_MODULE,
-    post_mortem: str = POST_MORTEM_MODULE,
-    grace_seconds: float = 10.0,
-) -> int:
-    """Run the job on this machine and return the exit code; see `supervise`."""
-    return supervise(
-        spec, LocalLauncher(), module=module, post_mortem=post_mortem, grace_seconds=grace_seconds
-    )
 
 
 class LocalLauncher:
@@ -101,6 +88,10 @@ def _start(
         if log is not None:
             log.close()
     return Worker(rank, process, folder)
+
+
+launch = partial(supervise, launcher=LocalLauncher())
+"""Run a job on this machine and return its exit code; see `supervise`."""
 
 
 def die_with(parent: int) -> None:

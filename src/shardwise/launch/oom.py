@@ -46,7 +46,8 @@ class OomHandling:
         """The error to print, and what to run next (None: nothing)."""
         assert ending.out_of_memory is not None
         assert ending.error is not None
-        failure: dict[str, Any] = {"evidence": dict(ending.out_of_memory), "retried_with": None, "from_step": None}
+        evidence = dict(ending.out_of_memory)
+        failure: dict[str, Any] = {"evidence": evidence, "retried_with": None, "from_step": None}
         self._failures.append(failure)
         saved = saved_step(spec)
         answer = self._ask(spec, saved)
@@ -69,8 +70,7 @@ class OomHandling:
             elif spec.on_oom == "retry" and not ending.requested:
                 problems.append(Problem(what=answer["why_no_next"], fix=answer["instead"]))
             error, following = DoesNotFitError(answer["headline"], problems=problems), None
-        problems_now = [vars(problem) for problem in error.problems]
-        failure["error"] = {"headline": error.headline, "problems": problems_now}
+        failure["error"] = {"headline": error.headline, "problems": [*map(vars, error.problems)]}
         return error, following
 
     def make_room(self, retry: LaunchSpec) -> None:

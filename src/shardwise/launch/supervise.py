@@ -46,8 +46,8 @@ class _Request(NamedTuple):
 
 def supervise(
     spec: LaunchSpec,
-    launcher: Launcher,
     *,
+    launcher: Launcher,
     module: str = WORKER_MODULE,
     post_mortem: str = POST_MORTEM_MODULE,
     grace_seconds: float = 10.0,
@@ -80,7 +80,7 @@ def supervise(
 
 def _run(spec: LaunchSpec, launcher: Launcher, module: str, grace_seconds: float) -> Ending:
     folder = Path(tempfile.mkdtemp(prefix="shardwise-"))  # mode 0700
-    ending = None
+    log = None
     try:
         spec_path = folder / "spec.json"
         spec_path.write_text(json.dumps(spec.to_json()), encoding="utf-8")
@@ -93,9 +93,10 @@ def _run(spec: LaunchSpec, launcher: Launcher, module: str, grace_seconds: float
             finally:
                 launcher.kill(workers)
         ending = _conclude(spec, workers, requests, killed_before=killed_before)
+        log = ending.log
         return ending
     finally:
-        if ending is None or ending.log is None or ending.log.parent != folder:
+        if log is None or log.parent != folder:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -128,12 +129,7 @@ def _impatient(requests: Sequence[_Request]) -> int | None:
 
 
 def _watch(
-    launcher: Launcher,
-    workers: Sequence[Worker],
-    requests: Sequence[_Request],
-    grace_seconds: float,
-    *,
-    saving: bool,
+    launcher: Launcher, workers: list[Worker], requests: list[_Request], grace_seconds: float, *, saving: bool
 ) -> None:
     """Returns when all workers have ended, or when those left are to be killed."""
     forwarded = warned = explained = False
@@ -179,8 +175,9 @@ def _conclude(
             worker.rank,
         ),
     )
+    terminated = failed and failed[0].report is None and failed[0].process.returncode == -signal.SIGTERM
     impatient = _impatient(requests)
-    if impatient is not None or (failed and requests and _ended_by_our_request(failed[0])):
+    if impatient is not None or (requests and terminated):
         number = signal.SIGTERM if impatient is None else impatient
         error = ShardwiseError(
             "stopped before the state could be saved",
@@ -194,13 +191,12 @@ def _conclude(
     if evidence is not None:
         ranks = [first.rank, *(worker.rank for worker in failed[1:] if worker.out_of_memory)]
         evidence = {**evidence, "ranks": ranks}
-    trace = str((first.report or {}).get("traceback", ""))
     return Ending(
         code=code,
         error=_error_of(first, killed_before=killed_before),
         out_of_memory=evidence,
         requested=bool(requests),
-        traceback=trace,
+        traceback=first.traceback,
         log=None if code == STOPPED else _kept_log(spec, first, workers),
     )
 
@@ -212,28 +208,22 @@ def _kept_log(spec: LaunchSpec, first: Worker, workers: Sequence[Worker]) -> Pat
     own input is the cause: then the error says it all. None where nothing is kept.
     """
     for worker in workers:
-        trace = (worker.report or {}).get("traceback")
-        if trace:
+        if worker.traceback:
             with worker.log.open("a", encoding="utf-8") as file:
-                file.write(trace)
+                file.write(worker.traceback)
     if not first.log.exists():
         return None
     if is_run_folder(Path(spec.run_dir)) and not spec.dry_run:
         logs = Path(spec.run_dir) / "logs"
         try:
             logs.mkdir(exist_ok=True)
-            for worker in workers:
-                if worker.log.exists():
-                    shutil.copy(worker.log, logs)
+            for log in first.folder.glob("rank-*.log"):
+                shutil.copy(log, logs)
         except OSError:  # the disk is full, say
             return first.log
         return logs / first.log.name
     own_input = _code(first) not in (ShardwiseError.exit_code, MachineError.exit_code)
     return None if own_input and not spec.debug else first.log
-
-
-def _ended_by_our_request(worker: Worker) -> bool:
-    return worker.report is None and worker.process.returncode == -signal.SIGTERM
 
 
 def _code(worker: Worker) -> int:

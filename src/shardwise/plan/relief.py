@@ -39,7 +39,6 @@ def corrected(option: Option, beyond_bytes: int, *, margin: float = MARGIN) -> O
 def following(
     failed: Option,
     options: Iterable[Option],
-    *,
     tried: Sequence[Strategy],
     beyond_bytes: int,
     hardware: Hardware,
@@ -53,24 +52,17 @@ def following(
     return rank(fitting, "throughput", hardware)[0] if fitting else None
 
 
-def reliefs(
-    failed: Option, options: Sequence[Option], *, beyond_bytes: int, hardware: Hardware
-) -> list[Option]:
+def reliefs(failed: Option, options: Sequence[Option], beyond_bytes: int, hardware: Hardware) -> list[Option]:
     """At most three that need less: a smaller micro-batch, more checkpointing, another kind of strategy.
 
     From each group the fastest that fits after correction; else the one that needs the least, as `no`.
     """
     asked = failed.strategy
-    smaller, leaner, others = [], [], []
-    for option in (corrected(option, beyond_bytes) for option in options):
-        if _needed(option) >= _needed(failed):
-            continue
-        if not same_state(asked, option.strategy):
-            others.append(option)
-        elif option.strategy.checkpoint_every == asked.checkpoint_every:
-            smaller.append(option)
-        elif option.strategy.micro_batch == asked.micro_batch:
-            leaner.append(option)
+    less = [corrected(option, beyond_bytes) for option in options if _needed(option) < _needed(failed)]
+    own = [option for option in less if same_state(asked, option.strategy)]
+    others = [option for option in less if not same_state(asked, option.strategy)]
+    smaller = [one for one in own if one.strategy.checkpoint_every == asked.checkpoint_every]
+    leaner = [one for one in own if one.strategy.micro_batch == asked.micro_batch and one not in smaller]
     found = []
     for group in filter(None, (smaller, leaner, others)):
         fitting = [option for option in group if option.fit != "no"]

@@ -7,6 +7,7 @@ weights: the engines guard it on the device, so noticing one step later loses no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -47,7 +48,7 @@ START_AGAIN = "lower optimizer.learning_rate or lengthen optimizer.warmup_steps,
 
 
 class Observer(Protocol):
-    """What the loop tells the outside; rank 0's writes the record and the display."""
+    """What the loop reports to; rank 0's writes the record and the display."""
 
     def on_step(self, report: StepReport) -> None: ...
 
@@ -58,7 +59,7 @@ class Observer(Protocol):
 
 @dataclass
 class Progress:
-    """Where the training stands; everything a checkpoint has to carry besides the engine's state."""
+    """The position of the training; a checkpoint carries it in addition to the engine's state."""
 
     step: int = 0
     tokens: int = 0
@@ -80,10 +81,7 @@ class _Issued:
 
 
 class Loop:
-    """Runs optimizer steps from `progress.step` to `last_step`; evaluates and saves on the way.
-
-    Without `evaluation` or `save` it does not.
-    """
+    """Runs optimizer steps from `progress.step` to `last_step`; evaluates and saves unless that is None."""
 
     def __init__(
         self,
@@ -160,7 +158,7 @@ class Loop:
         world = self.engine.world
         alike = world.size // world.data_size  # ranks after each other that have seen the same rows
         loss = sum(shares[::alike]) / self.evaluation.target_tokens
-        if not _finite(loss):
+        if not math.isfinite(loss):
             raise DivergedError(
                 f"the evaluation loss is {loss}",
                 where=f"step {self.progress.step}",
@@ -238,7 +236,7 @@ class Loop:
                 },
             )
         )
-        if not _finite(loss) or (not _finite(grad_norm) and self.job.train.precision != "fp16"):
+        if not math.isfinite(loss) or (not math.isfinite(grad_norm) and self.job.train.precision != "fp16"):
             raise DivergedError(
                 f"the loss is {loss}, the gradient norm {grad_norm}; this step was not applied",
                 where=f"step {issued.step}",
@@ -261,10 +259,6 @@ def overflows(where: str) -> DivergedError:
         where=where,
         fix="train.precision: bf16 or fp32, or lower optimizer.learning_rate",
     )
-
-
-def _finite(number: float) -> bool:
-    return number - number == 0.0
 
 
 def _copy_back(result: StepResult) -> Callable[[], list[float]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardwise.engines import settings_of
 from shardwise.errors import JobError, MachineError, Problem
@@ -51,10 +51,8 @@ class Case:
         self.failed = self.tried[-1]
         self.saved = request["saved_step"] is not None
         self.hardware = hardware
-        self.limits: dict[str, Any] = {
-            "memory_cap_bytes": self.spec.memory_cap_bytes,
-            "vocab_size": self.evidence.vocab_size,
-        }
+        cap, vocabulary = self.spec.memory_cap_bytes, self.evidence.vocab_size
+        self.limits: dict[str, Any] = {"memory_cap_bytes": cap, "vocab_size": vocabulary}
 
     @cached_property
     def prediction(self) -> Option | None:
@@ -145,9 +143,7 @@ def post_mortem(request: Mapping[str, Any], hardware: Hardware | None) -> dict[s
     changes = list(_changes(case))
     if not changes and "instead" not in answer:
         changes = [Problem(what="no strategy needs less than this one", fix=case.nearest())]
-    answer["facts"] = [asdict(problem) for problem in facts]
-    answer["changes"] = [asdict(problem) for problem in changes]
-    return answer
+    return {**answer, "facts": [*map(asdict, facts)], "changes": [*map(asdict, changes)]}
 
 
 def used_bytes(evidence: OutOfMemory) -> int:
@@ -164,55 +160,37 @@ def used_bytes(evidence: OutOfMemory) -> int:
     return used + max(0, (evidence.asked_bytes or 0) - unused)
 
 
-class Term(NamedTuple):
-    """One part of the memory; bytes."""
-
-    name: str
-    measured: int | None
-    predicted: int
-
-    @property
-    def excess(self) -> int:
-        return 0 if self.measured is None else self.measured - self.predicted
-
-
-def measured(evidence: OutOfMemory, memory: Memory) -> list[Term]:
-    """The parts that can be told apart after the failure, with the plan's; None where not measured.
+def measured(evidence: OutOfMemory, memory: Memory) -> list[tuple[str, int, int]]:
+    """(part of the memory, bytes measured, bytes predicted), for the parts that were measured.
 
     What stays allocated after the step's tensors are freed; what that freed, with what was asked for; what
     was reserved in fragments; what this process holds outside torch's allocator; what other processes hold.
     """
-    terms = memory.terms
+    e, terms, found = evidence, memory.terms, []
     states = terms.weights_bytes + terms.optimizer_bytes + terms.gradients_bytes + terms.engine_buffers_bytes
-    resident, allocated, reserved = evidence.resident_bytes, evidence.allocated_bytes, evidence.reserved_bytes
-    step = fragments = outside = others = None
-    if resident is not None and allocated is not None:
-        step = allocated - resident + (evidence.asked_bytes or 0)
-    if reserved is not None and allocated is not None:
-        fragments = reserved - allocated
-    if evidence.process_bytes is not None and reserved is not None:
-        outside = evidence.process_bytes - reserved
-        if evidence.total_bytes is not None and evidence.free_bytes is not None:
-            others = max(0, evidence.total_bytes - evidence.free_bytes - evidence.process_bytes)
-    return [
-        Term("weights, optimizer, gradients and buffers", resident, states),
-        Term("activations and the loss", step, terms.activations_bytes + terms.loss_bytes),
-        Term("fragments", fragments, terms.fragmentation_bytes),
-        Term("CUDA and NCCL", outside, memory.outside_allocator_bytes),
-        Term("other processes", others, 0),
-    ]
+    if e.resident_bytes is not None:
+        found.append(("weights, optimizer, gradients and buffers", e.resident_bytes, states))
+        if e.allocated_bytes is not None:
+            step = e.allocated_bytes - e.resident_bytes + (e.asked_bytes or 0)
+            found.append(("activations and the loss", step, terms.activations_bytes + terms.loss_bytes))
+    if e.reserved_bytes is not None and e.allocated_bytes is not None:
+        found.append(("fragments", e.reserved_bytes - e.allocated_bytes, terms.fragmentation_bytes))
+    if e.reserved_bytes is not None and e.process_bytes is not None:
+        outside = e.process_bytes - e.reserved_bytes
+        found.append(("CUDA and NCCL", outside, memory.outside_allocator_bytes))
+        if e.total_bytes is not None and e.free_bytes is not None:
+            others = max(0, e.total_bytes - e.free_bytes - e.process_bytes)
+            found.append(("other processes", others, 0))
+    return found
 
 
 def _against_the_plan(case: Case, memory: Memory) -> str:
     """Measured compared with predicted, the largest excess first."""
-    terms = [term for term in measured(case.evidence, memory) if term.measured is not None]
-    over = [term for term in terms if term.excess > WORTH_NAMING * memory.capacity_bytes]
-    over.sort(key=lambda term: -term.excess)
-    compared = "; ".join(
-        f"{term.name} {size(term.measured or 0)}, predicted {size(term.predicted)}" for term in over or terms
-    )
-    text = f"the plan predicts {gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} for "
-    text += in_words(case.failed)
+    terms = sorted(measured(case.evidence, memory), key=lambda term: term[2] - term[1])
+    over = [term for term in terms if term[1] - term[2] > WORTH_NAMING * memory.capacity_bytes]
+    compared = "; ".join(f"{name} {size(now)}, predicted {size(then)}" for name, now, then in over or terms)
+    needed, capacity = gib(memory.needed_bytes), gib(memory.capacity_bytes)
+    text = f"the plan predicts {needed} of {capacity} for {in_words(case.failed)}"
     if over:
         text = f"more than predicted: {compared}; {text}"
     elif terms:
@@ -226,12 +204,11 @@ def _changes(case: Case) -> Iterator[Problem]:
     """Up to three changes, with what they save and cost where that can be predicted."""
     failed = case.prediction
     if failed is None or case.hardware is None:
-        for strategy in case.unpredicted[:3]:
-            yield Problem(what=in_words(strategy), fix=_how(case, strategy))
+        yield from (Problem(what=in_words(one), fix=_how(case, one)) for one in case.unpredicted[:3])
         return
     options = {option.strategy: option for option in (*case.own_kind, *case.all_kinds)}
     options.pop(case.failed, None)
-    found = reliefs(failed, list(options.values()), beyond_bytes=case.beyond_bytes, hardware=case.hardware)
+    found = reliefs(failed, list(options.values()), case.beyond_bytes, case.hardware)
     for option in found:
         saved = failed.prediction.memory.needed_bytes - option.prediction.memory.needed_bytes
         times = option.prediction.time.step_seconds / failed.prediction.time.step_seconds
@@ -264,13 +241,7 @@ def _next(case: Case) -> dict[str, Any] | None:
     if not case.saved:
         pools.append(case.all_kinds)
     for options in pools:
-        found = following(
-            case.prediction,
-            options,
-            tried=case.tried,
-            beyond_bytes=case.beyond_bytes,
-            hardware=case.hardware,
-        )
+        found = following(case.prediction, options, case.tried, case.beyond_bytes, case.hardware)
         if found is not None:
             return replace(found, why=(why,)).to_json()
     return None

@@ -38,7 +38,7 @@ from shardwise.train.loop import Loop, Progress
 from shardwise.train.observe import Quiet, Recorder
 from shardwise.train.oom import explained
 from shardwise.train.process import Chorus, StopSignal, join, place, settled
-from shardwise.train.profile import PROFILED_STEPS, Profiled
+from shardwise.train.profile import PROFILED_STEPS, profile_steps
 from shardwise.train.ready import Ready, count_steps, get_ready, identity, make_streams
 from shardwise.train.schedule import check_warmup
 from shardwise.train.snapshot import Snapshots
@@ -104,10 +104,12 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     observer = make_observer(ready, spec, engine, progress) if world.rank == 0 else Quiet()
     chorus.barrier()  # the run folder exists now, for every rank
     evaluated = spec.resume and chorus.gather(world.rank == 0 and _evaluated(run_dir, progress.step))[0]
+    if spec.profile is not None and spec.measure_steps is not None:
+        profile_steps(engine, after=spec.measure_steps, trace=Path(spec.profile))
     with observer:
         loop = Loop(
             job=job,
-            engine=engine if spec.profile is None else Profiled(engine, spec),
+            engine=engine,
             stream=stream,
             evaluation=None if measuring else evaluation,
             chorus=chorus,

@@ -13,8 +13,7 @@ from shardwise.record.environment import versions
 from shardwise.record.manifest import Origin
 from shardwise.strategy import Strategy
 from shardwise.train.checkpoint.match import check_origin
-from shardwise.train.checkpoint.rng import load_rng, save_rng
-from shardwise.train.checkpoint.state import TrainerState, load_state, save_state
+from shardwise.train.checkpoint.state import TrainerState, load_rng, load_state, save_rng, save_state
 from shardwise.train.checkpoint.store import CheckpointStore
 from shardwise.train.loop import Progress
 from shardwise.train.process import Chorus
@@ -63,7 +62,7 @@ class Snapshots:
                 fix="start without --resume, under another name",
             )
         if self.engine.world.rank == 0:
-            found.tell_damaged()
+            found.warn_of_damaged()
         check_origin(found.manifest, self.origin, where=str(found.path))
         state = load_state(found.path)
         self.engine.load(found.path / "engine")

@@ -101,7 +101,7 @@ def fail(code: int) -> Any:
 def run_fake(tmp_path: Path, work: Any, **changes: Any) -> tuple[int, FakeLauncher]:
     launcher = FakeLauncher({WORKER_MODULE: work, POST_MORTEM_MODULE: lambda *_: 1})
     spec = LaunchSpec(job={"name": "x"}, run_dir=str(tmp_path / "run"), processes=2, **changes)
-    return supervise(spec, launcher, grace_seconds=0.0), launcher
+    return supervise(spec, launcher=launcher, grace_seconds=0.0), launcher
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_post_mortem_that_fails_names_its_log(temporary: Path, capsys: pytest.
     for debug in (False, True):
         launcher = FakeLauncher({WORKER_MODULE: out_of_memory, POST_MORTEM_MODULE: broken})
         spec = LaunchSpec(job={}, run_dir=str(temporary / "run"), processes=1, debug=debug)
-        assert supervise(spec, launcher) == 3
+        assert supervise(spec, launcher=launcher) == 3
         err = capsys.readouterr().err
         assert "warning: there is no post-mortem: it ended without an answer\n" in err
         assert ("Traceback" in err) == debug

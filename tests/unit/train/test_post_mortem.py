@@ -246,7 +246,7 @@ def test_the_process_answers_in_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert json.loads(answer.read_text()) == {"a": None}
 
 
-def test_terms_that_were_not_measured_are_none() -> None:
+def test_the_terms_add_up_and_those_not_measured_are_left_out() -> None:
     memory = module.predict_strategy(
         Job.model_validate(
             {
@@ -260,6 +260,8 @@ def test_terms_that_were_not_measured_are_none() -> None:
         ZERO2,
         vocab_size=8000,
     ).prediction.memory
-    terms = measured(evidence(), memory)
-    assert all(term.measured is None and term.excess == 0 for term in terms)
-    assert sum(term.predicted for term in terms) == memory.needed_bytes
+    assert measured(evidence(), memory) == []
+    every = evidence(used=12 * GIB, resident_bytes=GIB)
+    terms = measured(every, memory)
+    assert sum(predicted for _, _, predicted in terms) == memory.needed_bytes
+    assert sum(now for _, now, _ in terms) == 12 * GIB + GIB, "all that is in use, and what was asked for"
