@@ -20,7 +20,7 @@ from shardwise.engines.runtime.protocol import Engine, StepResult
 from shardwise.errors import DivergedError
 from shardwise.job.schema import Job
 from shardwise.train.meter import MEMORY_FIELDS, Stopwatch, memory
-from shardwise.train.process import Chorus, StopSignal
+from shardwise.train.process import Ranks, StopSignal
 from shardwise.train.schedule import learning_rate
 
 
@@ -90,7 +90,7 @@ class Loop:
         engine: Engine,
         stream: BatchStream,
         evaluation: EvalStream | None,
-        chorus: Chorus,
+        ranks: Ranks,
         stop: StopSignal,
         observer: Observer,
         save: Callable[[Progress], int] | None,
@@ -103,7 +103,7 @@ class Loop:
         self.engine = engine
         self.stream = stream
         self.evaluation = evaluation
-        self.chorus = chorus
+        self.ranks = ranks
         self.stop = stop
         self.observer = observer
         self.save_state = save
@@ -154,16 +154,13 @@ class Loop:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for micro_batch in self.evaluation:
             total += self.engine.loss_sum(micro_batch.to(device))
-        shares: list[Any] = self.chorus.gather(total.item())
+        shares: list[Any] = self.ranks.gather(total.item())
         world = self.engine.world
         alike = world.size // world.data_size  # ranks after each other that have seen the same rows
         loss = sum(shares[::alike]) / self.evaluation.target_tokens
         if not math.isfinite(loss):
-            raise DivergedError(
-                f"the evaluation loss is {loss}",
-                where=f"step {self.progress.step}",
-                fix="lower optimizer.learning_rate, or look at the held-out data",
-            )
+            fix = "lower optimizer.learning_rate, or look at the held-out data"
+            raise DivergedError(f"the evaluation loss is {loss}", where=f"step {self.progress.step}", fix=fix)
         self.observer.on_eval(
             step=self.progress.step,
             loss=loss,
@@ -200,7 +197,7 @@ class Loop:
             loss_scale=result.loss_scale,
             ended=self.watch.mark(),
             numbers=_copy_back(result),
-            shared=self.chorus.exchange([float(self.stop.requested), *memory(device)]),
+            shared=self.ranks.exchange([float(self.stop.requested), *memory(device)]),
         )
         self._read()
         self._issued = issued
@@ -218,38 +215,35 @@ class Loop:
         loss, grad_norm, skipped = issued.numbers()
         by_rank = issued.shared()
         self._stop_agreed = self._stop_agreed or any(values[0] > 0 for values in by_rank)
-        self.observer.on_step(
-            StepReport(
-                step=issued.step,
-                epoch=issued.batch.epoch,
-                loss=loss,
-                grad_norm=grad_norm,
-                learning_rate=issued.learning_rate,
-                tokens=issued.batch.tokens,
-                target_tokens=issued.batch.target_tokens,
-                seconds=self.watch.lap(issued.ended),
-                skipped=bool(skipped),
-                loss_scale=issued.loss_scale,
-                memory={
-                    name: [int(values[1 + index]) for values in by_rank]
-                    for index, name in enumerate(MEMORY_FIELDS)
-                },
-            )
+        names = enumerate(MEMORY_FIELDS, start=1)
+        report = StepReport(
+            step=issued.step,
+            epoch=issued.batch.epoch,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=issued.learning_rate,
+            tokens=issued.batch.tokens,
+            target_tokens=issued.batch.target_tokens,
+            seconds=self.watch.lap(issued.ended),
+            skipped=bool(skipped),
+            loss_scale=issued.loss_scale,
+            memory={name: [int(values[index]) for values in by_rank] for index, name in names},
         )
-        if not math.isfinite(loss) or (not math.isfinite(grad_norm) and self.job.train.precision != "fp16"):
-            raise DivergedError(
-                f"the loss is {loss}, the gradient norm {grad_norm}; this step was not applied",
-                where=f"step {issued.step}",
-                fix=START_AGAIN,
-            )
-        if skipped and issued.loss_scale is not None and issued.loss_scale <= LEAST_LOSS_SCALE:
-            raise overflows(f"step {issued.step}")
-        if grad_norm == 0.0 and not skipped:
-            raise DivergedError(
-                f"the gradient is exactly zero at a loss of {loss}: the model cannot learn any more",
-                where=f"step {issued.step}",
-                fix=START_AGAIN,
-            )
+        self.observer.on_step(report)
+        _check(report, fp16=self.job.train.precision == "fp16")
+
+
+def _check(report: StepReport, *, fp16: bool) -> None:
+    """Raise DivergedError where no further step can be useful."""
+    where, loss, grad_norm = f"step {report.step}", report.loss, report.grad_norm
+    if not math.isfinite(loss) or not (math.isfinite(grad_norm) or fp16):
+        what = f"the loss is {loss}, the gradient norm {grad_norm}; this step was not applied"
+        raise DivergedError(what, where=where, fix=START_AGAIN)
+    if report.skipped and report.loss_scale is not None and report.loss_scale <= LEAST_LOSS_SCALE:
+        raise overflows(where)
+    if grad_norm == 0.0 and not report.skipped:
+        what = f"the gradient is exactly zero at a loss of {loss}: the model cannot learn any more"
+        raise DivergedError(what, where=where, fix=START_AGAIN)
 
 
 def overflows(where: str) -> DivergedError:

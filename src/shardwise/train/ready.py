@@ -1,6 +1,6 @@
-"""A job made ready: tokenizer, model on the meta device, tokenised data, strategy; no weights, no GPU.
+"""Prepares a job: tokenizer, model on the meta device, tokenised data, strategy; no weights, no GPU.
 
-Everything that can be wrong with the job, the data and the model is found here, before anything is written.
+Every mistake in the job, the data and the model is found here, before anything is written.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _architecture(built: BuiltModel) -> Architecture | None:
 
 
 def count_steps(ready: Ready) -> int:
-    """Optimizer steps of the whole run: as asked, or rounded up to whole epochs."""
+    """Optimizer steps of the full run: as asked, or all that the epochs need, rounded up."""
     train = ready.job.train
     if train.steps is not None:
         return train.steps

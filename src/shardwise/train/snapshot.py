@@ -1,4 +1,4 @@
-"""The run's whole state into a checkpoint and back: engine, weights for export, generators, data position."""
+"""Saves and restores the full state of a run: engine, weights for export, generators, data position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.train.checkpoint.match import check_origin
 from shardwise.train.checkpoint.state import TrainerState, load_rng, load_state, save_rng, save_state
 from shardwise.train.checkpoint.store import CheckpointStore
 from shardwise.train.loop import Progress
-from shardwise.train.process import Chorus
+from shardwise.train.process import Ranks
 
 
 class Snapshots:
@@ -28,7 +28,7 @@ class Snapshots:
         *,
         engine: Engine,
         stream: BatchStream,
-        chorus: Chorus,
+        ranks: Ranks,
         write_weights: Callable[[Path], None],
         strategy: Strategy,
         identity: Mapping[str, Any],
@@ -43,7 +43,7 @@ class Snapshots:
         self.origin = Origin(
             world_size=world.size, strategy=strategy.to_json(), identity=identity, versions=versions()
         )
-        self.store = CheckpointStore(folder, keep=keep, rank=world.rank, agree=chorus.gather)
+        self.store = CheckpointStore(folder, keep=keep, rank=world.rank, agree=ranks.gather)
 
     def save(self, progress: Progress) -> int:
         """Commit a checkpoint of `progress.step`; returns its bytes."""

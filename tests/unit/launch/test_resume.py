@@ -67,6 +67,12 @@ def test_a_run_folder_is_resumed_with_its_own_job_and_processes(
     assert spec.job["model"]["lora"]["rank"] == 8
 
 
+@pytest.mark.parametrize("debug", [[], ["--debug"]])
+def test_debug_reaches_the_workers(run: Path, launched: list[LaunchSpec], debug: list[str]) -> None:
+    assert main([*debug, "train", str(run), "--resume"]) == 0
+    assert launched[0].debug is bool(debug)
+
+
 def test_a_run_folder_may_have_been_moved(run: Path, launched: list[LaunchSpec]) -> None:
     run.rename("elsewhere")
     assert main(["train", "elsewhere", "--resume", "--processes", "4"]) == 0

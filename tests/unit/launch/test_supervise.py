@@ -135,6 +135,65 @@ def test_all_well_keeps_nothing(temporary: Path, capsys: pytest.CaptureFixture[s
     assert list(temporary.iterdir()) == []
 
 
+def test_a_dry_run_writes_nothing_into_a_run_folder(
+    temporary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunFolder.create(temporary / "run", job_yaml="{}", plan={}, environment={}).close()
+
+    def work(rank: int, spec: Path, folder: Path) -> int:
+        report = {"exit_code": 2, "headline": "", "problems": [{"what": "x"}], "traceback": "a stack"}
+        write_report(folder, rank, report)
+        return 2
+
+    code, launcher = run_fake(temporary, work, dry_run=True)
+    assert launcher.started == [(WORKER_MODULE, 1)]
+    assert not (temporary / "run" / "logs").exists()
+    assert code == 2
+    assert "log:" not in capsys.readouterr().err
+
+
+def test_where_the_run_folder_takes_no_log_the_temporary_one_is_kept(
+    temporary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunFolder.create(temporary / "run", job_yaml="{}", plan={}, environment={}).close()
+    (temporary / "run" / "logs").touch()  # a file, where the folder would be
+    assert run_fake(temporary, fail(5))[0] == 5
+    [kept] = temporary.glob("shardwise-*")
+    assert capsys.readouterr().err.endswith(f"  log: {kept}/rank-1.log\n")
+
+
+def test_a_run_that_only_measures_is_not_explained(temporary: Path) -> None:
+    def work(rank: int, spec: Path, folder: Path) -> int:
+        report = {
+            "exit_code": 3,
+            "headline": "",
+            "problems": [{"what": "full"}],
+            "out_of_memory": {"rank": 0},
+        }
+        write_report(folder, rank, report)
+        return 3
+
+    code, launcher = run_fake(temporary, work, measure_steps=2)
+    assert (code, launcher.started) == (3, [(WORKER_MODULE, 2)])
+    assert run_fake(temporary, work)[1].started == [(WORKER_MODULE, 2), (POST_MORTEM_MODULE, 1)]
+
+
+def test_debug_asks_python_for_the_stack_of_a_native_crash(tmp_path: Path) -> None:
+    (tmp_path / "crash.py").write_text("import os\ndef deep(): os.abort()\ndeep()\n")
+    spec = LaunchSpec(job={"name": "x"}, run_dir=str(tmp_path / "run"), processes=1, debug=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHER.replace('"buggy"', '"crash"'), json.dumps(spec.to_json())],
+        env={**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{tmp_path}", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 4
+    assert "rank 0 crashed with SIGABRT" in done.stderr
+    assert ", line 2 in deep" in done.stderr
+
+
 def test_a_post_mortem_that_fails_names_its_log(temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With its traceback on the terminal under --debug."""
 

@@ -32,7 +32,7 @@ from shardwise.train.oom import (
     numbers_in,
     out_of_memory_in,
 )
-from shardwise.train.process import Chorus, StopSignal
+from shardwise.train.process import Ranks, StopSignal
 
 GIB, MIB = 2**30, 2**20
 LEDGER = Path(__file__).parents[3] / "benchmarks" / "accuracy" / "results" / "measured.jsonl"
@@ -233,7 +233,7 @@ def where(change: Callable[[Model, Loop], None], *, checkpoint_every: int = 0, s
         engine=engine,
         stream=stream(),  # type: ignore[arg-type]
         evaluation=Evaluation(),  # type: ignore[arg-type]
-        chorus=Chorus(WORLD),
+        ranks=Ranks(WORLD),
         stop=StopSignal(),
         observer=Silent(),
         save=lambda progress: 0,
