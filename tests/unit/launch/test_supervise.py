@@ -178,6 +178,41 @@ def test_a_run_that_only_measures_is_not_explained(temporary: Path) -> None:
     assert run_fake(temporary, work)[1].started == [(WORKER_MODULE, 2), (POST_MORTEM_MODULE, 1)]
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_retry_of_a_resumed_run_resumes_even_without_a_checkpoint(temporary: Path, resume: bool) -> None:
+    """Started again it would meet the run folder, which is never removed."""
+    seen: list[bool] = []
+
+    def work(rank: int, spec: Path, folder: Path) -> int:
+        seen.append(json.loads(spec.read_text())["resume"])
+        if len(seen) > 1:
+            return 0
+        report = {
+            "exit_code": 3,
+            "headline": "",
+            "problems": [{"what": "full"}],
+            "out_of_memory": {"rank": 0},
+        }
+        write_report(folder, rank, report)
+        return 3
+
+    def answer(rank: int, request: Path, folder: Path) -> int:
+        found = {
+            "headline": "full",
+            "facts": [],
+            "changes": [],
+            "next": {"strategy": {}},
+            "next_in_words": "less",
+        }
+        Path(json.loads(request.read_text())["answer"]).write_text(json.dumps(found))
+        return 0
+
+    launcher = FakeLauncher({WORKER_MODULE: work, POST_MORTEM_MODULE: answer})
+    spec = LaunchSpec(job={}, run_dir=str(temporary / "run"), processes=1, resume=resume, on_oom="retry")
+    assert supervise(spec, launcher=launcher) == 0
+    assert seen == [resume, resume]
+
+
 def test_debug_asks_python_for_the_stack_of_a_native_crash(tmp_path: Path) -> None:
     (tmp_path / "crash.py").write_text("import os\ndef deep(): os.abort()\ndeep()\n")
     spec = LaunchSpec(job={"name": "x"}, run_dir=str(tmp_path / "run"), processes=1, debug=True)
