@@ -1,4 +1,4 @@
-"""The cost of knowing which block a backward pass is in: `train.whereabouts` on and off, on one CPU core.
+"""What it costs to know the block of a backward pass: `train.oom.FailureLocation` on and off, on one core.
 
     python benchmarks/out_of_memory/hook_cost.py --out benchmarks/out_of_memory/results/hook-cost.json
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.train.whereabouts import Whereabouts
+from shardwise.train.oom import FailureLocation
 
 BLOCKS = 32
 MICRO_BATCHES = 50
@@ -50,7 +50,7 @@ def main() -> None:
     out = parser.parse_args().out
     torch.set_num_threads(1)
     off, on = Model(), Model()
-    Whereabouts(on, list(on.layers))
+    FailureLocation(on, list(on.layers))
     seconds: dict[str, list[float]] = {"off": [], "on": []}
     for _ in range(TURNS):
         seconds["off"].append(cpu_seconds(off))

@@ -24,7 +24,7 @@ from shardwise.job.schema import Job
 from shardwise.launch.spec import LaunchSpec
 from shardwise.train.loop import Loop, Progress, StepReport
 from shardwise.train.observe import Recorder
-from shardwise.train.process import Chorus, StopSignal, join
+from shardwise.train.process import Ranks, StopSignal, join
 from shardwise.train.ready import get_ready, make_streams
 from shardwise.train.run import make_engine, make_observer
 
@@ -97,7 +97,7 @@ def main() -> None:
             engine=engine,
             stream=stream,
             evaluation=None,
-            chorus=Chorus(world),
+            ranks=Ranks(world),
             stop=StopSignal(),
             observer=recorder,
             save=lambda _: 0,

@@ -54,7 +54,7 @@ def main(cwd: str, worker: str, *arguments: str) -> None:
     os.chdir(cwd)
     sys.argv = ["shardwise", *arguments]
     starting = SimpleNamespace(**{**vars(subprocess), "Popen": Fork})
-    for name in ("shardwise.trials.process", "shardwise.launch.worker"):
+    for name in ("shardwise.trials.process", "shardwise.launch.local"):
         importlib.import_module(name).subprocess = starting  # type: ignore[attr-defined]
     local.launch = partial(local.launch, module=worker)  # type: ignore[assignment]
     sys.exit(command(list(arguments)))

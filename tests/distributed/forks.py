@@ -24,7 +24,7 @@ from threading import Timer
 from typing import NoReturn
 
 from shardwise.hardware.detect import gpu_count
-from shardwise.launch.worker import die_with, free_port
+from shardwise.launch.local import die_with, free_port
 
 HERE = Path(__file__).parent
 TEMPLATES = 2

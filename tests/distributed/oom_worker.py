@@ -19,7 +19,7 @@ import torch
 from shardwise.data.batch import IGNORED, MicroBatch
 from shardwise.engines.runtime.adamw import AdamW
 from shardwise.objective.causal_lm import CausalLMLoss
-from shardwise.train import run
+from shardwise.train import oom, run
 from shardwise.train.checkpoint import store
 from shardwise.train.loop import Loop
 from shardwise.train.worker import main
@@ -30,6 +30,9 @@ MESSAGE = (
     "memory 71.00 GiB is allocated by PyTorch, and 5.00 GiB is reserved by PyTorch but unallocated. If "
     "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
 )
+GIB = 2**30
+COUNTERS = {"reserved_bytes": 76 * GIB, "free_bytes": int(1.19 * GIB), "total_bytes": int(79.1 * GIB)}
+"""What torch would say of the GPU that the message is about."""
 RANK = int(os.environ["RANK"])
 BORDER: dict[str, Any] = json.loads(os.environ.get("OOM_BORDER", "{}"))
 
@@ -95,6 +98,7 @@ def watch() -> None:
     CausalLMLoss.forward = forward  # type: ignore[method-assign]
     Loop._issue = issued  # type: ignore[method-assign]
     AdamW.step = stepped  # type: ignore[method-assign]
+    oom.counters = lambda _: COUNTERS
     run.checkpoint_blocks = building  # type: ignore[assignment]
     run.save_weights = saving  # type: ignore[assignment]
     store.ANSWER_SECONDS = 2.0  # of ranks that wait in a collective of the engine's, and will not answer

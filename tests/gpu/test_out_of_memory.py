@@ -99,7 +99,7 @@ def test_stopped_it_names_what_saves_how_much(tmp_path: Path) -> None:
     print(err)
     assert code == 3
     assert err.count("error:") == 1
-    assert "the plan says" in err
+    assert "the plan predicts" in err
     assert "less, " in err
     assert "x the time of a step (predicted)" in err
     assert "--set train.micro_batch=" in err

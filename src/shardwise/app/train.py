@@ -45,6 +45,7 @@ def train(
     memory_cap: str | int | None = None,
     on_oom: Literal["stop", "retry"] = "stop",
     as_json: bool = False,
+    debug: bool = False,
     command: Sequence[str] = ("shardwise.train",),
 ) -> Run:
     """Train a model as the job says, in processes of its own; returns when they have ended.
@@ -59,6 +60,7 @@ def train(
         memory_cap: use no more of each GPU; bytes, or `16GiB`.
         on_oom: after a GPU ran out of memory: stop, or retry with a strategy that needs less.
         as_json: a dry run prints its plan as one JSON object.
+        debug: print the traceback of a process that fails.
         command: what the user typed, for the run's record.
 
     Raises:
@@ -87,6 +89,7 @@ def train(
         as_json=as_json,
         memory_cap_bytes=cap_in_bytes(memory_cap, gpus),
         on_oom=on_oom,
+        debug=debug,
         command=list(command),
     )
     return Run(folder=folder, exit_code=launch(spec))

@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
     try:
-        code = app(args=arguments, prog_name="shardwise", standalone_mode=False)
+        code = app(args=arguments, prog_name="shardwise", standalone_mode=False, obj=debug)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):  # some versions of typer end with 130 themselves
         return INTERRUPTED

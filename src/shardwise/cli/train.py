@@ -14,6 +14,7 @@ from shardwise.cli.options import AsJson, Changes, stdout_to_stderr
 
 
 def train(
+    context: typer.Context,
     job: Annotated[
         Path,
         typer.Argument(
@@ -26,7 +27,9 @@ def train(
             min=1, metavar="N", help="Processes, one per GPU.  [default: the resumed run's, all GPUs, or 1]"
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")
+    ] = False,
     max_steps: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Stop after this step; the schedule stays the job's."),
@@ -39,7 +42,7 @@ def train(
     on_oom: Annotated[
         Literal["stop", "retry"],
         typer.Option(
-            help="After a GPU ran out of memory: end, or go on with a strategy that needs less.",
+            help="After a GPU ran out of memory: stop, or retry with a strategy that needs less.",
         ),
     ] = "stop",
     as_json: AsJson = False,
@@ -59,6 +62,7 @@ def train(
             memory_cap=memory_cap,
             on_oom=on_oom,
             as_json=as_json,
+            debug=bool(context.obj),
             command=["shardwise", *sys.argv[1:]],
         )
     if as_json and not dry_run and run.exit_code == 0:

@@ -17,7 +17,7 @@ from shardwise.diagnosis.check import Check, count
 from shardwise.diagnosis.child import LIMIT_SECONDS, MODULE, Child, Children, children
 from shardwise.diagnosis.gpus import Gpus
 from shardwise.hardware.calibration import Calibration
-from shardwise.launch.worker import worker_environment
+from shardwise.launch.local import worker_environment
 
 CPU_RANKS = 2  # that try gloo where there is no GPU
 HUB_SECONDS, COMPILE_SECONDS = 10.0, 600.0

@@ -17,7 +17,7 @@ import psutil
 
 from shardwise.diagnosis.check import Check
 from shardwise.hardware.host import cpu_cores, host_memory_bytes
-from shardwise.launch.worker import free_port
+from shardwise.launch.local import free_port
 from shardwise.record.environment import versions
 from shardwise.units import GIB, count, gib
 
@@ -51,7 +51,7 @@ def python() -> Check:
 def compiler() -> Check:
     """What Triton and DeepSpeed compile with: a C++ compiler, Python's headers, ninja."""
     name, cuda = os.environ.get("CC"), Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
-    # with the tools of this virtual environment, as workers have them (launch/worker.py)
+    # with the tools of this virtual environment, as workers have them (launch/local.py)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     found = {
         "C compiler": next(filter(None, map(shutil.which, [name] if name else ["gcc", "clang", "cc"])), None),

@@ -1,4 +1,4 @@
-"""What `--resume` goes on with: the job in the run folder, at the run's number of processes."""
+"""What `--resume` uses: the job in the run folder, and the run's number of processes."""
 
 from __future__ import annotations
 
@@ -10,48 +10,24 @@ from pathlib import Path
 
 from shardwise.errors import CheckpointError, JobError, Problem
 from shardwise.job import validate
+from shardwise.job.identity import DECISIVE, within
 from shardwise.job.load import LoadedJob, differences
 from shardwise.job.schema import Job
 from shardwise.job.source import read_file
 from shardwise.record.read import JOB, PLAN, is_run_folder, read_run
 
-DECISIVE = (
-    "model",
-    "optimizer",
-    "data.format",
-    "data.max_samples",
-    "data.sequence_length",
-    "data.packing",
-    "data.loss_on",
-    "data.system",
-    "data.too_long",
-    "data.skip_bad",
-    "data.eval_fraction",
-    "train.steps",
-    "train.epochs",
-    "train.global_batch",
-    "train.precision",
-    "train.seed",
-    "train.worst_case_first",
-)
-"""Keys that make a run this run: `train.ready.identity` refuses a checkpoint where one differs.
-
-Seen here, such a difference is told before any process starts, by key and line. What only the worker can
-compare, the content of the data above all, is left to it.
-"""
-
 _LENGTH = ("train.steps", "train.epochs")
 
 
 def resume_command(run_dir: Path) -> str:
-    """What the user types to go on with a run."""
+    """The command line that resumes a run."""
     return f"shardwise train {shlex.quote(str(run_dir))} --resume"
 
 
 def job_file(path: Path, *, resume: bool) -> Path:
-    """The job file that `train PATH` means: the file itself or, to resume, the run folder's.
+    """The job file of `train PATH`: the file itself or, to resume, the run folder's.
 
-    Raises JobError for a run folder that is not to be resumed, CheckpointError for one without its files.
+    Raises JobError for a run folder without --resume, CheckpointError for one that has lost its files.
     """
     if not is_run_folder(path):
         if resume and (path / "checkpoints").is_dir():
@@ -71,18 +47,21 @@ def job_file(path: Path, *, resume: bool) -> Path:
 
 
 def processes_of(run_dir: Path) -> int | None:
-    """Processes the run was begun with; None where it has not come so far."""
+    """Processes the run was started with; None if it never started."""
     heads = [event for event in read_run(run_dir).events if event.get("kind") == "run"]
     return heads[0]["processes"] if heads else None
 
 
 def check_same_job(loaded: LoadedJob, run_dir: Path) -> None:
-    """Raises CheckpointError naming each key in which a job is not the run's, with both values."""
+    """Raise CheckpointError with each key that differs from the run's job, and both values.
+
+    The content of the data is compared later, by the workers.
+    """
     then, now = _job_of(run_dir).model_dump(mode="json"), loaded.job.model_dump(mode="json")
     problems = [
         Problem(what=_difference(key, old, new), where=loaded.where(key))
         for key, old, new in differences(then, now)
-        if any(key == decisive or key.startswith(f"{decisive}.") for decisive in DECISIVE)
+        if within(key, DECISIVE)
     ]
     if problems:
         advice = f"`{resume_command(run_dir)}` goes on with the run's own job"
@@ -91,7 +70,7 @@ def check_same_job(loaded: LoadedJob, run_dir: Path) -> None:
                 "; to train longer, start another run from its weights: `shardwise export`, model.source"
             )
         problems[-1] = replace(problems[-1], fix=advice)
-        raise CheckpointError(f"this is not the job that {run_dir} was begun with", problems=problems)
+        raise CheckpointError(f"this is not the job that {run_dir} was started with", problems=problems)
 
 
 def _job_of(run_dir: Path) -> Job:
@@ -106,9 +85,9 @@ def _job_of(run_dir: Path) -> Job:
 def _difference(key: str, old: object, new: object) -> str:
     text = f"{key} is {_shown(new)}, in the run it is {_shown(old)}"
     if key in _LENGTH:
-        # With a constant rate after a warm-up given in steps the weights would not depend on the
-        # length, but the run's record (all its steps, the evaluation after the last) still would.
-        text += "; a run keeps its length, over which its learning rates and its record are laid out"
+        # With a constant rate and a warm-up given in steps the weights would not depend on the length,
+        # but the run's record (its steps, the evaluation after the last) still would.
+        text += "; a run keeps its length, from which its learning rates and its record follow"
     return text
 
 

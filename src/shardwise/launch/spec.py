@@ -35,6 +35,8 @@ class LaunchSpec:
     """The launcher's choice for a retry, as plan.json's `chosen`: it holds whatever the job says."""
     command: Sequence[str] | None = None
     """What the user typed; for the run's record."""
+    debug: bool = False
+    """Print the traceback of the rank that failed."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

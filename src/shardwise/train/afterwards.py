@@ -1,4 +1,4 @@
-"""What is done with a run after training: export its weights, let it speak."""
+"""After training: export a run's weights, generate text with them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from shardwise.train.checkpoint.store import Checkpoint, newest_valid
 
 
 def export_run(run_dir: str | Path, out: str | Path, *, merge: bool = False) -> dict[str, Any]:
-    """Writes the newest sound checkpoint's weights as Hugging Face safetensors into the new folder `out`.
+    """Write the newest sound checkpoint's weights as Hugging Face safetensors into the new folder `out`.
 
-    LoRA gives the adapter, or with `merge` the whole model; the merged logits are compared with the
-    unmerged ones. Returns what was written and of which step, with the largest logit difference where
-    merged. Newer checkpoints that are damaged are warned of.
+    LoRA gives the adapter, or with `merge` the full model; the merged logits are compared with the unmerged
+    ones. Returns what was written, its step and, where merged, the largest logit difference.
     """
     job, checkpoint = _newest(run_dir)
     place = Path(out).resolve()
@@ -33,7 +32,7 @@ def export_run(run_dir: str | Path, out: str | Path, *, merge: bool = False) -> 
         raise JobError("a model gets a folder of its own", where=f"--out {out}", fix="name a new folder")
     if place.exists() and any(place.iterdir()):
         raise JobError(f"{out} exists and is not empty", where="--out", fix="name a new folder")
-    with _whole(place) as partial:
+    with _complete(place) as partial:
         written = export(
             checkpoint.path / "model", partial, merge=merge, base=job.model, trained_on=_base(checkpoint)
         )
@@ -41,8 +40,8 @@ def export_run(run_dir: str | Path, out: str | Path, *, merge: bool = False) -> 
 
 
 @contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name when all of it is there."""
+def _complete(out: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name when it is complete."""
     partial = out.with_name(f".{out.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -84,7 +83,7 @@ def generate_run(
 
 
 def _newest(run_dir: str | Path) -> tuple[Job, Checkpoint]:
-    """The run's job and the checkpoint that is used; says on stderr which newer ones are damaged."""
+    """The run's job and its newest sound checkpoint; warns of damaged newer ones on stderr."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, imported by transformers, would warn
     record = read_run(Path(run_dir))
@@ -93,10 +92,10 @@ def _newest(run_dir: str | Path) -> tuple[Job, Checkpoint]:
         raise JobError(
             "the run has no checkpoint yet", where=str(run_dir), fix="let `shardwise train` save one"
         )
-    checkpoint.tell_damaged()
+    checkpoint.warn_of_damaged()
     return Job.model_validate(record.job), checkpoint
 
 
 def _base(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Fingerprint of what its adapter was trained on; None for whole models and in older checkpoints."""
+    """Fingerprint of the base that its adapter was trained on; None without one and in older checkpoints."""
     return checkpoint.manifest.origin.identity.get("base")

@@ -1,4 +1,4 @@
-"""What the user is told before the first step: model, data, strategy, and one rendered sample."""
+"""Shows model, data, strategy and one rendered sample before the first step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLE_CHARACTERS = 900
 
 
 def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
-    """Shows the decision on stderr; with `json_plan` also as one JSON object on stdout."""
+    """Show what will run on stderr; with `json_plan` also as one JSON object on stdout."""
     console = Console(stderr=True)
     job, strategy, built = ready.job, ready.strategy, ready.built
     share = "" if built.trainable == built.total else f", {count(built.trainable)} trained"
@@ -63,14 +63,14 @@ def header(ready: Ready, *, total_steps: int) -> RunEvent:
 def speed(ready: Ready) -> Speed:
     """FLOPs of a token, and the peak of this GPU where it is known."""
     flops = train_flops_per_token(ready.built, sequence_length=ready.job.data.sequence_length)
-    if not torch.cuda.is_available():
-        return Speed(
-            gpus=ready.strategy.world_size, flops_per_token=flops, peak_flops=None, why_no_peak="no GPU"
-        )
-    name = torch.cuda.get_device_name()
-    peak = peak_flops(name, ready.job.train.precision)
-    why = None if peak else f"the peak of {name} in {ready.job.train.precision} is not in the catalog"
-    return Speed(gpus=ready.strategy.world_size, flops_per_token=flops, peak_flops=peak, why_no_peak=why)
+    peak, why = None, "no GPU"
+    if torch.cuda.is_available():
+        name, precision = torch.cuda.get_device_name(), ready.job.train.precision
+        peak = peak_flops(name, precision)
+        why = "" if peak else f"the peak of {name} in {precision} is not in the catalog"
+    return Speed(
+        gpus=ready.strategy.world_size, flops_per_token=flops, peak_flops=peak, why_no_peak=why or None
+    )
 
 
 def _data_line(ready: Ready) -> str:
@@ -96,9 +96,9 @@ def _cut_line(ready: Ready) -> dict[str, str]:
         return {}
     held_out = ready.data.eval if data.eval is None else None
     kept = sum(int(part.lengths.sum(dtype="int64")) for part in (ready.data.train, held_out) if part)
-    lost, whole = summary["truncated_tokens"], summary["samples"] + summary.get("without_target", 0)
+    lost, samples = summary["truncated_tokens"], summary["samples"] + summary.get("without_target", 0)
     return {
-        "cut": f"{lost / (kept + lost):.1%} of the tokens, the ends of {summary['truncated']} of {whole} "
+        "cut": f"{lost / (kept + lost):.1%} of the tokens, the ends of {summary['truncated']} of {samples} "
         f"samples: they are longer than data.sequence_length {data.sequence_length}"
     }
 

@@ -1,4 +1,4 @@
-"""The progress a person watches: a live bar on a terminal, a line now and then elsewhere."""
+"""Shows the progress: a live bar on a terminal, a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ weights: the engines guard it on the device, so noticing one step later loses no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from shardwise.engines.runtime.protocol import Engine, StepResult
 from shardwise.errors import DivergedError
 from shardwise.job.schema import Job
 from shardwise.train.meter import MEMORY_FIELDS, Stopwatch, memory
-from shardwise.train.process import Chorus, StopSignal
+from shardwise.train.process import Ranks, StopSignal
 from shardwise.train.schedule import learning_rate
 
 
@@ -47,7 +48,7 @@ START_AGAIN = "lower optimizer.learning_rate or lengthen optimizer.warmup_steps,
 
 
 class Observer(Protocol):
-    """What the loop tells the outside; rank 0's writes the record and the display."""
+    """What the loop reports to; rank 0's writes the record and the display."""
 
     def on_step(self, report: StepReport) -> None: ...
 
@@ -58,7 +59,7 @@ class Observer(Protocol):
 
 @dataclass
 class Progress:
-    """Where the training stands; everything a checkpoint has to carry besides the engine's state."""
+    """The position of the training; a checkpoint carries it in addition to the engine's state."""
 
     step: int = 0
     tokens: int = 0
@@ -80,10 +81,7 @@ class _Issued:
 
 
 class Loop:
-    """Runs optimizer steps from `progress.step` to `last_step`; evaluates and saves on the way.
-
-    Without `evaluation` or `save` it does not.
-    """
+    """Runs optimizer steps from `progress.step` to `last_step`; evaluates and saves unless that is None."""
 
     def __init__(
         self,
@@ -92,7 +90,7 @@ class Loop:
         engine: Engine,
         stream: BatchStream,
         evaluation: EvalStream | None,
-        chorus: Chorus,
+        ranks: Ranks,
         stop: StopSignal,
         observer: Observer,
         save: Callable[[Progress], int] | None,
@@ -105,7 +103,7 @@ class Loop:
         self.engine = engine
         self.stream = stream
         self.evaluation = evaluation
-        self.chorus = chorus
+        self.ranks = ranks
         self.stop = stop
         self.observer = observer
         self.save_state = save
@@ -156,16 +154,13 @@ class Loop:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for micro_batch in self.evaluation:
             total += self.engine.loss_sum(micro_batch.to(device))
-        shares: list[Any] = self.chorus.gather(total.item())
+        shares: list[Any] = self.ranks.gather(total.item())
         world = self.engine.world
         alike = world.size // world.data_size  # ranks after each other that have seen the same rows
         loss = sum(shares[::alike]) / self.evaluation.target_tokens
-        if not _finite(loss):
-            raise DivergedError(
-                f"the evaluation loss is {loss}",
-                where=f"step {self.progress.step}",
-                fix="lower optimizer.learning_rate, or look at the held-out data",
-            )
+        if not math.isfinite(loss):
+            fix = "lower optimizer.learning_rate, or look at the held-out data"
+            raise DivergedError(f"the evaluation loss is {loss}", where=f"step {self.progress.step}", fix=fix)
         self.observer.on_eval(
             step=self.progress.step,
             loss=loss,
@@ -202,7 +197,7 @@ class Loop:
             loss_scale=result.loss_scale,
             ended=self.watch.mark(),
             numbers=_copy_back(result),
-            shared=self.chorus.exchange([float(self.stop.requested), *memory(device)]),
+            shared=self.ranks.exchange([float(self.stop.requested), *memory(device)]),
         )
         self._read()
         self._issued = issued
@@ -220,38 +215,35 @@ class Loop:
         loss, grad_norm, skipped = issued.numbers()
         by_rank = issued.shared()
         self._stop_agreed = self._stop_agreed or any(values[0] > 0 for values in by_rank)
-        self.observer.on_step(
-            StepReport(
-                step=issued.step,
-                epoch=issued.batch.epoch,
-                loss=loss,
-                grad_norm=grad_norm,
-                learning_rate=issued.learning_rate,
-                tokens=issued.batch.tokens,
-                target_tokens=issued.batch.target_tokens,
-                seconds=self.watch.lap(issued.ended),
-                skipped=bool(skipped),
-                loss_scale=issued.loss_scale,
-                memory={
-                    name: [int(values[1 + index]) for values in by_rank]
-                    for index, name in enumerate(MEMORY_FIELDS)
-                },
-            )
+        names = enumerate(MEMORY_FIELDS, start=1)
+        report = StepReport(
+            step=issued.step,
+            epoch=issued.batch.epoch,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=issued.learning_rate,
+            tokens=issued.batch.tokens,
+            target_tokens=issued.batch.target_tokens,
+            seconds=self.watch.lap(issued.ended),
+            skipped=bool(skipped),
+            loss_scale=issued.loss_scale,
+            memory={name: [int(values[index]) for values in by_rank] for index, name in names},
         )
-        if not _finite(loss) or (not _finite(grad_norm) and self.job.train.precision != "fp16"):
-            raise DivergedError(
-                f"the loss is {loss}, the gradient norm {grad_norm}; this step was not applied",
-                where=f"step {issued.step}",
-                fix=START_AGAIN,
-            )
-        if skipped and issued.loss_scale is not None and issued.loss_scale <= LEAST_LOSS_SCALE:
-            raise overflows(f"step {issued.step}")
-        if grad_norm == 0.0 and not skipped:
-            raise DivergedError(
-                f"the gradient is exactly zero at a loss of {loss}: the model cannot learn any more",
-                where=f"step {issued.step}",
-                fix=START_AGAIN,
-            )
+        self.observer.on_step(report)
+        _check(report, fp16=self.job.train.precision == "fp16")
+
+
+def _check(report: StepReport, *, fp16: bool) -> None:
+    """Raise DivergedError where no further step can be useful."""
+    where, loss, grad_norm = f"step {report.step}", report.loss, report.grad_norm
+    if not math.isfinite(loss) or not (math.isfinite(grad_norm) or fp16):
+        what = f"the loss is {loss}, the gradient norm {grad_norm}; this step was not applied"
+        raise DivergedError(what, where=where, fix=START_AGAIN)
+    if report.skipped and report.loss_scale is not None and report.loss_scale <= LEAST_LOSS_SCALE:
+        raise overflows(where)
+    if grad_norm == 0.0 and not report.skipped:
+        what = f"the gradient is exactly zero at a loss of {loss}: the model cannot learn any more"
+        raise DivergedError(what, where=where, fix=START_AGAIN)
 
 
 def overflows(where: str) -> DivergedError:
@@ -261,10 +253,6 @@ def overflows(where: str) -> DivergedError:
         where=where,
         fix="train.precision: bf16 or fp32, or lower optimizer.learning_rate",
     )
-
-
-def _finite(number: float) -> bool:
-    return number - number == 0.0
 
 
 def _copy_back(result: StepResult) -> Callable[[], list[float]]:

@@ -1,4 +1,4 @@
-"""What rank 0 does with the loop's news: events.jsonl, trackers, the display."""
+"""Records what the loop reports on rank 0: events.jsonl, trackers, the display."""
 
 from __future__ import annotations
 

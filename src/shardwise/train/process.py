@@ -1,4 +1,4 @@
-"""This process among the others: joining them, agreeing with them, leaving them."""
+"""This process and the other ranks: joining them, exchanging values, stopping."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ def join(*, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None) 
     if not dist.is_initialized():
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=torch._C._distributed_c10d.HashStore()
-            if size == 1
-            else None,  # alone: no port, no environment needed
+            store=dist.HashStore() if size == 1 else None,  # type: ignore[attr-defined]  # needs no port
             rank=rank,
             world_size=size,
             timeout=TIMEOUT,
@@ -92,10 +90,10 @@ def join(*, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None) 
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """What exists now stays: to search it for garbage again would hold up a step, on each rank another.
+    """Keep the garbage collector from searching what exists now, which would delay steps.
 
-    Afterwards it counts as before. What is still frozen when Python ends is never freed, and the bindings
-    of Triton then print pages about their leaks.
+    It is unfrozen afterwards: what is frozen when Python ends is never freed, and Triton then prints pages
+    about leaks.
     """
     gc.collect()
     gc.freeze()
@@ -105,8 +103,8 @@ def settled() -> Iterator[None]:
         gc.unfreeze()
 
 
-class Chorus:
-    """What ranks tell each other beside the training: small, on the CPU, never waiting for the GPU."""
+class Ranks:
+    """Small exchanges between the ranks, on the CPU: they never wait for the GPU."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -125,7 +123,7 @@ class Chorus:
         return values
 
     def exchange(self, numbers: list[float]) -> Callable[[], list[list[float]]]:
-        """Starts sharing a few numbers; the returned function waits and gives them by rank. Collective."""
+        """Start sharing a few numbers; the returned function waits and gives them by rank. Collective."""
         mine = torch.tensor(numbers, dtype=torch.float64)
         if self._group is None:
             return lambda: [mine.tolist()]
@@ -141,7 +139,7 @@ class Chorus:
 
 @dataclass
 class StopSignal:
-    """Remembers that somebody asked this process to stop; the loop decides when."""
+    """Remembers that this process was asked to stop; the loop decides when."""
 
     requested: bool = field(default=False, init=False)
 

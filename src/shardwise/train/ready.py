@@ -1,6 +1,6 @@
-"""A job made ready: tokenizer, model on the meta device, tokenised data, strategy; no weights, no GPU.
+"""Prepares a job: tokenizer, model on the meta device, tokenised data, strategy; no weights, no GPU.
 
-Everything that can be wrong with the job, the data and the model is found here, before anything is written.
+Every mistake in the job, the data and the model is found here, before anything is written.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from shardwise.engines.runtime.protocol import World
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import detect_hardware
 from shardwise.hardware.host import multiplies_bf16
+from shardwise.job.identity import identity_of
 from shardwise.job.schema import Job
 from shardwise.kernels import attention
 from shardwise.models.build import BuiltModel, build_model
@@ -150,7 +151,7 @@ def _architecture(built: BuiltModel) -> Architecture | None:
 
 
 def count_steps(ready: Ready) -> int:
-    """Optimizer steps of the whole run: as asked, or rounded up to whole epochs."""
+    """Optimizer steps of the full run: as asked, or all that the epochs need, rounded up."""
     train = ready.job.train
     if train.steps is not None:
         return train.steps
@@ -183,23 +184,13 @@ def make_streams(ready: Ready, world: World | None) -> tuple[BatchStream, EvalSt
 def identity(ready: Ready) -> dict[str, Any]:
     """What a checkpoint belongs to: a run with another value here is another run.
 
-    `data` names what the tokens are made from, `tokens` what came of it: a chat template can write the date.
-    `base` is there for what is frozen and so in no checkpoint, see `models.fingerprint`.
+    `data` is a hash of what the tokens are made from, `tokens` of the tokens: templates can write the date.
+    `base` is for frozen weights, which no checkpoint holds; see `models.fingerprint`.
     """
-    job = ready.job
-    base = fingerprint(job.model, ready.built.found)
+    base = fingerprint(ready.job.model, ready.built.found)
     return {
-        "model": job.model.model_dump(mode="json"),
+        **identity_of(ready.job),
         "data": ready.data.summary["key"],
         "tokens": ready.data.content,
-        "sequence_length": job.data.sequence_length,
-        "packing": job.data.packing,
-        "optimizer": job.optimizer.model_dump(mode="json"),
-        "global_batch": job.train.global_batch,
-        "steps": job.train.steps,
-        "epochs": job.train.epochs,
-        "precision": job.train.precision,
-        "seed": job.train.seed,
-        "worst_case_first": job.train.worst_case_first,
         **({} if base is None else {"base": base}),
     }

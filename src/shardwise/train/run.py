@@ -1,7 +1,6 @@
 """From a job to a finished run: data, model, strategy, engine, run folder, loop; in this order.
 
-Nothing is written to the run folder before everything that can be wrong with the job, the data and
-the model has been looked at.
+The run folder is written only after the job, the data and the model have been checked.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from shardwise.strategy import Strategy
 from shardwise.train.announce import announce, header, speed
 from shardwise.train.loop import Loop, Progress
 from shardwise.train.observe import Quiet, Recorder
-from shardwise.train.out_of_memory import explained
-from shardwise.train.process import Chorus, StopSignal, join, place, settled
-from shardwise.train.profile import PROFILED_STEPS, Profiled
+from shardwise.train.oom import explained
+from shardwise.train.process import Ranks, StopSignal, join, place, settled
+from shardwise.train.profile import PROFILED_STEPS, profile_steps
 from shardwise.train.ready import Ready, count_steps, get_ready, identity, make_streams
 from shardwise.train.schedule import check_warmup
 from shardwise.train.snapshot import Snapshots
 from shardwise.units import gib
 
 CHECKED_WEIGHTS = 6
-"""Weights that are compared with their files, besides the first: enough to notice that loading went wrong."""
+"""Weights that are compared with their files, in addition to the first."""
 
 
 def run(spec: LaunchSpec) -> None:
@@ -81,7 +80,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     measuring = spec.measure_steps is not None
     total_steps = max(count_steps(ready), _steps_to_measure(spec))
     run_dir = Path(spec.run_dir)
-    chorus = Chorus(world)
+    ranks = Ranks(world)
     engine = make_engine(ready, world)
     check_weights(ready, engine)
     ready.built.weights.release()
@@ -91,7 +90,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
         run_dir / "checkpoints",
         engine=engine,
         stream=stream,
-        chorus=chorus,
+        ranks=ranks,
         write_weights=lambda folder: save_weights(
             ready.built, engine.weights(), folder, ready.tokenizer, rank=world.rank
         ),
@@ -102,15 +101,17 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     )
     progress = snapshots.restore() if spec.resume else Progress()
     observer = make_observer(ready, spec, engine, progress) if world.rank == 0 else Quiet()
-    chorus.barrier()  # the run folder exists now, for every rank
-    evaluated = spec.resume and chorus.gather(world.rank == 0 and _evaluated(run_dir, progress.step))[0]
+    ranks.barrier()  # the run folder exists now, for every rank
+    evaluated = spec.resume and ranks.gather(world.rank == 0 and _evaluated(run_dir, progress.step))[0]
+    if spec.profile is not None and spec.measure_steps is not None:
+        profile_steps(engine, after=spec.measure_steps, trace=Path(spec.profile))
     with observer:
         loop = Loop(
             job=job,
-            engine=engine if spec.profile is None else Profiled(engine, spec),
+            engine=engine,
             stream=stream,
             evaluation=None if measuring else evaluation,
-            chorus=chorus,
+            ranks=ranks,
             stop=stop,
             observer=observer,
             save=None if measuring else snapshots.save,
@@ -154,10 +155,10 @@ def _left_of_the_cap(cap_bytes: int | None, strategy: Strategy) -> int | None:
 
 
 def resumed_strategy(spec: LaunchSpec) -> Strategy | None:
-    """The strategy of a retry, or of the run that goes on; None where the job decides.
+    """The strategy of a retry or of the resumed run; None where the job decides.
 
-    A run keeps what it was last run with: `auto` might choose another now, and a strategy that the job names
-    may have run out of memory. What is new in the job about micro-batch and checkpointing counts.
+    A resumed run keeps its last strategy: `auto` might choose another now, and the one that the job names may
+    have run out of memory. A changed micro-batch or checkpointing in the job counts.
     """
     if spec.chosen is not None:
         return Strategy.from_json(spec.chosen["strategy"])
@@ -199,9 +200,9 @@ def make_engine(ready: Ready, world: World) -> Engine:
 
 
 def check_weights(ready: Ready, engine: Engine) -> None:
-    """Compares some weights, as the engine holds them, with the files they came from.
+    """Compare some weights, as the engine holds them, with the files they came from.
 
-    Training from random weights although files were loaded has happened under ZeRO-3 without a word.
+    Under ZeRO-3, a run has silently trained from random weights although files were loaded.
     """
     if ready.job.model.weights == "random":
         return
@@ -216,31 +217,24 @@ def check_weights(ready: Ready, engine: Engine) -> None:
 
 
 def make_observer(ready: Ready, spec: LaunchSpec, engine: Engine, progress: Progress) -> Recorder:
-    """Rank 0's observer, with the run folder made or opened again."""
-    resumed = progress.step if spec.resume else None
-    job = ready.job.model_dump(mode="json")
+    """Rank 0's observer; creates the run folder, or opens it again."""
+    path, plan = Path(spec.run_dir), ready.to_json()
     if spec.resume:
-        folder = RunFolder.reopen(Path(spec.run_dir))
-        folder.keep_choice(ready.to_json()["chosen"])
+        folder = RunFolder.reopen(path)
+        folder.keep_choice(plan["chosen"])
     else:
-        folder = RunFolder.create(
-            Path(spec.run_dir),
-            job_yaml=yaml.safe_dump(
-                # Only what differs from the defaults: a job file again, which can be trained as it is.
-                ready.job.model_dump(mode="json", exclude_defaults=True),
-                sort_keys=False,
-                allow_unicode=True,
-            ),
-            plan=ready.to_json(),
-            environment=environment(gpus=_gpus(), command=spec.command),
-        )
+        # Only what differs from the defaults: a job file again, which can be trained as it is.
+        values = ready.job.model_dump(mode="json", exclude_defaults=True)
+        job_yaml = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        about = environment(gpus=_gpus(), command=spec.command)
+        folder = RunFolder.create(path, job_yaml=job_yaml, plan=plan, environment=about)
     folder.write_engine_config(f"{ready.strategy.engine}.json", engine.config())
     return Recorder(
         folder,
-        job=job,
+        job=ready.job.model_dump(mode="json"),
         header=header(ready, total_steps=count_steps(ready)),
         speed=speed(ready),
-        resumed_step=resumed,
+        resumed_step=progress.step if spec.resume else None,
     )
 
 

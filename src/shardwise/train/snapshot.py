@@ -1,4 +1,4 @@
-"""The run's whole state into a checkpoint and back: engine, weights for export, generators, data position."""
+"""Saves and restores the full state of a run: engine, weights for export, generators, data position."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from shardwise.record.environment import versions
 from shardwise.record.manifest import Origin
 from shardwise.strategy import Strategy
 from shardwise.train.checkpoint.match import check_origin
-from shardwise.train.checkpoint.rng import load_rng, save_rng
-from shardwise.train.checkpoint.state import TrainerState, load_state, save_state
+from shardwise.train.checkpoint.state import TrainerState, load_rng, load_state, save_rng, save_state
 from shardwise.train.checkpoint.store import CheckpointStore
 from shardwise.train.loop import Progress
-from shardwise.train.process import Chorus
+from shardwise.train.process import Ranks
 
 
 class Snapshots:
@@ -29,7 +28,7 @@ class Snapshots:
         *,
         engine: Engine,
         stream: BatchStream,
-        chorus: Chorus,
+        ranks: Ranks,
         write_weights: Callable[[Path], None],
         strategy: Strategy,
         identity: Mapping[str, Any],
@@ -44,7 +43,7 @@ class Snapshots:
         self.origin = Origin(
             world_size=world.size, strategy=strategy.to_json(), identity=identity, versions=versions()
         )
-        self.store = CheckpointStore(folder, keep=keep, rank=world.rank, agree=chorus.gather)
+        self.store = CheckpointStore(folder, keep=keep, rank=world.rank, agree=ranks.gather)
 
     def save(self, progress: Progress) -> int:
         """Commit a checkpoint of `progress.step`; returns its bytes."""
@@ -63,7 +62,7 @@ class Snapshots:
                 fix="start without --resume, under another name",
             )
         if self.engine.world.rank == 0:
-            found.tell_damaged()
+            found.warn_of_damaged()
         check_origin(found.manifest, self.origin, where=str(found.path))
         state = load_state(found.path)
         self.engine.load(found.path / "engine")

@@ -1,4 +1,4 @@
-"""One training process: `python -m shardwise.train.worker SPEC.json`, started by the launcher or torchrun."""
+"""One training process: `python -m shardwise.train.worker SPEC.json`, started by a launcher or torchrun."""
 
 from __future__ import annotations
 
@@ -10,33 +10,28 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.errors import WRITE_ERRORS, MachineError, ShardwiseError, render, unwritten
+from shardwise.launch.launcher import write_report
+from shardwise.launch.spec import LaunchSpec
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the job in the spec file; returns the exit code. Errors go to the launcher, or to stderr."""
+    """Run the job in the spec file; return the exit code. Errors go to the launcher, or to stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    spec = LaunchSpec.from_json(json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     try:
-        _work(Path(arguments[0]))
-    except ShardwiseError as error:
-        _tell(error)
-        return error.exit_code
+        _work(spec)
     except Exception as error:  # noqa: BLE001  (the last place where a bug becomes an exit code)
-        known = _translate(error)
-        if known is None:
-            traceback.print_exc()
-            _tell(_bug(error))
-            return 1
-        _tell(known)
+        known = error if isinstance(error, ShardwiseError) else _translate(error) or _bug(error)
+        _report(known, getattr(known, "trace", None) or traceback.format_exc(), debug=spec.debug)
         return known.exit_code
     return 0
 
 
-def _work(spec_path: Path) -> None:
-    from shardwise.launch.spec import LaunchSpec
+def _work(spec: LaunchSpec) -> None:
     from shardwise.train.run import run
 
     try:
-        run(LaunchSpec.from_json(json.loads(spec_path.read_text())))
+        run(spec)
     finally:
         _leave()
 
@@ -61,7 +56,7 @@ def _translate(error: Exception) -> ShardwiseError | None:
         )
     if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
         return unwritten(error)
-    if "loss scale already at minimum" in str(error):  # DeepSpeed's way to end a run
+    if "loss scale already at minimum" in str(error):  # how DeepSpeed ends a run
         from shardwise.train.loop import overflows
 
         return overflows(f"rank {os.environ.get('RANK', '0')}")
@@ -72,32 +67,36 @@ def _bug(error: Exception) -> ShardwiseError:
     return ShardwiseError(
         f"{type(error).__name__}: {error}",
         where=f"rank {os.environ.get('RANK', '0')}",
-        fix="this is a bug in shardwise; run again with --debug for the traceback, and report it",
+        fix="this is a bug in shardwise: report it with the log; --debug prints the traceback",
     )
 
 
-def _tell(error: ShardwiseError) -> None:
-    """Leave the error for the launcher, which prints one block for all ranks."""
+def _report(error: ShardwiseError, trace: str, *, debug: bool) -> None:
+    """Leave the error for the launcher, which prints one block for all ranks; without one, print it."""
     folder, rank = os.environ.get("SHARDWISE_ERROR_DIR"), os.environ.get("RANK", "0")
     if folder is None:
-        if rank == "0":
+        if debug:
+            print(trace, file=sys.stderr)
+        if rank == "0" or error.exit_code == ShardwiseError.exit_code:
             print(render(error), file=sys.stderr)
         return
     problems = [asdict(problem) for problem in error.problems]
-    record = {"exit_code": error.exit_code, "headline": error.headline, "problems": problems}
     evidence = getattr(error, "evidence", None)  # of OutOfGpuMemoryError
-    if evidence is not None:
-        record["out_of_memory"] = asdict(evidence)
-    path = Path(folder) / f"rank-{rank}.json"
-    path.with_suffix(".tmp").write_text(json.dumps(record))
-    path.with_suffix(".tmp").rename(path)
+    record = {
+        "exit_code": error.exit_code,
+        "headline": error.headline,
+        "problems": problems,
+        "traceback": trace,
+        **({} if evidence is None else {"out_of_memory": asdict(evidence)}),
+    }
+    write_report(Path(folder), int(rank), record)
 
 
 if __name__ == "__main__":
     code = main()
     if code:
-        # What failed has told so, and closed its files. To take the interpreter apart around half a process
-        # group would print pages of other libraries' complaints, or wait for the other half.
+        # The error is reported and the files are closed. Python's own end in half a process group
+        # would print pages of other libraries' complaints, or wait for the other half.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError, render
-from shardwise.launch.local import launch
+from shardwise.launch.local import die_with, launch
 from shardwise.launch.spec import LaunchSpec
-from shardwise.launch.worker import die_with
 
 
 def main() -> int:

@@ -70,6 +70,7 @@ def _run(row: Row, settings: Settings) -> dict[str, Any]:
         measure_steps=settings.warmup + settings.steps,
         profile=str(trace) if settings.profile else None,
         command=["shardwise", "bench", row.label],
+        debug=True,  # what it prints goes to the row's log
     )
     code = process.run_to_the_end(
         spec,

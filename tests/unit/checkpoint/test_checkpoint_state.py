@@ -15,8 +15,7 @@ from shardwise.errors import CheckpointError, render
 from shardwise.record.manifest import Manifest, Origin
 from shardwise.strategy import Strategy
 from shardwise.train.checkpoint.match import check_origin
-from shardwise.train.checkpoint.rng import load_rng, save_rng
-from shardwise.train.checkpoint.state import TrainerState, load_state, save_state
+from shardwise.train.checkpoint.state import TrainerState, load_rng, load_state, save_rng, save_state
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,7 @@ import pytest
 from shardwise.errors import CheckpointError, MachineError, render
 from shardwise.record.manifest import Origin, read_manifest, verify
 from shardwise.train.checkpoint import store as store_module
-from shardwise.train.checkpoint.fs import FileSystem
-from shardwise.train.checkpoint.store import CheckpointStore, newest_valid
+from shardwise.train.checkpoint.store import CheckpointStore, FileSystem, newest_valid
 
 ORIGIN = Origin(
     world_size=1,

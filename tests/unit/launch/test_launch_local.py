@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -86,10 +87,11 @@ class Launched:
         raise AssertionError("the workers did not start")
 
     def end(self, seconds: float = 20) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr; every worker must be gone and no temporary folder left."""
+        """Exit code, stdout and stderr. Every worker must be gone, and no folder left but a named log's."""
         out, err = self.process.communicate(timeout=seconds)
         assert not [pid for pid in self.pids() if alive(pid)]
-        assert not list(self.folder.glob("shardwise-*"))
+        named = [Path(log).parent for log in re.findall(r"^  log: (.*)$", err, re.MULTILINE)]
+        assert list(self.folder.glob("shardwise-*")) == named
         return self.process.returncode, out, err
 
 
@@ -130,7 +132,7 @@ def test_workers_get_the_environment_of_one_machine(tmp_path: Path) -> None:
 
 
 def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.launch.worker import worker_environment
+    from shardwise.launch.local import worker_environment
 
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
@@ -285,7 +287,7 @@ def test_the_second_request_kills(tmp_path: Path, number: int, after: float, exp
     run.process.send_signal(number)
     code, _, err = run.end(seconds=3)
     assert code == expected
-    assert ("stopping: the step that runs is finished first" in err) == (after > 1)
+    assert ("stopping: the current step is finished first" in err) == (after > 1)
     assert err.count("error:") == 1
     assert "before the state could be saved" in err
 
@@ -297,7 +299,7 @@ def test_a_wait_for_the_state_is_explained_once(tmp_path: Path, measure_steps: i
     run.process.send_signal(signal.SIGTERM)
     code, _, err = run.end()
     assert code == 75
-    told = "SIGTERM again ends the run at once, without what came after the last checkpoint"
+    told = "SIGTERM again ends the run at once and loses what came after the last checkpoint"
     assert err.count(told) == (measure_steps is None), "a bench's row saves nothing"
 
 

@@ -106,30 +106,25 @@ def test_a_state_is_read_by_what_lays_it_out_alike(change: dict[str, object], sa
     assert same_state(ZERO2, replace(ZERO2, **change)) is same  # type: ignore[arg-type]
 
 
-def test_without_predictions_rows_go_first_then_checkpointing_then_the_kind() -> None:
-    variants = [
-        replace(ZERO2, stage=stage, micro_batch=rows, accumulation=8 // rows, checkpoint_every=every)
-        for stage in (1, 2, 3)
-        for every in (0, 2, 1)
-        for rows in (1, 2, 4, 8)
+def test_without_predictions_rows_go_first_then_checkpointing() -> None:
+    order = leaner_unpredicted(ZERO2)
+    assert [(s.stage, s.micro_batch, s.accumulation, s.checkpoint_every) for s in order] == [
+        (2, 2, 4, 0),
+        (2, 1, 8, 0),
+        (2, 1, 8, 1),
     ]
-    order = list(leaner_unpredicted(variants, ZERO2, keep_state=False))
-    assert [(s.stage, s.micro_batch, s.checkpoint_every) for s in order] == [
-        (2, 2, 0),
-        (2, 1, 0),
-        (2, 1, 1),
-        (3, 1, 1),
-    ]
-    assert order[:3] == list(leaner_unpredicted(variants, ZERO2, keep_state=True))
-    leanest = replace(ZERO2, micro_batch=1, accumulation=8, checkpoint_every=1)
-    assert list(leaner_unpredicted(variants, leanest, keep_state=True)) == []
+    assert leaner_unpredicted(order[-1]) == []
+    odd = replace(ZERO2, micro_batch=6, accumulation=1)
+    assert [(s.micro_batch, s.accumulation) for s in leaner_unpredicted(odd)] == [(3, 2), (1, 6), (1, 6)]
+    third = replace(ZERO2, micro_batch=5, accumulation=1)
+    assert [s.global_batch for s in leaner_unpredicted(third)] == [10, 10], "2 rows would drop one"
 
 
-def test_weights_that_stayed_gathered_may_be_let_go_of_with_a_saved_state() -> None:
+def test_weights_that_stayed_gathered_are_resharded_last() -> None:
     gathered = Strategy(engine="fsdp2", reshard=False, data_parallel=2, checkpoint_every=1)
-    variants = [replace(gathered, reshard=True), gathered]
-    assert list(leaner_unpredicted(variants, gathered, keep_state=True)) == [variants[0]]
-    assert list(leaner_unpredicted(variants, variants[0], keep_state=False)) == []
+    assert leaner_unpredicted(gathered) == [replace(gathered, reshard=True)]
+    assert leaner_unpredicted(replace(gathered, reshard=True)) == []
+    assert all(same_state(gathered, other) for other in leaner_unpredicted(gathered))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from shardwise.engines.runtime.protocol import StepResult, World
 from shardwise.errors import DivergedError
 from shardwise.job.schema import Job
 from shardwise.train.loop import Loop, Progress, StepReport
-from shardwise.train.process import Chorus, StopSignal
+from shardwise.train.process import Ranks, StopSignal
 
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), data_rank=0, data_size=1)
 ROW = torch.zeros(1, 4, dtype=torch.int64)
@@ -106,7 +106,7 @@ def make(
         engine=Scripted(losses, norm),  # type: ignore[arg-type]
         stream=stream(),  # type: ignore[arg-type]
         evaluation=Evaluation(),  # type: ignore[arg-type]
-        chorus=Chorus(WORLD),
+        ranks=Ranks(WORLD),
         stop=StopSignal(),
         observer=diary,
         save=lambda progress: progress.step,

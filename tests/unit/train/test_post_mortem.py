@@ -110,7 +110,7 @@ def test_changes_come_with_what_they_save_and_cost() -> None:
     assert answer["next"] is None
 
 
-def test_beside_a_saved_state_a_change_is_the_command_that_goes_on() -> None:
+def test_with_a_saved_state_a_change_is_the_command_that_goes_on() -> None:
     rows, checkpointing, kind = ask(evidence(used=USED), saved=2, on_oom="stop")["changes"]
     assert rows["fix"] == "shardwise train runs/run --resume --set train.micro_batch=2"
     assert checkpointing["fix"].startswith("shardwise train runs/run --resume --set train.checkpointing=")
@@ -121,16 +121,16 @@ def test_the_terms_above_the_plan_are_named() -> None:
     """10 of 11 GiB in tensors go with the step; of what is beside, one GiB is CUDA's, two are others'."""
     found = evidence(used=13 * GIB, resident_bytes=GIB, free_bytes=TOTAL - 15 * GIB, reserved_bytes=12 * GIB)
     [_, terms] = ask(found, on_oom="stop")["facts"]
-    assert terms["what"].startswith("more than planned: activations and the loss 11.0 GiB beside ")
-    assert "other processes 2.0 GiB beside 0 MiB" in terms["what"]
-    assert "fragments 1.0 GiB beside" in terms["what"]
+    assert terms["what"].startswith("more than predicted: activations and the loss 11.0 GiB, predicted ")
+    assert "other processes 2.0 GiB, predicted 0 MiB" in terms["what"]
+    assert "fragments 1.0 GiB, predicted" in terms["what"]
     assert "CUDA and NCCL" not in terms["what"]
     assert "for zero2 with micro-batch 4, accumulation 2, no checkpointing" in terms["what"]
 
 
 def test_a_phase_that_is_not_planned_is_said_to_be_none() -> None:
     [_, terms] = ask(evidence(used=13 * GIB, resident_bytes=GIB, phase="evaluation"), on_oom="stop")["facts"]
-    assert terms["what"].endswith("which counts training steps only")
+    assert terms["what"].endswith("and counts training steps only")
 
 
 def test_a_retry_keeps_the_kind_that_the_job_names_and_the_global_batch() -> None:
@@ -174,7 +174,7 @@ def test_where_nothing_is_left_the_nearest_change_is_named() -> None:
     assert "fits, in" in answer["instead"]
 
 
-def test_without_hardware_the_ladder_is_tried_rung_by_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hardware_the_ladder_is_tried_rung_by_rung() -> None:
     answer = ask(evidence(), hardware=None, on_oom="stop")
     assert [change["fix"] for change in answer["changes"]] == [
         "--set train.micro_batch=2",
@@ -184,13 +184,15 @@ def test_without_hardware_the_ladder_is_tried_rung_by_rung(monkeypatch: pytest.M
     assert len(answer["facts"]) == 1
     assert answer["facts"][0]["what"] == "full"
     failures = [evidence()]
-    names = []
+    names, following_checkpoints = [], []
     while (answer := ask(*failures, hardware=None))["next"] is not None:
         names.append((following(answer).name, following(answer).micro_batch))
+        following_checkpoints.append(following(answer).checkpoint_every)
         failures.append(evidence(following(answer)))
-    assert names[:3] == [("zero2", 2), ("zero2", 1), ("zero2", 1)]
-    assert names[-1] == ("fsdp2-offload", 1)
+    assert names == [("zero2", 2), ("zero2", 1), ("zero2", 1)]
+    assert following_checkpoints == [0, 0, 1]
     assert answer["instead"].startswith("shorter rows")
+    assert "another strategy (zero3, zero3-offload)" in answer["instead"]
 
 
 PARALLEL = Strategy(
@@ -201,7 +203,7 @@ AUTOTP = {"engine": "deepspeed", "stage": 1, "tensor_parallel": 2}
 
 def test_a_cut_model_is_predicted_as_a_whole_one() -> None:
     answer = ask(evidence(PARALLEL, used=USED), strategy=AUTOTP)
-    assert "the plan says " in answer["facts"][1]["what"]
+    assert "the plan predicts " in answer["facts"][1]["what"]
     assert answer["changes"][0]["what"].startswith("autotp2-zero1 with micro-batch ")
     assert all("x the time of a step (predicted)" in change["what"] for change in answer["changes"])
     assert following(answer).tensor_parallel == 2, "the kind that the job names"
@@ -244,7 +246,7 @@ def test_the_process_answers_in_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert json.loads(answer.read_text()) == {"a": None}
 
 
-def test_terms_that_nobody_measured_are_none() -> None:
+def test_the_terms_add_up_and_those_not_measured_are_left_out() -> None:
     memory = module.predict_strategy(
         Job.model_validate(
             {
@@ -258,6 +260,8 @@ def test_terms_that_nobody_measured_are_none() -> None:
         ZERO2,
         vocab_size=8000,
     ).prediction.memory
-    terms = measured(evidence(), memory)
-    assert all(term.measured is None and term.excess == 0 for term in terms)
-    assert sum(term.predicted for term in terms) == memory.needed_bytes
+    assert measured(evidence(), memory) == []
+    every = evidence(used=12 * GIB, resident_bytes=GIB)
+    terms = measured(every, memory)
+    assert sum(predicted for _, _, predicted in terms) == memory.needed_bytes
+    assert sum(now for _, now, _ in terms) == 12 * GIB + GIB, "all that is in use, and what was asked for"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.errors import DoesNotFitError
 from shardwise.hardware.parse import parse_hardware
+from shardwise.job import json_schema
+from shardwise.job.identity import BY_CONTENT, DECISIVE, within
 from shardwise.job.schema import Job
 from shardwise.strategy import Strategy
 from shardwise.train import ready
-from shardwise.train.ready import get_ready
+from shardwise.train.ready import get_ready, identity
 
 CONFIG = {
     "model_type": "llama",
@@ -100,3 +103,56 @@ def test_a_processor_that_is_slow_in_bf16_is_told_of(
     assert (says in get_ready(job, processes=1).why) is not instructions
     exact = job.model_copy(update={"train": job.train.model_copy(update={"precision": "fp32"})})
     assert says not in get_ready(exact, processes=1).why
+
+
+CHANGED: dict[str, Any] = {
+    "name": "other",
+    "strategy": "zero2",
+    "tracking": [],
+    "model.config": {"num_hidden_layers": 1},
+    "model.tokenizer_vocab": 290,
+    "model.lora": {"rank": 4},
+    "data.format": "auto",
+    "data.max_samples": 150,
+    "data.sequence_length": 32,
+    "data.packing": False,
+    "data.loss_on": "all",
+    "data.system": "be brief",
+    "data.too_long": "drop",
+    "data.skip_bad": True,
+    "data.eval_fraction": 0.1,
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.beta2": 0.99,
+    "optimizer.clip_norm": 0.5,
+    "train.steps": 3,
+    "train.global_batch": 4,
+    "train.micro_batch": 2,
+    "train.precision": "fp32",
+    "train.checkpointing": "full",
+    "train.eval_every": 1,
+    "train.save_every": 1,
+    "train.keep": 1,
+    "train.worst_case_first": False,
+    "train.seed": 7,
+    "train.deterministic": True,
+}
+
+
+@pytest.mark.parametrize("section", ["", "model", "data", "optimizer", "train"])
+def test_a_checkpoint_belongs_to_the_decisive_keys_of_its_job(job: Job, section: str) -> None:
+    """The launcher refuses by key; the workers, by this identity: both or neither."""
+    before = identity(get_ready(job, processes=1))
+    for key, value in CHANGED.items():
+        if key.rpartition(".")[0] != section:
+            continue
+        values = job.model_dump(mode="json")
+        (values[section] if section else values)[key.rpartition(".")[2]] = value
+        after = identity(get_ready(Job.model_validate(values), processes=1))
+        assert (after != before) == within(key, DECISIVE), key
+
+
+def test_every_data_and_train_key_is_tried() -> None:
+    """But for names of files, which are compared by content, and for `epochs`, which excludes `steps`."""
+    keys = {".".join(key) for key in json_schema.every_key()}
+    tried = {*CHANGED, *BY_CONTENT, "train.epochs"}
+    assert {key for key in keys if key.startswith(("data.", "train."))} <= tried

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwise.launch.worker import die_with
+from shardwise.launch.local import die_with
 
 PROBES = {
     "torch": "torch_build:build",

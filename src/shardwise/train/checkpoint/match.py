@@ -46,17 +46,17 @@ def check_origin(manifest: Manifest, expected: Origin, *, where: str) -> None:
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
-    """A problem for each field that differs, but for what an older checkpoint does not say.
+    """A problem for each field that differs; fields that an older checkpoint lacks are skipped.
 
-    Where content is the same, what it was made from says nothing more: the base's revision, a branch that has
-    moved, may be called by the commit that it was, and a template that writes the date have it written out.
+    Where the content is the same, its origin does not count: a branch that has moved may be replaced by its
+    commit, and a template that writes the date by one with the date in it.
     """
     skipped = {NO_LONGER_COMPARED}
     problems = []
     if "tokens" in then and then["tokens"] == now.get("tokens"):
         skipped.add("data")
     elif "tokens" not in then or then.get("data") != now.get("data"):
-        skipped.add("tokens")  # not known, or told as other data
+        skipped.add("tokens")  # not known, or reported as other data
     old_base, new_base = then.get("base"), now.get("base")
     if old_base and new_base:
         if old_base["sha256"] == new_base["sha256"]:

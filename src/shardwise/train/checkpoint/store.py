@@ -7,14 +7,15 @@ The commit protocol, in the order in which it survives a crash at any point:
 3. rank 0 writes `manifest.json` last, flushes the folders, renames to `step-000100`, flushes the parent;
 4. older checkpoints are removed, their manifest first, so that a half removed one never counts.
 
-After every phase the ranks tell each other how it went, so that a failure on one is an error on
-all, and none is left waiting. No pointer file is kept: the newest folder that verifies is the one.
+After every phase the ranks exchange their results, so that a failure on one is an error on all, and none
+is left waiting. There is no pointer file: the newest folder that verifies is used.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -36,7 +37,6 @@ from shardwise.record.manifest import (
     step_folders,
     verify,
 )
-from shardwise.train.checkpoint.fs import FileSystem
 from shardwise.units import gib
 
 T = TypeVar("T")
@@ -57,9 +57,43 @@ _FULL_TEXTS = (
 )
 
 
-def alone(value: object) -> list[Any]:
-    """`Agree` of a single process."""
-    return [value]
+class FileSystem:
+    """The file actions of the commit protocol; tests make any of them fail, as a crash could.
+
+    The engine's own writing is not among them: what it wrote is flushed (`sync`) and hashed before it counts.
+    """
+
+    def make_folder(self, path: Path) -> None:
+        """Make one folder, readable by this user only. It must not exist."""
+        path.mkdir(mode=0o700)
+
+    def write(self, path: Path, content: bytes) -> None:
+        """Write a new file; it is on disk when this returns."""
+        with path.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def sync(self, path: Path) -> None:
+        """Bring a file's bytes, or a folder's entries, from the page cache to the disk."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink()
+
+    def remove_folder(self, path: Path) -> None:
+        path.rmdir()
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that this user can still write to the file system that holds `path`."""
+        return shutil.disk_usage(path).free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +104,10 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     damaged: tuple[Problem, ...] = ()
-    """Newer ones that were passed over, and why."""
+    """Newer ones that were skipped, and why."""
 
-    def tell_damaged(self) -> None:
-        """Warns on stderr of what was passed over."""
+    def warn_of_damaged(self) -> None:
+        """Name on stderr what was skipped."""
         for problem in self.damaged:
             print(f"warning: passed over {problem.where}: {problem.what}", file=sys.stderr)
 
@@ -82,9 +116,15 @@ class CheckpointStore:
     """Saves and finds the checkpoints in one folder. `save` and `latest` are collective."""
 
     def __init__(
-        self, folder: Path, *, keep: int, rank: int = 0, agree: Agree = alone, fs: FileSystem | None = None
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        rank: int = 0,
+        agree: Agree = lambda value: [value],
+        fs: FileSystem | None = None,
     ) -> None:
-        """`keep`: sound checkpoints that stay, at least 1. `folder` must be shared by all ranks."""
+        """`keep`: sound checkpoints that stay, at least 1. All ranks share `folder`."""
         self.folder = Path(folder)
         self.keep = keep
         self.rank = rank
@@ -117,10 +157,10 @@ class CheckpointStore:
         return Checkpoint(step=step, path=final, manifest=manifest)
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that verifies, None where none was ever saved. Collective.
+        """The newest checkpoint that verifies; None where none was ever saved. Collective.
 
-        Damaged ones are passed over and named in `Checkpoint.damaged`. Raises CheckpointError when
-        there are checkpoints and none is sound: starting again from step 0 is never silent.
+        Damaged ones are skipped and named in `Checkpoint.damaged`. Raises CheckpointError when there are
+        checkpoints and none is sound: starting again from step 0 is never silent.
         """
         damaged: list[Problem] = []
         seen = self.agree(step_folders(self.folder))
@@ -222,51 +262,48 @@ class CheckpointStore:
         failures = [(rank, what) for rank, (what, _) in enumerate(outcomes) if what is not None]
         if not failures:
             return [result for _, result in outcomes]
-        told: Problem = self.agree(self._give_up(failures) if self.rank == 0 else None)[0]
+        problem: Problem = self.agree(self._give_up(failures) if self.rank == 0 else None)[0]
         if failure is not None and not isinstance(failure, OSError) and not _is_full(failure):
             raise failure
-        raise MachineError(told.what, where=told.where, fix=told.fix) from failure
+        raise MachineError(problem.what, where=problem.where, fix=problem.fix) from failure
 
     def _admit(self, failure: Exception) -> list[Any]:
-        """Tell the others of a failure here. Raises it where they do not answer.
+        """Report a failure here to the other ranks. Raises it where they do not answer.
 
         The engine writes with collectives of its own: a rank that left them early would wait here
         for ranks that wait there. It ends instead, and the launcher ends the others.
         """
         answers: list[list[Any]] = []
 
-        def tell() -> None:
+        def report() -> None:
             with suppress(Exception):  # a lost connection is no answer either
                 answers.append(self.agree((_describe(failure), None)))
 
-        thread = threading.Thread(target=tell, daemon=True)
+        thread = threading.Thread(target=report, daemon=True)
         thread.start()
         thread.join(ANSWER_SECONDS)
         if answers:
             return answers[0]
-        told = self._give_up([(self.rank, _describe(failure))])
-        raise MachineError(told.what, where=told.where, fix=told.fix) from failure
+        problem = self._give_up([(self.rank, _describe(failure))])
+        raise MachineError(problem.what, where=problem.where, fix=problem.fix) from failure
 
     def _give_up(self, failures: list[tuple[int, tuple[bool, str]]]) -> Problem:
         """Remove the temporary folder; say what went wrong, with the bytes where the disk is full."""
         written = 0
         for leftover in list(self.folder.glob(f"{_TEMPORARY}*")):
             written += sum((leftover / name).lstat().st_size for name in list_files(leftover))
-            with suppress(OSError):  # the next save tries again; the first failure is the one to tell
+            with suppress(OSError):  # the next save tries again; the first failure is the one to report
                 self._remove(leftover)
         rank, (_, text) = failures[0]
         if not any(full for _, (full, _) in failures):
             return Problem(
                 what=f"a checkpoint could not be written: {text}",
                 where=f"rank {rank}, {self.folder}",
-                fix="mend the cause and go on with --resume: the checkpoints before it are untouched",
+                fix="remove the cause and go on with --resume: the checkpoints before it are untouched",
             )
         free = self.fs.free_bytes(self.folder)
-        needed = (
-            f"{gib(self._last_bytes)} ({self._last_bytes} bytes)"
-            if self._last_bytes
-            else (f"more than {gib(written)} ({written} bytes)")
-        )
+        more, known = ("", self._last_bytes) if self._last_bytes else ("more than ", written)
+        needed = f"{more}{gib(known)} ({known} bytes)"
         return Problem(
             what=f"the disk is full: a checkpoint needs {needed}, free are {gib(free)} ({free} bytes)",
             where=str(self.folder),
@@ -287,5 +324,5 @@ def _is_full(error: Exception) -> bool:
 
 
 def _describe(error: Exception) -> tuple[bool, str]:
-    """A failure as the other ranks are told of it: is the disk full, and what happened."""
+    """A failure for the other ranks: whether the disk is full, and what happened."""
     return _is_full(error), f"{type(error).__name__}: {error}"

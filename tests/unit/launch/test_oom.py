@@ -15,7 +15,8 @@ import pytest
 
 import shardwise
 from shardwise.errors import DoesNotFitError
-from shardwise.launch.aftermath import Aftermath, Ending
+from shardwise.launch.launcher import Ending, FakeLauncher
+from shardwise.launch.oom import OomHandling
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.write import RunFolder
 
@@ -127,6 +128,7 @@ def test_one_rank_is_enough_and_the_others_are_ended_soon(tmp_path: Path) -> Non
         "error: out of GPU memory\n"
         "  - saved: None\n    at:  rank 1\n"
         "  - fewer rows: 1 GiB less\n    fix: --rows 2\n"
+        f"  log: {tmp_path}/run/logs/rank-1.log\n"
     )
     [failure] = record(tmp_path)
     assert failure["evidence"]["ranks"] == [1]
@@ -210,7 +212,7 @@ def test_where_nothing_needs_less_it_is_3_with_what_would_help(tmp_path: Path) -
         )
     )
     assert code == 3
-    assert err.endswith("  - nothing needs less\n    fix: --gpus 8xH200\n")
+    assert err.partition("  log: ")[0].endswith("  - nothing needs less\n    fix: --gpus 8xH200\n")
     assert err.count("error:") == 1
 
 
@@ -221,7 +223,8 @@ def test_after_three_retries_it_is_given_up(tmp_path: Path) -> None:
     assert [rows for rows, _, _ in tries(tmp_path)] == [64, 32, 16, 8]
     assert err.count("going on:") == 3
     assert err.count("error:") == 1
-    assert err.endswith("  - 3 retries have not helped: this was the last\n")
+    said = err.partition("  log: ")[0]  # of rank 1, if it was the first
+    assert said.endswith("  - 3 retries have not helped: this was the last\n")
     assert [f["retried_with"] is None for f in record(tmp_path)] == [False, False, False, True]
 
 
@@ -255,7 +258,8 @@ def test_without_a_post_mortem_the_worker_speaks_for_itself(tmp_path: Path) -> N
     code, err = end(start(tmp_path, ONE_RANK, post_mortem="broken", on_oom="retry"))
     assert code == 3
     assert "ZeroDivisionError: a bug" in err
-    assert err.endswith("error: rank 1 is out of GPU memory\n  fix: a bigger GPU\n")
+    log = f"  log: {tmp_path}/run/logs/rank-1.log\n"
+    assert err.endswith(f"error: rank 1 is out of GPU memory\n  fix: a bigger GPU\n{log}")
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -265,8 +269,8 @@ def test_a_folder_that_was_there_before_is_never_removed(tmp_path: Path, resume:
     RunFolder.create(run, job_yaml="{}", plan={}, environment={}).close()
     (run / "precious").touch()
     spec = LaunchSpec(job={"name": "x"}, run_dir=str(run), processes=1, resume=resume, on_oom="retry")
-    aftermath = Aftermath(spec, module="broken")
-    aftermath.make_room(spec)
+    handling = OomHandling(spec, FakeLauncher({"broken": lambda *_: 1}), module="broken")
+    handling.make_room(spec)
     assert (run / "precious").exists()
     ending = Ending(code=3, error=DoesNotFitError("x"), out_of_memory={"rank": 0})
-    assert aftermath.of(spec, ending) == (ending.error, None)
+    assert handling.handle(spec, ending) == (ending.error, None)

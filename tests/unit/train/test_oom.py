@@ -21,9 +21,18 @@ from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.record.schema import OutOfMemory
 from shardwise.strategy import Strategy
 from shardwise.train.loop import Loop, Progress
-from shardwise.train.out_of_memory import IN_WORDS, headline, memory_in_words, numbers_in, out_of_memory_in
-from shardwise.train.process import Chorus, StopSignal
-from shardwise.train.whereabouts import PHASES, Place, Whereabouts
+from shardwise.train.oom import (
+    IN_WORDS,
+    PHASES,
+    FailureLocation,
+    Place,
+    counters,
+    headline,
+    memory_in_words,
+    numbers_in,
+    out_of_memory_in,
+)
+from shardwise.train.process import Ranks, StopSignal
 
 GIB, MIB = 2**30, 2**20
 LEDGER = Path(__file__).parents[3] / "benchmarks" / "accuracy" / "results" / "measured.jsonl"
@@ -37,17 +46,27 @@ def test_the_numbers_of_real_messages() -> None:
     assert len(messages) >= 5
     for message in messages:
         found = numbers_in(message)
-        assert found.keys() == {"asked", "total", "free", "process", "allowed", "allocated", "unused"}
-        assert found["total"] == round(139.80 * GIB)
-        assert found["allocated"] + found["unused"] <= found["process"] < found["total"] - found["free"] + GIB
-        assert found["allocated"] + found["unused"] + found["asked"] > found["allowed"]
+        assert found.keys() == {"asked_bytes", "process_bytes", "allocated_bytes"}
+        assert 0 < found["allocated_bytes"] < found["process_bytes"] < round(139.80 * GIB)
     first = numbers_in(next(message for message in messages if "954.00 MiB" in message))
-    assert (first["asked"], first["allowed"]) == (954 * MIB, round(13.96 * GIB))
+    assert first["asked_bytes"] == 954 * MIB
+
+
+def test_the_other_numbers_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 70 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+    known = {"reserved_bytes": 70 * GIB, "free_bytes": GIB, "total_bytes": 80 * GIB}
+    assert counters(device) == known
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.25)
+    assert counters(device) == {**known, "allowed_bytes": 20 * GIB}, "--memory-cap"
+    assert counters(torch.device("cpu")) == {}
 
 
 def test_a_message_without_numbers_has_none() -> None:
     assert numbers_in("CUDA error: out of memory") == {}
-    assert numbers_in("Tried to allocate 512 bytes.") == {"asked": 512}
+    assert numbers_in("Tried to allocate 512 bytes.") == {"asked_bytes": 512}
 
 
 def test_it_is_found_where_it_is_the_cause_of_another_error() -> None:
@@ -187,7 +206,7 @@ def where(change: Callable[[Model, Loop], None], *, checkpoint_every: int = 0, s
     """Where `change` lets a run of the loop fail."""
     model = Model()
     blocks = list(model.layers)
-    whereabouts = Whereabouts(model, blocks)
+    location = FailureLocation(model, blocks)
     checkpoint_blocks(blocks, every=checkpoint_every)
     job = Job.model_validate(
         {
@@ -214,7 +233,7 @@ def where(change: Callable[[Model, Loop], None], *, checkpoint_every: int = 0, s
         engine=engine,
         stream=stream(),  # type: ignore[arg-type]
         evaluation=Evaluation(),  # type: ignore[arg-type]
-        chorus=Chorus(WORLD),
+        ranks=Ranks(WORLD),
         stop=StopSignal(),
         observer=Silent(),
         save=lambda progress: 0,
@@ -224,7 +243,7 @@ def where(change: Callable[[Model, Loop], None], *, checkpoint_every: int = 0, s
     change(model, loop)
     with pytest.raises(torch.OutOfMemoryError) as error:
         loop.run(steps)
-    found = whereabouts.of(error.value.__traceback__, error.value.__traceback__)
+    found = location.find(error.value.__traceback__, error.value.__traceback__)
     assert found.loop is loop
     return found
 
@@ -245,7 +264,7 @@ def test_a_forward_pass_names_the_innermost_module() -> None:
 
     place = where(change)
     assert told(place) == ("forward", 2, "layers.2.mlp")
-    assert place.call.startswith("test_out_of_memory.py:")
+    assert place.call.startswith("test_oom.py:")
     assert place.call.endswith(" in act")
 
 
@@ -313,9 +332,9 @@ def test_the_frames_of_the_cause_are_looked_at_too() -> None:
         return 0
 
     model = Model()
-    whereabouts = Whereabouts(model, list(model.layers))
+    location = FailureLocation(model, list(model.layers))
     with pytest.raises(MachineError) as error:
         save(Progress())
     cause = out_of_memory_in(error.value)
     assert cause is not None
-    assert whereabouts.of(error.value.__traceback__, cause.__traceback__).call.endswith(" in fail")
+    assert location.find(error.value.__traceback__, cause.__traceback__).call.endswith(" in fail")

@@ -1,0 +1,72 @@
+"""Which keys of a job make a run that run: with another value, a checkpoint is not resumed.
+
+Every key of a job is in one of these four sets; a section stands for all its keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.job.schema import Job
+
+COMPARED = {
+    "model": "model",
+    "optimizer": "optimizer",
+    "data.sequence_length": "sequence_length",
+    "data.packing": "packing",
+    "train.global_batch": "global_batch",
+    "train.steps": "steps",
+    "train.epochs": "epochs",
+    "train.precision": "precision",
+    "train.seed": "seed",
+    "train.worst_case_first": "worst_case_first",
+}
+"""Keys, and the field of a checkpoint's identity that holds their value."""
+
+IN_DATA_KEY = (
+    "data.format",
+    "data.max_samples",
+    "data.loss_on",
+    "data.system",
+    "data.too_long",
+    "data.skip_bad",
+    "data.eval_fraction",
+)
+"""Keys that a checkpoint's identity holds in one hash: how samples become tokens (data/prepare.py)."""
+
+BY_CONTENT = ("data.train", "data.eval", "data.split", "data.chat_template")
+"""Names of files and data sets: they may change, their content not. Only the worker can compare that."""
+
+FREE = (
+    "name",
+    "output",
+    "strategy",  # compared as the state's layout: train/checkpoint/match.py
+    "tracking",
+    "train.micro_batch",
+    "train.checkpointing",
+    "train.eval_every",
+    "train.save_every",
+    "train.keep",
+    "train.deterministic",
+)
+"""Keys that change the weights by rounding at most."""
+
+DECISIVE = (*COMPARED, *IN_DATA_KEY)
+"""Keys whose change is refused before any process starts."""
+
+
+def within(key: str, keys: tuple[str, ...]) -> bool:
+    """Whether a dotted key is one of `keys`, or lies in a section that is."""
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
+
+
+def identity_of(job: Job) -> dict[str, Any]:
+    """The job's part of a checkpoint's identity, as JSON values."""
+    values = job.model_dump(mode="json")
+    return {field: _value(values, key) for key, field in COMPARED.items()}
+
+
+def _value(values: Any, key: str) -> Any:
+    for name in key.split("."):
+        values = values[name]
+    return values

@@ -1,0 +1,263 @@
+"""Runs a job with any launcher: starts the workers, passes signals on, and ends with one exit code.
+
+Signals: the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 asks every worker to save and end with 75. A second
+SIGINT kills them, and so does a second SIGTERM a second or more after the first: `timeout` and some batch
+systems send one request twice. When a worker fails, the others get a grace period to end by themselves (they
+may report a better cause), then they are asked to stop, then killed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from shardwise.errors import MachineError, Problem, ShardwiseError, StoppedError, render
+from shardwise.launch.host_memory import host_memory_kills, killed
+from shardwise.launch.launcher import Ending, Launcher, Worker
+from shardwise.launch.oom import OomHandling
+from shardwise.launch.spec import LaunchSpec
+from shardwise.record.read import is_run_folder
+
+WORKER_MODULE = "shardwise.train.worker"
+POST_MORTEM_MODULE = "shardwise.train.post_mortem"
+STOPPED = StoppedError.exit_code
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_LOOK_EVERY_SECONDS = 0.02
+_STOP_SECONDS = 3.0  # from the request to the kill, for the survivors of a failure
+_DOUBLED_SECONDS = 1.0
+"""SIGTERMs closer than this are one request; after as long, the wait is explained."""
+_OUT_OF_MEMORY_SECONDS = 2.0  # for ranks with the same load, which run out a moment later, to report it too
+
+
+class _Request(NamedTuple):
+    signal: int
+    at: float
+    """By `time.monotonic`."""
+
+
+def supervise(
+    spec: LaunchSpec,
+    *,
+    launcher: Launcher,
+    module: str = WORKER_MODULE,
+    post_mortem: str = POST_MORTEM_MODULE,
+    grace_seconds: float = 10.0,
+) -> int:
+    """Run the job with `spec.processes` workers; print their error and return the exit code.
+
+    0: all workers finished. 75: stopped on request with the state saved. 130, 143: stopped by a signal before
+    the state could be saved. Otherwise the code of the worker that failed first. When GPU memory ran out,
+    `post_mortem` explains it in another process, and with `spec.on_oom` "retry" the job runs again; neither
+    for a run that only measures. Call it from the main thread, which receives the signals. Raises
+    MachineError when no worker can start.
+    """
+    handling = OomHandling(spec, launcher, module=post_mortem)
+    while True:
+        ending = _run(spec, launcher, module, grace_seconds)
+        error, retry = ending.error, None
+        if ending.out_of_memory is not None and spec.measure_steps is None:
+            error, retry = handling.handle(spec, ending)
+        handling.write()
+        if error is not None:
+            if spec.debug and ending.traceback:
+                print(ending.traceback, file=sys.stderr)
+            log = "" if ending.log is None or retry is not None else f"\n  log: {ending.log}"
+            print(f"{render(error)}{log}", file=sys.stderr, flush=True)
+        if retry is None:
+            return ending.code
+        handling.make_room(retry)
+        spec = retry
+
+
+def _run(spec: LaunchSpec, launcher: Launcher, module: str, grace_seconds: float) -> Ending:
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-"))  # mode 0700
+    log = None
+    try:
+        spec_path = folder / "spec.json"
+        spec_path.write_text(json.dumps(spec.to_json()), encoding="utf-8")
+        killed_before = host_memory_kills()
+        processes = 1 if spec.dry_run else spec.processes
+        with _requests() as requests:
+            workers = launcher.start(processes, module, spec_path, folder, debug=spec.debug)
+            try:
+                _watch(launcher, workers, requests, grace_seconds, saving=spec.measure_steps is None)
+            finally:
+                launcher.kill(workers)
+        ending = _conclude(spec, workers, requests, killed_before=killed_before)
+        log = ending.log
+        return ending
+    finally:
+        if log is None or log.parent != folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _requests() -> Iterator[list[_Request]]:
+    """The stop signals received so far, in order. A signal that was ignored (nohup) stays ignored."""
+    received: list[_Request] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(_Request(number, time.monotonic()))
+
+    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _impatient(requests: Sequence[_Request]) -> int | None:
+    """The signal that asked a second time; None while there is none."""
+    for number, apart in ((signal.SIGINT, 0.0), (signal.SIGTERM, _DOUBLED_SECONDS)):
+        times = [request.at for request in requests if request.signal == number]
+        if len(times) > 1 and times[-1] - times[0] >= apart:
+            return number
+    return None
+
+
+def _watch(
+    launcher: Launcher, workers: list[Worker], requests: list[_Request], grace_seconds: float, *, saving: bool
+) -> None:
+    """Returns when all workers have ended, or when those left are to be killed."""
+    forwarded = warned = explained = False
+    while True:
+        ended = [worker.look(time.time()) for worker in workers]
+        if all(ended) or _impatient(requests) is not None:
+            return
+        if requests and not forwarded:
+            forwarded = True
+            launcher.stop(workers)
+        if forwarded and saving and not explained and time.monotonic() - requests[0].at > _DOUBLED_SECONDS:
+            explained = True
+            print(
+                "stopping: the current step is finished first, then the state is saved; "
+                "Ctrl-C or SIGTERM again ends the run at once and loses what came after the last checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+        failures = [worker.failed_at for worker in workers if worker.failed_at and _code(worker) != STOPPED]
+        if failures:
+            since = time.time() - min(failures)
+            if since > _OUT_OF_MEMORY_SECONDS and any(worker.out_of_memory for worker in workers):
+                return  # the others wait in a collective, where they hear no SIGTERM
+            if since > grace_seconds and not warned:
+                warned = True
+                launcher.stop(workers)
+            if since > grace_seconds + _STOP_SECONDS:
+                return
+        time.sleep(_LOOK_EVERY_SECONDS)
+
+
+def _conclude(
+    spec: LaunchSpec, workers: Sequence[Worker], requests: Sequence[_Request], *, killed_before: int | None
+) -> Ending:
+    """The run's exit code and its one error: the first cause on any rank."""
+    failed = sorted(
+        (worker for worker in workers if worker.failed_at is not None),
+        # Memory that ran out is a cause, never a consequence of what another rank reported earlier.
+        key=lambda worker: (
+            _code(worker) == STOPPED,
+            worker.out_of_memory is None,
+            worker.failed_at,
+            worker.rank,
+        ),
+    )
+    terminated = failed and failed[0].report is None and failed[0].process.returncode == -signal.SIGTERM
+    impatient = _impatient(requests)
+    if impatient is not None or (requests and terminated):
+        number = signal.SIGTERM if impatient is None else impatient
+        error = ShardwiseError(
+            "stopped before the state could be saved",
+            fix="--resume goes on from the last checkpoint, if there is one",
+        )
+        return Ending(code=128 + number, error=error, requested=True)
+    if not failed:
+        return Ending(code=0)
+    first, code = failed[0], _code(failed[0])
+    evidence = first.out_of_memory
+    if evidence is not None:
+        ranks = [first.rank, *(worker.rank for worker in failed[1:] if worker.out_of_memory)]
+        evidence = {**evidence, "ranks": ranks}
+    return Ending(
+        code=code,
+        error=_error_of(first, killed_before=killed_before),
+        out_of_memory=evidence,
+        requested=bool(requests),
+        traceback=first.traceback,
+        log=None if code == STOPPED else _kept_log(spec, first, workers),
+    )
+
+
+def _kept_log(spec: LaunchSpec, first: Worker, workers: Sequence[Worker]) -> Path | None:
+    """The log of the worker that failed first, with its traceback; the other ranks' lie next to it.
+
+    They are kept in the run folder. Before there is one, they stay in the temporary folder, unless the user's
+    own input is the cause: then the error says it all. None where nothing is kept.
+    """
+    for worker in workers:
+        if worker.traceback:
+            with worker.log.open("a", encoding="utf-8") as file:
+                file.write(worker.traceback)
+    if not first.log.exists():
+        return None
+    if is_run_folder(Path(spec.run_dir)) and not spec.dry_run:
+        logs = Path(spec.run_dir) / "logs"
+        try:
+            logs.mkdir(exist_ok=True)
+            for log in first.folder.glob("rank-*.log"):
+                shutil.copy(log, logs)
+        except OSError:  # the disk is full, say
+            return first.log
+        return logs / first.log.name
+    own_input = _code(first) not in (ShardwiseError.exit_code, MachineError.exit_code)
+    return None if own_input and not spec.debug else first.log
+
+
+def _code(worker: Worker) -> int:
+    """The exit code a failed worker stands for."""
+    if worker.report is not None:
+        return int(worker.report["exit_code"])
+    code = worker.process.returncode
+    return code if code is not None and code > 0 else MachineError.exit_code
+
+
+def _error_of(worker: Worker, *, killed_before: int | None) -> ShardwiseError | None:
+    """What to print for a worker that failed; None when it only stopped as it was asked to."""
+    code, where = worker.process.returncode, f"rank {worker.rank}, process {worker.process.pid}"
+    if worker.report is not None:
+        problems = [Problem(**problem) for problem in worker.report["problems"]]
+        kind = StoppedError if _code(worker) == STOPPED else ShardwiseError
+        error = kind(problems[0].what, problems=problems)
+        error.headline = worker.report["headline"]
+        return error
+    if code == STOPPED:
+        return None
+    tail = worker.log_tail()
+    if tail:
+        print(f"--- the last lines of rank {worker.rank} ---\n{tail}\n---", file=sys.stderr)
+    if code == -signal.SIGKILL:
+        return killed(where=where, rank=worker.rank, before=killed_before)
+    if code is not None and code < 0:
+        return MachineError(
+            f"rank {worker.rank} crashed with {signal.Signals(-code).name}",
+            where=where,
+            fix="see what it printed last, above; --debug adds its stack; on a GPU, see `Xid` in `dmesg`",
+        )
+    return ShardwiseError(
+        f"rank {worker.rank} ended with exit code {code} and no error report",
+        where=where,
+        fix="see what it printed last, above; please report this as a bug",
+    )
