@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.train.oom import FailureLocation
+from shardwise.training.oom import FailureLocation
 
 BLOCKS = 32
 MICRO_BATCHES = 50

@@ -22,11 +22,11 @@ from common import emit, peak_memory
 
 from shardwise.job.schema import Job
 from shardwise.launch.spec import LaunchSpec
-from shardwise.train.loop import Loop, Progress, StepReport
-from shardwise.train.observe import Recorder
-from shardwise.train.process import Ranks, StopSignal, join
-from shardwise.train.ready import get_ready, make_streams
-from shardwise.train.run import make_engine, make_observer
+from shardwise.training.loop import Loop, Progress, StepReport
+from shardwise.training.observe import Recorder
+from shardwise.training.process import Ranks, StopSignal, join
+from shardwise.training.ready import get_ready, make_streams
+from shardwise.training.run import make_engine, make_observer
 
 
 def job(arguments: argparse.Namespace, output: Path) -> Job:

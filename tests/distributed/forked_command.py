@@ -26,7 +26,7 @@ from forks import Call, replace_file, run, to_the_end
 def forked_shardwise(
     *arguments: str,
     cwd: Path,
-    worker: str = "shardwise.train.worker",
+    worker: str = "shardwise.training.worker",
     timeout: float = 300.0,
     **variables: str,
 ) -> tuple[int, str, str]:

@@ -28,7 +28,7 @@ from shardwise.launch.local import die_with, free_port
 
 HERE = Path(__file__).parent
 TEMPLATES = 2
-IMPORTED = ("deepspeed", "engine_scenarios", "peft", "quantized_worker", "shardwise.train.run")
+IMPORTED = ("deepspeed", "engine_scenarios", "peft", "quantized_worker", "shardwise.training.run")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ def sums_of(run_dir: Path, rank: int) -> list[int]:
 
 def main(specs: str, *flags: str) -> None:
     """In each of the processes: run every spec of the file in turn."""
-    from shardwise.train.run import run
+    from shardwise.training.run import run
 
     listen = "listen" in flags
     for record in json.loads(Path(specs).read_text()):

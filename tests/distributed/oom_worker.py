@@ -19,10 +19,10 @@ import torch
 from shardwise.data.batch import IGNORED, MicroBatch
 from shardwise.engines.runtime.adamw import AdamW
 from shardwise.objective.causal_lm import CausalLMLoss
-from shardwise.train import oom, run
-from shardwise.train.checkpoint import store
-from shardwise.train.loop import Loop
-from shardwise.train.worker import main
+from shardwise.training import oom, run
+from shardwise.training.checkpoint import store
+from shardwise.training.loop import Loop
+from shardwise.training.worker import main
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.19 "

@@ -14,7 +14,7 @@ from test_whole_runs import CONFIG, evaluations, job, losses
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.job.schema import Job
-from shardwise.train.afterwards import export_run
+from shardwise.training.afterwards import export_run
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("bitsandbytes")

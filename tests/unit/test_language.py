@@ -63,7 +63,7 @@ PENDING = (
     "src/shardwise/simulate/",
     "src/shardwise/space/",
     "src/shardwise/trace/",
-    "src/shardwise/train/",
+    "src/shardwise/training/",
 )
 PENDING_SENTENCES = (
     "docs/mamba.md",

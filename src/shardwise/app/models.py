@@ -24,7 +24,7 @@ def export(run: str | Path, out: str | Path | None = None, *, merge: bool = Fals
     folder = Path(run) / "export" if out is None else Path(out)
     if folder.exists() and not folder.is_dir():
         raise JobError(f"{folder} is not a folder", where="--out", fix="name a new folder")
-    from shardwise.train.afterwards import export_run
+    from shardwise.training.afterwards import export_run
 
     return export_run(run, folder, merge=merge)
 
@@ -34,7 +34,7 @@ def generate(
 ) -> str:
     """The text that a run's newest valid checkpoint writes for a prompt; greedy at temperature 0."""
     _refuse_exported(Path(run))
-    from shardwise.train.afterwards import generate_run
+    from shardwise.training.afterwards import generate_run
 
     return generate_run(run, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
 

@@ -1,7 +1,7 @@
 """After a worker ran out of GPU memory: explain it, record it, and choose what to retry with.
 
 Strategies that need less are found by simulation, which needs torch. So another process does it when all
-workers have ended: `shardwise.train.post_mortem`. A retry starts new processes with one spec.
+workers have ended: `shardwise.training.post_mortem`. A retry starts new processes with one spec.
 """
 
 from __future__ import annotations

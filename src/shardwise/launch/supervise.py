@@ -27,8 +27,8 @@ from shardwise.launch.oom import OomHandling
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.read import is_run_folder
 
-WORKER_MODULE = "shardwise.train.worker"
-POST_MORTEM_MODULE = "shardwise.train.post_mortem"
+WORKER_MODULE = "shardwise.training.worker"
+POST_MORTEM_MODULE = "shardwise.training.post_mortem"
 STOPPED = StoppedError.exit_code
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _LOOK_EVERY_SECONDS = 0.02

@@ -48,7 +48,6 @@ def test_every_public_name_is_there() -> None:
         _ = shardwise.nothing
 
 
-
 def test_a_function_is_not_replaced_by_a_package_of_its_name() -> None:
     code = (
         "import shardwise, importlib, pkgutil\n"

@@ -16,8 +16,8 @@ import pytest
 
 from shardwise.errors import CheckpointError, MachineError, render
 from shardwise.record.manifest import Origin, read_manifest, verify
-from shardwise.train.checkpoint import store as store_module
-from shardwise.train.checkpoint.store import CheckpointStore, FileSystem, newest_valid
+from shardwise.training.checkpoint import store as store_module
+from shardwise.training.checkpoint.store import CheckpointStore, FileSystem, newest_valid
 
 ORIGIN = Origin(
     world_size=1,

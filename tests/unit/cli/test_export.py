@@ -27,7 +27,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the run's export returns."""
     written: dict[str, Any] = dict(MERGED)
     afterwards = types.SimpleNamespace(export_run=lambda *_, **__: written)
-    monkeypatch.setitem(sys.modules, "shardwise.train.afterwards", afterwards)
+    monkeypatch.setitem(sys.modules, "shardwise.training.afterwards", afterwards)
     return written
 
 
@@ -82,7 +82,7 @@ def test_weights_that_were_exported_do_not_speak_by_themselves(
 def test_a_working_directory_does_not_become_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shardwise.train import afterwards
+    from shardwise.training import afterwards
 
     monkeypatch.setattr(afterwards, "_newest", lambda _: (None, None))
     monkeypatch.chdir(tmp_path)

@@ -214,7 +214,7 @@ def test_a_word_that_is_no_choice_is_answered_with_all_of_them(
 def test_the_readme_names_what_emit_takes() -> None:
     readme = " ".join((Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8").split())
     *first, last = get_args(Target)
-    assert f"`--to` {', '.join(first)} or {last};" in readme
+    assert f"`--to` {', '.join(first)} or {last}." in readme
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_stdout_is_for_the_result_not_for_what_libraries_print(
         )
 
     afterwards = types.SimpleNamespace(export_run=act, generate_run=act)
-    monkeypatch.setitem(sys.modules, "shardwise.train.afterwards", afterwards)
+    monkeypatch.setitem(sys.modules, "shardwise.training.afterwards", afterwards)
     assert main([verb, "runs/run", *(["--prompt", "a"] if verb == "generate" else [])]) == 0
     out, err = capfd.readouterr()
     told = "wrote the model of step 3, in float32, to runs/run/export\n"

@@ -236,7 +236,7 @@ def test_bad_input_ends_in_one_block(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shardwise.launch.local.launch", lambda spec: pytest.fail("workers were started"))
+    monkeypatch.setattr("shardwise.app.train.launch", lambda spec: pytest.fail("workers were started"))
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")
     (tmp_path / "empty").mkdir()

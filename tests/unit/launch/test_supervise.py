@@ -22,7 +22,7 @@ SOURCE = str(Path(shardwise.__file__).parents[1])
 # The real worker, with a bug on one rank.
 BUGGY = """
 import os, sys, time
-from shardwise.train import worker
+from shardwise.training import worker
 
 def _work(spec):
     if os.environ["RANK"] == os.environ["BAD_RANK"]:

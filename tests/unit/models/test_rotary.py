@@ -19,7 +19,7 @@ from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.rotary import fix_frequencies
 from shardwise.objective.causal_lm import CausalLMLoss
 from shardwise.trace.trace import Tracer
-from shardwise.train.ready import get_ready
+from shardwise.training.ready import get_ready
 
 ORIGINAL = 16
 """Tokens up to which each of the models was trained first."""

@@ -13,9 +13,9 @@ from shardwise.energy.meter import StepJoules
 from shardwise.record.schema import EvalEvent, ResumeEvent, RunEvent, SaveEvent, StepEvent, StopEvent
 from shardwise.record.trackers import Trackers
 from shardwise.record.write import EventWriter, RunFolder
-from shardwise.train.display import Display
-from shardwise.train.loop import StepReport
-from shardwise.train.meter import UNKNOWN, sources, why_no_energy
+from shardwise.training.display import Display
+from shardwise.training.loop import StepReport
+from shardwise.training.meter import UNKNOWN, sources, why_no_energy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from shardwise.errors import CheckpointError
 from shardwise.job.schema import Job
 from shardwise.models.tokenizer import train_bpe
 from shardwise.objective.causal_lm import CausalLMLoss
-from shardwise.train.ready import Ready, get_ready
-from shardwise.train.run import check_weights
+from shardwise.training.ready import Ready, get_ready
+from shardwise.training.run import check_weights
 
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), data_rank=0, data_size=1)
 

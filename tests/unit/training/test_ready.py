@@ -14,8 +14,8 @@ from shardwise.job import json_schema
 from shardwise.job.identity import BY_CONTENT, DECISIVE, within
 from shardwise.job.schema import Job
 from shardwise.strategy import Strategy
-from shardwise.train import ready
-from shardwise.train.ready import get_ready, identity
+from shardwise.training import ready
+from shardwise.training.ready import get_ready, identity
 
 CONFIG = {
     "model_type": "llama",

@@ -1,4 +1,4 @@
-"""One training process: `python -m shardwise.train.worker SPEC.json`, started by a launcher or torchrun."""
+"""One training process: `python -m shardwise.training.worker SPEC.json`, for a launcher or torchrun."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _work(spec: LaunchSpec) -> None:
-    from shardwise.train.run import run
+    from shardwise.training.run import run
 
     try:
         run(spec)
@@ -57,7 +57,7 @@ def _translate(error: Exception) -> ShardwiseError | None:
     if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
         return unwritten(error)
     if "loss scale already at minimum" in str(error):  # how DeepSpeed ends a run
-        from shardwise.train.loop import overflows
+        from shardwise.training.loop import overflows
 
         return overflows(f"rank {os.environ.get('RANK', '0')}")
     return None

@@ -8,7 +8,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardwise.train.loop import StepReport
+from shardwise.training.loop import StepReport
 from shardwise.units import count, duration, gib
 
 QUIET_SECONDS = 10.0

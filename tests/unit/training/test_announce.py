@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardwise.job.schema import Job
-from shardwise.train.announce import announce
-from shardwise.train.ready import Ready, get_ready
+from shardwise.training.announce import announce
+from shardwise.training.ready import Ready, get_ready
 
 SAMPLES = Path(__file__).parents[3] / "src" / "shardwise" / "job" / "samples"
 

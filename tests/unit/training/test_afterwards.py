@@ -12,7 +12,7 @@ import pytest
 from safetensors import SafetensorError
 
 from shardwise.errors import MachineError
-from shardwise.train import afterwards
+from shardwise.training import afterwards
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from shardwise.errors import CheckpointError
 from shardwise.record.environment import versions
 from shardwise.record.manifest import Origin
 from shardwise.strategy import Strategy
-from shardwise.train.checkpoint.match import check_origin
-from shardwise.train.checkpoint.state import TrainerState, load_rng, load_state, save_rng, save_state
-from shardwise.train.checkpoint.store import CheckpointStore
-from shardwise.train.loop import Progress
-from shardwise.train.process import Ranks
+from shardwise.training.checkpoint.match import check_origin
+from shardwise.training.checkpoint.state import TrainerState, load_rng, load_state, save_rng, save_state
+from shardwise.training.checkpoint.store import CheckpointStore
+from shardwise.training.loop import Progress
+from shardwise.training.process import Ranks
 
 
 class Snapshots:

@@ -12,8 +12,8 @@ from shardwise.hardware.catalog import peak_flops
 from shardwise.models.flops import train_flops_per_token
 from shardwise.planner.table import show
 from shardwise.record.schema import RunEvent
-from shardwise.train.observe import Speed
-from shardwise.train.ready import Ready
+from shardwise.training.observe import Speed
+from shardwise.training.ready import Ready
 from shardwise.units import count, processes
 
 SAMPLE_CHARACTERS = 900

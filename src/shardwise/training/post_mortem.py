@@ -1,4 +1,4 @@
-"""`python -m shardwise.train.post_mortem REQUEST.json`: explains how GPU memory ran out.
+"""`python -m shardwise.training.post_mortem REQUEST.json`: explains how GPU memory ran out.
 
 The launcher starts it when all workers have ended (launch/oom.py). It uses no GPU, and answers in a file:
 what was short, which term exceeds its prediction, what would help, and what to retry with.
@@ -28,7 +28,7 @@ from shardwise.planner.search import MARGIN
 from shardwise.record.schema import OutOfMemory
 from shardwise.simulate.prediction import Memory
 from shardwise.strategy import Strategy
-from shardwise.train.oom import headline, memory_in_words, size
+from shardwise.training.oom import headline, memory_in_words, size
 from shardwise.units import gib
 
 WORTH_NAMING = 0.005

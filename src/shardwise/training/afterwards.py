@@ -17,7 +17,7 @@ from shardwise.job.schema import Job
 from shardwise.models.export import export
 from shardwise.models.generate import generate
 from shardwise.record.read import read_run
-from shardwise.train.checkpoint.store import Checkpoint, newest_valid
+from shardwise.training.checkpoint.store import Checkpoint, newest_valid
 
 
 def export_run(run_dir: str | Path, out: str | Path, *, merge: bool = False) -> dict[str, Any]:

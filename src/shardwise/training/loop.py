@@ -19,9 +19,9 @@ from shardwise.data.loader import BatchStream, EvalStream
 from shardwise.engines.runtime.protocol import Engine, StepResult
 from shardwise.errors import DivergedError
 from shardwise.job.schema import Job
-from shardwise.train.meter import MEMORY_FIELDS, Stopwatch, memory
-from shardwise.train.process import Ranks, StopSignal
-from shardwise.train.schedule import learning_rate
+from shardwise.training.meter import MEMORY_FIELDS, Stopwatch, memory
+from shardwise.training.process import Ranks, StopSignal
+from shardwise.training.schedule import learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)

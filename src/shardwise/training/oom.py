@@ -21,9 +21,9 @@ from torch import nn
 
 from shardwise.errors import DoesNotFitError
 from shardwise.record.schema import OutOfMemory
-from shardwise.train.loop import Loop
-from shardwise.train.process import device_of, place
-from shardwise.train.ready import Ready
+from shardwise.training.loop import Loop
+from shardwise.training.process import device_of, place
+from shardwise.training.ready import Ready
 from shardwise.units import gib
 
 IN_WORDS = {
@@ -40,11 +40,11 @@ IN_WORDS = {
 """The phases of `OutOfMemory`, for a person."""
 
 PHASES = {
-    ("shardwise.train.run", "make_engine"): "building",
-    ("shardwise.train.run", "check_weights"): "building",
-    ("shardwise.train.snapshot", "restore"): "restoring",
-    ("shardwise.train.loop", "evaluate"): "evaluation",
-    ("shardwise.train.loop", "save"): "saving",
+    ("shardwise.training.run", "make_engine"): "building",
+    ("shardwise.training.run", "check_weights"): "building",
+    ("shardwise.training.snapshot", "restore"): "restoring",
+    ("shardwise.training.loop", "evaluate"): "evaluation",
+    ("shardwise.training.loop", "save"): "saving",
 }
 """Functions by module and name that are a phase of their own, whatever they call."""
 
@@ -201,7 +201,7 @@ def _evidence(cause: BaseException, where: Place, ready: Ready) -> OutOfMemory:
 def _phase(frames: Sequence[FrameType]) -> str:
     functions = [(str(frame.f_globals.get("__name__", "")), frame.f_code.co_name) for frame in frames]
     known = next((PHASES[function] for function in functions if function in PHASES), None)
-    if known is not None or ("shardwise.train.loop", "_issue") not in functions:
+    if known is not None or ("shardwise.training.loop", "_issue") not in functions:
         return known or "other"
     if not any(module.startswith("shardwise.engines.") for module, _ in functions):
         return "batch"

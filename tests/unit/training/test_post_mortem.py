@@ -15,8 +15,8 @@ from shardwise.job.schema import Job
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.schema import OutOfMemory
 from shardwise.strategy import Strategy
-from shardwise.train import post_mortem as module
-from shardwise.train.post_mortem import measured, post_mortem, used_bytes
+from shardwise.training import post_mortem as module
+from shardwise.training.post_mortem import measured, post_mortem, used_bytes
 
 GIB = 2**30
 HARDWARE = parse_hardware("2xRTX4080")

@@ -20,8 +20,8 @@ from shardwise.job.schema import Job
 from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.record.schema import OutOfMemory
 from shardwise.strategy import Strategy
-from shardwise.train.loop import Loop, Progress
-from shardwise.train.oom import (
+from shardwise.training.loop import Loop, Progress
+from shardwise.training.oom import (
     IN_WORDS,
     PHASES,
     FailureLocation,
@@ -32,7 +32,7 @@ from shardwise.train.oom import (
     numbers_in,
     out_of_memory_in,
 )
-from shardwise.train.process import Ranks, StopSignal
+from shardwise.training.process import Ranks, StopSignal
 
 GIB, MIB = 2**30, 2**20
 LEDGER = Path(__file__).parents[3] / "benchmarks" / "accuracy" / "results" / "measured.jsonl"

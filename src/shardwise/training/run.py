@@ -32,15 +32,15 @@ from shardwise.record.environment import environment
 from shardwise.record.read import EVENTS, read_events, read_run
 from shardwise.record.write import RunFolder
 from shardwise.strategy import Strategy
-from shardwise.train.announce import announce, header, speed
-from shardwise.train.loop import Loop, Progress
-from shardwise.train.observe import Quiet, Recorder
-from shardwise.train.oom import explained
-from shardwise.train.process import Ranks, StopSignal, join, place, settled
-from shardwise.train.profile import PROFILED_STEPS, profile_steps
-from shardwise.train.ready import Ready, count_steps, get_ready, identity, make_streams
-from shardwise.train.schedule import check_warmup
-from shardwise.train.snapshot import Snapshots
+from shardwise.training.announce import announce, header, speed
+from shardwise.training.loop import Loop, Progress
+from shardwise.training.observe import Quiet, Recorder
+from shardwise.training.oom import explained
+from shardwise.training.process import Ranks, StopSignal, join, place, settled
+from shardwise.training.profile import PROFILED_STEPS, profile_steps
+from shardwise.training.ready import Ready, count_steps, get_ready, identity, make_streams
+from shardwise.training.schedule import check_warmup
+from shardwise.training.snapshot import Snapshots
 from shardwise.units import gib
 
 CHECKED_WEIGHTS = 6

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from shardwise.train.process import settled
+from shardwise.training.process import settled
 
 
 def test_what_exists_is_not_searched_while_steps_run_and_freed_afterwards() -> None:
@@ -23,6 +23,6 @@ def test_what_exists_is_not_searched_while_steps_run_and_freed_afterwards() -> N
 
 def test_triton_has_nothing_to_complain_of_at_the_end() -> None:
     pytest.importorskip("triton")
-    script = "import triton\nfrom shardwise.train.process import settled\nwith settled(): pass"
+    script = "import triton\nfrom shardwise.training.process import settled\nwith settled(): pass"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr == ""

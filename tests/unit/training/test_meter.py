@@ -13,9 +13,9 @@ import torch
 from shardwise.record.read import read_events
 from shardwise.record.schema import RunEvent
 from shardwise.record.write import RunFolder
-from shardwise.train import meter, observe
-from shardwise.train.loop import StepReport
-from shardwise.train.observe import Recorder, Speed
+from shardwise.training import meter, observe
+from shardwise.training.loop import StepReport
+from shardwise.training.observe import Recorder, Speed
 
 MIB = 1 << 20
 

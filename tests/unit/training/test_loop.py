@@ -14,8 +14,8 @@ from shardwise.data.batch import IGNORED, MicroBatch, StepBatch
 from shardwise.engines.runtime.protocol import StepResult, World
 from shardwise.errors import DivergedError
 from shardwise.job.schema import Job
-from shardwise.train.loop import Loop, Progress, StepReport
-from shardwise.train.process import Ranks, StopSignal
+from shardwise.training.loop import Loop, Progress, StepReport
+from shardwise.training.process import Ranks, StopSignal
 
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), data_rank=0, data_size=1)
 ROW = torch.zeros(1, 4, dtype=torch.int64)
