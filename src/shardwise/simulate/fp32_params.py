@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.simulate.memory.engine import EngineMemory
-from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, WEIGHTS, Machine
+from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy import Precision
@@ -46,46 +46,46 @@ class WithFp32Parameters:
         self._trained = [index for index in self._sizes if trace.parameters[index].trainable]
         self._gradients: dict[int, Block] = {}
 
-    def build(self, machine: Machine) -> None:
+    def build(self, memory: GpuMemory) -> None:
         for size in self._sizes.values():
-            machine.take(WEIGHTS, size)
-        self._engine.build(machine)
+            memory.take(WEIGHTS, size)
+        self._engine.build(memory)
         for index in self._trained:  # AdamW's state
-            machine.take(OPTIMIZER, FP32)
-            machine.take(OPTIMIZER, self._sizes[index])
-            machine.take(OPTIMIZER, self._sizes[index])
+            memory.take(OPTIMIZER, FP32)
+            memory.take(OPTIMIZER, self._sizes[index])
+            memory.take(OPTIMIZER, self._sizes[index])
 
-    def gradient(self, machine: Machine, parameter: int, block: Block) -> None:
+    def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         if parameter not in self._whole:
-            self._engine.gradient(machine, parameter, block)
+            self._engine.gradient(memory, parameter, block)
         elif parameter in self._gradients:  # autograd adds to it
-            machine.give(block)
+            memory.give(block)
         else:
-            self._gradients[parameter] = machine.move(block, GRADIENTS)
+            self._gradients[parameter] = memory.move(block, GRADIENTS)
 
-    def step(self, machine: Machine) -> None:
+    def step(self, memory: GpuMemory) -> None:
         """Gradients are laid end to end, summed over the ranks, and are there until AdamW has stepped."""
-        total = machine.take(GRADIENTS, sum(self._sizes[index] for index in self._trained))
+        total = memory.take(GRADIENTS, sum(self._sizes[index] for index in self._trained))
         for block in self._gradients.values():
-            machine.give(block)
+            memory.give(block)
         self._gradients.clear()
-        self._engine.step(machine)
-        machine.give(total)
+        self._engine.step(memory)
+        memory.give(total)
 
-    def begin(self, machine: Machine, micro_batch: int, *, last: bool) -> None:
-        self._engine.begin(machine, micro_batch, last=last)
+    def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
+        self._engine.begin(memory, micro_batch, last=last)
 
-    def forward(self, machine: Machine, unit: int) -> None:
-        self._engine.forward(machine, unit)
+    def forward(self, memory: GpuMemory, unit: int) -> None:
+        self._engine.forward(memory, unit)
 
-    def forward_end(self, machine: Machine, unit: int) -> None:
-        self._engine.forward_end(machine, unit)
+    def forward_end(self, memory: GpuMemory, unit: int) -> None:
+        self._engine.forward_end(memory, unit)
 
-    def backward(self, machine: Machine, unit: int) -> None:
-        self._engine.backward(machine, unit)
+    def backward(self, memory: GpuMemory, unit: int) -> None:
+        self._engine.backward(memory, unit)
 
-    def backward_end(self, machine: Machine, unit: int) -> None:
-        self._engine.backward_end(machine, unit)
+    def backward_end(self, memory: GpuMemory, unit: int) -> None:
+        self._engine.backward_end(memory, unit)
 
-    def end(self, machine: Machine, micro_batch: int, *, last: bool) -> None:
-        self._engine.end(machine, micro_batch, last=last)
+    def end(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
+        self._engine.end(memory, micro_batch, last=last)

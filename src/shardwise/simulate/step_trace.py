@@ -22,13 +22,17 @@ Tensor numbers are unique within a trace. Everything allocated is freed or hande
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any, TypeVar
 
 ALLOC, FREE, GRADIENT, OP, FORWARD, FORWARD_END, BACKWARD, BACKWARD_END = range(8)
 
 Event = tuple[int, ...]
+
+T = TypeVar("T")
 
 TAGS = ("activation", "loss", "gradient", "workspace")
 """What a storage is for: saved or passed on between layers; of the output head and the loss; a parameter's
@@ -122,3 +126,17 @@ class StepTrace:
     def trainable(self) -> tuple[int, ...]:
         """Indices of the parameters that get a gradient."""
         return tuple(index for index, p in enumerate(self.parameters) if p.trainable)
+
+    @cached_property
+    def _derived(self) -> dict[Hashable, Any]:
+        return {}
+
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` computes from this trace: computed once for each key, and kept with the trace."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        value: T = self._derived[key]
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_derived"}

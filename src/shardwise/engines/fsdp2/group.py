@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, WEIGHTS, Machine
+from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.step_trace import Parameter
 
@@ -80,67 +80,67 @@ class Group:
         self.awaited = False
         """In the backward pass: its gradients are not reduced yet."""
 
-    def gather(self, machine: Machine) -> None:
+    def gather(self, memory: GpuMemory) -> None:
         """Starts to gather the parameters unless they are there or on their way (unshard)."""
         if self._whole or self._output is not None or self._world_size == 1:
             return
-        inputs = self._copy_in(machine)
-        self._output = machine.take(BUFFERS, self._gathered_bytes, COPY_IN)
+        inputs = self._copy_in(memory)
+        self._output = memory.take(BUFFERS, self._gathered_bytes, COPY_IN)
         for block in inputs:
-            machine.give(block)
+            memory.give(block)
 
-    def _copy_in(self, machine: Machine) -> list[Block]:
+    def _copy_in(self, memory: GpuMemory) -> list[Block]:
         """This process's shards in the computation's format (_get_param_all_gather_inputs)."""
         if not self._offload:
-            return [machine.take(BUFFERS, self._copied_bytes, COPY_IN)] if self._copied_bytes else []
+            return [memory.take(BUFFERS, self._copied_bytes, COPY_IN)] if self._copied_bytes else []
         inputs = []
         for shard in self.shards:
-            loaded = machine.take(BUFFERS, shard.shard_bytes, COPY_IN)
+            loaded = memory.take(BUFFERS, shard.shard_bytes, COPY_IN)
             if shard.cast:
-                inputs.append(machine.take(BUFFERS, shard.item_bytes * shard.numel, COPY_IN))
-                machine.give(loaded)
+                inputs.append(memory.take(BUFFERS, shard.item_bytes * shard.numel, COPY_IN))
+                memory.give(loaded)
             else:
                 inputs.append(loaded)
         return inputs
 
-    def copy_out(self, machine: Machine) -> Block | None:
+    def copy_out(self, memory: GpuMemory) -> Block | None:
         """The parameters become whole; returns the buffer they came in (wait_for_unshard)."""
         if self._whole:
             return None
         if self._world_size == 1:
-            self._copy(machine)
+            self._copy(memory)
             return None
         for shard in self.shards:
             size = self._world_size * shard.item_bytes * shard.numel
-            self._whole.append(machine.take(BUFFERS, size))
+            self._whole.append(memory.take(BUFFERS, size))
         output, self._output = self._output, None
         return output
 
-    def _copy(self, machine: Machine) -> None:
+    def _copy(self, memory: GpuMemory) -> None:
         """One process copies its parameters; a cast one lives until the next has been cast."""
         cast: Block | None = None
         for shard in self.shards:
             previous, cast = cast, None
             if self._offload:
-                loaded = machine.take(BUFFERS, shard.shard_bytes)
-                cast = machine.take(BUFFERS, shard.size_bytes) if shard.cast else loaded
+                loaded = memory.take(BUFFERS, shard.shard_bytes)
+                cast = memory.take(BUFFERS, shard.size_bytes) if shard.cast else loaded
                 if shard.cast:
-                    machine.give(loaded)
+                    memory.give(loaded)
             elif shard.cast:
-                cast = machine.take(BUFFERS, shard.size_bytes)
+                cast = memory.take(BUFFERS, shard.size_bytes)
             if previous is not None:
-                machine.give(previous)
-            self._whole.append(machine.take(BUFFERS, shard.size_bytes))
+                memory.give(previous)
+            self._whole.append(memory.take(BUFFERS, shard.size_bytes))
         if cast is not None:
-            machine.give(cast)
+            memory.give(cast)
 
-    def reshard(self, machine: Machine) -> None:
+    def reshard(self, memory: GpuMemory) -> None:
         """Only the shards stay."""
         for block in self._whole:
-            machine.give(block)
+            memory.give(block)
         self._whole.clear()
 
-    def reduce(self, machine: Machine, gradients: Mapping[int, Block]) -> Block | None:
+    def reduce(self, memory: GpuMemory, gradients: Mapping[int, Block]) -> Block | None:
         """Sums the gradients over the processes (foreach_reduce); each keeps its share, in fp32.
 
         Returns the reduction's input, which stays until the next group's reduction; None without gradients.
@@ -149,36 +149,36 @@ class Group:
         if not shards:
             return None
         numel = sum(shard.numel for shard in shards)
-        source = machine.take(BUFFERS, FP32 * numel * self._world_size)
-        machine.scratch(BUFFERS, _chunk_cat_bytes(shards))
+        source = memory.take(BUFFERS, FP32 * numel * self._world_size)
+        memory.scratch(BUFFERS, _chunk_cat_bytes(shards))
         blocks = [gradients[shard.index] for shard in shards]
         held = blocks.pop() if self._world_size > 1 else None  # by the variable of a loop
         for block in reversed(blocks):
-            machine.give(block)
-        reduced = machine.take(GRADIENTS, FP32 * numel, REDUCE)
+            memory.give(block)
+        reduced = memory.take(GRADIENTS, FP32 * numel, REDUCE)
         if held is not None:
-            machine.give(held)
+            memory.give(held)
         else:
-            machine.give(machine.take(BUFFERS, FP32 * numel, REDUCE))  # a divided copy
+            memory.give(memory.take(BUFFERS, FP32 * numel, REDUCE))  # a divided copy
         if self._reduced is None and not self._offload:
             self._reduced = reduced
         else:
-            machine.give(reduced)
+            memory.give(reduced)
         return source
 
-    def forget(self, machine: Machine) -> None:
+    def forget(self, memory: GpuMemory) -> None:
         """A gathering that nobody waited for is given up (finalize_backward)."""
         if self._output is not None:
-            machine.give(self._output)
+            memory.give(self._output)
             self._output = None
 
-    def drop_gradients(self, machine: Machine) -> None:
+    def drop_gradients(self, memory: GpuMemory) -> None:
         if self._reduced is not None:
-            machine.give(self._reduced)
+            memory.give(self._reduced)
             self._reduced = None
 
 
-def shard_part(machine: Machine, shards: list[Shard], weights: dict[int, Block], *, offload: bool) -> Block:
+def shard_part(memory: GpuMemory, shards: list[Shard], weights: dict[int, Block], *, offload: bool) -> Block:
     """`fully_shard` of a part that has just been filled; returns what of it is still whole.
 
     Trainable weights become fp32 first. The whole ones go after the last has been split, but for that last
@@ -186,15 +186,15 @@ def shard_part(machine: Machine, shards: list[Shard], weights: dict[int, Block],
     """
     for shard in shards:
         if shard.trainable and shard.cast:
-            whole = machine.take(WEIGHTS, shard.size_bytes // shard.item_bytes * FP32)
-            machine.give(weights[shard.index])
+            whole = memory.take(WEIGHTS, shard.size_bytes // shard.item_bytes * FP32)
+            memory.give(weights[shard.index])
             weights[shard.index] = whole
     for shard in shards:
-        split = machine.take(WEIGHTS, shard.shard_bytes)
+        split = memory.take(WEIGHTS, shard.shard_bytes)
         if offload:
-            machine.give(split)
+            memory.give(split)
     for shard in shards[:-1]:
-        machine.give(weights[shard.index])
+        memory.give(weights[shard.index])
     return weights[shards[-1].index]
 
 

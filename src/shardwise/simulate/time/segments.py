@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -41,18 +40,10 @@ class Segment:
 READ_BACK = frozenset({"all", "any", "_local_scalar_dense", "nonzero"})
 """Operators whose result Python looks at: transformers looks for packed samples in the position ids."""
 
-_CUT: dict[tuple[int, str], tuple[weakref.ref[StepTrace], tuple[Segment, ...]]] = {}
-
 
 def segments(trace: StepTrace, gpu: Gpu) -> tuple[Segment, ...]:
-    """The trace's segments in order, on this GPU; kept for as long as the trace is."""
-    key = id(trace), gpu.name
-    found = _CUT.get(key)
-    if found is not None and found[0]() is trace:
-        return found[1]
-    cut = tuple(_cut(trace, gpu))
-    _CUT[key] = weakref.ref(trace, lambda _: _CUT.pop(key, None)), cut
-    return cut
+    """The trace's segments in order, on this GPU; made once for each trace and GPU."""
+    return trace.derived(("segments", gpu.name), lambda: tuple(_cut(trace, gpu)))
 
 
 def without_gradients(segment: Segment, trace: StepTrace, of: Collection[int]) -> Segment:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwise.engines.deepspeed.config import NEVER_RELEASE, PERSIST, PREFETCH, RELEASE_AT
-from shardwise.simulate.memory.gpu import WEIGHTS, Machine
+from shardwise.simulate.memory.gpu import WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.memory.weights import parts
 from shardwise.simulate.step_trace import BACKWARD, FORWARD, StepTrace
@@ -86,45 +86,45 @@ class Coordinator:
     def _complete(self) -> bool:
         return self._passes > 1
 
-    def begin(self, machine: Machine) -> None:
+    def begin(self, memory: GpuMemory) -> None:
         """A forward pass begins (reset_step)."""
         self._passes += 1
         self._step = 0
         self._live = 0
         self._asked_for = {}
         self._queue = deque(self._uses) if self._complete else deque()
-        self._call_others(machine)
+        self._call_others(memory)
 
-    def fetch(self, machine: Machine, unit: int) -> None:
+    def fetch(self, memory: GpuMemory, unit: int) -> None:
         """A unit's forward or backward pass begins (fetch_sub_module)."""
-        self._fetch(machine, unit)
-        self._call_others(machine)
+        self._fetch(memory, unit)
+        self._call_others(memory)
 
-    def _call_others(self, machine: Machine) -> None:
+    def _call_others(self, memory: GpuMemory) -> None:
         while self._step < len(self._calls) and self._calls[self._step] < 0:
-            self._fetch(machine, self._calls[self._step])
+            self._fetch(memory, self._calls[self._step])
 
-    def _fetch(self, machine: Machine, call: int) -> None:
-        self._give_earlier(machine)
+    def _fetch(self, memory: GpuMemory, call: int) -> None:
+        self._give_earlier(memory)
         self._earlier, self._latest = self._latest, []
         wanted = self._direct(call)
-        self._gather(machine, wanted)
+        self._gather(memory, wanted)
         # Which comes first is chance: DeepSpeed goes through a set. Last comes what frees a buffer.
         coming = [self._coming.pop(parameter) for parameter in wanted if parameter in self._coming]
         for gathering in coming:
-            self._copy_out(machine, gathering)
+            self._copy_out(memory, gathering)
         for gathering in coming:
             gathering.awaited -= 1
             if not gathering.awaited and gathering.buffer is not None and len(gathering.parameters) > 1:
-                machine.give(gathering.buffer)
+                memory.give(gathering.buffer)
         if self._complete:
             self._forget_queued(wanted)
-            self._prefetch(machine)
+            self._prefetch(memory)
         self._step += 1
 
-    def _give_earlier(self, machine: Machine) -> None:
+    def _give_earlier(self, memory: GpuMemory) -> None:
         for block in self._earlier:
-            machine.give(block)
+            memory.give(block)
         self._earlier = []
 
     def _forget_queued(self, wanted: Iterable[int]) -> None:
@@ -135,7 +135,7 @@ class Coordinator:
             self._asked_for[parameter] = step
             seen.add(parameter)
 
-    def _prefetch(self, machine: Machine) -> None:
+    def _prefetch(self, memory: GpuMemory) -> None:
         room = min(self._keep - self._live, PREFETCH)
         ahead: list[int] = []
         numel = 0
@@ -145,9 +145,9 @@ class Coordinator:
             if parameter not in self._whole and parameter not in self._coming and parameter not in ahead:
                 ahead.append(parameter)
                 numel += self._numel[parameter]
-        self._gather(machine, ahead)
+        self._gather(memory, ahead)
 
-    def _gather(self, machine: Machine, parameters: Iterable[int]) -> None:
+    def _gather(self, memory: GpuMemory, parameters: Iterable[int]) -> None:
         """Gathers what is missing (__all_gather_params, _all_gather_dtype)."""
         missing = [p for p in parameters if p not in self._whole and p not in self._coming]
         missing.sort(key=self._ids.__getitem__)
@@ -157,20 +157,20 @@ class Coordinator:
         buffer = None
         if self._world > 1:
             parts = [self._item[p] * self.part(p) for p in missing]
-            buffer = machine.take(WEIGHTS, self._world * sum(parts), GATHER)
+            buffer = memory.take(WEIGHTS, self._world * sum(parts), GATHER)
             if self._offload:
-                self._copy_in(machine, missing)
+                self._copy_in(memory, missing)
         gathering = _Gathering(buffer, missing, len(missing))
         for parameter in missing:
             self._coming[parameter] = gathering
 
-    def _copy_in(self, machine: Machine, parameters: Iterable[int]) -> None:
+    def _copy_in(self, memory: GpuMemory, parameters: Iterable[int]) -> None:
         """Partitions from the host, those of persistent parameters excepted."""
         sizes = [self._item[p] * self.part(p) for p in parameters if p not in self.persistent]
-        for block in [machine.take(WEIGHTS, size, GATHER) for size in sizes]:
-            machine.give(block)
+        for block in [memory.take(WEIGHTS, size, GATHER) for size in sizes]:
+            memory.give(block)
 
-    def _copy_out(self, machine: Machine, gathering: _Gathering) -> None:
+    def _copy_out(self, memory: GpuMemory, gathering: _Gathering) -> None:
         if gathering.done:
             return
         gathering.done = True
@@ -178,13 +178,13 @@ class Coordinator:
             self._whole[gathering.parameters[0]] = gathering.buffer  # _all_gather_sequential
             return
         for parameter in gathering.parameters:
-            self._whole[parameter] = self._own(machine, parameter)
+            self._whole[parameter] = self._own(memory, parameter)
 
-    def _own(self, machine: Machine, parameter: int) -> Block | None:
+    def _own(self, memory: GpuMemory, parameter: int) -> Block | None:
         """A gathered parameter's own memory; on one GPU that is its partition, unless it is on the host."""
         if self._world == 1 and not self._offload:
             return None
-        return machine.take(WEIGHTS, self._item[parameter] * self._numel[parameter], GATHER)
+        return memory.take(WEIGHTS, self._item[parameter] * self._numel[parameter], GATHER)
 
     def part(self, parameter: int) -> int:
         """Elements of a parameter on each rank (_aligned_size)."""
@@ -226,16 +226,16 @@ class Coordinator:
     def _own_of(self, call: int) -> Sequence[int]:
         return self._direct(call) if call >= 0 and self._trace.units[call].block < 0 else ()
 
-    def release_all(self, machine: Machine) -> None:
+    def release_all(self, memory: GpuMemory) -> None:
         """Before the optimizer's step (partition_all_parameters)."""
         for parameter in list(self._whole):
             self._drop(parameter)
-        self._give_earlier(machine)
+        self._give_earlier(memory)
         self._earlier, self._latest = self._latest, []
-        self._give_earlier(machine)
+        self._give_earlier(memory)
 
-    def gather_persistent(self, machine: Machine) -> None:
+    def gather_persistent(self, memory: GpuMemory) -> None:
         """After it, on the stream of the computation (_post_step)."""
         for parameter in sorted(self.persistent):
             size = self._item[parameter] * self._world * self.part(parameter)
-            self._whole[parameter] = machine.take(WEIGHTS, size) if self._world > 1 else None
+            self._whole[parameter] = memory.take(WEIGHTS, size) if self._world > 1 else None
