@@ -22,6 +22,7 @@ from shardwise.plan.plan import Nearest, Objective, Option, Plan, Workload
 from shardwise.plan.search import MARGIN, TraceFor, fit, leanest_that_fits, search
 from shardwise.plan.simulate import simulate
 from shardwise.planner.cache import plan_key, plan_once
+from shardwise.simulate.time.roofline import MULTIPROCESSORS
 from shardwise.space.candidates import Refused, candidates, predictable
 from shardwise.strategy import Strategy
 
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 MOST_CORES = 8
 WORTH_OTHERS = 40
 """Strategies from which on other processes save more than the second that they take to start."""
-
-MULTIPROCESSORS = 132
-"""The H200's, for every GPU: the catalog has no such number. It sizes scratch memory of a few MB."""
 
 
 def make_plan(

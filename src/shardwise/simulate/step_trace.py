@@ -128,6 +128,16 @@ class StepTrace:
         return tuple(index for index, p in enumerate(self.parameters) if p.trainable)
 
     @cached_property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the parameters of each block, then of those outside the blocks.
+
+        A model is built in this order; engines that gather blocks take each part as one group.
+        """
+        blocks = [unit.parameters for unit in self.units if unit.block >= 0]
+        inside = {index for block in blocks for index in block}
+        return *blocks, tuple(index for index in range(len(self.parameters)) if index not in inside)
+
+    @cached_property
     def _derived(self) -> dict[Hashable, Any]:
         return {}
 

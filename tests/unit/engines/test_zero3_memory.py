@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.engines.deepspeed import policy
 from shardwise.engines.deepspeed.memory import coordinator as zero_coordinator
 from shardwise.engines.deepspeed.memory import zero3
 from shardwise.engines.deepspeed.memory.coordinator import Coordinator, calls_of
@@ -153,8 +154,8 @@ def test_later_passes_gather_ahead_and_copy_out_of_the_buffer() -> None:
 
 
 def test_what_is_used_again_soon_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero_coordinator, "RELEASE_AT", BLOCK)
-    monkeypatch.setattr(zero_coordinator, "PREFETCH", 1)
+    monkeypatch.setattr(policy, "RELEASE_AT", BLOCK)
+    monkeypatch.setattr(policy, "PREFETCH", 1)
     run = Run()
     run.forward()
     run.backward()

@@ -1,16 +1,16 @@
-"""PyTorch FSDP2 as `runtime.py` sets it up: what it allocates, at the moments at which its hooks run.
+"""Memory of PyTorch's FSDP2 as `runtime.py` sets it up, at the moments at which its hooks run.
 
-Each block is a group of parameters, and so is what is outside the blocks, the root. A block asks for the next
-one's parameters before it computes, in the backward pass for those of the block before it. The functions in
-parentheses are those of torch's _fully_shard package.
+What is gathered and released when is `policy.py`. The functions in parentheses are those of torch's
+_fully_shard package.
 """
 
 from __future__ import annotations
 
+from shardwise.engines.fsdp2 import policy
 from shardwise.engines.fsdp2.group import FP32, Group, shard_of, shard_part
 from shardwise.simulate.memory.gpu import OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import fill, parts, pinned
+from shardwise.simulate.memory.weights import fill, pinned
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy import Strategy
 
@@ -22,16 +22,16 @@ NORM_CHUNK = 65536
 
 
 class Fsdp2Memory:
-    """fp32 shards of what is trained, in the computation's format of what is frozen; gathered when needed."""
+    """Shards, in fp32 of trained parameters, in the computation's format of frozen ones."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         self._trace = trace
-        self._reshards = strategy.reshard
+        self._strategy = strategy
         self._offload = strategy.offload_parameters == "cpu"
         shards = [shard_of(i, p, strategy.data_parallel) for i, p in enumerate(trace.parameters)]
         groups = [
             Group([shards[i] for i in part], world_size=strategy.data_parallel, offload=self._offload)
-            for part in parts(trace)
+            for part in trace.parts
         ]
         self._blocks, self._root = groups[:-1], groups[-1]
         self._trained = [shard for shard in shards if shard.trainable]
@@ -47,7 +47,7 @@ class Fsdp2Memory:
         for size in self._trace.buffers:
             memory.take(WEIGHTS, size)
         held: Block | None = None
-        for part, group in zip(parts(self._trace), [*self._blocks, self._root], strict=True):
+        for part, group in zip(self._trace.parts, [*self._blocks, self._root], strict=True):
             weights = fill(memory, self._trace, part)
             if held is not None:
                 memory.give(held)
@@ -63,13 +63,7 @@ class Fsdp2Memory:
         for _ in range(GUARDS):
             memory.take(OPTIMIZER, FP32)
 
-    def begin(
-        self,
-        memory: GpuMemory,
-        micro_batch: int,
-        *,
-        last: bool,
-    ) -> None:
+    def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
         self._last = last
         self._in_backward = False
         self._await(memory, self._root)
@@ -79,8 +73,11 @@ class Fsdp2Memory:
         if block < 0 or self._in_backward:
             return
         self._await(memory, self._blocks[block])
-        for following in self._blocks[block + 1 : block + 2]:
-            following.gather(memory)
+        self._gather_ahead(memory, block, backward=False)
+
+    def _gather_ahead(self, memory: GpuMemory, block: int, *, backward: bool) -> None:
+        for other in policy.gathered_ahead(block, len(self._blocks), backward=backward):
+            self._blocks[other].gather(memory)
 
     def _await(self, memory: GpuMemory, group: Group) -> None:
         """Before a group's forward pass: its buffer stays until the next group's has been copied out."""
@@ -97,11 +94,13 @@ class Fsdp2Memory:
 
     def forward_end(self, memory: GpuMemory, unit: int) -> None:
         block = self._trace.units[unit].block
-        if block >= 0 and self._reshards and not self._in_backward:
+        if block < 0 or self._in_backward:
+            return
+        if policy.released(self._strategy, backward=False, last=self._last):
             self._blocks[block].reshard(memory)
 
     def backward(self, memory: GpuMemory, unit: int) -> None:
-        self._turn(memory)
+        self._begin_backward(memory)
         self._reduce_blocks(memory)
         block = self._trace.units[unit].block
         if block < 0:
@@ -112,18 +111,16 @@ class Fsdp2Memory:
         if output is not None:
             memory.give(output)
         group.awaited = True
-        if block > 0:
-            self._blocks[block - 1].gather(memory)
+        self._gather_ahead(memory, block, backward=True)
 
-    def _turn(self, memory: GpuMemory) -> None:
+    def _begin_backward(self, memory: GpuMemory) -> None:
         """The root's forward pass ends, its backward pass begins."""
         if self._in_backward:
             return
         self._in_backward = True
         self._release(memory)
         self._root.awaited = True
-        for last in self._blocks[-1:]:
-            last.gather(memory)
+        self._gather_ahead(memory, len(self._blocks), backward=True)
 
     def backward_end(self, memory: GpuMemory, unit: int) -> None:
         block = self._trace.units[unit].block
@@ -139,7 +136,7 @@ class Fsdp2Memory:
     def _reduce(self, memory: GpuMemory, group: Group) -> None:
         """After a group's backward pass (post_backward)."""
         group.awaited = False
-        if self._reshards or self._last:
+        if policy.released(self._strategy, backward=True, last=self._last):
             group.reshard(memory)
         if self._reducing is not None:
             memory.give(self._reducing)
@@ -147,22 +144,11 @@ class Fsdp2Memory:
         for shard in group.shards:
             self._gradients.pop(shard.index, None)
 
-    def gradient(
-        self,
-        memory: GpuMemory,
-        parameter: int,
-        block: Block,
-    ) -> None:
+    def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         self._gradients[parameter] = block
 
-    def end(
-        self,
-        memory: GpuMemory,
-        micro_batch: int,
-        *,
-        last: bool,
-    ) -> None:
-        """What the backward pass has not completed (_root_post_backward_final_callback)."""
+    def end(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
+        """Complete what the backward pass has not (_root_post_backward_final_callback)."""
         for group in (self._root, *self._blocks):
             if group.awaited:
                 self._reduce(memory, group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.simulate.memory.engine import NoHooks
 from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import fill, parts
+from shardwise.simulate.memory.weights import fill
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy import Strategy
 
@@ -22,7 +22,7 @@ class SingleMemory(NoHooks):
 
     def build(self, memory: GpuMemory) -> None:
         trace = self._trace
-        for part in parts(trace):
+        for part in trace.parts:
             fill(memory, trace, part)
         for size in trace.buffers:
             memory.take(WEIGHTS, size)

@@ -1,9 +1,9 @@
 """The free and used blocks of one stream and size class, as the CUDA caching allocator keeps them.
 
-Follows struct Block, struct BlockPool and struct ExpandableSegment of c10/cuda/CUDACachingAllocator.cpp, torch
-2.13, whose functions stand in parentheses. torch links the blocks of a segment to each other. Here a block is
-an address and a size, and its neighbours are looked up by the addresses at which it begins and ends: that
-takes a third of the time, and a plan replays millions of allocations.
+Follows Block, BlockPool and ExpandableSegment of c10/cuda/CUDACachingAllocator.cpp, torch 2.13. Its functions
+stand in parentheses. torch links the blocks of a segment to each other. Here a block is an address and a
+size, and its neighbours are looked up by the addresses at which it begins and ends. That takes a third of the
+time, and a plan replays millions of allocations.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Modelled are random weights, which are drawn in fp32 and rounded. Loaded ones ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from shardwise.simulate.memory.gpu import WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
@@ -14,15 +14,7 @@ from shardwise.simulate.step_trace import Parameter, StepTrace
 FP32, FP16 = 4, 2
 
 
-def parts(trace: StepTrace) -> Iterator[list[int]]:
-    """Indices of the parameters of each block, then of those outside the blocks: the order of filling."""
-    blocks = [list(unit.parameters) for unit in trace.units if unit.block >= 0]
-    inside = {index for block in blocks for index in block}
-    yield from blocks
-    yield [index for index in range(len(trace.parameters)) if index not in inside]
-
-
-def fill(memory: GpuMemory, trace: StepTrace, part: list[int]) -> dict[int, Block]:
+def fill(memory: GpuMemory, trace: StepTrace, part: Iterable[int]) -> dict[int, Block]:
     """The weights of one part, by parameter, whole; adapters come last."""
     weights: dict[int, Block] = {}
     base = [index for index in part if ".lora_" not in trace.parameters[index].name]

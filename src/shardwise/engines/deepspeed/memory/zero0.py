@@ -8,7 +8,7 @@ from __future__ import annotations
 from shardwise.simulate.memory.engine import NoHooks
 from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import fill, parts
+from shardwise.simulate.memory.weights import fill
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy import Strategy
 
@@ -32,7 +32,7 @@ class Zero0Memory(NoHooks):
         trace = self._trace
         for size in trace.buffers:
             memory.take(WEIGHTS, size)
-        for part in parts(trace):
+        for part in trace.parts:
             fill(memory, trace, part)
         if not self._masters:
             return
@@ -71,9 +71,7 @@ class Zero0Memory(NoHooks):
     def step(self, memory: GpuMemory) -> None:
         high: list[Block] = []
         if self._masters:
-            for (
-                numel
-            ) in self._numel:  # each gradient in fp32, for its norm (runtime/utils.py: get_weight_norm)
+            for numel in self._numel:  # each gradient in fp32, for its norm (utils.py: get_weight_norm)
                 memory.scratch(OPTIMIZER, FP32 * numel)
             high = [memory.take(GRADIENTS, FP32 * numel) for numel in self._numel]
         self._take_states(memory)

@@ -1,13 +1,15 @@
-"""ZeRO-1 and 2 of DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py, whose functions stand in parentheses."""
+"""Memory of ZeRO-1 and 2, DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py; functions in parentheses."""
 
 from __future__ import annotations
 
+from shardwise.engines.deepspeed import policy
+from shardwise.engines.deepspeed.config import sums_in_fp32
 from shardwise.engines.deepspeed.memory.flat import Flat
 from shardwise.simulate.memory.allocator import DeferredFree
 from shardwise.simulate.memory.engine import NoHooks
 from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import cut, fill, parts, pinned
+from shardwise.simulate.memory.weights import cut, fill, pinned
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy import Strategy
 
@@ -19,13 +21,13 @@ REDUCTION = 1
 
 
 class Zero12Memory(NoHooks):
-    """Weights in one flat buffer; masters, moments and, in the end, gradients of a rank's part of it."""
+    """Weights in one flat buffer; masters, moments and reduced gradients of a rank's part of it."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy, rank: int | None = None) -> None:
-        """`rank`: whose memory is modelled.
+        """`rank`: whose memory is modelled; None: the last rank's.
 
-        None: that of the last rank. Its part of the gradients is reduced first, when most activations are
-        still there. Where another rank needs more, it is less than 1 % (measured on two and four GPUs).
+        Its part of the gradients is reduced first, when most activations are still there. Where another rank
+        needs more, it is less than 1 % (measured on two and four GPUs).
         """
         self._trace = trace
         self._flat = Flat(trace, strategy.data_parallel)
@@ -33,24 +35,17 @@ class Zero12Memory(NoHooks):
         self._owned = set(self._flat.owned(self._rank))
         self._numel = {index: trace.parameters[index].numel for index in trace.trainable}
         self._item = FP32 if strategy.precision == "fp32" else 2
-        self._stage = strategy.stage
+        self._strategy = strategy
         self._offload = strategy.offload_optimizer != "none"
-        self._parallel = strategy.tensor_parallel > 1
-        self._accumulation = strategy.accumulation
-        # its size is set before tensor parallelism cuts the model
-        learned = sum(trace.parameters[index].whole_numel for index in trace.trainable)
-        self._bucket_numel = min(strategy.bucket, learned)
-        # data_types.grad_accum_dtype of engines/deepspeed/config.py (_use_compact_grad_partition_buffer)
-        self._fp32_sum = strategy.stage == 2 and strategy.accumulation > 1 and strategy.precision == "bf16"
+        self._fp32_sum = sums_in_fp32(strategy)  # _use_compact_grad_partition_buffer
         self._last = True
-        self._whole: dict[int, Block] = {}  # gradients that stage 1 adds up before it reduces them
+        self._unreduced: dict[int, Block] = {}  # gradients that stage 1 adds up before it reduces them
         self._buffers: list[Block] = []
-        self._bucket: list[int] = []
-        self._bucket_used = 0
+        self._bucket = policy.Bucket(trace, strategy)
         self._oversized: Block | None = None
         self._reduced: Block | None = None  # grads_in_partition
         self._sum: Block | None = None  # averaged_gradients, all_grad_tensors
-        self._late: list[DeferredFree] = []
+        self._deferred: list[DeferredFree] = []
         self._states = False
 
     def build(self, memory: GpuMemory) -> None:
@@ -58,7 +53,7 @@ class Zero12Memory(NoHooks):
         for size in trace.buffers:
             memory.take(WEIGHTS, size)
         weights: dict[int, Block] = {}
-        for part in parts(trace):
+        for part in trace.parts:
             weights |= fill(memory, trace, part)
         weights = cut(memory, trace, weights)
         memory.allocator.empty_cache()
@@ -81,7 +76,7 @@ class Zero12Memory(NoHooks):
         """Page-locked masters, gradients, weights to be copied back, a buffer; moments (DeepSpeedCPUAdam)."""
         partition = self._flat.partition
         locked = 2 * pinned(FP32 * partition) + pinned(self._item * partition) + pinned(largest)
-        if self._accumulation > 1 and not self._fp32_sum:  # async_accumulate_grad_in_cpu_via_gpu
+        if self._strategy.accumulation > 1 and not self._fp32_sum:  # async_accumulate_grad_in_cpu_via_gpu
             locked += sum(pinned(self._item * self._numel[index]) for index in self._owned)
         return locked + 2 * FP32 * partition
 
@@ -90,28 +85,27 @@ class Zero12Memory(NoHooks):
 
     def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         if not self._buffers:  # two, so that one fills up while the other is reduced (setup_buckets)
-            size = self._item * self._bucket_numel
+            size = self._item * self._bucket.size
             self._buffers = [memory.take(BUFFERS, size), memory.take(BUFFERS, size)]
-        before = self._whole.pop(parameter, None)
+        before = self._unreduced.pop(parameter, None)
         if before is not None:  # autograd adds to it
             memory.give(block)
             block = before
-        if self._stage == 1 and not self._last:
-            self._whole[parameter] = memory.move(block, GRADIENTS)
+        if not policy.reduces(self._strategy, last=self._last):
+            self._unreduced[parameter] = memory.move(block, GRADIENTS)
             return
         numel = self._numel[parameter]
-        if self._bucket_used + numel > self._bucket_numel:
+        if self._bucket.is_full_for(numel):
             self._reduce(memory)
-        self._bucket.append(parameter)
-        self._bucket_used += numel
-        if numel > self._bucket_numel:
-            self._oversized = block
-        else:
+        self._bucket.add([parameter], numel)
+        if self._bucket.has_room_for(numel):
             memory.give(block)
+        else:
+            self._oversized = block
 
     def _reduce(self, memory: GpuMemory) -> None:
-        """The bucket's gradients (reduce_ipg_grads): averaged, and copied where they are this rank's."""
-        slices = self._flat.slices(self._bucket, joined=not self._fp32_sum, rank=self._rank)
+        """Average the bucket's gradients, and copy those of this rank (reduce_ipg_grads)."""
+        slices = self._flat.slices(self._bucket.parameters, joined=not self._fp32_sum, rank=self._rank)
         if self._fp32_sum and self._sum is None and any(rank == self._rank for rank, _ in slices):
             self._sum = memory.take(GRADIENTS, FP32 * self._flat.partition, REDUCTION)
         for together in self._at_once(slices):
@@ -121,49 +115,48 @@ class Zero12Memory(NoHooks):
             if self._fp32_sum:
                 for rank, numel in together:
                     if rank == self._rank:  # _add_to_grad_partition_buffer
-                        memory.give(memory.take(BUFFERS, FP32 * numel, REDUCTION))
+                        memory.scratch(BUFFERS, FP32 * numel, stream=REDUCTION)
             if copy is not None:
                 memory.give(copy)
-        for parameter in self._bucket:
+        for parameter in self._bucket.parameters:
             if parameter in self._owned:
                 self._keep(memory, parameter)
         if self._oversized is not None:
-            self._late.append(memory.give_later(self._oversized))  # the reduction stream uses it
+            self._deferred.append(memory.give_later(self._oversized))  # the reduction stream uses it
             self._oversized = None
         self._bucket.clear()
-        self._bucket_used = 0
 
     def _at_once(self, slices: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """What is reduced by one call: until it is more than a bucket holds (allreduce_and_scatter)."""
+        """Slices that are reduced by one call: until they exceed a bucket (allreduce_and_scatter)."""
         calls: list[list[tuple[int, int]]] = [[]]
         numel = 0
         for piece in slices:
             calls[-1].append(piece)
             numel += piece[1]
-            if numel > self._bucket_numel:
+            if numel > self._bucket.size:
                 calls.append([])
                 numel = 0
         return calls
 
     def _keep(self, memory: GpuMemory, parameter: int) -> None:
-        """A reduced gradient of which this rank needs some (copy_grads_in_partition)."""
+        """Keep this rank's part of a reduced gradient (copy_grads_in_partition)."""
         if self._offload:
             if self._last:
                 numel = next(n for rank, n in self._flat.pieces(parameter) if rank == self._rank)
-                memory.give(memory.take(BUFFERS, FP64 * numel, REDUCTION))  # for its norm
+                memory.scratch(BUFFERS, FP64 * numel, stream=REDUCTION)  # for its norm
                 if self._item != FP32 and not self._fp32_sum:
-                    memory.give(memory.take(BUFFERS, FP32 * numel, REDUCTION))
+                    memory.scratch(BUFFERS, FP32 * numel, stream=REDUCTION)
         elif self._reduced is None and not self._fp32_sum:
             size = self._item * sum(self._numel[index] for index in self._owned)
             self._reduced = memory.take(GRADIENTS, size, REDUCTION)
 
     def end(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
-        if self._stage == 1 and not last:
+        if not policy.reduces(self._strategy, last=last):
             return
         self._reduce(memory)
-        for late in self._late:
-            memory.complete(late)
-        self._late.clear()
+        for deferred in self._deferred:
+            memory.complete(deferred)
+        self._deferred.clear()
         if self._reduced is not None:
             if self._sum is None:
                 self._sum = self._reduced
@@ -180,7 +173,7 @@ class Zero12Memory(NoHooks):
                 memory.give(self._sum)
                 self._sum = None
             return
-        if self._parallel:  # each gradient in fp64, for its norm (get_grad_norm_direct)
+        if self._strategy.tensor_parallel > 1:  # each gradient in fp64, for its norm (get_grad_norm_direct)
             for index in sorted(self._owned):
                 memory.scratch(OPTIMIZER, FP64 * dict(self._flat.pieces(index))[self._rank])
         size = FP32 * self._flat.partition

@@ -1,17 +1,15 @@
-"""ZeRO-3 of DeepSpeed 0.19.8: runtime/zero/stage3.py and partition_parameters.py.
-
-Their functions stand in parentheses.
-"""
+"""Memory of ZeRO-3, DeepSpeed 0.19.8: stage3.py, partition_parameters.py; functions in parentheses."""
 
 from __future__ import annotations
 
-from shardwise.engines.deepspeed.config import NVME_BUFFER
+from shardwise.engines.deepspeed import policy
+from shardwise.engines.deepspeed.config import NVME_BUFFER, sums_in_fp32
 from shardwise.engines.deepspeed.memory.coordinator import Coordinator
 from shardwise.simulate.memory.allocator import DeferredFree
 from shardwise.simulate.memory.engine import NoHooks
 from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import fill, parts, pinned
+from shardwise.simulate.memory.weights import fill, pinned
 from shardwise.simulate.step_trace import ALLOC, BACKWARD, FREE, GRADIENT, StepTrace
 from shardwise.strategy import Strategy
 
@@ -41,23 +39,19 @@ class Zero3Memory(NoHooks):
         self._places = (strategy.offload_optimizer, strategy.offload_parameters)
         self._offload = strategy.offload_optimizer != "none"
         self._offload_parameters = strategy.offload_parameters != "none"
-        accumulates = strategy.accumulation > 1 and strategy.precision == "bf16"
-        self._sum_item = FP32 if accumulates else self._item  # grad_accum_dtype in config.py
+        self._sum_item = FP32 if sums_in_fp32(strategy) else self._item
         self._coordinator = Coordinator(trace, strategy)
         self._unit_of = {
             p: i for i, unit in enumerate(trace.units) if unit.block >= 0 for p in unit.parameters
         }
         self._output_gradient = _output_gradient_bytes(trace)
         self._groups = self._sub_groups()
-        self._bucket_numel = min(strategy.bucket, sum(trace.parameters[i].numel for i in trace.trainable))
-        self._bucket: list[int] = []
-        self._bucket_used = 0
+        self._bucket = policy.Bucket(trace, strategy)
         self._waiting: dict[int, dict[int, Block]] = {}
-        self._oversized: list[Block] = []  # gradients that no bucket holds
-        self._late: list[DeferredFree] = []
+        self._oversized: list[Block] = []  # gradients larger than a bucket
+        self._deferred: list[DeferredFree] = []
         self._running: list[int] = []
         self._in_backward = False
-        self._micro_batch = 0
         self._last = True
         self._states = False
 
@@ -101,7 +95,7 @@ class Zero3Memory(NoHooks):
             self._make_masters(memory)
         if not self._offload:
             memory.scratch(OPTIMIZER, FP32 * max(self._numels()))  # initialize_optimizer_states
-        memory.take(BUFFERS, self._item * self._bucket_numel)
+        memory.take(BUFFERS, self._item * self._bucket.size)
         if not self._offload:
             memory.take(GRADIENTS, self._sum_item * total)  # grad_partitions_flat_buffer
         self._make_hooks(memory)
@@ -121,7 +115,7 @@ class Zero3Memory(NoHooks):
         """Part by part (engines/deepspeed/runtime/engine.py: _shard); partitions of what is trained."""
         trainable = set(self._trace.trainable)
         partitions: list[Block] = []
-        for part in parts(self._trace):
+        for part in self._trace.parts:
             weights = fill(memory, self._trace, part)
             for index in part:
                 if not self._offload_parameters:
@@ -166,7 +160,6 @@ class Zero3Memory(NoHooks):
         return total + masters + gradients + 2 * masters
 
     def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
-        self._micro_batch = micro_batch
         self._last = last
         self._in_backward = False
         self._coordinator.begin(memory)
@@ -181,19 +174,19 @@ class Zero3Memory(NoHooks):
             self._coordinator.release(unit)
 
     def _free_later(self, memory: GpuMemory, blocks: list[Block]) -> None:
-        """Frees memory that another stream still uses, which keeps it for a while (record_stream).
+        """Free memory that another stream still uses, which keeps it for a while (record_stream).
 
-        How long depends on how far the host is ahead of the GPU. Taken for it is until the next unit begins:
-        recorded runs of full training reserve as much. Copies to the host hold the other stream up, by two
-        buckets at most (max_param_reduce_events): then it is until the bucket has been issued, about the
+        How long depends on how far the host is ahead of the GPU. Assumed is until the next unit begins:
+        recorded runs of full training reserve as much. Copies to the host delay the other stream, by two
+        buckets at most (max_param_reduce_events). With them it is until the bucket has been issued, about the
         least that was recorded; on four GPUs ranks keep up to two buckets more.
         """
-        self._late += [memory.give_later(block) for block in blocks]
+        self._deferred += [memory.give_later(block) for block in blocks]
 
     def _complete(self, memory: GpuMemory) -> None:
-        for late in self._late:
-            memory.complete(late)
-        self._late.clear()
+        for deferred in self._deferred:
+            memory.complete(deferred)
+        self._deferred.clear()
 
     def _next_unit(self, memory: GpuMemory) -> None:
         if not self._offload:
@@ -231,39 +224,37 @@ class Zero3Memory(NoHooks):
     def _collect(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         """A gradient goes into the bucket (__add_grad_to_ipg_bucket)."""
         numel = self._trace.parameters[parameter].numel
-        if self._bucket and self._bucket_used + numel > self._bucket_numel:
+        if self._bucket.is_full_for(numel):
             self._reduce(memory)
-        self._bucket.append(parameter)
-        self._bucket_used += numel
-        if numel <= self._bucket_numel:
+        self._bucket.add([parameter], numel)
+        if self._bucket.has_room_for(numel):
             self._free_later(memory, [block])
         else:
             self._oversized.append(block)
 
     def _reduce(self, memory: GpuMemory) -> None:
         """Reduces the bucket and adds it to this rank's part (__reduce_and_partition_ipg_grads)."""
-        if not self._bucket:
+        bucket = self._bucket.parameters
+        if not bucket:
             return
-        parts = [self._part(index) for index in self._bucket]
+        parts = [self._part(index) for index in bucket]
         flat: Block | None = None
-        if len(parts) > 1 or parts[0] * self._world != self._trace.parameters[self._bucket[0]].numel:
+        if len(parts) > 1 or parts[0] * self._world != self._trace.parameters[bucket[0]].numel:
             flat = memory.take(BUFFERS, self._item * self._world * sum(parts), REDUCTION)
+        fp32_parts: list[Block] = []
         if self._sum_item != self._item:
-            wide = [memory.take(BUFFERS, self._sum_item * numel, REDUCTION) for numel in parts]
+            fp32_parts = [memory.take(BUFFERS, self._sum_item * numel, REDUCTION) for numel in parts]
             if flat is not None:
                 memory.give(flat)
                 flat = None
-        else:
-            wide = []
         if self._offload:
             for numel in parts:
                 self._to_host(memory, numel)
-        for block in [*wide, *([flat] if flat is not None else [])]:
+        for block in [*fp32_parts, *([flat] if flat is not None else [])]:
             memory.give(block)
         self._free_later(memory, self._oversized)
         self._oversized.clear()
         self._bucket.clear()
-        self._bucket_used = 0
         if self._offload:
             self._complete(memory)
 
@@ -271,9 +262,9 @@ class Zero3Memory(NoHooks):
         """A gradient, summed up, to the host (partition_grads, _offload_grad_partition_at_boundary)."""
         gradient = memory.take(BUFFERS, self._sum_item * numel, REDUCTION)
         if self._last:
-            memory.give(memory.take(BUFFERS, NORM * min(numel, NORM_AT_ONCE), REDUCTION))
+            memory.scratch(BUFFERS, NORM * min(numel, NORM_AT_ONCE), stream=REDUCTION)
             if self._sum_item != FP32:
-                memory.give(memory.take(BUFFERS, FP32 * numel, REDUCTION))
+                memory.scratch(BUFFERS, FP32 * numel, stream=REDUCTION)
         memory.give(gradient)
 
     def end(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
@@ -294,10 +285,10 @@ class Zero3Memory(NoHooks):
         """Gradients in one piece, in fp32 (_prepare_fp32_grad_for_sub_group); moments at the first step."""
         gradient = memory.take(OPTIMIZER, self._sum_item * numel) if count > 1 else None
         if self._sum_item != FP32:
-            wide = memory.take(OPTIMIZER, FP32 * numel)
+            converted = memory.take(OPTIMIZER, FP32 * numel)
             if gradient is not None:
                 memory.give(gradient)
-            gradient = wide
+            gradient = converted
         if not self._states:
             memory.take(OPTIMIZER, FP32)
             memory.take(OPTIMIZER, FP32 * numel)
