@@ -59,7 +59,7 @@ class Parameter:
         return prod(self.shape)
 
     @property
-    def whole_numel(self) -> int:
+    def uncut_numel(self) -> int:
         """Elements before tensor parallelism cuts it."""
         return prod(self.shape if self.cut_from is None else self.cut_from)
 

@@ -62,14 +62,14 @@ class Run:
 
     def __init__(self, trace: StepTrace, *, processes: int = 4, **strategy: object) -> None:
         self.trace = trace
-        self.gpu = GpuMemory(CachingAllocator(capacity_bytes=1 << 40))
+        self.memory = GpuMemory(CachingAllocator(capacity_bytes=1 << 40))
         self.engine = Fsdp2(trace, Strategy(engine="fsdp2", data_parallel=processes, **strategy))
-        self.engine.build(self.gpu)
+        self.engine.build(self.memory)
         self.built = self.allocated
 
     @property
     def allocated(self) -> int:
-        return self.gpu.allocator.allocated_bytes
+        return self.memory.allocator.allocated_bytes
 
     @property
     def more(self) -> int:
@@ -78,28 +78,28 @@ class Run:
 
     def forward(self) -> None:
         for unit in range(BLOCKS):
-            self.engine.forward(self.gpu, unit)
-            self.engine.forward_end(self.gpu, unit)
+            self.engine.forward(self.memory, unit)
+            self.engine.forward_end(self.memory, unit)
 
     def gradients(self, unit: int) -> None:
         for index in self.trace.units[unit].parameters:
             parameter = self.trace.parameters[index]
             if parameter.trainable:
-                block = self.gpu.take(GRADIENTS, parameter.size_bytes)
-                self.engine.gradient(self.gpu, index, block)
+                block = self.memory.take(GRADIENTS, parameter.size_bytes)
+                self.engine.gradient(self.memory, index, block)
 
     def backward(self) -> None:
         for unit in reversed(range(BLOCKS)):
-            self.engine.backward(self.gpu, unit)
+            self.engine.backward(self.memory, unit)
             self.gradients(unit)
-        self.engine.backward(self.gpu, ROOT)
+        self.engine.backward(self.memory, ROOT)
         self.gradients(ROOT)
 
     def micro_batch(self, number: int, *, last: bool) -> None:
-        self.engine.begin(self.gpu, number, last=last)
+        self.engine.begin(self.memory, number, last=last)
         self.forward()
         self.backward()
-        self.engine.end(self.gpu, number, last=last)
+        self.engine.end(self.memory, number, last=last)
 
 
 def test_weights_and_moments_are_padded_fp32_shards() -> None:
@@ -110,13 +110,13 @@ def test_weights_and_moments_are_padded_fp32_shards() -> None:
 
 def test_a_block_has_its_weights_its_buffer_and_that_of_the_next() -> None:
     run = Run(_trace())
-    run.engine.begin(run.gpu, 0, last=True)
+    run.engine.begin(run.memory, 0, last=True)
     assert run.more == 2 * WHOLE  # the root's
-    run.engine.forward(run.gpu, 0)
+    run.engine.forward(run.memory, 0)
     assert run.more == WHOLE + 3 * WHOLE
-    run.engine.forward_end(run.gpu, 0)
+    run.engine.forward_end(run.memory, 0)
     assert run.more == WHOLE + 2 * WHOLE
-    run.engine.forward(run.gpu, 1)
+    run.engine.forward(run.memory, 1)
     assert run.more == WHOLE + 3 * WHOLE
 
 
@@ -130,24 +130,24 @@ def _with_rows(rows: int) -> StepTrace:
 
 def test_gathered_buffers_have_memory_of_their_own() -> None:
     run = Run(_with_rows(32768))
-    reserved = run.gpu.allocator.reserved_bytes
+    reserved = run.memory.allocator.reserved_bytes
     whole, shard = 32768 * WIDTH * 2, 8192 * WIDTH * 2
     assert reserved - run.allocated > whole + shard  # which the default stream has left from building
-    run.engine.begin(run.gpu, 0, last=True)
-    assert run.gpu.allocator.reserved_bytes >= reserved + whole + shard
+    run.engine.begin(run.memory, 0, last=True)
+    assert run.memory.allocator.reserved_bytes >= reserved + whole + shard
 
 
 def test_in_the_backward_pass_a_block_is_reduced_before_the_one_below_is_there() -> None:
     run = Run(_trace())
-    run.engine.begin(run.gpu, 0, last=True)
+    run.engine.begin(run.memory, 0, last=True)
     run.forward()
-    run.engine.backward(run.gpu, 2)
+    run.engine.backward(run.memory, 2)
     assert run.more == WHOLE + 2 * WHOLE  # the root, block 2, the buffer of block 1
     run.gradients(2)
-    run.engine.backward(run.gpu, 1)
+    run.engine.backward(run.memory, 1)
     # The root, block 1, the buffer of block 0; the reduction's input and this process's share of block 2.
     assert run.more == WHOLE + 2 * WHOLE + REDUCED + SHARD
-    run.engine.backward_end(run.gpu, 2)
+    run.engine.backward_end(run.memory, 2)
     assert run.more == WHOLE + 2 * WHOLE + REDUCED + SHARD
 
 
@@ -156,7 +156,7 @@ def test_gradients_stay_as_one_fp32_shard_until_the_step() -> None:
     for number in range(3):
         run.micro_batch(number, last=number == 2)
         assert run.more == (BLOCKS + 1) * SHARD
-    run.engine.step(run.gpu)
+    run.engine.step(run.memory)
     assert run.more == 0
 
 
@@ -178,22 +178,22 @@ def test_frozen_weights_are_shards_in_the_computation_s_format_without_gradients
 
 def test_a_frozen_first_block_is_resharded_at_the_end() -> None:
     run = Run(_trace(frozen_blocks=True))
-    run.engine.begin(run.gpu, 0, last=True)
+    run.engine.begin(run.memory, 0, last=True)
     run.forward()
     for unit in reversed(range(BLOCKS)):
-        run.engine.backward(run.gpu, unit)
+        run.engine.backward(run.memory, unit)
         run.gradients(unit)
-    run.engine.end(run.gpu, 0, last=True)  # no gradient of its input says that block 0 is done
+    run.engine.end(run.memory, 0, last=True)  # no gradient of its input says that block 0 is done
     assert run.more == BLOCKS * WIDTH * 4
 
 
 def test_one_process_copies_its_weights_without_buffers() -> None:
     run = Run(_trace(), processes=1)
-    run.engine.begin(run.gpu, 0, last=True)
+    run.engine.begin(run.memory, 0, last=True)
     assert run.more == 8 * WIDTH * 2
-    run.engine.forward(run.gpu, 0)
+    run.engine.forward(run.memory, 0)
     assert run.more == (8 + 6) * WIDTH * 2
-    assert run.gpu.allocator.peak_allocated_bytes >= run.allocated + 6 * WIDTH * 2  # the cast copy
+    assert run.memory.allocator.peak_allocated_bytes >= run.allocated + 6 * WIDTH * 2  # the cast copy
 
 
 def test_one_process_divides_its_gradients_in_a_copy() -> None:
@@ -201,14 +201,14 @@ def test_one_process_divides_its_gradients_in_a_copy() -> None:
     run.micro_batch(0, last=True)
     # The input of the embedding's reduction, its result and the copy, and the blocks' gradients.
     reducing = 3 * 1024 * WIDTH * 4 + BLOCKS * 6 * WIDTH * 4
-    assert run.gpu.allocator.peak_allocated_bytes - run.built == reducing
+    assert run.memory.allocator.peak_allocated_bytes - run.built == reducing
 
 
 def test_of_several_processes_the_last_gradient_stays_until_its_group_is_reduced() -> None:
     run = Run(_with_rows(32768), processes=32)
     run.micro_batch(0, last=True)
     gradient, reduced, blocks = 32768 * WIDTH * 2, 32768 * WIDTH * 4, BLOCKS * WIDTH * 4
-    assert run.gpu.allocator.peak_allocated_bytes - run.built == gradient + reduced + reduced // 32 + blocks
+    assert run.memory.allocator.peak_allocated_bytes - run.built == gradient + reduced + reduced // 32 + blocks
 
 
 def test_of_a_part_that_is_sharded_the_last_parameter_stays_whole_for_a_while() -> None:
@@ -234,7 +234,7 @@ def test_offloaded_shards_and_gradients_are_page_locked_in_powers_of_two() -> No
     # 3 rows of the embedding for each process, as much as 4 when they are page-locked.
     pinned = 4 * WIDTH * 4 + BLOCKS * SHARD
     moments = 2 * (3 * WIDTH * 4 + BLOCKS * SHARD) + 4 * (BLOCKS + 1)
-    assert run.gpu.host_bytes == 2 * pinned + moments
+    assert run.memory.host_bytes == 2 * pinned + moments
 
 
 # Runs of Llama 3.2 1B with 4 layers on two H200, recorded with torch 2.11.
@@ -249,7 +249,7 @@ def recorded() -> StepTrace:
 def test_the_built_engine_is_as_large_as_a_recorded_one(recorded: StepTrace) -> None:
     run = Run(recorded, processes=2)
     assert run.built == 3_035_760_128
-    assert run.gpu.allocator.peak_reserved_bytes == 3_042_967_552
+    assert run.memory.allocator.peak_reserved_bytes == 3_042_967_552
 
 
 @pytest.mark.parametrize(("reshard", "peak"), [(True, 7_633_136_128), (False, 7_998_065_152)])

@@ -75,27 +75,27 @@ def _strategy(**values: object) -> Strategy:
 
 
 class Run:
-    def __init__(self, **values: object) -> None:
-        self.trace = _trace()
-        self.gpu = GpuMemory(CachingAllocator(capacity_bytes=1 << 40))
+    def __init__(self, trace: StepTrace | None = None, **values: object) -> None:
+        self.trace = trace or _trace()
+        self.memory = GpuMemory(CachingAllocator(capacity_bytes=1 << 40))
         self.engine = Zero3(self.trace, _strategy(**values))
-        self.engine.build(self.gpu)
+        self.engine.build(self.memory)
         self.built = self.allocated
 
     @property
     def allocated(self) -> int:
-        return self.gpu.allocator.allocated_bytes
+        return self.memory.allocator.allocated_bytes
 
     def forward(self) -> list[int]:
         """Bytes above the built state while each unit runs."""
-        self.engine.begin(self.gpu, 0, last=True)
+        self.engine.begin(self.memory, 0, last=True)
         during = []
         for kind, unit, *_ in self.trace.events:
             if kind == FORWARD:
-                self.engine.forward(self.gpu, unit)
+                self.engine.forward(self.memory, unit)
                 during.append(self.allocated - self.built)
             elif kind == FORWARD_END:
-                self.engine.forward_end(self.gpu, unit)
+                self.engine.forward_end(self.memory, unit)
         return during
 
     def backward(self, *, last: bool = True) -> list[int]:
@@ -103,19 +103,19 @@ class Run:
         during = []
         for kind, unit, *_ in self.trace.events:
             if kind == BACKWARD:
-                self.engine.backward(self.gpu, unit)
+                self.engine.backward(self.memory, unit)
                 during.append(self.allocated - self.built)
-                self.engine.gradient(self.gpu, unit, self._gradient(unit))
+                self.engine.gradient(self.memory, unit, self._gradient(unit))
             elif kind == BACKWARD_END:
-                self.engine.backward_end(self.gpu, unit)
-        self.engine.end(self.gpu, 0, last=last)
+                self.engine.backward_end(self.memory, unit)
+        self.engine.end(self.memory, 0, last=last)
         return during
 
     def _gradient(self, unit: int) -> Block:
-        return self.gpu.take(GRADIENTS, self.trace.parameters[unit].size_bytes)
+        return self.memory.take(GRADIENTS, self.trace.parameters[unit].size_bytes)
 
     def step(self) -> None:
-        self.engine.step(self.gpu)
+        self.engine.step(self.memory)
 
 
 def test_a_rank_keeps_its_part_of_everything_and_one_bucket() -> None:
@@ -169,27 +169,27 @@ def test_what_is_used_again_soon_stays_whole(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_blocks_gradients_wait_for_its_end() -> None:
     run = Run()
     run.forward()
-    run.engine.backward(run.gpu, 0)
+    run.engine.backward(run.memory, 0)
     before = run.allocated
-    run.engine.gradient(run.gpu, 0, run._gradient(0))
+    run.engine.gradient(run.memory, 0, run._gradient(0))
     assert run.allocated == before + 2 * BLOCK
-    run.engine.backward_end(run.gpu, 0)
+    run.engine.backward_end(run.memory, 0)
     assert run.allocated == before  # the gradient is gone
-    run.engine.backward(run.gpu, 1)
-    run.engine.backward_end(run.gpu, 1)
-    run.engine.backward(run.gpu, 2)
+    run.engine.backward(run.memory, 1)
+    run.engine.backward_end(run.memory, 1)
+    run.engine.backward(run.memory, 2)
     assert run.allocated == before + 2 * BLOCK  # its weights went when the next but one began
 
 
 def test_a_hook_keeps_the_gradient_of_a_blocks_output() -> None:
     run = Run()
     run.forward()
-    run.engine.backward(run.gpu, 0)
-    run.engine.gradient(run.gpu, 0, run._gradient(0))
-    run.gpu.allocator.reset_peaks()
+    run.engine.backward(run.memory, 0)
+    run.engine.gradient(run.memory, 0, run._gradient(0))
+    run.memory.allocator.reset_peaks()
     before = run.allocated
-    run.engine.backward_end(run.gpu, 0)
-    assert run.gpu.allocator.peak_allocated_bytes == before + HIDDEN
+    run.engine.backward_end(run.memory, 0)
+    assert run.memory.allocator.peak_allocated_bytes == before + HIDDEN
 
 
 def test_a_bucket_of_several_gradients_is_reduced_in_a_copy() -> None:
@@ -197,7 +197,7 @@ def test_a_bucket_of_several_gradients_is_reduced_in_a_copy() -> None:
     run.forward()
     run.backward()
     whole = 4 * BLOCK  # weights of the last unit that ran and of the one before
-    assert run.gpu.allocator.peak_allocated_bytes == run.built + 2 * TOTAL + whole
+    assert run.memory.allocator.peak_allocated_bytes == run.built + 2 * TOTAL + whole
 
 
 def test_a_smaller_bucket_takes_less_before_and_during_a_step() -> None:
@@ -205,7 +205,7 @@ def test_a_smaller_bucket_takes_less_before_and_during_a_step() -> None:
         run = Run(**values)
         run.forward()
         run.backward()
-        return run.built, run.gpu.allocator.peak_allocated_bytes
+        return run.built, run.memory.allocator.peak_allocated_bytes
 
     (built, peak), (less, lower) = peaks(), peaks(bucket=BLOCK)
     assert built - less == 2 * (TOTAL - BLOCK)
@@ -217,16 +217,16 @@ def test_copies_to_the_host_keep_gradients_until_their_bucket_is_issued(place: s
     """When the first block's turn comes, the head's and a block's are on their way, two in a bucket."""
     run = Run(offload_optimizer=place, bucket=3 * BLOCK)
     run.forward()
-    before = run.gpu.accounts[GRADIENTS]
+    before = run.memory.accounts[GRADIENTS]
     for kind, unit, *_ in run.trace.events:
         if kind == BACKWARD:
-            run.engine.backward(run.gpu, unit)
+            run.engine.backward(run.memory, unit)
             if unit == 0:
                 break
-            run.engine.gradient(run.gpu, unit, run._gradient(unit))
+            run.engine.gradient(run.memory, unit, run._gradient(unit))
         elif kind == BACKWARD_END:
-            run.engine.backward_end(run.gpu, unit)
-    assert run.gpu.accounts[GRADIENTS] - before == kept * 2 * BLOCK
+            run.engine.backward_end(run.memory, unit)
+    assert run.memory.accounts[GRADIENTS] - before == kept * 2 * BLOCK
 
 
 def test_the_optimizer_steps_a_billion_elements_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,10 +235,10 @@ def test_the_optimizer_steps_a_billion_elements_at_once(monkeypatch: pytest.Monk
         run.forward()
         run.backward()
         run.step()
-        run.gpu.allocator.reset_peaks()
+        run.memory.allocator.reset_peaks()
         before = run.allocated
         run.step()
-        return run.gpu.allocator.peak_allocated_bytes - before
+        return run.memory.allocator.peak_allocated_bytes - before
 
     assert peak() == (2 + 4) * PART - 2 * NORM  # the norm, whole before, is released for the step
     monkeypatch.setattr(zero3, "SUB_GROUP", BLOCK)
@@ -246,10 +246,26 @@ def test_the_optimizer_steps_a_billion_elements_at_once(monkeypatch: pytest.Monk
     assert peak() == (2 + 4) * (BLOCK + NORM // 2) - 2 * NORM
 
 
+@pytest.mark.parametrize(("trained", "item_bytes"), [(1, 4), (2, 2 + 4), (3, 2 + 4)])
+def test_several_gradients_are_joined_before_they_are_converted(trained: int, item_bytes: int) -> None:
+    """_prepare_fp32_grad_for_sub_group: flatten copies several tensors, and returns a single one as it is."""
+    trace = _trace()
+    frozen = tuple(replace(p, trainable=i < trained) for i, p in enumerate(trace.parameters))
+    run = Run(replace(trace, parameters=frozen))
+    run.forward()
+    run.engine.end(run.memory, 0, last=True)
+    run.step()
+    run.memory.allocator.reset_peaks()
+    before = run.allocated - 2 * NORM  # which is released for the step
+    run.step()
+    part = trained * BLOCK // 2
+    assert run.memory.allocator.peak_allocated_bytes - before == item_bytes * part
+
+
 def test_an_offloaded_optimizer_leaves_weights_and_a_bucket() -> None:
     run = Run(offload_optimizer="cpu")
     assert run.built == 2 * PART + 2 * TOTAL
-    assert run.gpu.host_bytes == 12 * PART + pinned(4 * PART) + pinned(2 * PART)
+    assert run.memory.host_bytes == 12 * PART + pinned(4 * PART) + pinned(2 * PART)
 
 
 def test_offloaded_parameters_leave_the_bucket() -> None:
@@ -257,7 +273,7 @@ def test_offloaded_parameters_leave_the_bucket() -> None:
     assert run.built == 2 * TOTAL
     parts = (BLOCKS + 2) * pinned(2 * BLOCK // 2) + pinned(2 * NORM // 2)
     optimizer = 12 * PART + pinned(4 * PART) + pinned(2 * PART)
-    assert run.gpu.host_bytes == parts + pinned(2 * PART) + optimizer
+    assert run.memory.host_bytes == parts + pinned(2 * PART) + optimizer
 
 
 def test_on_one_gpu_a_gathered_parameter_is_its_partition() -> None:

@@ -93,7 +93,7 @@ class Bucket:
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         # The setting is at most the model's size, before tensor parallelism cuts the model (config.py).
-        learned = sum(trace.parameters[index].whole_numel for index in trace.trainable)
+        learned = sum(trace.parameters[index].uncut_numel for index in trace.trainable)
         self.size = min(strategy.bucket, learned)
         self.parameters: list[int] = []
         self.used = 0.0

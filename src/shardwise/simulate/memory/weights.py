@@ -29,13 +29,13 @@ def fill(memory: GpuMemory, trace: StepTrace, part: Iterable[int]) -> dict[int, 
         weights[index] = _rounded(memory, trace, index, drawn[index])
     for index in part:
         if index not in weights:
-            adapter = memory.take(WEIGHTS, FP32 * trace.parameters[index].whole_numel)
+            adapter = memory.take(WEIGHTS, FP32 * trace.parameters[index].uncut_numel)
             weights[index] = _rounded(memory, trace, index, adapter)
     return weights
 
 
 def _drawn_bytes(trace: StepTrace, index: int) -> int:
-    return FP32 * (trace.parameters[index].made_of or trace.parameters[index].whole_numel)
+    return FP32 * (trace.parameters[index].made_of or trace.parameters[index].uncut_numel)
 
 
 def _rounded(memory: GpuMemory, trace: StepTrace, index: int, drawn: Block) -> Block:
@@ -43,7 +43,7 @@ def _rounded(memory: GpuMemory, trace: StepTrace, index: int, drawn: Block) -> B
     if parameter.item_bytes == FP32 and not parameter.made_of:
         return drawn
     rounded = [memory.take(WEIGHTS, size) for size in _before_quantising(parameter)]
-    weight = memory.take(WEIGHTS, parameter.item_bytes * parameter.whole_numel)
+    weight = memory.take(WEIGHTS, parameter.item_bytes * parameter.uncut_numel)
     for block in (*rounded, drawn):
         memory.give(block)
     return weight
