@@ -1,21 +1,21 @@
 """What one micro-batch's forward and backward pass does to a GPU, in order, as plain numbers.
 
 `shardwise.trace` records it from the real model; the simulator replays it under a strategy. Sizes are those
-of one GPU that holds everything, or of one of a tensor-parallel group; what an engine shards, gathers or
-buffers is not in it.
+of one GPU that holds everything, or of one of a tensor-parallel group. What an engine shards, gathers or
+buffers is not part of it.
 
 An event is a tuple of integers whose first is its kind:
 
-    (ALLOC, tensor, bytes, tag)     a tensor's storage comes to be; `tag` indexes TAGS
-    (FREE, tensor)                  the last reference to it is gone
-    (GRADIENT, parameter, tensor)   backward has completed a parameter's gradient, which lies in `tensor`: the
-                                    engine says when it is freed, no FREE follows
+    (ALLOC, tensor, bytes, tag)     a tensor's storage is allocated; `tag` indexes TAGS
+    (FREE, tensor)                  its last reference is dropped
+    (GRADIENT, parameter, tensor)   backward has completed a parameter's gradient, which lies in `tensor`; the
+                                    engine frees it, no FREE follows
     (OP, index)                     the GPU computes `ops[index]`
-    (FORWARD, unit)                 a unit's forward pass begins: the engine must have its parameters whole
+    (FORWARD, unit)                 a unit's forward pass begins: the engine must have gathered its parameters
     (FORWARD_END, unit)
     (BACKWARD, unit)                a unit's backward pass begins (with its forward pass again if it is
                                     checkpointed)
-    (BACKWARD_END, unit)            the gradient of the unit's input is there
+    (BACKWARD_END, unit)            the gradient of the unit's input is complete
 
 Tensor numbers are unique within a trace. Everything allocated is freed or handed over by GRADIENT.
 """
@@ -28,6 +28,9 @@ from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
 
+FP32, FP64 = 4, 8
+"""Bytes of an element."""
+
 ALLOC, FREE, GRADIENT, OP, FORWARD, FORWARD_END, BACKWARD, BACKWARD_END = range(8)
 
 Event = tuple[int, ...]
@@ -35,14 +38,14 @@ Event = tuple[int, ...]
 T = TypeVar("T")
 
 TAGS = ("activation", "loss", "gradient", "workspace")
-"""What a storage is for: saved or passed on between layers; of the output head and the loss; a parameter's
-gradient; scratch space of one kernel."""
+"""What a storage is for: values saved or passed on between layers; the output head and the loss; a
+parameter's gradient; one kernel's scratch space."""
 ACTIVATION, LOSS, GRADIENT_TAG, WORKSPACE = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter, tied ones once."""
+    """A parameter; tied ones count once."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,9 +53,9 @@ class Parameter:
     """Of the format it is computed in."""
     trainable: bool
     made_of: int = 0
-    """Values that a quantised weight stands for; 0 for any other."""
+    """Values that a quantised weight represents; 0 for any other."""
     cut_from: tuple[int, ...] | None = None
-    """The shape of the whole, where this is what one rank of a tensor-parallel group has of it."""
+    """The full shape, where `shape` is the part of one rank of a tensor-parallel group."""
 
     @property
     def numel(self) -> int:
@@ -87,7 +90,7 @@ class Op:
     """`matmul`, `attention`, `scan`, `elementwise`, `reduction`, `normalization`, `loss`, `embedding`,
     `copy`, or `collective`: a sum over the tensor-parallel group, in place, that what follows waits for."""
     flops: float
-    """Multiplications and additions; of a causal attention only those its mask leaves."""
+    """Multiplications and additions; of causal attention only those that its mask keeps."""
     read_bytes: int
     written_bytes: int
     item_bytes: int = 2
@@ -96,7 +99,7 @@ class Op:
     """matmul: (batch, m, n, k). attention: (batch, heads, key-value heads, queries, keys, head size).
     scan: (tokens, channels, states)."""
     name: str = ""
-    """torch's, for people."""
+    """torch's name of the operator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +108,7 @@ class StepTrace:
 
     parameters: tuple[Parameter, ...]
     buffers: tuple[int, ...]
-    """Bytes of each buffer that lives on the GPU beside the parameters."""
+    """Bytes of each buffer on the GPU that is no parameter."""
     units: tuple[Unit, ...]
     """The blocks in order, then the modules outside them."""
     events: tuple[Event, ...]
@@ -116,7 +119,7 @@ class StepTrace:
     checkpoint_every: int
     precision: str
     tensor_parallel: int = 1
-    """GPUs that share each row; the trace is that of the first of them, which has the largest parts."""
+    """GPUs that share each row; the trace is that of the first one, which has the largest parts."""
 
     @property
     def tokens(self) -> int:

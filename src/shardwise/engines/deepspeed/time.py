@@ -9,7 +9,7 @@ from collections import deque
 
 from shardwise.engines.deepspeed import policy, traffic
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.schedule import Schedule, cpu_seconds, nvme_seconds, pageable_seconds
 from shardwise.simulate.time.segments import Segment
@@ -17,7 +17,6 @@ from shardwise.simulate.time.streams import NEVER, REDUCED, event
 from shardwise.simulate.time.traffic import (
     ADAMW_BYTES,
     DEEPSPEED_CPU_ADAMW_BYTES,
-    FP32,
     NORM_BYTES,
     NVME_ADAMW_BYTES,
     added,

@@ -6,7 +6,8 @@ of an element in the computation's format; `elements` are those of a bucket or u
 
 from __future__ import annotations
 
-from shardwise.simulate.time.traffic import FP32, FP64, added, converted, copied
+from shardwise.simulate.step_trace import FP32, FP64
+from shardwise.simulate.time.traffic import added, converted, copied
 
 
 def zero0_reduce(num_bytes: float) -> float:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.step_trace import Parameter
+from shardwise.simulate.step_trace import FP32, Parameter
 
-FP32 = 4
 INT64 = 8
 
 COPY_IN, REDUCE = 1, 2

@@ -7,11 +7,12 @@ _fully_shard package.
 from __future__ import annotations
 
 from shardwise.engines.fsdp2 import policy
-from shardwise.engines.fsdp2.group import FP32, Group, shard_of, shard_part
+from shardwise.engines.fsdp2.group import Group, shard_of, shard_part
+from shardwise.simulate.memory.engine import EngineMemory
 from shardwise.simulate.memory.gpu import OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.memory.weights import fill, pinned
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.strategy import Strategy
 
 GUARDS = 3
@@ -21,7 +22,7 @@ NORM_CHUNK = 65536
 """Elements that one block of a foreach kernel sums (kChunkSize in MultiTensorApply.cuh)."""
 
 
-class Fsdp2Memory:
+class Fsdp2Memory(EngineMemory):
     """Shards, in fp32 of trained parameters, in the computation's format of frozen ones."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
@@ -57,9 +58,7 @@ class Fsdp2Memory:
         if self._offload:
             memory.host_bytes += self._host_bytes()
         for shard in [] if self._offload else self._trained:
-            memory.take(OPTIMIZER, FP32)  # its step count
-            memory.take(OPTIMIZER, FP32 * shard.numel)
-            memory.take(OPTIMIZER, FP32 * shard.numel)
+            memory.take_adamw_state(FP32 * shard.numel)
         for _ in range(GUARDS):
             memory.take(OPTIMIZER, FP32)
 
@@ -166,7 +165,7 @@ class Fsdp2Memory:
             group.drop_gradients(memory)
 
     def _host_bytes(self) -> int:
-        """Shards and gradients lie in page-locked memory, moments and step counts in ordinary memory."""
+        """Page-locked shards and gradients; moments and step counts in ordinary memory."""
         shards = [shard for group in (*self._blocks, self._root) for shard in group.shards]
         # A parameter without elements counts 2 bytes; to leave them out would change a prediction (Mamba).
         locked = sum(pinned(shard.shard_bytes) or 2 for shard in shards)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from shardwise.engines.fsdp2 import policy
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.schedule import Schedule, cpu_seconds
 from shardwise.simulate.time.segments import Segment
 from shardwise.simulate.time.streams import event
 from shardwise.simulate.time.traffic import (
     ADAMW_BYTES,
-    FP32,
     NORM_BYTES,
     TORCH_CPU_ADAMW_BYTES,
     added,

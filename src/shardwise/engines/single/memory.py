@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from shardwise.simulate.memory.engine import NoHooks
+from shardwise.simulate.memory.engine import EngineMemory
 from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.memory.weights import fill
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.strategy import Strategy
 
-FP32 = 4
 
-
-class SingleMemory(NoHooks):
+class SingleMemory(EngineMemory):
     """Weights in the computation's format; masters, moments and gradients in fp32."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
@@ -31,9 +29,7 @@ class SingleMemory(NoHooks):
             for size in sizes:
                 memory.take(OPTIMIZER, size)
         for size in sizes:
-            memory.take(OPTIMIZER, FP32)  # its step count
-            memory.take(OPTIMIZER, size)
-            memory.take(OPTIMIZER, size)
+            memory.take_adamw_state(size)
 
     def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         first = parameter not in self._gradients

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from shardwise.simulate.step_trace import FP32
 from shardwise.simulate.time.schedule import Schedule
-from shardwise.simulate.time.traffic import ADAMW_BYTES, FP32, NORM_BYTES, added, converted
+from shardwise.simulate.time.traffic import ADAMW_BYTES, NORM_BYTES, added, converted
 
 
 class SingleSchedule(Schedule):

@@ -86,6 +86,11 @@ class GpuMemory:
         self.allocator.complete(deferred)
         self.accounts[deferred.block.account] -= deferred.block.requested_bytes
 
+    def take_adamw_state(self, size_bytes: int) -> None:
+        """Allocate what torch's AdamW keeps of one tensor: its step count and two moments of its size."""
+        for size in (4, size_bytes, size_bytes):
+            self.take(OPTIMIZER, size)
+
     def scratch(self, account: int, *sizes: int, stream: int = 0) -> None:
         """Allocate all of `sizes` at once, and free them."""
         for block in [self.take(account, size, stream) for size in sizes]:

@@ -1,7 +1,7 @@
-"""Peak memory of a strategy: the trace replayed through the allocator, with what the engine does in between.
+"""Peak memory of a strategy: the trace replayed through the allocator, with the engine's own allocations.
 
-Replayed are the building of model and optimizer and two optimizer steps; the second finds the cached memory
-as the first has left it. Of many micro-batches two are replayed: a third would repeat the second.
+Building the model and the optimizer is replayed, then two optimizer steps; the second finds the cache as the
+first has left it. Of many micro-batches two are replayed: a third would repeat the second.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ MICRO_BATCHES = 2
 HOPPER = 9.0
 WORKSPACE_BYTES = 32 * 1024**2
 SMALL_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
-"""cuBLAS's workspace on Hopper and newer, and on older GPUs (getChosenWorkspaceSize in CUDABlas.cpp): one for
-the thread of the forward pass, one for that of the backward pass; they stay."""
+"""cuBLAS's workspace on Hopper and newer, and on older GPUs (getChosenWorkspaceSize in CUDABlas.cpp). The
+thread of the forward pass has one, and that of the backward pass; they stay."""
 
 PLENTY = 1 << 90
-"""Capacity of the replay: it goes on where the GPU would be full, to say by how much."""
-
+"""Capacity of a replay that goes on where the GPU would be full, to say by how much."""
 
 MakeEngine = Callable[[], EngineMemory]
 
@@ -57,11 +56,11 @@ def peak_memory(
         strategy: what is run.
         hardware: where it is run.
         engine: makes the engine's allocations, before anything is built.
-        outside_allocator_bytes: what the process holds on the GPU that torch's allocator does not know.
-        capacity_bytes: what the process may use of the GPU, context included.
+        outside_allocator_bytes: GPU memory of the process outside torch's allocator.
+        capacity_bytes: GPU memory that the process may use, context included.
 
-    Where the GPU has no room for the allocator's cache but for all tensors, the memory is that of a run whose
-    allocator gives its cache back to go on, if that is enough.
+    Where the GPU has room for all tensors but not for the allocator's cache, the memory is that of a run
+    whose allocator gives its cache back, if that is enough.
     """
     memory, flushes = _run(trace, strategy, hardware, engine(), allocator_bytes=PLENTY)
     room = capacity_bytes - outside_allocator_bytes
@@ -96,7 +95,7 @@ def _run(
     """The memory after it was built and two steps, and how often the second gave the allocator's cache back.
 
     Raises:
-        OutOfMemoryError: `allocator_bytes` is too little even so.
+        OutOfMemoryError: `allocator_bytes` is not enough.
     """
     memory = GpuMemory(CachingAllocator(capacity_bytes=allocator_bytes))
     engine.build(memory)
@@ -118,7 +117,7 @@ def _run(
 
 
 def _replay(trace: StepTrace, memory: GpuMemory, engine: EngineMemory, workspace: int) -> None:
-    """One micro-batch. `workspace`: bytes that the first matrix product of each pass takes for good."""
+    """Replay one micro-batch. `workspace`: bytes that the first matrix product of each pass allocates."""
     addresses: dict[int, int] = {}
     names = [unit.name if unit.block < 0 else f"block {unit.block}" for unit in trace.units]
     for span, event in steps(trace):

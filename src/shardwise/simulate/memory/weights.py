@@ -1,6 +1,6 @@
-"""How a model's weights come to a GPU: models/weights.py, one part after the other.
+"""Memory of filling a model's weights on a GPU: models/weights.py, one part after the other.
 
-Modelled are random weights, which are drawn in fp32 and rounded. Loaded ones take less on the way.
+Modelled are random weights, which are drawn in fp32 and rounded. Loading weights takes less.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Iterable
 
 from shardwise.simulate.memory.gpu import WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.step_trace import Parameter, StepTrace
+from shardwise.simulate.step_trace import FP32, Parameter, StepTrace
 
-FP32, FP16 = 4, 2
+FP16 = 2
 
 
 def fill(memory: GpuMemory, trace: StepTrace, part: Iterable[int]) -> dict[int, Block]:
-    """The weights of one part, by parameter, whole; adapters come last."""
+    """Allocate the weights of one part, unsharded; returns them by parameter. Adapters come last."""
     weights: dict[int, Block] = {}
     base = [index for index in part if ".lora_" not in trace.parameters[index].name]
     drawn = {index: memory.take(WEIGHTS, _drawn_bytes(trace, index)) for index in base}
     outside = [index for unit in trace.units if unit.block < 0 for index in unit.parameters]
     for index in base:
-        if outside.count(index) > 1:  # drawn for both places, of which the second stays (random_weights.py)
+        if outside.count(index) > 1:  # drawn in both places, the second one stays (random_weights.py)
             first = drawn[index]
             drawn[index] = memory.take(WEIGHTS, _drawn_bytes(trace, index))
             memory.give(first)
@@ -57,9 +57,9 @@ def _before_quantising(parameter: Parameter) -> list[int]:
 
 
 def cut(memory: GpuMemory, trace: StepTrace, weights: dict[int, Block]) -> dict[int, Block]:
-    """What a rank of a tensor-parallel group keeps of whole weights, layer by layer.
+    """Keep one tensor-parallel rank's part of the full weights, layer by layer; returns all that is kept.
 
-    Parts are copies, after which the whole is given back (deepspeed/module_inject/layers.py: move).
+    A part is copied, then the full weight is freed (deepspeed/module_inject/layers.py: move).
     """
     kept = dict(weights)
     for index, parameter in enumerate(trace.parameters):

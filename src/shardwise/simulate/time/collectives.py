@@ -85,7 +85,7 @@ def group(hardware: Hardware, size: int, *, stride: int = 1) -> Group:
 
 
 def all_gather(num_bytes: float, group: Group) -> float:
-    """Seconds until every member has `num_bytes`, of which each brought an equal part."""
+    """Seconds until every member has `num_bytes`, each starting with an equal part."""
     if group.size == 1:
         return 0.0
     share = (group.size - 1) / group.size

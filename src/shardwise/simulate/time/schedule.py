@@ -8,14 +8,13 @@ from typing import Any
 
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.fp32_params import fp32_parameters, without
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time import traffic
 from shardwise.simulate.time.host import Host
 from shardwise.simulate.time.roofline import table
 from shardwise.simulate.time.segments import Segment, segments, without_gradients
 from shardwise.simulate.time.streams import Clocks, Streams, Work
-from shardwise.simulate.time.traffic import FP32
 from shardwise.strategy import Strategy
 
 

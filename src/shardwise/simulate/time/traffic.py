@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FP32, FP64 = 4, 8
+from shardwise.simulate.step_trace import FP32
 
 
 def copied(item: int) -> int:

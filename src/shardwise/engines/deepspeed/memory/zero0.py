@@ -5,20 +5,18 @@ In bf16 and fp16 that is fp16/unfused_optimizer.py: FP16_UnfusedOptimizer; in fp
 
 from __future__ import annotations
 
-from shardwise.simulate.memory.engine import NoHooks
+from shardwise.simulate.memory.engine import EngineMemory
 from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.memory.weights import fill
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.strategy import Strategy
-
-FP32 = 4
 
 REDUCED_AT_ONCE = 500_000_000
 """Elements from which gradients are reduced together (runtime/engine.py: buffered_allreduce_fallback)."""
 
 
-class Zero0Memory(NoHooks):
+class Zero0Memory(EngineMemory):
     """Weights, masters, moments and both formats of the gradients, parameter by parameter."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
@@ -86,9 +84,7 @@ class Zero0Memory(NoHooks):
             return
         self._states = True
         for numel in self._numel:
-            memory.take(OPTIMIZER, FP32)  # its step count
-            memory.take(OPTIMIZER, FP32 * numel)
-            memory.take(OPTIMIZER, FP32 * numel)
+            memory.take_adamw_state(FP32 * numel)
 
 
 def _reduce(memory: GpuMemory, sizes: list[int]) -> None:

@@ -6,21 +6,18 @@ from shardwise.engines.deepspeed import policy
 from shardwise.engines.deepspeed.config import sums_in_fp32
 from shardwise.engines.deepspeed.memory.flat import Flat
 from shardwise.simulate.memory.allocator import DeferredFree
-from shardwise.simulate.memory.engine import NoHooks
+from shardwise.simulate.memory.engine import EngineMemory
 from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.memory.weights import cut, fill, pinned
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.step_trace import FP32, FP64, StepTrace
 from shardwise.strategy import Strategy
-
-FP32 = 4
-FP64 = 8
 
 REDUCTION = 1
 """The stream on which gradients are reduced and copied, with memory of its own (reduction_stream)."""
 
 
-class Zero12Memory(NoHooks):
+class Zero12Memory(EngineMemory):
     """Weights in one flat buffer; masters, moments and reduced gradients of a rank's part of it."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy, rank: int | None = None) -> None:
@@ -180,9 +177,7 @@ class Zero12Memory(NoHooks):
         gradient = self._gradient_of_partition(memory, size)
         if not self._states:
             self._states = True
-            memory.take(OPTIMIZER, FP32)  # the step count
-            memory.take(OPTIMIZER, size)
-            memory.take(OPTIMIZER, size)
+            memory.take_adamw_state(size)
         memory.give(gradient)
 
     def _gradient_of_partition(self, memory: GpuMemory, size: int) -> Block:

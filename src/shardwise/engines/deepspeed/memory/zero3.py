@@ -6,15 +6,14 @@ from shardwise.engines.deepspeed import policy
 from shardwise.engines.deepspeed.config import NVME_BUFFER, sums_in_fp32
 from shardwise.engines.deepspeed.memory.coordinator import Coordinator
 from shardwise.simulate.memory.allocator import DeferredFree
-from shardwise.simulate.memory.engine import NoHooks
+from shardwise.simulate.memory.engine import EngineMemory
 from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.memory.weights import fill, pinned
-from shardwise.simulate.step_trace import ALLOC, BACKWARD, FREE, GRADIENT, StepTrace
+from shardwise.simulate.step_trace import ALLOC, BACKWARD, FP32, FP64, FREE, GRADIENT, StepTrace
 from shardwise.strategy import Strategy
 
-FP32 = 4
-NORM = 8
+NORM = FP64
 """Bytes of an element in the norm of an offloaded gradient (get_norm_dtype: fp64)."""
 NORM_AT_ONCE = 250_000_000
 """Elements (_constant_buffered_norm2)."""
@@ -29,7 +28,7 @@ SUB_GROUP = 1_000_000_000
 """Elements of a rank that are stepped at once: sub_group_size's default (zero/config.py)."""
 
 
-class Zero3Memory(NoHooks):
+class Zero3Memory(EngineMemory):
     """Everything is partitioned, parameter by parameter; a unit's parameters are gathered while it runs."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
@@ -101,7 +100,7 @@ class Zero3Memory(NoHooks):
         self._make_hooks(memory)
 
     def _make_masters(self, memory: GpuMemory) -> None:
-        """Weights are converted, then copied (_create_fp32_partitions); the last converted stay a while."""
+        """Convert weights, then copy them (_create_fp32_partitions); the last conversion is freed late."""
         converted: Block | None = None
         for numel in self._numels():
             before, converted = converted, memory.take(OPTIMIZER, FP32 * numel)
@@ -112,7 +111,7 @@ class Zero3Memory(NoHooks):
             memory.give(converted)
 
     def _shard(self, memory: GpuMemory) -> list[Block]:
-        """Part by part (engines/deepspeed/runtime/engine.py: _shard); partitions of what is trained."""
+        """Partition part by part (engines/deepspeed/runtime/engine.py: _shard); return the trained ones."""
         trainable = set(self._trace.trainable)
         partitions: list[Block] = []
         for part in self._trace.parts:
@@ -131,10 +130,7 @@ class Zero3Memory(NoHooks):
         for index in self._trace.trainable:
             size = self._item * self._part(index)
             if self._world > 1:
-                if self._offload_parameters:
-                    memory.scratch(WEIGHTS, self._world * size, size)
-                else:
-                    memory.scratch(WEIGHTS, self._world * size)
+                memory.scratch(WEIGHTS, self._world * size, *([size] if self._offload_parameters else []))
 
     def _parameter_host_bytes(self) -> int:
         """Partitions one by one (_partition_param), which torch then keeps for reuse; trained ones as one.
@@ -290,9 +286,7 @@ class Zero3Memory(NoHooks):
                 memory.give(gradient)
             gradient = converted
         if not self._states:
-            memory.take(OPTIMIZER, FP32)
-            memory.take(OPTIMIZER, FP32 * numel)
-            memory.take(OPTIMIZER, FP32 * numel)
+            memory.take_adamw_state(FP32 * numel)
         if gradient is not None:
             memory.give(gradient)
 
