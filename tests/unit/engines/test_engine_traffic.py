@@ -1,4 +1,4 @@
-"""GPU memory traffic of a step, kernel by kernel, against reads and writes counted by hand.
+"""A step's work, piece by piece: GPU memory traffic against reads and writes counted by hand, and waits.
 
 Work on a stream carries the joules of the bytes that it reads and writes; divided by the joules of one byte
 they are the bytes.
@@ -23,8 +23,19 @@ from shardwise.simulate.step_trace import (
     StepTrace,
     Unit,
 )
+from shardwise.simulate.time import collectives
+from shardwise.simulate.time.roofline import table
 from shardwise.simulate.time.schedule import Schedule
-from shardwise.simulate.time.streams import COMMUNICATE, COMPUTE, COPY
+from shardwise.simulate.time.streams import (
+    COMMUNICATE,
+    COMPUTE,
+    COMPUTE_WAITS,
+    COPY,
+    ISSUE,
+    PEERS,
+    REDUCED,
+    Work,
+)
 from shardwise.strategy import Strategy
 
 HARDWARE = parse_hardware("4xH200")
@@ -213,3 +224,54 @@ def test_fsdp2_steps_its_shards() -> None:
 def test_fsdp2_offloads_shards_and_gradients() -> None:
     schedule = _schedule("fsdp2", offload_parameters="cpu", **CPU)
     assert sorted(_pass(schedule, COPY)) == [HALF * 4 / 4] * 4  # two gathers, two gradients
+
+
+def test_fsdp2_without_resharding_releases_all_groups_after_the_last_micro_batch() -> None:
+    schedule = _schedule("fsdp2", reshard=False, accumulation=2)
+    for last, gathered in ((False, {0, 1}), (True, set())):
+        schedule._recorded(lambda last=last: schedule.micro_batch(first=not last, last=last))
+        assert schedule.gathered == gathered
+
+
+# Waits and the host's time
+
+
+def _work(schedule: Schedule) -> list[Work]:
+    return schedule._recorded(lambda: schedule.micro_batch(first=True, last=True))
+
+
+def test_a_reduction_waits_for_the_one_before_it() -> None:
+    work = _work(_zero(2, bucket=N // 2))
+    before = [work[place - 1] for place, item in enumerate(work) if item[0] == COMMUNICATE]
+    assert before == [(COMPUTE_WAITS, REDUCED)] * 2
+
+
+def test_stage_3_visits_a_units_parameters_before_and_after_each_pass() -> None:
+    visits = 2 * (1 + 2)  # one parameter, and two for the unit itself
+    issued = [item[1] for item in _work(_zero(3)) if item[0] == ISSUE]
+    assert issued == [visits * table()["host"]["zero3_visit"]] * 2
+
+
+@pytest.mark.parametrize(("place", "rate"), [("cpu", 0.0), ("nvme", 6e9)])
+def test_offloaded_parameters_are_read_from_a_drive_by_all_processes_of_a_node(
+    place: str, rate: float
+) -> None:
+    path = "/drive" if rate else None
+    schedule = _zero(3, offload_optimizer=place, offload_parameters=place, nvme_path=path)
+    read = [item[4] for item in _work(schedule) if item[0] == COPY and not item[3]]
+    assert read == [4 * 2 * HALF * N / 4 / rate if rate else 0.0] * 2
+
+
+def test_weights_that_are_converted_on_the_host_are_not_page_locked() -> None:
+    def issued(**values: Any) -> list[float]:
+        schedule = _zero(3, **CPU, **values)
+        return [item[1] for item in schedule._recorded(schedule.update) if item[0] == ISSUE]
+
+    assert issued()[1:] == [2 * N / 4 / table()["cpu"]["pageable_bytes_per_second"]]
+    assert issued(offload_parameters="cpu")[1:] == []
+
+
+def test_tensor_parallel_ranks_agree_on_overflow_and_norm() -> None:
+    schedule = _schedule("deepspeed", stage=1, gpus=2, tensor_parallel=2)
+    sums = [item[1] for item in schedule._recorded(schedule.update) if item[0] == PEERS]
+    assert sums == [2 * collectives.all_reduce(4, collectives.group(HARDWARE, 2))]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.engines.fsdp2.group import shard_of, shard_part
+from shardwise.engines.fsdp2.group import _chunk_cat_bytes, shard_of, shard_part
 from shardwise.engines.fsdp2.memory import Fsdp2Memory as Fsdp2
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Model
@@ -208,7 +208,9 @@ def test_of_several_processes_the_last_gradient_stays_until_its_group_is_reduced
     run = Run(_with_rows(32768), processes=32)
     run.micro_batch(0, last=True)
     gradient, reduced, blocks = 32768 * WIDTH * 2, 32768 * WIDTH * 4, BLOCKS * WIDTH * 4
-    assert run.memory.allocator.peak_allocated_bytes - run.built == gradient + reduced + reduced // 32 + blocks
+    assert (
+        run.memory.allocator.peak_allocated_bytes - run.built == gradient + reduced + reduced // 32 + blocks
+    )
 
 
 def test_of_a_part_that_is_sharded_the_last_parameter_stays_whole_for_a_while() -> None:
@@ -220,6 +222,25 @@ def test_of_a_part_that_is_sharded_the_last_parameter_stays_whole_for_a_while() 
     assert memory.allocator.allocated_bytes == 2 * SHARD + 6 * WIDTH * 4
     memory.give(held)
     assert memory.allocator.allocated_bytes == 2 * SHARD
+
+
+def test_a_kernel_that_concatenates_shards_gets_lists_of_them() -> None:
+    """Six numbers for each of two tensors, two more, and the tensor of each block of 2048 bytes; int64."""
+    shards = [shard_of(index, _trace().parameters[index], 4) for index in (0, 1)]
+    assert [shard.numel for shard in shards] == [2 * WIDTH] * 2
+    assert _chunk_cat_bytes(shards) == 8 * (2 * 4 + 6 * 2 + 2)
+
+
+def test_norms_are_summed_in_pieces_of_65536_elements() -> None:
+    """For each gradient as many partial sums as the longest one needs, and a norm (torch._foreach_norm)."""
+    run = Run(_with_rows(4 * 64 * 1024))  # 1024 pieces on each process
+    run.micro_batch(0, last=True)
+    run.memory.allocator.reset_peaks()
+    before = run.allocated
+    run.engine.step(run.memory)
+    parameters = BLOCKS + 1
+    added = parameters * 1024 * 4 + parameters * SCALAR
+    assert run.memory.allocator.peak_allocated_bytes - before == added
 
 
 def test_offloaded_nothing_stays_on_the_gpu() -> None:

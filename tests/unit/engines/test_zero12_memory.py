@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.engines import descriptor
+from shardwise.engines.deepspeed.memory import zero0
 from shardwise.engines.deepspeed.memory.flat import Flat
 from shardwise.engines.deepspeed.memory.zero12 import Zero12Memory as Partitioned
 from shardwise.simulate.memory.allocator import CachingAllocator
@@ -262,6 +263,20 @@ def test_stage_0_in_fp32_is_torchs_optimizer_alone() -> None:
     run.backward()
     run.step()
     assert run.allocated == 12 * TOTAL + 3 * STEP_COUNT
+
+
+def test_stage_0_reduces_several_gradients_in_a_copy_until_they_are_too_many(monkeypatch) -> None:
+    monkeypatch.setattr(zero0, "REDUCED_AT_ONCE", NUMEL[0])
+    run = _run(0)
+    run.memory.allocator.reset_peaks()
+    before = run.backward()
+    # the first two together, which exceed the limit, then the last one where it lies
+    assert run.memory.allocator.peak_allocated_bytes == before + 2 * (NUMEL[0] + NUMEL[1])
+
+
+def test_slices_are_reduced_at_once_until_they_exceed_a_bucket() -> None:
+    engine = Partitioned(_trace(), _strategy(2, bucket=8 * K))
+    assert engine._at_once([(1, 8 * K), (0, K), (1, K)]) == [[(1, 8 * K), (0, K)], [(1, K)]]
 
 
 class TestFlat:

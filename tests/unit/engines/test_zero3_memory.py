@@ -262,6 +262,40 @@ def test_several_gradients_are_joined_before_they_are_converted(trained: int, it
     assert run.memory.allocator.peak_allocated_bytes - before == item_bytes * part
 
 
+def test_masters_are_copied_from_converted_weights_of_which_the_last_stay(monkeypatch) -> None:
+    """Two of one group at a time: the previous conversion is freed after the next one (of three groups)."""
+    monkeypatch.setattr(zero3, "SUB_GROUP", BLOCK)
+    engine, memory = Zero3(_trace(), _strategy()), Run().memory
+    before = memory.allocator.allocated_bytes
+    memory.allocator.reset_peaks()
+    engine._make_masters(memory)
+    last = 4 * (BLOCK + NORM // 2)
+    assert memory.allocator.allocated_bytes - before == 4 * PART
+    assert memory.allocator.peak_allocated_bytes - before == 4 * PART + last
+
+
+@pytest.mark.parametrize(("last", "peak"), [(False, 2), (True, 2 + 6)])
+def test_a_norm_on_its_way_to_the_host_is_taken_piece_by_piece(monkeypatch, last: bool, peak: int) -> None:
+    """In fp64, of three quarters of the gradient; its fp32 copy afterwards is smaller."""
+    monkeypatch.setattr(zero3, "NORM_AT_ONCE", BLOCK * 3 // 4)
+    run = Run(offload_optimizer="cpu")
+    run.engine.begin(run.memory, 0, last=last)
+    run.memory.allocator.reset_peaks()
+    run.engine._to_host(run.memory, BLOCK)
+    assert run.memory.allocator.peak_allocated_bytes - run.allocated == peak * BLOCK
+
+
+def test_the_buffer_of_two_gathered_parameters_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "PREFETCH", 2 * BLOCK)
+    run = Run()
+    for _ in range(3):
+        run.forward()
+        run.backward()
+        run.step()
+        run.engine._coordinator.release_all(run.memory)
+    assert run.allocated == run.built + 8 * PART + STEP_COUNT
+
+
 def test_an_offloaded_optimizer_leaves_weights_and_a_bucket() -> None:
     run = Run(offload_optimizer="cpu")
     assert run.built == 2 * PART + 2 * TOTAL

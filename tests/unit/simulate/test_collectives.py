@@ -67,6 +67,12 @@ def test_few_bytes_take_the_tree_between_many_nodes() -> None:
     assert seconds < ring / 5
 
 
+def test_the_tree_has_less_than_the_rings_rate() -> None:
+    many = group(parse_hardware("16x8xH200"), 128)
+    more = c.all_reduce(2**20, many) - c.all_reduce(2**19, many)
+    assert more == pytest.approx(2 * 2**19 / (0.92 * NVLINK), rel=1e-3)
+
+
 def test_many_bytes_take_the_ring() -> None:
     assert c.all_reduce(GB, TWO_NODES) == pytest.approx(2 * 15 / 16 * GB / NVLINK, rel=0.1)
 

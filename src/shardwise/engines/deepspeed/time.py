@@ -242,7 +242,6 @@ class Zero3(_Buckets):
                 self.gathered.discard(segment.unit)
             self.collect(segment, first=first, last=last)
         self.end_pass(first=first, last=last)
-        self.gathered.clear()
 
     def _fetch(self, unit: int, number: int, passes: int) -> None:
         """Wait for a unit's weights, then ask for those of the next ones (`fetch_sub_module`)."""
