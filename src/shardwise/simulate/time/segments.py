@@ -67,7 +67,7 @@ def _cut(trace: StepTrace, gpu: Gpu) -> Iterator[Segment]:
     joules = [0.0 if index in summed else draw.joules(op) for index, op in enumerate(trace.ops)]
     looked_at = {index for index, op in enumerate(trace.ops) if op.name in READ_BACK}
     calls = [(host.forward(op), host.backward(op)) for op in trace.ops]
-    for index in summed:  # from Python on both passes
+    for index in summed:  # called from Python in both passes
         calls[index] = (calls[index][0], calls[index][0])
     forwards: dict[int, int] = {}
     unit, backward, ops, gradients = -1, False, list[int](), list[int]()

@@ -110,7 +110,7 @@ class Coordinator:
         self._earlier, self._latest = self._latest, []
         wanted = self._direct(call)
         self._gather(memory, wanted)
-        # DeepSpeed goes through a set, in any order. What frees a buffer comes last here.
+        # DeepSpeed iterates over a set, in any order. Here buffers are freed last.
         coming = [self._coming.pop(parameter) for parameter in wanted if parameter in self._coming]
         for gathering in coming:
             self._copy_out(memory, gathering)
@@ -207,7 +207,7 @@ class Coordinator:
                 self._latest.append(block)
 
     def _not_needed_soon(self, unit: int) -> frozenset[int]:
-        """What is released: not persistent, and not used again soon (__params_to_release)."""
+        """Parameters to release: not persistent, and not used again soon (__params_to_release)."""
         key = (unit, self._step)
         if key not in self._released_at:
             candidates = {

@@ -1,4 +1,4 @@
-"""ZeRO-0 of DeepSpeed 0.19.8: every rank holds everything.
+"""Memory of ZeRO-0, DeepSpeed 0.19.8: every rank holds all states.
 
 In bf16 and fp16 that is fp16/unfused_optimizer.py: FP16_UnfusedOptimizer; in fp32 torch's optimizer alone.
 """
@@ -88,6 +88,6 @@ class Zero0Memory(EngineMemory):
 
 
 def _reduce(memory: GpuMemory, sizes: list[int]) -> None:
-    """A copy of several gradients; one alone is reduced where it lies (allreduce_bucket)."""
+    """Copy several gradients; a single one is reduced in its own memory (allreduce_bucket)."""
     if len(sizes) > 1:
         memory.scratch(BUFFERS, sum(sizes))

@@ -106,7 +106,7 @@ class Zero12Memory(EngineMemory):
         if self._fp32_sum and self._sum is None and any(rank == self._rank for rank, _ in slices):
             self._sum = memory.take(GRADIENTS, FP32 * self._flat.partition, REDUCTION)
         for together in self._at_once(slices):
-            # Several are reduced in a copy, one alone where it lies (allreduce_bucket).
+            # Several are reduced in a copy, a single one in its own memory (allreduce_bucket).
             numel = sum(numel for _, numel in together)
             copy = memory.take(BUFFERS, self._item * numel, REDUCTION) if len(together) > 1 else None
             if self._fp32_sum:
@@ -184,7 +184,7 @@ class Zero12Memory(EngineMemory):
         """The partition's gradient in fp32 and in one piece."""
         if self._fp32_sum:
             gradient, self._sum = self._sum, None
-            return gradient or memory.take(GRADIENTS, size)  # zeros, where the rank has padding only
+            return gradient or memory.take(GRADIENTS, size)  # zeros, for a rank that has only padding
         flat = memory.take(OPTIMIZER, self._item * self._flat.partition) if len(self._owned) > 1 else None
         if flat is None or self._item != FP32:
             gradient = memory.take(GRADIENTS, size)

@@ -126,14 +126,14 @@ class Zero3Memory(EngineMemory):
         return partitions
 
     def _make_hooks(self, memory: GpuMemory) -> None:
-        """Each trainable parameter is gathered for a moment (create_reduce_and_remove_grad_hooks)."""
+        """Gather each trainable parameter and release it (create_reduce_and_remove_grad_hooks)."""
         for index in self._trace.trainable:
             size = self._item * self._part(index)
             if self._world > 1:
                 memory.scratch(WEIGHTS, self._world * size, *([size] if self._offload_parameters else []))
 
     def _parameter_host_bytes(self) -> int:
-        """Partitions one by one (_partition_param), which torch then keeps for reuse; trained ones as one.
+        """Single partitions (_partition_param), which torch keeps for reuse, and all trained ones together.
 
         NVMe: the buffers through which they pass (partitioned_param_swapper.py).
         """
@@ -202,8 +202,8 @@ class Zero3Memory(EngineMemory):
         self._running.remove(unit)
         waiting = self._waiting.pop(unit, {})
         if waiting:
-            # The hook that has waited for them (torch/utils/hooks.py: BackwardHook) has kept the gradient of
-            # the block's output, which autograd would have added to.
+            # The hook that waited for them (torch/utils/hooks.py: BackwardHook) keeps the gradient of the
+            # block's output, so that autograd cannot add to it in place.
             output = memory.take(ACTIVATIONS, self._output_gradient)
             for parameter, block in sorted(waiting.items()):
                 self._collect(memory, parameter, block)
@@ -292,7 +292,7 @@ class Zero3Memory(EngineMemory):
 
 
 def _output_gradient_bytes(trace: StepTrace) -> int:
-    """Of what a block's backward pass begins with: the smallest tensor that the pass has made by then."""
+    """Bytes of the gradient of a block's output: the smallest tensor of the backward pass until then."""
     passing: dict[int, int] = {}
     turned = False
     for event in trace.events:
