@@ -159,6 +159,17 @@ def test_a_block_that_other_streams_use_stays_active() -> None:
     assert (allocator.active_bytes, allocator.requested_bytes, allocator.reserved_bytes) == (0, 0, 40 * MIB)
 
 
+def test_each_peak_is_noted_whether_the_other_rises_or_not() -> None:
+    allocator, (first, second) = filled([40, 20])
+    deferred = allocator.give_later(first)
+    allocator.take(60 * MIB)
+    assert (allocator.peak_allocated_bytes, allocator.peak_active_bytes) == (80 * MIB, 120 * MIB)
+    allocator.complete(deferred)
+    allocator.give(second)
+    allocator.take(30 * MIB)
+    assert (allocator.peak_allocated_bytes, allocator.peak_active_bytes) == (90 * MIB, 120 * MIB)
+
+
 def test_short_of_memory_torch_waits_for_other_streams() -> None:
     allocator, (block,) = filled([20], capacity_bytes=20 * MIB)
     deferred = allocator.give_later(block)

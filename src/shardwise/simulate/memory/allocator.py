@@ -38,7 +38,7 @@ class OutOfMemoryError(Exception):
         self.reserved_bytes = reserved_bytes
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class DeferredFree:
     """A block that was freed while another stream uses it, and its bytes.
 
@@ -94,14 +94,15 @@ class CachingAllocator:
         Raises:
             OutOfMemoryError: neither the cache nor the device has room. The cache has then been given back.
         """
-        size = -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
-        pool = self.pool(size, stream)
+        size = (size_bytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES
+        pool = (self._small if size <= SMALL_BYTES else self._large).get(stream) or self.pool(size, stream)
         address = pool.take(size)
         if address < 0:
             address = self._obtain(pool, size, size_bytes)
         self.requested_bytes += size_bytes
-        self.allocated_bytes += size
-        self._note_peaks(self.allocated_bytes)
+        self.allocated_bytes = allocated = self.allocated_bytes + size
+        if allocated > self.peak_allocated_bytes or allocated + self._deferred_bytes > self.peak_active_bytes:
+            self._note_peaks(allocated)
         return Block(pool, address, size_bytes, account)
 
     def run(self, span: Span, addresses: dict[int, int]) -> None:
