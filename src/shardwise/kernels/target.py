@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.simulate.time.roofline import MULTIPROCESSORS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -19,7 +21,7 @@ class Target:
     multiprocessors: int
 
 
-HOPPER = Target(capability=(9, 0), multiprocessors=132)
+HOPPER = Target(capability=(9, 0), multiprocessors=MULTIPROCESSORS)
 
 _TARGET: ContextVar[Target] = ContextVar("target", default=HOPPER)
 

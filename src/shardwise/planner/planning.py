@@ -22,6 +22,7 @@ from shardwise.planner.changes import Change, nearest, small_changes
 from shardwise.planner.plan import Nearest, Objective, Option, Plan, Workload
 from shardwise.planner.search import MARGIN, TraceFor, fit, leanest_that_fits, search
 from shardwise.planner.simulate import simulate
+from shardwise.simulate.time.roofline import MULTIPROCESSORS
 from shardwise.space.candidates import Refused, candidates, predictable
 from shardwise.strategy import Strategy
 
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 MOST_CORES = 8
 WORTH_OTHERS = 40
 """From this many strategies on, other processes save more than the second they take to start."""
-
-MULTIPROCESSORS = 132
-"""The H200's, for every GPU: the catalog has no such number. It sizes scratch memory of a few MB."""
 
 
 def make_plan(

@@ -1,4 +1,4 @@
-"""Watts and joules: what a GPU draws for being on, what each operator adds, and the sum over a step.
+"""Watts and joules: a GPU's constant draw, what each operator adds, and the sum over a step.
 
 E = constant watts x seconds + joules per FLOP x FLOPs + joules per byte x bytes moved, as in the roofline
 model of energy (Choi, Bedard, Fowler, Vuduc 2013, IPDPS). GPUs only: CPUs, network, fans and power supplies
@@ -14,9 +14,9 @@ from shardwise.simulate.time.roofline import filled, table
 
 
 class Draw:
-    """What one GPU takes (`[energy]` of `efficiency.toml`).
+    """Energy that one GPU draws (`[energy]` of `efficiency.toml`).
 
-    Constant draw and FLOPs are shares of its power limit; a byte takes what it takes on the H200.
+    Constant draw and FLOPs are shares of its power limit; a byte costs as much as on the H200.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -32,7 +32,7 @@ class Draw:
         self._operand_byte: float = rules["joules_per_operand_byte"]
 
     def joules(self, op: Op) -> float:
-        """Of one operator, beside the constant draw."""
+        """Joules of one operator, without the constant draw."""
         num_bytes = op.read_bytes + op.written_bytes
         if op.kind not in self._flop:
             return self.moving(num_bytes)
@@ -40,23 +40,23 @@ class Draw:
         return self._computed(op) * per_flop + num_bytes * self._operand_byte
 
     def _computed(self, op: Op) -> float:
-        """FLOPs of a product; of an attention with what its kernel adds to the heads."""
+        """FLOPs of a product; of attention with heads filled up to its kernel's size."""
         if op.kind != "attention":
             return op.flops
         kernel = "cudnn" if "cudnn" in op.name else "flash"
         return op.flops * filled(op.shape[5], table()["attention"][kernel]["heads"])
 
     def moving(self, num_bytes: float) -> float:
-        """Of kernels that read and write `num_bytes` and compute little."""
+        """Joules of kernels that read and write `num_bytes` and compute little."""
         return num_bytes * self._byte
 
     def powered_seconds(self, joules: float) -> float:
-        """How long work of so many joules takes at least: above its power limit the GPU lowers its clock."""
+        """Least seconds of work of so many joules: above its power limit the GPU lowers its clock."""
         return joules / (self.limit_watts - self.constant_watts)
 
 
 def predict_energy(gpu: Gpu, time: Time, *, work_joules: float, gpus: int) -> Energy:
-    """Energy of one optimizer step on all `gpus`; `work_joules`: what the work of one GPU adds to idling."""
+    """Energy of one optimizer step on all `gpus`; `work_joules`: one GPU's, without the constant draw."""
     idle = Draw(gpu).constant_watts * time.step_seconds
     return Energy(
         joules_per_step=(idle + work_joules) * gpus,

@@ -1,4 +1,4 @@
-"""What the simulator says of a strategy, term by term; all of it predicted, nothing measured."""
+"""Predictions of the simulator for a strategy, term by term."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTerms:
-    """What is allocated when that is most, on the fullest GPU, and what is reserved beyond it; bytes."""
+    """Bytes on the fullest GPU when most is allocated, and what is reserved beyond that."""
 
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    """Master weights and moments, and what the optimizer's step takes besides."""
+    """Master weights, moments, and temporary memory of the optimizer's step."""
     activations_bytes: int
     loss_bytes: int
-    """Logits and what else the output head needs."""
+    """Logits and other memory of the output head."""
     engine_buffers_bytes: int
     """Buckets, gathered parameters, communication and library workspaces."""
     fragmentation_bytes: int
-    """Reserved at most, and in no tensor even when most is allocated."""
+    """Peak reserved bytes that no tensor uses when most is allocated."""
 
     @property
     def total_bytes(self) -> int:
@@ -38,21 +38,21 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Of the fullest GPU, from the start of the process on; and of its node's host."""
+    """Memory of the fullest GPU, from the start of the process on, and of its node's host."""
 
     peak_reserved_bytes: int
-    """What torch's allocator takes from the GPU at most."""
+    """The most that torch's allocator takes from the GPU."""
     peak_allocated_bytes: int
     outside_allocator_bytes: int
     """CUDA context, kernels, NCCL."""
     capacity_bytes: int
-    """What the process may use of the GPU: torch sees less than the label says."""
+    """GPU memory that the process may use: torch sees less than the label says."""
     cache_flushes: int = 0
-    """Times a step that the allocator finds the GPU full, gives its cached memory back and takes anew, as
-    `num_alloc_retries` of torch counts. The GPU waits meanwhile; the time that takes is not predicted."""
+    """How often in a step the allocator finds the GPU full and gives its cache back, as torch's
+    `num_alloc_retries` counts. The GPU waits meanwhile; that time is not predicted."""
     terms: MemoryTerms
     host_bytes: int
-    """Of one node, all its processes: what the strategy keeps there, beside the processes themselves."""
+    """What the strategy keeps in a node's host memory, of all processes, without the processes themselves."""
     timeline: tuple[Moment, ...] = ()
 
     @property
@@ -61,7 +61,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak is within the capacity; without any margin."""
+        """Whether the predicted peak is within the capacity, without a margin."""
         return self.needed_bytes <= self.capacity_bytes
 
 
@@ -75,16 +75,16 @@ class Time:
     communication_seconds: float
     """All collectives, overlapped or not."""
     exposed_communication_seconds: float
-    """What the step waits for communication."""
+    """How long the step waits for communication."""
     exposed_to_peers_seconds: float = 0.0
-    """Of that, for the sums of the tensor-parallel group; the rest is for the data-parallel one."""
+    """The share of that for sums of the tensor-parallel group; the rest is for the data-parallel one."""
     exposed_to_copies_seconds: float = 0.0
-    """What the step waits for copies between host and GPU, beside that."""
+    """How long the step waits for copies between host and GPU, in addition."""
     copy_seconds: float
     """Copies between host and GPU, overlapped or not."""
     optimizer_seconds: float
     launch_seconds: float
-    """What the host needs to issue the step; a step is no faster than this."""
+    """Time in which the host issues the step; a step is no faster than this."""
     tokens_per_step: int
     """Of all GPUs."""
     world_size: int
@@ -104,7 +104,7 @@ class Energy:
 
     joules_per_step: float
     idle_joules: float
-    """What the GPUs take for being on."""
+    """The GPUs' constant draw."""
     tokens_per_step: int
 
     @property
@@ -114,7 +114,7 @@ class Energy:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A strategy on a hardware, predicted."""
+    """The prediction for a strategy on a hardware."""
 
     memory: Memory
     time: Time

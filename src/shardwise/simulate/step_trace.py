@@ -1,44 +1,51 @@
 """What one micro-batch's forward and backward pass does to a GPU, in order, as plain numbers.
 
 `shardwise.trace` records it from the real model; the simulator replays it under a strategy. Sizes are those
-of one GPU that holds everything, or of one of a tensor-parallel group; what an engine shards, gathers or
-buffers is not in it.
+of one GPU that holds everything, or of one of a tensor-parallel group. What an engine shards, gathers or
+buffers is not part of it.
 
 An event is a tuple of integers whose first is its kind:
 
-    (ALLOC, tensor, bytes, tag)     a tensor's storage comes to be; `tag` indexes TAGS
-    (FREE, tensor)                  the last reference to it is gone
-    (GRADIENT, parameter, tensor)   backward has completed a parameter's gradient, which lies in `tensor`: the
-                                    engine says when it is freed, no FREE follows
+    (ALLOC, tensor, bytes, tag)     a tensor's storage is allocated; `tag` indexes TAGS
+    (FREE, tensor)                  its last reference is dropped
+    (GRADIENT, parameter, tensor)   backward has completed a parameter's gradient, which lies in `tensor`; the
+                                    engine frees it, no FREE follows
     (OP, index)                     the GPU computes `ops[index]`
-    (FORWARD, unit)                 a unit's forward pass begins: the engine must have its parameters whole
+    (FORWARD, unit)                 a unit's forward pass begins: the engine must have gathered its parameters
     (FORWARD_END, unit)
     (BACKWARD, unit)                a unit's backward pass begins (with its forward pass again if it is
                                     checkpointed)
-    (BACKWARD_END, unit)            the gradient of the unit's input is there
+    (BACKWARD_END, unit)            the gradient of the unit's input is complete
 
 Tensor numbers are unique within a trace. Everything allocated is freed or handed over by GRADIENT.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any, TypeVar
+
+FP32, FP64 = 4, 8
+"""Bytes of an element."""
 
 ALLOC, FREE, GRADIENT, OP, FORWARD, FORWARD_END, BACKWARD, BACKWARD_END = range(8)
 
 Event = tuple[int, ...]
 
+T = TypeVar("T")
+
 TAGS = ("activation", "loss", "gradient", "workspace")
-"""What a storage is for: saved or passed on between layers; of the output head and the loss; a parameter's
-gradient; scratch space of one kernel."""
+"""What a storage is for: values saved or passed on between layers; the output head and the loss; a
+parameter's gradient; one kernel's scratch space."""
 ACTIVATION, LOSS, GRADIENT_TAG, WORKSPACE = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter, tied ones once."""
+    """A parameter; tied ones count once."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,16 +53,16 @@ class Parameter:
     """Of the format it is computed in."""
     trainable: bool
     made_of: int = 0
-    """Values that a quantised weight stands for; 0 for any other."""
+    """Values that a quantised weight represents; 0 for any other."""
     cut_from: tuple[int, ...] | None = None
-    """The shape of the whole, where this is what one rank of a tensor-parallel group has of it."""
+    """The full shape, where `shape` is the part of one rank of a tensor-parallel group."""
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
     @property
-    def whole_numel(self) -> int:
+    def uncut_numel(self) -> int:
         """Elements before tensor parallelism cuts it."""
         return prod(self.shape if self.cut_from is None else self.cut_from)
 
@@ -83,7 +90,7 @@ class Op:
     """`matmul`, `attention`, `scan`, `elementwise`, `reduction`, `normalization`, `loss`, `embedding`,
     `copy`, or `collective`: a sum over the tensor-parallel group, in place, that what follows waits for."""
     flops: float
-    """Multiplications and additions; of a causal attention only those its mask leaves."""
+    """Multiplications and additions; of causal attention only those that its mask keeps."""
     read_bytes: int
     written_bytes: int
     item_bytes: int = 2
@@ -92,7 +99,7 @@ class Op:
     """matmul: (batch, m, n, k). attention: (batch, heads, key-value heads, queries, keys, head size).
     scan: (tokens, channels, states)."""
     name: str = ""
-    """torch's, for people."""
+    """torch's name of the operator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +108,7 @@ class StepTrace:
 
     parameters: tuple[Parameter, ...]
     buffers: tuple[int, ...]
-    """Bytes of each buffer that lives on the GPU beside the parameters."""
+    """Bytes of each buffer on the GPU that is no parameter."""
     units: tuple[Unit, ...]
     """The blocks in order, then the modules outside them."""
     events: tuple[Event, ...]
@@ -112,7 +119,7 @@ class StepTrace:
     checkpoint_every: int
     precision: str
     tensor_parallel: int = 1
-    """GPUs that share each row; the trace is that of the first of them, which has the largest parts."""
+    """GPUs that share each row; the trace is that of the first one, which has the largest parts."""
 
     @property
     def tokens(self) -> int:
@@ -122,3 +129,27 @@ class StepTrace:
     def trainable(self) -> tuple[int, ...]:
         """Indices of the parameters that get a gradient."""
         return tuple(index for index, p in enumerate(self.parameters) if p.trainable)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the parameters of each block, then of those outside the blocks.
+
+        A model is built in this order; engines that gather blocks take each part as one group.
+        """
+        blocks = [unit.parameters for unit in self.units if unit.block >= 0]
+        inside = {index for block in blocks for index in block}
+        return *blocks, tuple(index for index in range(len(self.parameters)) if index not in inside)
+
+    @cached_property
+    def _derived(self) -> dict[Hashable, Any]:
+        return {}
+
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` computes from this trace: computed once for each key, and kept with the trace."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        value: T = self._derived[key]
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_derived"}

@@ -11,7 +11,7 @@ from shardwise.engines import descriptor
 from shardwise.job.schema import Model
 from shardwise.simulate.memory.allocator import CachingAllocator
 from shardwise.simulate.memory.engine import EngineMemory
-from shardwise.simulate.memory.gpu import GRADIENTS, Machine
+from shardwise.simulate.memory.gpu import GRADIENTS, GpuMemory
 from shardwise.simulate.step_trace import Parameter, StepTrace, Unit
 from shardwise.strategy import Strategy
 from shardwise.trace.trace import Tracer
@@ -59,14 +59,14 @@ def _trace(*, few: int = FEW, trainable: bool = True) -> StepTrace:
 
 def _allocated(trace: StepTrace, strategy: Strategy) -> list[int]:
     """Bytes after building, and with the fp32 parameter's gradient after two micro-batches."""
-    machine = Machine(CachingAllocator(capacity_bytes=1 << 40, expandable_segments=True))
+    memory = GpuMemory(CachingAllocator(capacity_bytes=1 << 40))
     engine = descriptor(strategy).memory(trace, strategy)
-    engine.build(machine)
-    found = [machine.allocator.allocated_bytes]
+    engine.build(memory)
+    found = [memory.allocator.allocated_bytes]
     if len(trace.parameters) > 2 and trace.parameters[2].trainable:
         for _ in range(2):  # the second micro-batch's gradient is added to the first one's
-            engine.gradient(machine, 2, machine.take(GRADIENTS, 4 * FEW))
-    return [*found, machine.allocator.allocated_bytes]
+            engine.gradient(memory, 2, memory.take(GRADIENTS, 4 * FEW))
+    return [*found, memory.allocator.allocated_bytes]
 
 
 @pytest.mark.parametrize("strategy", SHARDED, ids=str)
@@ -84,15 +84,15 @@ def test_fp32_parameters_are_whole_with_both_moments_on_every_rank(
 
 
 def test_their_gradients_are_laid_end_to_end_and_gone_after_the_step() -> None:
-    machine = Machine(CachingAllocator(capacity_bytes=1 << 40, expandable_segments=True))
+    memory = GpuMemory(CachingAllocator(capacity_bytes=1 << 40))
     engine = engine_memory(_trace(), Strategy(engine="fsdp2", data_parallel=2))
-    engine.build(machine)
-    built = machine.allocator.allocated_bytes
-    engine.gradient(machine, 2, machine.take(GRADIENTS, 4 * FEW))
-    machine.allocator.reset_peaks()
-    engine.step(machine)
-    assert machine.allocator.peak_allocated_bytes == built + 2 * 4 * FEW
-    assert machine.allocator.allocated_bytes == built
+    engine.build(memory)
+    built = memory.allocator.allocated_bytes
+    engine.gradient(memory, 2, memory.take(GRADIENTS, 4 * FEW))
+    memory.allocator.reset_peaks()
+    engine.step(memory)
+    assert memory.allocator.peak_allocated_bytes == built + 2 * 4 * FEW
+    assert memory.allocator.allocated_bytes == built
 
 
 def test_in_fp32_nothing_is_apart() -> None:

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.engines.fsdp2.group import shard_of, shard_part
+from shardwise.engines.fsdp2.group import _chunk_cat_bytes, shard_of, shard_part
 from shardwise.engines.fsdp2.memory import Fsdp2Memory as Fsdp2
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Model
 from shardwise.planner.simulate import predict_memory
 from shardwise.simulate.memory.allocator import CachingAllocator
-from shardwise.simulate.memory.gpu import GRADIENTS, WEIGHTS, Machine
+from shardwise.simulate.memory.gpu import GRADIENTS, WEIGHTS, GpuMemory
 from shardwise.simulate.step_trace import Parameter, StepTrace, Unit
 from shardwise.strategy import Strategy
 from shardwise.trace.trace import Tracer
@@ -62,14 +62,14 @@ class Run:
 
     def __init__(self, trace: StepTrace, *, processes: int = 4, **strategy: object) -> None:
         self.trace = trace
-        self.machine = Machine(CachingAllocator(capacity_bytes=1 << 40, expandable_segments=True))
+        self.memory = GpuMemory(CachingAllocator(capacity_bytes=1 << 40))
         self.engine = Fsdp2(trace, Strategy(engine="fsdp2", data_parallel=processes, **strategy))
-        self.engine.build(self.machine)
+        self.engine.build(self.memory)
         self.built = self.allocated
 
     @property
     def allocated(self) -> int:
-        return self.machine.allocator.allocated_bytes
+        return self.memory.allocator.allocated_bytes
 
     @property
     def more(self) -> int:
@@ -78,28 +78,28 @@ class Run:
 
     def forward(self) -> None:
         for unit in range(BLOCKS):
-            self.engine.forward(self.machine, unit)
-            self.engine.forward_end(self.machine, unit)
+            self.engine.forward(self.memory, unit)
+            self.engine.forward_end(self.memory, unit)
 
     def gradients(self, unit: int) -> None:
         for index in self.trace.units[unit].parameters:
             parameter = self.trace.parameters[index]
             if parameter.trainable:
-                block = self.machine.take(GRADIENTS, parameter.size_bytes)
-                self.engine.gradient(self.machine, index, block)
+                block = self.memory.take(GRADIENTS, parameter.size_bytes)
+                self.engine.gradient(self.memory, index, block)
 
     def backward(self) -> None:
         for unit in reversed(range(BLOCKS)):
-            self.engine.backward(self.machine, unit)
+            self.engine.backward(self.memory, unit)
             self.gradients(unit)
-        self.engine.backward(self.machine, ROOT)
+        self.engine.backward(self.memory, ROOT)
         self.gradients(ROOT)
 
     def micro_batch(self, number: int, *, last: bool) -> None:
-        self.engine.begin(self.machine, number, last=last)
+        self.engine.begin(self.memory, number, last=last)
         self.forward()
         self.backward()
-        self.engine.end(self.machine, number, last=last)
+        self.engine.end(self.memory, number, last=last)
 
 
 def test_weights_and_moments_are_padded_fp32_shards() -> None:
@@ -110,13 +110,13 @@ def test_weights_and_moments_are_padded_fp32_shards() -> None:
 
 def test_a_block_has_its_weights_its_buffer_and_that_of_the_next() -> None:
     run = Run(_trace())
-    run.engine.begin(run.machine, 0, last=True)
+    run.engine.begin(run.memory, 0, last=True)
     assert run.more == 2 * WHOLE  # the root's
-    run.engine.forward(run.machine, 0)
+    run.engine.forward(run.memory, 0)
     assert run.more == WHOLE + 3 * WHOLE
-    run.engine.forward_end(run.machine, 0)
+    run.engine.forward_end(run.memory, 0)
     assert run.more == WHOLE + 2 * WHOLE
-    run.engine.forward(run.machine, 1)
+    run.engine.forward(run.memory, 1)
     assert run.more == WHOLE + 3 * WHOLE
 
 
@@ -130,24 +130,24 @@ def _with_rows(rows: int) -> StepTrace:
 
 def test_gathered_buffers_have_memory_of_their_own() -> None:
     run = Run(_with_rows(32768))
-    reserved = run.machine.allocator.reserved_bytes
+    reserved = run.memory.allocator.reserved_bytes
     whole, shard = 32768 * WIDTH * 2, 8192 * WIDTH * 2
     assert reserved - run.allocated > whole + shard  # which the default stream has left from building
-    run.engine.begin(run.machine, 0, last=True)
-    assert run.machine.allocator.reserved_bytes >= reserved + whole + shard
+    run.engine.begin(run.memory, 0, last=True)
+    assert run.memory.allocator.reserved_bytes >= reserved + whole + shard
 
 
 def test_in_the_backward_pass_a_block_is_reduced_before_the_one_below_is_there() -> None:
     run = Run(_trace())
-    run.engine.begin(run.machine, 0, last=True)
+    run.engine.begin(run.memory, 0, last=True)
     run.forward()
-    run.engine.backward(run.machine, 2)
+    run.engine.backward(run.memory, 2)
     assert run.more == WHOLE + 2 * WHOLE  # the root, block 2, the buffer of block 1
     run.gradients(2)
-    run.engine.backward(run.machine, 1)
+    run.engine.backward(run.memory, 1)
     # The root, block 1, the buffer of block 0; the reduction's input and this process's share of block 2.
     assert run.more == WHOLE + 2 * WHOLE + REDUCED + SHARD
-    run.engine.backward_end(run.machine, 2)
+    run.engine.backward_end(run.memory, 2)
     assert run.more == WHOLE + 2 * WHOLE + REDUCED + SHARD
 
 
@@ -156,7 +156,7 @@ def test_gradients_stay_as_one_fp32_shard_until_the_step() -> None:
     for number in range(3):
         run.micro_batch(number, last=number == 2)
         assert run.more == (BLOCKS + 1) * SHARD
-    run.engine.step(run.machine)
+    run.engine.step(run.memory)
     assert run.more == 0
 
 
@@ -178,22 +178,22 @@ def test_frozen_weights_are_shards_in_the_computation_s_format_without_gradients
 
 def test_a_frozen_first_block_is_resharded_at_the_end() -> None:
     run = Run(_trace(frozen_blocks=True))
-    run.engine.begin(run.machine, 0, last=True)
+    run.engine.begin(run.memory, 0, last=True)
     run.forward()
     for unit in reversed(range(BLOCKS)):
-        run.engine.backward(run.machine, unit)
+        run.engine.backward(run.memory, unit)
         run.gradients(unit)
-    run.engine.end(run.machine, 0, last=True)  # no gradient of its input says that block 0 is done
+    run.engine.end(run.memory, 0, last=True)  # no gradient of its input says that block 0 is done
     assert run.more == BLOCKS * WIDTH * 4
 
 
 def test_one_process_copies_its_weights_without_buffers() -> None:
     run = Run(_trace(), processes=1)
-    run.engine.begin(run.machine, 0, last=True)
+    run.engine.begin(run.memory, 0, last=True)
     assert run.more == 8 * WIDTH * 2
-    run.engine.forward(run.machine, 0)
+    run.engine.forward(run.memory, 0)
     assert run.more == (8 + 6) * WIDTH * 2
-    assert run.machine.allocator.peak_allocated_bytes >= run.allocated + 6 * WIDTH * 2  # the cast copy
+    assert run.memory.allocator.peak_allocated_bytes >= run.allocated + 6 * WIDTH * 2  # the cast copy
 
 
 def test_one_process_divides_its_gradients_in_a_copy() -> None:
@@ -201,7 +201,7 @@ def test_one_process_divides_its_gradients_in_a_copy() -> None:
     run.micro_batch(0, last=True)
     # The input of the embedding's reduction, its result and the copy, and the blocks' gradients.
     reducing = 3 * 1024 * WIDTH * 4 + BLOCKS * 6 * WIDTH * 4
-    assert run.machine.allocator.peak_allocated_bytes - run.built == reducing
+    assert run.memory.allocator.peak_allocated_bytes - run.built == reducing
 
 
 def test_of_several_processes_the_last_gradient_stays_until_its_group_is_reduced() -> None:
@@ -209,19 +209,38 @@ def test_of_several_processes_the_last_gradient_stays_until_its_group_is_reduced
     run.micro_batch(0, last=True)
     gradient, reduced, blocks = 32768 * WIDTH * 2, 32768 * WIDTH * 4, BLOCKS * WIDTH * 4
     assert (
-        run.machine.allocator.peak_allocated_bytes - run.built == gradient + reduced + reduced // 32 + blocks
+        run.memory.allocator.peak_allocated_bytes - run.built == gradient + reduced + reduced // 32 + blocks
     )
 
 
 def test_of_a_part_that_is_sharded_the_last_parameter_stays_whole_for_a_while() -> None:
     trace = _trace()
-    machine = Machine(CachingAllocator(capacity_bytes=1 << 40, expandable_segments=True))
-    weights = {index: machine.take(WEIGHTS, 6 * WIDTH * 2) for index in (1, 2)}
+    memory = GpuMemory(CachingAllocator(capacity_bytes=1 << 40))
+    weights = {index: memory.take(WEIGHTS, 6 * WIDTH * 2) for index in (1, 2)}
     shards = [shard_of(index, trace.parameters[index], 4) for index in weights]
-    held = shard_part(machine, shards, weights, offload=False)
-    assert machine.allocator.allocated_bytes == 2 * SHARD + 6 * WIDTH * 4
-    machine.give(held)
-    assert machine.allocator.allocated_bytes == 2 * SHARD
+    held = shard_part(memory, shards, weights, offload=False)
+    assert memory.allocator.allocated_bytes == 2 * SHARD + 6 * WIDTH * 4
+    memory.give(held)
+    assert memory.allocator.allocated_bytes == 2 * SHARD
+
+
+def test_a_kernel_that_concatenates_shards_gets_lists_of_them() -> None:
+    """Six numbers for each of two tensors, two more, and the tensor of each block of 2048 bytes; int64."""
+    shards = [shard_of(index, _trace().parameters[index], 4) for index in (0, 1)]
+    assert [shard.numel for shard in shards] == [2 * WIDTH] * 2
+    assert _chunk_cat_bytes(shards) == 8 * (2 * 4 + 6 * 2 + 2)
+
+
+def test_norms_are_summed_in_pieces_of_65536_elements() -> None:
+    """For each gradient as many partial sums as the longest one needs, and a norm (torch._foreach_norm)."""
+    run = Run(_with_rows(4 * 64 * 1024))  # 1024 pieces on each process
+    run.micro_batch(0, last=True)
+    run.memory.allocator.reset_peaks()
+    before = run.allocated
+    run.engine.step(run.memory)
+    parameters = BLOCKS + 1
+    added = parameters * 1024 * 4 + parameters * SCALAR
+    assert run.memory.allocator.peak_allocated_bytes - before == added
 
 
 def test_offloaded_nothing_stays_on_the_gpu() -> None:
@@ -236,7 +255,7 @@ def test_offloaded_shards_and_gradients_are_page_locked_in_powers_of_two() -> No
     # 3 rows of the embedding for each process, as much as 4 when they are page-locked.
     pinned = 4 * WIDTH * 4 + BLOCKS * SHARD
     moments = 2 * (3 * WIDTH * 4 + BLOCKS * SHARD) + 4 * (BLOCKS + 1)
-    assert run.machine.host_bytes == 2 * pinned + moments
+    assert run.memory.host_bytes == 2 * pinned + moments
 
 
 # Runs of Llama 3.2 1B with 4 layers on two H200, recorded with torch 2.11.
@@ -251,7 +270,7 @@ def recorded() -> StepTrace:
 def test_the_built_engine_is_as_large_as_a_recorded_one(recorded: StepTrace) -> None:
     run = Run(recorded, processes=2)
     assert run.built == 3_035_760_128
-    assert run.machine.allocator.peak_reserved_bytes == 3_042_967_552
+    assert run.memory.allocator.peak_reserved_bytes == 3_042_967_552
 
 
 @pytest.mark.parametrize(("reshard", "peak"), [(True, 7_633_136_128), (False, 7_998_065_152)])

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from shardwise.engines import descriptor
+from shardwise.engines.deepspeed.memory import zero0
 from shardwise.engines.deepspeed.memory.flat import Flat
 from shardwise.engines.deepspeed.memory.zero12 import Zero12Memory as Partitioned
 from shardwise.simulate.memory.allocator import CachingAllocator
 from shardwise.simulate.memory.engine import EngineMemory
-from shardwise.simulate.memory.gpu import GRADIENTS, Machine
-from shardwise.simulate.memory.pinned import pinned
+from shardwise.simulate.memory.gpu import GRADIENTS, GpuMemory
+from shardwise.simulate.memory.weights import pinned
 from shardwise.simulate.step_trace import Parameter, StepTrace, Unit
 from shardwise.strategy import Strategy
 
@@ -49,8 +50,8 @@ def _strategy(stage: int, **values: object) -> Strategy:
     return replace(Strategy(engine="deepspeed", stage=stage, data_parallel=2), **values)  # type: ignore[arg-type]
 
 
-def _machine() -> Machine:
-    return Machine(CachingAllocator(capacity_bytes=1 << 40, expandable_segments=True))
+def _machine() -> GpuMemory:
+    return GpuMemory(CachingAllocator(capacity_bytes=1 << 40))
 
 
 class Run:
@@ -58,25 +59,25 @@ class Run:
 
     def __init__(self, engine: EngineMemory) -> None:
         self.engine = engine
-        self.machine = _machine()
-        engine.build(self.machine)
+        self.memory = _machine()
+        engine.build(self.memory)
         self.built = self.allocated
 
     @property
     def allocated(self) -> int:
-        return self.machine.allocator.allocated_bytes
+        return self.memory.allocator.allocated_bytes
 
     def backward(self, *, last: bool = True, order: tuple[int, ...] = (2, 1, 0)) -> int:
         """Bytes that are there when all gradients are, before the pass ends."""
-        self.engine.begin(self.machine, 0, last=last)
+        self.engine.begin(self.memory, 0, last=last)
         for index in order:
-            self.engine.gradient(self.machine, index, self.machine.take(GRADIENTS, 2 * NUMEL[index]))
+            self.engine.gradient(self.memory, index, self.memory.take(GRADIENTS, 2 * NUMEL[index]))
         before = self.allocated
-        self.engine.end(self.machine, 0, last=last)
+        self.engine.end(self.memory, 0, last=last)
         return before
 
     def step(self) -> None:
-        self.engine.step(self.machine)
+        self.engine.step(self.memory)
 
 
 def _run(stage: int, **values: object) -> Run:
@@ -98,7 +99,7 @@ def test_a_rank_keeps_all_weights_and_its_part_of_masters_and_moments(stage: int
 
 
 def test_building_takes_the_weights_twice_or_the_masters_and_a_gradient() -> None:
-    assert _run(1).machine.allocator.peak_allocated_bytes == 2 * TOTAL + 8 * PART
+    assert _run(1).memory.allocator.peak_allocated_bytes == 2 * TOTAL + 8 * PART
 
 
 def test_two_buckets_are_there_during_the_backward_pass_and_gone_after_it() -> None:
@@ -156,14 +157,14 @@ def test_what_filling_the_weights_took_is_given_back() -> None:
     trace = _trace(trainable=(False, False, True))
     large = replace(trace.parameters[0], shape=(2**27,))  # drawn in fp32: 512 MiB, of which 256 stay
     run = Run(engine_memory(replace(trace, parameters=(large, *trace.parameters[1:])), _strategy(2)))
-    assert run.machine.allocator.reserved_bytes < 300 * 2**20
+    assert run.memory.allocator.reserved_bytes < 300 * 2**20
 
 
 def test_an_offloaded_optimizer_is_on_the_host() -> None:
     run = _run(2, offload_optimizer="cpu")
     assert run.built == 2 * TOTAL + 2 * NUMEL[0]  # weights, and a buffer for the largest gradient
     locked = 2 * pinned(4 * PART) + pinned(2 * PART) + pinned(2 * NUMEL[0])
-    assert run.machine.host_bytes == locked + 8 * PART
+    assert run.memory.host_bytes == locked + 8 * PART
     run.backward()
     run.step()
     assert run.allocated == run.built
@@ -171,10 +172,10 @@ def test_an_offloaded_optimizer_is_on_the_host() -> None:
 
 def test_an_offloaded_gradient_is_widened_twice_on_its_way() -> None:
     run = Run(Partitioned(_trace(), _strategy(2, offload_optimizer="cpu"), rank=0))
-    run.machine.allocator.reset_peaks()
+    run.memory.allocator.reset_peaks()
     during = run.backward()
     # the flat copy that is reduced is smaller than the embedding's gradient in fp64
-    assert run.machine.allocator.peak_allocated_bytes == during + 8 * NUMEL[0]
+    assert run.memory.allocator.peak_allocated_bytes == during + 8 * NUMEL[0]
 
 
 def _cut() -> StepTrace:
@@ -194,10 +195,10 @@ def test_ranks_that_see_other_rows_share_the_states_of_a_part(data_parallel: int
     strategy = _strategy(1, tensor_parallel=2, data_parallel=data_parallel)
     run = Run(engine_memory(_cut(), strategy))
     assert run.built == 2 * CUT + 4 * CUT // data_parallel  # the part's weights, its masters
-    run.engine.begin(run.machine, 0, last=True)
+    run.engine.begin(run.memory, 0, last=True)
     for index, numel in ((2, 2 * K), (1, 2 * K), (0, 8 * K)):
-        run.engine.gradient(run.machine, index, run.machine.take(GRADIENTS, 2 * numel))
-    run.engine.end(run.machine, 0, last=True)
+        run.engine.gradient(run.memory, index, run.memory.take(GRADIENTS, 2 * numel))
+    run.engine.end(run.memory, 0, last=True)
     run.step()
     assert run.allocated == 2 * CUT + 12 * CUT // data_parallel + STEP_COUNT
 
@@ -209,17 +210,17 @@ def test_all_weights_are_whole_before_they_are_cut() -> None:
     run = Run(engine_memory(trace, _strategy(1, tensor_parallel=2, data_parallel=4)))
     embedding, first, second = NUMEL
     drawn = 2 * (first + second) + (4 + 2) * embedding
-    assert run.machine.allocator.peak_allocated_bytes == drawn > 2 * TOTAL + 2 * first // 2
+    assert run.memory.allocator.peak_allocated_bytes == drawn > 2 * TOTAL + 2 * first // 2
 
 
 def test_a_bucket_is_as_large_as_the_whole_model_asks_for() -> None:
     """DeepSpeed's bucket size is set before the model is cut: two of them, of all elements."""
     run = Run(engine_memory(_cut(), _strategy(1, tensor_parallel=2)))
-    run.engine.begin(run.machine, 0, last=True)
-    run.engine.gradient(run.machine, 2, run.machine.take(GRADIENTS, 2 * 2 * K))
+    run.engine.begin(run.memory, 0, last=True)
+    run.engine.gradient(run.memory, 2, run.memory.take(GRADIENTS, 2 * 2 * K))
     assert run.allocated == run.built + 2 * 2 * TOTAL
     smaller = Run(engine_memory(_cut(), _strategy(1, tensor_parallel=2, bucket=CUT)))
-    smaller.engine.gradient(smaller.machine, 2, smaller.machine.take(GRADIENTS, 2 * 2 * K))
+    smaller.engine.gradient(smaller.memory, 2, smaller.memory.take(GRADIENTS, 2 * 2 * K))
     assert smaller.allocated == smaller.built + 2 * 2 * CUT
 
 
@@ -228,17 +229,17 @@ def test_a_norm_of_a_cut_model_takes_its_gradients_in_fp64() -> None:
 
     def most(trace: StepTrace, **values: object) -> int:
         run = Run(engine_memory(trace, _strategy(1, data_parallel=1, **values)))
-        run.engine.begin(run.machine, 0, last=True)
+        run.engine.begin(run.memory, 0, last=True)
         for index in (2, 1, 0):
             numel = trace.parameters[index].numel
-            run.engine.gradient(run.machine, index, run.machine.take(GRADIENTS, 2 * numel))
-        run.engine.end(run.machine, 0, last=True)
+            run.engine.gradient(run.memory, index, run.memory.take(GRADIENTS, 2 * numel))
+        run.engine.end(run.memory, 0, last=True)
         before = run.allocated
-        run.machine.allocator.reset_peaks()
-        run.engine._gradient_of_partition = lambda machine, _: machine.take(GRADIENTS, 0)  # type: ignore[attr-defined]
+        run.memory.allocator.reset_peaks()
+        run.engine._gradient_of_partition = lambda memory, _: memory.take(GRADIENTS, 0)  # type: ignore[attr-defined]
         run.engine._states = True  # type: ignore[attr-defined]
         run.step()
-        return run.machine.allocator.peak_allocated_bytes - before
+        return run.memory.allocator.peak_allocated_bytes - before
 
     assert most(_cut(), tensor_parallel=2) == 8 * NUMEL[0]
     assert most(_trace()) == 0
@@ -248,7 +249,7 @@ def test_stage_0_takes_a_step_with_zero_gradients_to_build_its_state() -> None:
     run = _run(0)
     states = 3 * STEP_COUNT
     assert run.built == (2 + 4 + 8) * TOTAL + states
-    assert run.machine.allocator.peak_allocated_bytes == (2 + 4 + 2 + 4 + 8) * TOTAL + states
+    assert run.memory.allocator.peak_allocated_bytes == (2 + 4 + 2 + 4 + 8) * TOTAL + states
     assert run.backward() == run.built + 2 * TOTAL
     run.step()
     assert run.allocated == run.built
@@ -262,6 +263,20 @@ def test_stage_0_in_fp32_is_torchs_optimizer_alone() -> None:
     run.backward()
     run.step()
     assert run.allocated == 12 * TOTAL + 3 * STEP_COUNT
+
+
+def test_stage_0_reduces_several_gradients_in_a_copy_until_they_are_too_many(monkeypatch) -> None:
+    monkeypatch.setattr(zero0, "REDUCED_AT_ONCE", NUMEL[0])
+    run = _run(0)
+    run.memory.allocator.reset_peaks()
+    before = run.backward()
+    # the first two together, which exceed the limit, then the last one where it lies
+    assert run.memory.allocator.peak_allocated_bytes == before + 2 * (NUMEL[0] + NUMEL[1])
+
+
+def test_slices_are_reduced_at_once_until_they_exceed_a_bucket() -> None:
+    engine = Partitioned(_trace(), _strategy(2, bucket=8 * K))
+    assert engine._at_once([(1, 8 * K), (0, K), (1, K)]) == [[(1, 8 * K), (0, K)], [(1, K)]]
 
 
 class TestFlat:

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.engines.deepspeed import policy
 from shardwise.engines.deepspeed.memory import coordinator as zero_coordinator
 from shardwise.engines.deepspeed.memory import zero3
 from shardwise.engines.deepspeed.memory.coordinator import Coordinator, calls_of
 from shardwise.engines.deepspeed.memory.zero3 import Zero3Memory as Zero3
 from shardwise.simulate.memory.allocator import CachingAllocator
-from shardwise.simulate.memory.gpu import GRADIENTS, Block, Machine
-from shardwise.simulate.memory.pinned import pinned
+from shardwise.simulate.memory.gpu import GRADIENTS, Block, GpuMemory
+from shardwise.simulate.memory.weights import pinned
 from shardwise.simulate.step_trace import (
     ALLOC,
     BACKWARD,
@@ -74,27 +75,27 @@ def _strategy(**values: object) -> Strategy:
 
 
 class Run:
-    def __init__(self, **values: object) -> None:
-        self.trace = _trace()
-        self.machine = Machine(CachingAllocator(capacity_bytes=1 << 40, expandable_segments=True))
+    def __init__(self, trace: StepTrace | None = None, **values: object) -> None:
+        self.trace = trace or _trace()
+        self.memory = GpuMemory(CachingAllocator(capacity_bytes=1 << 40))
         self.engine = Zero3(self.trace, _strategy(**values))
-        self.engine.build(self.machine)
+        self.engine.build(self.memory)
         self.built = self.allocated
 
     @property
     def allocated(self) -> int:
-        return self.machine.allocator.allocated_bytes
+        return self.memory.allocator.allocated_bytes
 
     def forward(self) -> list[int]:
         """Bytes above the built state while each unit runs."""
-        self.engine.begin(self.machine, 0, last=True)
+        self.engine.begin(self.memory, 0, last=True)
         during = []
         for kind, unit, *_ in self.trace.events:
             if kind == FORWARD:
-                self.engine.forward(self.machine, unit)
+                self.engine.forward(self.memory, unit)
                 during.append(self.allocated - self.built)
             elif kind == FORWARD_END:
-                self.engine.forward_end(self.machine, unit)
+                self.engine.forward_end(self.memory, unit)
         return during
 
     def backward(self, *, last: bool = True) -> list[int]:
@@ -102,19 +103,19 @@ class Run:
         during = []
         for kind, unit, *_ in self.trace.events:
             if kind == BACKWARD:
-                self.engine.backward(self.machine, unit)
+                self.engine.backward(self.memory, unit)
                 during.append(self.allocated - self.built)
-                self.engine.gradient(self.machine, unit, self._gradient(unit))
+                self.engine.gradient(self.memory, unit, self._gradient(unit))
             elif kind == BACKWARD_END:
-                self.engine.backward_end(self.machine, unit)
-        self.engine.end(self.machine, 0, last=last)
+                self.engine.backward_end(self.memory, unit)
+        self.engine.end(self.memory, 0, last=last)
         return during
 
     def _gradient(self, unit: int) -> Block:
-        return self.machine.take(GRADIENTS, self.trace.parameters[unit].size_bytes)
+        return self.memory.take(GRADIENTS, self.trace.parameters[unit].size_bytes)
 
     def step(self) -> None:
-        self.engine.step(self.machine)
+        self.engine.step(self.memory)
 
 
 def test_a_rank_keeps_its_part_of_everything_and_one_bucket() -> None:
@@ -153,8 +154,8 @@ def test_later_passes_gather_ahead_and_copy_out_of_the_buffer() -> None:
 
 
 def test_what_is_used_again_soon_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero_coordinator, "RELEASE_AT", BLOCK)
-    monkeypatch.setattr(zero_coordinator, "PREFETCH", 1)
+    monkeypatch.setattr(policy, "RELEASE_AT", BLOCK)
+    monkeypatch.setattr(policy, "PREFETCH", 1)
     run = Run()
     run.forward()
     run.backward()
@@ -168,27 +169,27 @@ def test_what_is_used_again_soon_stays_whole(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_blocks_gradients_wait_for_its_end() -> None:
     run = Run()
     run.forward()
-    run.engine.backward(run.machine, 0)
+    run.engine.backward(run.memory, 0)
     before = run.allocated
-    run.engine.gradient(run.machine, 0, run._gradient(0))
+    run.engine.gradient(run.memory, 0, run._gradient(0))
     assert run.allocated == before + 2 * BLOCK
-    run.engine.backward_end(run.machine, 0)
+    run.engine.backward_end(run.memory, 0)
     assert run.allocated == before  # the gradient is gone
-    run.engine.backward(run.machine, 1)
-    run.engine.backward_end(run.machine, 1)
-    run.engine.backward(run.machine, 2)
+    run.engine.backward(run.memory, 1)
+    run.engine.backward_end(run.memory, 1)
+    run.engine.backward(run.memory, 2)
     assert run.allocated == before + 2 * BLOCK  # its weights went when the next but one began
 
 
 def test_a_hook_keeps_the_gradient_of_a_blocks_output() -> None:
     run = Run()
     run.forward()
-    run.engine.backward(run.machine, 0)
-    run.engine.gradient(run.machine, 0, run._gradient(0))
-    run.machine.allocator.reset_peaks()
+    run.engine.backward(run.memory, 0)
+    run.engine.gradient(run.memory, 0, run._gradient(0))
+    run.memory.allocator.reset_peaks()
     before = run.allocated
-    run.engine.backward_end(run.machine, 0)
-    assert run.machine.allocator.peak_allocated_bytes == before + HIDDEN
+    run.engine.backward_end(run.memory, 0)
+    assert run.memory.allocator.peak_allocated_bytes == before + HIDDEN
 
 
 def test_a_bucket_of_several_gradients_is_reduced_in_a_copy() -> None:
@@ -196,7 +197,7 @@ def test_a_bucket_of_several_gradients_is_reduced_in_a_copy() -> None:
     run.forward()
     run.backward()
     whole = 4 * BLOCK  # weights of the last unit that ran and of the one before
-    assert run.machine.allocator.peak_allocated_bytes == run.built + 2 * TOTAL + whole
+    assert run.memory.allocator.peak_allocated_bytes == run.built + 2 * TOTAL + whole
 
 
 def test_a_smaller_bucket_takes_less_before_and_during_a_step() -> None:
@@ -204,7 +205,7 @@ def test_a_smaller_bucket_takes_less_before_and_during_a_step() -> None:
         run = Run(**values)
         run.forward()
         run.backward()
-        return run.built, run.machine.allocator.peak_allocated_bytes
+        return run.built, run.memory.allocator.peak_allocated_bytes
 
     (built, peak), (less, lower) = peaks(), peaks(bucket=BLOCK)
     assert built - less == 2 * (TOTAL - BLOCK)
@@ -216,16 +217,16 @@ def test_copies_to_the_host_keep_gradients_until_their_bucket_is_issued(place: s
     """When the first block's turn comes, the head's and a block's are on their way, two in a bucket."""
     run = Run(offload_optimizer=place, bucket=3 * BLOCK)
     run.forward()
-    before = run.machine.accounts[GRADIENTS]
+    before = run.memory.accounts[GRADIENTS]
     for kind, unit, *_ in run.trace.events:
         if kind == BACKWARD:
-            run.engine.backward(run.machine, unit)
+            run.engine.backward(run.memory, unit)
             if unit == 0:
                 break
-            run.engine.gradient(run.machine, unit, run._gradient(unit))
+            run.engine.gradient(run.memory, unit, run._gradient(unit))
         elif kind == BACKWARD_END:
-            run.engine.backward_end(run.machine, unit)
-    assert run.machine.accounts[GRADIENTS] - before == kept * 2 * BLOCK
+            run.engine.backward_end(run.memory, unit)
+    assert run.memory.accounts[GRADIENTS] - before == kept * 2 * BLOCK
 
 
 def test_the_optimizer_steps_a_billion_elements_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +235,10 @@ def test_the_optimizer_steps_a_billion_elements_at_once(monkeypatch: pytest.Monk
         run.forward()
         run.backward()
         run.step()
-        run.machine.allocator.reset_peaks()
+        run.memory.allocator.reset_peaks()
         before = run.allocated
         run.step()
-        return run.machine.allocator.peak_allocated_bytes - before
+        return run.memory.allocator.peak_allocated_bytes - before
 
     assert peak() == (2 + 4) * PART - 2 * NORM  # the norm, whole before, is released for the step
     monkeypatch.setattr(zero3, "SUB_GROUP", BLOCK)
@@ -245,10 +246,60 @@ def test_the_optimizer_steps_a_billion_elements_at_once(monkeypatch: pytest.Monk
     assert peak() == (2 + 4) * (BLOCK + NORM // 2) - 2 * NORM
 
 
+@pytest.mark.parametrize(("trained", "item_bytes"), [(1, 4), (2, 2 + 4), (3, 2 + 4)])
+def test_several_gradients_are_joined_before_they_are_converted(trained: int, item_bytes: int) -> None:
+    """_prepare_fp32_grad_for_sub_group: flatten copies several tensors, and returns a single one as it is."""
+    trace = _trace()
+    frozen = tuple(replace(p, trainable=i < trained) for i, p in enumerate(trace.parameters))
+    run = Run(replace(trace, parameters=frozen))
+    run.forward()
+    run.engine.end(run.memory, 0, last=True)
+    run.step()
+    run.memory.allocator.reset_peaks()
+    before = run.allocated - 2 * NORM  # which is released for the step
+    run.step()
+    part = trained * BLOCK // 2
+    assert run.memory.allocator.peak_allocated_bytes - before == item_bytes * part
+
+
+def test_masters_are_copied_from_converted_weights_of_which_the_last_stay(monkeypatch) -> None:
+    """Two of one group at a time: the previous conversion is freed after the next one (of three groups)."""
+    monkeypatch.setattr(zero3, "SUB_GROUP", BLOCK)
+    engine, memory = Zero3(_trace(), _strategy()), Run().memory
+    before = memory.allocator.allocated_bytes
+    memory.allocator.reset_peaks()
+    engine._make_masters(memory)
+    last = 4 * (BLOCK + NORM // 2)
+    assert memory.allocator.allocated_bytes - before == 4 * PART
+    assert memory.allocator.peak_allocated_bytes - before == 4 * PART + last
+
+
+@pytest.mark.parametrize(("last", "peak"), [(False, 2), (True, 2 + 6)])
+def test_a_norm_on_its_way_to_the_host_is_taken_piece_by_piece(monkeypatch, last: bool, peak: int) -> None:
+    """In fp64, of three quarters of the gradient; its fp32 copy afterwards is smaller."""
+    monkeypatch.setattr(zero3, "NORM_AT_ONCE", BLOCK * 3 // 4)
+    run = Run(offload_optimizer="cpu")
+    run.engine.begin(run.memory, 0, last=last)
+    run.memory.allocator.reset_peaks()
+    run.engine._to_host(run.memory, BLOCK)
+    assert run.memory.allocator.peak_allocated_bytes - run.allocated == peak * BLOCK
+
+
+def test_the_buffer_of_two_gathered_parameters_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "PREFETCH", 2 * BLOCK)
+    run = Run()
+    for _ in range(3):
+        run.forward()
+        run.backward()
+        run.step()
+        run.engine._coordinator.release_all(run.memory)
+    assert run.allocated == run.built + 8 * PART + STEP_COUNT
+
+
 def test_an_offloaded_optimizer_leaves_weights_and_a_bucket() -> None:
     run = Run(offload_optimizer="cpu")
     assert run.built == 2 * PART + 2 * TOTAL
-    assert run.machine.host_bytes == 12 * PART + pinned(4 * PART) + pinned(2 * PART)
+    assert run.memory.host_bytes == 12 * PART + pinned(4 * PART) + pinned(2 * PART)
 
 
 def test_offloaded_parameters_leave_the_bucket() -> None:
@@ -256,7 +307,7 @@ def test_offloaded_parameters_leave_the_bucket() -> None:
     assert run.built == 2 * TOTAL
     parts = (BLOCKS + 2) * pinned(2 * BLOCK // 2) + pinned(2 * NORM // 2)
     optimizer = 12 * PART + pinned(4 * PART) + pinned(2 * PART)
-    assert run.machine.host_bytes == parts + pinned(2 * PART) + optimizer
+    assert run.memory.host_bytes == parts + pinned(2 * PART) + optimizer
 
 
 def test_on_one_gpu_a_gathered_parameter_is_its_partition() -> None:

@@ -12,8 +12,8 @@ from shardwise.job.schema import Lora, Model
 from shardwise.planner.planning import make_plan, nearest_change
 from shardwise.planner.sketch import sketch
 from shardwise.simulate.memory.allocator import CachingAllocator
-from shardwise.simulate.memory.gpu import Machine
-from shardwise.simulate.memory.weights import fill, parts
+from shardwise.simulate.memory.gpu import GpuMemory
+from shardwise.simulate.memory.weights import fill
 from shardwise.simulate.step_trace import ALLOC, BACKWARD, FREE, OP, StepTrace
 from shardwise.trace.trace import Tracer
 
@@ -136,10 +136,10 @@ def test_filling_a_block_takes_its_values_in_fp32_and_copies_of_one_weight(
 ) -> None:
     """Fullest is the first weight's moment: its copies (int8: in fp16, too), its codes, nothing dropped."""
     trace = traced(quantization)
-    machine = Machine(CachingAllocator(capacity_bytes=1 << 50, expandable_segments=True))
-    fill(machine, trace, next(parts(trace)))
+    memory = GpuMemory(CachingAllocator(capacity_bytes=1 << 50))
+    fill(memory, trace, trace.parts[0])
     drawn = 4 * (LINEARS // 32 + 2 * 4096)
-    assert machine.allocator.peak_allocated_bytes == drawn + copies * 4096**2
+    assert memory.allocator.peak_allocated_bytes == drawn + copies * 4096**2
 
 
 @pytest.mark.slow

@@ -105,6 +105,15 @@ def test_products_with_few_tiles_are_cut_along_their_inner_dimension(product) ->
     assert seconds < alone / 8
 
 
+def test_the_sums_of_a_cut_product_are_written_and_read(product) -> None:
+    """Eight tiles of 64 x 64 in 16 parts each: one wave, and 16 fp32 results for a second kernel."""
+    k = 2**16
+    wave = 2 * 64 * 64 * k / 16 / (PEAK * 0.46 / 132)
+    sums = 2e-6 + 2 * 16 * 4 * 256 * 128 / (0.9 * H200.memory_bytes_per_second)
+    launching = 2e-6 + 4e-6
+    assert ROOFLINE.seconds(product(256, 128, k)) == pytest.approx(launching + wave + sums, rel=1e-6)
+
+
 def test_an_odd_vocabulary_keeps_the_fast_kernels_out(product) -> None:
     """GPT-Neo's head: 3330 us forward; with a vocabulary that is a multiple of 8 it would be 400."""
     roofline = Roofline(H200, "bf16", sizes=(50257, 768))

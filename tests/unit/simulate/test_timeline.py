@@ -352,7 +352,7 @@ def test_work_that_is_played_again_is_what_would_be_asked_for(
 
     def written(self: Schedule, *, first: bool, last: bool) -> list[Work]:
         asked.append((first, last))
-        return self._written(lambda: self.micro_batch(first=first, last=last))
+        return self._recorded(lambda: self.micro_batch(first=first, last=last))
 
     monkeypatch.setattr(Schedule, "_micro_batch", written)
     assert play(trace, chosen, HARDWARE) == again

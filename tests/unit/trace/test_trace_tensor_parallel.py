@@ -44,7 +44,7 @@ def test_a_rank_has_its_part_of_linear_layers_and_the_whole_of_the_rest(degree: 
     assert sum(p.numel for p in trace.parameters) == BLOCKS * (linear // degree + 2 * HIDDEN) + outside
     whole = traced.trace(rows=2, checkpoint_every=0)
     assert trace.tensor_parallel == degree
-    assert [p.whole_numel for p in trace.parameters] == [p.numel for p in whole.parameters]
+    assert [p.uncut_numel for p in trace.parameters] == [p.numel for p in whole.parameters]
     assert [p.name for p in trace.parameters] == [p.name for p in whole.parameters]
     names = {p.name.split(".")[-2] for p in trace.parameters if p.cut_from}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

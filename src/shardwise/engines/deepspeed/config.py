@@ -15,10 +15,10 @@ from shardwise.strategy import Strategy
 # gather a block in four pieces, each waited for on its own.
 PREFETCH = 400_000_000
 
-# Parameters below this size (norms, biases) stay whole on every GPU under ZeRO-3: DeepSpeed's default.
+# Parameters up to this size (norms, biases) stay gathered on every GPU under ZeRO-3: DeepSpeed's default.
 PERSIST = 100_000
 
-# ZeRO-3 keeps gathered parameters for a reuse within so many elements; "for ever" when not resharding.
+# ZeRO-3 keeps gathered parameters for a reuse within so many elements; always when not resharding.
 NEVER_RELEASE = 10**15
 RELEASE_AT = 1_000_000_000
 
@@ -35,7 +35,7 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """The dictionary that `deepspeed.initialize` takes, and the run folder's `engine/deepspeed.json`.
 
-    `trainable_parameters`: elements that get a gradient; a bucket need not be larger, and is allocated whole.
+    `trainable_parameters`: elements that get a gradient; a bucket need not be larger.
     `largest_parameter`: elements of the model's largest parameter; matters for NVMe only.
     """
     bucket = min(strategy.bucket, trainable_parameters or strategy.bucket)
@@ -50,14 +50,21 @@ def deepspeed_config(
         # On by default, it makes the process wait for the GPU twice a micro-batch, to time it.
         "timers": {"throughput": {"enabled": False}},
     }
-    if strategy.stage >= 2 and strategy.accumulation > 1 and strategy.precision == "bf16":
-        # ZeRO-2 and 3 then add micro-batches up in fp32, in the partition, after a reduction in the
-        # computation's format: no more traffic. ZeRO-1 would reduce whole fp32 gradients, twice the traffic.
-        # Not in fp16: an offloaded ZeRO-2 of 0.19.8 does not empty these buffers after an overflow.
+    if sums_in_fp32(strategy):
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if strategy.tensor_parallel > 1:
         config["tensor_parallel"] = {"autotp_size": strategy.tensor_parallel}
     return config
+
+
+def sums_in_fp32(strategy: Strategy) -> bool:
+    """Whether ZeRO-2 and 3 add micro-batches up in fp32, in the partition.
+
+    The reduction stays in the computation's format: no more traffic. ZeRO-1 would reduce all gradients in
+    fp32, twice the traffic. Not in fp16: an offloaded ZeRO-2 of 0.19.8 does not empty these buffers after an
+    overflow.
+    """
+    return strategy.stage >= 2 and strategy.accumulation > 1 and strategy.precision == "bf16"
 
 
 def _optimizer(strategy: Strategy, optimizer: schema.Optimizer) -> dict[str, Any]:

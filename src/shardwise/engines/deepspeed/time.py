@@ -1,33 +1,35 @@
-"""DeepSpeed's ZeRO as `runtime/engine.py` uses it, read from deepspeed 0.19.8 (runtime/zero)."""
+"""Time of DeepSpeed's ZeRO as `runtime/engine.py` uses it, read from deepspeed 0.19.8 (runtime/zero).
+
+What is gathered, released and reduced when is `policy.py`; how many bytes that moves is `traffic.py`.
+"""
 
 from __future__ import annotations
 
-from shardwise.engines.deepspeed.config import PERSIST, PREFETCH, RELEASE_AT
+from collections import deque
+
+from shardwise.engines.deepspeed import policy, traffic
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.simulate.time import collectives as communication
-from shardwise.simulate.time.schedule import (
-    ADAMW_BYTES,
-    CPU_ADAMW_BYTES,
-    FP32,
-    NORM_BYTES,
-    NVME_ADAMW_BYTES,
-    Schedule,
-    cpu_seconds,
-    nvme_seconds,
-    pageable_seconds,
-)
+from shardwise.simulate.time.schedule import Schedule, cpu_seconds, nvme_seconds, pageable_seconds
 from shardwise.simulate.time.segments import Segment
 from shardwise.simulate.time.streams import NEVER, REDUCED, event
+from shardwise.simulate.time.traffic import (
+    ADAMW_BYTES,
+    DEEPSPEED_CPU_ADAMW_BYTES,
+    NORM_BYTES,
+    NVME_ADAMW_BYTES,
+    added,
+    converted,
+    copied,
+)
 from shardwise.strategy import Strategy
-
-FP64 = 8
 
 
 class Zero0(Schedule):
-    """DeepSpeed at stage 0: whole gradients in the computation's format, reduced when the last pass is over.
+    """Stage 0: full gradients in the computation's format, reduced when the last pass is over.
 
-    deepspeed 0.19: engine.buffered_allreduce_fallback and runtime/fp16/fused_optimizer.py.
+    engine.buffered_allreduce_fallback and runtime/fp16/unfused_optimizer.py.
     """
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
@@ -35,69 +37,76 @@ class Zero0(Schedule):
             hooks = len(segment.gradients)
             self.run(segment)
             if hooks and not first:
-                self.streams.move(3 * self.item * segment.learned, kernels=hooks)
+                self.streams.move(added(self.item, self.item) * segment.learned, kernels=hooks)
         if last and self.ranks > 1:
-            self._reduce()
-
-    def _reduce(self) -> None:
-        """Buckets are laid end to end, scaled, reduced and taken apart again, one after the other."""
-        num_bytes = self.trainable * self.item
-        self.streams.move(6 * num_bytes, "foreach_copy")
-        seconds = communication.all_reduce(num_bytes, self.group)
-        self.streams.compute_waits(self.streams.communicate(seconds, 2 * num_bytes, after_compute=True))
+            num_bytes = self.trainable * self.item
+            self.streams.move(traffic.zero0_reduce(num_bytes), "foreach_copy")
+            seconds = communication.all_reduce(num_bytes, self.group)
+            moved = traffic.collective(1, num_bytes, ranks=self.ranks)
+            self.streams.compute_waits(self.streams.communicate(seconds, moved, after_compute=True))
 
     def update(self) -> None:
-        """A search for values that are not finite, fp32 copies laid end to end, norm, clipping, AdamW."""
+        """Search for values that are not finite, fp32 copies, norm, clipping, AdamW.
+
+        The fp32 copies are counted as concatenated, as FP16_Optimizer does. FP16_UnfusedOptimizer, which
+        wraps torch's AdamW, does without that copy. To leave it out here would change predictions.
+        """
         streams, elements = self.streams, self.trainable
         streams.host_waits()
         streams.issue(len(self.trace.trainable) * self.host.seconds("zero0_parameter"))
         if self.mixed:
             streams.move(self.item * elements, "foreach_norm")
-            streams.move((self.item + FP32) * elements, "mixed")
-            streams.move(2 * FP32 * elements, "foreach_copy")
+            streams.move(converted(self.item, FP32) * elements, "mixed")
+            streams.move(copied(FP32) * elements, "foreach_copy")
         streams.move(NORM_BYTES * elements, "foreach_norm")
         streams.host_waits()
-        streams.move(2 * FP32 * elements)
+        streams.move(copied(FP32) * elements)
         streams.move(ADAMW_BYTES * elements, "fused_adamw")
         if self.mixed:
-            streams.move((FP32 + self.item) * elements, "foreach_copy")
+            streams.move(converted(FP32, self.item) * elements, "foreach_copy")
 
 
 class _Buckets(Schedule):
-    """Gradients are copied into a bucket; a full one is reduced beside the rest of the backward pass."""
+    """Gradients are copied into a bucket; a full one is reduced while the backward pass continues."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
-        # its size is set before tensor parallelism cuts the model
-        learned = (self.trace.parameters[index].whole_numel for index in self.trace.trainable)
-        self.bucket = min(strategy.bucket, float(sum(learned)))
+        self.bucket = policy.Bucket(self.trace, strategy)  # empty at the end of a pass
         self.offload = strategy.offload_optimizer != "none"
-        self.filled = 0.0  # at the end of a pass nothing is left
         self.part = self.trainable / self.ranks
 
     def collect(self, segment: Segment, *, first: bool, last: bool) -> None:
-        """What the hooks on a segment's gradients do."""
-        if self.filled + segment.learned <= self.bucket:
-            if segment.gradients:
-                self.streams.move(
-                    2 * self.item * segment.learned, "foreach_copy", kernels=len(segment.gradients)
-                )
-            self.filled += segment.learned
+        """Copy a segment's gradients into the bucket, as their hooks do.
+
+        Where all of them fit, they are one piece of work: a plan plays thousands of micro-batches.
+        """
+        bucket, gradients = self.bucket, segment.gradients
+        one = copied(self.item)
+        if bucket.used + segment.learned <= bucket.size:
+            if gradients:
+                self.streams.move(one * segment.learned, "foreach_copy", kernels=len(gradients))
+            bucket.add(gradients, segment.learned)
             return
-        for index in segment.gradients:
+        for index in gradients:
             elements = self.elements(index)
-            if self.filled and self.filled + elements > self.bucket:
+            if bucket.is_full_for(elements):
                 self.flush(first=first, last=last)
-            if elements <= self.bucket:
-                self.streams.move(2 * self.item * elements, "foreach_copy")
-            self.filled += elements
+            if bucket.has_room_for(elements):
+                self.streams.move(one * elements, "foreach_copy")
+            bucket.add([index], elements)
 
     def flush(self, *, first: bool, last: bool) -> None:
-        """Reduces the bucket; one reduction at a time."""
+        """Reduce the bucket, if there is anything in it."""
+        elements = self.bucket.used
+        self.bucket.clear()
+        if elements:
+            self.reduce(elements, first=first, last=last)
+
+    def reduce(self, elements: float, *, first: bool, last: bool) -> None:
         raise NotImplementedError
 
     def end_pass(self, *, first: bool, last: bool) -> None:
-        """The epilogue of a backward pass: the last bucket, then the process waits for the GPU."""
+        """Reduce the last bucket at the end of a backward pass; then the process waits for the GPU."""
         self.flush(first=first, last=last)
         self.streams.compute_waits(REDUCED)
         self.streams.host_waits()
@@ -106,15 +115,15 @@ class _Buckets(Schedule):
         """This rank's part: gradients in fp32, clipping, AdamW, weights in the computation's format."""
         streams, part = self.streams, self.part
         if self.mixed:
-            streams.move(2 * self.item * part, "foreach_copy")
-            streams.move((self.item + FP32) * part, "mixed")
-        streams.move(2 * FP32 * part)
+            streams.move(copied(self.item) * part, "foreach_copy")
+            streams.move(converted(self.item, FP32) * part, "mixed")
+        streams.move(copied(FP32) * part)
         streams.move(ADAMW_BYTES * part, "fused_adamw")
         if self.mixed:
-            streams.move((FP32 + self.item) * part, "foreach_copy")
+            streams.move(converted(FP32, self.item) * part, "foreach_copy")
 
     def norm(self) -> None:
-        """The gradient's norm over all ranks; the process waits for it, to decide whether to step at all."""
+        """The gradient's norm over all ranks; the process waits for it, to decide whether to step."""
         streams = self.streams
         if self.peers.size > 1:
             self._norm_of_each()
@@ -126,66 +135,62 @@ class _Buckets(Schedule):
         streams.host_waits()
 
     def _norm_of_each(self) -> None:
-        """DeepSpeed's own, under tensor parallelism: `has_overflow`, then `get_grad_norm_direct`.
+        """DeepSpeed's own under tensor parallelism: `has_overflow`, then `get_grad_norm_direct`.
 
-        It looks for the largest and the smallest value of each gradient, waits, and copies each to fp64. The
-        host is taken to need as long for a gradient as stage 0 does for nearly the same.
+        The first looks for infinities in each gradient and waits, the second copies each to fp64. The host is
+        assumed to need as long for a gradient as stage 0 does for nearly the same.
         """
         streams, parameters = self.streams, -(-len(self.trace.trainable) // self.ranks)
+        search, convert, norm = traffic.norm_with_infinities(self.item)
         issue = parameters * self.host.seconds("zero0_parameter")
-        streams.move(2 * self.item * self.part, "foreach_norm", kernels=2 * parameters, issue=issue)
+        streams.move(search * self.part, "foreach_norm", kernels=2 * parameters, issue=issue)
         streams.sum_over_peers(2 * communication.all_reduce(FP32, self.peers), 0.0)
         streams.host_waits()
-        streams.move((self.item + FP64) * self.part, "mixed", kernels=parameters)
-        streams.move(FP64 * self.part, "foreach_norm", kernels=parameters)
+        streams.move(convert * self.part, "mixed", kernels=parameters)
+        streams.move(norm * self.part, "foreach_norm", kernels=parameters)
 
     def step_on_host(self) -> None:
-        """Clipping, DeepSpeedCPUAdam and the cast over the part in host memory; the GPU has nothing to do."""
+        """Clipping, DeepSpeedCPUAdam and the cast over the part in host memory, while the GPU waits."""
         self.streams.host_waits()
-        one = CPU_ADAMW_BYTES + FP32 + self.item
+        one = DEEPSPEED_CPU_ADAMW_BYTES + converted(FP32, self.item)
         self.streams.issue(cpu_seconds(one * self.part, self.neighbours, by="deepspeed"))
         if self.strategy.offload_optimizer == "nvme":
             self.streams.issue(nvme_seconds(NVME_ADAMW_BYTES * self.part, self.neighbours))
 
 
 class Zero12(_Buckets):
-    """Stages 1 and 2: whole weights. Stage 1 reduces after the last micro-batch only."""
+    """Stages 1 and 2: every rank has all weights."""
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
-        reduces = last or self.strategy.stage == 2
+        reduces = policy.reduces(self.strategy, last=last)
         for segment in self.segments:
             hooks = len(segment.gradients)
             self.run(segment, issue=hooks * self.host.seconds("zero_hook"))
             if self.strategy.stage == 1 and hooks and not first:
-                self.streams.move(3 * self.item * segment.learned, kernels=hooks)
+                self.streams.move(added(self.item, self.item) * segment.learned, kernels=hooks)
             if reduces:
                 self.collect(segment, first=first, last=last)
         if reduces:
             self.end_pass(first=first, last=last)
 
-    def flush(self, *, first: bool, last: bool) -> None:
-        """All-reduces a bucket, of which each rank keeps its part: `allreduce_and_scatter`."""
-        streams, elements = self.streams, self.filled
-        self.filled = 0.0
-        if not elements:
-            return
+    def reduce(self, elements: float, *, first: bool, last: bool) -> None:
+        """All-reduce a bucket, of which each rank keeps its part, after the bucket before it.
+
+        Under fp16 the sum over micro-batches is counted in fp32, too. DeepSpeed adds it in fp16 then
+        (`config.sums_in_fp32`). To tell the formats apart here would change predictions.
+        """
+        streams, own = self.streams, elements / self.ranks
         streams.compute_waits(REDUCED)
-        own = elements / self.ranks
-        moved = 2 * self.item * elements + (6 * self.item if self.ranks > 1 else 2 * self.item) * own
-        if self.strategy.accumulation > 1 and self.strategy.stage == 2:
-            moved += (self.item + 2 * FP32) * own
+        fp32_sum = self.strategy.accumulation > 1 and self.strategy.stage == 2
+        moved = traffic.zero12_reduce(self.item, elements, own, ranks=self.ranks, fp32_sum=fp32_sum)
         seconds = streams.moving(moved, "foreach_copy")
         seconds += communication.all_reduce(self.item * elements, self.group)
-        moved += 2 * self.item * elements if self.ranks > 1 else 0.0
+        moved += traffic.collective(self.item, elements, ranks=self.ranks)
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
-        if self.offload:
-            self._to_host(own, first=first)
-
-    def _to_host(self, own: float, *, first: bool) -> None:
-        """The part's gradients in fp32; with accumulation they come back to be added to."""
-        if not first:
-            self.streams.copy(self.item * own, after=REDUCED)
-        self.streams.copy(FP32 * own, after=REDUCED, done=REDUCED)
+        if self.offload:  # with accumulation, earlier gradients come back to be added to
+            if not first:
+                streams.copy(self.item * own, after=REDUCED)
+            streams.copy(FP32 * own, after=REDUCED, done=REDUCED)
 
     def update(self) -> None:
         streams = self.streams
@@ -201,72 +206,66 @@ class Zero12(_Buckets):
 
 
 class Zero3(_Buckets):
-    """Stage 3: a block's weights are gathered as a whole, those ahead beside the computation."""
+    """Stage 3: units are gathered, the next ones during the computation."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
         self.on_host = strategy.offload_parameters != "none"
+        self.limit = policy.live_limit(strategy)
         self.sizes = [
-            sum(n for n in map(self.elements, unit.parameters) if n >= PERSIST) for unit in self.trace.units
+            sum(n for n in map(self.elements, unit.parameters) if not policy.persists(n))
+            for unit in self.trace.units
         ]
+        """Elements of each unit that are gathered."""
         self.uses = [
             (segment.unit, number) for number, segment in enumerate(self.segments) if segment.unit >= 0
         ]
-        self.kept = self._kept()
-        self.ahead = 0
-
-    def _kept(self) -> set[int]:
-        """Segments after which a unit's weights stay, as they are needed again within the reuse distance."""
-        if not self.strategy.reshard:
-            return {number for unit, number in self.uses if not self.segments[number].backward}
-        kept, units = set(), [unit for unit, _ in self.uses]
-        for place, (unit, number) in enumerate(self.uses):
-            distance = 0.0
-            for other in units[place + 1 :]:
-                if distance >= RELEASE_AT:
-                    break
-                if other == unit:
-                    kept.add(number)
-                    break
-                distance += self.sizes[other]
-        return kept
+        self.queue: deque[tuple[int, int]] = deque()
+        self.released = {
+            number
+            for place, (unit, number) in enumerate(self.uses)
+            if policy.released(
+                [unit],
+                (([other], self.sizes[other]) for other, _ in self.uses[place + 1 :]),
+                limit=self.limit,
+            )
+        }
+        """Segments after which their unit's weights are released."""
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
-        self.ahead = 0
-        place = 0
+        self.queue = deque(self.uses)
         for number, segment in enumerate(self.segments):
             if segment.unit >= 0:
-                place += 1
-                self._fetch(segment.unit, place, segment.passes)
+                self._fetch(segment.unit, number, segment.passes)
             self.run(segment, issue=len(segment.gradients) * self.host.seconds("zero3_hook"))
-            if segment.unit >= 0 and number not in self.kept:
-                self.whole.discard(segment.unit)
+            if number in self.released:
+                self.gathered.discard(segment.unit)
             self.collect(segment, first=first, last=last)
         self.end_pass(first=first, last=last)
-        self.whole.clear()
 
-    def _fetch(self, unit: int, place: int, passes: int) -> None:
-        """Waits for a unit's weights, then asks for those of the next ones (`fetch_sub_module`)."""
+    def _fetch(self, unit: int, number: int, passes: int) -> None:
+        """Wait for a unit's weights, then ask for those of the next ones (`fetch_sub_module`)."""
         visits = 2 * passes * (len(self.trace.units[unit].parameters) + 2)
         self.streams.issue(visits * self.host.seconds("zero3_visit"))
-        if unit not in self.whole:
+        if unit not in self.gathered:
             if unit not in self.arriving:
                 self._gather(unit)
             self.streams.compute_waits(self.arriving.pop(unit))
-            self.whole.add(unit)
-        self.ahead = max(self.ahead, place)
-        live = sum(self.sizes[other] for other in (*self.whole, *self.arriving))
-        wanted = min(PREFETCH, RELEASE_AT - live) if self.strategy.reshard else PREFETCH
-        asked = 0.0
-        while self.ahead < len(self.uses) and asked < wanted:
-            other = self.uses[self.ahead][0]
-            self.ahead += 1
-            if other not in self.whole and other not in self.arriving:
-                self._gather(other)
-                asked += self.sizes[other]
+            self.gathered.add(unit)
+        while self.queue and self.queue[0][1] <= number:
+            self.queue.popleft()
+        _, missing = policy.look_ahead(
+            self.queue,
+            live=sum(self.sizes[other] for other in (*self.gathered, *self.arriving)),
+            limit=self.limit,
+            numel=self.sizes.__getitem__,
+            available=lambda other: other in self.gathered or other in self.arriving,
+        )
+        for other in missing:
+            self._gather(other)
 
     def _gather(self, unit: int) -> None:
-        """Parts into one buffer, all-gather, and every parameter's parts laid end to end."""
+        """Concatenate this rank's shares, all-gather, and copy each parameter out."""
         streams, elements = self.streams, self.sizes[unit]
         self.arriving[unit] = NEVER
         if self.on_host:
@@ -277,32 +276,24 @@ class Zero3(_Buckets):
         if self.ranks == 1 or not elements:
             return
         streams.communication_waits(self.arriving[unit])
-        moved = 2 * self.item * elements * (1 + 1 / self.ranks)
+        moved = traffic.zero3_gather(self.item, elements, ranks=self.ranks)
         seconds = streams.moving(moved, "foreach_copy")
         seconds += communication.all_gather(self.item * elements, self.group)
         moved += self.item * elements
         self.arriving[unit] = streams.communicate(seconds, moved, after_compute=False, done=event(unit))
 
-    def flush(self, *, first: bool, last: bool) -> None:
-        """Reduce-scatters a bucket: laid end to end by rank, scaled, summed, added to this rank's part."""
-        streams, elements = self.streams, self.filled
-        self.filled = 0.0
-        if not elements:
-            return
-        own = elements / self.ranks
-        moved = 4 * self.item * elements + 2 * self.item * own + (0.0 if first else 3 * FP32 * own)
+    def reduce(self, elements: float, *, first: bool, last: bool) -> None:
+        """Reduce-scatter a bucket and add it to this rank's part."""
+        streams, own = self.streams, elements / self.ranks
+        moved = traffic.zero3_reduce(self.item, elements, own, adds=not first)
         seconds = streams.moving(moved, "foreach_copy")
         seconds += communication.reduce_scatter(self.item * elements, self.group)
-        moved += 2 * self.item * elements if self.ranks > 1 else 0.0
+        moved += traffic.collective(self.item, elements, ranks=self.ranks)
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
         if self.offload:
-            self._to_host(own, last=last)
-
-    def _to_host(self, own: float, *, last: bool) -> None:
-        """Gradients to their sums on the host and back again, at the end for their norm (partition_grads)."""
-        item = FP32 if self.strategy.accumulation > 1 and self.mixed else self.item
-        num_bytes = 2 * item * own + (FP32 * own if last else 0.0)
-        self.streams.copy(num_bytes, after=REDUCED, done=REDUCED)
+            # Under fp16 counted in fp32, as in `Zero12.reduce`.
+            item = FP32 if self.strategy.accumulation > 1 and self.mixed else self.item
+            streams.copy(traffic.zero3_offload(item, own, last=last), after=REDUCED, done=REDUCED)
 
     def update(self) -> None:
         if self.offload:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, WEIGHTS, Machine
+from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.step_trace import Parameter
+from shardwise.simulate.step_trace import FP32, Parameter
 
-FP32 = 4
 INT64 = 8
 
 COPY_IN, REDUCE = 1, 2
@@ -22,8 +21,8 @@ reduced gradients on the reduce-scatter stream; everything else on the default o
 
 CHUNK_CAT_BLOCK_BYTES = 16 * 128
 CHUNK_CAT_VECTORS = 6
-"""What one block of chunk_cat's kernel writes, and how many numbers it is told of every tensor: as int64 in
-device memory, two of these lists with one number more, and beside them the tensor of every block
+"""Bytes that one block of chunk_cat's kernel writes, and how many lists of numbers the kernel gets. The lists
+have an int64 for each tensor, two of them one more, and another list has the tensor of each block
 (_chunk_cat_out_cuda_contiguous in TensorShape.cu)."""
 
 
@@ -35,11 +34,11 @@ class Shard:
     """In the trace."""
     trainable: bool
     size_bytes: int
-    """Of the whole parameter in the computation's format."""
+    """Of the gathered parameter in the computation's format."""
     item_bytes: int
     """Of the computation's format."""
     shard_item_bytes: int
-    """fp32 of what is trained, the computation's format of what is frozen."""
+    """fp32 of a trained parameter, the computation's format of a frozen one."""
     numel: int
     """Of a shard, padding included."""
 
@@ -66,7 +65,7 @@ def shard_of(index: int, parameter: Parameter, world_size: int) -> Shard:
 
 
 class Group:
-    """A block's parameters, or those outside the blocks: what becomes of them in a GPU's memory."""
+    """Memory of a block's parameters, or of those outside the blocks."""
 
     def __init__(self, shards: list[Shard], *, world_size: int, offload: bool) -> None:
         self.shards = shards
@@ -75,73 +74,73 @@ class Group:
         self._copied_bytes = sum(s.item_bytes * s.numel for s in shards if s.cast)
         self._gathered_bytes = world_size * sum(s.item_bytes * s.numel for s in shards)
         self._output: Block | None = None
-        self._whole: list[Block] = []
+        self._gathered: list[Block] = []
         self._reduced: Block | None = None
         self.awaited = False
         """In the backward pass: its gradients are not reduced yet."""
 
-    def gather(self, machine: Machine) -> None:
-        """Starts to gather the parameters unless they are there or on their way (unshard)."""
-        if self._whole or self._output is not None or self._world_size == 1:
+    def gather(self, memory: GpuMemory) -> None:
+        """Start to gather the parameters unless they are gathered or on their way (unshard)."""
+        if self._gathered or self._output is not None or self._world_size == 1:
             return
-        inputs = self._copy_in(machine)
-        self._output = machine.take(BUFFERS, self._gathered_bytes, COPY_IN)
+        inputs = self._copy_in(memory)
+        self._output = memory.take(BUFFERS, self._gathered_bytes, COPY_IN)
         for block in inputs:
-            machine.give(block)
+            memory.give(block)
 
-    def _copy_in(self, machine: Machine) -> list[Block]:
+    def _copy_in(self, memory: GpuMemory) -> list[Block]:
         """This process's shards in the computation's format (_get_param_all_gather_inputs)."""
         if not self._offload:
-            return [machine.take(BUFFERS, self._copied_bytes, COPY_IN)] if self._copied_bytes else []
+            return [memory.take(BUFFERS, self._copied_bytes, COPY_IN)] if self._copied_bytes else []
         inputs = []
         for shard in self.shards:
-            loaded = machine.take(BUFFERS, shard.shard_bytes, COPY_IN)
+            loaded = memory.take(BUFFERS, shard.shard_bytes, COPY_IN)
             if shard.cast:
-                inputs.append(machine.take(BUFFERS, shard.item_bytes * shard.numel, COPY_IN))
-                machine.give(loaded)
+                inputs.append(memory.take(BUFFERS, shard.item_bytes * shard.numel, COPY_IN))
+                memory.give(loaded)
             else:
                 inputs.append(loaded)
         return inputs
 
-    def copy_out(self, machine: Machine) -> Block | None:
-        """The parameters become whole; returns the buffer they came in (wait_for_unshard)."""
-        if self._whole:
+    def copy_out(self, memory: GpuMemory) -> Block | None:
+        """Copy the parameters out of the buffer they were gathered in; return it (wait_for_unshard)."""
+        if self._gathered:
             return None
         if self._world_size == 1:
-            self._copy(machine)
+            self._copy(memory)
             return None
         for shard in self.shards:
             size = self._world_size * shard.item_bytes * shard.numel
-            self._whole.append(machine.take(BUFFERS, size))
+            self._gathered.append(memory.take(BUFFERS, size))
         output, self._output = self._output, None
         return output
 
-    def _copy(self, machine: Machine) -> None:
-        """One process copies its parameters; a cast one lives until the next has been cast."""
+    def _copy(self, memory: GpuMemory) -> None:
+        """Copy the parameters of one process; a cast one is freed after the next has been cast."""
         cast: Block | None = None
         for shard in self.shards:
             previous, cast = cast, None
             if self._offload:
-                loaded = machine.take(BUFFERS, shard.shard_bytes)
-                cast = machine.take(BUFFERS, shard.size_bytes) if shard.cast else loaded
+                loaded = memory.take(BUFFERS, shard.shard_bytes)
+                cast = memory.take(BUFFERS, shard.size_bytes) if shard.cast else loaded
                 if shard.cast:
-                    machine.give(loaded)
+                    memory.give(loaded)
             elif shard.cast:
-                cast = machine.take(BUFFERS, shard.size_bytes)
+                cast = memory.take(BUFFERS, shard.size_bytes)
             if previous is not None:
-                machine.give(previous)
-            self._whole.append(machine.take(BUFFERS, shard.size_bytes))
+                memory.give(previous)
+            self._gathered.append(memory.take(BUFFERS, shard.size_bytes))
         if cast is not None:
-            machine.give(cast)
+            memory.give(cast)
 
-    def reshard(self, machine: Machine) -> None:
-        """Only the shards stay."""
-        for block in self._whole:
-            machine.give(block)
-        self._whole.clear()
+    def reshard(self, memory: GpuMemory) -> None:
+        """Free all but the shards."""
+        for block in self._gathered:
+            memory.give(block)
+        self._gathered.clear()
 
-    def reduce(self, machine: Machine, gradients: Mapping[int, Block]) -> Block | None:
-        """Sums the gradients over the processes (foreach_reduce); each keeps its share, in fp32.
+    def reduce(self, memory: GpuMemory, gradients: Mapping[int, Block]) -> Block | None:
+        """Sum the gradients over the processes (foreach_reduce); each keeps its share, in fp32.
 
         Returns the reduction's input, which stays until the next group's reduction; None without gradients.
         """
@@ -149,52 +148,52 @@ class Group:
         if not shards:
             return None
         numel = sum(shard.numel for shard in shards)
-        source = machine.take(BUFFERS, FP32 * numel * self._world_size)
-        machine.scratch(BUFFERS, _chunk_cat_bytes(shards))
+        source = memory.take(BUFFERS, FP32 * numel * self._world_size)
+        memory.scratch(BUFFERS, _chunk_cat_bytes(shards))
         blocks = [gradients[shard.index] for shard in shards]
-        held = blocks.pop() if self._world_size > 1 else None  # by the variable of a loop
+        held = blocks.pop() if self._world_size > 1 else None  # by a loop's variable
         for block in reversed(blocks):
-            machine.give(block)
-        reduced = machine.take(GRADIENTS, FP32 * numel, REDUCE)
+            memory.give(block)
+        reduced = memory.take(GRADIENTS, FP32 * numel, REDUCE)
         if held is not None:
-            machine.give(held)
+            memory.give(held)
         else:
-            machine.give(machine.take(BUFFERS, FP32 * numel, REDUCE))  # a divided copy
+            memory.scratch(BUFFERS, FP32 * numel, stream=REDUCE)  # a divided copy
         if self._reduced is None and not self._offload:
             self._reduced = reduced
         else:
-            machine.give(reduced)
+            memory.give(reduced)
         return source
 
-    def forget(self, machine: Machine) -> None:
-        """A gathering that nobody waited for is given up (finalize_backward)."""
+    def forget(self, memory: GpuMemory) -> None:
+        """Free a buffer whose parameters were not used (finalize_backward)."""
         if self._output is not None:
-            machine.give(self._output)
+            memory.give(self._output)
             self._output = None
 
-    def drop_gradients(self, machine: Machine) -> None:
+    def drop_gradients(self, memory: GpuMemory) -> None:
         if self._reduced is not None:
-            machine.give(self._reduced)
+            memory.give(self._reduced)
             self._reduced = None
 
 
-def shard_part(machine: Machine, shards: list[Shard], weights: dict[int, Block], *, offload: bool) -> Block:
-    """`fully_shard` of a part that has just been filled; returns what of it is still whole.
+def shard_part(memory: GpuMemory, shards: list[Shard], weights: dict[int, Block], *, offload: bool) -> Block:
+    """`fully_shard` of a part that has just been filled; returns its last unsharded weight.
 
-    Trainable weights become fp32 first. The whole ones go after the last has been split, but for that last
-    one, to which the engine's loop still refers.
+    Trainable weights become fp32 first. Unsharded weights are freed after the last has been split, except for
+    that last one: the engine's loop still refers to it.
     """
     for shard in shards:
         if shard.trainable and shard.cast:
-            whole = machine.take(WEIGHTS, shard.size_bytes // shard.item_bytes * FP32)
-            machine.give(weights[shard.index])
-            weights[shard.index] = whole
+            converted = memory.take(WEIGHTS, shard.size_bytes // shard.item_bytes * FP32)
+            memory.give(weights[shard.index])
+            weights[shard.index] = converted
     for shard in shards:
-        split = machine.take(WEIGHTS, shard.shard_bytes)
+        split = memory.take(WEIGHTS, shard.shard_bytes)
         if offload:
-            machine.give(split)
+            memory.give(split)
     for shard in shards[:-1]:
-        machine.give(weights[shard.index])
+        memory.give(weights[shard.index])
     return weights[shards[-1].index]
 
 

@@ -1,17 +1,18 @@
-"""PyTorch FSDP2 as `runtime.py` sets it up: what it allocates, at the moments at which its hooks run.
+"""Memory of PyTorch's FSDP2 as `runtime.py` sets it up, at the moments at which its hooks run.
 
-Each block is a group of parameters, and so is what is outside the blocks, the root. A block asks for the next
-one's parameters before it computes, in the backward pass for those of the block before it. The functions in
-parentheses are those of torch's _fully_shard package.
+What is gathered and released when is `policy.py`. The functions in parentheses are those of torch's
+_fully_shard package.
 """
 
 from __future__ import annotations
 
-from shardwise.engines.fsdp2.group import FP32, Group, shard_of, shard_part
-from shardwise.simulate.memory.gpu import OPTIMIZER, WEIGHTS, Machine
+from shardwise.engines.fsdp2 import policy
+from shardwise.engines.fsdp2.group import Group, shard_of, shard_part
+from shardwise.simulate.memory.engine import EngineMemory
+from shardwise.simulate.memory.gpu import OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import fill, parts
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.memory.weights import fill, pinned
+from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.strategy import Strategy
 
 GUARDS = 3
@@ -21,17 +22,17 @@ NORM_CHUNK = 65536
 """Elements that one block of a foreach kernel sums (kChunkSize in MultiTensorApply.cuh)."""
 
 
-class Fsdp2Memory:
-    """fp32 shards of what is trained, in the computation's format of what is frozen; gathered when needed."""
+class Fsdp2Memory(EngineMemory):
+    """Shards, in fp32 of trained parameters, in the computation's format of frozen ones."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         self._trace = trace
-        self._reshards = strategy.reshard
+        self._strategy = strategy
         self._offload = strategy.offload_parameters == "cpu"
         shards = [shard_of(i, p, strategy.data_parallel) for i, p in enumerate(trace.parameters)]
         groups = [
             Group([shards[i] for i in part], world_size=strategy.data_parallel, offload=self._offload)
-            for part in parts(trace)
+            for part in trace.parts
         ]
         self._blocks, self._root = groups[:-1], groups[-1]
         self._trained = [shard for shard in shards if shard.trainable]
@@ -40,155 +41,133 @@ class Fsdp2Memory:
         """The buffer of the last gathering in the forward pass (FSDPCommContext.all_gather_state)."""
         self._reducing: Block | None = None
         """The input of the last reduction (FSDPCommContext.reduce_scatter_states)."""
-        self._turned = False
+        self._in_backward = False
         self._last = True
 
-    def build(self, machine: Machine) -> None:
+    def build(self, memory: GpuMemory) -> None:
         for size in self._trace.buffers:
-            machine.take(WEIGHTS, size)
+            memory.take(WEIGHTS, size)
         held: Block | None = None
-        for part, group in zip(parts(self._trace), [*self._blocks, self._root], strict=True):
-            weights = fill(machine, self._trace, part)
+        for part, group in zip(self._trace.parts, [*self._blocks, self._root], strict=True):
+            weights = fill(memory, self._trace, part)
             if held is not None:
-                machine.give(held)
-            held = shard_part(machine, group.shards, weights, offload=self._offload)
+                memory.give(held)
+            held = shard_part(memory, group.shards, weights, offload=self._offload)
         if held is not None:
-            machine.give(held)
+            memory.give(held)
         if self._offload:
-            machine.host_bytes += self._host_bytes()
+            memory.host_bytes += self._host_bytes()
         for shard in [] if self._offload else self._trained:
-            machine.take(OPTIMIZER, FP32)  # its step count
-            machine.take(OPTIMIZER, FP32 * shard.numel)
-            machine.take(OPTIMIZER, FP32 * shard.numel)
+            memory.take_adamw_state(FP32 * shard.numel)
         for _ in range(GUARDS):
-            machine.take(OPTIMIZER, FP32)
+            memory.take(OPTIMIZER, FP32)
 
-    def begin(
-        self,
-        machine: Machine,
-        micro_batch: int,
-        *,
-        last: bool,
-    ) -> None:
+    def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
         self._last = last
-        self._turned = False
-        self._await(machine, self._root)
+        self._in_backward = False
+        self._await(memory, self._root)
 
-    def forward(self, machine: Machine, unit: int) -> None:
+    def forward(self, memory: GpuMemory, unit: int) -> None:
         block = self._trace.units[unit].block
-        if block < 0 or self._turned:
+        if block < 0 or self._in_backward:
             return
-        self._await(machine, self._blocks[block])
-        for following in self._blocks[block + 1 : block + 2]:
-            following.gather(machine)
+        self._await(memory, self._blocks[block])
+        self._gather_ahead(memory, block, backward=False)
 
-    def _await(self, machine: Machine, group: Group) -> None:
+    def _gather_ahead(self, memory: GpuMemory, block: int, *, backward: bool) -> None:
+        for other in policy.gathered_ahead(block, len(self._blocks), backward=backward):
+            self._blocks[other].gather(memory)
+
+    def _await(self, memory: GpuMemory, group: Group) -> None:
         """Before a group's forward pass: its buffer stays until the next group's has been copied out."""
-        group.gather(machine)
-        output = group.copy_out(machine)
+        group.gather(memory)
+        output = group.copy_out(memory)
         if output is not None:
-            self._release(machine)
+            self._release(memory)
             self._gathered = output
 
-    def _release(self, machine: Machine) -> None:
+    def _release(self, memory: GpuMemory) -> None:
         if self._gathered is not None:
-            machine.give(self._gathered)
+            memory.give(self._gathered)
             self._gathered = None
 
-    def forward_end(self, machine: Machine, unit: int) -> None:
+    def forward_end(self, memory: GpuMemory, unit: int) -> None:
         block = self._trace.units[unit].block
-        if block >= 0 and self._reshards and not self._turned:
-            self._blocks[block].reshard(machine)
+        if block < 0 or self._in_backward:
+            return
+        if policy.released(self._strategy, backward=False, last=self._last):
+            self._blocks[block].reshard(memory)
 
-    def backward(self, machine: Machine, unit: int) -> None:
-        self._turn(machine)
-        self._reduce_blocks(machine)
+    def backward(self, memory: GpuMemory, unit: int) -> None:
+        self._begin_backward(memory)
+        self._reduce_blocks(memory)
         block = self._trace.units[unit].block
         if block < 0:
             return
         group = self._blocks[block]
-        group.gather(machine)
-        output = group.copy_out(machine)
+        group.gather(memory)
+        output = group.copy_out(memory)
         if output is not None:
-            machine.give(output)
+            memory.give(output)
         group.awaited = True
-        if block > 0:
-            self._blocks[block - 1].gather(machine)
+        self._gather_ahead(memory, block, backward=True)
 
-    def _turn(self, machine: Machine) -> None:
+    def _begin_backward(self, memory: GpuMemory) -> None:
         """The root's forward pass ends, its backward pass begins."""
-        if self._turned:
+        if self._in_backward:
             return
-        self._turned = True
-        self._release(machine)
+        self._in_backward = True
+        self._release(memory)
         self._root.awaited = True
-        for last in self._blocks[-1:]:
-            last.gather(machine)
+        self._gather_ahead(memory, len(self._blocks), backward=True)
 
-    def backward_end(self, machine: Machine, unit: int) -> None:
+    def backward_end(self, memory: GpuMemory, unit: int) -> None:
         block = self._trace.units[unit].block
         if block >= 0 and self._blocks[block].awaited:
-            self._reduce(machine, self._blocks[block])
+            self._reduce(memory, self._blocks[block])
 
-    def _reduce_blocks(self, machine: Machine) -> None:
+    def _reduce_blocks(self, memory: GpuMemory) -> None:
         """A block is done when the gradient of its input is there, before the hooks of the block below."""
         for group in self._blocks:
             if group.awaited:
-                self._reduce(machine, group)
+                self._reduce(memory, group)
 
-    def _reduce(self, machine: Machine, group: Group) -> None:
+    def _reduce(self, memory: GpuMemory, group: Group) -> None:
         """After a group's backward pass (post_backward)."""
         group.awaited = False
-        if self._reshards or self._last:
-            group.reshard(machine)
+        if policy.released(self._strategy, backward=True, last=self._last):
+            group.reshard(memory)
         if self._reducing is not None:
-            machine.give(self._reducing)
-        self._reducing = group.reduce(machine, self._gradients)
+            memory.give(self._reducing)
+        self._reducing = group.reduce(memory, self._gradients)
         for shard in group.shards:
             self._gradients.pop(shard.index, None)
 
-    def gradient(
-        self,
-        machine: Machine,
-        parameter: int,
-        block: Block,
-    ) -> None:
+    def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         self._gradients[parameter] = block
 
-    def end(
-        self,
-        machine: Machine,
-        micro_batch: int,
-        *,
-        last: bool,
-    ) -> None:
-        """What the backward pass has not completed (_root_post_backward_final_callback)."""
+    def end(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
+        """Complete what the backward pass has not (_root_post_backward_final_callback)."""
         for group in (self._root, *self._blocks):
             if group.awaited:
-                self._reduce(machine, group)
-            group.forget(machine)
+                self._reduce(memory, group)
+            group.forget(memory)
         if self._reducing is not None:
-            machine.give(self._reducing)
+            memory.give(self._reducing)
             self._reducing = None
 
-    def step(self, machine: Machine) -> None:
+    def step(self, memory: GpuMemory) -> None:
         if self._trained and not self._offload:
             longest = max(shard.numel for shard in self._trained)
             partial = FP32 * len(self._trained) * -(-longest // NORM_CHUNK)
-            machine.scratch(OPTIMIZER, partial, *[FP32] * len(self._trained))  # the norm of each gradient
+            memory.scratch(OPTIMIZER, partial, *[FP32] * len(self._trained))  # the norm of each gradient
         for group in (*self._blocks, self._root):
-            group.drop_gradients(machine)
+            group.drop_gradients(memory)
 
     def _host_bytes(self) -> int:
-        """Shards and gradients lie in page-locked memory, moments and step counts in ordinary memory.
-
-        Page-locked blocks are as large as the next power of two (CachingHostAllocator.h).
-        """
+        """Page-locked shards and gradients; moments and step counts in ordinary memory."""
         shards = [shard for group in (*self._blocks, self._root) for shard in group.shards]
-        pinned = sum(_power_of_two(shard.shard_bytes) for shard in shards)
-        pinned += sum(_power_of_two(FP32 * shard.numel) for shard in self._trained)
-        return pinned + sum(FP32 * (2 * shard.numel + 1) for shard in self._trained)
-
-
-def _power_of_two(size_bytes: int) -> int:
-    return 1 << (size_bytes - 1).bit_length()
+        # A parameter without elements counts 2 bytes; to leave them out would change a prediction (Mamba).
+        locked = sum(pinned(shard.shard_bytes) or 2 for shard in shards)
+        locked += sum(pinned(FP32 * shard.numel) for shard in self._trained)
+        return locked + sum(FP32 * (2 * shard.numel + 1) for shard in self._trained)

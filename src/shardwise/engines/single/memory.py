@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from shardwise.simulate.memory.engine import Passive
-from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, WEIGHTS, Machine
+from shardwise.simulate.memory.engine import EngineMemory
+from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import fill, parts
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.memory.weights import fill
+from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.strategy import Strategy
 
-FP32 = 4
 
-
-class SingleMemory(Passive):
+class SingleMemory(EngineMemory):
     """Weights in the computation's format; masters, moments and gradients in fp32."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
@@ -20,33 +18,31 @@ class SingleMemory(Passive):
         self._masters = strategy.precision != "fp32"
         self._gradients: dict[int, Block] = {}
 
-    def build(self, machine: Machine) -> None:
+    def build(self, memory: GpuMemory) -> None:
         trace = self._trace
-        for part in parts(trace):
-            fill(machine, trace, part)
+        for part in trace.parts:
+            fill(memory, trace, part)
         for size in trace.buffers:
-            machine.take(WEIGHTS, size)
+            memory.take(WEIGHTS, size)
         sizes = [FP32 * trace.parameters[index].numel for index in trace.trainable]
         if self._masters:
             for size in sizes:
-                machine.take(OPTIMIZER, size)
+                memory.take(OPTIMIZER, size)
         for size in sizes:
-            machine.take(OPTIMIZER, FP32)  # its step count
-            machine.take(OPTIMIZER, size)
-            machine.take(OPTIMIZER, size)
+            memory.take_adamw_state(size)
 
-    def gradient(self, machine: Machine, parameter: int, block: Block) -> None:
+    def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         first = parameter not in self._gradients
         if not self._masters and first:
-            self._gradients[parameter] = machine.move(block, GRADIENTS)
+            self._gradients[parameter] = memory.move(block, GRADIENTS)
             return
         if first:
             size = FP32 * self._trace.parameters[parameter].numel
-            self._gradients[parameter] = machine.take(GRADIENTS, size)
-        machine.give(block)
+            self._gradients[parameter] = memory.take(GRADIENTS, size)
+        memory.give(block)
 
-    def step(self, machine: Machine) -> None:
-        machine.scratch(OPTIMIZER, *[FP32] * len(self._gradients))  # the norm of each
+    def step(self, memory: GpuMemory) -> None:
+        memory.scratch(OPTIMIZER, *[FP32] * len(self._gradients))  # the norm of each
         for block in self._gradients.values():
-            machine.give(block)
+            memory.give(block)
         self._gradients.clear()

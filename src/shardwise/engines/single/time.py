@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from shardwise.simulate.time.schedule import ADAMW_BYTES, FP32, NORM_BYTES, Schedule
+from shardwise.simulate.step_trace import FP32
+from shardwise.simulate.time.schedule import Schedule
+from shardwise.simulate.time.traffic import ADAMW_BYTES, NORM_BYTES, added, converted
 
 
 class SingleSchedule(Schedule):
-    """`engines/single/runtime.py`: each gradient is added to its fp32 sum as soon as it is there."""
+    """`engines/single/runtime.py`: each gradient is added to its fp32 sum as soon as it is complete."""
 
     sums_over_ranks = False
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
         for segment in self.segments:
             self.run(segment)
-            if not segment.gradients:
-                continue
-            elements = segment.learned
-            moved = self.item + FP32 if first else self.item + 2 * FP32
-            if self.mixed:
-                hooks = len(segment.gradients)
-                self.streams.move(
-                    moved * elements, "mixed", kernels=hooks, issue=hooks * self.host.seconds("gradient_hook")
-                )
-            elif not first:
-                self.streams.move(3 * FP32 * elements, kernels=len(segment.gradients))
+            hooks = len(segment.gradients)
+            if hooks and self.mixed:
+                one = converted(self.item, FP32) if first else added(self.item, FP32)
+                issue = hooks * self.host.seconds("gradient_hook")
+                self.streams.move(one * segment.learned, "mixed", kernels=hooks, issue=issue)
+            elif hooks and not first:
+                self.streams.move(added(FP32, FP32) * segment.learned, kernels=hooks)
 
     def update(self) -> None:
         streams, elements = self.streams, self.trainable
         streams.move(NORM_BYTES * elements, "foreach_norm")
         streams.move(ADAMW_BYTES * elements, "fused_adamw")
         if self.mixed:
-            streams.move((FP32 + self.item) * elements, "foreach_copy")
+            streams.move(converted(FP32, self.item) * elements, "foreach_copy")

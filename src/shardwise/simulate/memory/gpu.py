@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from shardwise.simulate.memory.allocator import NO_BLOCK, CachingAllocator
+from shardwise.simulate.memory.allocator import CachingAllocator, DeferredFree
 from shardwise.simulate.memory.pool import Block, Pool
-from shardwise.simulate.memory.run import Stretch
 from shardwise.simulate.prediction import Moment
+
+if TYPE_CHECKING:
+    from shardwise.simulate.memory.spans import Span
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, BUFFERS = range(6)
 """Accounts, in the order of prediction.MemoryTerms."""
 
-
-Late = tuple[int, int, int]
-"""What `give_later` has freed: the allocator's handle, account, bytes. Not the block: memory that ran short
-may have given its place to another tensor, freed later as well."""
-
-_EMPTY: Block = Pool(page_bytes=1, segment_bytes=0, smallest_rest=0, split_below=0), 0, 0, WEIGHTS
+_EMPTY = Block(Pool(page_bytes=1), 0, 0, WEIGHTS)
 """A tensor without elements, which has no memory."""
 
 
 @dataclass
-class Machine:
+class GpuMemory:
     """Replays allocations; `fullest`: the accounts, in bytes, when most was allocated."""
 
     allocator: CachingAllocator
@@ -36,7 +34,11 @@ class Machine:
     _largest: dict[str, int] = field(default_factory=dict)
 
     def take(self, account: int, size_bytes: int, stream: int = 0) -> Block:
-        """Allocates; OutOfMemoryError where the GPU is full. A stream other than 0 has memory of its own."""
+        """Allocate. A stream other than 0 has memory of its own.
+
+        Raises:
+            OutOfMemoryError: the GPU is full.
+        """
         if not size_bytes:
             return _EMPTY
         allocator = self.allocator
@@ -51,55 +53,57 @@ class Machine:
         return block
 
     def give(self, block: Block) -> None:
-        """Frees."""
-        if block[2]:
+        """Free a block."""
+        if block.requested_bytes:
             self.allocator.give(block)
-        self.accounts[block[3]] -= block[2]
+        self.accounts[block.account] -= block.requested_bytes
 
-    def run(self, stretch: Stretch, places: dict[int, int]) -> None:
-        """Allocates and frees what a stretch does; `places` are the addresses of the trace's tensors."""
+    def run(self, span: Span, addresses: dict[int, int]) -> None:
+        """Allocate and free what a span does; `addresses` are those of the trace's tensors."""
         allocator, accounts = self.allocator, self.accounts
-        most = allocator.allocated_bytes + stretch.most
+        most = allocator.allocated_bytes + span.most
         if most > self._most_here:
             self._most_here = most
             if most > self._most:
                 self._most = most
                 self.fullest = accounts.copy()
-                for account, size_bytes in stretch.accounts_at_most:
+                for account, size_bytes in span.accounts_at_most:
                     self.fullest[account] += size_bytes
-        allocator.run(stretch, places)
-        for account, size_bytes in stretch.accounts:
+        allocator.run(span, addresses)
+        for account, size_bytes in span.accounts:
             accounts[account] += size_bytes
 
     def handed_over(self, address: int, size_bytes: int, account: int) -> Block:
-        """A tensor of a stretch, which its engine is to free."""
-        return (self.allocator.pool(size_bytes), address, size_bytes, account) if size_bytes else _EMPTY
+        """A tensor that a span allocated and the engine frees."""
+        return Block(self.allocator.pool(size_bytes), address, size_bytes, account) if size_bytes else _EMPTY
 
-    def give_later(self, block: Block) -> Late:
-        """Frees what another stream still uses; nobody gets its memory until `complete`."""
-        handle = self.allocator.give_later(block) if block[2] else NO_BLOCK
-        return handle, block[3], block[2]
+    def give_later(self, block: Block) -> DeferredFree:
+        """Free what another stream still uses; no allocation gets its memory until `complete`."""
+        return self.allocator.give_later(block) if block.requested_bytes else DeferredFree(block, 0)
 
-    def complete(self, late: Late) -> None:
-        """The other stream is done with it."""
-        handle, account, size_bytes = late
-        self.allocator.free(handle)
-        self.accounts[account] -= size_bytes
+    def complete(self, deferred: DeferredFree) -> None:
+        """The other stream no longer uses it."""
+        self.allocator.complete(deferred)
+        self.accounts[deferred.block.account] -= deferred.block.requested_bytes
 
-    def scratch(self, account: int, *sizes: int) -> None:
-        """Memory that exists for a moment: all of `sizes` at once."""
-        for block in [self.take(account, size) for size in sizes]:
+    def take_adamw_state(self, size_bytes: int) -> None:
+        """Allocate what torch's AdamW keeps of one tensor: its step count and two moments of its size."""
+        for size in (4, size_bytes, size_bytes):
+            self.take(OPTIMIZER, size)
+
+    def scratch(self, account: int, *sizes: int, stream: int = 0) -> None:
+        """Allocate all of `sizes` at once, and free them."""
+        for block in [self.take(account, size, stream) for size in sizes]:
             self.give(block)
 
     def move(self, block: Block, account: int) -> Block:
-        """The same memory on another account."""
-        pool, address, size_bytes, before = block
-        self.accounts[before] -= size_bytes
-        self.accounts[account] += size_bytes
-        return pool, address, size_bytes, account
+        """Count the same memory on another account."""
+        self.accounts[block.account] -= block.requested_bytes
+        self.accounts[account] += block.requested_bytes
+        return block._replace(account=account)
 
     def at(self, where: str) -> None:
-        """What runs from here on, for the timeline."""
+        """Name what runs from here on, for the timeline."""
         self._largest[self._where] = self._most_here
         self._where, self._most_here = where, self._largest.get(where, 0)
 
@@ -107,8 +111,8 @@ class Machine:
     def timeline(self) -> tuple[Moment, ...]:
         """The most that was allocated while each part ran, in the order of their first runs.
 
-        Without those in which nothing was: a frozen norm's backward pass, an optimizer on the host. How much
-        was held then nobody noted.
+        Without parts that allocated nothing, such as a frozen norm's backward pass or an optimizer on the
+        host: what was held then was not noted.
         """
         self._largest[self._where] = self._most_here
         return tuple(

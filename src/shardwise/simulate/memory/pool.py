@@ -1,110 +1,62 @@
-"""Blocks of device memory and the ordered pools of free ones, as the CUDA caching allocator keeps them.
+"""The free and used blocks of one stream and size class, as the CUDA caching allocator keeps them.
 
-Follows struct Block and struct BlockPool of c10/cuda/CUDACachingAllocator.cpp, torch 2.13. torch links the
-blocks of a segment to each other; here a block is an address and a size, and its neighbours are looked up by
-the addresses at which it begins and ends: that takes a third of the time, and a plan replays millions of
-allocations.
+Follows Block, BlockPool and ExpandableSegment of c10/cuda/CUDACachingAllocator.cpp, torch 2.13. Its functions
+stand in parentheses. torch links the blocks of a segment to each other. Here a block is an address and a
+size, and its neighbours are looked up by the addresses at which it begins and ends. That takes a third of the
+time, and a plan replays millions of allocations.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
+from typing import NamedTuple
 
 Free = tuple[int, int]
 """A free block: its size and its address."""
 
-Block = tuple["Pool", int, int, int]
-"""What an allocation is known by: its pool, its address, the bytes asked for before rounding, and a number
-that is the caller's own."""
+ADDRESSES = 1 << 62
+"""Bytes of addresses in a segment. In torch 1.125 times the GPU's memory, and then another segment begins; a
+replay goes on where the GPU would be full, to say by how much."""
+
+
+class Block(NamedTuple):
+    """An allocation."""
+
+    pool: Pool
+    address: int
+    requested_bytes: int
+    """Before rounding; 0 for a tensor without elements, which has no memory."""
+    account: int
+    """What the caller uses it for."""
 
 
 class Pool:
-    """The memory of one stream and one class of sizes; all numbers are bytes.
+    """The memory of one stream and one size class: one expandable segment. All numbers are bytes.
 
     Attributes:
-        free: the free blocks, each its size and its address, in order: by size, then by the age of their
-            segment, then by address (BlockComparatorSizeCounterAddress). Addresses grow from segment to
-            segment, so the age is in them.
-        starts, ends: the same by the addresses at which they begin, and by those at which they end.
+        free: the free blocks (size, address), by size, then by address (BlockComparatorSizeCounterAddress).
+        starts, ends: the free blocks by the addresses at which they begin, and by those at which they end.
         live: the sizes of the blocks in use by their addresses.
-        segments: the sizes of segments by their addresses, which are apart from each other.
-        unmapped: the sizes of ranges of addresses without memory behind them; expandable segments only.
-        freed_at: by the address of a free block, searches of the allocator when it was freed; kept only for
-            garbage collection.
-        page_bytes: what an expandable segment grows by.
-        segment_bytes: how many addresses an expandable segment has.
-        smallest_rest: bytes that must remain for a block to be split.
-        split_below: requests of this many bytes take a whole block.
+        unmapped: the sizes of ranges of addresses without memory by the addresses at which they begin.
+        page_bytes: what the segment grows by.
     """
 
-    __slots__ = (
-        "_end",
-        "ends",
-        "free",
-        "freed_at",
-        "live",
-        "page_bytes",
-        "segment_bytes",
-        "segments",
-        "smallest_rest",
-        "split_below",
-        "starts",
-        "unmapped",
-    )
+    __slots__ = ("ends", "free", "live", "page_bytes", "starts", "unmapped")
 
-    def __init__(self, *, page_bytes: int, segment_bytes: int, smallest_rest: int, split_below: int) -> None:
+    def __init__(self, *, page_bytes: int) -> None:
         self.free: list[Free] = []
         self.starts: dict[int, Free] = {}
         self.ends: dict[int, Free] = {}
         self.live: dict[int, int] = {}
-        self.segments: dict[int, int] = {}
-        self.unmapped: dict[int, int] = {}
-        self.freed_at: dict[int, int] = {}
+        self.unmapped: dict[int, int] = {0: ADDRESSES}
         self.page_bytes = page_bytes
-        self.segment_bytes = segment_bytes
-        self.smallest_rest = smallest_rest
-        self.split_below = split_below
-        self._end = 0
-
-    def new_segment(self, size: int) -> int:
-        """Addresses that no segment has had; returns the first, a multiple of a page's size."""
-        address = self._end
-        self.segments[address] = size
-        # a page between them, so that blocks of two segments are never beside each other
-        self._end += (-(-size // self.page_bytes) + 1) * self.page_bytes
-        return address
-
-    def is_whole(self, address: int, size: int) -> bool:
-        """Whether a block is all of its segment, which can then be given back."""
-        return self.segments.get(address) == size
-
-    @property
-    def whole(self) -> list[tuple[int, int]]:
-        """Address and size of the free blocks that are all of their segments, the smallest first."""
-        return [(address, size) for size, address in self.free if self.is_whole(address, size)]
-
-    def remove(self, address: int) -> int:
-        """A free block leaves; returns its size."""
-        block = self.starts.pop(address)
-        del self.ends[address + block[0]]
-        del self.free[bisect_left(self.free, block)]
-        return block[0]
-
-    def use(self, address: int, size: int) -> None:
-        """The first `size` bytes of a free block come in use (alloc_found_block).
-
-        All of it does where the rest would be too small.
-        """
-        found = self.remove(address)
-        if found - size >= self.smallest_rest and size < self.split_below:
-            self.put_back(address + size, found - size)
-            found = size
-        self.live[address] = found
 
     def take(self, size: int) -> int:
-        """Uses the smallest free block that fits; returns its address, -1 where none does (get_free_block).
+        """Use the smallest free block that fits (get_free_block, alloc_found_block).
 
-        It is `find` and `use` in one piece: half of all events of a replay end here, half in `put_back`.
+        Returns its address, or -1 where no block fits. Half of all events of a replay end here, the other
+        half in `put_back`.
         """
         free = self.free
         index = bisect_left(free, (size,))
@@ -116,7 +68,7 @@ class Pool:
             found, address = free[index]
         rest = found - size
         del self.starts[address]
-        if rest >= self.smallest_rest and size < self.split_below:
+        if rest:
             behind = address + size
             self.starts[behind] = self.ends[address + found] = block = (rest, behind)
             if index and free[index - 1] > block:
@@ -124,19 +76,13 @@ class Pool:
                 insort(free, block)
             else:
                 free[index] = block
-            self.live[address] = size
         else:
             del free[index], self.ends[address + found]
-            self.live[address] = found
+        self.live[address] = size
         return address
 
-    def find(self, size: int) -> Free | None:
-        """The block that `take` would use."""
-        index = bisect_left(self.free, (size,))
-        return None if index == len(self.free) else self.free[self._not_at_the_end(index)]
-
     def _not_at_the_end(self, index: int) -> int:
-        """Where the block to use stands, given where the smallest that fits does; in an expandable segment.
+        """Index of the free block to use, given the index of the smallest that fits (get_free_block).
 
         A block followed by addresses without memory counts as large as it could grow, so that the end of the
         segment is used last.
@@ -152,11 +98,8 @@ class Pool:
             reach = found + beyond
         return len(free) - 1
 
-    def put_back(self, address: int, size: int) -> int:
-        """A range becomes free and grows by the free blocks beside it (free_block, try_merge_blocks).
-
-        Returns where the free block begins that it is now part of.
-        """
+    def put_back(self, address: int, size: int) -> None:
+        """Free a range, merged with the free blocks next to it (free_block, try_merge_blocks)."""
         free, starts, ends = self.free, self.starts, self.ends
         end = address + size
         if address in ends:
@@ -169,4 +112,79 @@ class Pool:
             end += block[0]
         starts[address] = ends[end] = block = (end - address, address)
         insort(free, block)
-        return address
+
+    def grow(self, size: int, reserve: Callable[[int], bool]) -> int:
+        """Use a block after mapping the pages it lacks (try_allocate_expandable_block).
+
+        `reserve` takes a number of bytes from the GPU, or returns False. Returns the address, or -1 where
+        `reserve` fails; what was mapped by then stays in the pool, as in torch.
+        """
+        start = self._lowest_room(size)
+        if start in self.unmapped and not self._map(start, min(self.unmapped[start], size), reserve):
+            return -1
+        while (mapped := self.starts[start][0]) < size:
+            end = start + mapped
+            if not self._map(end, min(size - mapped, self.unmapped[end]), reserve):
+                return -1
+        self._remove(start)
+        if mapped > size:
+            self.put_back(start + size, mapped - size)
+        self.live[start] = size
+        return start
+
+    def _lowest_room(self, size: int) -> int:
+        """Begin of the lowest run of free and unmapped addresses with room (find_expandable_block)."""
+        starts, ends, unmapped = self.starts, self.ends, self.unmapped
+        start = 0
+        for address in sorted(unmapped):
+            start = end = ends[address][1] if address in ends else address
+            while end - start < size:
+                more = starts[end][0] if end in starts else unmapped.get(end, 0)
+                if not more:
+                    break
+                end += more
+            else:
+                break
+        return start
+
+    def _map(self, address: int, size: int, reserve: Callable[[int], bool]) -> bool:
+        """Put memory behind the first `size` bytes of an unmapped range, in entire pages (map_block)."""
+        mapped = -(-size // self.page_bytes) * self.page_bytes
+        if not reserve(mapped):
+            return False
+        rest = self.unmapped.pop(address) - mapped
+        if rest:
+            self.unmapped[address + mapped] = rest
+        self.put_back(address, mapped)
+        return True
+
+    def release(self) -> int:
+        """Give back every page without a block in use (release_blocks, unmap_block); return their bytes."""
+        released = 0
+        page = self.page_bytes
+        for size, start in list(self.starts.values()):
+            end = start + size
+            first, last = -(-start // page) * page, end // page * page
+            if first < last:
+                self._remove(start)
+                if start < first:
+                    self.put_back(start, first - start)
+                if last < end:
+                    self.put_back(last, end - last)
+                self._unmap(first, last)
+                released += last - first
+        return released
+
+    def _unmap(self, first: int, last: int) -> None:
+        """Join a range with the unmapped ones next to it (try_merge_blocks)."""
+        for address, size in list(self.unmapped.items()):
+            if address + size == first or address == last:
+                first, last = min(first, address), max(last, address + size)
+                del self.unmapped[address]
+        self.unmapped[first] = last - first
+
+    def _remove(self, address: int) -> None:
+        """Take a free block out."""
+        block = self.starts.pop(address)
+        del self.ends[address + block[0]]
+        del self.free[bisect_left(self.free, block)]

@@ -1,7 +1,7 @@
-"""Peak memory of a strategy: the trace replayed through the allocator, with what the engine does in between.
+"""Peak memory of a strategy: the trace replayed through the allocator, with the engine's own allocations.
 
-Replayed are the building of model and optimizer and two optimizer steps; the second finds the cached memory
-as the first has left it. Of many micro-batches two are replayed: a third would repeat the second.
+Building the model and the optimizer is replayed, then two optimizer steps; the second finds the cache as the
+first has left it. Of many micro-batches two are replayed: a third would repeat the second.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from contextlib import suppress
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.memory.allocator import CachingAllocator, OutOfMemoryError
 from shardwise.simulate.memory.engine import EngineMemory
-from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, Machine
-from shardwise.simulate.memory.runs import PRODUCT, steps
+from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GpuMemory
+from shardwise.simulate.memory.spans import PRODUCT, steps
 from shardwise.simulate.prediction import Memory, MemoryTerms
 from shardwise.simulate.step_trace import (
     BACKWARD,
@@ -31,12 +31,11 @@ MICRO_BATCHES = 2
 HOPPER = 9.0
 WORKSPACE_BYTES = 32 * 1024**2
 SMALL_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
-"""cuBLAS's workspace on Hopper and newer, and on older GPUs (getChosenWorkspaceSize in CUDABlas.cpp): one for
-the thread of the forward pass, one for that of the backward pass; they stay."""
+"""cuBLAS's workspace on Hopper and newer, and on older GPUs (getChosenWorkspaceSize in CUDABlas.cpp). The
+thread of the forward pass has one, and that of the backward pass; they stay."""
 
 PLENTY = 1 << 90
-"""Capacity of the replay: it goes on where the GPU would be full, to say by how much."""
-
+"""Capacity of a replay that goes on where the GPU would be full, to say by how much."""
 
 MakeEngine = Callable[[], EngineMemory]
 
@@ -57,22 +56,22 @@ def peak_memory(
         strategy: what is run.
         hardware: where it is run.
         engine: makes the engine's allocations, before anything is built.
-        outside_allocator_bytes: what the process holds on the GPU that torch's allocator does not know.
-        capacity_bytes: what the process may use of the GPU, context included.
+        outside_allocator_bytes: GPU memory of the process outside torch's allocator.
+        capacity_bytes: GPU memory that the process may use, context included.
 
-    Where the GPU has no room for the allocator's cache but for all tensors, the memory is that of a run whose
-    allocator gives its cache back to go on, if that is enough.
+    Where the GPU has room for all tensors but not for the allocator's cache, the memory is that of a run
+    whose allocator gives its cache back, if that is enough.
     """
-    machine, flushes = _run(trace, strategy, hardware, engine(), allocator_bytes=PLENTY)
+    memory, flushes = _run(trace, strategy, hardware, engine(), allocator_bytes=PLENTY)
     room = capacity_bytes - outside_allocator_bytes
-    if machine.allocator.peak_allocated_bytes <= room < machine.allocator.peak_reserved_bytes:
+    if memory.allocator.peak_allocated_bytes <= room < memory.allocator.peak_reserved_bytes:
         with suppress(OutOfMemoryError):
-            machine, flushes = _run(trace, strategy, hardware, engine(), allocator_bytes=room)
-    terms = machine.fullest
-    reserved = machine.allocator.peak_reserved_bytes
+            memory, flushes = _run(trace, strategy, hardware, engine(), allocator_bytes=room)
+    terms = memory.fullest
+    reserved = memory.allocator.peak_reserved_bytes
     return Memory(
         peak_reserved_bytes=reserved,
-        peak_allocated_bytes=machine.allocator.peak_allocated_bytes,
+        peak_allocated_bytes=memory.allocator.peak_allocated_bytes,
         outside_allocator_bytes=outside_allocator_bytes,
         capacity_bytes=capacity_bytes,
         cache_flushes=flushes,
@@ -85,61 +84,61 @@ def peak_memory(
             engine_buffers_bytes=terms[5],
             fragmentation_bytes=reserved - sum(terms),
         ),
-        host_bytes=machine.host_bytes * hardware.gpus_per_node,
-        timeline=machine.timeline,
+        host_bytes=memory.host_bytes * hardware.gpus_per_node,
+        timeline=memory.timeline,
     )
 
 
 def _run(
     trace: StepTrace, strategy: Strategy, hardware: Hardware, engine: EngineMemory, *, allocator_bytes: int
-) -> tuple[Machine, int]:
-    """The machine after it was built and two steps, and how often the second gave the allocator's cache back.
+) -> tuple[GpuMemory, int]:
+    """The memory after it was built and two steps, and how often the second gave the allocator's cache back.
 
     Raises:
-        OutOfMemoryError: `allocator_bytes` is too little even so.
+        OutOfMemoryError: `allocator_bytes` is not enough.
     """
-    machine = Machine(CachingAllocator(capacity_bytes=allocator_bytes, expandable_segments=True))
-    engine.build(machine)
+    memory = GpuMemory(CachingAllocator(capacity_bytes=allocator_bytes))
+    engine.build(memory)
     for size in _batch_bytes(trace, strategy):
-        machine.take(ACTIVATIONS, size)
+        memory.take(ACTIVATIONS, size)
     workspace = _workspace_bytes(hardware)
     before = 0
     for number in range(STEPS):
-        before = machine.allocator.alloc_retries
+        before = memory.allocator.alloc_retries
         count = min(strategy.accumulation, MICRO_BATCHES)
         for micro_batch in range(count):
             last = micro_batch == count - 1
-            engine.begin(machine, micro_batch, last=last)
-            _replay(trace, machine, engine, 0 if number or micro_batch else workspace)
-            engine.end(machine, micro_batch, last=last)
-        machine.at("optimizer")
-        engine.step(machine)
-    return machine, machine.allocator.alloc_retries - before
+            engine.begin(memory, micro_batch, last=last)
+            _replay(trace, memory, engine, 0 if number or micro_batch else workspace)
+            engine.end(memory, micro_batch, last=last)
+        memory.at("optimizer")
+        engine.step(memory)
+    return memory, memory.allocator.alloc_retries - before
 
 
-def _replay(trace: StepTrace, machine: Machine, engine: EngineMemory, workspace: int) -> None:
-    """One micro-batch. `workspace`: bytes that the first matrix product of each pass takes for good."""
-    places: dict[int, int] = {}
+def _replay(trace: StepTrace, memory: GpuMemory, engine: EngineMemory, workspace: int) -> None:
+    """Replay one micro-batch. `workspace`: bytes that the first matrix product of each pass allocates."""
+    addresses: dict[int, int] = {}
     names = [unit.name if unit.block < 0 else f"block {unit.block}" for unit in trace.units]
-    for stretch, event in steps(trace):
-        if stretch is not None:
-            machine.run(stretch, places)
+    for span, event in steps(trace):
+        if span is not None:
+            memory.run(span, addresses)
         kind = event[0]
         if kind == GRADIENT:
             _, parameter, tensor, size, account = event
-            engine.gradient(machine, parameter, machine.handed_over(places.get(tensor, 0), size, account))
+            engine.gradient(memory, parameter, memory.handed_over(addresses.get(tensor, 0), size, account))
         elif kind == FORWARD:
-            machine.at(f"{names[event[1]]} forward")
-            engine.forward(machine, event[1])
+            memory.at(f"{names[event[1]]} forward")
+            engine.forward(memory, event[1])
         elif kind == FORWARD_END:
-            engine.forward_end(machine, event[1])
+            engine.forward_end(memory, event[1])
         elif kind == BACKWARD:
-            machine.at(f"{names[event[1]]} backward")
-            engine.backward(machine, event[1])
+            memory.at(f"{names[event[1]]} backward")
+            engine.backward(memory, event[1])
         elif kind == BACKWARD_END:
-            engine.backward_end(machine, event[1])
+            engine.backward_end(memory, event[1])
         elif kind == PRODUCT and workspace:
-            machine.take(BUFFERS, workspace)
+            memory.take(BUFFERS, workspace)
 
 
 def _batch_bytes(trace: StepTrace, strategy: Strategy) -> list[int]:

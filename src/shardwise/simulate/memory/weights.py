@@ -1,59 +1,51 @@
-"""How a model's weights come to a GPU: models/weights.py, one part after the other.
+"""Memory of filling a model's weights on a GPU: models/weights.py, one part after the other.
 
-Modelled are random weights, which are drawn in fp32 and rounded. Loaded ones take less on the way.
+Modelled are random weights, which are drawn in fp32 and rounded. Loading weights takes less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
-from shardwise.simulate.memory.gpu import WEIGHTS, Machine
+from shardwise.simulate.memory.gpu import WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.step_trace import Parameter, StepTrace
+from shardwise.simulate.step_trace import FP32, Parameter, StepTrace
 
-FP32, FP16 = 4, 2
-
-
-def parts(trace: StepTrace) -> Iterator[list[int]]:
-    """Indices of the parameters of each block, then of those outside the blocks: the order of filling."""
-    blocks = [list(unit.parameters) for unit in trace.units if unit.block >= 0]
-    inside = {index for block in blocks for index in block}
-    yield from blocks
-    yield [index for index in range(len(trace.parameters)) if index not in inside]
+FP16 = 2
 
 
-def fill(machine: Machine, trace: StepTrace, part: list[int]) -> dict[int, Block]:
-    """The weights of one part, by parameter, whole; adapters come last."""
+def fill(memory: GpuMemory, trace: StepTrace, part: Iterable[int]) -> dict[int, Block]:
+    """Allocate the weights of one part, unsharded; returns them by parameter. Adapters come last."""
     weights: dict[int, Block] = {}
     base = [index for index in part if ".lora_" not in trace.parameters[index].name]
-    drawn = {index: machine.take(WEIGHTS, _drawn_bytes(trace, index)) for index in base}
+    drawn = {index: memory.take(WEIGHTS, _drawn_bytes(trace, index)) for index in base}
     outside = [index for unit in trace.units if unit.block < 0 for index in unit.parameters]
     for index in base:
-        if outside.count(index) > 1:  # drawn for both places, of which the second stays (random_weights.py)
+        if outside.count(index) > 1:  # drawn in both places, the second one stays (random_weights.py)
             first = drawn[index]
-            drawn[index] = machine.take(WEIGHTS, _drawn_bytes(trace, index))
-            machine.give(first)
+            drawn[index] = memory.take(WEIGHTS, _drawn_bytes(trace, index))
+            memory.give(first)
     for index in base:
-        weights[index] = _rounded(machine, trace, index, drawn[index])
+        weights[index] = _rounded(memory, trace, index, drawn[index])
     for index in part:
         if index not in weights:
-            adapter = machine.take(WEIGHTS, FP32 * trace.parameters[index].whole_numel)
-            weights[index] = _rounded(machine, trace, index, adapter)
+            adapter = memory.take(WEIGHTS, FP32 * trace.parameters[index].uncut_numel)
+            weights[index] = _rounded(memory, trace, index, adapter)
     return weights
 
 
 def _drawn_bytes(trace: StepTrace, index: int) -> int:
-    return FP32 * (trace.parameters[index].made_of or trace.parameters[index].whole_numel)
+    return FP32 * (trace.parameters[index].made_of or trace.parameters[index].uncut_numel)
 
 
-def _rounded(machine: Machine, trace: StepTrace, index: int, drawn: Block) -> Block:
+def _rounded(memory: GpuMemory, trace: StepTrace, index: int, drawn: Block) -> Block:
     parameter = trace.parameters[index]
     if parameter.item_bytes == FP32 and not parameter.made_of:
         return drawn
-    rounded = [machine.take(WEIGHTS, size) for size in _before_quantising(parameter)]
-    weight = machine.take(WEIGHTS, parameter.item_bytes * parameter.whole_numel)
+    rounded = [memory.take(WEIGHTS, size) for size in _before_quantising(parameter)]
+    weight = memory.take(WEIGHTS, parameter.item_bytes * parameter.uncut_numel)
     for block in (*rounded, drawn):
-        machine.give(block)
+        memory.give(block)
     return weight
 
 
@@ -64,14 +56,19 @@ def _before_quantising(parameter: Parameter) -> list[int]:
     return [item * parameter.made_of for item in copies] if parameter.made_of else []
 
 
-def cut(machine: Machine, trace: StepTrace, weights: dict[int, Block]) -> dict[int, Block]:
-    """What a rank of a tensor-parallel group keeps of whole weights, layer by layer.
+def cut(memory: GpuMemory, trace: StepTrace, weights: dict[int, Block]) -> dict[int, Block]:
+    """Keep one tensor-parallel rank's part of the full weights, layer by layer; returns all that is kept.
 
-    Parts are copies, after which the whole is given back (deepspeed/module_inject/layers.py: move).
+    A part is copied, then the full weight is freed (deepspeed/module_inject/layers.py: move).
     """
     kept = dict(weights)
     for index, parameter in enumerate(trace.parameters):
         if parameter.cut_from is not None:
-            kept[index] = machine.take(WEIGHTS, parameter.size_bytes)
-            machine.give(weights[index])
+            kept[index] = memory.take(WEIGHTS, parameter.size_bytes)
+            memory.give(weights[index])
     return kept
+
+
+def pinned(size_bytes: int) -> int:
+    """Host bytes of a page-locked tensor: the next power of two (CachingHostAllocator.h: allocate)."""
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0

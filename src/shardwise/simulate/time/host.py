@@ -1,8 +1,8 @@
-"""Seconds the host needs to issue a step: Python and torch's dispatcher before the GPU hears of a kernel.
+"""Seconds in which the host issues a step: Python and torch's dispatcher, before a kernel reaches the GPU.
 
-A small model is bound by them: its step lasts as long as its process needs to ask for it. They depend on the
-processor far less than on the number of calls, so no processor is told from another here (`[host]` of
-`efficiency.toml`, where they were measured).
+They bind a small model: its step lasts as long as its process needs to issue it. They depend on the processor
+far less than on the number of calls, so all processors are alike here (`[host]` of `efficiency.toml`, which
+says where they were measured).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from shardwise.simulate.time.roofline import table
 
 
 class Host:
-    """What each call costs."""
+    """Seconds of each call."""
 
     def __init__(self) -> None:
         self._rules: dict[str, float] = table()["host"]
 
     def forward(self, op: Op) -> float:
-        """Python calls it, through modules and the dispatcher, and autograd keeps a record."""
+        """An operator called from Python, through modules and the dispatcher, recorded by autograd."""
         return self._rules[_own(op) or "forward"]
 
     def backward(self, op: Op) -> float:
-        """Autograd's own thread calls it; what is Python in the forward pass is Python there, too."""
+        """An operator called by autograd's thread; what is Python in the forward pass is Python here, too."""
         return self._rules[_own(op) or "backward"]
 
     def seconds(self, what: str) -> float:
@@ -31,7 +31,7 @@ class Host:
 
 
 def _own(op: Op) -> str:
-    """The row of `[host]` that an operator has for itself."""
+    """The row of `[host]` for this operator alone, if any."""
     if op.name.startswith(_TRITON):
         return "triton"
     if op.name.startswith("dequantize_"):
@@ -40,4 +40,4 @@ def _own(op: Op) -> str:
 
 
 _TRITON = ("liger_", "causal_conv", "selective_scan")
-"""Names of operators that are Triton's kernels, Liger's or our own."""
+"""Prefixes of operators that are Triton kernels, Liger's or our own."""

@@ -1,4 +1,4 @@
-"""Seconds of one operator on a GPU: what it computes or what it moves, whichever takes longer.
+"""Seconds of one operator on a GPU: for its computation or for its bytes, whichever is longer.
 
 The roofline model (Williams, Waterman, Patterson 2009), at the shares of the GPU's peaks that kernels really
 reach (`efficiency.toml`).
@@ -17,7 +17,10 @@ from shardwise.hardware.catalog import Gpu
 from shardwise.simulate.step_trace import Op
 
 ALIGNED_BYTES = 16
-"""What the tensor memory accelerator wants a row's bytes to be a multiple of."""
+"""A row's bytes must be a multiple of this for the tensor memory accelerator."""
+
+MULTIPROCESSORS = 132
+"""The H200's, on which kernels were measured, and assumed for every GPU: the catalog has no such number."""
 
 SPLITS = (1, 2, 4, 8, 16)
 """Parts of its inner dimension that a product with few tiles may be cut into."""
@@ -49,7 +52,7 @@ class Roofline:
         self._shares: dict[str, float] = table()["bandwidth"]
 
     def seconds(self, op: Op) -> float:
-        """How long the GPU is busy with `op`, the pause before the next kernel included."""
+        """Seconds that the GPU is busy with `op`, with the pause before the next kernel."""
         if op.kind == "matmul":
             return self._matmul(op)
         if op.kind == "attention":
@@ -75,9 +78,9 @@ class Roofline:
         return self._kernel_seconds + float(rules["seconds"]) + max(computing, moving)
 
     def _tiled(self, shape: tuple[int, ...], rules: Mapping[str, Any]) -> float:
-        """Of the tile shapes that the library has, the fastest; it knows them as well."""
+        """Seconds with the fastest of the library's tile shapes, which it chooses, too."""
         batch, m, n, k = shape
-        units: int = rules["multiprocessors"]
+        units = MULTIPROCESSORS
         best = math.inf
         for tile in rules["tiles"]:
             rows, columns = tile["rows"], tile["columns"]
@@ -89,7 +92,7 @@ class Roofline:
         return best
 
     def _split(self, tiles: int, one: float, units: int, fp32_bytes: float) -> float:
-        """With the inner dimension in parts, whose fp32 sums are written and added up by a second kernel."""
+        """Seconds with the inner dimension in parts; a second kernel adds up their fp32 results."""
         return min(
             math.ceil(tiles * parts / units) * one / parts
             + (0.0 if parts == 1 else self.moving(2 * parts * fp32_bytes))
@@ -121,12 +124,12 @@ class Roofline:
 
 
 def direction(op: Op) -> str:
-    """`forward` or `backward`, of an attention."""
+    """`forward` or `backward`: the pass of an attention operator."""
     return "backward" if "backward" in op.name else "forward"
 
 
 def filled(head: int, sizes: Sequence[int]) -> float:
-    """What a head is enlarged by: kernels exist for some sizes."""
+    """By how much a head is enlarged: kernels exist for some sizes only."""
     return min((size for size in sizes if size >= head), default=head) / head
 
 

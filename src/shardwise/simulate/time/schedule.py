@@ -1,4 +1,4 @@
-"""What an engine does around a trace, on the streams of one GPU: the part that all engines share."""
+"""The part of an optimizer step's schedule that all engines share: a trace on the streams of one GPU."""
 
 from __future__ import annotations
 
@@ -8,42 +8,29 @@ from typing import Any
 
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.fp32_params import fp32_parameters, without
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.simulate.time import collectives as communication
+from shardwise.simulate.time import traffic
 from shardwise.simulate.time.host import Host
 from shardwise.simulate.time.roofline import table
 from shardwise.simulate.time.segments import Segment, segments, without_gradients
 from shardwise.simulate.time.streams import Clocks, Streams, Work
 from shardwise.strategy import Strategy
 
-FP32 = 4
-
-# Bytes that one element's update reads and writes, all in fp32: torch's fused AdamW reads weight, gradient
-# and both moments and writes all but the gradient; a norm reads the gradient.
-ADAMW_BYTES = 7 * FP32
-NORM_BYTES = FP32
-
-
-# The same in host memory, where the clipped gradient is written back: by torch's AdamW as it goes, by
-# DeepSpeed before. On a drive, weight, moments and gradient are read, and all but the gradient written.
-TORCH_CPU_ADAMW_BYTES = ADAMW_BYTES + FP32
-CPU_ADAMW_BYTES = ADAMW_BYTES + 2 * FP32
-NVME_ADAMW_BYTES = 7 * FP32
-
 
 class Schedule:
-    """One optimizer step of one GPU under an engine, as often as it is asked for.
+    """One optimizer step of one GPU under an engine, repeated as often as needed.
 
-    What `micro_batch` and `update` put on the streams is played once they are over. It may follow from
-    nothing but `first`, `last`, `whole` and `arriving`: where these are the same again, so is the work.
+    What `micro_batch` puts on the streams may depend on `first`, `last`, `gathered` and `arriving` alone:
+    where these are the same again, the recorded work is used again.
     """
 
     sums_over_ranks = True
-    """Whether gradients of fp32 parameters are laid end to end and summed over the ranks."""
+    """Whether gradients of fp32 parameters are concatenated and summed over the ranks."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
-        whole = fp32_parameters(trace, strategy.precision)
-        self.trace = without(trace, whole) if whole else trace
+        apart = fp32_parameters(trace, strategy.precision)
+        self.trace = without(trace, apart) if apart else trace
         """As the engine sees it."""
         self.strategy = strategy
         self.streams = Streams(hardware, trace.precision)
@@ -56,15 +43,15 @@ class Schedule:
         self.neighbours = min(hardware.gpus_per_node, strategy.world_size)
         assert trace.tensor_parallel == strategy.tensor_parallel, "a trace is that of one degree"
         self.segments = [
-            without_gradients(segment, trace, of=whole) for segment in segments(trace, hardware.gpu)
+            without_gradients(segment, trace, of=apart) for segment in segments(trace, hardware.gpu)
         ]
-        self.beside = [float(trace.parameters[index].numel) for index in trace.trainable if index in whole]
-        """Elements of what is trained in fp32 beside the engine."""
+        self.apart = [float(trace.parameters[index].numel) for index in trace.trainable if index in apart]
+        """Elements of the trained parameters that are kept in fp32, apart from the engine."""
         self.trainable = sum(self.elements(index) for index in trace.trainable)
         self.arriving: dict[int, int] = {}
-        """Sharded weights on the way: whose, and the event of their arrival."""
-        self.whole: set[int] = set()
-        """Sharded weights that are there."""
+        """Sharded weights on their way: whose, and the event of their arrival."""
+        self.gathered: set[int] = set()
+        """Sharded weights that are gathered."""
         self._known: dict[Any, tuple[list[Work], dict[int, int], set[int]]] = {}
 
     def step(self, clocks: Clocks) -> None:
@@ -78,45 +65,46 @@ class Schedule:
         clocks.run(self._between)
 
     def _micro_batch(self, *, first: bool, last: bool) -> list[Work]:
-        key = first, last, frozenset(self.whole), tuple(self.arriving.items())
+        key = first, last, frozenset(self.gathered), tuple(self.arriving.items())
         if key not in self._known:
-            work = self._written(lambda: self._passes(first=first, last=last))
-            self._known[key] = work, self.arriving.copy(), self.whole.copy()
-        work, arriving, whole = self._known[key]
-        self.arriving, self.whole = arriving.copy(), whole.copy()
+            work = self._recorded(lambda: self._passes(first=first, last=last))
+            self._known[key] = work, self.arriving.copy(), self.gathered.copy()
+        work, arriving, gathered = self._known[key]
+        self.arriving, self.gathered = arriving.copy(), gathered.copy()
         return work
 
     def _passes(self, *, first: bool, last: bool) -> None:
         self.micro_batch(first=first, last=last)
-        if self.beside and not first:  # autograd adds to what is there
-            self.streams.move(3 * FP32 * sum(self.beside), kernels=len(self.beside))
+        if self.apart and not first:  # autograd adds to the gradients
+            self.streams.move(traffic.added(FP32, FP32) * sum(self.apart), kernels=len(self.apart))
 
     @cached_property
     def _update(self) -> list[Work]:
-        return self._written(self.update if not self.beside else self._update_both)
+        return self._recorded(self.update if not self.apart else self._update_both)
 
     def _update_both(self) -> None:
         """The engine's update between those of fp32 parameters: sum over ranks, norm, AdamW."""
-        streams, elements = self.streams, sum(self.beside)
-        if self.sums_over_ranks:
-            streams.move(2 * FP32 * elements, "foreach_copy")
+        streams, elements = self.streams, sum(self.apart)
+        if self.sums_over_ranks:  # runtime/fp32_params.py: concatenated, summed, divided
+            streams.move(traffic.copied(FP32) * elements, "foreach_copy")
             seconds = communication.all_reduce(FP32 * elements, self.group)
             if self.ranks > 1:
-                summed = streams.communicate(seconds, 2 * FP32 * elements, after_compute=True)
-                streams.compute_waits(summed)
-            streams.move(2 * FP32 * elements)
-        streams.move(NORM_BYTES * elements, "foreach_norm")
+                moved = traffic.copied(FP32) * elements
+                streams.compute_waits(streams.communicate(seconds, moved, after_compute=True))
+            streams.move(traffic.copied(FP32) * elements)
+        streams.move(traffic.NORM_BYTES * elements, "foreach_norm")
         self.update()
-        streams.move(ADAMW_BYTES * elements, "fused_adamw")
+        streams.move(traffic.ADAMW_BYTES * elements, "fused_adamw")
 
     @cached_property
     def _between(self) -> list[Work]:
-        return self._written(lambda: self.streams.issue(self.host.seconds("step")))
+        return self._recorded(lambda: self.streams.issue(self.host.seconds("step")))
 
-    def _written(self, ask: Callable[[], None]) -> list[Work]:
+    def _recorded(self, write: Callable[[], None]) -> list[Work]:
+        """The work that `write` puts on the streams."""
         work: list[Work] = []
         self.streams.work = work
-        ask()
+        write()
         return work
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
@@ -128,11 +116,11 @@ class Schedule:
         raise NotImplementedError
 
     def elements(self, parameter: int) -> float:
-        """Of a parameter, on this GPU when it is whole there."""
+        """Elements of a gathered parameter on this GPU."""
         return float(self.trace.parameters[parameter].numel)
 
     def count(self, parameters: Iterable[int]) -> float:
-        """Elements of several."""
+        """Elements of several gathered parameters."""
         return sum(self.elements(index) for index in parameters)
 
     def run(self, segment: Segment, *, issue: float = 0.0) -> None:
@@ -146,10 +134,10 @@ class Schedule:
 
 
 def cpu_seconds(num_bytes: float, processes: int, *, by: str) -> float:
-    """How long the host needs to read and write `num_bytes` for each of the `processes` of a node.
+    """Seconds in which the host reads and writes `num_bytes` for each of the `processes` of a node.
 
     Updating weights computes little: cores wait for memory, which all processes share. `by`: whose code it
-    is, `deepspeed` or `torch`, of which one process alone may not use all that the memory gives.
+    is, `deepspeed` or `torch`; with torch one process alone does not use the memory's full rate.
     """
     rates = table()["cpu"]
     rate: float = min(processes * rates[f"{by}_bytes_per_second"], rates["bytes_per_second"])
@@ -157,12 +145,12 @@ def cpu_seconds(num_bytes: float, processes: int, *, by: str) -> float:
 
 
 def pageable_seconds(num_bytes: float) -> float:
-    """How long a copy to the GPU lasts from host memory that is not page-locked."""
+    """Seconds of a copy to the GPU from host memory that is not page-locked."""
     rate: float = table()["cpu"]["pageable_bytes_per_second"]
     return num_bytes / rate
 
 
 def nvme_seconds(num_bytes: float, processes: int) -> float:
-    """How long a node's drive needs to read or write `num_bytes` for each of its `processes`."""
+    """Seconds in which a node's drive reads or writes `num_bytes` for each of its `processes`."""
     rate: float = table()["cpu"]["nvme_bytes_per_second"]
     return num_bytes * processes / rate

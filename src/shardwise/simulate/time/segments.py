@@ -1,8 +1,7 @@
-"""A trace cut at the borders of its units: what the GPU computes and the host issues in each piece."""
+"""A trace cut at the borders of its units: the GPU's computation and the host's time in each segment."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ from shardwise.simulate.time.roofline import Roofline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """What happens between the start of one unit's pass and the next unit's."""
+    """The operators between the start of one unit's pass and that of the next unit's."""
 
     unit: int
     """Index into the trace's units; -1 before the first and between forward and backward pass."""
@@ -23,11 +22,11 @@ class Segment:
     seconds: float
     """The GPU's kernels, at full clock."""
     joules: float
-    """What they take beside the GPU's constant draw."""
+    """Joules of the kernels, without the GPU's constant draw."""
     host_seconds: float
-    """Until the host has issued them."""
+    """Time in which the host issues them."""
     read_back: bool
-    """The process waits at its beginning, for a number that an operator in it computes."""
+    """Whether the process waits at its beginning, to read a number that the segment computes."""
     passes: int
     """Forward and backward passes in it: 2 where a backward pass computes the forward pass again."""
     gradients: tuple[int, ...] = ()
@@ -39,24 +38,16 @@ class Segment:
 
 
 READ_BACK = frozenset({"all", "any", "_local_scalar_dense", "nonzero"})
-"""Operators whose result Python looks at: transformers looks for packed samples in the position ids."""
-
-_CUT: dict[tuple[int, str], tuple[weakref.ref[StepTrace], tuple[Segment, ...]]] = {}
+"""Operators whose result Python reads: transformers looks for packed samples in the position ids."""
 
 
 def segments(trace: StepTrace, gpu: Gpu) -> tuple[Segment, ...]:
-    """The trace's segments in order, on this GPU; kept for as long as the trace is."""
-    key = id(trace), gpu.name
-    found = _CUT.get(key)
-    if found is not None and found[0]() is trace:
-        return found[1]
-    cut = tuple(_cut(trace, gpu))
-    _CUT[key] = weakref.ref(trace, lambda _: _CUT.pop(key, None)), cut
-    return cut
+    """The trace's segments in order, on this GPU; made once for each trace and GPU."""
+    return trace.derived(("segments", gpu.name), lambda: tuple(_cut(trace, gpu)))
 
 
 def without_gradients(segment: Segment, trace: StepTrace, of: Collection[int]) -> Segment:
-    """A segment of `trace` in which nobody takes the gradients of some parameters."""
+    """The segment without the gradients of some parameters of `trace`."""
     if not any(index in of for index in segment.gradients):
         return segment
     left = tuple(index for index in segment.gradients if index not in of)
@@ -76,7 +67,7 @@ def _cut(trace: StepTrace, gpu: Gpu) -> Iterator[Segment]:
     joules = [0.0 if index in summed else draw.joules(op) for index, op in enumerate(trace.ops)]
     looked_at = {index for index, op in enumerate(trace.ops) if op.name in READ_BACK}
     calls = [(host.forward(op), host.backward(op)) for op in trace.ops]
-    for index in summed:  # from Python on both passes
+    for index in summed:  # called from Python in both passes
         calls[index] = (calls[index][0], calls[index][0])
     forwards: dict[int, int] = {}
     unit, backward, ops, gradients = -1, False, list[int](), list[int]()

@@ -14,7 +14,7 @@ from shardwise.simulate.time.streams import Clocks, Totals
 from shardwise.strategy import Strategy
 
 STEPS = 3
-"""Steps that are played; the last counts. The first begins with a GPU that has nothing to do."""
+"""Steps that are played; the last one counts. The first begins with an idle GPU."""
 
 MOST_PLAYED = 64
 """Micro-batches that are played one by one. Each further one takes as long as those before it."""
@@ -30,20 +30,20 @@ class Played:
 
 
 def play_steps(strategy: Strategy, schedule_of: Callable[[Strategy], Schedule]) -> Played:
-    """Replays steps until they are all alike; `schedule_of`: the engine's schedule for a strategy."""
+    """Play steps until they are alike; `schedule_of`: the engine's schedule for a strategy."""
     count = strategy.accumulation
     if count <= MOST_PLAYED:
         return _play(schedule_of(strategy))
     half = MOST_PLAYED // 2
-    more, less = (_play(schedule_of(replace(strategy, accumulation=n))) for n in (MOST_PLAYED, half))
+    many, few = (_play(schedule_of(replace(strategy, accumulation=n))) for n in (MOST_PLAYED, half))
     times = (count - MOST_PLAYED) / (MOST_PLAYED - half)
 
     def further(reached: float, before: float) -> float:
         return reached + times * (reached - before)
 
     names = [field.name for field in fields(Totals)]
-    totals = {name: further(getattr(more.totals, name), getattr(less.totals, name)) for name in names}
-    return Played(seconds=further(more.seconds, less.seconds), totals=Totals(**totals))
+    totals = {name: further(getattr(many.totals, name), getattr(few.totals, name)) for name in names}
+    return Played(seconds=further(many.seconds, few.seconds), totals=Totals(**totals))
 
 
 def _play(schedule: Schedule) -> Played:
@@ -59,9 +59,7 @@ def _play(schedule: Schedule) -> Played:
 def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, played: Played) -> Time:
     """The time of one optimizer step of `strategy` on `hardware`, whose micro-batches are each `trace`.
 
-    `played`: what `play` says of the same.
-
-    All GPUs do the same, so one of them is played. When its work would draw more than the power limit on
+    `played`: one GPU's steps, as all GPUs do the same. When its work would draw more than the power limit on
     average, the clock falls until it does not, and the step lasts as long as its joules need.
     """
     totals = played.totals

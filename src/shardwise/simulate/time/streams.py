@@ -1,10 +1,10 @@
-"""The clocks of one GPU and its process: what runs beside what, and who waits for whom.
+"""The clocks of one GPU and its process: what overlaps, and what waits for what.
 
-Four things go on at a time: the process issues work, the GPU computes, it communicates with other GPUs, and
-copies go to and from the host. Each is a clock that says until when it is taken.
+Four things happen at a time: the process issues work, the GPU computes, it communicates with other GPUs, and
+copies go to and from the host. Each has a clock that says until when it is busy.
 
-What a schedule asks for does not depend on the clocks. So it is written down (`Streams`), and played
-(`Clocks`) as often as the same is asked for again: most micro-batches are alike.
+The work of a schedule does not depend on the clocks. It is recorded once (`Streams`), and played (`Clocks`)
+as often as it repeats: most micro-batches are alike.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ COMPUTE, COMMUNICATE, COMPUTE_WAITS, COPY, ISSUE = range(5)
 HOST_READS, HOST_WAITS, COMMUNICATION_WAITS, SETTLE, PEERS = range(5, 10)
 
 Work = tuple[Any, ...]
-"""What is asked for: its kind, and the numbers that `Streams` gives it; see `Clocks.run`."""
+"""One piece of work: its kind, and the numbers that the method of `Streams` gives it. Plain tuples, as a plan
+plays millions of them."""
 
 NEVER, LATEST, REDUCED = range(3)
-"""Events: one that is long over; the end of the last work that has no other; gradients have been summed."""
+"""Events: one that is always over; the end of the last work without an event of its own; the end of the last
+reduction of gradients."""
 
 
 def event(index: int) -> int:
-    """An event of a schedule's own; `index` counts from 0."""
+    """A further event of a schedule; `index` counts from 0."""
     return REDUCED + 1 + index
 
 
@@ -39,22 +41,22 @@ Interval = tuple[float, float]
 
 @dataclass
 class Totals:
-    """Seconds and joules of what has been run, on one GPU."""
+    """Seconds and joules of the work that was played, on one GPU."""
 
     compute: float = 0.0
     communication: float = 0.0
     exposed: float = 0.0
     exposed_to_peers: float = 0.0
-    """Of that, waiting for sums over the tensor-parallel group."""
+    """The share of that for sums over the tensor-parallel group."""
     exposed_to_copies: float = 0.0
-    """Waiting for copies between host and GPU, by the computation or by a collective that it waits for."""
+    """Waiting for copies between host and GPU, by the computation or by a collective it waits for."""
     copy: float = 0.0
     optimizer: float = 0.0
     issue: float = 0.0
     joules: float = 0.0
 
     def wait(self, since: float, until: float, copies: Interval) -> None:
-        """The computation waits for an event, and in `copies`, if that is not over before, for a copy."""
+        """The computation waits for an event; during `copies` it waits for a copy."""
         if until > since:
             for_copies = max(0.0, min(until, copies[1]) - max(since, copies[0]))
             self.exposed += until - since - for_copies
@@ -62,7 +64,7 @@ class Totals:
 
 
 class Streams:
-    """Work is put on a stream in the order in which it is issued; `work` is what was put there so far."""
+    """Records the work of a schedule in the order in which it is issued, as `work`."""
 
     def __init__(self, hardware: Hardware, precision: str) -> None:
         self.work: list[Work] = []
@@ -71,39 +73,39 @@ class Streams:
         self._link = hardware.host_link
 
     def issue(self, seconds: float) -> None:
-        """The process is busy for so long."""
+        """The process is busy for `seconds`."""
         self.work.append((ISSUE, seconds))
 
     def host_waits(self) -> None:
-        """The process waits until the GPU has done all it was asked for."""
+        """The process waits until the GPU has done all work."""
         self.work.append((HOST_WAITS,))
 
     def host_reads(self) -> None:
-        """The process waits for what was computed so far, to read it."""
+        """The process waits for the computation so far, to read a result."""
         self.work.append((HOST_READS,))
 
     def compute(self, seconds: float, *, issue: float = 0.0, joules: float = 0.0) -> None:
-        """Kernels of `seconds` together, which the process needs `issue` seconds to ask for."""
+        """Kernels of `seconds` together, which the process issues in `issue` seconds."""
         self.work.append((COMPUTE, seconds, issue, joules))
 
     def move(
         self, num_bytes: float, key: str = "elementwise", *, kernels: int = 1, issue: float = 0.0
     ) -> None:
-        """Kernels that read and write `num_bytes` in all, at the share `key` of the memory's bandwidth."""
+        """Kernels that read and write `num_bytes` together, at the share `key` of the memory's bandwidth."""
         self.compute(self.moving(num_bytes, key, kernels), issue=issue, joules=self.draw.moving(num_bytes))
 
     def moving(self, num_bytes: float, key: str = "elementwise", kernels: int = 1) -> float:
-        """Seconds of them."""
+        """Seconds of such kernels."""
         one = self.roofline.moving(num_bytes / max(kernels, 1), key)
         return one * kernels
 
     def communicate(
         self, seconds: float, num_bytes: float, *, after_compute: bool, done: int = LATEST
     ) -> int:
-        """A collective behind those before it; returns `done`, the event of its end.
+        """A collective after those before it; returns `done`, the event of its end.
 
-        `num_bytes`: what it reads and writes of this GPU's memory. `after_compute`: it needs what was
-        computed so far.
+        `num_bytes`: what it reads and writes of this GPU's memory. `after_compute`: it needs the computation
+        so far.
         """
         self.work.append((COMMUNICATE, seconds, self.draw.moving(num_bytes), after_compute, done))
         return done
@@ -116,23 +118,23 @@ class Streams:
         self.work.append((PEERS, seconds, self.draw.moving(num_bytes)))
 
     def communication_waits(self, until: int) -> None:
-        """The next collective begins no sooner than an event."""
+        """The next collective begins after an event."""
         self.work.append((COMMUNICATION_WAITS, until))
 
     def compute_waits(self, until: int) -> None:
-        """The computation goes on no sooner than an event."""
+        """The computation continues after an event."""
         self.work.append((COMPUTE_WAITS, until))
 
     def settle(self) -> None:
-        """The computation goes on when all collectives are over."""
+        """The computation continues when all collectives are over."""
         self.work.append((SETTLE,))
 
     def copy(
         self, num_bytes: float, *, after: int = NEVER, read_seconds: float = 0.0, done: int = LATEST
     ) -> int:
-        """A copy between host and GPU, no sooner than `after`; returns `done`, the event of its end.
+        """A copy between host and GPU, after `after`; returns `done`, the event of its end.
 
-        `read_seconds`: how long the host needs to have the bytes, from when it is asked for them.
+        `read_seconds`: how long the host reads the bytes before, from when the copy is issued.
         """
         seconds = self._link.latency_seconds + num_bytes / self._link.bytes_per_second
         self.work.append((COPY, seconds, self.draw.moving(num_bytes), after, read_seconds, done))
@@ -140,10 +142,10 @@ class Streams:
 
 
 class Clocks:
-    """When work that is asked for is done; seconds."""
+    """Until when host, computation, communication and copies are busy; seconds."""
 
     def __init__(self, events: int = 0) -> None:
-        """`events`: how many a schedule has of its own."""
+        """`events`: how many a schedule adds to those of this module."""
         self.host = 0.0
         self.compute = 0.0
         self.communication = 0.0
@@ -151,18 +153,18 @@ class Clocks:
         self.totals = Totals()
         self._events = [0.0] * event(events)
         self._copying: list[Interval] = [(0.0, 0.0)] * event(events)
-        """When a copy was under way that an event is the end of, or that its collective was held up by."""
-        self._held_up: Interval = (0.0, 0.0)
+        """For each event, when the copy ran that it ends, or that delayed its collective."""
+        self._delayed_by: Interval = (0.0, 0.0)
         self._launch = Host().seconds("launch")
         self._slowed: float = 1.0 / (1.0 - table()["communication"]["multiprocessors"])
 
     @property
     def busy_until(self) -> float:
-        """When both the computation and the process are done with what they have."""
+        """When both the computation and the process have done their work."""
         return max(self.host, self.compute)
 
     def run(self, work: Iterable[Work]) -> None:
-        """Plays it, in one piece: a plan plays millions of kinds of work."""
+        """Play work: one loop for all kinds, as a plan plays millions of pieces."""
         totals, events, copying, launch = self.totals, self._events, self._copying, self._launch
         host, compute, communication, copy = self.host, self.compute, self.communication, self.copy
         for item in work:
@@ -172,7 +174,7 @@ class Clocks:
                 start = max(compute, host + launch)
                 host += issue
                 totals.issue += issue
-                lasts = seconds if communication <= start else self._beside(communication - start, seconds)
+                lasts = seconds if communication <= start else self._slower(communication - start, seconds)
                 compute = max(start + lasts, host + launch)
                 totals.compute += seconds
                 totals.joules += joules
@@ -181,12 +183,12 @@ class Clocks:
                 start = max(communication, host + launch)
                 if after_compute:
                     start = max(start, compute)
-                copying[done] = self._held_up
+                copying[done] = self._delayed_by
                 events[done] = communication = start + seconds
                 totals.communication += seconds
                 totals.joules += joules
             elif kind in (COMPUTE_WAITS, SETTLE):
-                last = (communication, self._held_up)
+                last = (communication, self._delayed_by)
                 until, copies = last if kind == SETTLE else (events[item[1]], copying[item[1]])
                 totals.wait(max(compute, host), until, copies)
                 compute = max(compute, until)
@@ -204,27 +206,27 @@ class Clocks:
                 _, seconds, joules = item
                 start = max(compute, host + launch)
                 # half of the links each, until either is over
-                beside = min(seconds, max(0.0, communication - start))
-                if beside:
-                    communication += beside
-                    events[:] = [at + beside if at > start else at for at in events]
-                waits = start + seconds + beside - max(compute, host)
+                shared = min(seconds, max(0.0, communication - start))
+                if shared:
+                    communication += shared
+                    events[:] = [at + shared if at > start else at for at in events]
+                waits = start + seconds + shared - max(compute, host)
                 totals.exposed += waits
                 totals.exposed_to_peers += waits
-                compute = start + seconds + beside
+                compute = start + seconds + shared
                 totals.communication += seconds
                 totals.joules += joules
             elif kind == COMMUNICATION_WAITS:
-                over = (events[item[1]], copying[item[1]])  # the later one holds the next collective up
-                communication, self._held_up = max((communication, self._held_up), over)
+                over = (events[item[1]], copying[item[1]])  # the later one delays the next collective
+                communication, self._delayed_by = max((communication, self._delayed_by), over)
             elif kind == HOST_READS:
                 host = max(host, compute)
             else:
                 host = max(host, compute, communication, copy)
         self.host, self.compute, self.communication, self.copy = host, compute, communication, copy
 
-    def _beside(self, shared: float, seconds: float) -> float:
-        """How long `seconds` of computing take if collectives, which hold multiprocessors, last `shared`."""
+    def _slower(self, shared: float, seconds: float) -> float:
+        """Seconds of a computation while collectives, which use multiprocessors, run for `shared`."""
         if seconds * self._slowed <= shared:
             return seconds * self._slowed
         return shared + seconds - shared / self._slowed

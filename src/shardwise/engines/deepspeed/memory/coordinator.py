@@ -1,8 +1,9 @@
-"""When ZeRO-3 gathers and releases parameters: partitioned_param_coordinator.py of DeepSpeed 0.19.8.
+"""The memory of gathered parameters in ZeRO-3: partitioned_param_coordinator.py of DeepSpeed 0.19.8.
 
-The first forward and backward pass records which modules are called; later ones gather ahead by it. Units of
-the trace are its leaf modules (entire blocks, see runtime/engine.py) and those with parameters of their own.
-Others are called too, and each call gathers ahead: the loss, the base model, its rotary embedding.
+When parameters are gathered and released is `policy.py`. The first forward and backward pass records which
+modules are called; later passes gather ahead by that record. Units of the trace are DeepSpeed's leaf modules
+(entire blocks, see runtime/engine.py) and those with parameters of their own. Other modules are called too,
+and each call gathers ahead: the loss, the base model, its rotary embedding.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardwise.engines.deepspeed.config import NEVER_RELEASE, PERSIST, PREFETCH, RELEASE_AT
-from shardwise.simulate.memory.gpu import WEIGHTS, Machine
+from shardwise.engines.deepspeed import policy
+from shardwise.simulate.memory.gpu import WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import parts
 from shardwise.simulate.step_trace import BACKWARD, FORWARD, StepTrace
 from shardwise.strategy import Strategy
 
@@ -22,19 +22,20 @@ GATHER = 1
 """The stream on which parameters are gathered, with memory of its own (allgather_stream)."""
 
 ROOT, MODEL, EMPTY = -1, -2, -3
-"""Calls of modules that are no unit: the loss, the base model; one that holds no parameters at all."""
+"""Calls of modules that are no unit: the loss; the base model; one without any parameters."""
 
 NEVER = -(10**10)
+"""The step of a parameter that was not fetched yet."""
 
 
 @dataclass
 class _Gathering:
-    """One all-gather. Its buffer goes when each of its parameters has been asked for."""
+    """One all-gather; its buffer is freed when a module has waited for each of its parameters."""
 
     buffer: Block | None
     parameters: list[int]
     awaited: int
-    """How many of them nobody has asked for yet."""
+    """How many of them no module has waited for yet."""
     done: bool = False
     """Whether the parameters have been copied out of the buffer, all at once (AllGatherCoalescedHandle)."""
 
@@ -49,31 +50,31 @@ def calls_of(trace: StepTrace) -> list[int]:
 
 
 class Coordinator:
-    """The parameters that are whole at the moment, and those on the way."""
+    """The parameters that are gathered at the moment, and those on their way."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         self._trace = trace
         self._world = strategy.data_parallel
         self._offload = strategy.offload_parameters != "none"
-        self._keep = RELEASE_AT if strategy.reshard else NEVER_RELEASE
+        self._limit = policy.live_limit(strategy)
         self._numel = [parameter.numel for parameter in trace.parameters]
         self._item = [parameter.item_bytes for parameter in trace.parameters]
-        self.persistent = {index for index, numel in enumerate(self._numel) if numel <= PERSIST}
-        self._ids = {index: place for place, index in enumerate(i for part in parts(trace) for i in part)}
+        self.persistent = {index for index, numel in enumerate(self._numel) if policy.persists(numel)}
+        self._ids = {index: place for place, index in enumerate(i for part in trace.parts for i in part)}
         """The order in which they were partitioned (ds_id), in which they are gathered."""
         self._calls = calls_of(trace)
         self._uses = [(p, step) for step, call in enumerate(self._calls) for p in self._direct(call)]
         self._passes = 0
         self._step = 0
         self._queue: deque[tuple[int, int]] = deque()
-        self._asked_for: dict[int, int] = {}
+        self._fetched_at: dict[int, int] = {}  # __most_recent_step_id_param_fetched_for
         self._live = 0
-        self._whole: dict[int, Block | None] = {}
+        self._gathered: dict[int, Block | None] = {}
         self._coming: dict[int, _Gathering] = {}
         self._released_at: dict[tuple[int, int], frozenset[int]] = {}
         self._latest: list[Block] = []
         self._earlier: list[Block] = []
-        """Let go since the latest module began, and before that (engines/deepspeed/runtime/release.py)."""
+        """Released since the latest module began, and before that (engines/deepspeed/runtime/release.py)."""
 
     def _direct(self, call: int) -> Sequence[int]:
         return sorted(self._trace.units[call].parameters, key=self._ids.__getitem__) if call >= 0 else ()
@@ -86,70 +87,70 @@ class Coordinator:
     def _complete(self) -> bool:
         return self._passes > 1
 
-    def begin(self, machine: Machine) -> None:
+    def begin(self, memory: GpuMemory) -> None:
         """A forward pass begins (reset_step)."""
         self._passes += 1
         self._step = 0
         self._live = 0
-        self._asked_for = {}
+        self._fetched_at = {}
         self._queue = deque(self._uses) if self._complete else deque()
-        self._call_others(machine)
+        self._call_others(memory)
 
-    def fetch(self, machine: Machine, unit: int) -> None:
+    def fetch(self, memory: GpuMemory, unit: int) -> None:
         """A unit's forward or backward pass begins (fetch_sub_module)."""
-        self._fetch(machine, unit)
-        self._call_others(machine)
+        self._fetch(memory, unit)
+        self._call_others(memory)
 
-    def _call_others(self, machine: Machine) -> None:
+    def _call_others(self, memory: GpuMemory) -> None:
         while self._step < len(self._calls) and self._calls[self._step] < 0:
-            self._fetch(machine, self._calls[self._step])
+            self._fetch(memory, self._calls[self._step])
 
-    def _fetch(self, machine: Machine, call: int) -> None:
-        self._give_earlier(machine)
+    def _fetch(self, memory: GpuMemory, call: int) -> None:
+        self._give_earlier(memory)
         self._earlier, self._latest = self._latest, []
         wanted = self._direct(call)
-        self._gather(machine, wanted)
-        # Which comes first is chance: DeepSpeed goes through a set. Last comes what frees a buffer.
+        self._gather(memory, wanted)
+        # DeepSpeed iterates over a set, in any order. Here buffers are freed last.
         coming = [self._coming.pop(parameter) for parameter in wanted if parameter in self._coming]
         for gathering in coming:
-            self._copy_out(machine, gathering)
+            self._copy_out(memory, gathering)
         for gathering in coming:
             gathering.awaited -= 1
             if not gathering.awaited and gathering.buffer is not None and len(gathering.parameters) > 1:
-                machine.give(gathering.buffer)
+                memory.give(gathering.buffer)
         if self._complete:
             self._forget_queued(wanted)
-            self._prefetch(machine)
+            self._prefetch(memory)
         self._step += 1
 
-    def _give_earlier(self, machine: Machine) -> None:
+    def _give_earlier(self, memory: GpuMemory) -> None:
         for block in self._earlier:
-            machine.give(block)
+            memory.give(block)
         self._earlier = []
 
     def _forget_queued(self, wanted: Iterable[int]) -> None:
-        new = {p for p in wanted if self._asked_for.get(p, NEVER) < self._step}
+        new = {p for p in wanted if self._fetched_at.get(p, NEVER) < self._step}
         seen: set[int] = set()
         while self._queue and len(seen) < len(new):
             parameter, step = self._queue.popleft()
-            self._asked_for[parameter] = step
+            self._fetched_at[parameter] = step
             seen.add(parameter)
 
-    def _prefetch(self, machine: Machine) -> None:
-        room = min(self._keep - self._live, PREFETCH)
-        ahead: list[int] = []
-        numel = 0
-        while self._queue and numel < room:
-            parameter, step = self._queue.popleft()
-            self._asked_for[parameter] = max(self._asked_for.get(parameter, NEVER), step)
-            if parameter not in self._whole and parameter not in self._coming and parameter not in ahead:
-                ahead.append(parameter)
-                numel += self._numel[parameter]
-        self._gather(machine, ahead)
+    def _prefetch(self, memory: GpuMemory) -> None:
+        taken, missing = policy.look_ahead(
+            self._queue,
+            live=self._live,
+            limit=self._limit,
+            numel=self._numel.__getitem__,
+            available=lambda parameter: parameter in self._gathered or parameter in self._coming,
+        )
+        for parameter, step in taken:
+            self._fetched_at[parameter] = max(self._fetched_at.get(parameter, NEVER), step)
+        self._gather(memory, missing)
 
-    def _gather(self, machine: Machine, parameters: Iterable[int]) -> None:
+    def _gather(self, memory: GpuMemory, parameters: Iterable[int]) -> None:
         """Gathers what is missing (__all_gather_params, _all_gather_dtype)."""
-        missing = [p for p in parameters if p not in self._whole and p not in self._coming]
+        missing = [p for p in parameters if p not in self._gathered and p not in self._coming]
         missing.sort(key=self._ids.__getitem__)
         if not missing:
             return
@@ -157,34 +158,34 @@ class Coordinator:
         buffer = None
         if self._world > 1:
             parts = [self._item[p] * self.part(p) for p in missing]
-            buffer = machine.take(WEIGHTS, self._world * sum(parts), GATHER)
+            buffer = memory.take(WEIGHTS, self._world * sum(parts), GATHER)
             if self._offload:
-                self._copy_in(machine, missing)
+                self._copy_in(memory, missing)
         gathering = _Gathering(buffer, missing, len(missing))
         for parameter in missing:
             self._coming[parameter] = gathering
 
-    def _copy_in(self, machine: Machine, parameters: Iterable[int]) -> None:
+    def _copy_in(self, memory: GpuMemory, parameters: Iterable[int]) -> None:
         """Partitions from the host, those of persistent parameters excepted."""
         sizes = [self._item[p] * self.part(p) for p in parameters if p not in self.persistent]
-        for block in [machine.take(WEIGHTS, size, GATHER) for size in sizes]:
-            machine.give(block)
+        for block in [memory.take(WEIGHTS, size, GATHER) for size in sizes]:
+            memory.give(block)
 
-    def _copy_out(self, machine: Machine, gathering: _Gathering) -> None:
+    def _copy_out(self, memory: GpuMemory, gathering: _Gathering) -> None:
         if gathering.done:
             return
         gathering.done = True
         if len(gathering.parameters) == 1 and self._world > 1:
-            self._whole[gathering.parameters[0]] = gathering.buffer  # _all_gather_sequential
+            self._gathered[gathering.parameters[0]] = gathering.buffer  # _all_gather_sequential
             return
         for parameter in gathering.parameters:
-            self._whole[parameter] = self._own(machine, parameter)
+            self._gathered[parameter] = self._own(memory, parameter)
 
-    def _own(self, machine: Machine, parameter: int) -> Block | None:
+    def _own(self, memory: GpuMemory, parameter: int) -> Block | None:
         """A gathered parameter's own memory; on one GPU that is its partition, unless it is on the host."""
         if self._world == 1 and not self._offload:
             return None
-        return machine.take(WEIGHTS, self._item[parameter] * self._numel[parameter], GATHER)
+        return memory.take(WEIGHTS, self._item[parameter] * self._numel[parameter], GATHER)
 
     def part(self, parameter: int) -> int:
         """Elements of a parameter on each rank (_aligned_size)."""
@@ -193,49 +194,48 @@ class Coordinator:
     def release(self, unit: int) -> None:
         """A unit's forward or backward pass is over (release_sub_module)."""
         wanted = self._trace.units[unit].parameters
-        going = self._reusable(unit) if self._complete else frozenset(wanted)
+        going = self._not_needed_soon(unit) if self._complete else frozenset(wanted)
         for parameter in wanted:
             if parameter in going:
                 self._drop(parameter)
 
     def _drop(self, parameter: int) -> None:
-        if parameter in self._whole:
-            block = self._whole.pop(parameter)
+        if parameter in self._gathered:
+            block = self._gathered.pop(parameter)
             self._live -= self._numel[parameter]
             if block is not None:
                 self._latest.append(block)
 
-    def _reusable(self, unit: int) -> frozenset[int]:
-        """What may go: not persistent, and not to be used again soon (__params_to_release)."""
+    def _not_needed_soon(self, unit: int) -> frozenset[int]:
+        """Parameters to release: not persistent, and not used again soon (__params_to_release)."""
         key = (unit, self._step)
         if key not in self._released_at:
-            going = set(self._trace.units[unit].parameters) - self.persistent
-            going = {p for p in going if self._asked_for.get(p, NEVER) <= self._step}
-            leaf = self._trace.units[unit].block >= 0
-            traversed = 0
-            for call in self._calls[self._step :]:
-                if traversed >= self._keep or not going:
-                    break
-                # Of a block's direct parameters there are none: they belong to its layers.
-                parameters = self._below(call) if leaf else self._own_of(call)
-                going.difference_update(parameters)
-                traversed += sum(self._numel[p] for p in parameters)
-            self._released_at[key] = frozenset(going)
+            candidates = {
+                p
+                for p in self._trace.units[unit].parameters
+                if p not in self.persistent and self._fetched_at.get(p, NEVER) <= self._step
+            }
+            # A block has no direct parameters: they belong to its layers.
+            uses = self._below if self._trace.units[unit].block >= 0 else self._own_of
+            later = (
+                (used, sum(self._numel[p] for p in used)) for used in map(uses, self._calls[self._step :])
+            )
+            self._released_at[key] = policy.released(candidates, later, limit=self._limit)
         return self._released_at[key]
 
     def _own_of(self, call: int) -> Sequence[int]:
         return self._direct(call) if call >= 0 and self._trace.units[call].block < 0 else ()
 
-    def release_all(self, machine: Machine) -> None:
+    def release_all(self, memory: GpuMemory) -> None:
         """Before the optimizer's step (partition_all_parameters)."""
-        for parameter in list(self._whole):
+        for parameter in list(self._gathered):
             self._drop(parameter)
-        self._give_earlier(machine)
+        self._give_earlier(memory)
         self._earlier, self._latest = self._latest, []
-        self._give_earlier(machine)
+        self._give_earlier(memory)
 
-    def gather_persistent(self, machine: Machine) -> None:
+    def gather_persistent(self, memory: GpuMemory) -> None:
         """After it, on the stream of the computation (_post_step)."""
         for parameter in sorted(self.persistent):
             size = self._item[parameter] * self._world * self.part(parameter)
-            self._whole[parameter] = machine.take(WEIGHTS, size) if self._world > 1 else None
+            self._gathered[parameter] = memory.take(WEIGHTS, size) if self._world > 1 else None

@@ -1,6 +1,6 @@
-"""How ZeRO-1 and 2 lay parameters out: all in one flat buffer, cut into equal parts, one for each rank.
+"""ZeRO-1 and 2's layout of parameters: one flat buffer in equal parts, one for each rank.
 
-Modelled is one param group. Weight decay makes two of them (engines/runtime/parameters.py), laid out alike.
+Modelled is one parameter group. Weight decay makes two (engines/runtime/parameters.py), laid out alike.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class Flat:
         return [(rank, min(end, (rank + 1) * size) - max(start, rank * size)) for rank in ranks]
 
     def owned(self, rank: int) -> list[int]:
-        """Parameters of which a part or all is in a rank's partition (get_partition_info)."""
+        """Parameters that are at least partly in a rank's partition (get_partition_info)."""
         return [index for index in self.offsets if any(owner == rank for owner, _ in self.pieces(index))]
 
     def slices(self, bucket: Iterable[int], *, joined: bool, rank: int) -> list[tuple[int, int]]:
-        """(rank, elements) of the stretches of a bucket that are reduced for one rank (average_tensor).
+        """(rank, elements) of the slices of a bucket that are reduced for one rank (average_tensor).
 
         Args:
             bucket: parameters in the order of their gradients.
-            joined: stretches of `rank` that follow each other are one, as those of other ranks always are.
+            joined: adjacent slices of `rank` are one, as those of other ranks always are.
             rank: whose memory is modelled.
         """
         found: list[tuple[int, int]] = []

@@ -1,31 +1,30 @@
-"""ZeRO-1 and 2 of DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py, whose functions stand in parentheses."""
+"""Memory of ZeRO-1 and 2, DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py; functions in parentheses."""
 
 from __future__ import annotations
 
+from shardwise.engines.deepspeed import policy
+from shardwise.engines.deepspeed.config import sums_in_fp32
 from shardwise.engines.deepspeed.memory.flat import Flat
-from shardwise.simulate.memory.engine import Passive
-from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Late, Machine
-from shardwise.simulate.memory.pinned import pinned
+from shardwise.simulate.memory.allocator import DeferredFree
+from shardwise.simulate.memory.engine import EngineMemory
+from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import cut, fill, parts
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.memory.weights import cut, fill, pinned
+from shardwise.simulate.step_trace import FP32, FP64, StepTrace
 from shardwise.strategy import Strategy
-
-FP32 = 4
-FP64 = 8
 
 REDUCTION = 1
 """The stream on which gradients are reduced and copied, with memory of its own (reduction_stream)."""
 
 
-class Zero12Memory(Passive):
-    """Weights in one flat buffer; masters, moments and, in the end, gradients of a rank's part of it."""
+class Zero12Memory(EngineMemory):
+    """Weights in one flat buffer; masters, moments and reduced gradients of a rank's part of it."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy, rank: int | None = None) -> None:
-        """`rank`: whose memory is modelled.
+        """`rank`: whose memory is modelled; None: the last rank's.
 
-        None: that of the last rank. Its part of the gradients is reduced first, when most activations are
-        still there. Where another rank needs more, it is less than 1 % (measured on two and four GPUs).
+        Its part of the gradients is reduced first, when most activations are still there. Where another rank
+        needs more, it is less than 1 % (measured on two and four GPUs).
         """
         self._trace = trace
         self._flat = Flat(trace, strategy.data_parallel)
@@ -33,178 +32,167 @@ class Zero12Memory(Passive):
         self._owned = set(self._flat.owned(self._rank))
         self._numel = {index: trace.parameters[index].numel for index in trace.trainable}
         self._item = FP32 if strategy.precision == "fp32" else 2
-        self._stage = strategy.stage
+        self._strategy = strategy
         self._offload = strategy.offload_optimizer != "none"
-        self._parallel = strategy.tensor_parallel > 1
-        self._accumulation = strategy.accumulation
-        # its size is set before tensor parallelism cuts the model
-        learned = sum(trace.parameters[index].whole_numel for index in trace.trainable)
-        self._bucket_numel = min(strategy.bucket, learned)
-        # data_types.grad_accum_dtype of engines/deepspeed/config.py (_use_compact_grad_partition_buffer)
-        self._fp32_sum = strategy.stage == 2 and strategy.accumulation > 1 and strategy.precision == "bf16"
+        self._fp32_sum = sums_in_fp32(strategy)  # _use_compact_grad_partition_buffer
         self._last = True
-        self._whole: dict[int, Block] = {}  # gradients that stage 1 adds up before it reduces them
+        self._unreduced: dict[int, Block] = {}  # gradients that stage 1 adds up before it reduces them
         self._buffers: list[Block] = []
-        self._bucket: list[int] = []
-        self._bucket_used = 0
+        self._bucket = policy.Bucket(trace, strategy)
         self._oversized: Block | None = None
         self._reduced: Block | None = None  # grads_in_partition
         self._sum: Block | None = None  # averaged_gradients, all_grad_tensors
-        self._late: list[Late] = []
+        self._deferred: list[DeferredFree] = []
         self._states = False
 
-    def build(self, machine: Machine) -> None:
+    def build(self, memory: GpuMemory) -> None:
         trace, flat = self._trace, self._flat
         for size in trace.buffers:
-            machine.take(WEIGHTS, size)
+            memory.take(WEIGHTS, size)
         weights: dict[int, Block] = {}
-        for part in parts(trace):
-            weights |= fill(machine, trace, part)
-        weights = cut(machine, trace, weights)
-        machine.allocator.empty_cache()
-        machine.take(WEIGHTS, self._item * flat.numel)
+        for part in trace.parts:
+            weights |= fill(memory, trace, part)
+        weights = cut(memory, trace, weights)
+        memory.allocator.empty_cache()
+        memory.take(WEIGHTS, self._item * flat.numel)
         for index in trace.trainable:  # views of the flat buffer from here on (_update_model_bit16_weights)
-            machine.give(weights[index])
-        copy = machine.take(OPTIMIZER, self._item * flat.partition)
+            memory.give(weights[index])
+        copy = memory.take(OPTIMIZER, self._item * flat.partition)
         if self._offload:
-            machine.give(copy)
+            memory.give(copy)
             largest = self._item * max(self._numel.values())
-            machine.take(BUFFERS, largest)  # temp_grad_buffer_for_gpu_offload
-            machine.host_bytes += self._host_bytes(largest)
+            memory.take(BUFFERS, largest)  # temp_grad_buffer_for_gpu_offload
+            memory.host_bytes += self._host_bytes(largest)
             return
         if self._item != FP32:
-            machine.take(OPTIMIZER, FP32 * flat.partition)
-            machine.give(copy)
-        machine.scratch(OPTIMIZER, FP32 * flat.partition)  # initialize_optimizer_states
+            memory.take(OPTIMIZER, FP32 * flat.partition)
+            memory.give(copy)
+        memory.scratch(OPTIMIZER, FP32 * flat.partition)  # initialize_optimizer_states
 
     def _host_bytes(self, largest: int) -> int:
         """Page-locked masters, gradients, weights to be copied back, a buffer; moments (DeepSpeedCPUAdam)."""
         partition = self._flat.partition
         locked = 2 * pinned(FP32 * partition) + pinned(self._item * partition) + pinned(largest)
-        if self._accumulation > 1 and not self._fp32_sum:  # async_accumulate_grad_in_cpu_via_gpu
+        if self._strategy.accumulation > 1 and not self._fp32_sum:  # async_accumulate_grad_in_cpu_via_gpu
             locked += sum(pinned(self._item * self._numel[index]) for index in self._owned)
         return locked + 2 * FP32 * partition
 
-    def begin(self, machine: Machine, micro_batch: int, *, last: bool) -> None:
+    def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
         self._last = last
 
-    def gradient(self, machine: Machine, parameter: int, block: Block) -> None:
+    def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         if not self._buffers:  # two, so that one fills up while the other is reduced (setup_buckets)
-            size = self._item * self._bucket_numel
-            self._buffers = [machine.take(BUFFERS, size), machine.take(BUFFERS, size)]
-        before = self._whole.pop(parameter, None)
+            size = self._item * self._bucket.size
+            self._buffers = [memory.take(BUFFERS, size), memory.take(BUFFERS, size)]
+        before = self._unreduced.pop(parameter, None)
         if before is not None:  # autograd adds to it
-            machine.give(block)
+            memory.give(block)
             block = before
-        if self._stage == 1 and not self._last:
-            self._whole[parameter] = machine.move(block, GRADIENTS)
+        if not policy.reduces(self._strategy, last=self._last):
+            self._unreduced[parameter] = memory.move(block, GRADIENTS)
             return
         numel = self._numel[parameter]
-        if self._bucket_used + numel > self._bucket_numel:
-            self._reduce(machine)
-        self._bucket.append(parameter)
-        self._bucket_used += numel
-        if numel > self._bucket_numel:
-            self._oversized = block
+        if self._bucket.is_full_for(numel):
+            self._reduce(memory)
+        self._bucket.add([parameter], numel)
+        if self._bucket.has_room_for(numel):
+            memory.give(block)
         else:
-            machine.give(block)
+            self._oversized = block
 
-    def _reduce(self, machine: Machine) -> None:
-        """The bucket's gradients (reduce_ipg_grads): averaged, and copied where they are this rank's."""
-        slices = self._flat.slices(self._bucket, joined=not self._fp32_sum, rank=self._rank)
+    def _reduce(self, memory: GpuMemory) -> None:
+        """Average the bucket's gradients, and copy those of this rank (reduce_ipg_grads)."""
+        slices = self._flat.slices(self._bucket.parameters, joined=not self._fp32_sum, rank=self._rank)
         if self._fp32_sum and self._sum is None and any(rank == self._rank for rank, _ in slices):
-            self._sum = machine.take(GRADIENTS, FP32 * self._flat.partition, REDUCTION)
+            self._sum = memory.take(GRADIENTS, FP32 * self._flat.partition, REDUCTION)
         for together in self._at_once(slices):
-            # Several are reduced in a copy, one alone where it lies (allreduce_bucket).
+            # Several are reduced in a copy, a single one in its own memory (allreduce_bucket).
             numel = sum(numel for _, numel in together)
-            copy = machine.take(BUFFERS, self._item * numel, REDUCTION) if len(together) > 1 else None
+            copy = memory.take(BUFFERS, self._item * numel, REDUCTION) if len(together) > 1 else None
             if self._fp32_sum:
                 for rank, numel in together:
                     if rank == self._rank:  # _add_to_grad_partition_buffer
-                        machine.give(machine.take(BUFFERS, FP32 * numel, REDUCTION))
+                        memory.scratch(BUFFERS, FP32 * numel, stream=REDUCTION)
             if copy is not None:
-                machine.give(copy)
-        for parameter in self._bucket:
+                memory.give(copy)
+        for parameter in self._bucket.parameters:
             if parameter in self._owned:
-                self._keep(machine, parameter)
+                self._keep(memory, parameter)
         if self._oversized is not None:
-            self._late.append(machine.give_later(self._oversized))  # the reduction stream uses it
+            self._deferred.append(memory.give_later(self._oversized))  # the reduction stream uses it
             self._oversized = None
         self._bucket.clear()
-        self._bucket_used = 0
 
     def _at_once(self, slices: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """What is reduced by one call: until it is more than a bucket holds (allreduce_and_scatter)."""
+        """Slices that are reduced by one call: until they exceed a bucket (allreduce_and_scatter)."""
         calls: list[list[tuple[int, int]]] = [[]]
         numel = 0
         for piece in slices:
             calls[-1].append(piece)
             numel += piece[1]
-            if numel > self._bucket_numel:
+            if numel > self._bucket.size:
                 calls.append([])
                 numel = 0
         return calls
 
-    def _keep(self, machine: Machine, parameter: int) -> None:
-        """A reduced gradient of which this rank needs some (copy_grads_in_partition)."""
+    def _keep(self, memory: GpuMemory, parameter: int) -> None:
+        """Keep this rank's part of a reduced gradient (copy_grads_in_partition)."""
         if self._offload:
             if self._last:
                 numel = next(n for rank, n in self._flat.pieces(parameter) if rank == self._rank)
-                machine.give(machine.take(BUFFERS, FP64 * numel, REDUCTION))  # for its norm
+                memory.scratch(BUFFERS, FP64 * numel, stream=REDUCTION)  # for its norm
                 if self._item != FP32 and not self._fp32_sum:
-                    machine.give(machine.take(BUFFERS, FP32 * numel, REDUCTION))
+                    memory.scratch(BUFFERS, FP32 * numel, stream=REDUCTION)
         elif self._reduced is None and not self._fp32_sum:
             size = self._item * sum(self._numel[index] for index in self._owned)
-            self._reduced = machine.take(GRADIENTS, size, REDUCTION)
+            self._reduced = memory.take(GRADIENTS, size, REDUCTION)
 
-    def end(self, machine: Machine, micro_batch: int, *, last: bool) -> None:
-        if self._stage == 1 and not last:
+    def end(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
+        if not policy.reduces(self._strategy, last=last):
             return
-        self._reduce(machine)
-        for late in self._late:
-            machine.complete(late)
-        self._late.clear()
+        self._reduce(memory)
+        for deferred in self._deferred:
+            memory.complete(deferred)
+        self._deferred.clear()
         if self._reduced is not None:
             if self._sum is None:
                 self._sum = self._reduced
             else:
-                machine.give(self._reduced)
+                memory.give(self._reduced)
             self._reduced = None
         for block in self._buffers:
-            machine.give(block)
+            memory.give(block)
         self._buffers.clear()
 
-    def step(self, machine: Machine) -> None:
+    def step(self, memory: GpuMemory) -> None:
         if self._offload:
             if self._sum is not None:
-                machine.give(self._sum)
+                memory.give(self._sum)
                 self._sum = None
             return
-        if self._parallel:  # each gradient in fp64, for its norm (get_grad_norm_direct)
+        if self._strategy.tensor_parallel > 1:  # each gradient in fp64, for its norm (get_grad_norm_direct)
             for index in sorted(self._owned):
-                machine.scratch(OPTIMIZER, FP64 * dict(self._flat.pieces(index))[self._rank])
+                memory.scratch(OPTIMIZER, FP64 * dict(self._flat.pieces(index))[self._rank])
         size = FP32 * self._flat.partition
-        gradient = self._gradient_of_partition(machine, size)
+        gradient = self._gradient_of_partition(memory, size)
         if not self._states:
             self._states = True
-            machine.take(OPTIMIZER, FP32)  # the step count
-            machine.take(OPTIMIZER, size)
-            machine.take(OPTIMIZER, size)
-        machine.give(gradient)
+            memory.take_adamw_state(size)
+        memory.give(gradient)
 
-    def _gradient_of_partition(self, machine: Machine, size: int) -> Block:
+    def _gradient_of_partition(self, memory: GpuMemory, size: int) -> Block:
         """The partition's gradient in fp32 and in one piece."""
         if self._fp32_sum:
             gradient, self._sum = self._sum, None
-            return gradient or machine.take(GRADIENTS, size)  # zeros, where the rank has padding only
-        flat = machine.take(OPTIMIZER, self._item * self._flat.partition) if len(self._owned) > 1 else None
+            return gradient or memory.take(GRADIENTS, size)  # zeros, for a rank that has only padding
+        flat = memory.take(OPTIMIZER, self._item * self._flat.partition) if len(self._owned) > 1 else None
         if flat is None or self._item != FP32:
-            gradient = machine.take(GRADIENTS, size)
+            gradient = memory.take(GRADIENTS, size)
             if flat is not None:
-                machine.give(flat)
+                memory.give(flat)
         else:
             gradient = flat
         if self._sum is not None:
-            machine.give(self._sum)
+            memory.give(self._sum)
             self._sum = None
         return gradient

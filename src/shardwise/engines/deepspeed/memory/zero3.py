@@ -1,22 +1,19 @@
-"""ZeRO-3 of DeepSpeed 0.19.8: runtime/zero/stage3.py and partition_parameters.py.
-
-Their functions stand in parentheses.
-"""
+"""Memory of ZeRO-3, DeepSpeed 0.19.8: stage3.py, partition_parameters.py; functions in parentheses."""
 
 from __future__ import annotations
 
-from shardwise.engines.deepspeed.config import NVME_BUFFER
+from shardwise.engines.deepspeed import policy
+from shardwise.engines.deepspeed.config import NVME_BUFFER, sums_in_fp32
 from shardwise.engines.deepspeed.memory.coordinator import Coordinator
-from shardwise.simulate.memory.engine import Passive
-from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Late, Machine
-from shardwise.simulate.memory.pinned import pinned
+from shardwise.simulate.memory.allocator import DeferredFree
+from shardwise.simulate.memory.engine import EngineMemory
+from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import fill, parts
-from shardwise.simulate.step_trace import ALLOC, BACKWARD, FREE, GRADIENT, StepTrace
+from shardwise.simulate.memory.weights import fill, pinned
+from shardwise.simulate.step_trace import ALLOC, BACKWARD, FP32, FP64, FREE, GRADIENT, StepTrace
 from shardwise.strategy import Strategy
 
-FP32 = 4
-NORM = 8
+NORM = FP64
 """Bytes of an element in the norm of an offloaded gradient (get_norm_dtype: fp64)."""
 NORM_AT_ONCE = 250_000_000
 """Elements (_constant_buffered_norm2)."""
@@ -31,7 +28,7 @@ SUB_GROUP = 1_000_000_000
 """Elements of a rank that are stepped at once: sub_group_size's default (zero/config.py)."""
 
 
-class Zero3Memory(Passive):
+class Zero3Memory(EngineMemory):
     """Everything is partitioned, parameter by parameter; a unit's parameters are gathered while it runs."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
@@ -41,23 +38,19 @@ class Zero3Memory(Passive):
         self._places = (strategy.offload_optimizer, strategy.offload_parameters)
         self._offload = strategy.offload_optimizer != "none"
         self._offload_parameters = strategy.offload_parameters != "none"
-        accumulates = strategy.accumulation > 1 and strategy.precision == "bf16"
-        self._sum_item = FP32 if accumulates else self._item  # grad_accum_dtype in config.py
+        self._sum_item = FP32 if sums_in_fp32(strategy) else self._item
         self._coordinator = Coordinator(trace, strategy)
         self._unit_of = {
             p: i for i, unit in enumerate(trace.units) if unit.block >= 0 for p in unit.parameters
         }
         self._output_gradient = _output_gradient_bytes(trace)
         self._groups = self._sub_groups()
-        self._bucket_numel = min(strategy.bucket, sum(trace.parameters[i].numel for i in trace.trainable))
-        self._bucket: list[int] = []
-        self._bucket_used = 0
+        self._bucket = policy.Bucket(trace, strategy)
         self._waiting: dict[int, dict[int, Block]] = {}
-        self._oversized: list[Block] = []  # gradients that no bucket holds
-        self._late: list[Late] = []
+        self._oversized: list[Block] = []  # gradients larger than a bucket
+        self._deferred: list[DeferredFree] = []
         self._running: list[int] = []
-        self._turned = False
-        self._micro_batch = 0
+        self._in_backward = False
         self._last = True
         self._states = False
 
@@ -82,68 +75,65 @@ class Zero3Memory(Passive):
     def _numels(self) -> list[int]:
         return [sum(self._part(index) for index in group) for group in self._groups]
 
-    def build(self, machine: Machine) -> None:
+    def build(self, memory: GpuMemory) -> None:
         for size in self._trace.buffers:
-            machine.take(WEIGHTS, size)
-        partitions = self._shard(machine)
-        machine.allocator.empty_cache()
+            memory.take(WEIGHTS, size)
+        partitions = self._shard(memory)
+        memory.allocator.empty_cache()
         total = sum(self._numels())
         if self._offload_parameters:
-            machine.host_bytes += self._parameter_host_bytes()
+            memory.host_bytes += self._parameter_host_bytes()
         else:  # moved into one buffer by way of the host (defragment)
             for block in partitions:
-                machine.give(block)
-            machine.allocator.empty_cache()
-            machine.take(WEIGHTS, self._item * total)
+                memory.give(block)
+            memory.allocator.empty_cache()
+            memory.take(WEIGHTS, self._item * total)
         if self._offload:
-            machine.host_bytes += self._optimizer_host_bytes()
+            memory.host_bytes += self._optimizer_host_bytes()
         elif self._item != FP32 or self._offload_parameters:
-            self._make_masters(machine)
+            self._make_masters(memory)
         if not self._offload:
-            machine.scratch(OPTIMIZER, FP32 * max(self._numels()))  # initialize_optimizer_states
-        machine.take(BUFFERS, self._item * self._bucket_numel)
+            memory.scratch(OPTIMIZER, FP32 * max(self._numels()))  # initialize_optimizer_states
+        memory.take(BUFFERS, self._item * self._bucket.size)
         if not self._offload:
-            machine.take(GRADIENTS, self._sum_item * total)  # grad_partitions_flat_buffer
-        self._make_hooks(machine)
+            memory.take(GRADIENTS, self._sum_item * total)  # grad_partitions_flat_buffer
+        self._make_hooks(memory)
 
-    def _make_masters(self, machine: Machine) -> None:
-        """Weights are converted, then copied (_create_fp32_partitions); the last converted stay a while."""
+    def _make_masters(self, memory: GpuMemory) -> None:
+        """Convert weights, then copy them (_create_fp32_partitions); the last conversion is freed late."""
         converted: Block | None = None
         for numel in self._numels():
-            before, converted = converted, machine.take(OPTIMIZER, FP32 * numel)
+            before, converted = converted, memory.take(OPTIMIZER, FP32 * numel)
             if before is not None:
-                machine.give(before)
-            machine.take(OPTIMIZER, FP32 * numel)
+                memory.give(before)
+            memory.take(OPTIMIZER, FP32 * numel)
         if converted is not None:
-            machine.give(converted)
+            memory.give(converted)
 
-    def _shard(self, machine: Machine) -> list[Block]:
-        """Part by part (engines/deepspeed/runtime/engine.py: _shard); partitions of what is trained."""
+    def _shard(self, memory: GpuMemory) -> list[Block]:
+        """Partition part by part (engines/deepspeed/runtime/engine.py: _shard); return the trained ones."""
         trainable = set(self._trace.trainable)
         partitions: list[Block] = []
-        for part in parts(self._trace):
-            weights = fill(machine, self._trace, part)
+        for part in self._trace.parts:
+            weights = fill(memory, self._trace, part)
             for index in part:
                 if not self._offload_parameters:
                     size = self._trace.parameters[index].item_bytes * self._part(index)
-                    block = machine.take(WEIGHTS, size)
+                    block = memory.take(WEIGHTS, size)
                     if index in trainable:
                         partitions.append(block)
-                machine.give(weights[index])
+                memory.give(weights[index])
         return partitions
 
-    def _make_hooks(self, machine: Machine) -> None:
-        """Each trainable parameter is gathered for a moment (create_reduce_and_remove_grad_hooks)."""
+    def _make_hooks(self, memory: GpuMemory) -> None:
+        """Gather each trainable parameter and release it (create_reduce_and_remove_grad_hooks)."""
         for index in self._trace.trainable:
             size = self._item * self._part(index)
             if self._world > 1:
-                if self._offload_parameters:
-                    machine.scratch(WEIGHTS, self._world * size, size)
-                else:
-                    machine.scratch(WEIGHTS, self._world * size)
+                memory.scratch(WEIGHTS, self._world * size, *([size] if self._offload_parameters else []))
 
     def _parameter_host_bytes(self) -> int:
-        """Partitions one by one (_partition_param), which torch then keeps for reuse; trained ones as one.
+        """Single partitions (_partition_param), which torch keeps for reuse, and all trained ones together.
 
         NVMe: the buffers through which they pass (partitioned_param_swapper.py).
         """
@@ -165,149 +155,144 @@ class Zero3Memory(Passive):
         gradients = sum(pinned(FP32 * numel) for numel in self._numels())
         return total + masters + gradients + 2 * masters
 
-    def begin(self, machine: Machine, micro_batch: int, *, last: bool) -> None:
-        self._micro_batch = micro_batch
+    def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
         self._last = last
-        self._turned = False
-        self._coordinator.begin(machine)
+        self._in_backward = False
+        self._coordinator.begin(memory)
 
-    def forward(self, machine: Machine, unit: int) -> None:
-        if not self._turned:  # no hooks run when a block is computed again
-            self._next_unit(machine)
-            self._coordinator.fetch(machine, unit)
+    def forward(self, memory: GpuMemory, unit: int) -> None:
+        if not self._in_backward:  # no hooks run when a block is computed again
+            self._next_unit(memory)
+            self._coordinator.fetch(memory, unit)
 
-    def forward_end(self, machine: Machine, unit: int) -> None:
-        if not self._turned:
+    def forward_end(self, memory: GpuMemory, unit: int) -> None:
+        if not self._in_backward:
             self._coordinator.release(unit)
 
-    def _free_later(self, machine: Machine, blocks: list[Block]) -> None:
-        """Frees memory that another stream still uses, which keeps it for a while (record_stream).
+    def _free_later(self, memory: GpuMemory, blocks: list[Block]) -> None:
+        """Free memory that another stream still uses, which keeps it for a while (record_stream).
 
-        How long depends on how far the host is ahead of the GPU. Taken for it is until the next unit begins:
-        recorded runs of full training reserve as much. Copies to the host hold the other stream up, by two
-        buckets at most (max_param_reduce_events): then it is until the bucket has been issued, about the
+        How long depends on how far the host is ahead of the GPU. Assumed is until the next unit begins:
+        recorded runs of full training reserve as much. Copies to the host delay the other stream, by two
+        buckets at most (max_param_reduce_events). With them it is until the bucket has been issued, about the
         least that was recorded; on four GPUs ranks keep up to two buckets more.
         """
-        self._late += [machine.give_later(block) for block in blocks]
+        self._deferred += [memory.give_later(block) for block in blocks]
 
-    def _complete(self, machine: Machine) -> None:
-        for late in self._late:
-            machine.complete(late)
-        self._late.clear()
+    def _complete(self, memory: GpuMemory) -> None:
+        for deferred in self._deferred:
+            memory.complete(deferred)
+        self._deferred.clear()
 
-    def _next_unit(self, machine: Machine) -> None:
+    def _next_unit(self, memory: GpuMemory) -> None:
         if not self._offload:
-            self._complete(machine)
+            self._complete(memory)
 
-    def backward(self, machine: Machine, unit: int) -> None:
-        self._turned = True
+    def backward(self, memory: GpuMemory, unit: int) -> None:
+        self._in_backward = True
         for running in list(self._running):
-            self.backward_end(machine, running)
-        self._next_unit(machine)
-        self._coordinator.fetch(machine, unit)
+            self.backward_end(memory, running)
+        self._next_unit(memory)
+        self._coordinator.fetch(memory, unit)
         self._running.append(unit)
 
-    def backward_end(self, machine: Machine, unit: int) -> None:
+    def backward_end(self, memory: GpuMemory, unit: int) -> None:
         if unit not in self._running:
             return
         self._running.remove(unit)
         waiting = self._waiting.pop(unit, {})
         if waiting:
-            # The hook that has waited for them (torch/utils/hooks.py: BackwardHook) has kept the gradient of
-            # the block's output, which autograd would have added to.
-            output = machine.take(ACTIVATIONS, self._output_gradient)
+            # The hook that waited for them (torch/utils/hooks.py: BackwardHook) keeps the gradient of the
+            # block's output, so that autograd cannot add to it in place.
+            output = memory.take(ACTIVATIONS, self._output_gradient)
             for parameter, block in sorted(waiting.items()):
-                self._collect(machine, parameter, block)
-            machine.give(output)
+                self._collect(memory, parameter, block)
+            memory.give(output)
         self._coordinator.release(unit)
 
-    def gradient(self, machine: Machine, parameter: int, block: Block) -> None:
+    def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         unit = self._unit_of.get(parameter)
         if unit is None:
-            self._collect(machine, parameter, block)
+            self._collect(memory, parameter, block)
         else:  # a leaf module's gradients wait for its end (reduce_leaf_module_grads)
-            self._waiting.setdefault(unit, {})[parameter] = machine.move(block, GRADIENTS)
+            self._waiting.setdefault(unit, {})[parameter] = memory.move(block, GRADIENTS)
 
-    def _collect(self, machine: Machine, parameter: int, block: Block) -> None:
+    def _collect(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         """A gradient goes into the bucket (__add_grad_to_ipg_bucket)."""
         numel = self._trace.parameters[parameter].numel
-        if self._bucket and self._bucket_used + numel > self._bucket_numel:
-            self._reduce(machine)
-        self._bucket.append(parameter)
-        self._bucket_used += numel
-        if numel <= self._bucket_numel:
-            self._free_later(machine, [block])
+        if self._bucket.is_full_for(numel):
+            self._reduce(memory)
+        self._bucket.add([parameter], numel)
+        if self._bucket.has_room_for(numel):
+            self._free_later(memory, [block])
         else:
             self._oversized.append(block)
 
-    def _reduce(self, machine: Machine) -> None:
+    def _reduce(self, memory: GpuMemory) -> None:
         """Reduces the bucket and adds it to this rank's part (__reduce_and_partition_ipg_grads)."""
-        if not self._bucket:
+        bucket = self._bucket.parameters
+        if not bucket:
             return
-        parts = [self._part(index) for index in self._bucket]
+        parts = [self._part(index) for index in bucket]
         flat: Block | None = None
-        if len(parts) > 1 or parts[0] * self._world != self._trace.parameters[self._bucket[0]].numel:
-            flat = machine.take(BUFFERS, self._item * self._world * sum(parts), REDUCTION)
+        if len(parts) > 1 or parts[0] * self._world != self._trace.parameters[bucket[0]].numel:
+            flat = memory.take(BUFFERS, self._item * self._world * sum(parts), REDUCTION)
+        fp32_parts: list[Block] = []
         if self._sum_item != self._item:
-            wide = [machine.take(BUFFERS, self._sum_item * numel, REDUCTION) for numel in parts]
+            fp32_parts = [memory.take(BUFFERS, self._sum_item * numel, REDUCTION) for numel in parts]
             if flat is not None:
-                machine.give(flat)
+                memory.give(flat)
                 flat = None
-        else:
-            wide = []
         if self._offload:
             for numel in parts:
-                self._to_host(machine, numel)
-        for block in [*wide, *([flat] if flat is not None else [])]:
-            machine.give(block)
-        self._free_later(machine, self._oversized)
+                self._to_host(memory, numel)
+        for block in [*fp32_parts, *([flat] if flat is not None else [])]:
+            memory.give(block)
+        self._free_later(memory, self._oversized)
         self._oversized.clear()
         self._bucket.clear()
-        self._bucket_used = 0
         if self._offload:
-            self._complete(machine)
+            self._complete(memory)
 
-    def _to_host(self, machine: Machine, numel: int) -> None:
+    def _to_host(self, memory: GpuMemory, numel: int) -> None:
         """A gradient, summed up, to the host (partition_grads, _offload_grad_partition_at_boundary)."""
-        gradient = machine.take(BUFFERS, self._sum_item * numel, REDUCTION)
+        gradient = memory.take(BUFFERS, self._sum_item * numel, REDUCTION)
         if self._last:
-            machine.give(machine.take(BUFFERS, NORM * min(numel, NORM_AT_ONCE), REDUCTION))
+            memory.scratch(BUFFERS, NORM * min(numel, NORM_AT_ONCE), stream=REDUCTION)
             if self._sum_item != FP32:
-                machine.give(machine.take(BUFFERS, FP32 * numel, REDUCTION))
-        machine.give(gradient)
+                memory.scratch(BUFFERS, FP32 * numel, stream=REDUCTION)
+        memory.give(gradient)
 
-    def end(self, machine: Machine, micro_batch: int, *, last: bool) -> None:
+    def end(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
         for running in list(self._running):
-            self.backward_end(machine, running)
-        self._reduce(machine)
-        self._complete(machine)
+            self.backward_end(memory, running)
+        self._reduce(memory)
+        self._complete(memory)
 
-    def step(self, machine: Machine) -> None:
-        self._coordinator.release_all(machine)
+    def step(self, memory: GpuMemory) -> None:
+        self._coordinator.release_all(memory)
         for group, numel in zip(self._groups, self._numels(), strict=True):
             if not self._offload:
-                self._step_group(machine, len(group), numel)
+                self._step_group(memory, len(group), numel)
         self._states = True
-        self._coordinator.gather_persistent(machine)
+        self._coordinator.gather_persistent(memory)
 
-    def _step_group(self, machine: Machine, count: int, numel: int) -> None:
+    def _step_group(self, memory: GpuMemory, count: int, numel: int) -> None:
         """Gradients in one piece, in fp32 (_prepare_fp32_grad_for_sub_group); moments at the first step."""
-        gradient = machine.take(OPTIMIZER, self._sum_item * numel) if count > 1 else None
+        gradient = memory.take(OPTIMIZER, self._sum_item * numel) if count > 1 else None
         if self._sum_item != FP32:
-            wide = machine.take(OPTIMIZER, FP32 * numel)
+            converted = memory.take(OPTIMIZER, FP32 * numel)
             if gradient is not None:
-                machine.give(gradient)
-            gradient = wide
+                memory.give(gradient)
+            gradient = converted
         if not self._states:
-            machine.take(OPTIMIZER, FP32)
-            machine.take(OPTIMIZER, FP32 * numel)
-            machine.take(OPTIMIZER, FP32 * numel)
+            memory.take_adamw_state(FP32 * numel)
         if gradient is not None:
-            machine.give(gradient)
+            memory.give(gradient)
 
 
 def _output_gradient_bytes(trace: StepTrace) -> int:
-    """Of what a block's backward pass begins with: the smallest tensor that the pass has made by then."""
+    """Bytes of the gradient of a block's output: the smallest tensor of the backward pass until then."""
     passing: dict[int, int] = {}
     turned = False
     for event in trace.events:

@@ -10,7 +10,7 @@ from shardwise.engines import descriptor
 from shardwise.hardware.parse import parse_hardware
 from shardwise.planner.simulate import predict_memory
 from shardwise.simulate.prediction import Memory
-from shardwise.simulate.step_trace import ALLOC, FREE, StepTrace
+from shardwise.simulate.step_trace import ALLOC, BACKWARD, FREE, OP, StepTrace
 from shardwise.strategy import Strategy
 
 MIB = 1024**2
@@ -60,3 +60,14 @@ def test_tensors_too_large_do_not_fit_and_say_what_they_would_need(fragments: St
     whole, found = memory(fragments, 720), memory(fragments, 480)
     assert not found.fits
     assert (found.cache_flushes, found.peak_reserved_bytes) == (0, whole.peak_reserved_bytes)
+
+
+@pytest.mark.parametrize(("gpu", "workspace"), [("1xH200", 32 * MIB), ("1xRTX4090", 8 * MIB + 128 * 1024)])
+def test_a_step_has_its_tokens_and_a_workspace_for_each_pass(layers, gpu: str, workspace: int) -> None:
+    """Token ids, labels and positions of all micro-batches as int64; workspaces of the first one stay."""
+    trace = replace(layers(blocks=0), events=((OP, 0), (BACKWARD, 0), (OP, 0)))
+    for accumulation in (1, 3):
+        strategy = replace(SINGLE, accumulation=accumulation)
+        found = predict_memory(trace, strategy, parse_hardware(gpu), capacity_bytes=1 << 50)
+        assert found.terms.activations_bytes == 3 * 8 * trace.tokens * accumulation
+        assert found.terms.engine_buffers_bytes == 2 * workspace

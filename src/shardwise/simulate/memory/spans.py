@@ -1,42 +1,53 @@
-"""A trace as a replay takes it: stretches in which no engine acts, each with what it comes to in the end.
+"""A trace as a replay takes it: spans of allocations and frees, with their sums, between the engine's events.
 
 A block in an expandable segment is as large as what was asked for, rounded up. So how much is allocated at
-any moment of a stretch follows from the trace alone: it is counted once for all strategies that share it.
+any moment of a span follows from the trace alone: it is counted once for all strategies that share the trace.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from shardwise.simulate.memory.allocator import MIN_BLOCK_BYTES, SMALL_BYTES
 from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, OPTIMIZER, WEIGHTS
-from shardwise.simulate.memory.run import NEVER, Stretch
 from shardwise.simulate.step_trace import ALLOC, BACKWARD, FREE, GRADIENT, OP, Event, StepTrace
 
 PRODUCT, END = -1, -2
-"""Kinds of events beside those of a trace: the first matrix product of the forward or the backward pass is
-about to run; the micro-batch is over."""
+"""Kinds of events that a trace does not have: the first matrix product of the forward or of the backward pass
+is about to run; the micro-batch is over."""
+
+NEVER = -(1 << 62)
 
 _ACCOUNT_OF_TAG = (ACTIVATIONS, LOSS, GRADIENTS, BUFFERS)  # step_trace.TAGS
 
 
-Step = tuple[Stretch | None, Event]
-"""What is allocated and freed first, then an event that is neither. Behind its own numbers GRADIENT has the
-tensor's bytes and account."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Allocations and frees that follow each other while the engine does nothing; bytes."""
 
-_KEPT: dict[int, tuple[weakref.ref[StepTrace], tuple[Step, ...]]] = {}
+    moves: tuple[tuple[int, int, bool], ...]
+    """A tensor; its rounded size if it is allocated, 0 if it is freed; whether it is in the small pool."""
+    allocated: int
+    """What the span adds to the allocated bytes, in rounded sizes."""
+    requested: int
+    """The same before rounding."""
+    most: int
+    """The most that it adds at any moment of it; NEVER where nothing is allocated."""
+    accounts: tuple[tuple[int, int], ...]
+    """What it adds to each account, before rounding: pairs of account and bytes."""
+    accounts_at_most: tuple[tuple[int, int], ...]
+    """The same up to the first moment of the most."""
+
+
+Step = tuple[Span | None, Event]
+"""What is allocated and freed first, then an event that is neither. A GRADIENT's own numbers are followed by
+the tensor's bytes and account."""
 
 
 def steps(trace: StepTrace) -> tuple[Step, ...]:
-    """The trace's events, END last; kept for as long as the trace is."""
-    key = id(trace)
-    found = _KEPT.get(key)
-    if found is not None and found[0]() is trace:
-        return found[1]
-    made = tuple(_steps(trace))
-    _KEPT[key] = weakref.ref(trace, lambda _: _KEPT.pop(key, None)), made
-    return made
+    """The trace's events, END last; made once for each trace."""
+    return trace.derived("steps", lambda: tuple(_steps(trace)))
 
 
 def _steps(trace: StepTrace) -> Iterator[Step]:
@@ -53,25 +64,25 @@ def _steps(trace: StepTrace) -> Iterator[Step]:
         else:
             if kind == GRADIENT:
                 event = (*event, *tensors.pop(event[2]))
-            yield _stretch(run) if run else None, event
+            yield _span(run) if run else None, event
             run = []
 
 
 def _with_products(trace: StepTrace) -> Iterator[Event]:
-    """The events, of what is computed only the two products that PRODUCT stands for."""
+    """The events; of the operators only the first product of each pass, as PRODUCT."""
     products = {index for index, op in enumerate(trace.ops) if op.kind == "matmul"}
-    due, turned = True, False
+    due, in_backward = True, False
     for event in trace.events:
         if event[0] != OP:
-            if event[0] == BACKWARD and not turned:
-                due = turned = True
+            if event[0] == BACKWARD and not in_backward:
+                due = in_backward = True
             yield event
         elif due and event[1] in products:
             due = False
             yield (PRODUCT,)
 
 
-def _stretch(run: Sequence[tuple[int, int, int]]) -> Stretch:
+def _span(run: Sequence[tuple[int, int, int]]) -> Span:
     """Of tensors, their sizes, negative where they are freed, and their accounts."""
     moves: list[tuple[int, int, bool]] = []
     accounts = dict.fromkeys((WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, BUFFERS), 0)
@@ -80,12 +91,12 @@ def _stretch(run: Sequence[tuple[int, int, int]]) -> Stretch:
         if not size:
             continue  # a tensor without elements has no memory
         rounded = -(-abs(size) // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
-        moves.append((tensor, max(0, size) and rounded, rounded <= SMALL_BYTES))
+        moves.append((tensor, rounded if size > 0 else 0, rounded <= SMALL_BYTES))
         allocated += rounded if size > 0 else -rounded
         accounts[account] += size
         if size > 0 and allocated > most:
             most, at_most = allocated, accounts.copy()
-    return Stretch(
+    return Span(
         moves=tuple(moves),
         allocated=allocated,
         requested=sum(accounts.values()),

@@ -1,15 +1,16 @@
-"""A trace in stretches does to a GPU's memory what its events do one by one."""
+"""A trace in spans does to a GPU's memory what its events do one by one."""
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.simulate.memory.allocator import CachingAllocator
-from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, Block, Machine
-from shardwise.simulate.memory.runs import END, PRODUCT, steps
+from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, Block, GpuMemory
+from shardwise.simulate.memory.spans import END, PRODUCT, steps
 from shardwise.simulate.step_trace import (
     ALLOC,
     BACKWARD,
@@ -27,8 +28,8 @@ MIB = 1024**2
 ACCOUNTS = (ACTIVATIONS, LOSS, GRADIENTS, BUFFERS)
 
 
-def machine() -> Machine:
-    return Machine(CachingAllocator(capacity_bytes=1 << 50, expandable_segments=True))
+def new_memory() -> GpuMemory:
+    return GpuMemory(CachingAllocator(capacity_bytes=1 << 50))
 
 
 def step(*events: Event) -> StepTrace:
@@ -47,21 +48,21 @@ def step(*events: Event) -> StepTrace:
     )
 
 
-def in_stretches(trace: StepTrace, on: Machine) -> list[Block]:
+def in_spans(trace: StepTrace, on: GpuMemory) -> list[Block]:
     """Replays it; returns what is left to the engine."""
-    places: dict[int, int] = {}
+    addresses: dict[int, int] = {}
     handed_over = []
-    for stretch, event in steps(trace):
-        if stretch is not None:
-            on.run(stretch, places)
+    for span, event in steps(trace):
+        if span is not None:
+            on.run(span, addresses)
         if event[0] == GRADIENT:
-            handed_over.append(on.handed_over(places.get(event[2], 0), *event[3:]))
+            handed_over.append(on.handed_over(addresses.get(event[2], 0), *event[3:]))
         elif event[0] == FORWARD:
             on.at(f"unit {event[1]}")
     return handed_over
 
 
-def one_by_one(trace: StepTrace, on: Machine) -> list[Block]:
+def one_by_one(trace: StepTrace, on: GpuMemory) -> list[Block]:
     blocks: dict[int, Block] = {}
     handed_over = []
     for event in trace.events:
@@ -86,7 +87,7 @@ SIZES = st.one_of(st.integers(0, 3000), st.sampled_from([512, 513, 514, 515]), s
 )
 @example(kinds=[(ALLOC, 513), (FREE, 0), (ALLOC, 514)])  # as full again, with another account
 @settings(max_examples=150, deadline=None)
-def test_stretches_do_what_their_events_do(kinds: list[tuple[int, int]]) -> None:
+def test_spans_do_what_their_events_do(kinds: list[tuple[int, int]]) -> None:
     events: list[Event] = []
     alive: list[int] = []
     for number, (kind, size) in enumerate(kinds):
@@ -99,11 +100,11 @@ def test_stretches_do_what_their_events_do(kinds: list[tuple[int, int]]) -> None
             tensor = alive.pop(size % len(alive))
             events.append((FREE, tensor) if kind == FREE else (GRADIENT, 0, tensor))
     trace = step(*events, *((FREE, tensor) for tensor in alive))
-    fast, slow = machine(), machine()
+    fast, slow = new_memory(), new_memory()
     for on in (fast, slow):
         on.take(BUFFERS, 3 * MIB)
     for _ in range(2):  # the second finds what the first has left
-        left = in_stretches(trace, fast), one_by_one(trace, slow)
+        left = in_spans(trace, fast), one_by_one(trace, slow)
         assert [block[1:] for block in left[0]] == [block[1:] for block in left[1]]
         for on, blocks in zip((fast, slow), left, strict=True):
             for block in blocks[::2]:
@@ -118,11 +119,14 @@ def test_a_product_is_announced_once_for_each_pass() -> None:
     product, norm = (OP, 1), (OP, 0)
     scratch = [(ALLOC, 7, 512, WORKSPACE), (FREE, 7)]
     trace = step(norm, product, *scratch, product, (BACKWARD, 0), norm, *scratch, product, product)
-    kinds = [(event[0], stretch is not None) for stretch, event in steps(trace)]
+    kinds = [(event[0], span is not None) for span, event in steps(trace)]
     assert kinds == [(PRODUCT, False), (BACKWARD, True), (PRODUCT, True), (END, False)]
 
 
-def test_they_are_kept_with_their_trace() -> None:
+def test_they_are_kept_with_their_trace_and_not_sent_with_it() -> None:
     trace = step((FORWARD, 0))
+    size = len(pickle.dumps(trace))
     assert steps(trace) is steps(trace)
     assert steps(step((FORWARD, 1))) is not steps(trace)
+    assert len(pickle.dumps(trace)) == size
+    assert pickle.loads(pickle.dumps(trace)) == trace

@@ -1,0 +1,115 @@
+"""When ZeRO gathers, releases and reduces: bookkeeping without bytes or seconds, read by memory and by time.
+
+Functions in parentheses are DeepSpeed 0.19.8's. Memory follows single parameters and every call of a module,
+as DeepSpeed does. Time follows units, as the parameters of a unit are awaited together, and only the modules
+that compute. So in memory parameters that persist count as live and as distance, and calls of the base model
+traverse all parameters; in time they do not. To make that common would change predictions (decision 0031).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeVar
+
+from shardwise.engines.deepspeed.config import NEVER_RELEASE, PERSIST, PREFETCH, RELEASE_AT
+from shardwise.simulate.step_trace import StepTrace
+from shardwise.strategy import Strategy
+
+T = TypeVar("T")
+"""What is gathered: a parameter in memory, a unit in time."""
+
+
+def persists(numel: float) -> bool:
+    """Whether a parameter stays gathered (parameter_offload.py: mark_persistent_parameters)."""
+    return numel <= PERSIST
+
+
+def live_limit(strategy: Strategy) -> int:
+    """Elements that may be gathered at once, and within which a reuse is waited for."""
+    return RELEASE_AT if strategy.reshard else NEVER_RELEASE
+
+
+def look_ahead(
+    queue: deque[tuple[T, int]],
+    *,
+    live: float,
+    limit: int,
+    numel: Callable[[T], float],
+    available: Callable[[T], bool],
+) -> tuple[list[tuple[T, int]], list[T]]:
+    """Take uses from the queue until enough is gathered ahead (fetch_sub_module).
+
+    Args:
+        queue: what is used next, each with the number of the use.
+        live: elements that are gathered or on their way.
+        limit: as `live_limit`.
+        numel: elements of what is gathered.
+        available: whether it is gathered or on its way.
+
+    Returns:
+        The uses that were taken, and what of them has to be gathered, in order.
+    """
+    room = min(PREFETCH, limit - live)
+    taken: list[tuple[T, int]] = []
+    missing: list[T] = []
+    gathered = 0.0
+    while queue and gathered < room:
+        use = queue.popleft()
+        taken.append(use)
+        if not available(use[0]) and use[0] not in missing:
+            missing.append(use[0])
+            gathered += numel(use[0])
+    return taken, missing
+
+
+def released(
+    candidates: Iterable[T], later: Iterable[tuple[Collection[T], float]], *, limit: int
+) -> frozenset[T]:
+    """What is released after a module: not used again within `limit` elements (__params_to_release).
+
+    `later`: for each module from there on, what it uses and its elements.
+    """
+    going = set(candidates)
+    distance = 0.0
+    for used, numel in later:
+        if distance >= limit or not going:
+            break
+        going.difference_update(used)
+        distance += numel
+    return frozenset(going)
+
+
+def reduces(strategy: Strategy, *, last: bool) -> bool:
+    """Whether a micro-batch's gradients are reduced; stage 1 adds them up until the last one."""
+    return strategy.stage >= 2 or last
+
+
+class Bucket:
+    """Gradients that are reduced together, `reduce_bucket_size` elements at most, or one that is larger.
+
+    stage_1_and_2.py: reduce_independent_p_g_buckets_and_remove_grads; stage3.py: __add_grad_to_ipg_bucket.
+    """
+
+    def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
+        # The setting is at most the model's size, before tensor parallelism cuts the model (config.py).
+        learned = sum(trace.parameters[index].uncut_numel for index in trace.trainable)
+        self.size = min(strategy.bucket, learned)
+        self.parameters: list[int] = []
+        self.used = 0.0
+
+    def is_full_for(self, numel: float) -> bool:
+        """Whether the bucket is flushed before it takes a gradient of so many elements."""
+        return bool(self.used) and self.used + numel > self.size
+
+    def has_room_for(self, numel: float) -> bool:
+        """Whether gradients are copied into the buffer; one that is too large stays in its own memory."""
+        return numel <= self.size
+
+    def add(self, parameters: Sequence[int], numel: float) -> None:
+        self.parameters += parameters
+        self.used += numel
+
+    def clear(self) -> None:
+        self.parameters.clear()
+        self.used = 0.0

@@ -1,0 +1,28 @@
+"""When FSDP2 gathers and releases."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.engines.fsdp2 import policy
+from shardwise.strategy import Strategy
+
+
+@pytest.mark.parametrize(
+    ("block", "backward", "ahead"),
+    [
+        *((0, False, [1]), (1, False, [2]), (2, False, [])),
+        *((3, True, [2]), (2, True, [1]), (1, True, [0]), (0, True, [])),
+    ],
+)
+def test_the_next_block_in_this_direction_is_gathered(block: int, backward: bool, ahead: list[int]) -> None:
+    assert list(policy.gathered_ahead(block, 3, backward=backward)) == ahead
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_without_resharding_groups_stay_until_the_last_backward_pass(last: bool) -> None:
+    kept, resharded = (Strategy(engine="fsdp2", reshard=flag) for flag in (False, True))
+    assert policy.released(resharded, backward=False, last=last)
+    assert policy.released(resharded, backward=True, last=last)
+    assert not policy.released(kept, backward=False, last=last)
+    assert policy.released(kept, backward=True, last=last) is last
