@@ -72,7 +72,6 @@ class _Issued:
     step: int
     batch: StepBatch
     learning_rate: float
-    loss_scale: float | None
     ended: float | torch.cuda.Event
     """A mark of the stopwatch."""
     numbers: Callable[[], list[float]]
@@ -199,7 +198,6 @@ class Loop:
             step=step,
             batch=batch,
             learning_rate=rate,
-            loss_scale=result.loss_scale,
             ended=self.watch.mark(),
             numbers=_copy_back(result),
             shared=self.chorus.exchange([float(self.stop.requested), *memory(device)]),
@@ -217,7 +215,8 @@ class Loop:
         if self._issued is None:
             return
         issued, self._issued = self._issued, None
-        loss, grad_norm, skipped = issued.numbers()
+        loss, grad_norm, skipped, *scales = issued.numbers()
+        loss_scale = scales[0] if scales else None
         by_rank = issued.shared()
         self._stop_agreed = self._stop_agreed or any(values[0] > 0 for values in by_rank)
         self.observer.on_step(
@@ -231,7 +230,7 @@ class Loop:
                 target_tokens=issued.batch.target_tokens,
                 seconds=self.watch.lap(issued.ended),
                 skipped=bool(skipped),
-                loss_scale=issued.loss_scale,
+                loss_scale=loss_scale,
                 memory={
                     name: [int(values[1 + index]) for values in by_rank]
                     for index, name in enumerate(MEMORY_FIELDS)
@@ -244,7 +243,7 @@ class Loop:
                 where=f"step {issued.step}",
                 fix=START_AGAIN,
             )
-        if skipped and issued.loss_scale is not None and issued.loss_scale <= LEAST_LOSS_SCALE:
+        if skipped and loss_scale is not None and loss_scale <= LEAST_LOSS_SCALE:
             raise overflows(f"step {issued.step}")
         if grad_norm == 0.0 and not skipped:
             raise DivergedError(
@@ -269,10 +268,13 @@ def _finite(number: float) -> bool:
 
 def _copy_back(result: StepResult) -> Callable[[], list[float]]:
     """Starts the copy of a step's scalars to the host; the returned function waits for it."""
-    scalars = torch.stack([result.loss.float(), result.grad_norm.float(), result.skipped.float()])
+    values = [result.loss, result.grad_norm, result.skipped]
+    if result.loss_scale is not None:
+        values.append(result.loss_scale)
+    scalars = torch.stack([value.float() for value in values])
     if scalars.device.type != "cuda":
         return scalars.tolist
-    host = torch.empty(3, dtype=torch.float32, pin_memory=True)
+    host = torch.empty(len(values), dtype=torch.float32, pin_memory=True)
     host.copy_(scalars, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()

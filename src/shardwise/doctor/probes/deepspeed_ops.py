@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch._dynamo  # before DeepSpeed, as in engines/deepspeed/runtime/engine.py
 
-from shardwise.engines.deepspeed.runtime.extensions import extensions_root, pass_locks
+from shardwise.engines.deepspeed.runtime.extensions import extensions_root, wait_for_locks
 
 OPS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder"}
 """cpu_adam: optimizer offload; async_io: offload to NVMe; fused_adam: DeepSpeed's own AdamW on GPUs."""
@@ -56,7 +56,7 @@ def build_cpu_adam(stage: Callable[[str], None]) -> dict[str, Any]:
 
     start = time.perf_counter()
     stage("waiting for whoever compiles cpu_adam")
-    pass_locks(["cpu_adam"])
+    wait_for_locks(["cpu_adam"])
     stage("compiling cpu_adam")
     weight = torch.nn.Parameter(torch.ones(1024))
     optimizer = DeepSpeedCPUAdam([weight], lr=0.5)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.runtime.adamw import MOMENTS, AdamW
-from shardwise.engines.runtime.fp32_params import WholeParameters
+from shardwise.engines.runtime.fp32_params import Fp32Parameters
 from shardwise.engines.runtime.parameters import (
     DTYPES,
     Fill,
@@ -55,19 +55,19 @@ class FsdpEngine:
         self._settings = optimizer
         decay = decay_by_name(module, optimizer.weight_decay)
         move_buffers(module, world.device)
-        self._whole = WholeParameters(module, precision=strategy.precision)
-        _shard(strategy, module, blocks, fill, world, self._whole)
+        self._fp32 = Fp32Parameters(module, precision=strategy.precision)
+        _shard(strategy, module, blocks, fill, world, self._fp32)
         self._sharded: dict[str, DTensor] = trainable(module)  # type: ignore[assignment]
         self._shards = {name: p.to_local().detach() for name, p in self._sharded.items()}
         self._optimizer = AdamW(
-            {**self._shards, **self._whole.trainable},
+            {**self._shards, **self._fp32.trainable},
             decay,
             optimizer,
             clip_norm=strategy.clip_norm,
             fp16=strategy.precision == "fp16",
             sharded=True,
             device=world.device,
-            replicated=self._whole.trainable,
+            replicated=self._fp32.trainable,
         )
         module.train()
 
@@ -87,7 +87,7 @@ class FsdpEngine:
             if isinstance(p.grad, DTensor):
                 self._shards[name].grad = p.grad.to_local()
             p.grad = None
-        self._whole.reduce()
+        self._fp32.reduce()
         return self._optimizer.step(loss_sum / target_tokens, learning_rate=learning_rate)
 
     @torch.no_grad()
@@ -118,7 +118,7 @@ class FsdpEngine:
                 shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
             ).full_tensor()
             yield public_name(name), full.cpu() if self.world.rank == 0 else torch.empty(0)
-        for name, tensor in self._whole.chosen(names):
+        for name, tensor in self._fp32.chosen(names):
             yield public_name(name), tensor.detach().cpu() if self.world.rank == 0 else torch.empty(0)
 
     def _reshard(self) -> None:
@@ -156,7 +156,7 @@ def _shard(
     blocks: Sequence[nn.Module],
     fill: Fill,
     world: World,
-    whole: WholeParameters,
+    fp32: Fp32Parameters,
 ) -> None:
     """Fills and shards one block after the other, then what is outside the blocks."""
     options: dict[str, Any] = {
@@ -171,7 +171,7 @@ def _shard(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for part in (*blocks, module):
         fill(part, world.device)
-        whole.take(part)
+        fp32.take(part)
         for p in part.parameters():
             if p.requires_grad and not isinstance(p, DTensor):
                 p.data = p.data.float()
