@@ -1,8 +1,8 @@
 """PyTorch FSDP2 (`fully_shard`) behind the engine protocol.
 
-Trainable parameters are fp32 shards, gathered in the computation's format; gradients are summed over the
-ranks in fp32. The optimizer steps this rank's shards as plain tensors, with the same code as the single
-engine. Frozen parameters (the base of LoRA) are shards in the computation's format.
+Trainable parameters are fp32 shards, gathered in the computation's format. Gradients are summed over the
+ranks in fp32. The optimizer steps this rank's shards as plain tensors, with the code of the single engine.
+Frozen parameters (the base of LoRA) are shards in the computation's format.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardwise.engines.runtime.parameters import (
     trainable,
 )
 from shardwise.engines.runtime.protocol import StepResult, World
-from shardwise.engines.runtime.state import Part, load_state, save_state
+from shardwise.engines.runtime.state import load_state, save_state
 from shardwise.job import schema
 from shardwise.strategy import Strategy
 
@@ -50,7 +50,7 @@ class FsdpEngine:
     ) -> None:
         self.world = world
         self.module = module
-        self._root: FSDPModule = module  # type: ignore[assignment]  # what fully_shard makes of it
+        self._root: FSDPModule = module  # type: ignore[assignment]  # fully_shard changes its class
         self._strategy = strategy
         self._settings = optimizer
         decay = decay_by_name(module, optimizer.weight_decay)
@@ -78,7 +78,7 @@ class FsdpEngine:
         loss_sum = torch.zeros((), device=self.world.device)
         for index, micro_batch in enumerate(micro_batches):
             if not self._strategy.reshard:
-                # Gathered parameters serve all micro-batches, and go before the optimizer changes them.
+                # All micro-batches use the gathered parameters, which are freed before the optimizer step.
                 self._root.set_reshard_after_backward(index == len(micro_batches) - 1)
             loss = self.module(micro_batch)
             loss_sum += loss.detach()
@@ -100,8 +100,8 @@ class FsdpEngine:
 
     def save(self, directory: Path) -> None:
         keys = ("parameter", *MOMENTS)
-        parts = {f"{key}/{name}": self._part(name) for name in self._sharded for key in keys}
-        save_state(directory, self.world, self._optimizer.state(), parts)
+        shapes = {f"{key}/{name}": p.shape for name, p in self._sharded.items() for key in keys}
+        save_state(directory, self.world, self._optimizer.state(), shapes)
 
     def load(self, directory: Path) -> None:
         self._optimizer.restore(load_state(directory, self.world))
@@ -122,7 +122,7 @@ class FsdpEngine:
             yield public_name(name), tensor.detach().cpu() if self.world.rank == 0 else torch.empty(0)
 
     def _reshard(self) -> None:
-        """Drop what an evaluation may have left gathered; the parameters are shards again."""
+        """Free parameters that an evaluation left gathered."""
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -139,16 +139,6 @@ class FsdpEngine:
             "optimizer": self._settings.model_dump(),
         }
 
-    def _part(self, name: str) -> Part:
-        """Which rows this rank holds: as torch.chunk deals them out."""
-        shape = self._sharded[name].shape
-        per_rank = -(-shape[0] // self.world.size)
-        return Part(
-            shape=tuple(shape),
-            start=min(self.world.rank * per_rank, shape[0]),
-            length=self._shards[name].shape[0],
-        )
-
 
 def _shard(
     strategy: Strategy,
@@ -158,7 +148,7 @@ def _shard(
     world: World,
     fp32: Fp32Parameters,
 ) -> None:
-    """Fills and shards one block after the other, then what is outside the blocks."""
+    """Fill and shard one block after the other, then the rest of the module."""
     options: dict[str, Any] = {
         "mesh": init_device_mesh(world.device.type, (world.size,)),
         "mp_policy": MixedPrecisionPolicy(
@@ -175,16 +165,16 @@ def _shard(
         for p in part.parameters():
             if p.requires_grad and not isinstance(p, DTensor):
                 p.data = p.data.float()
-        # The root's own parameters (embeddings, head) are needed again as soon as the forward pass ends.
+        # The backward pass begins with the root's own parameters (embeddings, head).
         reshard = strategy.reshard and part is not module
         sharded = fully_shard(part, reshard_after_forward=reshard, **options)
         # The loss is divided by the number of targets of all ranks: gradients are summed, not averaged.
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
     _gather_ahead(blocks)
 
 
 def _gather_ahead(blocks: Sequence[nn.Module]) -> None:
-    """Lets each block ask for the next one's parameters before it computes, not after it has returned."""
+    """Let each block gather the next one's parameters before it computes, not after it has returned."""
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]

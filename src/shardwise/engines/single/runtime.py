@@ -41,7 +41,7 @@ class SingleEngine:
         self.module = module
         self._strategy = strategy
         self._settings = optimizer
-        for part in (*blocks, module):  # one after the other: what fills a part takes memory of its own
+        for part in (*blocks, module):  # one after the other: filling takes memory, too
             fill(part, world.device)
         move_buffers(module, world.device)
         decay = decay_by_name(module, optimizer.weight_decay)
@@ -100,7 +100,7 @@ class SingleEngine:
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Copies the masters to the weights of the computation."""
+        """Copy the masters to the weights that compute."""
         pairs = [
             (self._weights[name], m) for name, m in self._masters.items() if m is not self._weights[name]
         ]
@@ -110,9 +110,9 @@ class SingleEngine:
 
 
 def _master(weight: nn.Parameter) -> torch.Tensor:
-    """The fp32 tensor the optimizer steps. Gradients are added to it as soon as each is complete.
+    """The fp32 tensor that the optimizer steps. Each gradient is added to it as soon as it is complete.
 
-    So they accumulate in fp32, and only one low-precision gradient exists at a time.
+    So gradients accumulate in fp32, and only one low-precision gradient exists at a time.
     """
     if weight.dtype == torch.float32:
         return weight
