@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardwise.engines.deepspeed.runtime import patches, release
 from shardwise.errors import MachineError
-from shardwise.patch import supported
+from shardwise.patch import hash_of, supported
 
 ZERO12 = ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer")
 ZERO3 = ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
@@ -126,6 +126,16 @@ def test_a_changed_function_is_an_error(
     monkeypatch.setattr(owner(place), name, changed)
     with pytest.raises(MachineError, match=f"{name}, whose source has changed"):
         apply()
+
+
+@pytest.mark.parametrize(("place", "name"), sorted({case[1:] for case in CASES}, key=str))
+def test_the_installed_source_is_the_one_that_was_read(place: Any, name: str) -> None:
+    """Whatever its version: `make newest` shows what a new release changed."""
+    assert hash_of(getattr(owner(place), name)) == patches.READ[f"{owner(place).__name__}.{name}"]
+
+
+def test_nothing_is_listed_that_is_not_replaced_or_relied_on() -> None:
+    assert {f"{owner(place).__name__}.{name}" for _, place, name in CASES} == set(patches.READ)
 
 
 def test_a_renamed_limit_is_an_error() -> None:
