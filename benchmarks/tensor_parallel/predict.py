@@ -144,7 +144,7 @@ def _cell(one: dict[str, Any] | None, most: float) -> str:
 
 def filled(page: str, rows: list[dict[str, Any]]) -> str:
     """The page with its tables made anew, between `<!-- predicted, NAME -->` and `<!-- end -->`."""
-    for name, cap in (("whole GPUs", None), ("48 GiB", CAPS[1])):
+    for name, cap in (("full GPUs", None), ("48 GiB", CAPS[1])):
         pattern = rf"(<!-- predicted, {name} -->\n).*?(<!-- end -->)"
         text = table(rows, cap=cap)
         page = re.sub(pattern, lambda m, text=text: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.DOTALL)
