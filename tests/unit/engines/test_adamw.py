@@ -108,10 +108,10 @@ def test_fp16_halves_the_scale_on_overflow_skips_that_step_only_and_grows_again(
     for name, p in weights.items():
         torch.testing.assert_close(p, expected[name], rtol=1e-6, atol=1e-7)
 
-    optimizer.guard.growth.fill_(1999)
+    optimizer.growth.fill_(1999)
     set_gradients(weights)
     optimizer.step(LOSS, learning_rate=1e-2)
-    assert optimizer.guard.loss_scale.item() == INITIAL_LOSS_SCALE
+    assert optimizer.loss_scale.item() == INITIAL_LOSS_SCALE
 
 
 class NoRead(TorchDispatchMode):

@@ -7,7 +7,6 @@ the loss scale. It skips the step if `found_inf` is 1: the guard.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,18 +21,6 @@ INITIAL_LOSS_SCALE = 2.0**16
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Guard:
-    """Scalars that live on the device from step to step."""
-
-    stopped: torch.Tensor
-    """1.0 once a bf16 or fp32 step was not finite: no later step is applied either."""
-    loss_scale: torch.Tensor
-    """fp16's loss scale; 1.0 otherwise."""
-    growth: torch.Tensor
-    """int32: fp16 steps since the loss scale last changed."""
 
 
 class AdamW:
@@ -78,34 +65,32 @@ class AdamW:
                 "exp_avg": torch.zeros_like(p),
                 "exp_avg_sq": torch.zeros_like(p),
             }
-        self.guard = Guard(
-            stopped=torch.zeros((), device=device),
-            loss_scale=torch.tensor(INITIAL_LOSS_SCALE if fp16 else 1.0, device=device),
-            growth=torch.zeros((), dtype=torch.int32, device=device),
-        )
+        self.stopped = torch.zeros((), device=device)
+        """1.0 once a bf16 or fp32 step was not finite: no later step is applied either."""
+        self.loss_scale = torch.tensor(INITIAL_LOSS_SCALE if fp16 else 1.0, device=device)
+        """fp16's loss scale; 1.0 otherwise."""
+        self.growth = torch.zeros((), dtype=torch.int32, device=device)
+        """fp16 steps since the loss scale last changed."""
 
     @torch.no_grad()
     def step(self, loss: torch.Tensor, *, learning_rate: float) -> StepResult:
         """Apply the gradients and drop them.
 
         `loss` is this rank's share of the step's loss (fp32 scalar on `device`); the gradients are
-        those of the loss times `guard.loss_scale`.
+        those of the loss times `self.loss_scale`.
         """
         numbers = torch.stack([loss, self._sum_of_squares()])
         if self.sharded:
             dist.all_reduce(numbers)
-        loss_scale = self.guard.loss_scale.clone()
+        loss_scale = self.loss_scale.clone()
         total_loss, norm = numbers[0], numbers[1].sqrt() / loss_scale
         bad = (~torch.isfinite(total_loss + norm)).float()
-        if self.fp16:
-            skipped = bad
-        else:
-            skipped = self.guard.stopped.copy_(torch.maximum(self.guard.stopped, bad)).clone()
+        if not self.fp16:
+            self.stopped.copy_(torch.maximum(self.stopped, bad))
+        skipped = bad if self.fp16 else self.stopped.clone()
         self.apply(learning_rate, norm=norm, skipped=skipped, loss_scale=loss_scale)
         if self.fp16:
-            torch._amp_update_scale_(
-                self.guard.loss_scale, self.guard.growth, bad, GROWTH, BACKOFF, GROWTH_INTERVAL
-            )
+            torch._amp_update_scale_(self.loss_scale, self.growth, bad, GROWTH, BACKOFF, GROWTH_INTERVAL)
         return StepResult(
             loss=total_loss,
             grad_norm=norm,
@@ -143,9 +128,9 @@ class AdamW:
     def state(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint by name, not copied."""
         tensors = {
-            "guard/stopped": self.guard.stopped,
-            "guard/loss_scale": self.guard.loss_scale,
-            "guard/growth": self.guard.growth,
+            "guard/stopped": self.stopped,
+            "guard/loss_scale": self.loss_scale,
+            "guard/growth": self.growth,
         }
         for name, p in self.parameters.items():
             tensors[f"parameter/{name}"] = p.detach()

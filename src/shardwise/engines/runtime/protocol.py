@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from shardwise.data.batch import MicroBatch
+from shardwise.engines import ENGINES
+from shardwise.engines.runtime.parameters import Fill
+from shardwise.job import schema
+from shardwise.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,3 +76,21 @@ class Engine(Protocol):
 
     def config(self) -> dict[str, Any]:
         """Exactly the settings that the engine got, for the run folder's `engine/`."""
+
+
+def build_engine(
+    strategy: Strategy,
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    fill: Fill,
+    optimizer: schema.Optimizer,
+    world: World,
+) -> Engine:
+    """Fill and shard `module`, and give it an optimizer. Collective.
+
+    `module` is on the meta device and, called with a MicroBatch, returns the summed cross entropy as an fp32
+    scalar. `blocks` are its repeated layers. They are filled and sharded one after the other, so that no
+    device ever holds more than its share and one block.
+    """
+    engine = ENGINES[strategy.engine].runtime()
+    return engine(strategy, module, blocks, fill, optimizer, world)  # type: ignore[call-arg]

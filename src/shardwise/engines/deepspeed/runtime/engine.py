@@ -73,12 +73,11 @@ class DeepSpeedEngine:
         self._strategy = strategy
         self._diverged = False
         decay = decay_by_name(module, optimizer.weight_decay)
-        largest = max(p.numel() for p in module.parameters())
         self._config = deepspeed_config(
             strategy,
             optimizer,
             trainable_parameters=sum(p.numel() for p in trainable(module).values()),
-            largest_parameter=largest,
+            largest_parameter=max(p.numel() for p in module.parameters()),
         )
         _prepare_deepspeed(world)
         wait_for_locks(needed_operators(strategy))
@@ -86,12 +85,16 @@ class DeepSpeedEngine:
 
         move_buffers(module, world.device)
         self._fp32 = Fp32Parameters(module, precision=strategy.precision)
+        for part in (*blocks, module):
+            fill(part, world.device)
+            self._fp32.take(part)
+            if strategy.stage == 3:
+                deepspeed.zero.Init(module=part, config_dict_or_path=copy.deepcopy(self._config))
         if strategy.stage == 3:
-            _shard(module, blocks, fill, world.device, self._config, self._fp32)
-        else:
-            for part in (*blocks, module):
-                fill(part, world.device)
-                self._fp32.take(part)
+            # Blocks are gathered, not single linear layers (decision 0009). Fused layers rely on it.
+            for block in blocks:
+                block.register_forward_pre_hook(_require_input_gradient)
+            deepspeed.utils.set_z3_leaf_modules(module, list({type(block) for block in blocks}))
         parallel = strategy.tensor_parallel > 1
         with cut_by_plan(module) if parallel else nullcontext():
             self._engine, self._optimizer, *_ = deepspeed.initialize(
@@ -119,7 +122,9 @@ class DeepSpeedEngine:
                 device=world.device,
             )
             join_norm(self._optimizer, strategy.stage, self._fp32.norm)
-        _reset_step_counts(self._optimizer)
+        for state in getattr(self._optimizer, "optimizer", self._optimizer).state.values():
+            if "step" in state:
+                state["step"] = state["step"] * 0
         self._frozen = any(not p.requires_grad for p in module.parameters())
         self._engine.train()
 
@@ -128,12 +133,14 @@ class DeepSpeedEngine:
     ) -> StepResult:
         loss_sum = torch.zeros((), device=self.world.device)
         if self._diverged:
-            return self._skipped_step(loss_sum)
+            nan = self._scalar(float("nan"))
+            return StepResult(loss=nan, grad_norm=nan, skipped=self._scalar(1.0))
         if not self._rows_are_checked:  # once: the same few numbers determine the rows of all steps
-            check_same_rows(micro_batches, self.world.device)
+            check_same_rows(micro_batches)
             self._rows_are_checked = True
         factor = self.world.data_size / target_tokens
-        loss_scale = self._loss_scale()
+        fp16 = self._strategy.precision == "fp16"
+        loss_scale = self._scalar(float(self._optimizer.loss_scale)) if fp16 else None
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             loss = self._engine(micro_batch)
@@ -151,8 +158,7 @@ class DeepSpeedEngine:
         if self._fp32_adamw is not None:
             one = torch.ones_like(norm)
             self._fp32_adamw.apply(learning_rate, norm=norm, skipped=skipped, loss_scale=one)
-        if was_skipped and self._strategy.precision != "fp16":
-            self._diverged = True
+        self._diverged = was_skipped and not fp16
         return StepResult(loss=loss, grad_norm=norm, skipped=skipped, loss_scale=loss_scale)
 
     @torch.no_grad()
@@ -228,14 +234,6 @@ class DeepSpeedEngine:
         assert norm is not None
         return norm, bool(self._optimizer.overflow)
 
-    def _skipped_step(self, zero: torch.Tensor) -> StepResult:
-        return StepResult(loss=zero + float("nan"), grad_norm=zero + float("nan"), skipped=zero + 1.0)
-
-    def _loss_scale(self) -> torch.Tensor | None:
-        if self._strategy.precision != "fp16":
-            return None
-        return self._scalar(float(self._optimizer.loss_scale))
-
 
 def _prepare_deepspeed(world: World) -> None:
     """Give DeepSpeed the existing process group, and keep it from printing and compiling."""
@@ -254,27 +252,6 @@ def _prepare_deepspeed(world: World) -> None:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
 
 
-def _shard(
-    module: nn.Module,
-    blocks: Sequence[nn.Module],
-    fill: Fill,
-    device: torch.device,
-    config: dict[str, Any],
-    fp32: Fp32Parameters,
-) -> None:
-    """Fill and shard one block after the other, then the rest of the module."""
-    import deepspeed
-
-    for part in (*blocks, module):
-        fill(part, device)
-        fp32.take(part)
-        deepspeed.zero.Init(module=part, config_dict_or_path=copy.deepcopy(config))
-    # Blocks are gathered, not single linear layers (decision 0009). Fused layers rely on it.
-    for block in blocks:
-        block.register_forward_pre_hook(_require_input_gradient)
-    deepspeed.utils.set_z3_leaf_modules(module, list({type(block) for block in blocks}))
-
-
 def _require_input_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give the first block of a frozen base an input with a gradient.
 
@@ -289,21 +266,11 @@ def _require_input_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
     return (hidden, *rest)
 
 
-def _reset_step_counts(optimizer: Any) -> None:
-    inner = getattr(optimizer, "optimizer", optimizer)
-    for state in inner.state.values():
-        if "step" in state:
-            state["step"] = state["step"] * 0
-
-
 def _make_optimizer(
     strategy: Strategy, groups: list[dict[str, Any]], optimizer: schema.Optimizer
 ) -> torch.optim.Optimizer:
-    values: dict[str, Any] = {
-        "lr": 0.0,  # every step sets its own
-        "betas": (optimizer.beta1, optimizer.beta2),
-        "eps": optimizer.epsilon,
-    }
+    betas = (optimizer.beta1, optimizer.beta2)
+    values: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": optimizer.epsilon}  # a step sets its own lr
     if strategy.offload_optimizer == "none":
         return torch.optim.AdamW(groups, fused=True, **values)
     from deepspeed.ops.adam import DeepSpeedCPUAdam

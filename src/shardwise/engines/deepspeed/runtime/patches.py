@@ -50,9 +50,10 @@ def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[
     return patch(owner, name, replacement, library=DEEPSPEED, source_hash=_read(owner, name))
 
 
-def rely_on(owner: Any, name: str) -> None:
-    """Raise MachineError unless `owner.name` is as it was read."""
+def rely_on(owner: Any, name: str) -> Any:
+    """Return `owner.name`, a function. Raises MachineError unless it is as it was read."""
     check(owner, name, library=DEEPSPEED, source_hash=_read(owner, name))
+    return getattr(owner, name)
 
 
 def require(feature: str) -> None:
@@ -116,7 +117,7 @@ def join_norm(optimizer: Any, stage: int, further: Callable[[], torch.Tensor]) -
     require("training parameters in fp32 next to DeepSpeed")
     rely_on(optimizer, "step")
     if stage == 3:
-        groups = optimizer._get_norm_groups
+        groups = rely_on(optimizer, "_get_norm_groups")
 
         def all_groups() -> list[torch.Tensor]:
             norms = list(groups())
@@ -124,12 +125,13 @@ def join_norm(optimizer: Any, stage: int, further: Callable[[], torch.Tensor]) -
 
         replace(optimizer, "_get_norm_groups", all_groups)
     elif stage > 0:
-        norm = optimizer.scaled_global_norm
+        norm = rely_on(optimizer, "scaled_global_norm")
         replace(
             optimizer, "scaled_global_norm", lambda *args, **kwargs: hypot(norm(*args, **kwargs), further())
         )
     else:  # its `step` has found its own norm finite before it clips
-        check_own, clip = optimizer.overflow_checker.check, optimizer.unscale_and_clip_grads
+        check_own = rely_on(optimizer.overflow_checker, "check")
+        clip = rely_on(optimizer, "unscale_and_clip_grads")
 
         def clip_by_both(own: Any, *args: Any, **kwargs: Any) -> Any:
             optimizer._global_grad_norm = hypot(own, further())

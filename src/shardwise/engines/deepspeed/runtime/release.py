@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 
-from shardwise.engines.deepspeed.runtime.patches import DEEPSPEED, replace
-from shardwise.patch import patch, supported
+from shardwise.engines.deepspeed.runtime.patches import DEEPSPEED, rely_on, replace
+from shardwise.patch import check, patch, supported
 
 NO_LIMIT = 10**9
+_STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
+_LIMIT = "_PartitionedParameterCoordinator__max_ongoing_fetch_events"
+"""Of gathers; read by fetch_sub_module."""
 
 _RELEASED = "_shardwise_released"
 """Attribute of a parameter: the `_Released` of its engine."""
@@ -32,11 +35,12 @@ def release_in_order(optimizer: Any, parameters: Iterable[Any], streams: Any = t
     if not supported(DEEPSPEED):
         return
     offload = optimizer.parameter_offload
-    released = _Released(offload._DeepSpeedZeRoOffload__allgather_stream, streams)
+    check(offload, _STREAM, library=DEEPSPEED, source_hash=None)
+    released = _Released(getattr(offload, _STREAM), streams)
     coordinator = offload.get_param_coordinator()
-    fetch = coordinator.fetch_sub_module
-    release = coordinator.release_sub_module
-    release_all = coordinator.release_and_reset_all
+    fetch = rely_on(coordinator, "fetch_sub_module")
+    release = rely_on(coordinator, "release_sub_module")
+    release_all = rely_on(coordinator, "release_and_reset_all")
 
     def fetch_sub_module(*args: Any, **kwargs: Any) -> None:
         released.advance()
@@ -59,8 +63,7 @@ def release_in_order(optimizer: Any, parameters: Iterable[Any], streams: Any = t
     replace(coordinator, "fetch_sub_module", fetch_sub_module)
     replace(coordinator, "release_sub_module", release_sub_module)
     replace(coordinator, "release_and_reset_all", release_and_reset_all)
-    limit = "_PartitionedParameterCoordinator__max_ongoing_fetch_events"  # read by fetch_sub_module
-    patch(coordinator, limit, NO_LIMIT, library=DEEPSPEED, source_hash=None)
+    patch(coordinator, _LIMIT, NO_LIMIT, library=DEEPSPEED, source_hash=None)
 
 
 @functools.cache
@@ -68,7 +71,7 @@ def _free_by_engine() -> None:
     """Replace `free_param` once per process; parameters that no engine has marked are freed as before."""
     from deepspeed.runtime.zero import partition_parameters
 
-    original = partition_parameters.free_param
+    original = rely_on(partition_parameters, "free_param")
 
     def free_param(param: Any) -> None:
         released = getattr(param, _RELEASED, None)

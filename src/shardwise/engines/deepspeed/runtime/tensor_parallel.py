@@ -8,19 +8,16 @@ all of them, and computes the same loss.
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.errors import JobError, MachineError
-
-_MULTIPLIER = 6364136223846793005
-"""Knuth's, of a linear congruential generator modulo 2^64 (The Art of Computer Programming, 3.3.4)."""
 
 
 @contextmanager
@@ -59,15 +56,14 @@ def _check_layout(module: nn.Module) -> None:
         )
 
 
-def check_same_rows(micro_batches: Sequence[MicroBatch], device: torch.device) -> None:
+def check_same_rows(micro_batches: Sequence[MicroBatch]) -> None:
     """Raise MachineError if the ranks of a tensor-parallel group have different rows. Collective."""
     from deepspeed.utils import groups
 
-    digest = digest_of(micro_batches).to(device)
-    both = torch.cat([digest, -digest])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups.get_tensor_model_parallel_group())
-    largest, smallest = both.chunk(2)
-    if not torch.equal(largest, -smallest):
+    group = groups.get_tensor_model_parallel_group()
+    digests = [""] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest_of(micro_batches), group=group)
+    if len(set(digests)) > 1:
         raise MachineError(
             "the processes of a tensor-parallel group have different rows",
             where="strategy.tensor_parallel",
@@ -75,13 +71,10 @@ def check_same_rows(micro_batches: Sequence[MicroBatch], device: torch.device) -
         )
 
 
-def digest_of(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-    """Two int64: the number of tokens and targets, and a hash of their sequence of at most 2^62."""
-    numbers = torch.cat([t.flatten() for b in micro_batches for t in (b.input_ids, b.labels)]).long()
-    places = torch.arange(1, len(numbers) + 1, device=numbers.device)
-    mixed = (numbers + places * _MULTIPLIER) * _MULTIPLIER  # wraps around
-    mixed = (mixed ^ (mixed >> 29)) * _MULTIPLIER
-    return torch.stack([torch.tensor(len(numbers), device=numbers.device), mixed.sum() >> 1])
+def digest_of(micro_batches: Sequence[MicroBatch]) -> str:
+    """SHA-256 of the tokens and targets in sequence."""
+    tensors = [t for b in micro_batches for t in (b.input_ids, b.labels)]
+    return hashlib.sha256(b"".join(t.cpu().numpy().tobytes() for t in tensors)).hexdigest()
 
 
 @contextmanager
