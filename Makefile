@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles its CPU kernels with ninja, which it looks up on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo test check format schema lock clean
+.PHONY: setup operators demo test newest check format schema lock clean
 
 ## setup: create .venv with everything pinned in constraints.txt
 setup: .venv/.ready
@@ -41,6 +41,19 @@ test: setup operators
 	$(BIN)/python -m pytest -m 'not gpu' --numprocesses logical --dist loadfile --no-loadscope-reorder \
 		tests/golden tests/unit
 	$(BIN)/python -m pytest -m 'not gpu' tests/distributed
+
+## newest: test with the newest releases, without pins, in .venv-newest; by hand or on a schedule, not in CI
+NEWEST := .venv-newest/bin/python
+newest:
+	$(PYTHON) -m venv --clear .venv-newest
+	$(NEWEST) -m pip install --quiet setuptools wheel torch numpy packaging psutil py-cpuinfo ninja hjson
+	DS_BUILD_OPS=0 $(NEWEST) -m pip install --quiet --no-build-isolation deepspeed
+	$(NEWEST) -m pip install --quiet --upgrade-strategy eager --upgrade --editable '.[dev]' transformers peft \
+		bitsandbytes liger-kernel nvidia-ml-py
+	@echo "pinned:"; grep -E '^(torch|transformers|deepspeed|peft)==' constraints.txt
+	@echo "newest:"; $(NEWEST) -m pip list --format freeze | grep -E '^(torch|transformers|deepspeed|peft)=='
+	PATH="$(CURDIR)/.venv-newest/bin:$$PATH" $(NEWEST) -m pytest -m 'not gpu' --numprocesses logical --tb line \
+		tests/unit/test_patch.py tests/unit/engines tests/unit tests/distributed/test_patches.py
 
 ## check: lint, format, types, import contracts
 check: setup

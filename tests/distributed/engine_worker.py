@@ -17,8 +17,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.data.batch import IGNORED, MicroBatch
-from shardwise.engines.runtime.build import build_engine
-from shardwise.engines.runtime.protocol import Engine, StepResult, World
+from shardwise.engines.runtime.protocol import Engine, StepResult, World, build_engine
 from shardwise.job.schema import Optimizer
 from shardwise.strategy import Strategy
 

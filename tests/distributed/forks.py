@@ -158,12 +158,12 @@ def _import_all() -> None:
     import cpuinfo
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    from shardwise.engines.deepspeed.runtime.extensions import pass_locks
+    from shardwise.engines.deepspeed.runtime.extensions import wait_for_locks
 
     # What an optimizer for offloading costs: DeepSpeed asks for the vendor each time, for more than a second,
     # and in each process whether it has compiled it already, for two.
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
-    pass_locks(["cpu_adam"])
+    wait_for_locks(["cpu_adam"])
     CPUAdamBuilder().load(verbose=False)
     gc.collect()
     gc.freeze()

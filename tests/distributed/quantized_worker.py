@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.engines.runtime.build import build_engine
 from shardwise.engines.runtime.parameters import DTYPES
-from shardwise.engines.runtime.protocol import Engine, World
+from shardwise.engines.runtime.protocol import Engine, World, build_engine
 from shardwise.job.schema import Lora, Model
 from shardwise.kernels.lora_linear import fuse_lora
 from shardwise.kernels.quantized_linear import QuantizedLinear

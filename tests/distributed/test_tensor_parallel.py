@@ -34,7 +34,7 @@ def test_what_goes_wrong_is_noticed_and_what_is_exported_is_whole(tmp_path: Path
     assert len(results["nan"]) == 4
     assert {name: found for name, found in results["nan"].items() if found != expected} == {}
     assert results["errors"]["rows"][0] == "MachineError"
-    assert "hold different rows" in results["errors"]["rows"][1]
+    assert "have different rows" in results["errors"]["rows"][1]
     assert results["errors"]["norms"][0] == "JobError"
     assert "layers.0.self_attn.q_norm.weight" in results["errors"]["norms"][1]
     assert results["logits"]["ours"] == pytest.approx(results["logits"]["theirs"], rel=1e-6)

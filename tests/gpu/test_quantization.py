@@ -15,8 +15,7 @@ from test_whole_runs import losses
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
-from shardwise.engines.runtime.build import build_engine
-from shardwise.engines.runtime.protocol import World
+from shardwise.engines.runtime.protocol import World, build_engine
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Lora, Model, Optimizer
 from shardwise.kernels.fused import apply_fused_kernels

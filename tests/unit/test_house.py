@@ -57,6 +57,7 @@ def test_packages_that_promise_it_load_without_torch() -> None:
         "engines/single/spec.py",
         "errors.py",
         "folders.py",
+        "patch.py",
         "units.py",
         "diagnosis",
         "hardware",

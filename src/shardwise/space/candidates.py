@@ -13,7 +13,7 @@ from shardwise.job.strategies import NAMED, Parts
 from shardwise.space.rules import broken_rules
 from shardwise.strategy import Strategy
 
-SHAPES: tuple[Parts, ...] = (
+_ORDERED: tuple[Parts, ...] = (
     NAMED["single"],
     NAMED["zero0"],
     NAMED["zero1"],
@@ -28,6 +28,7 @@ SHAPES: tuple[Parts, ...] = (
     NAMED["zero3-offload"],
     NAMED["fsdp2-offload"],
 )
+SHAPES = (*_ORDERED, *(parts for parts in NAMED.values() if parts not in _ORDERED))
 """What `auto` considers without tensor parallelism, from the fastest to the leanest."""
 
 TENSOR_PARALLEL = (2, 4, 8)

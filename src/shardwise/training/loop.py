@@ -73,7 +73,6 @@ class _Issued:
     step: int
     batch: StepBatch
     learning_rate: float
-    loss_scale: float | None
     ended: float | torch.cuda.Event
     """A mark of the stopwatch."""
     numbers: Callable[[], list[float]]
@@ -194,7 +193,6 @@ class Loop:
             step=step,
             batch=batch,
             learning_rate=rate,
-            loss_scale=result.loss_scale,
             ended=self.watch.mark(),
             numbers=_copy_back(result),
             shared=self.ranks.exchange([float(self.stop.requested), *memory(device)]),
@@ -212,7 +210,8 @@ class Loop:
         if self._issued is None:
             return
         issued, self._issued = self._issued, None
-        loss, grad_norm, skipped = issued.numbers()
+        loss, grad_norm, skipped, *scales = issued.numbers()
+        loss_scale = scales[0] if scales else None
         by_rank = issued.shared()
         self._stop_agreed = self._stop_agreed or any(values[0] > 0 for values in by_rank)
         names = enumerate(MEMORY_FIELDS, start=1)
@@ -226,7 +225,7 @@ class Loop:
             target_tokens=issued.batch.target_tokens,
             seconds=self.watch.lap(issued.ended),
             skipped=bool(skipped),
-            loss_scale=issued.loss_scale,
+            loss_scale=loss_scale,
             memory={name: [int(values[index]) for values in by_rank] for index, name in names},
         )
         self.observer.on_step(report)
@@ -257,10 +256,13 @@ def overflows(where: str) -> DivergedError:
 
 def _copy_back(result: StepResult) -> Callable[[], list[float]]:
     """Starts the copy of a step's scalars to the host; the returned function waits for it."""
-    scalars = torch.stack([result.loss.float(), result.grad_norm.float(), result.skipped.float()])
+    values = [result.loss, result.grad_norm, result.skipped]
+    if result.loss_scale is not None:
+        values.append(result.loss_scale)
+    scalars = torch.stack([value.float() for value in values])
     if scalars.device.type != "cuda":
         return scalars.tolist
-    host = torch.empty(3, dtype=torch.float32, pin_memory=True)
+    host = torch.empty(len(values), dtype=torch.float32, pin_memory=True)
     host.copy_(scalars, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()

@@ -16,8 +16,7 @@ import torch
 import yaml
 
 from shardwise.engines import descriptor
-from shardwise.engines.runtime.build import build_engine
-from shardwise.engines.runtime.protocol import Engine, World
+from shardwise.engines.runtime.protocol import Engine, World, build_engine
 from shardwise.errors import CheckpointError, DoesNotFitError, StoppedError
 from shardwise.job.schema import Job
 from shardwise.kernels.fused import apply_fused_kernels

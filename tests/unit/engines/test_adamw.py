@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.engines.runtime.adamw import INITIAL_LOSS_SCALE, AdamW
 from shardwise.errors import CheckpointError
@@ -91,22 +94,41 @@ def test_fp16_halves_the_scale_on_overflow_skips_that_step_only_and_grows_again(
     set_gradients(weights)[0][0, 0] = float("inf")
     before = weights["vector"].clone()
     result = optimizer.step(LOSS, learning_rate=1e-2)
-    assert (result.skipped.item(), result.loss_scale) == (1.0, INITIAL_LOSS_SCALE)
+    assert result.loss_scale is not None
+    assert (result.skipped.item(), result.loss_scale.item()) == (1.0, INITIAL_LOSS_SCALE)
     assert torch.equal(weights["vector"], before)
 
     set_gradients(weights, scale=INITIAL_LOSS_SCALE / 2)
     result = optimizer.step(LOSS, learning_rate=1e-2)
     set_gradients(expected)
     plain = exact.step(LOSS, learning_rate=1e-2)
-    assert (result.skipped.item(), result.loss_scale) == (0.0, INITIAL_LOSS_SCALE / 2)
+    assert result.loss_scale is not None
+    assert (result.skipped.item(), result.loss_scale.item()) == (0.0, INITIAL_LOSS_SCALE / 2)
     assert result.grad_norm.item() == pytest.approx(plain.grad_norm.item(), rel=1e-6)
     for name, p in weights.items():
         torch.testing.assert_close(p, expected[name], rtol=1e-6, atol=1e-7)
 
-    optimizer.guard.growth.fill_(1999)
+    optimizer.growth.fill_(1999)
     set_gradients(weights)
     optimizer.step(LOSS, learning_rate=1e-2)
-    assert optimizer.guard.loss_scale.item() == INITIAL_LOSS_SCALE
+    assert optimizer.loss_scale.item() == INITIAL_LOSS_SCALE
+
+
+class NoRead(TorchDispatchMode):
+    """Fails where the host reads a number, which on a GPU waits for all the work before it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_no_step_waits_for_the_device(fp16: bool) -> None:
+    optimizer, weights = make(clip_norm=1.0, fp16=fp16)
+    set_gradients(weights)
+    with NoRead():
+        result = optimizer.step(LOSS, learning_rate=1e-2)
+    assert (result.loss_scale is not None) == fp16
 
 
 def test_restoring_another_models_state_is_refused_and_changes_nothing() -> None:
@@ -122,11 +144,11 @@ def test_restoring_another_models_state_is_refused_and_changes_nothing() -> None
 
 
 def test_the_norm_is_of_gradients_wherever_they_lie() -> None:
-    """Offloaded shards on the host beside whole parameters on the device; `meta` stands for a GPU."""
+    """Offloaded shards on the host and fp32 parameters on the device; `meta` stands for a GPU."""
     optimizer, weights = make()
     gradients = set_gradients(weights)
     assert optimizer._sum_of_squares() == pytest.approx(sum(g.square().sum().item() for g in gradients))
     optimizer.device = torch.device("meta")
-    optimizer.parameters["whole"] = torch.empty(3, device="meta")
-    optimizer.parameters["whole"].grad = torch.empty(3, device="meta")
+    optimizer.parameters["fp32"] = torch.empty(3, device="meta")
+    optimizer.parameters["fp32"].grad = torch.empty(3, device="meta")
     assert optimizer._sum_of_squares().device.type == "meta"

@@ -31,6 +31,5 @@ def test_other_rows_other_order_and_other_targets_have_another_digest() -> None:
         [batch(ids, ignored)],
         [batch(ids + 1, labels)],
     ]
-    assert len({tuple(digest_of(kind).tolist()) for kind in kinds}) == len(kinds)
-    assert torch.equal(digest_of([first]), digest_of([batch(ids.clone(), labels.clone())]))
-    assert all(abs(int(digest_of(kind)[1])) < 2**62 + 1 for kind in kinds)
+    assert len({digest_of(kind) for kind in kinds}) == len(kinds)
+    assert digest_of([first]) == digest_of([batch(ids.clone(), labels.clone())])

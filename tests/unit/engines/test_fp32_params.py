@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.engines.runtime.fp32_params import WholeParameters
+from shardwise.engines.runtime.fp32_params import Fp32Parameters
 
 
 def model() -> nn.Module:
@@ -18,35 +18,35 @@ def model() -> nn.Module:
 
 def test_only_what_is_fp32_is_taken_and_the_module_still_computes_with_it() -> None:
     module = model()
-    whole = WholeParameters(module, precision="bf16")
-    whole.take(module[0])
-    assert set(whole.tensors) == {"0.bias"}
-    whole.take(module)
-    assert set(whole.tensors) == {"0.bias", "1.scale"}
+    fp32 = Fp32Parameters(module, precision="bf16")
+    fp32.take(module[0])
+    assert set(fp32.tensors) == {"0.bias"}
+    fp32.take(module)
+    assert set(fp32.tensors) == {"0.bias", "1.scale"}
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
-    assert module[0].bias is whole.tensors["0.bias"]
+    assert module[0].bias is fp32.tensors["0.bias"]
     (module[0].bias * module[1].scale).sum().backward()
-    assert torch.equal(whole.tensors["1.scale"].grad, module[0].bias)
+    assert torch.equal(fp32.tensors["1.scale"].grad, module[0].bias)
 
 
 def test_a_model_in_fp32_and_a_frozen_parameter() -> None:
     module = model()
-    exact = WholeParameters(module, precision="fp32")
+    exact = Fp32Parameters(module, precision="fp32")
     exact.take(module)
     assert exact.tensors == {}
     module[1].scale.requires_grad_(False)
-    whole = WholeParameters(module, precision="bf16")
-    whole.take(module)
-    assert set(whole.tensors) == {"0.bias", "1.scale"}
-    assert set(whole.trainable) == {"0.bias"}
-    assert [name for name, _ in whole.chosen(None)] == ["0.bias"]
-    assert [name for name, _ in whole.chosen(["1.scale"])] == ["1.scale"]
+    fp32 = Fp32Parameters(module, precision="bf16")
+    fp32.take(module)
+    assert set(fp32.tensors) == {"0.bias", "1.scale"}
+    assert set(fp32.trainable) == {"0.bias"}
+    assert [name for name, _ in fp32.chosen(None)] == ["0.bias"]
+    assert [name for name, _ in fp32.chosen(["1.scale"])] == ["1.scale"]
 
 
 def test_the_norm_is_of_all_their_gradients() -> None:
     module = model()
-    whole = WholeParameters(module, precision="bf16")
-    whole.take(module)
-    whole.tensors["0.bias"].grad = torch.tensor([3.0, 0.0])
-    whole.tensors["1.scale"].grad = torch.tensor([0.0, 4.0])
-    assert whole.norm().item() == pytest.approx(5.0)
+    fp32 = Fp32Parameters(module, precision="bf16")
+    fp32.take(module)
+    fp32.tensors["0.bias"].grad = torch.tensor([3.0, 0.0])
+    fp32.tensors["1.scale"].grad = torch.tensor([0.0, 4.0])
+    assert fp32.norm().item() == pytest.approx(5.0)

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from shardwise.engines.runtime.protocol import World
-from shardwise.engines.runtime.state import Part, load_state, save_state
+from shardwise.engines.runtime.state import load_state, save_state
 from shardwise.errors import CheckpointError
 
 WORLD = World(rank=1, size=2, local_rank=1, device=torch.device("cpu"), data_rank=1, data_size=2)
@@ -21,7 +23,7 @@ TENSORS = {
 
 
 def test_what_is_saved_is_read_back_bit_for_bit(tmp_path: Path) -> None:
-    save_state(tmp_path, WORLD, TENSORS, {"parameter/w": Part(shape=(5, 3), start=3, length=2)})
+    save_state(tmp_path, WORLD, TENSORS, {"parameter/w": torch.Size((5, 3))})
     found = load_state(tmp_path, WORLD)
     assert found.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
@@ -29,12 +31,10 @@ def test_what_is_saved_is_read_back_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(found[name], tensor)
 
 
-def test_the_layout_says_what_lies_where(tmp_path: Path) -> None:
-    save_state(tmp_path, WORLD, TENSORS, {"parameter/w": Part(shape=(5, 3), start=3, length=2)})
-    layout = json.loads((tmp_path / "rank-00001.json").read_text())
-    assert layout["ranks"] == 2
-    assert layout["tensors"]["parameter/w"] == {"dtype": "float32", "shape": [5, 3], "rows": [3, 5]}
-    assert layout["tensors"]["step/w"] == {"dtype": "float32", "shape": [], "rows": None}
+def test_the_header_has_the_ranks_and_the_shapes_of_sharded_tensors(tmp_path: Path) -> None:
+    save_state(tmp_path, WORLD, TENSORS, {"parameter/w": torch.Size((5, 3))})
+    with safe_open(tmp_path / "rank-00001.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["layout"]) == {"ranks": 2, "sharded": {"parameter/w": [5, 3]}}
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
@@ -43,15 +43,15 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
         load_state(tmp_path, replace(WORLD, size=4))
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "layout"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "header"])
 def test_a_damaged_part_is_a_checkpoint_error(tmp_path: Path, damage: str) -> None:
     save_state(tmp_path, WORLD, TENSORS)
-    tensors, layout = tmp_path / "rank-00001.safetensors", tmp_path / "rank-00001.json"
+    tensors = tmp_path / "rank-00001.safetensors"
     if damage == "missing":
         tensors.unlink()
     elif damage == "truncated":
         tensors.write_bytes(tensors.read_bytes()[:-8])
     else:
-        layout.write_text("{")
+        save_file(TENSORS, tensors)
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_state(tmp_path, WORLD)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from shardwise.engines.runtime.build import build_engine
-from shardwise.engines.runtime.protocol import World
+from shardwise.engines.runtime.protocol import World, build_engine
 from shardwise.errors import CheckpointError
 from shardwise.job.schema import Job
 from shardwise.models.tokenizer import train_bpe

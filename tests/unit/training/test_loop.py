@@ -46,7 +46,7 @@ class Scripted:
             loss=torch.tensor(loss),
             grad_norm=torch.tensor(self.norm),
             skipped=torch.tensor(float(not math.isfinite(loss + self.norm))),
-            loss_scale=self.loss_scale,
+            loss_scale=None if self.loss_scale is None else torch.tensor(self.loss_scale),
         )
 
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:

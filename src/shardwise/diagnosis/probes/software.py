@@ -50,11 +50,11 @@ def build_cpu_adam(stage: Callable[[str], None]) -> dict[str, Any]:
     """Compile cpu_adam where it is not yet, and take one step with it."""
     import torch._dynamo
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # isort: skip
-    from shardwise.engines.deepspeed.runtime.extensions import pass_locks
+    from shardwise.engines.deepspeed.runtime.extensions import wait_for_locks
 
     start = time.perf_counter()
     stage("waiting for another process that compiles cpu_adam")
-    pass_locks(["cpu_adam"])
+    wait_for_locks(["cpu_adam"])
     stage("compiling cpu_adam")
     weight = torch.nn.Parameter(torch.ones(1024))
     optimizer = DeepSpeedCPUAdam([weight], lr=0.5)

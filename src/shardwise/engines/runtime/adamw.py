@@ -1,14 +1,12 @@
-"""AdamW on fp32 weights with clipping and a guard against non-finite steps, all without host synchronisation.
+"""AdamW on fp32 weights with clipping and a guard against non-finite steps. The host never waits for the GPU.
 
-The fused kernel of torch takes two scalars from the device: `grad_scale`, by which it divides the
-gradients, and `found_inf`, which turns the step into a no-op. Clipping and loss scaling become the first,
-the guard becomes the second.
+Torch's fused kernel reads two scalars on the device. It divides the gradients by `grad_scale`: clipping and
+the loss scale. It skips the step if `found_inf` is 1: the guard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,23 +23,11 @@ GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Guard:
-    """Scalars that live on the device from step to step."""
-
-    stopped: torch.Tensor
-    """1.0 once a bf16 or fp32 step was not finite: no later step is applied either."""
-    loss_scale: torch.Tensor
-    """fp16's loss scale; 1.0 otherwise."""
-    growth: torch.Tensor
-    """int32: fp16 steps since the loss scale last changed."""
-
-
 class AdamW:
     """Steps fp32 tensors whose `.grad` holds the gradient of this rank's share.
 
     With `sharded`, each rank holds a disjoint part of every tensor, and norms and losses are summed
-    over all ranks. Tensors named in `replicated` are whole on every rank, gradients too.
+    over all ranks. Every rank holds all of the tensors named in `replicated`, and all of their gradients.
     """
 
     def __init__(
@@ -62,8 +48,8 @@ class AdamW:
         self.fp16 = fp16
         self.sharded = sharded
         self.device = device
-        self._elsewhere = frozenset(replicated if sharded and dist.get_rank() != 0 else ())
-        """What another rank counts into the norm."""
+        self._not_counted = frozenset(replicated if sharded and dist.get_rank() != 0 else ())
+        """Rank 0 counts these into the norm."""
         self.torch_optimizer = torch.optim.AdamW(
             parameter_groups(self.parameters, decay),
             lr=optimizer.learning_rate,
@@ -71,82 +57,80 @@ class AdamW:
             eps=optimizer.epsilon,
             fused=True,
         )
-        # The state exists from the start: running out of memory then happens before the first step, and a
-        # checkpoint looks the same at every step.
+        # With the state allocated here, a GPU that is too small fails before the first step, and every
+        # checkpoint has the same tensors.
         for p in self.parameters.values():
             self.torch_optimizer.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=p.device),
                 "exp_avg": torch.zeros_like(p),
                 "exp_avg_sq": torch.zeros_like(p),
             }
-        self.guard = Guard(
-            stopped=torch.zeros((), device=device),
-            loss_scale=torch.tensor(INITIAL_LOSS_SCALE if fp16 else 1.0, device=device),
-            growth=torch.zeros((), dtype=torch.int32, device=device),
-        )
+        self.stopped = torch.zeros((), device=device)
+        """1.0 once a bf16 or fp32 step was not finite: no later step is applied either."""
+        self.loss_scale = torch.tensor(INITIAL_LOSS_SCALE if fp16 else 1.0, device=device)
+        """fp16's loss scale; 1.0 otherwise."""
+        self.growth = torch.zeros((), dtype=torch.int32, device=device)
+        """fp16 steps since the loss scale last changed."""
 
     @torch.no_grad()
     def step(self, loss: torch.Tensor, *, learning_rate: float) -> StepResult:
-        """Applies the gradients and drops them.
+        """Apply the gradients and drop them.
 
         `loss` is this rank's share of the step's loss (fp32 scalar on `device`); the gradients are
-        those of the loss times `guard.loss_scale`.
+        those of the loss times `self.loss_scale`.
         """
         numbers = torch.stack([loss, self._sum_of_squares()])
         if self.sharded:
             dist.all_reduce(numbers)
-        loss_scale = self.guard.loss_scale.clone()
+        loss_scale = self.loss_scale.clone()
         total_loss, norm = numbers[0], numbers[1].sqrt() / loss_scale
         bad = (~torch.isfinite(total_loss + norm)).float()
+        if not self.fp16:
+            self.stopped.copy_(torch.maximum(self.stopped, bad))
+        skipped = bad if self.fp16 else self.stopped.clone()
+        self.apply(learning_rate, norm=norm, skipped=skipped, loss_scale=loss_scale)
         if self.fp16:
-            skipped = bad
-        else:
-            skipped = self.guard.stopped.copy_(torch.maximum(self.guard.stopped, bad)).clone()
-
-        # torch.nn.utils.clip_grad_norm_'s factor, min(1, clip / (norm + 1e-6)), as a divisor.
-        divisor = loss_scale
-        if self.clip_norm > 0:
-            divisor = divisor * ((norm + 1e-6) / self.clip_norm).clamp(min=1.0)
-        self.apply(learning_rate, divisor=divisor, skipped=skipped)
-        if self.fp16:
-            torch._amp_update_scale_(
-                self.guard.loss_scale, self.guard.growth, bad, GROWTH, BACKOFF, GROWTH_INTERVAL
-            )
+            torch._amp_update_scale_(self.loss_scale, self.growth, bad, GROWTH, BACKOFF, GROWTH_INTERVAL)
         return StepResult(
             loss=total_loss,
             grad_norm=norm,
             skipped=skipped,
-            loss_scale=loss_scale.item() if self.fp16 else None,
+            loss_scale=loss_scale if self.fp16 else None,
         )
 
     def _sum_of_squares(self) -> torch.Tensor:
-        counted = (p for name, p in self.parameters.items() if name not in self._elsewhere)
+        counted = (p for name, p in self.parameters.items() if name not in self._not_counted)
         gradients = [p.grad for p in counted if p.grad is not None]
         if not gradients:
             return torch.zeros((), device=self.device)
-        # offloaded shards lie on the host, whole parameters (whole.py) on the GPU
+        # offloaded shards are on the host, parameters kept in fp32 (fp32_params.py) on the GPU
         places = {gradient.device for gradient in gradients}
         by_place = [[g for g in gradients if g.device == place] for place in places]
         norms = [torch.stack(torch._foreach_norm(alike)).square().sum() for alike in by_place]
         return torch.stack([norm.to(self.device) for norm in norms]).sum()
 
-    def apply(self, learning_rate: float, *, divisor: torch.Tensor, skipped: torch.Tensor) -> None:
-        """Steps with the gradients over `divisor`, or not at all where `skipped` is 1.0, and drops them."""
+    def apply(
+        self, learning_rate: float, *, norm: torch.Tensor, skipped: torch.Tensor, loss_scale: torch.Tensor
+    ) -> None:
+        """Step with gradients divided by `loss_scale` and clipped by `norm`, unless `skipped` is 1.0."""
+        divisor = loss_scale
+        if self.clip_norm > 0:  # the inverse of torch.nn.utils.clip_grad_norm_'s min(1, clip / (norm + 1e-6))
+            divisor = divisor * ((norm + 1e-6) / self.clip_norm).clamp(min=1.0)
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
-        # The kernel wants the scalars beside the weights, which may be offloaded to the host.
-        place = next(iter(self.parameters.values())).device if self.parameters else self.device
-        self.torch_optimizer.grad_scale = divisor.to(place)  # type: ignore[attr-defined]
-        self.torch_optimizer.found_inf = skipped.to(place)  # type: ignore[attr-defined]
+        # The kernel needs the scalars on the device of the weights, which may be offloaded.
+        device = next(iter(self.parameters.values())).device if self.parameters else self.device
+        self.torch_optimizer.grad_scale = divisor.to(device)  # type: ignore[attr-defined]
+        self.torch_optimizer.found_inf = skipped.to(device)  # type: ignore[attr-defined]
         self.torch_optimizer.step()
         self.torch_optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything a checkpoint has to hold, by name; the tensors are the live ones."""
+        """All tensors of a checkpoint by name, not copied."""
         tensors = {
-            "guard/stopped": self.guard.stopped,
-            "guard/loss_scale": self.guard.loss_scale,
-            "guard/growth": self.guard.growth,
+            "guard/stopped": self.stopped,
+            "guard/loss_scale": self.loss_scale,
+            "guard/growth": self.growth,
         }
         for name, p in self.parameters.items():
             tensors[f"parameter/{name}"] = p.detach()
@@ -156,7 +140,7 @@ class AdamW:
 
     @torch.no_grad()
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Copies what `state` gave back into place; names and shapes must be the same."""
+        """Copy saved tensors into those of `state`. Raises CheckpointError if names or shapes differ."""
         live = self.state()
         differing = sorted(live.keys() ^ saved.keys()) or sorted(
             name for name in live if live[name].shape != saved[name].shape

@@ -13,13 +13,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Fill(Protocol):
-    """Gives the meta parameters and buffers below `module` their values, on `device`; leaves others alone."""
+    """Give the meta parameters and buffers below `module` their values, on `device`."""
 
     def __call__(self, module: nn.Module, device: torch.device) -> None: ...
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Moves buffers (rotary frequencies and the like), which are never sharded, to `device`.
+    """Move buffers (rotary frequencies and the like), which are never sharded, to `device`.
 
     Those on the meta device are left to `Fill`.
     """
@@ -30,12 +30,12 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters by name; tied ones once."""
+    """Trainable parameters by name; tied ones once."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def chosen(module: nn.Module, names: Collection[str] | None) -> dict[str, nn.Parameter]:
-    """The parameters that `Engine.weights` is asked for: all trainable ones, or those with a public name."""
+    """Parameters for `Engine.weights`: all trainable ones, or those with a public name in `names`."""
     if names is None:
         return trainable(module)
     return {name: p for name, p in module.named_parameters() if public_name(name) in names}
@@ -47,23 +47,23 @@ def public_name(name: str) -> str:
 
 
 def decay_by_name(module: nn.Module, weight_decay: float) -> dict[str, float]:
-    """Weight decay of every trainable parameter. Ask before sharding, which changes shapes and classes.
+    """Weight decay of every trainable parameter. Call before sharding, which changes shapes and classes.
 
-    Matrices decay, embeddings included; vectors, biases and norms never do, nor does what the model itself
-    exempts (`_no_weight_decay`: Mamba's A_log and D).
+    Matrices decay, embeddings included. Vectors, biases, norms and what the model exempts
+    (`_no_weight_decay`: Mamba's A_log and D) do not.
     """
     return {name: weight_decay if _decays(module, name, p) else 0.0 for name, p in trainable(module).items()}
 
 
 _NORM = re.compile(r"[Nn]orm(Gated|\dd)?$")
-"""Ends the name of a norm's class. `NormedEmbedding` and `NormHead` are none: their matrices decay."""
+"""How the class name of a norm ends. `NormedEmbedding` and `NormHead` are no norms: their matrices decay."""
 
 
 def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Biases and norms can be matrices: one row for each expert, or for each head."""
+    """Biases and norms can be matrices, with a row for each expert or head."""
     if parameter.ndim < 2 or name.endswith("bias") or getattr(parameter, "_no_weight_decay", False):
         return False
-    # the class, for names mislead: AXK2 has linear layers below modules called layernorm
+    # the class, because names mislead: AXK2 has linear layers below modules called layernorm
     owner = module.get_submodule(name.rpartition(".")[0])
     return _NORM.search(type(owner).__name__) is None
 
@@ -71,7 +71,7 @@ def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
 def parameter_groups(
     parameters: Mapping[str, torch.Tensor], decay: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer, one per distinct weight decay."""
+    """Groups for a torch optimizer: one per weight decay."""
     return [
         {"params": [p for name, p in parameters.items() if decay[name] == value], "weight_decay": value}
         for value in sorted({decay[name] for name in parameters}, reverse=True)

@@ -1,4 +1,4 @@
-"""The one protocol behind which DeepSpeed, FSDP2 and a single process look the same."""
+"""The protocol that all engines follow."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from shardwise.data.batch import MicroBatch
+from shardwise.engines import ENGINES
+from shardwise.engines.runtime.parameters import Fill
+from shardwise.job import schema
+from shardwise.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process's place: data-parallel ranks see different rows, tensor-parallel ones the same."""
+    """This process: data-parallel ranks get different rows, tensor-parallel ranks the same."""
 
     rank: int
     size: int
@@ -26,7 +31,7 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one optimizer step gave. Scalars stay on the device: when to read them is for the loop to say."""
+    """Results of one optimizer step, on the device: the loop decides when to read them."""
 
     loss: torch.Tensor
     """Cross entropy in nats per target token, over all ranks and micro-batches; fp32 scalar."""
@@ -34,8 +39,8 @@ class StepResult:
     """Global L2 norm of the gradient of that loss, before clipping; fp32 scalar."""
     skipped: torch.Tensor
     """1.0 where the optimizer step was not applied because a value was not finite; fp32 scalar."""
-    loss_scale: float | None = None
-    """fp16's loss scale, None otherwise."""
+    loss_scale: torch.Tensor | None = None
+    """fp16's loss scale, fp32 scalar; None otherwise."""
 
 
 class Engine(Protocol):
@@ -46,29 +51,46 @@ class Engine(Protocol):
     def step(
         self, micro_batches: Sequence[MicroBatch], *, target_tokens: int, learning_rate: float
     ) -> StepResult:
-        """One optimizer step over this rank's micro-batches.
+        """Take one optimizer step over this rank's micro-batches.
 
         The loss is the sum over target tokens divided by `target_tokens`, the number of targets of
-        all ranks and micro-batches of this step. A non-finite loss or gradient leaves the weights as
-        they were and sets `skipped`.
+        all ranks and micro-batches of this step. A non-finite loss or gradient leaves the weights
+        unchanged and sets `skipped`.
         """
 
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Summed cross entropy of one micro-batch on this rank; eval mode, no gradients; fp32 scalar."""
 
     def save(self, directory: Path) -> None:
-        """Writes this rank's part of weights, optimizer and loss scaler into a folder. Collective."""
+        """Write this rank's part of weights, optimizer and loss scaler into a folder. Collective."""
 
     def load(self, directory: Path) -> None:
-        """Restores exactly what `save` wrote, at the same strategy and world size. Collective."""
+        """Restore exactly what `save` wrote, with the same strategy and world size. Collective."""
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Full weights by Hugging Face name, on the CPU, in the computation's dtype. Collective.
 
-        All trainable ones, or those of `names`, which may be frozen.
-
-        Every rank iterates; only rank 0 receives tensors that hold data (others may get empty ones).
+        All trainable ones, or those in `names`, which may be frozen. Every rank iterates; ranks other
+        than 0 may get empty tensors.
         """
 
     def config(self) -> dict[str, Any]:
-        """Exactly what the engine was given, as written to the run folder's `engine/`."""
+        """Exactly the settings that the engine got, for the run folder's `engine/`."""
+
+
+def build_engine(
+    strategy: Strategy,
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    fill: Fill,
+    optimizer: schema.Optimizer,
+    world: World,
+) -> Engine:
+    """Fill and shard `module`, and give it an optimizer. Collective.
+
+    `module` is on the meta device and, called with a MicroBatch, returns the summed cross entropy as an fp32
+    scalar. `blocks` are its repeated layers. They are filled and sharded one after the other, so that no
+    device ever holds more than its share and one block.
+    """
+    engine = ENGINES[strategy.engine].runtime()
+    return engine(strategy, module, blocks, fill, optimizer, world)  # type: ignore[call-arg]

@@ -1,15 +1,13 @@
 """DeepSpeed behind the engine protocol: ZeRO-0 to 3, optimizer and parameter offload, tensor parallelism.
 
-What DeepSpeed does differently from the protocol, and how it is made up for:
-
-- It averages gradients over data-parallel ranks. The loss is multiplied by their number beforehand.
-- It divides by the accumulation steps. `scale_wrt_gas=False` turns that off.
-- At stage 0 in bf16 it takes one optimizer step with zero gradients to allocate the state. With a learning
-  rate of zero that changes no weight, and the step counts are set back.
-- At stage 0 in fp32 nothing keeps a non-finite gradient from the weights. The norm is checked here.
-- After a skipped bf16 or fp32 step it would go on. Here all later steps are skipped too, as the other
-  engines do, until the loop has read the flag.
-- It rounds all parameters to the computation's format. Those wanted in fp32 are stepped beside it.
+| DeepSpeed | here |
+|---|---|
+| averages gradients over data-parallel ranks | the loss is multiplied by their number first |
+| divides by the accumulation steps | `scale_wrt_gas=False` |
+| stage 0, bf16: allocates the state by a step with zero gradients | learning rate 0; step counts are reset |
+| stage 0, fp32: applies a non-finite gradient | the norm is checked here |
+| continues after a skipped bf16 or fp32 step | all later steps are skipped, as by the other engines |
+| rounds all parameters to the computation's format | those kept in fp32 have an AdamW of their own |
 """
 
 from __future__ import annotations
@@ -30,16 +28,17 @@ from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed.config import deepspeed_config
-from shardwise.engines.deepspeed.runtime.extensions import needed_operators, pass_locks
-from shardwise.engines.deepspeed.runtime.norm import use_joint_norms
-from shardwise.engines.deepspeed.runtime.release import release_in_order
-from shardwise.engines.deepspeed.runtime.tensor_parallel import (
-    check_same_rows,
-    cut_by_plan,
+from shardwise.engines.deepspeed.runtime.extensions import needed_operators, wait_for_locks
+from shardwise.engines.deepspeed.runtime.patches import (
     drop_first_batch_check,
-    whole,
+    join_norm,
+    skip_shared_memory_transport,
+    use_joint_norms,
 )
-from shardwise.engines.runtime.fp32_params import WholeOptimizer, WholeParameters
+from shardwise.engines.deepspeed.runtime.release import release_in_order
+from shardwise.engines.deepspeed.runtime.tensor_parallel import check_same_rows, cut_by_plan, gathered
+from shardwise.engines.runtime.adamw import AdamW
+from shardwise.engines.runtime.fp32_params import Fp32Parameters
 from shardwise.engines.runtime.parameters import (
     Fill,
     chosen,
@@ -59,7 +58,7 @@ TAG = "state"
 
 
 class DeepSpeedEngine:
-    """A `deepspeed.initialize` engine that keeps to the protocol."""
+    """Wraps the engine that `deepspeed.initialize` returns."""
 
     def __init__(
         self,
@@ -74,25 +73,28 @@ class DeepSpeedEngine:
         self._strategy = strategy
         self._diverged = False
         decay = decay_by_name(module, optimizer.weight_decay)
-        largest = max(p.numel() for p in module.parameters())
         self._config = deepspeed_config(
             strategy,
             optimizer,
             trainable_parameters=sum(p.numel() for p in trainable(module).values()),
-            largest_parameter=largest,
+            largest_parameter=max(p.numel() for p in module.parameters()),
         )
         _prepare_deepspeed(world)
-        pass_locks(needed_operators(strategy))
+        wait_for_locks(needed_operators(strategy))
         import deepspeed
 
         move_buffers(module, world.device)
-        self._whole = WholeParameters(module, precision=strategy.precision)
+        self._fp32 = Fp32Parameters(module, precision=strategy.precision)
+        for part in (*blocks, module):
+            fill(part, world.device)
+            self._fp32.take(part)
+            if strategy.stage == 3:
+                deepspeed.zero.Init(module=part, config_dict_or_path=copy.deepcopy(self._config))
         if strategy.stage == 3:
-            _shard(module, blocks, fill, world.device, self._config, self._whole)
-        else:
-            for part in (*blocks, module):
-                fill(part, world.device)
-                self._whole.take(part)
+            # Blocks are gathered, not single linear layers (decision 0009). Fused layers rely on it.
+            for block in blocks:
+                block.register_forward_pre_hook(_require_input_gradient)
+            deepspeed.utils.set_z3_leaf_modules(module, list({type(block) for block in blocks}))
         parallel = strategy.tensor_parallel > 1
         with cut_by_plan(module) if parallel else nullcontext():
             self._engine, self._optimizer, *_ = deepspeed.initialize(
@@ -105,15 +107,24 @@ class DeepSpeedEngine:
             drop_first_batch_check(self._engine)
         self._rows_are_checked = not parallel
         if strategy.stage > 0 and strategy.offload_optimizer == "none" and not parallel:
-            use_joint_norms(self._optimizer)
+            use_joint_norms(self._optimizer, strategy.stage)
         if strategy.stage == 3 and world.device.type == "cuda":
-            release_in_order(self._optimizer)
-        self._beside: WholeOptimizer | None = None
-        if self._whole.trainable:
-            self._beside = WholeOptimizer(
-                self._whole, decay, optimizer, self._optimizer, clip_norm=strategy.clip_norm, world=world
+            release_in_order(self._optimizer, module.parameters())
+        self._fp32_adamw: AdamW | None = None
+        if self._fp32.trainable:
+            self._fp32_adamw = AdamW(
+                self._fp32.trainable,
+                decay,
+                optimizer,
+                clip_norm=strategy.clip_norm,
+                fp16=False,
+                sharded=False,
+                device=world.device,
             )
-        _reset_step_counts(self._optimizer)
+            join_norm(self._optimizer, strategy.stage, self._fp32.norm)
+        for state in getattr(self._optimizer, "optimizer", self._optimizer).state.values():
+            if "step" in state:
+                state["step"] = state["step"] * 0
         self._frozen = any(not p.requires_grad for p in module.parameters())
         self._engine.train()
 
@@ -122,12 +133,14 @@ class DeepSpeedEngine:
     ) -> StepResult:
         loss_sum = torch.zeros((), device=self.world.device)
         if self._diverged:
-            return self._skipped_step(loss_sum)
-        if not self._rows_are_checked:  # once: the rows of all steps are a function of the same few numbers
-            check_same_rows(micro_batches, self.world.device)
+            nan = self._scalar(float("nan"))
+            return StepResult(loss=nan, grad_norm=nan, skipped=self._scalar(1.0))
+        if not self._rows_are_checked:  # once: the same few numbers determine the rows of all steps
+            check_same_rows(micro_batches)
             self._rows_are_checked = True
         factor = self.world.data_size / target_tokens
-        loss_scale = self._loss_scale()
+        fp16 = self._strategy.precision == "fp16"
+        loss_scale = self._scalar(float(self._optimizer.loss_scale)) if fp16 else None
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             loss = self._engine(micro_batch)
@@ -138,19 +151,15 @@ class DeepSpeedEngine:
         loss = self._mean_loss(loss_sum, target_tokens)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        if self._beside is not None:
-            self._beside.before_step()
-        norm, skipped = self._apply()
-        if self._beside is not None:
-            self._beside.after_step(norm, skipped=skipped, learning_rate=learning_rate)
-        if skipped and self._strategy.precision != "fp16":
-            self._diverged = True
-        return StepResult(
-            loss=loss,
-            grad_norm=norm.to(self.world.device) if isinstance(norm, torch.Tensor) else self._scalar(norm),
-            skipped=self._scalar(float(skipped)),
-            loss_scale=loss_scale,
-        )
+        self._fp32.reduce(divisor=self.world.data_size)
+        found, was_skipped = self._apply()
+        norm = found.to(self.world.device).float() if isinstance(found, torch.Tensor) else self._scalar(found)
+        skipped = self._scalar(float(was_skipped))
+        if self._fp32_adamw is not None:
+            one = torch.ones_like(norm)
+            self._fp32_adamw.apply(learning_rate, norm=norm, skipped=skipped, loss_scale=one)
+        self._diverged = was_skipped and not fp16
+        return StepResult(loss=loss, grad_norm=norm, skipped=skipped, loss_scale=loss_scale)
 
     @torch.no_grad()
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
@@ -168,8 +177,8 @@ class DeepSpeedEngine:
             save_latest=False,
             exclude_frozen_parameters=self._frozen,  # they come from the base model again
         )
-        if self._beside is not None:
-            save_state(directory, self.world, self._beside.adamw.state())
+        if self._fp32_adamw is not None:
+            save_state(directory, self.world, self._fp32_adamw.state())
 
     def load(self, directory: Path) -> None:
         path, client_state = self._engine.load_checkpoint(
@@ -179,29 +188,28 @@ class DeepSpeedEngine:
             raise CheckpointError(
                 "DeepSpeed found no state in the checkpoint",
                 where=str(directory / TAG),
-                fix="resume with the strategy the run was started with",
+                fix="resume with the strategy that the run was started with",
             )
         self._diverged = bool(client_state["shardwise_diverged"])
-        if self._beside is not None:
-            self._beside.adamw.restore(load_state(directory, self.world))
+        if self._fp32_adamw is not None:
+            self._fp32_adamw.restore(load_state(directory, self.world))
 
     @torch.no_grad()
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         import deepspeed
 
         for name, p in chosen(self._engine.module, names).items():
-            with deepspeed.zero.GatheredParameters([p], enabled=self._strategy.stage == 3), whole(p):
-                # Only rank 0 pays for the copy to the host.
+            with deepspeed.zero.GatheredParameters([p], enabled=self._strategy.stage == 3), gathered(p):
                 full = p.detach().to("cpu", copy=True) if self.world.rank == 0 else torch.empty(0)
             yield public_name(name), full
-        for name, tensor in self._whole.chosen(names):
+        for name, tensor in self._fp32.chosen(names):
             yield public_name(name), tensor.detach().cpu() if self.world.rank == 0 else torch.empty(0)
 
     def config(self) -> dict[str, Any]:
         return self._config
 
     def _scalar(self, value: float) -> torch.Tensor:
-        """A number on the device, filled in there: a copy from the host would wait for the whole step."""
+        """A number filled in on the device: a copy from the host would wait for the step to end."""
         return torch.full((), value, device=self.world.device)
 
     def _mean_loss(self, loss_sum: torch.Tensor, target_tokens: int) -> torch.Tensor:
@@ -226,58 +234,29 @@ class DeepSpeedEngine:
         assert norm is not None
         return norm, bool(self._optimizer.overflow)
 
-    def _skipped_step(self, zero: torch.Tensor) -> StepResult:
-        return StepResult(loss=zero + float("nan"), grad_norm=zero + float("nan"), skipped=zero + 1.0)
-
-    def _loss_scale(self) -> float | None:
-        return float(self._optimizer.loss_scale) if self._strategy.precision == "fp16" else None
-
 
 def _prepare_deepspeed(world: World) -> None:
-    """Hands DeepSpeed the process group that exists already, and keeps it quiet and off the compiler."""
+    """Give DeepSpeed the existing process group, and keep it from printing and compiling."""
     for key, value in (("RANK", world.rank), ("WORLD_SIZE", world.size), ("LOCAL_RANK", world.local_rank)):
-        os.environ.setdefault(key, str(value))  # DeepSpeed reads its place from there
+        os.environ.setdefault(key, str(value))
     if world.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
-    from deepspeed.ops import __compatible_ops__
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
-    # DeepSpeed 0.19 calls collectives by names that torch 2.13 has begun to rename.
+    # DeepSpeed 0.19 uses names of collectives that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if world.device.type == "cpu":
-        # Otherwise every first use on a CPU compiles a shared-memory transport; gloo does as well.
-        __compatible_ops__["deepspeed_shm_comm"] = False
+        skip_shared_memory_transport()
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
 
 
-def _shard(
-    module: nn.Module,
-    blocks: Sequence[nn.Module],
-    fill: Fill,
-    device: torch.device,
-    config: dict[str, Any],
-    whole: WholeParameters,
-) -> None:
-    """Fills and shards one block after the other, then what is outside the blocks."""
-    import deepspeed
-
-    for part in (*blocks, module):
-        fill(part, device)
-        whole.take(part)
-        deepspeed.zero.Init(module=part, config_dict_or_path=copy.deepcopy(config))
-    # Whole blocks are gathered, not each linear layer on its own (decision 0009). Fused layers rely on it.
-    for block in blocks:
-        block.register_forward_pre_hook(_require_input_gradient)
-    deepspeed.utils.set_z3_leaf_modules(module, list({type(block) for block in blocks}))
-
-
 def _require_input_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gives the first block of a frozen base an input with a gradient.
+    """Give the first block of a frozen base an input with a gradient.
 
-    DeepSpeed learns from it that a block's backward pass is over; without one it frees the parameters of
-    a block that is gathered as a whole too early (0.19.8).
+    DeepSpeed 0.19.8 takes this gradient as the end of a block's backward pass. Without it, the parameters of
+    the block are freed too early.
     """
     if not inputs:
         return inputs
@@ -287,21 +266,11 @@ def _require_input_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
     return (hidden, *rest)
 
 
-def _reset_step_counts(optimizer: Any) -> None:
-    inner = getattr(optimizer, "optimizer", optimizer)
-    for state in inner.state.values():
-        if "step" in state:
-            state["step"] = state["step"] * 0
-
-
 def _make_optimizer(
     strategy: Strategy, groups: list[dict[str, Any]], optimizer: schema.Optimizer
 ) -> torch.optim.Optimizer:
-    values: dict[str, Any] = {
-        "lr": 0.0,  # every step sets its own
-        "betas": (optimizer.beta1, optimizer.beta2),
-        "eps": optimizer.epsilon,
-    }
+    betas = (optimizer.beta1, optimizer.beta2)
+    values: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": optimizer.epsilon}  # a step sets its own lr
     if strategy.offload_optimizer == "none":
         return torch.optim.AdamW(groups, fused=True, **values)
     from deepspeed.ops.adam import DeepSpeedCPUAdam

@@ -1,34 +1,30 @@
 """DeepSpeed's tensor parallelism (AutoTP) for a loss module around a Hugging Face model (decision 0020).
 
-AutoTP (0.19.8) cuts linear layers by columns or rows as the architecture's plan in transformers says. It
-looks for the plan in the config of the module that it is given; without one it goes by the layers' names, and
-then leaves the norms of query and key with gradients that differ from rank to rank. Embeddings and the output
-head are in no base model's plan: every rank keeps them whole, and computes the same loss.
+AutoTP (0.19.8) splits linear layers by columns or rows as the architecture's plan in transformers says. It
+looks for the plan in the config of its module. Without one it uses the layers' names, and the gradients of
+query and key norms then differ between ranks. No plan contains embeddings and the output head: every rank has
+all of them, and computes the same loss.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.errors import JobError, MachineError
 
-_MULTIPLIER = 6364136223846793005
-"""Knuth's, of a linear congruential generator modulo 2^64 (The Art of Computer Programming, 3.3.4)."""
-
 
 @contextmanager
 def cut_by_plan(module: nn.Module) -> Iterator[None]:
-    """Around `deepspeed.initialize`: shows it the model's plan, keeps it quiet, and looks at what it made.
+    """Give `deepspeed.initialize` the model's plan, suppress its output, and check the split layers.
 
-    Raises JobError where a parameter that no plan knows would get another gradient on every rank.
+    Raises JobError if a parameter that is in no plan would get a different gradient on every rank.
     """
     config = module.model.config  # type: ignore[union-attr]
     module.config = config.get_text_config()  # type: ignore[operator,union-attr]
@@ -54,51 +50,38 @@ def _check_layout(module: nn.Module) -> None:
         raise JobError(
             f"each rank would train {lost[0]} on its own heads only, and differently"
             if lost
-            else "AutoTP found nothing to cut in this model",
+            else "AutoTP found no layer to split in this model",
             where="strategy.tensor_parallel",
-            fix="tensor_parallel: 1; zero3 and fsdp2 spread a model over GPUs, too",
+            fix="tensor_parallel: 1; zero3 and fsdp2 also spread a model over GPUs",
         )
 
 
-def drop_first_batch_check(engine: Any) -> None:
-    """DeepSpeed compares the ranks' first batches, and fails on a MicroBatch. `check_same_rows` does it here.
-
-    Its hook sends the whole batch through pickle and compares nested tensors (runtime/engine.py:
-    check_dataloader_inputs_same_across_ranks).
-    """
-    engine.first_dataloader_check.remove()
-
-
-def check_same_rows(micro_batches: Sequence[MicroBatch], device: torch.device) -> None:
-    """Raises MachineError where the ranks of a tensor-parallel group hold different rows. Collective."""
+def check_same_rows(micro_batches: Sequence[MicroBatch]) -> None:
+    """Raise MachineError if the ranks of a tensor-parallel group have different rows. Collective."""
     from deepspeed.utils import groups
 
-    digest = digest_of(micro_batches).to(device)
-    both = torch.cat([digest, -digest])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups.get_tensor_model_parallel_group())
-    largest, smallest = both.chunk(2)
-    if not torch.equal(largest, -smallest):
+    group = groups.get_tensor_model_parallel_group()
+    digests = [""] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest_of(micro_batches), group=group)
+    if len(set(digests)) > 1:
         raise MachineError(
-            "the processes of a tensor-parallel group hold different rows",
+            "the processes of a tensor-parallel group have different rows",
             where="strategy.tensor_parallel",
             fix="give all processes the same job, data and seed; consecutive ranks share their rows",
         )
 
 
-def digest_of(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-    """Two int64: how many tokens and targets, and a hash of them in their order, 2^62 at most in size."""
-    numbers = torch.cat([t.flatten() for b in micro_batches for t in (b.input_ids, b.labels)]).long()
-    places = torch.arange(1, len(numbers) + 1, device=numbers.device)
-    mixed = (numbers + places * _MULTIPLIER) * _MULTIPLIER  # wraps around
-    mixed = (mixed ^ (mixed >> 29)) * _MULTIPLIER
-    return torch.stack([torch.tensor(len(numbers), device=numbers.device), mixed.sum() >> 1])
+def digest_of(micro_batches: Sequence[MicroBatch]) -> str:
+    """SHA-256 of the tokens and targets in sequence."""
+    tensors = [t for b in micro_batches for t in (b.input_ids, b.labels)]
+    return hashlib.sha256(b"".join(t.cpu().numpy().tobytes() for t in tensors)).hexdigest()
 
 
 @contextmanager
-def whole(parameter: nn.Parameter) -> Iterator[None]:
-    """Lets a parameter that AutoTP has cut hold all of it, others as they are. Collective.
+def gathered(parameter: nn.Parameter) -> Iterator[None]:
+    """Gather a parameter that AutoTP has split, for the duration of the context. Collective.
 
-    Unlike DeepSpeed's GatherReplacedLayerParams it does not cut once more on leaving, into new memory.
+    Unlike DeepSpeed's GatherReplacedLayerParams it does not split again, into new memory.
     """
     part = parameter.data
     if hasattr(parameter, "gather_params"):

@@ -1,0 +1,173 @@
+"""Everything that shardwise replaces in DeepSpeed, with the source that was read (decision 0033).
+
+The patches of ZeRO-3's memory are in `release.py`; they use `replace` and `READ` too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import MachineError
+from shardwise.patch import Library, check, patch, supported
+
+DEEPSPEED = Library(
+    name="deepspeed",
+    versions=">=0.19.8,<0.20",
+    lost="Steps of ZeRO-1, 2 and 3 take longer, and ZeRO-3 reserves more GPU memory than planned.",
+)
+
+READ = {
+    "DeepSpeedEngine._configure_tensor_parallel_states": "5a87659543705caa",
+    "DeepSpeedZeroOptimizer.check_overflow": "623c2e9b3e44961b",
+    "DeepSpeedZeroOptimizer.get_grad_norm_direct": "72af0993ad8cde2c",
+    "DeepSpeedZeroOptimizer.scaled_global_norm": "63c6a6fe100c4e49",
+    "DeepSpeedZeroOptimizer.step": "9520884fd916d178",
+    "DeepSpeedZeroOptimizer_Stage3._get_norm_groups": "6a068faa3149b1f4",
+    "DeepSpeedZeroOptimizer_Stage3.get_grad_norm_direct": "5ba2252d5f16b541",
+    "DeepSpeedZeroOptimizer_Stage3.step": "c751b3209f83d3b9",
+    "CheckOverflow.check": "357a6df530f97581",
+    "FP16_UnfusedOptimizer.step": "626bd9aa8af843e9",
+    "FP16_UnfusedOptimizer.unscale_and_clip_grads": "748792c7d1075f9d",
+    "PartitionedParameterCoordinator.fetch_sub_module": "a5abaed0971c8fbd",
+    "PartitionedParameterCoordinator.release_and_reset_all": "dba16cef435ceb5e",
+    "PartitionedParameterCoordinator.release_sub_module": "c3e9bb9e6ae99872",
+    "deepspeed.comm.torch.build_shm_op": "2bf3cff9e3d1f058",
+    "deepspeed.runtime.zero.partition_parameters.free_param": "96cebaaa66079050",
+}
+"""`shardwise.patch.hash_of` each function that is replaced or relied on, in DeepSpeed 0.19.8."""
+
+INVALID = -1.0
+"""The norm of a group of gradients that DeepSpeed's optimizers take as not finite."""
+
+
+def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
+    """Replace a function of DeepSpeed; the return value undoes it. Raises MachineError, see `patch`."""
+    return patch(owner, name, replacement, library=DEEPSPEED, source_hash=_read(owner, name))
+
+
+def rely_on(owner: Any, name: str) -> Any:
+    """Return `owner.name`, a function. Raises MachineError unless it is as it was read."""
+    check(owner, name, library=DEEPSPEED, source_hash=_read(owner, name))
+    return getattr(owner, name)
+
+
+def require(feature: str) -> None:
+    """Raise MachineError where DeepSpeed's version is not supported and `feature` would train wrongly."""
+    if not supported(DEEPSPEED):
+        raise MachineError(
+            f"{feature} relies on changes to DeepSpeed that are not made to this version",
+            where="deepspeed",
+            fix=f"pip install 'deepspeed{DEEPSPEED.versions}', or another strategy such as fsdp2",
+        )
+
+
+def _read(owner: Any, name: str) -> str:
+    return READ.get(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}", "never read")
+
+
+def use_joint_norms(optimizer: Any, stage: int) -> None:
+    """Take the norm of all gradients of a ZeRO-1, 2 or 3 optimizer at once (decision 0012).
+
+    DeepSpeed searches each gradient for values that are not finite (ZeRO-1 and 2), then copies each to fp64.
+    One norm in fp32 does both: it is not finite where a gradient is not. The search is left out only where
+    `step` is known to refuse such a norm and to get it from the function that is replaced here.
+
+    For gradients on the device only. Not for tensor parallelism, where some parameters of a group count once
+    and others on every rank.
+    """
+    if not supported(DEEPSPEED):
+        return
+    group = optimizer.dp_process_group
+
+    def get_grad_norm_direct(
+        gradients: Iterable[torch.Tensor], _params: object, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        if norm_type != 2.0:
+            raise ValueError(f"shardwise computes the Euclidean norm, not the {norm_type}-norm")
+        return group_norm(list(gradients), group, optimizer.device)
+
+    rely_on(optimizer, "step")
+    rely_on(optimizer, "_get_norm_groups" if stage == 3 else "scaled_global_norm")
+    replace(optimizer, "get_grad_norm_direct", get_grad_norm_direct)
+    if stage < 3:
+        replace(optimizer, "check_overflow", lambda **_: None)
+
+
+def group_norm(
+    gradients: list[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device | str
+) -> torch.Tensor:
+    """Euclidean norm of all `gradients` of all ranks of `group`: an fp32 scalar, INVALID if not finite."""
+    total = torch.zeros((), device=device, dtype=torch.float32)
+    if gradients:
+        # public functions round each norm to the gradients' own format
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        total = torch.stack(norms).double().square().sum().float()
+    dist.all_reduce(total, group=group)
+    norm = total.sqrt()
+    return torch.where(norm.isfinite(), norm, INVALID)
+
+
+def join_norm(optimizer: Any, stage: int, further: Callable[[], torch.Tensor]) -> None:
+    """Make DeepSpeed count `further` into the gradient norm by which it clips and finds bad steps."""
+    require("training parameters in fp32 next to DeepSpeed")
+    rely_on(optimizer, "step")
+    if stage == 3:
+        groups = rely_on(optimizer, "_get_norm_groups")
+
+        def all_groups() -> list[torch.Tensor]:
+            norms = list(groups())
+            return [*norms, further().to(norms[0].device)]  # on the host if the optimizer is offloaded
+
+        replace(optimizer, "_get_norm_groups", all_groups)
+    elif stage > 0:
+        norm = rely_on(optimizer, "scaled_global_norm")
+        replace(
+            optimizer, "scaled_global_norm", lambda *args, **kwargs: hypot(norm(*args, **kwargs), further())
+        )
+    else:  # its `step` has found its own norm finite before it clips
+        check_own = rely_on(optimizer.overflow_checker, "check")
+        clip = rely_on(optimizer, "unscale_and_clip_grads")
+
+        def clip_by_both(own: Any, *args: Any, **kwargs: Any) -> Any:
+            optimizer._global_grad_norm = hypot(own, further())
+            return clip(optimizer._global_grad_norm, *args, **kwargs)
+
+        replace(
+            optimizer.overflow_checker,
+            "check",
+            lambda *args: check_own(*args) or not bool(further().isfinite()),
+        )
+        replace(optimizer, "unscale_and_clip_grads", clip_by_both)
+
+
+def hypot(norm: Any, further: torch.Tensor) -> torch.Tensor:
+    """Norm of both, on the device of `norm`: the host if the gradients that it clips are there.
+
+    INVALID stays as it is: the hypotenuse of -1 and a finite norm would look like a finite norm.
+    """
+    own = torch.as_tensor(norm, dtype=torch.float32)
+    return torch.where(own < 0, own, torch.hypot(own, further.to(own.device)))
+
+
+def drop_first_batch_check(engine: Any) -> None:
+    """Remove DeepSpeed's hook that compares the first batch of the ranks of a tensor-parallel group.
+
+    It pickles the entire batch and fails on a MicroBatch; `check_same_rows` compares instead.
+    """
+    require("tensor parallelism")
+    rely_on(engine, "_configure_tensor_parallel_states")
+    engine.first_dataloader_check.remove()
+
+
+def skip_shared_memory_transport() -> None:
+    """Keep each first use on a CPU from compiling a transport that gloo already provides."""
+    replace(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", _no_operator)
+
+
+def _no_operator() -> None:
+    return None

@@ -1,0 +1,96 @@
+"""What test_patches.py runs inside a process: DeepSpeed's real optimizers with what is replaced in them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import engine_worker as w
+import torch
+import torch.distributed as dist
+from engine_scenarios import DEEPSPEED, same, snapshot
+
+from shardwise.engines.deepspeed.runtime.release import NO_LIMIT, release_in_order
+from shardwise.engines.runtime.protocol import Engine, World
+
+
+class Streams:
+    """In the place of CUDA's streams and events: notes what is asked of them."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def current_stream(self) -> None: ...
+
+    def Event(self) -> Streams:  # noqa: N802 - torch's name
+        return self
+
+    def record(self) -> None:
+        self.log.append("record")
+
+    def wait_event(self, _: Any) -> None:
+        self.log.append("wait_event")
+
+    def wait_stream(self, _: Any) -> None:
+        self.log.append("wait_stream")
+
+
+def joint_norms(world: World) -> dict[str, Any]:
+    """How often each optimizer asked for the replaced norm, and whether it searched for NaN besides."""
+    found = {}
+    for name in ("zero1", "zero2", "zero3"):
+        strategy = replace(w.fitted(DEEPSPEED[name], world), precision="bf16")
+        engine = w.engine_for(strategy, world)
+        optimizer = engine._optimizer
+        calls: list[str] = []
+        norm, search = optimizer.get_grad_norm_direct, optimizer.has_overflow
+        optimizer.get_grad_norm_direct = lambda *args, c=calls, f=norm: (c.append("norm"), f(*args))[1]
+        optimizer.has_overflow = lambda *args, c=calls, f=search: (c.append("search"), f(*args))[1]
+        w.train(engine, strategy, range(2))
+        found[name] = {
+            "asked": sorted(set(calls)),
+            "replaced": norm.__module__.startswith("shardwise."),
+        }
+    return found
+
+
+def in_order(engine: Engine) -> list[str]:
+    streams = Streams()
+    optimizer, root = engine._optimizer, engine._engine.module
+    optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream = streams
+    release_in_order(optimizer, root.parameters(), streams)
+    return streams.log
+
+
+def releases(world: World) -> dict[str, Any]:
+    """Three engines of one process: as DeepSpeed releases, and two that release in order."""
+    strategy = replace(w.fitted(DEEPSPEED["zero3"], world), precision="fp32")
+    plain, first, second = (w.engine_for(strategy, world) for _ in range(3))
+    logs = [in_order(first), in_order(second)]
+    counts = []
+    for engine in (plain, first, second):
+        w.train(engine, strategy, range(3))
+        counts.append([len(log) for log in logs])
+    kept = [sum(p.data.numel() for p in e._engine.module.parameters()) for e in (plain, first, second)]
+    coordinator = first._optimizer.parameter_offload.get_param_coordinator()
+    limit = coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events
+    results = {
+        "counts": counts,
+        "kinds": sorted(set(logs[0])),
+        "kept": len(set(kept)),
+        "unlimited": limit == NO_LIMIT,
+    }
+    ours = [snapshot(engine) for engine in (plain, first, second)]
+    return {**results, "same": [same(ours[0], other) for other in ours[1:]]}
+
+
+def main(place: str) -> None:
+    world = w.join()
+    torch.manual_seed(0)
+    results = {"releases": releases(world), "norms": joint_norms(world)}
+    if world.rank == 0:
+        (Path(place) / "result.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,28 @@
+"""What is replaced in DeepSpeed takes effect in its real optimizers, without a GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from forks import run_set
+
+pytestmark = pytest.mark.slow
+
+
+def test_optimizers_use_what_replaces_their_functions(tmp_path) -> None:
+    run_set("patches_worker:main", str(tmp_path), processes=1, folder=tmp_path, timeout=300)
+    results = json.loads((tmp_path / "result.json").read_text())
+    for name in ("zero1", "zero2", "zero3"):
+        assert results["norms"][name] == {"asked": ["norm"], "replaced": True}, name
+
+    releases = results["releases"]
+    before, after_first, after_second = releases["counts"]
+    assert before == [0, 0], "an engine that is not changed frees its parameters as DeepSpeed does"
+    assert after_first[0] > 0
+    assert after_first[1] == 0, "a second engine does not take over the first one's"
+    assert after_second == [after_first[0], after_first[0]]
+    assert releases["kinds"] == ["record", "wait_event", "wait_stream"]
+    assert releases["kept"] == 1, "all three keep the same number of gathered elements"
+    assert releases["unlimited"]
+    assert releases["same"] == [True, True]

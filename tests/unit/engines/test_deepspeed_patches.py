@@ -1,0 +1,338 @@
+"""What is replaced in DeepSpeed: refused where DeepSpeed differs, left alone at other versions."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.engines.deepspeed.runtime import patches, release
+from shardwise.errors import MachineError
+from shardwise.patch import hash_of, supported
+
+ZERO12 = ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer")
+ZERO3 = ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
+ZERO0 = ("deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer")
+OVERFLOW = ("deepspeed.runtime.utils", "CheckOverflow")
+COORDINATOR = ("deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
+ENGINE = ("deepspeed.runtime.engine", "DeepSpeedEngine")
+PARTITION = ("deepspeed.runtime.zero.partition_parameters", None)
+TRANSPORT = ("deepspeed.comm.torch", None)
+LIMIT = "_PartitionedParameterCoordinator__max_ongoing_fetch_events"
+
+
+def owner(place: tuple[str, str | None]) -> Any:
+    module = importlib.import_module(place[0])
+    return getattr(module, place[1]) if place[1] else module
+
+
+def bare(place: tuple[str, str | None], **values: Any) -> Any:
+    """An instance of a class of DeepSpeed that was not initialised."""
+    made = object.__new__(owner(place))
+    made.__dict__.update(values)
+    return made
+
+
+def joint(stage: int, place: tuple[str, str | None]) -> Any:
+    optimizer = bare(place, dp_process_group=None, device="cpu")
+    patches.use_joint_norms(optimizer, stage)
+    return optimizer
+
+
+def joined(stage: int, place: tuple[str, str | None]) -> Any:
+    optimizer = bare(place, overflow_checker=bare(OVERFLOW))
+    patches.join_norm(optimizer, stage, lambda: torch.tensor(4.0))
+    return optimizer
+
+
+def in_order() -> Any:
+    coordinator = bare(COORDINATOR, **{LIMIT: 2})
+    offload = SimpleNamespace(
+        _DeepSpeedZeRoOffload__allgather_stream=Streams(), get_param_coordinator=lambda: coordinator
+    )
+    release.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
+    return coordinator
+
+
+def without_check() -> Any:
+    hook = torch.nn.Linear(1, 1).register_forward_pre_hook(lambda *_: None)
+    engine = bare(ENGINE, first_dataloader_check=hook)
+    patches.drop_first_batch_check(engine)
+    return engine
+
+
+CASES: list[tuple[Callable[[], Any], tuple[str, str | None], str]] = [
+    (lambda: joint(2, ZERO12), ZERO12, "get_grad_norm_direct"),
+    (lambda: joint(2, ZERO12), ZERO12, "check_overflow"),
+    (lambda: joint(2, ZERO12), ZERO12, "scaled_global_norm"),
+    (lambda: joint(2, ZERO12), ZERO12, "step"),
+    (lambda: joint(3, ZERO3), ZERO3, "get_grad_norm_direct"),
+    (lambda: joint(3, ZERO3), ZERO3, "_get_norm_groups"),
+    (lambda: joint(3, ZERO3), ZERO3, "step"),
+    (lambda: joined(0, ZERO0), ZERO0, "step"),
+    (lambda: joined(0, ZERO0), ZERO0, "unscale_and_clip_grads"),
+    (lambda: joined(0, ZERO0), OVERFLOW, "check"),
+    (lambda: joined(1, ZERO12), ZERO12, "scaled_global_norm"),
+    (lambda: joined(3, ZERO3), ZERO3, "_get_norm_groups"),
+    (in_order, COORDINATOR, "fetch_sub_module"),
+    (in_order, COORDINATOR, "release_sub_module"),
+    (in_order, COORDINATOR, "release_and_reset_all"),
+    (in_order, PARTITION, "free_param"),
+    (without_check, ENGINE, "_configure_tensor_parallel_states"),
+    (patches.skip_shared_memory_transport, TRANSPORT, "build_shm_op"),
+]
+NAMES = [f"{place[1] or place[0]}.{name}" for _, place, name in CASES]
+
+
+@pytest.fixture(autouse=True)
+def again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is changed for the entire process is restored, and made again by the next test."""
+    for place, name in ((PARTITION, "free_param"), (TRANSPORT, "build_shm_op")):
+        monkeypatch.setattr(owner(place), name, getattr(owner(place), name))
+    release._free_by_engine.cache_clear()
+    supported.cache_clear()
+    yield
+    release._free_by_engine.cache_clear()
+    supported.cache_clear()
+
+
+@pytest.mark.parametrize(("apply", "place", "name"), CASES, ids=NAMES)
+def test_a_renamed_function_is_an_error(
+    apply: Callable[[], Any], place: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply()
+    release._free_by_engine.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.delattr(owner(place), name)
+    with pytest.raises(MachineError, match=f"{name}, which does not exist"):
+        apply()
+
+
+@pytest.mark.parametrize(("apply", "place", "name"), CASES, ids=NAMES)
+def test_a_changed_function_is_an_error(
+    apply: Callable[[], Any], place: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(owner(place), name, changed)
+    with pytest.raises(MachineError, match=f"{name}, whose source has changed"):
+        apply()
+
+
+@pytest.mark.parametrize(("place", "name"), sorted({case[1:] for case in CASES}, key=str))
+def test_the_installed_source_is_the_one_that_was_read(place: Any, name: str) -> None:
+    """Whatever its version: `make newest` shows what a new release changed."""
+    assert hash_of(getattr(owner(place), name)) == patches.READ[f"{owner(place).__name__}.{name}"]
+
+
+def test_nothing_is_listed_that_is_not_replaced_or_relied_on() -> None:
+    assert {f"{owner(place).__name__}.{name}" for _, place, name in CASES} == set(patches.READ)
+
+
+def test_a_renamed_limit_or_stream_is_an_error() -> None:
+    coordinator = bare(COORDINATOR)
+    offload = SimpleNamespace(
+        _DeepSpeedZeRoOffload__allgather_stream=Streams(), get_param_coordinator=lambda: coordinator
+    )
+    with pytest.raises(MachineError, match="max_ongoing_fetch_events, which does not exist"):
+        release.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
+    del offload._DeepSpeedZeRoOffload__allgather_stream
+    with pytest.raises(MachineError, match="allgather_stream, which does not exist"):
+        release.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
+
+
+def test_another_version_is_not_changed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.20.0")
+    free, transport = owner(PARTITION).free_param, owner(TRANSPORT).build_shm_op
+    assert joint(2, ZERO12).__dict__.keys() == {"dp_process_group", "device"}
+    assert joint(3, ZERO3).__dict__.keys() == {"dp_process_group", "device"}
+    assert in_order().__dict__ == {LIMIT: 2}
+    patches.skip_shared_memory_transport()
+    assert (owner(PARTITION).free_param, owner(TRANSPORT).build_shm_op) == (free, transport)
+    [warning] = caplog.messages
+    assert "deepspeed 0.20.0 is installed, and shardwise knows >=0.19.8,<0.20" in warning
+    assert "ZeRO-3 reserves more GPU memory" in warning
+
+
+@pytest.mark.parametrize("apply", [lambda: joined(1, ZERO12), lambda: joined(0, ZERO0), without_check])
+def test_what_would_train_wrongly_without_a_change_is_refused_at_another_version(
+    apply: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.20.0")
+    with pytest.raises(MachineError, match="not made to this version"):
+        apply()
+
+
+@pytest.fixture
+def alone(tmp_path: Any) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("stage", "place"), [(2, ZERO12), (3, ZERO3)])
+def test_the_joint_norm_is_that_of_all_gradients_and_finds_nan(stage: int, place: Any, alone: None) -> None:
+    optimizer = joint(stage, place)
+    gradients = [torch.full((2, 2), 3.0), torch.full((7,), 4.0).bfloat16()]
+    assert optimizer.get_grad_norm_direct(gradients, None).item() == pytest.approx(math.sqrt(4 * 9 + 7 * 16))
+    gradients[1][3] = float("nan")
+    assert optimizer.get_grad_norm_direct(gradients, None).item() == patches.INVALID
+    if stage < 3:
+        assert optimizer.check_overflow(partition_gradients=True) is None
+
+
+def test_norms_are_joined_as_a_hypotenuse_and_an_invalid_one_stays_invalid() -> None:
+    four = torch.tensor(4.0)
+    assert patches.hypot(3.0, four).item() == 5.0
+    assert patches.hypot(torch.tensor(3.0), four).item() == 5.0
+    assert patches.hypot(-1, four).item() < 0
+    assert math.isinf(patches.hypot(float("inf"), four).item())
+    assert math.isnan(patches.hypot(3.0, torch.tensor(float("nan"))).item())
+
+
+@pytest.mark.parametrize(("stage", "place"), [(1, ZERO12), (3, ZERO3)])
+def test_further_gradients_count_into_the_norm_of_zero(stage: int, place: Any, alone: None) -> None:
+    optimizer = joint(stage, place)
+    gradient = torch.tensor([3.0, 0.0])
+    groups = [[torch.nn.Parameter(torch.zeros(2))]]
+    vars(optimizer).update(
+        averaged_gradients=[[gradient]],
+        bit16_groups=groups,
+        fp16_groups=groups,
+        params_in_partition=groups,
+        cpu_offload=False,
+        offload_optimizer=False,
+        has_moe_layers=False,
+        custom_loss_scaler=True,
+        external_loss_scale=1.0,
+    )
+    patches.join_norm(optimizer, stage, lambda: torch.tensor(4.0))
+    utils = importlib.import_module("deepspeed.runtime.utils")
+
+    def norm() -> Any:
+        if stage == 1:
+            return optimizer.scaled_global_norm()
+        return utils.combine_grad_norm_groups(optimizer._get_norm_groups())
+
+    assert float(norm()) == 5.0
+    gradient[1] = float("nan")
+    assert utils.is_invalid_grad_norm(norm()), "the optimizer has to skip this step"
+
+
+def test_further_gradients_count_into_the_norm_of_stage_0() -> None:
+    optimizer = joined(0, ZERO0)
+    optimizer.clip_grad, optimizer.fp32_groups = 1.0, []
+    optimizer.loss_scale_config = SimpleNamespace(cur_scale=1.0)
+    assert optimizer.unscale_and_clip_grads(3.0) == pytest.approx(5.0)
+    assert optimizer._global_grad_norm.item() == 5.0
+
+
+@pytest.mark.parametrize("value", [4.0, float("nan")])
+def test_stage_0_skips_a_step_whose_further_gradients_are_not_finite(value: float) -> None:
+    optimizer = bare(ZERO0, overflow_checker=bare(OVERFLOW, has_overflow=lambda *_, **__: False, params=[]))
+    optimizer.overflow_checker.has_moe_params = False
+    patches.join_norm(optimizer, 0, lambda: torch.tensor(value))
+    assert optimizer.overflow_checker.check() == (not math.isfinite(value))
+
+
+def test_the_first_batch_is_not_compared() -> None:
+    layer = torch.nn.Linear(1, 1)
+    engine = bare(ENGINE, first_dataloader_check=layer.register_forward_pre_hook(lambda *_: 1 / 0))
+    patches.drop_first_batch_check(engine)
+    layer(torch.ones(1))
+
+
+def test_no_transport_is_compiled() -> None:
+    patches.skip_shared_memory_transport()
+    assert owner(TRANSPORT).build_shm_op() is None
+
+
+class Streams:
+    """In the place of CUDA's streams and events: notes what is asked of them."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def current_stream(self) -> str:
+        return "computation"
+
+    def Event(self) -> SimpleNamespace:  # noqa: N802 - torch's name
+        return SimpleNamespace(record=lambda: self.log.append("record"))
+
+    def wait_stream(self, stream: str) -> None:
+        self.log.append(f"wait for {stream}")
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append("wait for event")
+
+
+def test_memory_is_reused_when_the_next_module_but_one_begins() -> None:
+    streams = Streams()
+    released = release._Released(streams, streams)
+    released.advance()
+    memory = torch.ones(3)
+    alive = weakref.ref(memory)
+    released.holds = True
+    released.add(memory)
+    del memory
+    streams.log.clear()
+    released.advance()
+    assert alive() is not None
+    assert streams.log == ["wait for event", "record"]
+    released.advance()
+    assert alive() is None
+    assert streams.log == ["wait for event", "record"] * 2, "it waits for what ran when the next module began"
+
+
+def test_memory_that_no_module_released_and_all_at_the_end_wait_for_the_computation() -> None:
+    streams = Streams()
+    released = release._Released(streams, streams)
+    memory = torch.ones(3)
+    alive = weakref.ref(memory)
+    released.add(memory)
+    del memory
+    assert alive() is None
+    assert streams.log == ["wait for computation"]
+    released.holds = True
+    kept = torch.ones(3)
+    released.add(kept)
+    released.clear()
+    assert streams.log == ["wait for computation"] * 2
+    assert released._latest == released._earlier == []
+
+
+def test_each_engine_frees_its_own_parameters_and_leaves_others_to_deepspeed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    status = owner(PARTITION).ZeroParamStatus
+    in_order()
+    free = owner(PARTITION).free_param
+    first, second, none = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    for p in (first, second, none):
+        p.ds_active_sub_modules, p.ds_status, p.ds_summary = set(), status.AVAILABLE, dict
+    logs = []
+    for p in (first, second):
+        streams = Streams()
+        p._shardwise_released = release._Released(streams, streams)
+        logs.append(streams.log)
+    free(second)
+    assert logs == [[], ["wait for computation"]]
+    free(first)
+    free(none)
+    assert logs == [["wait for computation"]] * 2
+    assert {p.numel() for p in (first, second, none)} == {0}
+    assert {p.ds_status for p in (first, second, none)} == {status.NOT_AVAILABLE}
+    first.ds_active_sub_modules.add(1)
+    with pytest.raises(RuntimeError, match="still in use"):
+        free(first)
