@@ -1,9 +1,10 @@
-"""What travels from the data to the engine."""
+"""Batches as the data hands them to the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -15,9 +16,9 @@ IGNORED = -100
 class MicroBatch:
     """B rows of S tokens for one rank.
 
-    A row holds one or more samples one after the other, then padding; each is a segment that attends
-    only within itself. `labels` are already shifted: `labels[b, t]` is the token that position t has
-    to predict, IGNORED at a segment's last token, outside the answers and in the padding.
+    A row holds one or more samples, then padding; each is a segment that attends only within itself.
+    `labels` are shifted: `labels[b, t]` is the token that position t has to predict. It is IGNORED at a
+    segment's last token, outside the answers and in the padding.
     """
 
     input_ids: torch.Tensor
@@ -30,16 +31,39 @@ class MicroBatch:
     """int32 [segments + 1]; borders of the segments in the flattened B*S tokens, from 0 to B*S"""
     max_seqlen: int
     """Tokens in the longest segment."""
-    whole_rows: int = 0
-    """So many rows from the first on are known to be one segment from end to end."""
+    single_segment_rows: int = 0
+    """Number of rows, from the first on, that are known to be one segment without padding."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy to a device, asynchronously where the memory is pinned."""
-        move = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("input_ids", "labels", "position_ids", "cu_seqlens")
-        }
-        return replace(self, **move)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> MicroBatch:
+        """Copy to pinned memory."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The fields that are tensors, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **changed)
+
+    @classmethod
+    def on_meta(cls, rows: int, length: int, *, single_segment_rows: int) -> MicroBatch:
+        """Make a batch without values, each row one segment of `length` tokens, for the tracer."""
+        tokens, labels, positions = (
+            torch.empty(rows, length, dtype=torch.int64, device="meta") for _ in range(3)
+        )
+        return cls(
+            input_ids=tokens,
+            labels=labels,
+            position_ids=positions,
+            cu_seqlens=torch.empty(rows + 1, dtype=torch.int32, device="meta"),
+            max_seqlen=length,
+            single_segment_rows=single_segment_rows,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +72,8 @@ class StepBatch:
 
     micro_batches: Sequence[MicroBatch]
     target_tokens: int
-    """Tokens that are predicted, over all ranks and micro-batches: the loss's denominator."""
+    """Predicted tokens over all ranks and micro-batches: the loss's denominator."""
     tokens: int
-    """Tokens that are not padding, over all ranks and micro-batches."""
+    """Tokens without padding over all ranks and micro-batches."""
     epoch: int
     """Epoch of the step's first row, from 0."""

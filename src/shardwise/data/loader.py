@@ -260,7 +260,7 @@ def assemble(
         position_ids=torch.from_numpy(positions),
         cu_seqlens=torch.tensor(borders, dtype=torch.int32),
         max_seqlen=int(np.diff(borders).max()),
-        whole_rows=whole_rows,
+        single_segment_rows=whole_rows,
     )
 
 

@@ -1,8 +1,8 @@
 """Cross entropy of a linear output head without ever holding the full logits.
 
-The head is applied to a chunk of tokens at a time; the chunk's gradients are computed at once, while its
-logits are still there, and kept for the backward pass, which only multiplies them by the incoming scalar.
-The method is that of Liger Kernel's fused linear cross entropy (Hsu et al. 2024, arXiv:2410.10989).
+The head is applied to one chunk of tokens at a time. The chunk's gradients are computed while its logits
+exist, and saved for the backward pass, which only multiplies them by the incoming scalar. This is the method
+of Liger Kernel's fused linear cross entropy (Hsu et al. 2024, arXiv:2410.10989).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def linear_cross_entropy(
         bias: [V].
         softcap: bound on the logits, as in Gemma 2; None for none.
         scale: factor on the logits, as in Cohere and Granite.
-        ignore_index: rows with this label count nothing and get zero gradients.
+        ignore_index: rows with this label do not count and get zero gradients.
 
     Returns:
-        fp32 scalar (fp64 for fp64 inputs), in nats. Gradients are formed for the inputs that require them;
-        a frozen weight costs nothing.
+        fp32 scalar (fp64 for fp64 inputs), in nats. Only inputs that require gradients get one; a frozen
+        weight costs nothing.
     """
     wanted = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
     loss: torch.Tensor = _LinearCrossEntropy.apply(
@@ -84,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("linear_cross_entropy keeps its gradients for one backward pass only")
+            raise RuntimeError("linear_cross_entropy saves its gradients for one backward pass only")
         scaled = [None if g is None else _scaled(g, grad_output, ctx.dtype) for g in gradients]
         return (*scaled, None, None, None, None, None)
 
@@ -115,7 +115,7 @@ class _Gradients:
 
 
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`gradient * factor` in `dtype`, multiplied in fp32: a factor rounded to bf16 would bend them all."""
+    """`gradient * factor` in `dtype`, multiplied in fp32: a factor rounded to bf16 would scale them all."""
     if gradient.dtype == factor.dtype:
         return gradient.mul_(factor).to(dtype)  # in place: no second weight-sized tensor
     return (gradient.to(factor.dtype) * factor).to(dtype)

@@ -14,7 +14,7 @@ from shardwise.engines.runtime.protocol import World
 from shardwise.errors import CheckpointError
 from shardwise.job.schema import Job
 from shardwise.models.tokenizer import train_bpe
-from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.objective.causal_lm import CausalLM
 from shardwise.train.ready import Ready, get_ready
 from shardwise.train.run import check_weights
 
@@ -59,7 +59,7 @@ def ready(tmp_path: Path, request: pytest.FixtureRequest) -> Ready:
 @pytest.mark.parametrize("ready", [None, {"rank": 2}], ids=["full", "lora"], indirect=True)
 def test_the_files_weights_pass_and_others_do_not(ready: Ready) -> None:
     built = ready.built
-    module = CausalLMLoss(built.model)
+    module = CausalLM(built.model)
     engine = build_engine(
         ready.strategy, module, built.blocks, built.weights.fill, ready.job.optimizer, WORLD
     )

@@ -22,7 +22,6 @@ from shardwise.data.batch import MicroBatch
 from shardwise.engines.runtime.adamw import MOMENTS, AdamW
 from shardwise.engines.runtime.fp32_params import WholeParameters
 from shardwise.engines.runtime.parameters import (
-    DTYPES,
     Fill,
     chosen,
     decay_by_name,
@@ -33,6 +32,7 @@ from shardwise.engines.runtime.parameters import (
 from shardwise.engines.runtime.protocol import StepResult, World
 from shardwise.engines.runtime.state import Part, load_state, save_state
 from shardwise.job import schema
+from shardwise.models.structure import DTYPES
 from shardwise.strategy import Strategy
 
 

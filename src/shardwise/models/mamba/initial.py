@@ -17,10 +17,10 @@ EMBEDDING_STD = 0.02
 
 @torch.no_grad()
 def initialise(module: nn.Module, *, layers: int) -> None:
-    """Sets the parameters that `module` itself holds; of a mixer also those below that depend on it.
+    """Set the parameters that `module` itself holds; of a mixer also those below that depend on it.
 
-    `layers`: of the whole model. Output projections are scaled by one over its root (Radford et al. 2019), as
-    there is one residual addition in each.
+    `layers`: of the model. Output projections are divided by its square root (Radford et al. 2019), as each
+    layer has one residual addition.
     """
     if isinstance(module, nn.Embedding):
         nn.init.normal_(module.weight, std=EMBEDDING_STD)
@@ -30,7 +30,7 @@ def initialise(module: nn.Module, *, layers: int) -> None:
         module.reset_parameters()
     elif isinstance(module, nn.Linear):
         if getattr(module.weight, "_is_hf_initialized", False):
-            return  # the output head, tied to the embedding that was set already
+            return  # the output head, tied to the embedding, which is set already
         # nn.Linear's own, without its bias
         nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
         if module.bias is not None:

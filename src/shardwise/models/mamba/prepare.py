@@ -1,8 +1,7 @@
-"""From transformers' Mamba, just built on the meta device, to the one that is trained."""
+"""From transformers' Mamba, just built on the meta device, to the model that is trained."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import MethodType
 
 import torch
@@ -10,27 +9,26 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise.errors import JobError
+from shardwise.models.flops import SCAN_FLOPS
 from shardwise.models.mamba.initial import initialise
 from shardwise.models.mamba.modules import CLASSES, Mixer
 
-MAMBA = "mamba"
-"""Hugging Face's name of the architecture."""
-
-RELATED = frozenset({"mamba2", "falcon_mamba", "bamba", "zamba", "zamba2", "jamba"})
-"""Architectures with mixers that are not Mamba-1's, or not only: no kernel here computes them."""
-
-OURS = ("initializer_range", "rescale_prenorm_residual")
-"""Values of the config that the authors' initialisation does not ask for."""
+_UNUSED = ("initializer_range", "rescale_prenorm_residual")
+"""Config values that the authors' initialisation does not use."""
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Puts in our modules and initialisation; A_log, D and dt's bias become fp32 and never decay."""
+    """Install our modules and initialisation; A_log, D and dt's bias become fp32 and never decay."""
     layers = model.config.num_hidden_layers
+
+    def init_weights(_: PreTrainedModel, module: nn.Module) -> None:
+        initialise(module, layers=layers)
+
     for module in model.modules():
         if type(module) in CLASSES:
             module.__class__ = CLASSES[type(module)]
         if isinstance(module, PreTrainedModel):
-            module._init_weights = MethodType(_initialiser(layers), module)  # type: ignore[method-assign]
+            module._init_weights = MethodType(init_weights, module)  # type: ignore[method-assign]
         if isinstance(module, Mixer):
             for parameter in (module.A_log, module.D, module.dt_proj.bias):
                 if parameter.dtype != torch.float64:
@@ -38,22 +36,9 @@ def prepare(model: PreTrainedModel) -> None:
                 parameter._no_weight_decay = True
 
 
-def refuse_related(kind: str, where: str) -> None:
-    """Refuses what transformers would train in plain PyTorch, far too slowly. Raises JobError."""
-    if kind in RELATED:
-        raise JobError(
-            f"of the Mamba family Mamba-1 is trained here, and {kind!r} is another architecture",
-            where=where,
-            fix="use a Mamba-1, such as 130m_mamba or 1b_mamba, or a transformer",
-        )
-
-
 def check_config(config: PretrainedConfig, changed: dict[str, object]) -> None:
-    """Refuses what our modules do not compute. Raises JobError.
-
-    `changed`: what the job changes of the config.
-    """
-    for name in OURS:
+    """Raise JobError for what our modules do not compute; `changed` are the config values the job sets."""
+    for name in _UNUSED:
         if name in changed:
             raise JobError(
                 "Mamba starts from its authors' initialisation, which has no such value",
@@ -68,8 +53,7 @@ def check_config(config: PretrainedConfig, changed: dict[str, object]) -> None:
         )
 
 
-def _initialiser(layers: int) -> Callable[[PreTrainedModel, nn.Module], None]:
-    def initialise_module(_: PreTrainedModel, module: nn.Module) -> None:
-        initialise(module, layers=layers)
-
-    return initialise_module
+def mixer_flops_per_token(config: PretrainedConfig) -> float:
+    """FLOPs of the selective scan in all layers, forward and backward: three times the forward pass's."""
+    channels = config.intermediate_size * config.num_hidden_layers
+    return 3.0 * SCAN_FLOPS * channels * config.state_size  # type: ignore[no-any-return]
