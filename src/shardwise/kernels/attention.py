@@ -36,19 +36,11 @@ def block_causal_mask(rows: torch.Size, cu_seqlens: torch.Tensor, dtype: torch.d
 
 
 def varlen_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    _mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    single_segment_rows: int = 0,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    _mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+    sliding_window: int | None = None, cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None, single_segment_rows: int = 0, **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Causal attention within segments, called by transformers' decoder layers.
 
     Args:
@@ -115,14 +107,9 @@ _BACKENDS = [
 
 
 def _flash(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    longest: int,
-    scale: float | None,
-    window: tuple[int, int],
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int,
+    scale: float | None, window: tuple[int, int],
+) -> torch.Tensor:  # fmt: skip
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scale, "window_size": window}
@@ -140,14 +127,9 @@ def _wants_gqa_flag() -> bool:
 
 
 def _segment_by_segment(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    longest: int,
-    scale: float | None,
-    window: tuple[int, int],
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int,
+    scale: float | None, window: tuple[int, int],
+) -> torch.Tensor:  # fmt: skip
     """Plain SDPA, one segment after the other; on the meta device every segment is the longest."""
     k, v = (_for_each_head(t, q) for t in (k, v))
     borders = [n * longest for n in range(len(cu_seqlens))] if cu_seqlens.is_meta else cu_seqlens.tolist()

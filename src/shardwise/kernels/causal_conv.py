@@ -63,13 +63,9 @@ def causal_conv(
 
 @torch.library.custom_op("shardwise::causal_conv_backward", mutates_args=("dx",), device_types="cpu")
 def causal_conv_backward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    positions: torch.Tensor,
-    dout: torch.Tensor,
-    dx: torch.Tensor,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor,
+    dout: torch.Tensor, dx: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """Gradients of `causal_conv`.
 
     `dout` is [B, T, W], contiguous; `dx`, [B, T, W] with tokens at one stride, receives the gradient of `x`.

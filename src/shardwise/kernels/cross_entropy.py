@@ -24,14 +24,9 @@ from shardwise.kernels.target import run_on_cuda
     " int ignore_index, bool with_gradient) -> ()",
 )
 def cross_entropy_(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    losses: torch.Tensor,
-    softcap: float | None,
-    scale: float,
-    ignore_index: int,
-    with_gradient: bool,
-) -> None:
+    logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor, softcap: float | None, scale: float,
+    ignore_index: int, with_gradient: bool,
+) -> None:  # fmt: skip
     """Write each row's loss into `losses` and, if wanted, its gradient over `logits`.
 
     Args:

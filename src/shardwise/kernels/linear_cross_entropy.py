@@ -19,15 +19,9 @@ CHUNK_BYTES = 512 * 1024**2
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    ignore_index: int = -100,
-) -> torch.Tensor:
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, bias: torch.Tensor | None = None,
+    softcap: float | None = None, scale: float = 1.0, ignore_index: int = -100,
+) -> torch.Tensor:  # fmt: skip
     """Sum of the cross entropy of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`.
 
     Args:
@@ -53,16 +47,9 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        softcap: float | None,
-        scale: float,
-        ignore_index: int,
-        wanted: tuple[bool, bool, bool],
-    ) -> torch.Tensor:
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
+        softcap: float | None, scale: float, ignore_index: int, wanted: tuple[bool, bool, bool],
+    ) -> torch.Tensor:  # fmt: skip
         hidden, labels = hidden.contiguous(), labels.contiguous()
         losses = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
         gradients = _Gradients(hidden, weight, wanted)

@@ -87,15 +87,9 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scaling: float,
-        unpack: Unpack,
-        *stored: torch.Tensor,
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
+        scaling: float, unpack: Unpack, *stored: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
         rows = x.reshape(-1, x.shape[-1])
         reduced = torch.mm(rows, a.t()).mul_(scaling)
         y = nn.functional.linear(rows, unpack(*stored), bias)

@@ -27,18 +27,10 @@ from shardwise.kernels.selective_scan import (
 
 
 def mamba_inner(
-    xz: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    x_proj: torch.Tensor,
-    dt_proj: torch.Tensor,
-    dt_bias: torch.Tensor,
-    a_log: torch.Tensor,
-    d: torch.Tensor,
+    xz: torch.Tensor, positions: torch.Tensor, *, conv_weight: torch.Tensor, conv_bias: torch.Tensor | None,
+    x_proj: torch.Tensor, dt_proj: torch.Tensor, dt_bias: torch.Tensor, a_log: torch.Tensor, d: torch.Tensor,
     out_proj: torch.Tensor,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Convolution, scan, gate and output projection.
 
     Args:
@@ -75,18 +67,10 @@ def mamba_inner(
 class _MambaInner(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        xz: torch.Tensor,
-        positions: torch.Tensor,
-        conv_weight: torch.Tensor,
-        conv_bias: torch.Tensor | None,
-        x_proj: torch.Tensor,
-        dt_proj: torch.Tensor,
-        dt_bias: torch.Tensor,
-        a: torch.Tensor,
-        d: torch.Tensor,
-        out_proj: torch.Tensor,
-    ) -> torch.Tensor:
+        ctx: Any, xz: torch.Tensor, positions: torch.Tensor, conv_weight: torch.Tensor,
+        conv_bias: torch.Tensor | None, x_proj: torch.Tensor, dt_proj: torch.Tensor, dt_bias: torch.Tensor,
+        a: torch.Tensor, d: torch.Tensor, out_proj: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
         call = _calls(xz)
         x, z = xz.chunk(2, dim=-1)
         u = call.conv(x, conv_weight, conv_bias, positions)

@@ -36,14 +36,9 @@ class QuantizedLinear(nn.Linear):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: nn.Parameter | None,
-        *,
-        dtype: torch.dtype,
+        self, in_features: int, out_features: int, bias: nn.Parameter | None, *, dtype: torch.dtype,
         transposed: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """On the meta device.
 
         Args:
@@ -216,13 +211,9 @@ def dequantize_int8(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
 
 @torch.library.custom_op("shardwise::dequantize_nf4", mutates_args=())
 def dequantize_nf4(
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    scale: torch.Tensor,
-    mean: torch.Tensor,
-    shape: list[int],
+    packed: torch.Tensor, scales: torch.Tensor, scale: torch.Tensor, mean: torch.Tensor, shape: list[int],
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The weight of `shape` [O, I] in `dtype`.
 
     Args:

@@ -30,14 +30,9 @@ def scan_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def selective_scan_reference(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    a: torch.Tensor,
-    bc: torch.Tensor,
-    d: torch.Tensor,
-    bias: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
+    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor,
+    bias: torch.Tensor, positions: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """The scan without the gate, y, in plain PyTorch; gradients come from autograd.
 
     Shapes as in `selective_scan`. Returns [B, T, W] in `scan_dtype`. The states of all tokens exist at once.
@@ -51,14 +46,9 @@ class _Terms:
     """Terms of the recurrence h_t = decay_t h_{t-1} + added_t; [B, T, W, N] or broadcast to it."""
 
     def __init__(
-        self,
-        x: torch.Tensor,
-        delta: torch.Tensor,
-        a: torch.Tensor,
-        bc: torch.Tensor,
-        bias: torch.Tensor,
+        self, x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, bias: torch.Tensor,
         positions: torch.Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         dtype = scan_dtype(x)
         self.a = a.to(dtype)
         self.x = x.to(dtype).unsqueeze(-1)
@@ -92,15 +82,9 @@ class _Terms:
 
 @torch.library.custom_op("shardwise::selective_scan", mutates_args=(), device_types="cpu")
 def selective_scan(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    a: torch.Tensor,
-    bc: torch.Tensor,
-    d: torch.Tensor,
-    z: torch.Tensor,
-    bias: torch.Tensor,
-    positions: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor, z: torch.Tensor,
+    bias: torch.Tensor, positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gated output of the scan, and the states that its backward pass starts from.
 
     Args:
@@ -123,18 +107,9 @@ def selective_scan(
 
 @torch.library.custom_op("shardwise::selective_scan_replay", mutates_args=("dout", "dz"), device_types="cpu")
 def selective_scan_replay(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    a: torch.Tensor,
-    bc: torch.Tensor,
-    d: torch.Tensor,
-    z: torch.Tensor,
-    bias: torch.Tensor,
-    positions: torch.Tensor,
-    states: torch.Tensor,
-    dout: torch.Tensor,
-    dz: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor, z: torch.Tensor,
+    bias: torch.Tensor, positions: torch.Tensor, states: torch.Tensor, dout: torch.Tensor, dz: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Repeat the forward pass: the output that was not saved, and all that the gate's gradient needs.
 
     Arguments are those of `selective_scan`, the `states` that it returned, and: `dout`, [B, T, W] and
@@ -160,17 +135,9 @@ def selective_scan_replay(
     "shardwise::selective_scan_backward", mutates_args=("delta", "dy"), device_types="cpu"
 )
 def selective_scan_backward(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    a: torch.Tensor,
-    bc: torch.Tensor,
-    d: torch.Tensor,
-    bias: torch.Tensor,
-    positions: torch.Tensor,
-    fine: torch.Tensor,
-    adjoints: torch.Tensor,
-    dy: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor,
+    bias: torch.Tensor, positions: torch.Tensor, fine: torch.Tensor, adjoints: torch.Tensor, dy: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of all inputs but the gate's.
 
     `fine`, `adjoints` and `dy` (the gradient of the ungated output) come from `selective_scan_replay`.
@@ -213,14 +180,9 @@ def _replay_fake(
 
 @selective_scan_backward.register_fake
 def _backward_fake(
-    _x: torch.Tensor,
-    _delta: torch.Tensor,
-    a: torch.Tensor,
-    bc: torch.Tensor,
-    d: torch.Tensor,
-    bias: torch.Tensor,
-    *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _x: torch.Tensor, _delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor,
+    bias: torch.Tensor, *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     return torch.empty_like(a), torch.empty_like(bc), torch.empty_like(d), torch.empty_like(bias)
 
 

@@ -57,7 +57,7 @@ def _tile(r0, r1, r2, r3, r4, r5, r6, r7, block: tl.constexpr):
 def _adjoints(decay, own, h, before, reaching, block: tl.constexpr):
     """A tile's adjoints g_t = own_t + e_{t+1} with e_t = decay_t g_t, `reaching` it from later ones.
 
-    And e_t h_{t-1}, of which the gradient of the decay is made, and e_0, which leaves the tile. Row by row:
+    And e_t h_{t-1}, which gives the gradient of the decay, and e_0, which leaves the tile. Row by row:
     Triton 3.6 scans backwards by reversing entire warps, shuffle by shuffle.
     """
     a0, a1, a2, a3, a4, a5, a6, a7 = _rows(decay, block)

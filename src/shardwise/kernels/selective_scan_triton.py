@@ -123,7 +123,7 @@ def _sweep(  # noqa: C901, one loop for three passes
             b = tl.load(bc + n, mask=with_b, other=0.0)[:, None]
             xs = next_x.to(tl.float32)
             v = next_v.to(tl.float32) + offset
-            # the next token's values are asked for before this one's are used
+            # the next token's values are loaded before this one's are used
             row += 1
             row_of_b += 1
             more = inside & (row < left)
@@ -192,7 +192,7 @@ def _carry(
     at_decay = decays + first.to(tl.int64) * width + column
     carried = tl.zeros([block], tl.float32)
     for i in range(0, chunks, ahead):
-        # many chunks' values are asked for before the first is used
+        # many chunks' values are loaded before the first is used
         added = ()
         survives = ()
         for j in tl.static_range(ahead):

@@ -12,40 +12,19 @@ import torch
 from shardwise.models.flops import SCAN_FLOPS, attended_pairs
 from shardwise.simulate.step_trace import Op
 
-_NO_KERNEL = frozenset(
-    {
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "detach",
-        "alias",
-        "lift_fresh",
-        "_unsafe_view",
-        "promote_types",
-    }
-)
+_NO_KERNEL = frozenset({
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
+    "lift_fresh", "_unsafe_view", "promote_types"
+})  # fmt: skip
 _MATMUL = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmm_"})
 _ATTENTION = "attention", "_varlen_attn"
-_REDUCTIONS = frozenset(
-    {
-        "sum",
-        "mean",
-        "amax",
-        "amin",
-        "argmax",
-        "norm",
-        "linalg_vector_norm",
-        "logsumexp",
-        "var_mean",
-        "any",
-        "all",
-    }
-)
-_COPIES = frozenset(
-    {"copy_", "clone", "_to_copy", "cat", "stack", "constant_pad_nd", "slice_backward", "fill_"}
-)
+_REDUCTIONS = frozenset({
+    "sum", "mean", "amax", "amin", "argmax", "norm", "linalg_vector_norm", "logsumexp", "var_mean",
+    "any", "all"
+})  # fmt: skip
+_COPIES = frozenset({
+    "copy_", "clone", "_to_copy", "cat", "stack", "constant_pad_nd", "slice_backward", "fill_"
+})  # fmt: skip
 
 
 def describe(

@@ -126,15 +126,8 @@ class _SumBackward(torch.autograd.Function):
 
 def _summed(tensor: torch.Tensor) -> torch.Tensor:
     """Record the all-reduce of a tensor over the group, in its own format and memory."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    record_kernel(
-        Op(
-            kind="collective",
-            flops=0.0,
-            read_bytes=num_bytes,
-            written_bytes=num_bytes,
-            item_bytes=tensor.element_size(),
-            name="all_reduce",
-        )
-    )
+    item = tensor.element_size()
+    size = tensor.numel() * item
+    sizes: dict[str, Any] = {"read_bytes": size, "written_bytes": size, "item_bytes": item}
+    record_kernel(Op(kind="collective", flops=0.0, name="all_reduce", **sizes))
     return tensor

@@ -49,13 +49,8 @@ class Tracer:
         target: Target = HOPPER,
     ) -> None:
         """`model`, `precision` and `vocab_size` are for `build_model`; `objective` is `objective_of(job)`."""
-        self.built = build_model(
-            model,
-            dtype=DTYPES[precision],
-            seed=0,
-            vocab_size=vocab_size,
-            sequence_length=sequence_length,
-        )
+        sizes = {"vocab_size": vocab_size, "sequence_length": sequence_length}
+        self.built = build_model(model, dtype=DTYPES[precision], seed=0, **sizes)
         self._split = cache(self._split_over)
         self._precision = precision
         self._sequence_length = sequence_length
@@ -102,13 +97,8 @@ class Tracer:
         if folding is not None:
             events = unfold(events or [], folding, blocks, layout)
             if events is None:
-                return self.trace(
-                    rows=rows,
-                    checkpoint_every=checkpoint_every,
-                    tensor_parallel=tensor_parallel,
-                    single_segment_rows=single_segment_rows,
-                    folded=False,
-                )
+                shared: Any = {"tensor_parallel": tensor_parallel, "single_segment_rows": single_segment_rows}
+                return self.trace(rows=rows, checkpoint_every=checkpoint_every, folded=False, **shared)
         return StepTrace(
             parameters=layout.parameters,
             buffers=layout.buffers,
