@@ -190,7 +190,7 @@ def test_a_layer_whose_codes_do_not_fill_numbers_is_refused(config_folder: Calla
     with pytest.raises(JobError, match="gate_proj, 7 x 6, do not fill"):
         build_model(model, dtype=torch.bfloat16, seed=0)
     odd = model.model_copy(update={"quantization": "int8", "config": config | {"head_dim": 6}})
-    with pytest.raises(JobError, match="6 x 7 values of"):
+    with pytest.raises(JobError, match="down_proj, 6 x 7, do not fill"):
         build_model(odd, dtype=torch.bfloat16, seed=0)
 
 

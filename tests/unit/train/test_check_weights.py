@@ -67,5 +67,5 @@ def test_the_files_weights_pass_and_others_do_not(ready: Ready) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(1e-6)
-    with pytest.raises(CheckpointError, match="not the one that was loaded"):
+    with pytest.raises(CheckpointError, match="differs from the one that was loaded"):
         check_weights(ready, engine)
