@@ -80,9 +80,7 @@ def trained(quantization: str, *, steps: int) -> tuple[list[float], int]:
     checkpoint_blocks(built.blocks, every=1)
     world = World(rank=0, size=1, local_rank=0, device=DEVICE, data_rank=0, data_size=1)
     optimizer = Optimizer(learning_rate=1e-3, clip_norm=1.0)
-    engine = build_engine(
-        STRATEGY, CausalLM(built.model), built.blocks, built.weights.fill, optimizer, world
-    )
+    engine = build_engine(STRATEGY, CausalLM(built.model), built.blocks, built.weights.fill, optimizer, world)
     found = [
         engine.step([batch(step)], target_tokens=ROWS * SEQUENCE, learning_rate=1e-3).loss.item()
         for step in range(steps)
