@@ -13,7 +13,7 @@ import torch
 from shardwise.data.batch import IGNORED, MicroBatch
 from shardwise.job.schema import Model
 from shardwise.models.build import build_model
-from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.objective.causal_lm import CausalLM
 
 TOKENS = 64
 SHAPES = {"130m_mamba": 24, "1b_mamba": 34, "7b_mamba": 2}
@@ -40,7 +40,7 @@ def main() -> None:
         built = build_model(model, dtype=torch.float32, seed=0)
         built.weights.fill(built.model, torch.device("cpu"))
         vocabulary = built.config.vocab_size
-        loss = float(CausalLMLoss(built.model)(batch(vocabulary))) / (TOKENS - 1)
+        loss = float(CausalLM(built.model)(batch(vocabulary))) / (TOKENS - 1)
         row = {"shape": shape, "width": built.config.hidden_size, "layers": layers, "loss": round(loss, 4)}
         print(json.dumps({**row, "ln_vocabulary": round(math.log(vocabulary), 4)}), flush=True)
         del built

@@ -76,7 +76,7 @@ def mamba(dtype: torch.dtype, *, lora: bool = False, few: bool = False) -> tuple
     from shardwise.job.schema import Lora
     from shardwise.models.adapters import add_lora
     from shardwise.models.mamba.prepare import prepare
-    from shardwise.objective.causal_lm import CausalLMLoss
+    from shardwise.objective.causal_lm import CausalLM
 
     config = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8)
     model = MambaForCausalLM(config).to(dtype)
@@ -86,14 +86,14 @@ def mamba(dtype: torch.dtype, *, lora: bool = False, few: bool = False) -> tuple
     for name, p in model.named_parameters():
         if few and not name.endswith(("A_log", ".D", "dt_proj.bias", "layers.0.norm.weight")):
             p.requires_grad_(False)
-    return _on_meta(CausalLMLoss(model)), list(model.backbone.layers)
+    return _on_meta(CausalLM(model)), list(model.backbone.layers)
 
 
 def decoder(dtype: torch.dtype, *, kind: str, **changes: Any) -> tuple[nn.Module, list[nn.Module]]:
     """A tiny model of a family, with the loss that is trained with: kernels of our own, packed rows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from shardwise.objective.causal_lm import CausalLMLoss
+    from shardwise.objective.causal_lm import CausalLM
 
     values: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -108,7 +108,7 @@ def decoder(dtype: torch.dtype, *, kind: str, **changes: Any) -> tuple[nn.Module
     if kind == "gpt_neox":
         del values["num_key_value_heads"], values["head_dim"]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values)).to(dtype)
-    return _on_meta(CausalLMLoss(model)), list(model.base_model.layers)
+    return _on_meta(CausalLM(model)), list(model.base_model.layers)
 
 
 def _on_meta(module: nn.Module) -> nn.Module:

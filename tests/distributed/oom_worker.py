@@ -18,7 +18,7 @@ import torch
 
 from shardwise.data.batch import IGNORED, MicroBatch
 from shardwise.engines.runtime.adamw import AdamW
-from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.objective.causal_lm import CausalLM
 from shardwise.training import oom, run
 from shardwise.training.checkpoint import store
 from shardwise.training.loop import Loop
@@ -68,10 +68,10 @@ class Border(torch.autograd.Function):
 
 def watch() -> None:
     """Puts the border into the real parts."""
-    whole_forward, issue, step = CausalLMLoss.forward, Loop._issue, AdamW.step
+    whole_forward, issue, step = CausalLM.forward, Loop._issue, AdamW.step
     checkpoint_blocks, save_weights = run.checkpoint_blocks, run.save_weights
 
-    def forward(self: CausalLMLoss, batch: MicroBatch) -> torch.Tensor:
+    def forward(self: CausalLM, batch: MicroBatch) -> torch.Tensor:
         State.rows = batch.input_ids.shape[0]
         if self.training:
             note(batch)
@@ -95,7 +95,7 @@ def watch() -> None:
         reached("optimizer")
         return step(self, *arguments, **options)
 
-    CausalLMLoss.forward = forward  # type: ignore[method-assign]
+    CausalLM.forward = forward  # type: ignore[method-assign]
     Loop._issue = issued  # type: ignore[method-assign]
     AdamW.step = stepped  # type: ignore[method-assign]
     oom.counters = lambda _: COUNTERS

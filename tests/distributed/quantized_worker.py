@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.engines.runtime.parameters import DTYPES
 from shardwise.engines.runtime.protocol import Engine, World, build_engine
 from shardwise.job.schema import Lora, Model
 from shardwise.kernels.lora_linear import fuse_lora
 from shardwise.kernels.quantized_linear import QuantizedLinear
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.quantize import dequantize_linears
-from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.models.structure import DTYPES
+from shardwise.objective.causal_lm import CausalLM
 from shardwise.strategy import Strategy
 
 CONFIG = {
@@ -69,7 +69,7 @@ def engine_for(
     built = build(folder, quantization, strategy.precision)
     if fused:
         assert fuse_lora(built.model) == 14
-    module = CausalLMLoss(built.model)
+    module = CausalLM(built.model)
     return build_engine(strategy, module, built.blocks, built.weights.fill, w.OPTIMIZER, world), built
 
 

@@ -14,7 +14,8 @@ from shardwise.kernels import linear_cross_entropy as lce
 from shardwise.kernels.attention import varlen_attention
 from shardwise.kernels.fused import apply_fused_kernels
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
-from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.models.families import liger_kernels
+from shardwise.objective.causal_lm import CausalLM
 from shardwise.units import GIB
 
 pytestmark = [
@@ -101,7 +102,7 @@ def test_varlen_attention(head_size, key_heads, window):
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("key_heads", [8, 2])
 @pytest.mark.parametrize("rest", [[], [100, 28]])
-def test_whole_rows(head_size, key_heads, rest):
+def test_rows_of_a_single_segment(head_size, key_heads, rest):
     """Two rows of one segment each, on Hopper through cuDNN, alone and before a packed row."""
     segments = [256, 256, *rest]
     generator = torch.Generator().manual_seed(0)
@@ -112,7 +113,7 @@ def test_whole_rows(head_size, key_heads, rest):
     exact = [t.detach().double().cpu().requires_grad_() for t in tensors]
     borders = torch.tensor([0, *torch.tensor(segments).cumsum(0)], dtype=torch.int32)
     after = (borders[2:] - 512).to(DEVICE)
-    options = {"cu_seq_lens_q": after, "max_length_q": 256, "whole_rows": 2}
+    options = {"cu_seq_lens_q": after, "max_length_q": 256, "single_segment_rows": 2}
     out, _ = varlen_attention(torch.nn.Module(), *tensors, None, **options)
     options = {"cu_seq_lens_q": borders, "max_length_q": 256}
     expected, _ = varlen_attention(torch.nn.Module(), *exact, None, **options)
@@ -161,7 +162,7 @@ def tiny(model_type, dtype):
 
 def step(model):
     model.zero_grad()
-    loss = CausalLMLoss(model)(batch())
+    loss = CausalLM(model)(batch())
     loss.backward()
     return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -186,7 +187,7 @@ def test_fused_kernels_change_neither_loss_nor_gradients(model_type):
     """In fp32, where the two may differ by rounding only."""
     model = tiny(model_type, torch.float32)
     plain = step(model)
-    applied = apply_fused_kernels(model, DEVICE)
+    applied = apply_fused_kernels(model, DEVICE, liger=liger_kernels(model.config))
     assert {"liger_rope", "liger_rms_norm", "lora_linear"} <= set(applied)
     fused = step(model)
     assert error(fused[0], plain[0]) <= 1e-5
@@ -198,9 +199,9 @@ def test_fused_kernels_change_neither_loss_nor_gradients(model_type):
 def test_bf16_is_fp32_but_for_rounding():
     model = tiny("llama", torch.bfloat16)
     exact = copy.deepcopy(model).float()  # on the GPU: Liger's rotary embedding is now every Llama's here
-    expected = CausalLMLoss(exact)(batch())
+    expected = CausalLM(exact)(batch())
     expected.backward()
-    apply_fused_kernels(model, DEVICE)
+    apply_fused_kernels(model, DEVICE, liger=liger_kernels(model.config))
     loss, gradients = step(model)
     assert error(loss, expected) <= 2e-3
     right = torch.cat([p.grad.flatten() for p in exact.parameters() if p.grad is not None])
@@ -209,8 +210,8 @@ def test_bf16_is_fp32_but_for_rounding():
 
 def test_a_step_never_waits_for_the_gpu():
     model = tiny("llama", torch.bfloat16)
-    apply_fused_kernels(model, DEVICE)
-    loss, inputs = CausalLMLoss(model), batch()
+    apply_fused_kernels(model, DEVICE, liger=liger_kernels(model.config))
+    loss, inputs = CausalLM(model), batch()
     loss(inputs).backward()  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:

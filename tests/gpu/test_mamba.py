@@ -13,7 +13,7 @@ from shardwise.kernels.mamba_inner import mamba_inner
 from shardwise.kernels.mamba_work import chunk_tokens
 from shardwise.kernels.selective_scan import selective_scan_reference
 from shardwise.models.build import build_model
-from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.objective.causal_lm import CausalLM
 
 pytestmark = [
     pytest.mark.gpu,
@@ -141,7 +141,7 @@ def batch(rows=2, length=96, vocabulary=512):
 def built(dtype, device):
     found = build_model(Model(source="tiny-mamba", weights="random"), dtype=dtype, seed=0)
     found.weights.fill(found.model, torch.device("cpu"))
-    return CausalLMLoss(found.model.to(device))
+    return CausalLM(found.model.to(device))
 
 
 def test_a_step_in_bf16_is_that_of_fp32_but_for_rounding():

@@ -22,7 +22,8 @@ from shardwise.kernels.fused import apply_fused_kernels
 from shardwise.kernels.quantized_linear import LAYERS
 from shardwise.models.build import build_model
 from shardwise.models.checkpointing import checkpoint_blocks
-from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.models.families import liger_kernels
+from shardwise.objective.causal_lm import CausalLM
 from shardwise.planner.simulate import predict_memory
 from shardwise.strategy import Strategy
 from shardwise.trace.trace import Tracer
@@ -59,7 +60,7 @@ def batch(step: int) -> MicroBatch:
         position_ids=torch.arange(SEQUENCE).repeat(ROWS, 1),
         cu_seqlens=torch.arange(ROWS + 1, dtype=torch.int32) * SEQUENCE,
         max_seqlen=SEQUENCE,
-        whole_rows=ROWS,
+        single_segment_rows=ROWS,
     ).to(DEVICE)
 
 
@@ -74,13 +75,11 @@ def trained(quantization: str, *, steps: int) -> tuple[list[float], int]:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     built = build_model(model(quantization), dtype=torch.bfloat16, seed=0)
-    assert "lora_linear" in apply_fused_kernels(built.model, DEVICE)
+    assert "lora_linear" in apply_fused_kernels(built.model, DEVICE, liger=liger_kernels(built.config))
     checkpoint_blocks(built.blocks, every=1)
     world = World(rank=0, size=1, local_rank=0, device=DEVICE, data_rank=0, data_size=1)
     optimizer = Optimizer(learning_rate=1e-3, clip_norm=1.0)
-    engine = build_engine(
-        STRATEGY, CausalLMLoss(built.model), built.blocks, built.weights.fill, optimizer, world
-    )
+    engine = build_engine(STRATEGY, CausalLM(built.model), built.blocks, built.weights.fill, optimizer, world)
     found = [
         engine.step([batch(step)], target_tokens=ROWS * SEQUENCE, learning_rate=1e-3).loss.item()
         for step in range(steps)

@@ -42,10 +42,28 @@ class MicroBatch:
         """Copy to pinned memory."""
         return self._each(lambda tensor: tensor.pin_memory())
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The fields that are tensors, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        tensors = ("input_ids", "labels", "position_ids", "cu_seqlens")
-        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in tensors}
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
         return replace(self, **changed)
+
+    @classmethod
+    def on_meta(cls, rows: int, length: int, *, single_segment_rows: int) -> MicroBatch:
+        """Make a batch without values, each row one segment of `length` tokens, for the tracer."""
+        tokens, labels, positions = (
+            torch.empty(rows, length, dtype=torch.int64, device="meta") for _ in range(3)
+        )
+        return cls(
+            input_ids=tokens,
+            labels=labels,
+            position_ids=positions,
+            cu_seqlens=torch.empty(rows + 1, dtype=torch.int32, device="meta"),
+            max_seqlen=length,
+            single_segment_rows=single_segment_rows,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

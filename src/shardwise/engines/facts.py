@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.models.families import family_of, has_unplanned_weights
 from shardwise.strategy import Strategy
 
 Devices = Literal["cpu", "cuda"]
@@ -22,41 +23,41 @@ PLAN_STYLES = frozenset(
 )
 """What AutoTP can do of a plan in transformers (deepspeed/module_inject/tp_plan_converter.py)."""
 
-_UNPLANNED_TYPES = frozenset({"apertus", "doge"})
-"""Their activation's and their attention's own weights are in no plan (transformers 5.23)."""
-_UNPLANNED_FLAGS = ("use_qk_norm", "qk_layernorm")
-"""Cohere's and Phi's: norms of query and key that are off unless asked for, and in no plan."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What of a model's shape decides what may be done with it."""
+    """Properties of a model's shape that decide which strategies are possible."""
 
     blocks: int
     """Transformer blocks."""
     key_value_heads: int
-    """As many as attention heads, or fewer under grouped-query attention; 0 of a state space model."""
+    """As many as attention heads, or fewer under grouped-query attention; 0 where nothing attends."""
     flash_attention: bool
-    """Whether half precision attends through torch's flash attention (`kernels.attention`: `varlen`)."""
+    """Whether half precision attends through torch's flash attention (packing `varlen`)."""
+    attends: bool = True
+    """Whether the model has attention heads."""
+    fp32_parameters: bool = False
+    """Whether it holds some parameters in fp32 under every precision."""
     plan_styles: frozenset[str] = frozenset()
-    """The ways in which transformers' plan for tensor parallelism cuts layers; empty without a plan."""
+    """How transformers' tensor-parallel plan splits layers; empty without a plan."""
     unplanned_weights: bool = False
-    """Whether weights that the plan leaves out act between layers that it cuts, on a rank's own part."""
+    """Whether weights outside the plan act between layers that it splits, on a rank's own part."""
 
     @classmethod
     def of(cls, config: object, *, flash_attention: bool) -> Architecture:
-        """From a Hugging Face config of a decoder; AttributeError where it is none."""
-        attends = getattr(config, "model_type", None) != "mamba"
-        heads: int = config.num_attention_heads if attends else 0  # type: ignore[attr-defined]
+        """Read a Hugging Face config of a decoder; AttributeError where it is none."""
+        family = family_of(config)
+        heads: int = config.num_attention_heads if family.attends else 0  # type: ignore[attr-defined]
         blocks: int = config.num_hidden_layers  # type: ignore[attr-defined]
         plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
         return cls(
             blocks=blocks,
             key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
             flash_attention=flash_attention,
+            attends=family.attends,
+            fp32_parameters=family.fp32_parameters,
             plan_styles=frozenset(plan.values()),
-            unplanned_weights=getattr(config, "model_type", None) in _UNPLANNED_TYPES
-            or any(getattr(config, flag, False) for flag in _UNPLANNED_FLAGS),
+            unplanned_weights=has_unplanned_weights(config),
         )
 
 
@@ -86,7 +87,7 @@ class Facts:
     @property
     def attends(self) -> bool:
         """Whether the model has attention heads; True where its architecture is not known."""
-        return self.architecture is None or self.architecture.key_value_heads > 0
+        return self.architecture is None or self.architecture.attends
 
 
 Words = str | Callable[[Facts], str]

@@ -1,9 +1,9 @@
 """Mamba's short causal convolution along packed rows, one filter a channel, followed by SiLU.
 
-    pre_t = bias + sum_j weight_{K-1-j} x_{t-j}    over the j taps that do not reach before the token's sample
+    pre_t = bias + sum_j weight_{K-1-j} x_{t-j}    over the taps j within the token's sample
     out_t = silu(pre_t)
 
-`positions` says how far each token is from its sample's first. Sums are in fp32, or fp64 for fp64 inputs.
+`positions` is the distance of each token from its sample's first. Sums are in fp32, or fp64 for fp64 inputs.
 The CPU side is plain PyTorch; the CUDA side is in `causal_conv_triton`.
 """
 
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+
+from shardwise.kernels.target import run_on_cuda
 
 
 def causal_conv_reference(
@@ -33,7 +35,7 @@ def _pre(
 
 
 def _earlier(x: torch.Tensor, taps: int, positions: torch.Tensor) -> list[torch.Tensor]:
-    """For each number of tokens back the token there, 0 where it belongs to another sample."""
+    """`x` shifted by 0, 1, ... tokens; 0 where the earlier token belongs to another sample."""
     length = x.shape[1]
     return [
         functional.pad(x, (0, 0, back, 0))[:, :length] * (positions >= back).unsqueeze(-1)
@@ -61,16 +63,12 @@ def causal_conv(
 
 @torch.library.custom_op("shardwise::causal_conv_backward", mutates_args=("dx",), device_types="cpu")
 def causal_conv_backward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    positions: torch.Tensor,
-    dout: torch.Tensor,
-    dx: torch.Tensor,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor,
+    dout: torch.Tensor, dx: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """Gradients of `causal_conv`.
 
-    `dout` is [B, T, W], contiguous; `dx`, [B, T, W] with tokens at one stride, takes the gradient of `x`.
+    `dout` is [B, T, W], contiguous; `dx`, [B, T, W] with tokens at one stride, receives the gradient of `x`.
     Returns that of the weight and, in the last column, of the bias: fp32 (fp64) [W, K + 1].
     """
     pre, taps, length = _pre(x, weight, bias, positions), weight.shape[1], x.shape[1]
@@ -85,16 +83,12 @@ def causal_conv_backward(
     return torch.stack([*reversed(sums), g.sum((0, 1))], dim=1)
 
 
-@causal_conv.register_kernel("cuda")
-def _forward_cuda(*arguments: Any) -> Any:
-    from shardwise.kernels.causal_conv_triton import forward  # Triton is not there without a GPU
-
-    return forward(*arguments)
+run_on_cuda(causal_conv, "causal_conv_triton", "forward")
 
 
 @causal_conv_backward.register_kernel("cuda")
 def _backward_cuda(*arguments: Any) -> Any:
-    from shardwise.kernels.causal_conv_triton import backward
+    from shardwise.kernels.causal_conv_triton import backward  # Triton is not installed without a GPU
 
     return backward(*arguments).contiguous()
 

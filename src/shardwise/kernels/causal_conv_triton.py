@@ -1,7 +1,7 @@
-"""The CUDA side of `causal_conv`: a warp goes along the tokens, each thread with four channels side by side.
+"""The CUDA side of `causal_conv`: a warp goes along the tokens, each thread with four adjacent channels.
 
-A thread keeps its channels' filters and the last inputs in registers, so that every value is read once, and
-asks for the tokens to come before it works on those at hand.
+A thread keeps its channels' filters and the last inputs in registers, so every value is read once. It loads
+the next tokens before it computes on the current ones.
 """
 # mypy: ignore-errors, Triton is not installed without a GPU and its kernels carry no types
 # ruff: noqa: RUF005, which would unpack tuples: Triton only adds them

@@ -1,4 +1,4 @@
-"""Cross entropy of rows of logits and its gradient, written over the logits: one op, a CPU and a CUDA side.
+"""Cross entropy of rows of logits and its gradient, which overwrites the logits: one op for CPU and CUDA.
 
     z = scale * x,  z = softcap * tanh(z / softcap) where there is a cap
     loss = logsumexp(z) - z[label]
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from shardwise.kernels.target import run_on_cuda
+
 
 @torch.library.custom_op(
     "shardwise::cross_entropy_",
@@ -22,15 +24,10 @@ import torch
     " int ignore_index, bool with_gradient) -> ()",
 )
 def cross_entropy_(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    losses: torch.Tensor,
-    softcap: float | None,
-    scale: float,
-    ignore_index: int,
-    with_gradient: bool,
-) -> None:
-    """Writes each row's loss into `losses` and, when asked, its gradient over `logits`.
+    logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor, softcap: float | None, scale: float,
+    ignore_index: int, with_gradient: bool,
+) -> None:  # fmt: skip
+    """Write each row's loss into `losses` and, if wanted, its gradient over `logits`.
 
     Args:
         logits: [T, V], contiguous rows; overwritten with the gradient if `with_gradient`.
@@ -38,7 +35,7 @@ def cross_entropy_(
         losses: fp32 [T] (fp64 for fp64 logits), in nats.
         softcap: bound on the logits, None for none.
         scale: factor on the logits.
-        ignore_index: the label of rows that count nothing.
+        ignore_index: the label of rows that do not count.
         with_gradient: whether `logits` become their gradient.
     """
     ignored = labels == ignore_index
@@ -57,13 +54,9 @@ def cross_entropy_(
     logits.copy_(gradient.mul_(scale).masked_fill_(ignored.unsqueeze(1), 0.0))
 
 
-@cross_entropy_.register_kernel("cuda")
-def _cuda(*arguments: Any) -> None:
-    from shardwise.kernels.cross_entropy_triton import launch  # Triton is not there without a GPU
-
-    launch(*arguments)
+run_on_cuda(cross_entropy_, "cross_entropy_triton", "launch")
 
 
 @cross_entropy_.register_fake
 def _fake(*_: Any) -> None:
-    """Writes in place only: nothing new to describe to a tracer."""
+    """The op only writes in place: it returns nothing to describe."""

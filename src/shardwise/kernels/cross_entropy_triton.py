@@ -26,18 +26,9 @@ def _transform(x, scale, softcap, has_cap: tl.constexpr):
 
 @triton.jit
 def _cross_entropy_row(
-    logits,
-    row_stride,
-    labels,
-    losses,
-    vocabulary,
-    scale,
-    softcap,
-    ignore_index,
-    has_cap: tl.constexpr,
-    with_gradient: tl.constexpr,
-    block: tl.constexpr,
-):
+    logits, row_stride, labels, losses, vocabulary, scale, softcap, ignore_index, has_cap: tl.constexpr,
+    with_gradient: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # row * row_stride passes 2^31 for long chunks
     logits += row * row_stride
     label = tl.load(labels + row)
@@ -74,14 +65,9 @@ def _cross_entropy_row(
 
 
 def launch(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    losses: torch.Tensor,
-    softcap: float | None,
-    scale: float,
-    ignore_index: int,
-    with_gradient: bool,
-) -> None:
+    logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor, softcap: float | None, scale: float,
+    ignore_index: int, with_gradient: bool,
+) -> None:  # fmt: skip
     """Runs the kernel on the current stream; shapes as in `cross_entropy_`."""
     rows, vocabulary = logits.shape
     if rows == 0:

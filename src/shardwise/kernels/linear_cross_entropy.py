@@ -1,8 +1,8 @@
 """Cross entropy of a linear output head without ever holding the full logits.
 
-The head is applied to a chunk of tokens at a time; the chunk's gradients are computed at once, while its
-logits are still there, and kept for the backward pass, which only multiplies them by the incoming scalar.
-The method is that of Liger Kernel's fused linear cross entropy (Hsu et al. 2024, arXiv:2410.10989).
+The head is applied to one chunk of tokens at a time. The chunk's gradients are computed while its logits
+exist, and saved for the backward pass, which only multiplies them by the incoming scalar. This is the method
+of Liger Kernel's fused linear cross entropy (Hsu et al. 2024, arXiv:2410.10989).
 """
 
 from __future__ import annotations
@@ -19,15 +19,9 @@ CHUNK_BYTES = 512 * 1024**2
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    ignore_index: int = -100,
-) -> torch.Tensor:
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, bias: torch.Tensor | None = None,
+    softcap: float | None = None, scale: float = 1.0, ignore_index: int = -100,
+) -> torch.Tensor:  # fmt: skip
     """Sum of the cross entropy of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`.
 
     Args:
@@ -37,11 +31,11 @@ def linear_cross_entropy(
         bias: [V].
         softcap: bound on the logits, as in Gemma 2; None for none.
         scale: factor on the logits, as in Cohere and Granite.
-        ignore_index: rows with this label count nothing and get zero gradients.
+        ignore_index: rows with this label do not count and get zero gradients.
 
     Returns:
-        fp32 scalar (fp64 for fp64 inputs), in nats. Gradients are formed for the inputs that require them;
-        a frozen weight costs nothing.
+        fp32 scalar (fp64 for fp64 inputs), in nats. Only inputs that require gradients get one; a frozen
+        weight costs nothing.
     """
     wanted = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
     loss: torch.Tensor = _LinearCrossEntropy.apply(
@@ -53,16 +47,9 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        softcap: float | None,
-        scale: float,
-        ignore_index: int,
-        wanted: tuple[bool, bool, bool],
-    ) -> torch.Tensor:
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
+        softcap: float | None, scale: float, ignore_index: int, wanted: tuple[bool, bool, bool],
+    ) -> torch.Tensor:  # fmt: skip
         hidden, labels = hidden.contiguous(), labels.contiguous()
         losses = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
         gradients = _Gradients(hidden, weight, wanted)
@@ -84,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("linear_cross_entropy keeps its gradients for one backward pass only")
+            raise RuntimeError("linear_cross_entropy saves its gradients for one backward pass only")
         scaled = [None if g is None else _scaled(g, grad_output, ctx.dtype) for g in gradients]
         return (*scaled, None, None, None, None, None)
 
@@ -115,7 +102,7 @@ class _Gradients:
 
 
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`gradient * factor` in `dtype`, multiplied in fp32: a factor rounded to bf16 would bend them all."""
+    """`gradient * factor` in `dtype`, multiplied in fp32: a factor rounded to bf16 would scale them all."""
     if gradient.dtype == factor.dtype:
         return gradient.mul_(factor).to(dtype)  # in place: no second weight-sized tensor
     return (gradient.to(factor.dtype) * factor).to(dtype)

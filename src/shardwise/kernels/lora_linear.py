@@ -3,8 +3,8 @@
     y = x W^T + b + s (x A^T) B^T,  W and b frozen; W may be a quantised one
 
 PEFT writes the update to a tensor of its own, scales it into a second and adds it into a third; autograd
-then adds two gradients for x. Here the update goes into y, and its gradient into dx, by the accumulating
-form of the matrix product. Per token and layer that is about 5 (inputs + outputs) fewer values to move.
+then adds two gradients for x. Here accumulating matrix products add the update to y and its
+gradient to dx. Per token and layer about 5 (inputs + outputs) fewer values are moved.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _BASES = (nn.Linear, *LAYERS.values())
 
 
 def fuse_lora(model: nn.Module) -> int:
-    """Gives every plain LoRA layer of `model` the fused forward; returns how many there were.
+    """Give every plain LoRA layer of `model` the fused forward; return how many there were.
 
-    Plain: one adapter, without dropout, bias or variants such as DoRA, on a frozen `nn.Linear`, quantised or
-    not. Others keep PEFT's forward, and so does any call while the adapter is merged or switched off.
+    Plain means one adapter, without dropout, bias or variants such as DoRA, on a frozen `nn.Linear`,
+    quantised or not. Others keep PEFT's forward, and so does any call while the adapter is merged or
+    disabled.
 
-    The weights of the three linear modules inside a layer are read without calling those modules. An engine
-    that gathers weights in hooks on each module's call (ZeRO-3) would not see it: do not fuse there. FSDP2
-    gathers block by block and is fine.
+    The weights of the three linear modules inside a layer are read without calling those modules, so an
+    engine must gather entire blocks: hooks on each module's call would not run.
     """
     if not any(".lora_A." in name for name, _ in model.named_parameters()):
         return 0
@@ -61,41 +61,35 @@ def _is_plain(layer: PeftLinear) -> bool:
 def _forward(self: PeftLinear, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     (name,) = self.lora_A
     base, a, b = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
-    replaced = type(base) not in _BASES  # tensor parallelism puts its own layer there
+    replaced = type(base) not in _BASES  # by tensor parallelism's own layer
     if args or kwargs or replaced or self.disable_adapters or self.merged:
         return type(self).forward(self, x, *args, **kwargs)
     if isinstance(base, QuantizedLinear):
         dtype, unpack, stored = base.dtype, base.unpack, base.stored()
     else:
-        dtype, unpack, stored = base.weight.dtype, _whole, (base.weight,)
+        dtype, unpack, stored = base.weight.dtype, _plain, (base.weight,)
     if not x.dtype == dtype == a.dtype == b.dtype:
         return type(self).forward(self, x)
     out: torch.Tensor = _LoraLinear.apply(x, base.bias, a, b, self.scaling[name], unpack, *stored)
     return out
 
 
-def _whole(weight: torch.Tensor) -> torch.Tensor:
-    """The `unpack` of a weight that is stored as it is."""
+def _plain(weight: torch.Tensor) -> torch.Tensor:
+    """The `unpack` of a weight that is not quantised."""
     return weight
 
 
 class _LoraLinear(torch.autograd.Function):
-    """x [..., I], b [O] or None, A [R, I], B [O, R], what makes W [O, I] to y [..., O].
+    """(x [..., I], b [O] or None, A [R, I], B [O, R], stored W [O, I]) to y [..., O].
 
-    Keeps x, s x A^T and what W is made of.
+    Saves x, s x A^T and the stored weight.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scaling: float,
-        unpack: Unpack,
-        *stored: torch.Tensor,
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
+        scaling: float, unpack: Unpack, *stored: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
         rows = x.reshape(-1, x.shape[-1])
         reduced = torch.mm(rows, a.t()).mul_(scaling)
         y = nn.functional.linear(rows, unpack(*stored), bias)

@@ -1,13 +1,13 @@
-"""What a Mamba mixer does between its input and its output projection, both gradients' memory in mind.
+"""A Mamba mixer from its convolution to its output projection, with little memory in both passes.
 
     x, z = xz                                   [.., W] each
     u = silu(conv(x))
     r, B, C = u x_proj^T                        [.., R], [.., N], [.., N]
     out = scan(u, r dt_proj^T, A, B, C, D, z) out_proj^T
 
-As in mamba_ssm's `mamba_inner_fn` one autograd node keeps `xz` and the small product, and computes the rest
-again; unlike there, the scan's output too: at 2 bytes a channel and token it is dearer than the states it
-comes from. The tensors that the backward pass needs for a while are written over each other.
+As in mamba_ssm's `mamba_inner_fn` one autograd node saves `xz` and the small product, and recomputes the
+rest. Unlike there, it recomputes the scan's output too, which takes more memory than the states it comes
+from. Temporary tensors of the backward pass overwrite each other.
 """
 
 from __future__ import annotations
@@ -27,18 +27,10 @@ from shardwise.kernels.selective_scan import (
 
 
 def mamba_inner(
-    xz: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    x_proj: torch.Tensor,
-    dt_proj: torch.Tensor,
-    dt_bias: torch.Tensor,
-    a_log: torch.Tensor,
-    d: torch.Tensor,
+    xz: torch.Tensor, positions: torch.Tensor, *, conv_weight: torch.Tensor, conv_bias: torch.Tensor | None,
+    x_proj: torch.Tensor, dt_proj: torch.Tensor, dt_bias: torch.Tensor, a_log: torch.Tensor, d: torch.Tensor,
     out_proj: torch.Tensor,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Convolution, scan, gate and output projection.
 
     Args:
@@ -75,18 +67,10 @@ def mamba_inner(
 class _MambaInner(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        xz: torch.Tensor,
-        positions: torch.Tensor,
-        conv_weight: torch.Tensor,
-        conv_bias: torch.Tensor | None,
-        x_proj: torch.Tensor,
-        dt_proj: torch.Tensor,
-        dt_bias: torch.Tensor,
-        a: torch.Tensor,
-        d: torch.Tensor,
-        out_proj: torch.Tensor,
-    ) -> torch.Tensor:
+        ctx: Any, xz: torch.Tensor, positions: torch.Tensor, conv_weight: torch.Tensor,
+        conv_bias: torch.Tensor | None, x_proj: torch.Tensor, dt_proj: torch.Tensor, dt_bias: torch.Tensor,
+        a: torch.Tensor, d: torch.Tensor, out_proj: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
         call = _calls(xz)
         x, z = xz.chunk(2, dim=-1)
         u = call.conv(x, conv_weight, conv_bias, positions)
@@ -117,7 +101,7 @@ class _MambaInner(torch.autograd.Function):
         del gated
         da, dbc, dd, d_dt_bias = call.backward(u, delta, a, bc, d, dt_bias, positions, fine, adjoints, dout)
         del fine, adjoints, bc
-        ddelta, du = delta, dout  # what they have become
+        ddelta, du = delta, dout  # overwritten by the scan's backward pass
 
         rank = dt_proj.shape[1]
         dsmall = torch.empty_like(small)
@@ -152,7 +136,7 @@ _OPERATORS = _Calls(
 
 
 def _calls(x: torch.Tensor) -> _Calls:
-    """The operators; on a GPU what they call, as an operator by itself takes 80 us of Python (torch 2.13)."""
+    """The operators; on a GPU the functions behind them: an operator costs 80 us of Python (2.13)."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return _OPERATORS
     from shardwise.kernels import causal_conv_triton, selective_scan_backward_triton, selective_scan_triton
@@ -167,11 +151,11 @@ def _calls(x: torch.Tensor) -> _Calls:
 
 
 def _delta_and_bc(small: torch.Tensor, dt_proj: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the scan takes from the small product: delta [B, T, W]; B and C [B, T, 2 N], in its format."""
+    """The scan's inputs from the small product: delta [B, T, W]; B and C [B, T, 2 N], in its format."""
     rank = dt_proj.shape[1]
     return small[..., :rank] @ dt_proj.t(), small[..., rank:].to(scan_dtype(small)).contiguous()
 
 
 def _weight_gradient(out: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Of a linear layer, from the gradient of its output and its input: [.., O], [.., I] to [O, I]."""
+    """A linear layer's, from its output's gradient [.., O] and its input [.., I]: [O, I]."""
     return out.reshape(-1, out.shape[-1]).t() @ into.reshape(-1, into.shape[-1])

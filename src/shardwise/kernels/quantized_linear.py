@@ -1,12 +1,12 @@
-"""Linear layers whose frozen weight is kept in 8 or 4 bits, and multiplied with in 16 (or 32).
+"""Linear layers with a frozen weight in 8 or 4 bits, computed in the format of the job.
 
-    y = x W^T + b,  W = codes * scale          int8: one fp32 scale a row (LLM.int8's weights)
+    y = x W^T + b,  W = codes * scale          int8: one fp32 scale for each row (LLM.int8's weights)
                     W = nf4[codes] * scale     nf4: one scale for 64 values, itself in 8 bits (QLoRA's)
 
-Quantised and unpacked by bitsandbytes' kernels, in layers of our own (decision 0021): its int8 layer keeps
-its input where activation checkpointing does not see it, and its weights are no plain parameters to an
-engine that shards. Here autograd keeps the stored weight only, the whole one exists while a product needs it,
-and codes are stored as if they were numbers of the computation's format: what every engine shards.
+bitsandbytes' kernels quantise and unpack, in layers of our own (decision 0021): its int8 layer saves its
+input where activation checkpointing does not see it, and its weights are no plain parameters to an engine
+that shards. Here autograd saves only the stored weight, and the full one exists while a product needs it.
+Codes are stored as if they were numbers of the computation's format, which every engine shards.
 """
 
 from __future__ import annotations
@@ -20,36 +20,31 @@ import torch
 from torch import nn
 
 Unpack = Callable[..., torch.Tensor]
-"""Makes the weight [O, I] of what a layer stores."""
+"""Computes the weight [O, I] from what a layer stores."""
 
 NF4_BLOCK = 64
 """Values of a weight that share a scale (QLoRA, Dettmers et al. 2023; bitsandbytes' default)."""
 SCALE_BLOCK = 256
-"""Scales that share a scale of their own: double quantisation."""
+"""Scales that share a second scale: double quantisation."""
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer with a quantised weight.
+    """A frozen linear layer with a quantised weight; PEFT injects its adapters around it as an nn.Linear.
 
-    An nn.Linear to PEFT, which injects its adapters around it. `weight` is a plain parameter, never
-    stepped; the scales are buffers, which are in no checkpoint: they follow from the base model again.
+    `weight` is a plain parameter that is never stepped. The scales are buffers outside every checkpoint: they
+    are computed again from the base model.
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: nn.Parameter | None,
-        *,
-        dtype: torch.dtype,
+        self, in_features: int, out_features: int, bias: nn.Parameter | None, *, dtype: torch.dtype,
         transposed: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """On the meta device.
 
         Args:
             in_features: I.
             out_features: O.
-            bias: as the replaced layer has it; it is frozen, too.
+            bias: the replaced layer's, frozen too.
             dtype: format of the computation.
             transposed: whether the replaced layer's weight is [I, O] (transformers' Conv1D).
         """
@@ -63,11 +58,11 @@ class QuantizedLinear(nn.Linear):
 
     @staticmethod
     def packed_shape(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Shape of the stored weight in numbers of `dtype`; None where the codes do not fill such numbers."""
+        """Shape of the stored weight in numbers of `dtype`; None where the codes do not fill them."""
         raise NotImplementedError
 
     def stored(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that `unpack` makes the weight of."""
+        """The arguments of `unpack`."""
         raise NotImplementedError
 
     @property
@@ -75,21 +70,21 @@ class QuantizedLinear(nn.Linear):
         raise NotImplementedError
 
     def quantize(self, weight: torch.Tensor) -> None:
-        """Takes a weight, [O, I] (or [I, O] where transposed), on the device where it is to stay."""
+        """Store a weight, [O, I] (or [I, O] where transposed), on its device."""
         raise NotImplementedError
 
     def tolerance(self, weight: torch.Tensor) -> torch.Tensor:
-        """How far each value of `weight`, [O, I], may be from what was made of it; fp32 [O, I]."""
+        """Largest rounding error of each value of `weight`, [O, I]; fp32 [O, I]."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def whole_weight(self) -> torch.Tensor:
-        """The weight that is computed with: [O, I] in `dtype`."""
+    def dequantized(self) -> torch.Tensor:
+        """The weight used in the computation: [O, I] in `dtype`."""
         return self.unpack(*self.stored())
 
     @torch.no_grad()
     def holds(self, weight: torch.Tensor, packed: torch.Tensor) -> bool:
-        """Whether `packed`, this layer's own weight as an engine gives it back, was made of `weight`."""
+        """Whether `packed`, this layer's weight as an engine returns it, was quantised from `weight`."""
         expected = self._upright(weight)
         _, *scales = self.stored()
         found = self.unpack(packed, *(scale.to(packed.device) for scale in scales))
@@ -121,8 +116,8 @@ class Int8Linear(QuantizedLinear):
 
     @staticmethod
     def packed_shape(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        whole = in_features % dtype.itemsize == 0
-        return (out_features, in_features // dtype.itemsize) if whole else None
+        numbers, rest = divmod(in_features, dtype.itemsize)
+        return None if rest else (out_features, numbers)
 
     def stored(self) -> tuple[torch.Tensor, ...]:
         return self.weight, self.scale
@@ -135,7 +130,7 @@ class Int8Linear(QuantizedLinear):
     def quantize(self, weight: torch.Tensor) -> None:
         import bitsandbytes  # noqa: F401  (it registers its kernels)
 
-        # fp16 is what its kernel takes, and what LLM.int8 quantises
+        # its kernel takes fp16, which LLM.int8 quantises
         half = self._upright(weight).half()
         codes, largest, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(half)
         self._store(codes.view(self.dtype))
@@ -148,7 +143,7 @@ class Int8Linear(QuantizedLinear):
 
 
 class Nf4Linear(QuantizedLinear):
-    """4 bits a value; uint8 scales, and for those an fp32 scale for 256 each and their mean."""
+    """4 bits a value; uint8 scales, which have an fp32 scale for 256 of them and their mean."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -193,7 +188,7 @@ class Nf4Linear(QuantizedLinear):
         self.scales, self.scale, self.mean = state.absmax, state.state2.absmax, state.offset
 
     def tolerance(self, weight: torch.Tensor) -> torch.Tensor:
-        """Half the widest gap between NF4's values, -1 and -0.696, and a twentieth for the scale's 8 bits."""
+        """Half the widest gap between NF4's values, -1 and -0.696, and 5 % for the scale's 8 bits."""
         size = weight.float().abs().flatten()
         rest = -size.numel() % NF4_BLOCK
         largest = nn.functional.pad(size, (0, rest)).view(-1, NF4_BLOCK).amax(1)
@@ -216,34 +211,30 @@ def dequantize_int8(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
 
 @torch.library.custom_op("shardwise::dequantize_nf4", mutates_args=())
 def dequantize_nf4(
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    scale: torch.Tensor,
-    mean: torch.Tensor,
-    shape: list[int],
+    packed: torch.Tensor, scales: torch.Tensor, scale: torch.Tensor, mean: torch.Tensor, shape: list[int],
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The weight of `shape` [O, I] in `dtype`.
 
     Args:
         packed: two codes a byte, stored as any format.
         scales: uint8, one for NF4_BLOCK values.
         scale: fp32, one for SCALE_BLOCK scales.
-        mean: fp32 scalar that was taken off the scales.
+        mean: fp32 scalar that was subtracted from the scales.
         shape: [O, I].
         dtype: bf16, fp16 or fp32.
     """
     import bitsandbytes  # noqa: F401
 
     kernels = torch.ops.bitsandbytes
-    whole = kernels.dequantize_blockwise(
+    full_scales = kernels.dequantize_blockwise(
         scales, scale, _scale_values(scales.device), SCALE_BLOCK, torch.float32
     )
-    whole += mean
-    # A block a row: where rows cut blocks, bitsandbytes 0.50 makes wrong weights on AVX-512.
+    full_scales += mean
+    # A block per row: where blocks span rows, bitsandbytes 0.50 computes wrong weights on AVX-512.
     values = math.prod(shape)
     rows = [values // NF4_BLOCK, NF4_BLOCK] if values % NF4_BLOCK == 0 else [1, values]
-    return kernels.dequantize_4bit(packed, whole, NF4_BLOCK, "nf4", rows, dtype).view(shape)  # type: ignore[no-any-return]
+    return kernels.dequantize_4bit(packed, full_scales, NF4_BLOCK, "nf4", rows, dtype).view(shape)  # type: ignore[no-any-return]
 
 
 @dequantize_int8.register_fake
@@ -259,14 +250,14 @@ def _nf4_fake(packed: torch.Tensor, *others: Any) -> torch.Tensor:
 
 @cache
 def _scale_values(device: torch.device) -> torch.Tensor:
-    """What the 256 codes of a scale stand for (bitsandbytes.functional.quantize_blockwise), fp32."""
+    """Values of the 256 codes of a scale (bitsandbytes.functional.quantize_blockwise), fp32."""
     from bitsandbytes.functional import create_dynamic_map
 
     return create_dynamic_map().to(device)
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """x [..., I], b [O] or None, what makes W [O, I] to y [..., O]; keeps what W is made of."""
+    """(x [..., I], b [O] or None, stored W [O, I]) to y [..., O]; saves only the stored weight."""
 
     @staticmethod
     def forward(  # type: ignore[override]

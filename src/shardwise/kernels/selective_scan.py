@@ -8,8 +8,8 @@ Per channel d with N states, along the tokens t of a row:
     out  = y_t * silu(z_t)
 
 Everything is computed in fp32, whatever the format of `x`, `delta` and `z`, and in fp64 where they are fp64.
-Three operators: `selective_scan`, and for its gradient `selective_scan_replay` and `selective_scan_backward`,
-between which the caller may use the output that was not kept, and free it. The CPU side is plain PyTorch, in
+Three operators: `selective_scan`, and for its gradient `selective_scan_replay` and `selective_scan_backward`.
+Between these two the caller may use the recomputed output, and free it. The CPU side is plain PyTorch, in
 time and memory linear in the tokens; the CUDA side is in `selective_scan_triton` (decision 0018).
 """
 
@@ -21,22 +21,18 @@ import torch
 from torch.nn import functional
 
 from shardwise.kernels.mamba_work import TILE, chunk_tokens, chunks_of
+from shardwise.kernels.target import run_on_cuda
 
 
 def scan_dtype(x: torch.Tensor) -> torch.dtype:
-    """What is computed in: fp32, or fp64 for fp64."""
+    """The format of the computation: fp32, or fp64 for fp64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def selective_scan_reference(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    a: torch.Tensor,
-    bc: torch.Tensor,
-    d: torch.Tensor,
-    bias: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
+    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor,
+    bias: torch.Tensor, positions: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """The scan without the gate, y, in plain PyTorch; gradients come from autograd.
 
     Shapes as in `selective_scan`. Returns [B, T, W] in `scan_dtype`. The states of all tokens exist at once.
@@ -47,17 +43,12 @@ def selective_scan_reference(
 
 
 class _Terms:
-    """What the recurrence h_t = decay_t h_{t-1} + added_t is made of; [B, T, W, N] or broadcast to it."""
+    """Terms of the recurrence h_t = decay_t h_{t-1} + added_t; [B, T, W, N] or broadcast to it."""
 
     def __init__(
-        self,
-        x: torch.Tensor,
-        delta: torch.Tensor,
-        a: torch.Tensor,
-        bc: torch.Tensor,
-        bias: torch.Tensor,
+        self, x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, bias: torch.Tensor,
         positions: torch.Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         dtype = scan_dtype(x)
         self.a = a.to(dtype)
         self.x = x.to(dtype).unsqueeze(-1)
@@ -91,15 +82,9 @@ class _Terms:
 
 @torch.library.custom_op("shardwise::selective_scan", mutates_args=(), device_types="cpu")
 def selective_scan(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    a: torch.Tensor,
-    bc: torch.Tensor,
-    d: torch.Tensor,
-    z: torch.Tensor,
-    bias: torch.Tensor,
-    positions: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor, z: torch.Tensor,
+    bias: torch.Tensor, positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gated output of the scan, and the states that its backward pass starts from.
 
     Args:
@@ -122,30 +107,21 @@ def selective_scan(
 
 @torch.library.custom_op("shardwise::selective_scan_replay", mutates_args=("dout", "dz"), device_types="cpu")
 def selective_scan_replay(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    a: torch.Tensor,
-    bc: torch.Tensor,
-    d: torch.Tensor,
-    z: torch.Tensor,
-    bias: torch.Tensor,
-    positions: torch.Tensor,
-    states: torch.Tensor,
-    dout: torch.Tensor,
-    dz: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The forward pass again: the output that was not kept, and all that the gate's gradient needs.
+    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor, z: torch.Tensor,
+    bias: torch.Tensor, positions: torch.Tensor, states: torch.Tensor, dout: torch.Tensor, dz: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Repeat the forward pass: the output that was not saved, and all that the gate's gradient needs.
 
     Arguments are those of `selective_scan`, the `states` that it returned, and: `dout`, [B, T, W] and
     contiguous, the gradient of the gated output, which becomes that of the ungated one; `dz`, [B, T, W] with
-    tokens at one stride, which takes the gradient of `z`.
+    tokens at one stride, which receives the gradient of `z`.
 
     Returns:
         out: [B, T, W], the gated output.
         fine: [tiles, N, W] in x's format: states before every TILE tokens of a chunk; on the CPU empty.
-        adjoints: [chunks, N, W]: gradient of the state that each chunk leaves behind; on the CPU empty.
+        adjoints: [chunks, N, W]: gradient of the state after each chunk; on the CPU empty.
     """
-    del states  # the CPU goes through the tokens again
+    del states  # the CPU computes the states again
     y = selective_scan_reference(x, delta, a, bc, d, bias, positions)
     gate = torch.sigmoid(z.to(y.dtype))
     silu = z.to(y.dtype) * gate
@@ -159,23 +135,15 @@ def selective_scan_replay(
     "shardwise::selective_scan_backward", mutates_args=("delta", "dy"), device_types="cpu"
 )
 def selective_scan_backward(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    a: torch.Tensor,
-    bc: torch.Tensor,
-    d: torch.Tensor,
-    bias: torch.Tensor,
-    positions: torch.Tensor,
-    fine: torch.Tensor,
-    adjoints: torch.Tensor,
-    dy: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor,
+    bias: torch.Tensor, positions: torch.Tensor, fine: torch.Tensor, adjoints: torch.Tensor, dy: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of all inputs but the gate's.
 
     `fine`, `adjoints` and `dy` (the gradient of the ungated output) come from `selective_scan_replay`.
     `delta` becomes its own gradient, `dy` that of `x`. Returns the gradients of a, bc, d and bias.
     """
-    del fine, adjoints  # the CPU goes through the tokens again
+    del fine, adjoints  # the CPU computes the states again
     terms = _Terms(x, delta, a, bc, bias, positions)
     dy_ = dy.to(terms.dt.dtype).unsqueeze(-1)
     h, g = torch.stack(terms.states(), dim=1), terms.adjoints(dy_)
@@ -191,25 +159,9 @@ def selective_scan_backward(
     return (through_decay * terms.dt).sum((0, 1)), dbc, dd, ddelta.sum((0, 1, 3))
 
 
-@selective_scan.register_kernel("cuda")
-def _forward_cuda(*arguments: Any) -> Any:
-    from shardwise.kernels.selective_scan_triton import forward  # Triton is not there without a GPU
-
-    return forward(*arguments)
-
-
-@selective_scan_replay.register_kernel("cuda")
-def _replay_cuda(*arguments: Any) -> Any:
-    from shardwise.kernels.selective_scan_triton import replay
-
-    return replay(*arguments)
-
-
-@selective_scan_backward.register_kernel("cuda")
-def _backward_cuda(*arguments: Any) -> Any:
-    from shardwise.kernels.selective_scan_backward_triton import backward
-
-    return backward(*arguments)
+run_on_cuda(selective_scan, "selective_scan_triton", "forward")
+run_on_cuda(selective_scan_replay, "selective_scan_triton", "replay")
+run_on_cuda(selective_scan_backward, "selective_scan_backward_triton", "backward")
 
 
 @selective_scan.register_fake
@@ -228,14 +180,9 @@ def _replay_fake(
 
 @selective_scan_backward.register_fake
 def _backward_fake(
-    _x: torch.Tensor,
-    _delta: torch.Tensor,
-    a: torch.Tensor,
-    bc: torch.Tensor,
-    d: torch.Tensor,
-    bias: torch.Tensor,
-    *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _x: torch.Tensor, _delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor,
+    bias: torch.Tensor, *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     return torch.empty_like(a), torch.empty_like(bc), torch.empty_like(d), torch.empty_like(bias)
 
 
@@ -245,7 +192,7 @@ def _states(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 
 
 def _fine_states(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """Room for the states before every TILE tokens of every chunk: [tiles, N, W] in x's format."""
+    """Memory for the states before every TILE tokens of every chunk: [tiles, N, W] in x's format."""
     rows, length, width = x.shape
     tiles = -(-chunk_tokens(rows, length, width) // TILE)
     return x.new_empty(chunks_of(rows, length, width) * tiles, a.shape[1], width)

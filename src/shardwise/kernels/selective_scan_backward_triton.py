@@ -27,7 +27,7 @@ REGISTERS = 128
 def _states(a_earlier, b_earlier, _decay, _own, a_later, b_later, decay, own):
     """Composes h -> a h + b; the other two pass through.
 
-    They leave the scan in a layout that the compiler cannot trade for computing them anew in another one.
+    They leave the scan in a layout that the compiler cannot replace by recomputing them in another one.
     """
     return a_later * a_earlier, a_later * b_earlier + b_later, decay, own
 
@@ -57,8 +57,8 @@ def _tile(r0, r1, r2, r3, r4, r5, r6, r7, block: tl.constexpr):
 def _adjoints(decay, own, h, before, reaching, block: tl.constexpr):
     """A tile's adjoints g_t = own_t + e_{t+1} with e_t = decay_t g_t, `reaching` it from later ones.
 
-    And e_t h_{t-1}, of which the gradient of the decay is made, and e_0, which leaves the tile. Row by row:
-    Triton scans backwards by turning whole warps around, shuffle by shuffle (3.6).
+    And e_t h_{t-1}, which gives the gradient of the decay, and e_0, which leaves the tile. Row by row:
+    Triton 3.6 scans backwards by reversing entire warps, shuffle by shuffle.
     """
     a0, a1, a2, a3, a4, a5, a6, a7 = _rows(decay, block)
     o0, o1, o2, o3, o4, o5, o6, o7 = _rows(own, block)
@@ -87,12 +87,12 @@ def _adjoints(decay, own, h, before, reaching, block: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "chunk"])
 def _back(
     x, delta, a, bc, d, bias, positions, fine, adjoints, dy, da, dbc, dd, dbias, tokens, chunk,
-    width: tl.constexpr, n_state: tl.constexpr, whole: tl.constexpr, tile: tl.constexpr,
+    width: tl.constexpr, n_state: tl.constexpr, complete: tl.constexpr, tile: tl.constexpr,
     block: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one block of channels. `a` is [N, W] here; `bc` and `dbc` of each block as in `_tiled`.
 
-    `whole`: all chunks are full, and of whole tiles.
+    `complete`: all chunks are full, and a multiple of the tile.
     """
     tl.static_assert(tile == 8, "rows are taken apart by hand")
     column, inside = channels(block, width)
@@ -122,7 +122,7 @@ def _back(
     sum_bias = tl.zeros([block], tl.float32)
 
     for back in range(tiles):
-        real = row >= 0 if whole else row < left - (tiles - 1 - back) * tile
+        real = row >= 0 if complete else row < left - (tiles - 1 - back) * tile
         valid = real[:, None] & inside[None, :]
         xs = tl.load(x + here, mask=valid, other=0.0).to(tl.float32)
         v = tl.load(delta + here, mask=valid, other=0.0).to(tl.float32) + offset[None, :]
@@ -177,7 +177,7 @@ def _back(
 def _tiled(bc, run):
     """[.., 2 N] to [tiles of all chunks, N, TILE, 2]: a thread loads four values at once."""
     bc = bc.view(-1, 2 * run.n_state)
-    if not run.whole:
+    if not run.complete:
         bc = functional.pad(bc, (0, 0, 0, run.chunks * run.chunk - run.tokens))
         bc = functional.pad(bc.view(run.chunks, run.chunk, -1), (0, 0, 0, run.tiles * TILE - run.chunk))
     return bc.view(run.chunks * run.tiles, TILE, 2, run.n_state).permute(0, 3, 1, 2).contiguous()
@@ -205,7 +205,8 @@ def backward(
     dd, dbias = (x.new_empty(run.chunks, run.width, **fp32) for _ in range(2))
     _back[blocks, run.chunks](
         x, delta, a.t().contiguous(), tiled, d, bias, positions, fine, adjoints, dy, da, dbc, dd, dbias,
-        run.tokens, run.chunk, width=run.width, n_state=run.n_state, whole=run.whole, tile=TILE, block=block,
+        run.tokens, run.chunk, width=run.width, n_state=run.n_state, complete=run.complete, tile=TILE,
+        block=block,
         # three products of tf32 make up for its 10 bits where the inputs have more
         precision="tf32x3" if x.dtype == torch.float32 else "tf32",
         num_warps=1, num_stages=1, maxnreg=REGISTERS,

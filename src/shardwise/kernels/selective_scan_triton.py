@@ -1,8 +1,8 @@
 """The CUDA side of `selective_scan`, forward in time: a warp goes through a chunk of tokens for 32 channels.
 
-All N states of a channel are in the registers of one thread, token after token, so that nothing crosses
-threads. Rows are laid end to end. Three passes: the state that each chunk adds, the state before each chunk
-(`_carry`, one after the other), and the output. The first two fall away where a chunk is a row.
+All N states of a channel are in the registers of one thread, token after token, so nothing crosses threads.
+Rows are joined end to end. Three passes: the state that each chunk adds, the state before each chunk
+(`_carry`, one after the other), and the output. The first two are skipped where a chunk is a row.
 """
 # mypy: ignore-errors, Triton is not installed without a GPU and its kernels carry no types
 # ruff: noqa: RUF005, which would unpack tuples: Triton only adds them
@@ -24,7 +24,7 @@ OUTPUT: tl.constexpr = tl.constexpr(1)
 REPLAY: tl.constexpr = tl.constexpr(2)
 
 UNROLLED = {ENDS.value: 4, OUTPUT.value: 4, REPLAY.value: 2}
-"""Tokens that the compiler has before it at a time."""
+"""Tokens that the compiler unrolls."""
 
 
 @triton.jit
@@ -50,8 +50,8 @@ def softplus(v):
 def channels(block: tl.constexpr, width: tl.constexpr):
     """A program's channels, and which of them there are.
 
-    Nothing is said of their alignment: else Triton loads several channels a thread, and spreads the states
-    over threads to do so. In 64 bits, so that what is known of an offset is part of the instruction.
+    Their alignment is hidden: else Triton loads several channels per thread, and spreads the states over
+    threads. In 64 bits, so that the constant part of an offset is part of the instruction.
     """
     column = tl.multiple_of(tl.program_id(0) * block + tl.arange(0, block), 1).to(tl.int64)
     inside = tl.full([block], True, tl.int1) if width % block == 0 else column < width
@@ -62,12 +62,12 @@ def channels(block: tl.constexpr, width: tl.constexpr):
 def _sweep(  # noqa: C901, one loop for three passes
     x, delta, a, bc, d, z, bias, positions, states, decays, out, dout, dz, fine, adjoints, tokens, chunk,
     width: tl.constexpr, z_stride: tl.constexpr, dz_stride: tl.constexpr, n_state: tl.constexpr,
-    mode: tl.constexpr, carried: tl.constexpr, whole: tl.constexpr, n_block: tl.constexpr,
+    mode: tl.constexpr, carried: tl.constexpr, complete: tl.constexpr, n_block: tl.constexpr,
     tile: tl.constexpr, block: tl.constexpr, unrolled: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one block of channels; `mode` says what of it is written down. `a` is [N, W] here.
+    """One chunk of one block of channels; `mode` says which results are stored. `a` is [N, W] here.
 
-    `whole`: all chunks are full, and of whole tiles.
+    `complete`: all chunks are full, and a multiple of the tile.
     """
     column, inside = channels(block, width)
     chosen = tl.program_id(1).to(tl.int64)
@@ -112,7 +112,7 @@ def _sweep(  # noqa: C901, one loop for three passes
             tl.store(fine + square, h.to(fine.dtype.element_ty), mask=held)
             fine += n_state * width
         for i in tl.range(0, tile, loop_unroll_factor=unrolled):
-            if whole:
+            if complete:
                 real = inside
                 with_b = state
                 begins = tl.load(positions) == 0
@@ -123,7 +123,7 @@ def _sweep(  # noqa: C901, one loop for three passes
             b = tl.load(bc + n, mask=with_b, other=0.0)[:, None]
             xs = next_x.to(tl.float32)
             v = next_v.to(tl.float32) + offset
-            # the next token's values are asked for before this one's are used
+            # the next token's values are loaded before this one's are used
             row += 1
             row_of_b += 1
             more = inside & (row < left)
@@ -142,7 +142,7 @@ def _sweep(  # noqa: C901, one loop for three passes
                 next_g = tl.load(dout + width + column, mask=more, other=0.0)
             bc += 2 * n_state
             dt = softplus(v)
-            if not whole:
+            if not complete:
                 dt = tl.where(real, dt, 0.0)  # past the end: the state stays as it is
             decay = tl.exp2(dt[None, :] * a2 + tl.where(begins, RESET, 0.0))
             h = decay * h + (dt * xs)[None, :] * b
@@ -192,7 +192,7 @@ def _carry(
     at_decay = decays + first.to(tl.int64) * width + column
     carried = tl.zeros([block], tl.float32)
     for i in range(0, chunks, ahead):
-        # many chunks' values are asked for before the first is used
+        # many chunks' values are loaded before the first is used
         added = ()
         survives = ()
         for j in tl.static_range(ahead):
@@ -254,7 +254,7 @@ class Run:
         self.chunks = -(-self.tokens // self.chunk)
         self.tiles = -(-self.chunk // TILE)  # of a chunk
         self.carried = self.chunk != length
-        self.whole = self.tokens % self.chunk == 0 and self.chunk % TILE == 0
+        self.complete = self.tokens % self.chunk == 0 and self.chunk % TILE == 0
 
 
 def _launch_sweep(run, mode, *tensors, block):
@@ -269,7 +269,7 @@ def _launch_sweep(run, mode, *tensors, block):
         n_state=run.n_state,
         mode=mode,
         carried=run.carried,
-        whole=run.whole,
+        complete=run.complete,
         n_block=triton.next_power_of_2(run.n_state),
         tile=TILE,
         block=block,

@@ -1,4 +1,4 @@
-"""Which GPU meta tensors stand for: kernels that look at the device take them for tensors on that GPU."""
+"""The GPU that meta tensors stand for: kernels that look at the device treat them as tensors on that GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -14,7 +16,7 @@ from shardwise.simulate.time.roofline import MULTIPROCESSORS
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What of a GPU decides which kernels run."""
+    """Properties of a GPU that decide which kernels run."""
 
     capability: tuple[int, int]
     """CUDA compute capability."""
@@ -27,8 +29,8 @@ _TARGET: ContextVar[Target] = ContextVar("target", default=HOPPER)
 
 
 @contextmanager
-def speaking_for(target: Target) -> Iterator[None]:
-    """Within, tensors on the meta device are taken for tensors on `target`."""
+def meta_stands_for(target: Target) -> Iterator[None]:
+    """Within the context, treat tensors on the meta device as tensors on `target`."""
     token = _TARGET.set(target)
     try:
         yield
@@ -51,3 +53,15 @@ def capability(device: torch.device) -> tuple[int, int]:
     if device.type == "meta":
         return target().capability
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def run_on_cuda(operator: Any, module: str, function: str) -> None:
+    """Register a function of `kernels/MODULE.py` as the CUDA side of a custom operator.
+
+    The module is imported by the first call, because Triton is not installed without a GPU.
+    """
+
+    def launch(*arguments: Any) -> Any:
+        return getattr(import_module(f"shardwise.kernels.{module}"), function)(*arguments)
+
+    operator.register_kernel("cuda")(launch)

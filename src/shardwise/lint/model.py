@@ -12,6 +12,7 @@ from shardwise.errors import JobError
 from shardwise.lint.read import is_file
 from shardwise.lint.setup import ModelFacts
 from shardwise.models.catalog import lookup
+from shardwise.models.families import FAMILIES
 
 
 def facts_of(name: str) -> ModelFacts:
@@ -20,13 +21,19 @@ def facts_of(name: str) -> ModelFacts:
 
 
 def architecture_of(name: str) -> Architecture | None:
-    """The architecture of a state space model; None for others, whose split only transformers knows."""
+    """Of a model without attention; None for any other: only transformers knows how its layers are split."""
     config = _config(name)
-    if config.get("model_type") != "mamba":
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or family.attends:
         return None
     blocks = config.get("num_hidden_layers", config.get("n_layer"))
-    known = isinstance(blocks, int) and blocks > 0
-    return Architecture(blocks=blocks if known else 1, key_value_heads=0, flash_attention=False)
+    return Architecture(
+        blocks=blocks if isinstance(blocks, int) and blocks > 0 else 1,
+        key_value_heads=0,
+        flash_attention=False,
+        attends=False,
+        fp32_parameters=family.fp32_parameters,
+    )
 
 
 def _config(name: str) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.errors import JobError
 from shardwise.job.schema import Lora
 from shardwise.kernels.quantized_linear import QuantizedLinear
-from shardwise.models.mamba.modules import Mixer
-from shardwise.models.mamba.prepare import MAMBA
+from shardwise.models.families import family_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -24,25 +23,39 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """PEFT's name of the one adapter."""
 
+_WHERE = "model.lora.targets"
+
 
 def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str | None) -> PeftModel:
-    """Injects adapters into `model` in place and freezes everything else.
+    """Inject adapters into `model` in place and freeze everything else.
 
-    The adapters have the base's dtype. `source` and `revision` are what the saved adapter says its base is.
-    Returns PEFT's wrapper; `get_base_model()` of it is `model`. Raises JobError for a target that matches
-    no linear module, and for a rank that no layer's weight can have.
+    The adapters have the base's dtype.
+
+    Args:
+        model: on the meta device.
+        lora: the job's section.
+        source: the base that the saved adapter names.
+        revision: its revision.
+
+    Returns:
+        PEFT's wrapper; its `get_base_model()` is `model`.
+
+    Raises:
+        JobError: a target matches no linear module, or no layer's weight can have an update of that rank.
     """
     from peft import LoraConfig, TaskType, get_peft_model  # imports a second's worth of compilers
 
     candidates = linear_modules(model)
+    only = family_of(model.config).lora_targets
     targets: str | list[str] = lora.targets
     if isinstance(lora.targets, list):
         _check_targets(lora.targets, candidates, model)
     elif has_stacked_experts(model):
         targets = sorted(_last_names(candidates) - taken_for_experts(model))
-    elif model.config.model_type == MAMBA:
-        targets = ["in_proj"]  # PEFT refuses `all-linear`, which it would read as out_proj too
-    _check_rank(lora.rank, targets, candidates)
+    elif only:
+        targets = list(only)  # PEFT would read `all-linear` as layers that a kernel reads, too
+    chosen = [m for name, m in candidates.items() if targets == "all-linear" or _named(name, targets)]
+    _check_rank(lora.rank, chosen)
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=lora.rank,
@@ -58,37 +71,38 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
         peft = get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            parameter.data = parameter.data.to(model.dtype)  # PEFT leaves what is on the meta device in fp32
-    # what is saved is for the base as published
-    config.fan_in_fan_out = any(_is_transposed(module) for module in candidates.values())
-    config.base_model_name_or_path = source  # PEFT put the model's own, empty one there
+            parameter.data = parameter.data.to(model.dtype)  # PEFT leaves adapters on the meta device in fp32
+    # the saved adapter is for the base as published
+    config.fan_in_fan_out = any(
+        isinstance(m, Conv1D) or (isinstance(m, QuantizedLinear) and m.transposed)
+        for m in candidates.values()
+    )
+    config.base_model_name_or_path = source  # PEFT put the model's own, empty name there
     config.revision = revision
     return peft
 
 
-def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """What can have an adapter, by name: every linear layer that is called, but the output head."""
-    left_out = {model.get_output_embeddings(), *_never_called(model).values()}
+def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
+    """Layers that can have an adapter, by name: every linear layer that is called, but the output head."""
+    head, uncalled = model.get_output_embeddings(), family_of(model.config).kernel_reads
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module not in left_out
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not _named(name, uncalled)
     }
 
 
 def has_stacked_experts(model: nn.Module) -> bool:
-    """Whether it holds weights of all experts of a block in one tensor."""
-    own = (
-        m for m in model.modules() if not isinstance(m, nn.Conv1d)
-    )  # whose weight has three dimensions, too
+    """Whether it holds the weights of all experts of a block in one tensor (a convolution's are 3-D, too)."""
+    own = (m for m in model.modules() if not isinstance(m, nn.Conv1d))
     return any(p.ndim == 3 for module in own for p in module.parameters(recurse=False))
 
 
 def taken_for_experts(model: PreTrainedModel) -> set[str]:
-    """Last names of linear layers that PEFT takes for the experts', which transformers 4 called so.
+    """Last names of linear layers that PEFT mistakes for experts, which had these names in transformers 4.
 
-    It would add adapters to the experts' stacked weights instead, and from these make whole weights of all
-    experts in every pass, which no engine could shard. PEFT before 0.19 takes names as they are.
+    It would add adapters to the experts' stacked weights instead, and build full weights of all experts from
+    them in every pass, which no engine could shard. PEFT before 0.19 takes names as they are.
     """
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -106,18 +120,9 @@ def _last_names(names: Iterable[str]) -> set[str]:
     return {name.rpartition(".")[2] for name in names}
 
 
-def _is_transposed(module: nn.Module) -> bool:
-    return isinstance(module, Conv1D) or (isinstance(module, QuantizedLinear) and module.transposed)
-
-
-def _never_called(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Modules whose weights a fused kernel reads: an adapter on them would be left out without a word."""
-    return {
-        f"{name}.{part}": getattr(module, part)
-        for name, module in model.named_modules()
-        if isinstance(module, Mixer)
-        for part in ("conv1d", "x_proj", "dt_proj", "out_proj")
-    }
+def _named(name: str, targets: Iterable[str]) -> bool:
+    """Whether a module's full name is, or ends in, one of `targets`."""
+    return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def is_adapter(name: str) -> bool:
@@ -137,23 +142,21 @@ def saved_name(name: str) -> str:
 
 @torch.no_grad()
 def initial_values(name: str, shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """What PEFT starts an adapter from, in fp32: A as in nn.Linear, B zero, so that it changes nothing."""
+    """PEFT's initial adapter in fp32: A as in nn.Linear, B zero, so that it changes nothing."""
     value = torch.empty(shape, device=device)
     if ".lora_A." in name:
         return nn.init.kaiming_uniform_(value, a=math.sqrt(5))
     return nn.init.zeros_(value)
 
 
-def _check_rank(rank: int, targets: str | list[str], candidates: Mapping[str, nn.Module]) -> None:
-    """A product of [O, r] and [r, I] has at most rank min(O, I): more is memory without any use."""
+def _check_rank(rank: int, layers: Iterable[nn.Linear | Conv1D]) -> None:
+    """A product of [O, r] and [r, I] has at most rank min(O, I): a higher r only takes memory."""
     shapes = {
-        (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
-        for name, module in candidates.items()
-        if isinstance(targets, str) or any(name == t or name.endswith(f".{t}") for t in targets)
-        if isinstance(module, (nn.Linear, Conv1D))
+        (layer.nf, layer.nx) if isinstance(layer, Conv1D) else (layer.out_features, layer.in_features)
+        for layer in layers
     }
     if not shapes:
-        return  # PEFT has its own words for a model without such layers
+        return  # PEFT has its own error for a model without such layers
     rows, columns = max(shapes, key=lambda shape: (min(shape), shape))
     most = min(rows, columns)
     if rank > most:
@@ -164,30 +167,26 @@ def _check_rank(rank: int, targets: str | list[str], candidates: Mapping[str, nn
         )
 
 
-def _check_targets(targets: Iterable[str], candidates: Iterable[str], model: PreTrainedModel) -> None:
-    """PEFT itself is content when one of several targets matches."""
-    names = list(candidates)
-    fused = [t for t in targets if any(n == t or n.endswith(f".{t}") for n in _never_called(model))]
-    if fused:
+def _check_targets(targets: list[str], candidates: Iterable[str], model: PreTrainedModel) -> None:
+    """Refuse targets that would get no adapter; PEFT accepts a list if one of its names matches."""
+    names, taken, family = list(candidates), taken_for_experts(model), family_of(model.config)
+    read = [t for t in targets if _named(t, family.kernel_reads)]
+    if read:
         raise JobError(
-            f"the kernel reads the weights of {', '.join(fused)} itself: an adapter would train nothing",
-            where="model.lora.targets",
-            fix="targets: [in_proj]",
+            f"the kernel reads the weights of {', '.join(read)} itself: an adapter would train nothing",
+            where=_WHERE,
+            fix=f"targets: [{', '.join(family.lora_targets)}]",
         )
-    unknown = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
-    taken = taken_for_experts(model)
     known = f"choose from {', '.join(sorted(_last_names(names) - taken))}, or all-linear"
+    unknown = [t for t in targets if not any(_named(name, [t]) for name in names)]
     if unknown:
-        raise JobError(
-            f"no linear module is called {', '.join(map(repr, unknown))}",
-            where="model.lora.targets",
-            fix=known,
-        )
+        what = f"no linear module is called {', '.join(map(repr, unknown))}"
+        raise JobError(what, where=_WHERE, fix=known)
     moved = [t for t in targets if t.rpartition(".")[2] in taken]
     if moved:
         raise JobError(
             f"PEFT takes {', '.join(moved)} of {model.config.model_type!r} models for the experts' stacked "
             "weights, which get no adapter",
-            where="model.lora.targets",
+            where=_WHERE,
             fix=known,
         )

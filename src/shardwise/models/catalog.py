@@ -1,4 +1,4 @@
-"""Known model shapes, so that a job can be planned, and trained from random weights, without network."""
+"""Known model shapes: a job can be planned, and trained from random weights, without a network."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Shape:
     """One model's architecture and sizes."""
 
     name: str
-    hub: str | None
+    hub: str | None = None
     """Hub id of the weights; None for shapes that were never published as weights."""
-    aliases: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
     model_type: str
     """Hugging Face's name of the architecture."""
     config: Mapping[str, Any]
@@ -28,7 +28,7 @@ class Shape:
 
     @property
     def positions(self) -> int | None:
-        """Tokens that a row may have, or had in training; None where the model has no such number."""
+        """Largest row in tokens that the model allows, or was trained with; None if it has no such number."""
         return self.config.get("n_positions") or self.config.get("max_position_embeddings")
 
     def hf_config(self) -> dict[str, Any]:
@@ -44,18 +44,13 @@ def shapes() -> tuple[Shape, ...]:
     return tuple(_shape(name, row, family) for family in families for name, row in family["shape"].items())
 
 
-def names() -> list[str]:
-    """Names of all shapes, in the catalog's order."""
-    return [shape.name for shape in shapes()]
-
-
 def lookup(name: str) -> Shape | None:
-    """The shape with this name, hub id or alias, in any case; None where there is none."""
+    """Find a shape by name, hub id or alias, ignoring case."""
     return _index().get(name.casefold())
 
 
 def nearest(name: str, count: int = 3) -> list[str]:
-    """Names that look most like `name`, best first; for "did you mean"."""
+    """Names that look most like `name`, best first."""
     found = difflib.get_close_matches(name.casefold(), _index(), n=10, cutoff=0.5)
     return list(dict.fromkeys(_index()[key].name for key in found))[:count]
 
@@ -71,12 +66,8 @@ def _index() -> dict[str, Shape]:
 
 def _shape(name: str, row: Mapping[str, Any], family: Mapping[str, Any]) -> Shape:
     config = {**family.get("config", {}), **row["config"]}
-    return Shape(
-        name=name,
-        hub=row.get("hub"),
-        aliases=tuple(row.get("aliases", ())),
-        model_type=family["model_type"],
-        # TOML has no null
-        config={key: None if value == "none" else value for key, value in config.items()},
-        parameters=row["parameters"],
-    )
+    # TOML has no null
+    config = {key: None if value == "none" else value for key, value in config.items()}
+    aliases = tuple(row.get("aliases", ()))
+    rest = {**row, "aliases": aliases, "config": config}
+    return Shape(name=name, model_type=family["model_type"], **rest)

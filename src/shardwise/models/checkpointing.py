@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks forget their activations and compute them again in the backward pass."""
+"""Activation checkpointing: blocks drop their activations and recompute them in the backward pass."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], *, every: int) -> None:
-    """Checkpoints blocks 0, n, 2n, … of `blocks`, in place, while they train; with `every` = 0 none.
+    """Checkpoint blocks 0, n, 2n, … of `blocks`, in place, in training mode; with `every` = 0 none.
 
-    Random states are restored for the second pass, so dropout repeats. Call it once, before the
-    engine takes the model.
+    Random states are restored for the second pass, so dropout repeats. Call it once, before the engine is
+    built.
     """
     if every == 0:
         return

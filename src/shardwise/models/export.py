@@ -1,4 +1,4 @@
-"""Trained weights in Hugging Face's format: written at every checkpoint, and handed out afterwards."""
+"""Trained weights in Hugging Face's format: written at every checkpoint, and exported afterwards."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shardwise.errors import CheckpointError, JobError
 from shardwise.job.schema import Model
 from shardwise.models.adapters import ADAPTER, saved_name
 from shardwise.models.build import BuiltModel, build_model
+from shardwise.models.file_weights import quiet
 from shardwise.models.fingerprint import check_base
 from shardwise.models.quantize import check_bitsandbytes, dequantize_linears
-from shardwise.models.quiet import quiet
 from shardwise.models.structure import join
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ def save_weights(
     *,
     rank: int = 0,
 ) -> None:
-    """Writes the trained weights, config, generation config and tokenizer into `directory`.
+    """Write the trained weights, config, generation config and tokenizer into `directory`.
 
-    Every rank iterates over `named_tensors`, an engine's `weights()`; rank 0 writes. All weights give a
-    model that `from_pretrained` loads, LoRA gives an adapter that PEFT loads.
+    Every rank iterates over `named_tensors`, an engine's `weights()`; rank 0 writes. Full training gives a
+    model for `from_pretrained`, LoRA an adapter for PEFT.
 
     Raises:
-        CheckpointError: the engine's tensors are not the trained weights: one is missing, empty or cut.
+        CheckpointError: one of the trained weights is missing, or has another shape.
     """
     if rank != 0:
         for _ in named_tensors:
@@ -78,52 +78,48 @@ def save_weights(
 def export(
     model_dir: Path, out: Path, *, merge: bool, base: Model, trained_on: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Hands out what `save_weights` wrote, in the new folder `out`.
+    """Export what `save_weights` wrote to the new folder `out`.
 
     Args:
         model_dir: a checkpoint's `model` folder.
         out: where to write.
-        merge: add the adapter to its base, a quantised one as it was trained on, and write a whole model
-            in the adapter's format. Its logits on fixed prompts are compared with those of base and adapter.
+        merge: add the adapter to its base, a quantised one as it was trained on, and write a full model in
+            the adapter's format. Its logits on fixed prompts are compared with those of base and adapter.
         base: the job's `model` section.
-        trained_on: the fingerprint of the adapter's base, where it is known.
+        trained_on: the fingerprint of the adapter's base, if known.
 
-    Returns what was written: `kind` (model, adapter, merged), `dtype` (`bfloat16`), `out`, and for a merged
-    model the largest difference of a logit and the largest logit.
+    Returns:
+        `kind` (model, adapter, merged), `dtype` (`bfloat16`), `out`, and for a merged model the largest
+        difference of a logit and the largest logit.
 
     Raises:
         JobError: there is nothing to merge.
         CheckpointError: the adapter is damaged, its base is another now, or merging changed the logits.
     """
-    if not (model_dir / ADAPTER_CONFIG).is_file():
-        if merge:
-            raise JobError(
-                "there is no adapter to merge: the run trained all weights",
-                where="--merge",
-                fix="leave --merge out",
-            )
-        _copy(model_dir, out)
-        return {"kind": "model", "dtype": _dtype(out), "out": str(out)}
-    if not merge:
-        read_adapter(model_dir)
-        _copy(model_dir, out)
-        return {"kind": "adapter", "dtype": _dtype(out), "out": str(out)}
-    logits = _merge(model_dir, out, base, trained_on)
-    return {"kind": "merged", "dtype": _dtype(out), "out": str(out), **logits}
-
-
-def _copy(model_dir: Path, out: Path) -> None:
-    """Its files as new ones, which get the umask's permissions and not those of the checkpoint's."""
-    shutil.copytree(model_dir, out, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    kind, logits = "model", {}
+    if (model_dir / ADAPTER_CONFIG).is_file():
+        kind = "merged" if merge else "adapter"
+    elif merge:
+        what = "there is no adapter to merge: the run trained all weights"
+        raise JobError(what, where="--merge", fix="leave --merge out")
+    if kind == "merged":
+        logits = _merge(model_dir, out, base, trained_on)
+    else:
+        if kind == "adapter":
+            read_adapter(model_dir)  # to find out whether it is damaged
+        # new files get the umask's permissions, not those of the checkpoint's
+        shutil.copytree(model_dir, out, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    return {"kind": kind, "dtype": _dtype(out), "out": str(out), **logits}
 
 
 def load_with_adapter(
     model_dir: Path, base: Model, device: torch.device, trained_on: Mapping[str, Any] | None = None
 ) -> BuiltModel:
-    """The base model with the adapter of `model_dir` on it, on `device` and in evaluation mode.
+    """Load the base model with the adapter of `model_dir`, on `device` and in evaluation mode.
 
-    Raises CheckpointError where the adapter is damaged or does not fit, or the base's fingerprint is not
-    `trained_on`; JobError for a random base, MachineError where the base cannot be quantised here.
+    Raises:
+        CheckpointError: the adapter is damaged or does not fit, or the base's fingerprint is not
+        `trained_on`. JobError: the base has random weights. MachineError: the base cannot be quantised here.
     """
     tensors = read_adapter(model_dir)
     if base.weights == "random":
@@ -146,7 +142,7 @@ def load_with_adapter(
 
 
 def read_adapter(model_dir: Path) -> dict[str, torch.Tensor]:
-    """An adapter's tensors by PEFT's names. Raises CheckpointError where it is damaged or holds no values."""
+    """Read an adapter's tensors by PEFT's names; CheckpointError where it is damaged or holds no values."""
     path = model_dir / ADAPTER_WEIGHTS
     try:
         tensors = load_file(path)
@@ -154,16 +150,14 @@ def read_adapter(model_dir: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"the adapter cannot be read: {error}", where=str(path)) from None
     empty = [name for name, tensor in tensors.items() if tensor.numel() == 0]
     if empty or not tensors:
-        raise CheckpointError(
-            f"the adapter holds no values: {empty[0] if empty else 'no tensors at all'}",
-            where=str(path),
-            fix="train again; nothing can be recovered from this file",
-        )
+        what = f"the adapter holds no values: {empty[0] if empty else 'no tensors at all'}"
+        fix = "train again; nothing can be recovered from this file"
+        raise CheckpointError(what, where=str(path), fix=fix)
     return tensors
 
 
 def _dtype(folder: Path) -> str:
-    """The number formats in a folder's safetensors, as torch names them; read from the files' headers."""
+    """Read the number formats of a folder's safetensors from the files' headers, in torch's names."""
     found = set()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -202,10 +196,7 @@ def _logits(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> torch
 
 
 def _save_model(
-    built: BuiltModel,
-    state: Mapping[str, torch.Tensor],
-    directory: Path,
-    tokenizer: PreTrainedTokenizerBase,
+    built: BuiltModel, state: Mapping[str, torch.Tensor], directory: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     skeleton = built.skeleton
     if built.spec.weights == "random":
@@ -214,7 +205,7 @@ def _save_model(
                 setattr(config, name, getattr(tokenizer, name))
     with quiet():
         skeleton.save_pretrained(directory, state_dict=dict(state))
-    _readable(directory, beside="config.json")
+    _copy_mode(directory, "config.json")
     folder = built.found.folder
     if built.spec.weights == "pretrained" and folder and (folder / "generation_config.json").is_file():
         shutil.copyfile(folder / "generation_config.json", directory / "generation_config.json")
@@ -230,32 +221,28 @@ def _save_adapter(peft: PeftModel, state: Mapping[str, torch.Tensor], directory:
         directory / ADAPTER_WEIGHTS,
         metadata={"format": "pt"},
     )
-    _readable(directory, beside=ADAPTER_CONFIG)
+    _copy_mode(directory, ADAPTER_CONFIG)
 
 
-def _readable(directory: Path, *, beside: str) -> None:
-    """Gives the weights the permissions of a file beside them; safetensors keeps its own from all others."""
+def _copy_mode(directory: Path, name: str) -> None:
+    """Give the weights the permissions of another file; safetensors lets only the owner read its own."""
     for file in directory.glob("*.safetensors"):
-        shutil.copymode(directory / beside, file)
+        shutil.copymode(directory / name, file)
 
 
 def _check(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size]) -> None:
     for name, shape in expected.items():
         found = state.get(name)
         if found is None or found.shape != shape:
-            raise CheckpointError(
-                f"{name} should have the shape {list(shape)} and "
-                + ("is missing" if found is None else f"has {list(found.shape)}"),
-                where="trained weights",
-                fix="the weights were not gathered or belong to another model; nothing was written",
-            )
+            has = "is missing" if found is None else f"has {list(found.shape)}"
+            what = f"{name} should have the shape {list(shape)} and {has}"
+            fix = "the weights were not gathered or belong to another model; nothing was written"
+            raise CheckpointError(what, where="trained weights", fix=fix)
     extra = sorted(state.keys() - expected.keys())
     if extra:
-        raise CheckpointError(
-            f"{extra[0]} is no trained weight of this model",
-            where="trained weights",
-            fix="use the job that the weights were trained with",
-        )
+        fix = "use the job that the weights were trained with"
+        what = f"{extra[0]} is no trained weight of this model"
+        raise CheckpointError(what, where="trained weights", fix=fix)
 
 
 def _persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
-"""What a frozen base was, so that an adapter is never put on another one without a word.
+"""Fingerprint of a frozen base model: an adapter is never silently loaded on another base.
 
-A checkpoint of adapters leaves the base out. It names the base by a hash instead.
+A checkpoint of adapters holds a hash of the base instead of its weights.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def fingerprint(model: Model, found: Source) -> dict[str, Any] | None:
-    """What the base of the job's adapters is; None where nothing is frozen, and for random weights.
+    """Identify the base of the job's adapters; None for random weights, and where nothing is frozen.
 
-    Random ones follow from the job's seed.
+    `sha256` covers the values of config.json, and name and content of every safetensors file with weights. It
+    covers neither code from a repository nor the tokenizer, whose tokens have a hash of their own. `commit`
+    is that of a hub repository, for people.
 
-    `sha256` covers the values of config.json, and name and whole content of every safetensors file that
-    weights are read from. It does not cover code that a repository brings, nor the tokenizer: its tokens
-    have a hash of their own. `commit` is that of a hub repository, for people.
-
-    Files of the hub's cache are named by their hash. Any others are read whole, once: the hashes are kept
-    in the cache for as long as path, size, inode and times of change of every file stay what they were.
-    Blocks here and there would do for weights that were trained on, not for a single row of an embedding.
+    Files of the hub's cache are named by their hash. Others are read in full, once: the cache keeps the
+    hashes while path, size, inode and times of change of every file stay the same. Reading samples of a file
+    would miss a change of a single embedding row.
     """
     if model.lora is None or model.weights == "random":
         return None
@@ -48,7 +46,7 @@ def fingerprint(model: Model, found: Source) -> dict[str, Any] | None:
 
 
 def check_base(then: Mapping[str, Any] | None, model: Model, found: Source) -> None:
-    """CheckpointError where the base is not `then`; None, of older checkpoints, says nothing."""
+    """Raise CheckpointError where the base is not `then`; older checkpoints have none."""
     now = None if then is None else fingerprint(model, found)
     if then is not None and now is not None and then["sha256"] != now["sha256"]:
         problem = other_base(then, now, source=model.source)
@@ -56,7 +54,7 @@ def check_base(then: Mapping[str, Any] | None, model: Model, found: Source) -> N
 
 
 def other_base(then: Mapping[str, Any], now: Mapping[str, Any], *, source: str) -> Problem:
-    """What to say where an adapter's base `then` is not the one that is there `now`."""
+    """Describe that an adapter's base was `then` and is `now`."""
     what = f"the frozen base, {source}, is not the one that the adapter was trained on"
     if then["commit"] is None or then["commit"] == now["commit"]:
         fix = "put its config.json and safetensors files back as they were"
@@ -67,18 +65,17 @@ def other_base(then: Mapping[str, Any], now: Mapping[str, Any], *, source: str) 
 
 
 def _named_by_the_hub(files: Mapping[str, Path]) -> dict[str, str] | None:
-    """Hashes of files that the hub's client downloaded: each is a link to one that is named by its hash."""
-    targets = {name: path.resolve() for name, path in files.items() if path.is_symlink()}
-    named = {
-        name: target.name
-        for name, target in targets.items()
-        if target.parent.name == "blobs" and _SHA256.fullmatch(target.name)
-    }
+    """Hashes of files that the hub's client downloaded: links to files that are named by their hash."""
+    named = {}
+    for name, path in files.items():
+        target = path.resolve()
+        if path.is_symlink() and target.parent.name == "blobs" and _SHA256.fullmatch(target.name):
+            named[name] = target.name
     return named if len(named) == len(files) else None
 
 
 def _kept(files: Mapping[str, Path]) -> dict[str, str]:
-    """Hashes of files from the cache; where they changed, one process reads them and the others wait."""
+    """Hashes of files, from the cache; where they changed, one process reads them and the others wait."""
     try:
         path = cache_root() / "bases" / f"{_hash({name: _state(file) for name, file in files.items()})}.json"
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -86,25 +83,22 @@ def _kept(files: Mapping[str, Path]) -> dict[str, str]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 temporary = path.with_suffix(".tmp")
-                temporary.write_text(json.dumps(_read(files)), encoding="utf-8")
+                hashes = hash_files(Path(), [str(file) for file in files.values()])
+                read = {name: hashes[str(file)].sha256 for name, file in files.items()}
+                temporary.write_text(json.dumps(read), encoding="utf-8")
                 temporary.replace(path)
         kept: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise MachineError(
-            f"the hash of the base model cannot be made and kept: {error.strerror or error}",
+            f"the hash of the base model cannot be computed and cached: {error.strerror or error}",
             where=str(error.filename or cache_root()),
             fix="make room or give permission, or set SHARDWISE_CACHE to another folder",
         ) from None
     return kept
 
 
-def _read(files: Mapping[str, Path]) -> dict[str, str]:
-    hashes = hash_files(Path(), [str(path) for path in files.values()])
-    return {name: hashes[str(path)].sha256 for name, path in files.items()}
-
-
 def _state(file: Path) -> list[object]:
-    """What is another where a file was written to or replaced, whatever date it was given."""
+    """Values that change when a file is written to or replaced, even if its date is set back."""
     about = file.stat()
     return [str(file.resolve()), about.st_size, about.st_ino, about.st_mtime_ns, about.st_ctime_ns]
 

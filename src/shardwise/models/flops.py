@@ -1,16 +1,11 @@
 """FLOPs that training a token takes: the numerator of TFLOP/s and MFU.
 
-After PaLM (Chowdhery et al. 2022, appendix B): 6 per parameter that is in a matrix product, and 12 per
-attended key and unit of attention width. Counted is what the model needs, not what is recomputed for
-checkpointing.
-Two conventions differ from that paper:
+After PaLM (Chowdhery et al. 2022, appendix B): 6 per parameter in a matrix product, and 12 per attended key
+and unit of attention width. What checkpointing recomputes does not count. Two conventions differ from PaLM's:
 
-- Only keys that the causal mask or a window leaves are counted: (S + 1) / 2 on average in a row of S tokens
-  where the paper counts S. Samples packed into a row see still fewer; that is not taken off.
+- Only keys that the causal mask or a window allows count: (S + 1) / 2 on average in a row of S tokens, where
+  the paper counts S. Samples packed into a row attend to still fewer; that is not subtracted.
 - A frozen matrix costs 4, forward and the gradient of its input; an adapter's costs 6.
-
-A state space model's scan takes 9 per channel and state in the forward pass (A. Gu,
-github.com/state-spaces/mamba, number 110), and counts three times, as products do.
 """
 
 from __future__ import annotations
@@ -18,9 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers.models.mamba.modeling_mamba import MambaMixer
 
-from shardwise.models.mamba.prepare import MAMBA
+from shardwise.models.families import family_code, family_of
 from shardwise.models.structure import count_parameters
 
 if TYPE_CHECKING:
@@ -28,48 +22,42 @@ if TYPE_CHECKING:
 
     from shardwise.models.build import BuiltModel
 
+SCAN_FLOPS = 9.0
+"""Per channel, state and token of Mamba's scan, forward (A. Gu, github.com/state-spaces/mamba, issue 110)."""
+
 
 def train_flops_per_token(built: BuiltModel, *, sequence_length: int) -> float:
     """FLOPs of forward and backward pass per token, in rows of `sequence_length` tokens."""
     base = matmul_parameters(built.skeleton)
-    if built.peft is None:
-        weights = 6.0 * base
-    else:
+    weights = 6.0 * base
+    if built.peft is not None:
         weights = 4.0 * base + 6.0 * (built.total - count_parameters(built.skeleton))
     config = built.skeleton.config
-    if config.model_type == MAMBA:
-        return weights + scan_flops_per_token(config)
+    code = family_code(family_of(config))
+    if code is not None:
+        return weights + code.mixer_flops_per_token(config)
     return weights + attention_flops_per_token(config, sequence_length)
 
 
 def matmul_parameters(model: PreTrainedModel) -> float:
     """Parameters that a token is multiplied with: all matrices and the output head, tied or not.
 
-    Looking an embedding up is free. Of a mixture of experts only the share that a token is sent to counts.
+    An embedding lookup is free. Of a mixture of experts only the share that a token is routed to counts.
     """
     config = model.config.get_text_config()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     active = getattr(config, "num_experts_per_tok", None)
+    others = family_of(config).not_multiplied
     total = 0.0
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             continue
-        for parameter in module.parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 3 and experts and active and parameter.shape[0] == experts:
                 total += parameter.numel() * active / experts
-            elif parameter.ndim >= 2 and not _is_decay(module, parameter):
+            elif parameter.ndim >= 2 and name not in others:
                 total += parameter.numel()
     return total
-
-
-def _is_decay(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """Mamba's A: two dimensions, and no product; the scan's FLOPs are counted by themselves."""
-    return isinstance(module, MambaMixer) and parameter is module.A_log
-
-
-def scan_flops_per_token(config: PretrainedConfig) -> float:
-    """FLOPs of Mamba's selective scan, forward and backward."""
-    return 27.0 * config.intermediate_size * config.state_size * config.num_hidden_layers
 
 
 def attention_flops_per_token(config: PretrainedConfig, sequence_length: int) -> float:
@@ -77,21 +65,19 @@ def attention_flops_per_token(config: PretrainedConfig, sequence_length: int) ->
     config = config.get_text_config()
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return sum(12.0 * width * _mean_keys(sequence_length, window) for window in _windows(config))
-
-
-def _mean_keys(length: int, window: int | None) -> float:
-    """Keys a token attends to on average: position t (from 1) sees the last min(t, window) tokens."""
-    if window is None or window >= length:
-        return (length + 1) / 2
-    return window - window * (window - 1) / (2 * length)
-
-
-def _windows(config: PretrainedConfig) -> list[int | None]:
-    """The attention window of every layer; None: all earlier tokens."""
-    layers = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
-    if kinds is None:
-        return [window] * layers
-    return [window if kind in ("sliding_attention", "local") else None for kind in kinds]
+    window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None) or 0
+    kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
+    windows = [window if kind in ("sliding_attention", "local") else 0 for kind in kinds]
+    pairs = sum(attended_pairs(sequence_length, sequence_length, window) for window in windows)
+    return 12.0 * width * pairs / sequence_length
+
+
+def attended_pairs(queries: int, keys: int, window: int = 0) -> float:
+    """Pairs of a query and a key in causal segments of `keys` tokens, `queries` tokens in all.
+
+    Token t (from 1) of a segment attends to the last min(t, window) tokens; without a window, 0, to t.
+    """
+    if 0 < window < keys:
+        return queries / keys * (keys * window - window * (window - 1) / 2)
+    return queries * (keys + 1) / 2

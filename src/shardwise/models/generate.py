@@ -8,19 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from shardwise.errors import JobError
 from shardwise.job.schema import Model
-from shardwise.models.build import attention_for
 from shardwise.models.export import ADAPTER_CONFIG, load_with_adapter
-from shardwise.models.quiet import quiet
+from shardwise.models.families import attention_for
+from shardwise.models.file_weights import quiet
 
 
 @torch.no_grad()
@@ -35,29 +29,43 @@ def generate(
     system: str | None = None,
     trained_on: Mapping[str, Any] | None = None,
 ) -> str:
-    """What the model answers to `prompt`; greedy at temperature 0. Runs on the GPU if there is one.
+    """Generate an answer to `prompt`, on the GPU if there is one; greedy at temperature 0.
 
-    A model whose tokenizer has a chat template is asked through it, any other continues the text.
+    A chat template of the tokenizer is used; without one the model continues the text.
 
     Args:
         model_dir: a checkpoint's `model` folder.
-        base: the job's `model` section, which an adapter needs.
+        base: the job's `model` section, for an adapter.
         prompt: text, without special tokens.
-        max_new_tokens: the answer ends there at the latest.
+        max_new_tokens: largest length of the answer.
         temperature: of sampling.
         seed: of sampling.
         system: system message of the conversation.
-        trained_on: the fingerprint of the adapter's base, where it is known; CheckpointError if it is
-            another now.
+        trained_on: the fingerprint of the adapter's base, if known; CheckpointError if it differs now.
     """
-    if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python hands on bytes as text
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # undecodable bytes in Python
         raise JobError("the prompt is not UTF-8", where="--prompt", fix="see the terminal's locale")
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     ids = _encode(tokenizer, prompt, system)
     if ids.shape[1] == 0:
         raise JobError("the prompt is empty", where="--prompt", fix="give the model a text to continue")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = _load(model_dir, base, device, trained_on)
+    if (model_dir / ADAPTER_CONFIG).is_file():
+        model = load_with_adapter(model_dir, base, device, trained_on).model
+    else:
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": base.trust_remote_code}
+        config = AutoConfig.from_pretrained(model_dir, **options)
+        attention = attention_for(config)
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                model_dir,
+                config=config,
+                dtype="auto",
+                use_safetensors=True,
+                attn_implementation=attention,
+                **options,
+            )
+        model = model.to(device).eval()
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > COLDEST else _GREEDY
     output = model.generate(
@@ -69,28 +77,25 @@ def generate(
     )
     answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     if not answer.strip():
-        print(_said_nothing(output.shape[1] - ids.shape[1], max_new_tokens), file=sys.stderr)
+        print(_no_text(output.shape[1] - ids.shape[1], max_new_tokens), file=sys.stderr)
     return answer
 
 
-def _said_nothing(tokens: int, most: int) -> str:
-    """For people: why there is nothing to read, and what to try."""
-    if tokens == 1 < most:
-        what = "the model ended the text at once"
-    else:
-        what = f"what the model wrote shows as nothing (tokens: {tokens})"
+def _no_text(tokens: int, most: int) -> str:
+    """Explain to people why there is nothing to read, and what to try."""
+    ended = "the model ended the text at once"
+    what = ended if tokens == 1 < most else f"the output contains no visible text (tokens: {tokens})"
     return (
         f"note: {what}\n"
-        "  fix: try a prompt like those it was trained on, or --temperature 0.8; where that says no more, "
-        "train longer"
+        "  fix: try a prompt like the training data, or --temperature 0.8; if neither helps, train longer"
     )
 
 
 COLDEST = 1e-4
-"""Temperature below which sampling is greedy: logits divided by less would leave fp32."""
+"""Temperature below which sampling is greedy: logits divided by less would overflow fp32."""
 
 _GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-"""The unset ones would otherwise come from the model's generation config, with a warning."""
+"""None overrides the model's generation config, which would warn."""
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None) -> torch.Tensor:
@@ -103,24 +108,3 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None)
         messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     return encoded["input_ids"]
-
-
-def _load(
-    model_dir: Path, base: Model, device: torch.device, trained_on: Mapping[str, Any] | None
-) -> PreTrainedModel:
-    if (model_dir / ADAPTER_CONFIG).is_file():
-        return load_with_adapter(model_dir, base, device, trained_on).model
-    config = AutoConfig.from_pretrained(
-        model_dir, local_files_only=True, trust_remote_code=base.trust_remote_code
-    )
-    with quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            config=config,
-            dtype="auto",
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=base.trust_remote_code,
-            attn_implementation=attention_for(config),
-        )
-    return model.to(device).eval()

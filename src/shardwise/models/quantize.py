@@ -1,4 +1,4 @@
-"""A base model's linear layers in 8 or 4 bits: put in on the meta device, and taken out for merging."""
+"""A base model's linear layers in 8 or 4 bits: installed on the meta device, and removed for merging."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _INSTALL = "pip install bitsandbytes"
 
 
 def quantize_linears(model: PreTrainedModel, kind: str) -> None:
-    """Replaces, in place, what an adapter can be put around: all linear layers but the output head.
+    """Replace, in place, every linear layer that can have an adapter, as transformers does.
 
-    Those are the layers that transformers converts, too. Embeddings, norms and stacked experts stay as they
-    are. Raises JobError where the codes of a weight do not fill numbers of its format.
+    The output head, embeddings, norms and stacked experts stay as they are. Raises JobError where the codes
+    of a weight do not fill entire numbers of its format.
     """
     for name, module in linear_modules(model).items():
         weight, bias = module.requires_grad_(False).get_parameter("weight"), module._parameters["bias"]
@@ -27,7 +27,7 @@ def quantize_linears(model: PreTrainedModel, kind: str) -> None:
         inputs, outputs = weight.shape if transposed else reversed(weight.shape)
         if LAYERS[kind].packed_shape(inputs, outputs, weight.dtype) is None:
             raise JobError(
-                f"{outputs} x {inputs} values of {name} fill no whole numbers of {weight.dtype} in {kind}",
+                f"the {kind} codes of {name}, {outputs} x {inputs}, do not fill {weight.dtype} numbers",
                 where="model.quantization",
                 fix="quantization: none, or a model of even sizes",
             )
@@ -37,11 +37,11 @@ def quantize_linears(model: PreTrainedModel, kind: str) -> None:
 
 @torch.no_grad()
 def dequantize_linears(model: nn.Module) -> None:
-    """Replaces the quantised layers, in place, by plain ones with the weights that they compute with."""
+    """Replace the quantised layers, in place, by plain ones with the weights that they compute with."""
     from peft.tuners.lora.layer import Linear as PeftLinear
 
-    for layer in [module for module in model.modules() if isinstance(module, PeftLinear)]:
-        if isinstance(layer.base_layer, QuantizedLinear):
+    for layer in model.modules():
+        if isinstance(layer, PeftLinear) and isinstance(layer.base_layer, QuantizedLinear):
             layer.fan_in_fan_out = layer.base_layer.transposed
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantizedLinear):
@@ -49,7 +49,7 @@ def dequantize_linears(model: nn.Module) -> None:
 
 
 def _plain(layer: QuantizedLinear) -> nn.Module:
-    weight = layer.whole_weight()
+    weight = layer.dequantized()
     plain: nn.Module
     with torch.device("meta"):
         if layer.transposed:
@@ -62,25 +62,21 @@ def _plain(layer: QuantizedLinear) -> nn.Module:
 
 
 def check_bitsandbytes(model: Model) -> None:
-    """Raises MachineError where the model is to be quantised and bitsandbytes cannot do it here."""
+    """Raise MachineError where the model is to be quantised and bitsandbytes cannot do it here."""
     if model.quantization == "none":
         return
     where = f"model.quantization: {model.quantization}"
     try:
         import bitsandbytes
     except ImportError as error:
-        raise MachineError(
-            f"bitsandbytes, which quantises the weights, cannot be imported: {error}",
-            where=where,
-            fix=f"{_INSTALL}, or quantization: none",
-        ) from None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+        what = f"bitsandbytes, which quantises the weights, cannot be imported: {error}"
+        raise MachineError(what, where=where, fix=f"{_INSTALL}, or quantization: none") from None
+    device = "GPUs" if torch.cuda.is_available() else "CPU"
     library = bitsandbytes.cextension.lib
     native = not isinstance(library, bitsandbytes.cextension.ErrorHandlerMockBNBNativeLibrary)
-    if not native or (device == "cuda" and not library.compiled_with_cuda):
+    if not native or (device == "GPUs" and not library.compiled_with_cuda):
         raise MachineError(
-            f"bitsandbytes {bitsandbytes.__version__} has no kernels for this machine's "
-            f"{'GPUs' if device == 'cuda' else 'CPU'}",
+            f"bitsandbytes {bitsandbytes.__version__} has no kernels for this machine's {device}",
             where=where,
             fix=f"{_INSTALL} -U (`python -m bitsandbytes` says what is missing), or quantization: none",
         )

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.models.seeding import seeded
-from shardwise.models.structure import children_first, find_blocks, join, own_tensors
+from shardwise.models.structure import children_first, find_blocks, join, own_tensors, seeded
 
 _OUTSIDE = -1
 """Number of the unit that holds everything outside the blocks."""
@@ -19,9 +18,9 @@ _OUTSIDE = -1
 class RandomWeights:
     """Initial values by name, from a seed per module.
 
-    They depend on the seed and on the kind of device, not on what is asked for when, or by which
-    process. A block is initialised as a whole, and so is what is outside the blocks, because a module
-    may set its children's weights anew (GPT-2 scales its residual projections).
+    They depend on the seed and on the kind of device, and not on the order or the process in which they are
+    read. A block is initialised at once, and so is everything outside the blocks, because a module may set
+    its children's weights again (GPT-2 scales its residual projections).
     """
 
     def __init__(self, skeleton: PreTrainedModel, *, seed: int) -> None:
@@ -40,7 +39,7 @@ class RandomWeights:
                 self._unit_of_tensor[join(self._names[module], name)] = unit
 
     def read(self, names: Sequence[str], device: torch.device) -> Mapping[str, torch.Tensor]:
-        """Initial values in fp32: those of every other dtype are rounded from the same ones."""
+        """Initial values in fp32, from which every other dtype is rounded."""
         found: dict[str, torch.Tensor] = {}
         for unit in sorted({self._unit_of_tensor[name] for name in names}):
             values = self._initialise(self._units[unit], device)
@@ -48,13 +47,13 @@ class RandomWeights:
         return found
 
     def release(self) -> None:
-        """Nothing is kept: values are made again."""
+        """Nothing is kept: values are computed again."""
 
     @torch.no_grad()
     def _initialise(
         self, unit: Sequence[tuple[nn.Module, PreTrainedModel]], device: torch.device
     ) -> dict[str, torch.Tensor]:
-        """Values of all tensors of a unit. Their places in the skeleton hold them only meanwhile."""
+        """Values of all tensors of a unit, which the skeleton holds only during this call."""
         places = [
             (place, name, tensor, join(self._names[module], name))
             for module, _ in unit
@@ -72,7 +71,7 @@ class RandomWeights:
                     initialiser._init_weights(module)
                     for _, _, tensor in own_tensors(module):
                         if id(tensor) in tied:
-                            # transformers' functions skip what bears this mark: the next owner leaves it
+                            # transformers' functions skip tensors with this mark: the next owner keeps them
                             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
         finally:
             for place, name, tensor, _ in places:

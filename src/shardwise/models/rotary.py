@@ -1,11 +1,10 @@
 """Rotary frequencies fixed for a job, where transformers would choose them by the longest row of each call.
 
-With `longrope` and `dynamic` the frequencies depend on how long a text is. transformers looks at the largest
-position of a whole micro-batch, and `dynamic` also at earlier ones: a sample's loss would change with its
-neighbours, packed or not, and with what came before. Here a job has one set, that which transformers chooses
-for a row of `data.sequence_length` tokens, in every row and for short samples too. vLLM does the same with
-the longest text that it accepts. Up to the length that the model was first trained with nothing changes: no
-row is longer.
+With `longrope` and `dynamic` the frequencies depend on the length of a text. transformers looks at the
+largest position of a micro-batch, and `dynamic` also at earlier ones: a sample's loss would change with its
+neighbours, packed or not, and with earlier batches. Here a job uses one set, which transformers chooses for a
+row of `data.sequence_length` tokens, in every row and for short samples too. vLLM does the same with the
+longest text it accepts. Up to the length that the model was first trained with nothing changes.
 """
 
 from __future__ import annotations
@@ -20,15 +19,21 @@ from transformers import PretrainedConfig, PreTrainedModel
 from shardwise.errors import JobError
 
 FIXED = "fixed"
-"""The rope type of a module whose frequencies stay: transformers recomputes those of its own types only."""
+"""A rope type that transformers does not know, and so never recomputes."""
 
 
 @torch.no_grad()
 def fix_frequencies(model: PreTrainedModel, sequence_length: int) -> list[str]:
-    """Fixes them in place, for rows of at most `sequence_length` tokens; returns what people should know.
+    """Fix them in place, for rows of at most `sequence_length` tokens.
 
-    The rotary embeddings' buffers are computed and on the CPU. Raises JobError where a row may be longer than
-    what the model was first trained with, and its code would go on looking at lengths.
+    The rotary embeddings' buffers are computed and on the CPU.
+
+    Returns:
+        Notes for people.
+
+    Raises:
+        JobError: rows may be longer than the model was first trained with, and its code would still depend on
+            lengths.
     """
     config = model.config.get_text_config()
     limits = _limits(config)
@@ -40,10 +45,10 @@ def fix_frequencies(model: PreTrainedModel, sequence_length: int) -> list[str]:
         _fix(module, sequence_length)
     if sequence_length <= limits[kind]:
         return []
-    if not rotary or any(_looks_at_lengths(module, sequence_length) for module in rotary):
+    if not rotary or any(_depends_on_length(module, sequence_length) for module in rotary):
         raise JobError(
-            f"above {limits[kind]} tokens {config.model_type!r} models turn a sample's positions by how long "
-            "the samples beside it are",
+            f"above {limits[kind]} tokens {config.model_type!r} models rotate a sample's positions by the "
+            "length of its neighbours",
             where="data.sequence_length",
             fix=f"{limits[kind]} or less",
         )
@@ -54,7 +59,7 @@ def fix_frequencies(model: PreTrainedModel, sequence_length: int) -> list[str]:
 
 
 def _limits(config: PretrainedConfig) -> dict[str, int]:
-    """Rope types of the model that depend on the length, each with the tokens up to which it does not."""
+    """The model's length-dependent rope types, each with the length up to which it is constant."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     of_layers = [value for value in given.values() if isinstance(value, Mapping)]
     limits: dict[str, int] = {}
@@ -68,12 +73,12 @@ def _limits(config: PretrainedConfig) -> dict[str, int]:
 
 
 def _depends(kind: str) -> bool:
-    """As transformers asks, in modeling_rope_utils.dynamic_rope_update; `su` is longrope's first name."""
+    """As in transformers' modeling_rope_utils.dynamic_rope_update; `su` is longrope's first name."""
     return kind in ("longrope", "su") or "dynamic" in kind
 
 
 def _sets(module: nn.Module) -> list[tuple[str, dict[str, Any]]]:
-    """(rope type, what to call it with) of each set of frequencies: types of layers may have their own."""
+    """(rope type, arguments) of each set of frequencies; layer types may have their own."""
     kinds: Any = module.rope_type
     if isinstance(kinds, Mapping):
         return [(kind, {"layer_type": layer}) for layer, kind in kinds.items()]
@@ -83,7 +88,7 @@ def _sets(module: nn.Module) -> list[tuple[str, dict[str, Any]]]:
 def _fix(module: nn.Module, length: int) -> None:
     for kind, options in _sets(module):
         if _depends(kind):
-            _call(module, [length - 1], options)  # transformers puts the frequencies of this length in place
+            _call(module, [length - 1], options)  # transformers stores the frequencies of this length
     kinds: Any = module.rope_type
     if isinstance(kinds, Mapping):
         fixed: Any = {layer: FIXED if _depends(kind) else kind for layer, kind in kinds.items()}
@@ -92,16 +97,16 @@ def _fix(module: nn.Module, length: int) -> None:
     module.rope_type = fixed
 
 
-def _looks_at_lengths(module: nn.Module, length: int) -> bool:
-    """Whether a position still gives something else beside a late one; Phi-MoE's code chooses by itself."""
+def _depends_on_length(module: nn.Module, length: int) -> bool:
+    """Whether a late position changes an early one's result; Phi-MoE's code chooses frequencies itself."""
     for _, options in _sets(module):
-        alone, beside = (_call(module, positions, options) for positions in ([1], [1, length - 1]))
-        if any(not torch.equal(a, b[:, :1]) for a, b in zip(alone, beside, strict=True)):
+        alone, together = (_call(module, positions, options) for positions in ([1], [1, length - 1]))
+        if any(not torch.equal(a, b[:, :1]) for a, b in zip(alone, together, strict=True)):
             return True
     return False
 
 
 def _call(module: nn.Module, positions: list[int], options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """What it makes of positions, each tensor [1, positions, width]."""
+    """Embed positions: tensors [1, positions, width]."""
     made = module(torch.zeros(1), torch.tensor([positions]), **options)
     return made if isinstance(made, tuple) else (made,)

@@ -1,4 +1,4 @@
-"""Where a model comes from: a folder, a hub repository, or a shape of the catalog; and what is refused."""
+"""Find a model's source: a folder, a hub repository, or a shape of the catalog; refuse unsafe ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""What a tokenizer may consist of; its tokenizer_config.json is among `tokenizer*`."""
+"""Files of a tokenizer; `tokenizer*` includes its tokenizer_config.json."""
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -38,10 +38,10 @@ _SINGLE = "model.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where the config, and for pretrained models the weights, lie on this machine."""
+    """The config, and for pretrained models the weights, on this machine."""
 
     description: str
-    """For people: what was found where."""
+    """For people: the source and its place."""
     config: dict[str, Any]
     """Content of the config.json."""
     folder: Path | None
@@ -49,9 +49,9 @@ class Source:
 
 
 def find_source(model: Model) -> Source:
-    """The model's config and files, downloaded where necessary.
+    """Find the model's config and files, downloaded where necessary.
 
-    A folder wins over a name; with random weights a name of the catalog needs no network.
+    A folder takes precedence over a name; with random weights a name of the catalog needs no network.
 
     Raises:
         JobError: there is no such model, or its config is refused.
@@ -62,11 +62,8 @@ def find_source(model: Model) -> Source:
     if folder.is_dir():
         source = _from_folder(folder, str(folder))
     elif model.weights == "random" and shape is not None:
-        return Source(
-            description=f"the shape {shape.name}, known without network",
-            config=shape.hf_config(),
-            folder=None,
-        )
+        description = f"the shape {shape.name}, known without network"
+        return Source(description=description, config=shape.hf_config(), folder=None)
     else:
         repository = _repository(model.source, shape)
         source = _from_folder(_download_model(model, repository), f"{repository} on the hub")
@@ -76,20 +73,21 @@ def find_source(model: Model) -> Source:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The files that hold the weights.
+    """List the files that hold the weights.
 
     Raises:
         JobError: there is none, or only pickled ones.
         CheckpointError: the index that lists them is damaged.
     """
-    if (folder / _INDEX).is_file():
+    index_file = folder / _INDEX
+    if index_file.is_file():
         try:
-            index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+            index = json.loads(index_file.read_text(encoding="utf-8"))
             return [folder / name for name in sorted(set(index["weight_map"].values()))]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"the index of the weights cannot be read ({type(error).__name__})",
-                where=str(folder / _INDEX),
+                where=str(index_file),
                 fix="download or copy the file again",
             ) from None
     if (folder / _SINGLE).is_file():
@@ -106,20 +104,16 @@ def safetensors_files(folder: Path) -> list[Path]:
 def download(
     repository: str, patterns: list[str], *, revision: str | None, where: str, offline_fix: str
 ) -> Path:
-    """A local folder with the files of a hub repository that match `patterns`; from the cache if it can.
+    """Download the files of a hub repository that match `patterns`, or find them in the cache.
 
     Raises:
         JobError: there is no such repository or revision, or the account has no access.
         MachineError: the hub cannot be reached and the files are not in the cache.
     """
     try:
+        copies = ["*/*", "consolidated*"]  # of the weights, in other formats
         return Path(
-            snapshot_download(
-                repository,
-                revision=revision,
-                allow_patterns=patterns,
-                ignore_patterns=["*/*", "consolidated*"],  # copies in other formats
-            )
+            snapshot_download(repository, revision=revision, allow_patterns=patterns, ignore_patterns=copies)
         )
     except GatedRepoError:
         raise JobError(
@@ -128,23 +122,14 @@ def download(
             fix=f"accept it on https://huggingface.co/{repository}, and set HF_TOKEN",
         ) from None
     except (RepositoryNotFoundError, HFValidationError):
-        raise JobError(
-            f"there is no folder, hub repository or known shape {repository!r}",
-            where=where,
-            fix=_did_you_mean(repository),
-        ) from None
+        what = f"there is no folder, hub repository or known shape {repository!r}"
+        raise JobError(what, where=where, fix=_did_you_mean(repository)) from None
     except RevisionNotFoundError:
-        raise JobError(
-            f"{repository} has no revision {revision!r}",
-            where="model.revision",
-            fix="name a commit, tag or branch of it",
-        ) from None
+        what = f"{repository} has no revision {revision!r}"
+        raise JobError(what, where="model.revision", fix="name a commit, tag or branch of it") from None
     except (EntryNotFoundError, OSError, HTTPError) as error:
-        raise MachineError(
-            f"{repository} is not on this machine, and the hub cannot be reached ({type(error).__name__})",
-            where=where,
-            fix=offline_fix,
-        ) from None
+        what = f"{repository} is not on this machine, and the hub cannot be reached ({type(error).__name__})"
+        raise MachineError(what, where=where, fix=offline_fix) from None
 
 
 def _did_you_mean(name: str) -> str:
@@ -154,21 +139,15 @@ def _did_you_mean(name: str) -> str:
 
 
 def _repository(name: str, shape: Shape | None) -> str:
-    """The hub id of `name`: a catalog name stands for its hub id, anything else for itself."""
+    """Return the hub id of a catalog name; any other name is one itself."""
     if shape is None or name.count("/") == 1:
         if "/" not in name or name.startswith((".", "/", "~")):
-            raise JobError(
-                f"there is no folder and no known shape {name!r}",
-                where="model.source",
-                fix=_did_you_mean(name),
-            )
+            what = f"there is no folder and no known shape {name!r}"
+            raise JobError(what, where="model.source", fix=_did_you_mean(name))
         return name
     if shape.hub is None:
-        raise JobError(
-            f"{shape.name} is a shape; no weights of it are published",
-            where="model.weights",
-            fix="set weights: random",
-        )
+        what = f"{shape.name} is a shape; no weights of it are published"
+        raise JobError(what, where="model.weights", fix="set weights: random")
     return shape.hub
 
 
@@ -194,30 +173,23 @@ def _from_folder(folder: Path, description: str) -> Source:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise JobError(
-            "the folder has no config.json",
-            where=f"model.source: {folder}",
-            fix="name a folder that save_pretrained wrote",
-        ) from None
+        fix = "name a folder that save_pretrained wrote"
+        raise JobError("the folder has no config.json", where=f"model.source: {folder}", fix=fix) from None
     except (OSError, ValueError) as error:
-        raise JobError(
-            f"the config cannot be read: {error}", where=str(path), fix="restore the file"
-        ) from None
+        what = f"the config cannot be read: {error}"
+        raise JobError(what, where=str(path), fix="restore the file") from None
     if not isinstance(config, dict) or "model_type" not in config:
-        raise JobError(
-            "the config does not say which architecture it is for",
-            where=str(path),
-            fix="add its model_type",
-        )
+        what = "the config does not name its architecture"
+        raise JobError(what, where=str(path), fix="add its model_type")
     return Source(description=description, config=config, folder=folder)
 
 
 def _refuse_private_keys(config: dict[str, Any], where: str) -> None:
-    """Refuses keys that made transformers run code nobody allowed (CVE-2026-4372, CVE-2026-5241)."""
+    """Refuse keys that made transformers run code without permission (CVE-2026-4372, CVE-2026-5241)."""
     for key, value in config.items():
         if key == "trust_remote_code" or (key.startswith("_") and key.endswith("_internal")):
             raise JobError(
-                f"the config sets {key!r}, which can make it run foreign code",
+                f"the config sets {key!r}, which can make transformers run foreign code",
                 where=where,
                 fix=f"remove {key!r} from the file if you trust the rest of it",
             )

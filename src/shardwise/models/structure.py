@@ -1,8 +1,10 @@
-"""What a Hugging Face model consists of: tensors, blocks, modules in order of initialisation, buffers."""
+"""Parts of a Hugging Face model: tensors, blocks, modules in order of initialisation, buffers, seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,16 +12,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import JobError
-from shardwise.models.seeding import seeded
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""By the job's `train.precision`."""
 
 
 def count_parameters(model: nn.Module, *, trainable: bool = False) -> int:
-    """Parameters, tied ones once; `trainable`: only those that get a gradient."""
+    """Count parameters, tied ones once; `trainable`: only those that get a gradient."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
 
 
 def find_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer blocks in order: the list of modules that holds most of the parameters."""
+    """Return the transformer blocks in order: the module list that holds most of the parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise JobError(
@@ -32,13 +36,11 @@ def find_blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """(dictionary, name, tensor) of every parameter and persistent buffer that `module` itself holds."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield module._parameters, name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield module._buffers, name, buffer
+    """Yield (dictionary, name, tensor) of each parameter and persistent buffer that `module` itself holds."""
+    for place in (module._parameters, module._buffers):
+        for name, tensor in place.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield place, name, tensor
 
 
 def tensor_names(model: nn.Module) -> dict[str, list[str]]:
@@ -53,7 +55,7 @@ def tensor_names(model: nn.Module) -> dict[str, list[str]]:
 def children_first(
     module: nn.Module, initialiser: PreTrainedModel
 ) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
-    """Every module below, children before parents, with the model whose `_init_weights` is for it."""
+    """Yield every module below, children before parents, with the model whose `_init_weights` applies."""
     for child in module.children():
         yield from children_first(child, child if isinstance(child, PreTrainedModel) else initialiser)
     yield module, initialiser
@@ -64,39 +66,43 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+@contextmanager
+def seeded(device: torch.device) -> Iterator[Callable[[int, str], None]]:
+    """Yield a function that seeds torch's generators, of the CPU and of `device`, from a number and a name.
+
+    Values then depend on nothing that happened before. Both generators are restored afterwards.
+    """
+
+    def seed(number: int, name: str) -> None:
+        digest = hashlib.blake2b(f"{number}/{name}".encode(), digest_size=8).digest()
+        value = int.from_bytes(digest, "little") >> 1
+        torch.default_generator.manual_seed(value)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(value)
+
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield seed
+
+
 @torch.no_grad()
 def build_buffers(model: PreTrainedModel) -> None:
-    """Computes on the CPU, in place, the buffers that no file holds: rotary frequencies, causal masks.
+    """Compute on the CPU, in place, the buffers that no file holds: rotary frequencies, causal masks.
 
-    `_init_weights` sets them; transformers goes the same way when it loads a model.
+    `_init_weights` sets them, as when transformers loads a model. NaN marks a buffer that it does not set.
     """
-    owners = [
-        (module, initialiser)
-        for module, initialiser in children_first(model, model)
-        if any(module._buffers[name] is not None for name in module._non_persistent_buffers_set)
-    ]
     with seeded(torch.device("cpu")):
-        for module, initialiser in owners:
-            for name, buffer in _computed(module):
-                module._buffers[name] = _unset(torch.empty_like(buffer, device="cpu"))
-            initialiser._init_weights(module)
-            for name, buffer in _computed(module):
-                if buffer.is_floating_point() and bool(buffer.isnan().any()):
+        for module, initialiser in list(children_first(model, model)):
+            names = sorted(n for n in module._non_persistent_buffers_set if module._buffers[n] is not None)
+            for name in names:
+                empty = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]
+                module._buffers[name] = empty.fill_(float("nan") if empty.is_floating_point() else 0)
+            if names:
+                initialiser._init_weights(module)
+            for name in names:
+                if bool(module._buffers[name].isnan().any()):  # type: ignore[union-attr]
                     raise JobError(
                         f"the model's code does not compute {name} of {type(module).__name__}",
                         where="model.source",
                         fix="use a model that transformers itself implements",
                     )
-
-
-def _computed(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [
-        (name, buffer)
-        for name in sorted(module._non_persistent_buffers_set)
-        if (buffer := module._buffers[name]) is not None
-    ]
-
-
-def _unset(buffer: torch.Tensor) -> torch.Tensor:
-    """NaN everywhere, to notice a buffer that nothing computes."""
-    return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer.zero_()

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 
@@ -24,26 +23,29 @@ from shardwise.models.source import TOKENIZER_FILES, download
 END = "<|endoftext|>"
 PAD = "<|pad|>"
 CORPUS_CHARACTERS = 500_000_000
-"""A vocabulary is learned from so much text at most: more changes it little and takes memory."""
+"""A vocabulary is learned from at most this much text: more changes it little and takes memory."""
+VOCABULARY_MULTIPLE = 64
+"""Rows of a new embedding are rounded up to a multiple of this, as tensor cores need it."""
 
 _FORMAT = 1
 """Part of every cache key; raised when training changes."""
 _KNOWN_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 
+Corpus = Callable[[], Iterator[str]]
+"""Returns the training data's texts, from the start."""
 
-def load_tokenizer(
-    model: Model, *, corpus: Callable[[], Iterator[str]], cache: Path | None = None
-) -> PreTrainedTokenizerBase:
-    """The tokenizer that the job asks for. It has a padding token, and no token more than it came with.
+
+def load_tokenizer(model: Model, *, corpus: Corpus, cache: Path | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a job. It has a padding token, and no more tokens than it came with.
 
     Args:
         model: the job's `model` section.
-        corpus: the training data's texts, from the start; only for `tokenizer: train`.
+        corpus: only for `tokenizer: train`.
         cache: folder for learned tokenizers; default `$SHARDWISE_CACHE`, else `~/.cache/shardwise`.
 
     Raises:
         JobError: there is no tokenizer where the job says.
-        MachineError: it has to be downloaded, and the hub cannot be reached; or the cache cannot be written.
+        MachineError: it must be downloaded, and the hub cannot be reached; or the cache cannot be written.
     """
     if model.tokenizer == "train":
         root = (cache or cache_root()) / "tokenizers"
@@ -55,10 +57,32 @@ def load_tokenizer(
     return tokenizer
 
 
-def train_bpe(texts: Iterator[str], vocabulary: int) -> Tokenizer:
-    """Learns a byte-level BPE vocabulary of at most `vocabulary` tokens, special ones included.
+def rows_for(model: Model, tokens: int) -> int | None:
+    """Embedding rows for a tokenizer of `tokens` tokens; None keeps the shape's.
 
-    All 256 bytes are in it, so every text can be written and nothing is unknown.
+    Only random weights follow another tokenizer: trained ones have learned their rows.
+    """
+    if model.weights != "random" or model.tokenizer is None:
+        return None
+    return -(-tokens // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+def expected_rows(model: Model) -> int | None:
+    """`rows_for` before the data are read: a tokenizer to be learned counts its largest size.
+
+    Raises what loading another tokenizer raises.
+    """
+    if model.weights != "random" or model.tokenizer is None:
+        return None
+    if model.tokenizer == "train":
+        return rows_for(model, model.tokenizer_vocab)
+    return rows_for(model, len(load_tokenizer(model, corpus=lambda: iter(()))))
+
+
+def train_bpe(texts: Iterator[str], vocabulary: int) -> Tokenizer:
+    """Learn a byte-level BPE vocabulary of at most `vocabulary` tokens, special ones included.
+
+    It contains all 256 bytes, so every text can be encoded and no token is unknown.
     """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -82,29 +106,25 @@ def _folder(model: Model) -> Path:
     shape = lookup(name)
     repository = name if "/" in name else shape.hub if shape else None
     if repository is None:
-        raise JobError(
-            f"{name} has no tokenizer of its own" if shape else f"there is no tokenizer {name!r}",
-            where=key,
-            fix="set model.tokenizer: train, or to a hub id or folder",
-        )
+        what = f"{name} has no tokenizer of its own" if shape else f"there is no tokenizer {name!r}"
+        raise JobError(what, where=key, fix="set model.tokenizer: train, or to a hub id or folder")
     return download(
         repository,
         ["config.json", *TOKENIZER_FILES, *(["*.py"] if model.trust_remote_code else [])],
         revision=None if model.tokenizer else model.revision,
         where=key,
-        offline_fix="download it once where there is a network and name the folder"
-        + (", or set model.tokenizer: train" if model.weights == "random" else ""),
+        offline_fix=f"download it once where there is a network and name the folder{_or_train(model)}",
     )
+
+
+def _or_train(model: Model) -> str:
+    return ", or set model.tokenizer: train" if model.weights == "random" else ""
 
 
 def _from_folder(folder: Path, model: Model) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in _KNOWN_FILES):
-        raise JobError(
-            f"{folder} has no tokenizer files",
-            where="model.tokenizer",
-            fix=f"name a folder with {_KNOWN_FILES[0]}"
-            + (", or set it to train" if model.weights == "random" else ""),
-        )
+        fix = f"name a folder with {_KNOWN_FILES[0]}{_or_train(model)}"
+        raise JobError(f"{folder} has no tokenizer files", where="model.tokenizer", fix=fix)
     try:
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=model.trust_remote_code
@@ -117,14 +137,15 @@ def _from_folder(folder: Path, model: Model) -> PreTrainedTokenizerBase:
         ) from None
 
 
-def _trained(root: Path, corpus: Callable[[], Iterator[str]], vocabulary: int) -> Path:
+def _trained(root: Path, corpus: Corpus, vocabulary: int) -> Path:
     """The cache's folder with the tokenizer of this text; one process learns it, others wait."""
     entry = root / _key(corpus(), vocabulary)
     if entry.is_dir():
         return entry
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _locked(entry.with_suffix(".lock")):
+        with entry.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not entry.is_dir():
                 tokenizer = PreTrainedTokenizerFast(
                     tokenizer_object=train_bpe(_limited(corpus()), vocabulary),
@@ -138,7 +159,7 @@ def _trained(root: Path, corpus: Callable[[], Iterator[str]], vocabulary: int) -
                 partial.rename(entry)
     except OSError as error:
         raise MachineError(
-            f"the tokenizer cannot be kept: {error.strerror or error}",
+            f"the tokenizer cannot be saved: {error.strerror or error}",
             where=str(root),
             fix="make room or give permission, or set SHARDWISE_CACHE to another folder",
         ) from None
@@ -162,10 +183,3 @@ def _limited(texts: Iterator[str]) -> Iterator[str]:
         return room >= 0
 
     return takewhile(fits, texts)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

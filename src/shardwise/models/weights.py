@@ -1,8 +1,8 @@
 """Weights for a model that was built on the meta device: one part at a time, on any device, in any order.
 
-`Weights.fill` is what engines call. A source gives it the values by name: `RandomWeights`, a fresh
-initialisation, or `SafetensorsWeights`, a published model's files. Adapters are in no source: they start
-from PEFT's initialisation.
+Engines call `Weights.fill`. A source provides the values by name: `RandomWeights`, a fresh initialisation, or
+`SafetensorsWeights`, a published model's files. Adapters are in no source: they start from PEFT's
+initialisation.
 """
 
 from __future__ import annotations
@@ -17,46 +17,45 @@ from torch import nn
 from shardwise.errors import CheckpointError
 from shardwise.kernels.quantized_linear import QuantizedLinear
 from shardwise.models.adapters import base_name, initial_values, is_adapter
-from shardwise.models.seeding import seeded
-from shardwise.models.structure import join, own_tensors
+from shardwise.models.structure import join, own_tensors, seeded
 
 
 class WeightSource(Protocol):
-    """Gives tensors by their name in the Hugging Face model without adapters."""
+    """Tensors by their name in the Hugging Face model without adapters."""
 
     def read(self, names: Sequence[str], device: torch.device) -> Mapping[str, torch.Tensor]:
-        """The named tensors on `device`, in the source's dtype; of a tied one, the first name asks for it."""
+        """Return the named tensors on `device`, in the source's dtype; a tied one by its first name."""
 
     def release(self) -> None:
-        """Frees what is kept from one reading to the next."""
+        """Free memory kept between reads."""
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A meta tensor to be filled, and every place where it stands: several for tied weights."""
+    """A meta tensor to fill, with every place that holds it: several for tied weights."""
 
     tensor: torch.Tensor
     names: list[str] = field(default_factory=list)
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     layer: QuantizedLinear | None = None
-    """Whose weight it is, and stored in fewer bits."""
+    """The layer whose quantised weight it is."""
 
 
 class Weights:
-    """The values of one model's parameters and persistent buffers, given out on demand."""
+    """The values of one model's parameters and persistent buffers, on demand."""
 
     def __init__(self, model: nn.Module, source: WeightSource, *, seed: int) -> None:
-        """`model` may hold adapters, which `seed` is for; `source` knows the model without them."""
+        """`model` may hold adapters, which `seed` initialises; `source` knows the model without them."""
         self._model = model
         self._seed = seed
         self.source = source
 
     @torch.no_grad()
     def fill(self, module: nn.Module, device: torch.device) -> None:
-        """Gives every meta parameter and persistent buffer below `module` its value, on `device`.
+        """Give every meta parameter and persistent buffer below `module` its value, on `device`.
 
-        Each keeps its dtype, its `requires_grad` and its attributes; tied ones stay tied, wherever
-        they stand. A quantised layer quantises its value. What is not on the meta device is left alone.
+        Each keeps its dtype, its `requires_grad` and its attributes; tied ones stay tied everywhere. A
+        quantised layer quantises its value. Tensors that are not on the meta device stay as they are.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -65,22 +64,23 @@ class Weights:
         base = {base_name(slot.names[0]): slot for slot in slots if not is_adapter(slot.names[0])}
         values = dict(self.source.read(list(base), device)) if base else {}
         for name, slot in base.items():
-            _put(slot, values.pop(name))  # so that only one part of it ever exists twice
+            _put(slot, values.pop(name))  # so that only one tensor ever exists twice
         for slot in slots:
-            if is_adapter(slot.names[0]):
-                _put(slot, self._adapter(slot, device))
+            name = slot.names[0]
+            if is_adapter(name):
+                with seeded(device) as seed:
+                    seed(self._seed, name)
+                    _put(slot, initial_values(name, slot.tensor.shape, device))
         left = [name for name, parameter in module.named_parameters() if parameter.is_meta]
         if left:
             raise RuntimeError(f"{len(left)} parameters are not of the model that was built, e.g. {left[0]}")
 
     @torch.no_grad()
     def verify(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Compares whole tensors, named as in the model, with their source; returns how many were compared.
+        """Compare full tensors, named as in the model, with their source; return how many were compared.
 
-        Quantised weights may differ by what quantising rounds.
-
-        For a sharded model gather a few parameters and hand them in: reading every one again takes as
-        long as loading. Adapters are skipped.
+        Quantised weights may differ by the rounding error of quantising. Adapters are skipped. Of a sharded
+        model pass a few gathered parameters: reading every one again takes as long as loading.
 
         Raises:
             CheckpointError: a tensor holds other values.
@@ -91,14 +91,15 @@ class Weights:
                 continue
             name = base_name(full_name)
             expected = self.source.read([name], tensor.device)[name]
-            owner = self._model.get_submodule(full_name.rpartition(".")[0])
-            if _is_quantized(owner, full_name.rpartition(".")[2]):
+            prefix, _, last = full_name.rpartition(".")
+            owner = self._model.get_submodule(prefix)
+            if _is_quantized(owner, last):
                 right = owner.holds(expected, tensor)
             else:
                 right = torch.equal(expected.to(tensor.dtype), tensor)
             if not right:
                 raise CheckpointError(
-                    "a weight of the model in memory is not the one that was loaded",
+                    "a weight of the model in memory differs from the one that was loaded",
                     where=full_name,
                     fix="train with another strategy, and report this one",
                 )
@@ -106,7 +107,7 @@ class Weights:
         return compared
 
     def release(self) -> None:
-        """Frees the host memory that the source keeps for further parts of the model."""
+        """Free the host memory that the source keeps for further parts of the model."""
         self.source.release()
 
     def _slots(self, module: nn.Module) -> list[_Slot]:
@@ -125,14 +126,9 @@ class Weights:
                     wanted.add(id(tensor))
         return [slot for key, slot in slots.items() if key in wanted]
 
-    def _adapter(self, slot: _Slot, device: torch.device) -> torch.Tensor:
-        with seeded(device) as seed:
-            seed(self._seed, slot.names[0])
-            return initial_values(slot.names[0], slot.tensor.shape, device)
-
 
 def _is_quantized(owner: nn.Module, name: str) -> TypeGuard[QuantizedLinear]:
-    """Whether the tensor of that name is a weight in fewer bits."""
+    """Whether the tensor of that name is a quantised weight."""
     return isinstance(owner, QuantizedLinear) and name == "weight"
 
 

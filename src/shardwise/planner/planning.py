@@ -17,6 +17,7 @@ from shardwise.engines.facts import Architecture
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
+from shardwise.models.families import attention_of
 from shardwise.planner.cache import plan_key, plan_once
 from shardwise.planner.changes import Change, nearest, small_changes
 from shardwise.planner.plan import Nearest, Objective, Option, Plan, Workload
@@ -187,8 +188,9 @@ class _Planning:
     def __init__(self, job: Job, hardware: Hardware, vocab_size: int | None) -> None:
         with _no_collection():
             from shardwise.kernels.target import Target
-            from shardwise.models.positions import check_length
-            from shardwise.models.vocabulary import expected_rows
+            from shardwise.models.config import check_length
+            from shardwise.models.tokenizer import expected_rows
+            from shardwise.objective import objective_of
             from shardwise.trace.trace import Tracer
 
         self._job = job
@@ -205,7 +207,7 @@ class _Planning:
             precision=job.train.precision,
             sequence_length=job.data.sequence_length,
             vocab_size=vocab_size,
-            packing=job.data.packing,
+            objective=objective_of(job),
             target=Target(capability=_capability(hardware), multiprocessors=MULTIPROCESSORS),
         )
         self.built: BuiltModel = tracer.built
@@ -218,16 +220,14 @@ class _Planning:
                     rows=rows,
                     checkpoint_every=checkpoint_every,
                     tensor_parallel=tensor_parallel,
-                    whole_rows=max(1, rows - 1),
+                    single_segment_rows=max(1, rows - 1),
                 )
             )
         )
 
     def candidates(self) -> tuple[list[Strategy], list[Refused]]:
-        from shardwise.kernels import attention
-
         config = self.built.config
-        flash = attention.choose(config).packing == "varlen"
+        flash = attention_of(config).packing == "varlen"
         architecture = Architecture.of(config.get_text_config(), flash_attention=flash)
         return _candidates(self._job, self._hardware, architecture)
 

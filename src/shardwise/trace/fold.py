@@ -1,9 +1,9 @@
-"""Repeated blocks are traced a few times only, and the trace is unfolded to all of them.
+"""Repeated blocks are traced only a few times, and the trace is unfolded to all of them.
 
 Blocks repeat with a period p: 1 in most models, 2 where every second block is checkpointed, 6 in Gemma 3 with
-its windows. After the first few, four groups of p blocks are traced. The second and the third have done the
-same when each is named relative to its neighbours; then so would any number of groups between the third and
-the last, whose events are copied from the third. Where they have not, the model is traced in full.
+its windows. After the first blocks, four groups of p blocks are traced. If the second and the third did the
+same, with names relative to their neighbours, so would any number of groups between the third and the last:
+their events are copied from the third. Otherwise the model is traced in full.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from shardwise.models.build import BuiltModel
 from shardwise.simulate.step_trace import (
@@ -25,12 +25,15 @@ from shardwise.simulate.step_trace import (
     Event,
 )
 
+if TYPE_CHECKING:
+    from shardwise.trace.layout import Layout
+
 GROUPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Folding:
-    """Which blocks are left: `head` ones, then GROUPS groups of `period`; `copies` groups are left out."""
+    """Which blocks are traced: `head` blocks, then GROUPS groups of `period`; `copies` groups are not."""
 
     head: int
     period: int
@@ -43,7 +46,7 @@ class Folding:
 
 
 def find_folding(kinds: Sequence[Any]) -> Folding | None:
-    """How blocks of these kinds repeat; None where that saves nothing."""
+    """Find how blocks of these kinds repeat; None where folding saves nothing."""
     for period in range(1, len(kinds) // (GROUPS + 1) + 1):
         for start in range(period + 1):
             tail = kinds[start:]
@@ -55,16 +58,10 @@ def find_folding(kinds: Sequence[Any]) -> Folding | None:
 
 
 def block_kinds(built: BuiltModel, checkpoint_every: int) -> list[Any]:
-    """What tells one block from another: class, shapes, what its config says of it, checkpointing."""
+    """What distinguishes blocks: class, shapes, the config's values for each layer, checkpointing."""
     config = built.config.get_text_config()
-    per_layer = [
-        value
-        for key, value in config.to_dict().items()
-        if isinstance(value, list) and len(value) == len(built.blocks)
-    ]
-    attention = getattr(config, "attention_layers", None)  # GPT-Neo's is computed
-    if attention is not None and len(attention) == len(built.blocks):
-        per_layer.append(attention)
+    values = [*config.to_dict().values(), getattr(config, "attention_layers", None)]  # GPT-Neo's is computed
+    per_layer = [value for value in values if isinstance(value, list) and len(value) == len(built.blocks)]
     return [
         (
             type(block),
@@ -78,20 +75,10 @@ def block_kinds(built: BuiltModel, checkpoint_every: int) -> list[Any]:
     ]
 
 
-class Places(Protocol):
-    """Where the parameters of the whole model are."""
+def unfold(events: list[Event], folding: Folding, blocks: int, places: Layout) -> list[Event] | None:
+    """Return the events of all blocks; None where the groups differ.
 
-    def block(self, parameter: int) -> int:
-        """Its block; -1 where it is in none."""
-
-    def further(self, parameter: int, shift: int) -> int:
-        """The same parameter `shift` blocks further on; itself where it is in no block."""
-
-
-def unfold(events: list[Event], folding: Folding, blocks: int, places: Places) -> list[Event] | None:
-    """The events of all blocks; None where the groups were not alike.
-
-    `events` name units and parameters by their place in the whole model of `blocks` blocks.
+    `events` name units and parameters by their index in the full model of `blocks` blocks.
     """
     parts = _split(events, folding, blocks)
     move = _Move(blocks, folding, places)
@@ -100,7 +87,7 @@ def unfold(events: list[Event], folding: Folding, blocks: int, places: Places) -
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """The events by group. `forward[g]` and `backward[g]` are those of group g; 3 is the last one."""
+    """The events by group: `forward[g]` and `backward[g]` for group g; 3 is the last."""
 
     before: list[Event]
     forward: list[list[Event]]
@@ -116,7 +103,7 @@ def _split(events: list[Event], folding: Folding, blocks: int) -> _Parts:
     starts = {e[1]: i for i, e in enumerate(events) if e[0] == FORWARD and e[1] < blocks}
     turns = {e[1]: i for i, e in enumerate(events) if e[0] == BACKWARD and e[1] < blocks}
     begin = [starts[block] for block in first]
-    # backward comes to the last block of a group first
+    # the backward pass starts with the last block of a group
     turn = [turns[block + p - 1] for block in first]
     return _Parts(
         before=events[: begin[0]],
@@ -128,12 +115,12 @@ def _split(events: list[Event], folding: Folding, blocks: int) -> _Parts:
 
 
 def _made(events: list[Event]) -> dict[int, int]:
-    """Place of each tensor among those that these events allocate."""
+    """Index of each tensor among those that these events allocate."""
     return {event[1]: index for index, event in enumerate(e for e in events if e[0] == ALLOC)}
 
 
 def _alike(parts: _Parts, period: int, move: _Move) -> bool:
-    """Whether the second and the third group have done the same, seen from where each stands."""
+    """Whether the second and the third group did the same, relative to each one's place."""
     seen = []
     for g in (1, 2):
         labels: dict[int, Any] = {}
@@ -155,14 +142,14 @@ _TENSOR_AT = {ALLOC: 1, FREE: 1, GRADIENT: 2}
 
 
 class _Move:
-    """Moves events of the second and third group by some blocks, as if the last group came right behind."""
+    """Moves events of the second and third group by some blocks, as if the last group came next."""
 
-    def __init__(self, blocks: int, folding: Folding, places: Places) -> None:
+    def __init__(self, blocks: int, folding: Folding, places: Layout) -> None:
         self._blocks, self._places = blocks, places
         self._last, self._gap = blocks - folding.period, folding.copies * folding.period
 
     def __call__(self, event: Event, shift: int) -> Event:
-        """The event `shift` blocks further on; tensors keep their numbers."""
+        """Return the event `shift` blocks later; tensors keep their numbers."""
         kind = event[0]
         if kind == GRADIENT:
             near = self._nearer(shift, self._places.block(event[1]))
@@ -179,14 +166,14 @@ _UNIT_EVENTS = (FORWARD, FORWARD_END, BACKWARD, BACKWARD_END)
 
 
 def _assemble(parts: _Parts, folding: Folding, move: _Move) -> list[Event]:
-    """All groups in order: those traced, and between the third and the last the copies of the third."""
+    """Join all groups in order, with copies of the third between the third and the last."""
     everything = [*parts.before, *(e for f in parts.forward for e in f), *parts.middle]
     everything += [*(e for b in parts.backward for e in b), *parts.after]
     numbers = count(1 + max(e[1] for e in everything if e[0] == ALLOC))
     copies, p = folding.copies, folding.period
     made_forward, made_backward = _made(parts.forward[2]), _made(parts.backward[2])
     last = _made(parts.backward[3])
-    # by group, the third being 2, its copies 3 to 2 + copies: tensors by place
+    # tensors by group and index; the third group is 2, its copies are 3 to 2 + copies
     forward = {1: list(_made(parts.forward[1])), 2: list(made_forward)}
     backward = {2: list(made_backward), 3 + copies: list(last)}
     for g in range(3, 3 + copies):
@@ -194,12 +181,12 @@ def _assemble(parts: _Parts, folding: Folding, move: _Move) -> list[Event]:
         backward[g] = [next(numbers) for _ in made_backward]
 
     def renaming(g: int) -> dict[int, int]:
-        """What the third group's tensors, and its neighbours', are called in group g."""
+        """Names in group g of the tensors of the third group and of its neighbours."""
         pairs = [
             (forward[1], forward[g - 1]),
             (forward[2], forward[g]),
             (backward[2], backward[g]),
-            # the last group may have made more, which no other can refer to
+            # the last group may have allocated more, which no other group refers to
             (backward[3 + copies], backward[g + 1]),
         ]
         return {old: new for olds, news in pairs for old, new in zip(olds, news, strict=False)}

@@ -1,4 +1,4 @@
-"""Functions that CUDA runs as one kernel; on meta tensors torch would take them apart, and save more."""
+"""Functions that CUDA runs as one kernel; on meta tensors torch would decompose them, and save more."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from shardwise.kernels.target import target
-from shardwise.simulate.step_trace import Op
-from shardwise.trace.recorder import record_kernel
-
-HOPPER = 9
+from shardwise.kernels.target import HOPPER, target
+from shardwise.trace.recorder import record_pass
 
 
 @contextmanager
 def cuda_functions() -> Iterator[None]:
     """Within, `scaled_dot_product_attention`, `dropout` and `rms_norm` are the kernels of the target GPU.
 
-    torch picks attention's in this order (sdp_utils.cpp): cuDNN on Hopper and newer, flash attention where
-    there is no mask, memory-efficient attention. All want half precision, but for the last. The functions are
-    put in torch's place: a function mode would not be active while a checkpointed block is computed again.
+    torch picks attention's kernel in this order (sdp_utils.cpp): cuDNN on Hopper and newer, flash attention
+    where there is no mask, memory-efficient attention. All but the last need half precision. The functions
+    replace torch's: a function mode would not be active while a checkpointed block is recomputed.
     """
     stand_ins = {"scaled_dot_product_attention": _attention, "dropout": _dropout, "rms_norm": _rms_norm}
     replaced = {name: getattr(functional, name) for name in stand_ins}
@@ -36,19 +33,13 @@ def cuda_functions() -> Iterator[None]:
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
     half = query.dtype in (torch.bfloat16, torch.float16)
     aten = torch.ops.aten
     options: dict[str, Any] = {"scale": scale}
-    if half and target().capability[0] >= HOPPER:
+    if half and target().capability >= HOPPER.capability:
         return aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
             query, key, value, attn_mask, True, dropout_p, is_causal, False, **options
         )[0]
@@ -70,7 +61,7 @@ def _dropout(
     input: torch.Tensor,  # noqa: A002 - torch's name
     p: float = 0.5,
     training: bool = True,
-    inplace: bool = False,  # noqa: ARG001 - no model here asks for it
+    inplace: bool = False,  # noqa: ARG001 - no model here uses it
 ) -> torch.Tensor:
     if not training or p == 0.0:
         return input
@@ -93,13 +84,13 @@ _UNFUSED_RMS_NORM = functional.rms_norm
 
 
 class _RmsNorm(torch.autograd.Function):
-    """torch's `_fused_rms_norm` of CUDA, which meta tensors have not: keeps its input and a number a row."""
+    """CUDA's `_fused_rms_norm`, missing for meta tensors: saves its input and a number for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         y = torch.empty_like(x)
         scale = x.new_empty(*x.shape[:-1], 1)
-        record_kernel(_norm("rms_norm", [x, weight], [y, scale]))
+        record_pass("rms_norm", [x, weight], [y, scale])
         ctx.save_for_backward(x, weight, scale)
         return y
 
@@ -109,16 +100,5 @@ class _RmsNorm(torch.autograd.Function):
         dx = torch.empty_like(x)
         dweight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         written = [dx] if dweight is None else [dx, dweight]
-        record_kernel(_norm("rms_norm_backward", [dy, x, weight, scale], written))
+        record_pass("rms_norm_backward", [dy, x, weight, scale], written)
         return dx, dweight
-
-
-def _norm(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> Op:
-    return Op(
-        kind="normalization",
-        flops=float(sum(t.numel() for t in read)),
-        read_bytes=sum(t.numel() * t.element_size() for t in read),
-        written_bytes=sum(t.numel() * t.element_size() for t in written),
-        item_bytes=read[0].element_size(),
-        name=name,
-    )

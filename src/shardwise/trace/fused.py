@@ -1,7 +1,7 @@
 """Stand-ins for Liger's kernels: what they allocate, save and compute, without Triton or a GPU.
 
-Follows liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, 0.8.5. Planning needs no Liger: these are put in
-where `kernels.fused` would put Liger's.
+Follows liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, 0.8.5. Planning does not need Liger:
+`traced_kernels` puts these where `kernels.fused` would put Liger's.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.kernels.fused import liger_kernels
 from shardwise.kernels.lora_linear import fuse_lora
 from shardwise.kernels.target import target
-from shardwise.simulate.step_trace import Op
-from shardwise.trace.recorder import record_kernel
+from shardwise.models.families import family_of, liger_kernels
+from shardwise.trace.recorder import record_pass
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,29 +26,25 @@ if TYPE_CHECKING:
 
 @contextmanager
 def traced_kernels(model: PreTrainedModel) -> Iterator[None]:
-    """Puts the stand-ins into `model`, and into its type's rotary embedding for as long as this lasts."""
+    """Put the stand-ins into `model`, and within the context into its type's rotary embedding."""
     kernels = liger_kernels(model.config)
     fuse_lora(model)
-    in_place = model.config.model_type not in _KEEP_THE_GRADIENT
+    in_place = family_of(model.config).norm_in_place
     for module in model.modules():
         name = type(module).__name__
         if "rms_norm" in kernels and name.endswith("RMSNorm"):
             module.forward = MethodType(_norm_forward(in_place), module)  # type: ignore[method-assign]
         if kernels & {"swiglu", "geglu"} and name.endswith("MLP"):
             module.forward = MethodType(_gated_forward, module)  # type: ignore[method-assign]
-    code = sys.modules[type(model).__module__]
-    original = code.apply_rotary_pos_emb if "rope" in kernels else None  # type: ignore[attr-defined]
+    code: Any = sys.modules[type(model).__module__]
+    original = code.apply_rotary_pos_emb if "rope" in kernels else None
     try:
         if original is not None:
-            code.apply_rotary_pos_emb = _rotate  # type: ignore[attr-defined]
+            code.apply_rotary_pos_emb = _rotate
         yield
     finally:
         if original is not None:
-            code.apply_rotary_pos_emb = original  # type: ignore[attr-defined]
-
-
-_KEEP_THE_GRADIENT = frozenset({"gemma2", "gemma3_text", "olmo2"})
-"""Their norms write the gradient of the input into new memory: the incoming one is needed once more."""
+            code.apply_rotary_pos_emb = original
 
 
 def _norm_forward(in_place: bool) -> Any:
@@ -67,7 +62,7 @@ class _RmsNorm(torch.autograd.Function):
         rows = x.view(-1, x.shape[-1])
         y = torch.empty_like(rows)
         scale = rows.new_empty(rows.shape[0], dtype=torch.float32)
-        _fused("rms_norm", [rows, weight], [y, scale])
+        record_pass("liger_rms_norm", [rows, weight], [y, scale])
         ctx.save_for_backward(rows, weight, scale)
         ctx.in_place = in_place
         return y.view(x.shape)
@@ -80,7 +75,7 @@ class _RmsNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             partial = weight.new_empty(target().multiprocessors, weight.shape[0], dtype=torch.float32)
         dx = dy if ctx.in_place else torch.zeros_like(dy)
-        _fused("rms_norm_backward", [dy, rows, weight, scale], [dx])
+        record_pass("liger_rms_norm_backward", [dy, rows, weight, scale], [dx])
         return dx, None if partial is None else partial.sum(dim=0).to(weight.dtype), None
 
 
@@ -89,26 +84,26 @@ def _gated_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     if hasattr(self, "gate_up_proj"):
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         out = self.down_proj(_Gated.apply(gate, up))
-    else:  # no names, as there: where autograd does not keep both, they are gone before the down projection
+    else:  # no names, as in Liger: what autograd does not keep is freed before the down projection
         out = self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))
     return out
 
 
 class _Gated(torch.autograd.Function):
-    """activation(gate) * up; the gradients are written over the saved inputs."""
+    """activation(gate) * up; the gradients overwrite the saved inputs."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         gate, up = gate.contiguous(), up.contiguous()
         out = torch.empty_like(gate)
-        _fused("gated", [gate, up], [out])
+        record_pass("liger_gated", [gate, up], [out])
         ctx.save_for_backward(gate, up)
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         gate, up = ctx.saved_tensors
-        _fused("gated_backward", [d_out.contiguous(), gate, up], [gate, up])
+        record_pass("liger_gated_backward", [d_out.contiguous(), gate, up], [gate, up])
         return gate.view(gate.shape), up.view(up.shape)
 
 
@@ -120,7 +115,7 @@ def _rotate(
 
 
 class _Rope(torch.autograd.Function):
-    """Rotates queries and keys in place, where their memory allows."""
+    """Rotate queries and keys in place where they are contiguous."""
 
     @staticmethod
     def forward(
@@ -128,7 +123,7 @@ class _Rope(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
         cos, sin = cos.contiguous(), sin.contiguous()
-        _fused("rope", [q, k, cos, sin], [q, k])
+        record_pass("liger_rope", [q, k, cos, sin], [q, k])
         ctx.save_for_backward(cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2)
 
@@ -136,20 +131,5 @@ class _Rope(torch.autograd.Function):
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
         dq, dk = dq.transpose(1, 2).contiguous(), dk.transpose(1, 2).contiguous()
-        _fused("rope_backward", [dq, dk, cos, sin], [dq, dk])
+        record_pass("liger_rope_backward", [dq, dk, cos, sin], [dq, dk])
         return dq.transpose(1, 2), dk.transpose(1, 2), None, None
-
-
-def _fused(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
-    """One kernel that reads and writes these tensors once."""
-    kind = "normalization" if "norm" in name else "elementwise"
-    record_kernel(
-        Op(
-            kind=kind,
-            flops=float(sum(t.numel() for t in read)),
-            read_bytes=sum(t.numel() * t.element_size() for t in read),
-            written_bytes=sum(t.numel() * t.element_size() for t in written),
-            item_bytes=read[0].element_size(),
-            name=f"liger_{name}",
-        )
-    )

@@ -1,4 +1,4 @@
-"""A whole model's parameters and units, and copies of it with some of its blocks, to be traced."""
+"""A model's parameters and units, and copies of it with some of its blocks, to be traced."""
 
 from __future__ import annotations
 
@@ -20,31 +20,36 @@ class Part:
 
     model: PreTrainedModel
     parameters: Mapping[int, nn.Parameter]
-    """By their index in the whole model."""
+    """By their index in the full model."""
     units: Mapping[int, nn.Module]
-    """By their index in the whole model."""
+    """By their index in the full model."""
 
 
 class Layout:
-    """Parameters and units of the whole model: its blocks in order, then the leaf modules outside them."""
+    """Parameters and units of a model: its blocks in order, then the leaf modules outside them."""
 
-    def __init__(self, built: BuiltModel, *, whole: Layout | None = None) -> None:
-        """`whole`: that of the model which `built` is a rank's part of."""
+    def __init__(self, built: BuiltModel, *, full: Layout | None = None) -> None:
+        """`full`: the layout of the model that `built` is a tensor-parallel rank's part of."""
         self._model, self._blocks = built.model, built.blocks
         named = list(built.model.named_parameters())
         self._originals = [p for _, p in named]
         index = {id(p): i for i, p in enumerate(self._originals)}
-        made_of = _quantized(built)
+        quantized = {
+            id(module.weight): module.in_features * module.out_features
+            for module in built.model.modules()
+            if isinstance(module, QuantizedLinear)
+        }
+        shapes = [full.parameters[i].shape if full else tuple(p.shape) for i, (_, p) in enumerate(named)]
         self.parameters: tuple[Parameter, ...] = tuple(
             Parameter(
                 name=name,
                 shape=tuple(p.shape),
                 item_bytes=p.element_size(),
                 trainable=p.requires_grad,
-                made_of=made_of.get(id(p), 0),
-                cut_from=_other(p, whole.parameters[i].shape) if whole else None,
+                made_of=quantized.get(id(p), 0),
+                cut_from=None if p.shape == shape else shape,
             )
-            for i, (name, p) in enumerate(named)
+            for (name, p), shape in zip(named, shapes, strict=True)
         )
         self.buffers = tuple(b.numel() * b.element_size() for b in built.model.buffers())
         self._modules: list[nn.Module] = [*built.blocks, *_outside(built)]
@@ -64,18 +69,18 @@ class Layout:
         }
 
     def block(self, parameter: int) -> int:
-        """Its block; -1 where it is in none."""
+        """The block of a parameter; -1 where it is in none."""
         return self._place.get(parameter, (-1, 0))[0]
 
     def further(self, parameter: int, shift: int) -> int:
-        """The same parameter `shift` blocks further on; itself where it is in no block."""
+        """The same parameter `shift` blocks later; itself where it is in no block."""
         if parameter not in self._place:
             return parameter
         block, place = self._place[parameter]
         return self.units[block + shift].parameters[place]
 
     def part(self, kept: Sequence[int]) -> Part:
-        """A copy of the model with the blocks `kept` only; the model itself stays as it is."""
+        """Copy the model with only the blocks `kept`; the model itself stays as it is."""
         (holder,) = [
             m for m in self._model.modules() if isinstance(m, nn.ModuleList) and list(m) == self._blocks
         ]
@@ -88,30 +93,9 @@ class Layout:
             holder._modules = everything
         return Part(
             model=model,
-            parameters={
-                i: copies[id(p)]  # type: ignore[misc]
-                for i, p in enumerate(self._originals)
-                if id(p) in copies
-            },
-            units={
-                i: copies[id(module)]  # type: ignore[misc]
-                for i, module in enumerate(self._modules)
-                if id(module) in copies
-            },
+            parameters={i: copies[id(p)] for i, p in enumerate(self._originals) if id(p) in copies},  # type: ignore[misc]
+            units={i: copies[id(m)] for i, m in enumerate(self._modules) if id(m) in copies},  # type: ignore[misc]
         )
-
-
-def _quantized(built: BuiltModel) -> dict[int, int]:
-    """Values that each quantised weight stands for."""
-    return {
-        id(module.weight): module.in_features * module.out_features
-        for module in built.model.modules()
-        if isinstance(module, QuantizedLinear)
-    }
-
-
-def _other(parameter: nn.Parameter, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    return None if parameter.shape == shape else shape
 
 
 def _outside(built: BuiltModel) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""What an operator costs: kind, FLOPs, bytes, from its name and the shapes of its tensors."""
+"""The cost of an operator: kind, FLOPs and bytes, from its name and the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -9,48 +9,28 @@ from typing import Any
 
 import torch
 
+from shardwise.models.flops import SCAN_FLOPS, attended_pairs
 from shardwise.simulate.step_trace import Op
 
-_NO_KERNEL = frozenset(
-    {
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "detach",
-        "alias",
-        "lift_fresh",
-        "_unsafe_view",
-        "promote_types",
-    }
-)
+_NO_KERNEL = frozenset({
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
+    "lift_fresh", "_unsafe_view", "promote_types"
+})  # fmt: skip
 _MATMUL = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmm_"})
 _ATTENTION = "attention", "_varlen_attn"
-_REDUCTIONS = frozenset(
-    {
-        "sum",
-        "mean",
-        "amax",
-        "amin",
-        "argmax",
-        "norm",
-        "linalg_vector_norm",
-        "logsumexp",
-        "var_mean",
-        "any",
-        "all",
-    }
-)
-_COPIES = frozenset(
-    {"copy_", "clone", "_to_copy", "cat", "stack", "constant_pad_nd", "slice_backward", "fill_"}
-)
+_REDUCTIONS = frozenset({
+    "sum", "mean", "amax", "amin", "argmax", "norm", "linalg_vector_norm", "logsumexp", "var_mean",
+    "any", "all"
+})  # fmt: skip
+_COPIES = frozenset({
+    "copy_", "clone", "_to_copy", "cat", "stack", "constant_pad_nd", "slice_backward", "fill_"
+})  # fmt: skip
 
 
 def describe(
     function: Any, args: Sequence[Any], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> Op | None:
-    """The kernel behind an operator; None for views and bare allocations."""
+    """Describe the kernel behind an operator; None for views and bare allocations."""
     name = function._schema.name.partition("::")[2]
     if name in _NO_KERNEL or is_view(function):
         return None
@@ -66,7 +46,7 @@ def describe(
     if name == "causal_conv_backward":
         read, written = read - _bytes(inputs[-1]), written + _bytes(inputs[-1])  # dx
     if name == "cross_entropy_":
-        written += _bytes(inputs[0])  # the gradient takes the place of the logits
+        written += _bytes(inputs[0])  # the gradient replaces the logits
     kind = _kind(name)
     if kind == "embedding":
         read = written if name == "embedding" else sum(map(_bytes, inputs))
@@ -81,13 +61,17 @@ def describe(
 
 
 def is_view(function: Any) -> bool:
-    """Whether the operator only names a part of its input."""
+    """Whether the operator returns a view of its input."""
     schema = function._schema
     return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
-SCANS = {"selective_scan": 9.0, "selective_scan_replay": 9.0, "selective_scan_backward": 18.0}
-"""FLOPs per channel, state and token (models/flops.py); the replay is the forward pass once more."""
+SCANS = {
+    "selective_scan": SCAN_FLOPS,
+    "selective_scan_replay": SCAN_FLOPS,  # the forward pass again
+    "selective_scan_backward": 2 * SCAN_FLOPS,
+}
+"""FLOPs per channel, state and token."""
 
 
 def _scan(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Op:
@@ -133,7 +117,7 @@ def _product(
     shape: tuple[int, int, int, int],
     item_bytes: int,
 ) -> Op:
-    """`shape`: so many products of [m, k] and [k, n], as (products, m, n, k). `item_bytes`: of a factor."""
+    """`shape`: (products, m, n, k) for products of [m, k] and [k, n]. `item_bytes`: of a factor's values."""
     return Op(
         kind="matmul",
         flops=2.0 * math.prod(shape),
@@ -146,14 +130,14 @@ def _product(
 
 
 def _grouped(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Op:
-    """Products of the experts of a mixture; a factor without a dimension for them is divided up among them.
+    """Products of the experts of a mixture; a factor without an expert dimension is divided among them.
 
-    Which expert has how many is not known before; equally many are the least work.
+    How many tokens each expert gets is not known in advance; equal shares are the least work.
     """
     left, right = inputs[:2]
     batch = next(t.shape[0] for t in (left, right, outputs[0]) if t.dim() == 3)
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-    if left.dim() == right.dim() == 2:  # a weight's gradient: rows are summed over
+    if left.dim() == right.dim() == 2:  # a weight's gradient sums over rows
         k = -(-k // batch)
     elif left.dim() == 2:
         m = -(-m // batch)
@@ -163,7 +147,7 @@ def _grouped(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) ->
 
 
 def _factors(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factors of a product: `addmm` has what is added before them, outputs given as `out` come behind."""
+    """The factors of a product: `addmm` has the summand before them, `out` arguments come after them."""
     for left, right in pairwise(inputs):
         if left.dim() == right.dim() >= 2 and left.shape[-1] == right.shape[-2]:
             found = left, right
@@ -177,24 +161,18 @@ def _attention(
 ) -> Op:
     backward = "backward" in name
     q, k = (inputs[1], inputs[2]) if backward else (inputs[0], inputs[1])
-    if q.dim() == 3:  # packed: [tokens, heads, head size]; the longest segment is all there is to go by
-        longest = next(int(a) for a in args if isinstance(a, int) and not isinstance(a, bool))
-        batch, heads, kv_heads, length, keys, size = (
-            1,
-            q.shape[1],
-            k.shape[1],
-            q.shape[0],
-            longest,
-            q.shape[2],
-        )
+    if (
+        q.dim() == 3
+    ):  # packed, [tokens, heads, head size]; of the segments only the longest one's length is known
+        batch, (length, heads, size), kv_heads = 1, q.shape, k.shape[1]
+        keys = next(int(a) for a in args if isinstance(a, int) and not isinstance(a, bool))
     else:
         batch, heads, length, size = q.shape
         kv_heads, keys = k.shape[1], k.shape[2]
-    # causal: half of the pairs; two products forward, five backward (Dao 2023, FlashAttention-2)
+    # two products forward, five backward (Dao 2023, FlashAttention-2)
     window = next((int(a[0]) + 1 for a in args if isinstance(a, (list, tuple)) and len(a) == 2), 0)
-    pairs = length * (keys + 1) / 2
+    pairs = attended_pairs(length, keys, window)
     if 0 < window < keys:
-        pairs = length / keys * (keys * window - window * (window - 1) / 2)
         keys = window
     return Op(
         kind="attention",
@@ -208,5 +186,5 @@ def _attention(
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """What a kernel touches of a tensor: an expanded one is no larger than its storage."""
+    """Bytes of a tensor that a kernel accesses; an expanded tensor is no larger than its storage."""
     return min(math.prod(tensor.shape) * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,10 +1,10 @@
-"""Watches everything torch does on meta tensors and writes it down as events of a StepTrace."""
+"""Records everything torch does on meta tensors as the events of a StepTrace."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -30,10 +30,19 @@ from shardwise.trace.workspace import workspace
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _ADD_PRODUCT = torch.ops.aten.addmm.dtype_out
-"""Gives back its `out`. It is not called: torch 2.11's meta device takes the dtype for a factor."""
+"""Returns its `out`. It is not called: torch 2.11's meta device takes the dtype for a factor."""
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
-# Operators whose CUDA side does not make its outputs in the order in which it returns them.
+_PRIVATE: list[tuple[Any, str]] = [
+    (torch._C, "_storage_Use_Count"),
+    (torch.Tensor, "_use_count"),
+    (torch.UntypedStorage, "_cdata"),
+    (torch.autograd.graph, "_engine_run_backward"),
+    (TorchDispatchMode, "_should_skip_dynamo"),
+]
+"""Private names of torch that recording relies on."""
+
+# Operators whose CUDA side allocates its outputs in another order than it returns them.
 _MADE_FIRST: dict[Any, Callable[[torch.Tensor], bool]] = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: lambda output: output.numel() > 1,  # seeds
     torch.ops.aten.native_dropout.default: lambda output: output.dtype != torch.bool,  # its mask
@@ -45,12 +54,14 @@ _ACTIVE: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 class Recorder(TorchDispatchMode):
     """A dispatch mode whose `events` and `ops` grow while it is entered.
 
-    A storage is a tensor of the trace from the operator that returns it first until its last reference goes.
-    Storages that exist already (parameters, buffers, the batch) are made known with `ignore`.
+    A storage is a tensor of the trace from the operator that returns it first until its last reference is
+    gone. Call `ignore` for storages that exist already: parameters, buffers, the batch.
     """
 
     def __init__(self, target: Target) -> None:
+        """Raise RuntimeError where this torch lacks something that recording relies on."""
         super().__init__()
+        _check_torch()
         _references_of_an_unshared_total()
         self.target = target
         self.events: list[Event] = []
@@ -65,7 +76,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would wrap __torch_dispatch__, which costs time and hides the caller
+        return False  # else torch wraps __torch_dispatch__, which costs time and hides the caller
 
     def __enter__(self) -> Recorder:
         self._token = _ACTIVE.set(self)
@@ -77,7 +88,7 @@ class Recorder(TorchDispatchMode):
         _ACTIVE.reset(self._token)
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Makes `tensor`, which must outlive the recording, a tensor that is no event."""
+        """Record no event for `tensor`, which must outlive the recording."""
         self._tensors[tensor.untyped_storage()._cdata] = -1
 
     def mark(self, *event: int) -> None:
@@ -114,13 +125,13 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _value(self, tensor: torch.Tensor) -> bool:
-        """A value that Python code asks for: transformers asks whether all rows are single segments."""
+        """Answer Python code that reads a value: transformers asks whether all rows are single segments."""
         if tensor.dtype != torch.bool:
-            raise RuntimeError("the model's code depends on values, which a traced step has not")
+            raise RuntimeError("the model's code depends on values, which a traced step does not have")
         return True
 
     def kernel(self, op: Op) -> None:
-        """A kernel that is no operator of torch."""
+        """Record a kernel that is no operator of torch."""
         if op not in self._known_ops:
             self._known_ops[op] = self._add(op)
         self.events.append((OP, self._known_ops[op]))  # type: ignore[arg-type]
@@ -158,14 +169,28 @@ class Recorder(TorchDispatchMode):
 
 
 def record_kernel(op: Op) -> None:
-    """Tells the active recorder of a kernel that is no operator of torch."""
+    """Record a kernel that is no operator of torch with the active recorder."""
     recorder = _ACTIVE.get()
     assert recorder is not None, "stand-ins for kernels exist only while a step is recorded"
     recorder.kernel(op)
 
 
+def record_pass(name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+    """Record one kernel that reads and writes these tensors once; a norm by its name, or elementwise."""
+    record_kernel(
+        Op(
+            kind="normalization" if "norm" in name else "elementwise",
+            flops=float(sum(t.numel() for t in read)),
+            read_bytes=sum(t.numel() * t.element_size() for t in read),
+            written_bytes=sum(t.numel() * t.element_size() for t in written),
+            item_bytes=read[0].element_size(),
+            name=name,
+        )
+    )
+
+
 def mark_gradients(events: list[Event]) -> list[Event]:
-    """The events with the tag `gradient` on every storage that a GRADIENT event names."""
+    """Give every storage that a GRADIENT event names the tag `gradient`."""
     handed = {event[2] for event in events if event[0] == GRADIENT}
     return [
         (ALLOC, event[1], event[2], GRADIENT_TAG) if event[0] == ALLOC and event[1] in handed else event
@@ -176,10 +201,10 @@ def mark_gradients(events: list[Event]) -> list[Event]:
 def _adds_in_place(total: torch.Tensor) -> bool:
     """Whether autograd adds a further gradient to `total` in place.
 
-    It does to memory that nothing else holds (can_accumulate_inplace in input_buffer.cpp), but never while a
-    dispatch mode like this one is active. References by this call come on top of those it counts.
+    It does so in memory that nothing else references (can_accumulate_inplace in input_buffer.cpp), but never
+    while a dispatch mode like this one is active, whose own references come on top.
     """
-    alone = _references_of_an_unshared_total()  # counted when the recorder was made
+    alone = _references_of_an_unshared_total()  # counted when the recorder was created
     return all(count <= least for count, least in zip(_references(total), alone, strict=True))
 
 
@@ -190,7 +215,7 @@ def _references(tensor: torch.Tensor) -> tuple[int, int]:
 
 @cache
 def _references_of_an_unshared_total() -> tuple[int, int]:
-    """As seen from within a dispatch mode in a backward pass where nothing else holds the first gradient."""
+    """Counts within a dispatch mode, in a backward pass where nothing else references the first gradient."""
     seen: list[tuple[int, int]] = []
 
     class Counter(TorchDispatchMode):
@@ -206,5 +231,19 @@ def _references_of_an_unshared_total() -> tuple[int, int]:
     x = torch.empty(2, device="meta", requires_grad=True) * 1.0
     with Counter():
         (x * 2.0 + x * 3.0).sum().backward()
-    (counts,) = seen
-    return counts
+    if len(seen) != 1:
+        raise RuntimeError(_outdated("an addition of gradients called by _engine_run_backward"))
+    return seen[0]
+
+
+def _check_torch() -> None:
+    missing = [f"{owner.__name__}.{name}" for owner, name in _PRIVATE if not hasattr(owner, name)]
+    if missing:
+        raise RuntimeError(_outdated(", ".join(missing)))
+
+
+def _outdated(missing: str) -> str:
+    return (
+        f"torch {torch.__version__} lacks {missing}, which recording a training step relies on: "
+        "install the torch of the lock file, or adapt shardwise/trace/recorder.py"
+    )

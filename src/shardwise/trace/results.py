@@ -1,7 +1,7 @@
-"""What operators give back on meta tensors: asked of torch once for each form of their inputs.
+"""Results of operators on meta tensors, computed by torch once for each form of their inputs.
 
-Many of torch's meta functions are Python, which takes up to a millisecond to say again what it has said for
-the block before.
+Many of torch's meta functions are Python and take up to a millisecond; repeated blocks call them with equal
+forms.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Maker = Callable[[], Any]
 
 
 class Results:
-    """Of the operators of one recording."""
+    """Results of the operators of one recording."""
 
     def __init__(self) -> None:
         self._makers: dict[Any, list[Maker]] = {}
 
     def of(self, key: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `function(*args, **kwargs)` gives back; `key` is `form` of all three."""
+        """Return `function(*args, **kwargs)`; `key` is `form` of all three."""
         if key in self._makers:
             made = tuple(make() for make in self._makers[key])
             return made[0] if len(made) == 1 else made
@@ -34,7 +34,7 @@ class Results:
 
 
 def form(value: Any) -> Any:
-    """What is alike in values of which operators make alike results."""
+    """A key that is equal for values with which operators return results of equal form."""
     if isinstance(value, torch.Tensor):
         return (value.shape, value.dtype, value.stride())
     if isinstance(value, (tuple, list)):
@@ -43,7 +43,7 @@ def form(value: Any) -> Any:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among values, and in lists among them."""
+    """Yield the tensors among values, also inside lists and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -53,7 +53,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 @cache
 def _is_functional(function: Any) -> bool:
-    """Whether its schema says that it changes no input and gives back no view of one."""
+    """Whether its schema says that it changes no input and returns no view of one."""
     schema = function._schema
     return all(value.alias_info is None for value in (*schema.arguments, *schema.returns))
 
@@ -61,7 +61,7 @@ def _is_functional(function: Any) -> bool:
 def _are_new(values: tuple[Any, ...], inputs: Iterable[torch.Tensor]) -> bool:
     """Whether tensors have memory of their own, and no more than they need.
 
-    The schemas of some operators say so wrongly: `_unsafe_view` gives back its input's.
+    Some schemas are wrong about that: `_unsafe_view` returns its input's memory.
     """
     seen = {tensor.untyped_storage()._cdata for tensor in inputs}
     for value in values:
@@ -74,7 +74,7 @@ def _are_new(values: tuple[Any, ...], inputs: Iterable[torch.Tensor]) -> bool:
 
 
 def _maker(value: Any) -> Maker:
-    """Makes a tensor like this one; gives anything else again."""
+    """A function that makes a tensor like this one; any other value is returned as it is."""
     if not isinstance(value, torch.Tensor):
         return lambda: value
     shape, dtype, stride = form(value)

@@ -1,8 +1,8 @@
-"""A model as one rank of a tensor-parallel group has it: cut as DeepSpeed's AutoTP cuts, without DeepSpeed.
+"""A model as one rank of a tensor-parallel group holds it: split like DeepSpeed's AutoTP, without DeepSpeed.
 
 Follows deepspeed/module_inject/{tp_plan_converter,auto_tp,layers}.py, 0.19.8, for the plan that
-`engines/deepspeed/runtime/tensor_parallel.py` shows to it; held to it by tests (decision 0025). Of a group's
-ranks the first has the largest parts, and is the one that is built. Its collectives are operators of kind
+`engines/deepspeed/runtime/tensor_parallel.py` passes to it; tests compare both (decision 0025). The first
+rank of a group has the largest parts, and is the one that is built. Its collectives are operators of kind
 `collective`.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def cut(built: BuiltModel, degree: int) -> BuiltModel:
-    """A copy on the meta device whose linear layers in the plan are a rank's parts; the rest is whole."""
+    """Copy a model with a rank's parts of the linear layers in the plan; everything else stays complete."""
     model = copy.deepcopy(built.model)
     for name, owner, attribute, style in _planned(model):
         layer = owner._modules[attribute]
@@ -38,9 +38,9 @@ def cut(built: BuiltModel, degree: int) -> BuiltModel:
 
 
 def sum_gradients(model: PreTrainedModel) -> None:
-    """Whole weights that act on a rank's own heads: their gradients are summed as soon as they are there.
+    """Sum the gradients of replicated weights that act on a rank's own heads, as soon as they are complete.
 
-    (register_replicated_grad_hooks)
+    As DeepSpeed's register_replicated_grad_hooks.
     """
     for _, owner, attribute, style in _planned(model):
         if style == "replicated_with_grad_allreduce":
@@ -50,20 +50,16 @@ def sum_gradients(model: PreTrainedModel) -> None:
 
 
 def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, str]]:
-    """(name, owner, attribute, way to cut) of each layer that the plan names; its first pattern counts."""
+    """(name, owner, attribute, style) of each layer in the plan; the first matching pattern counts."""
     plan: dict[str, str] = model.config.get_text_config().base_model_tp_plan or {}
     patterns = [
         (re.compile(".*" + p.replace(".", r"\.").replace("*", ".*")), way.lower()) for p, way in plan.items()
     ]
-    found = []
-    for name, module in model.named_modules():
-        if "weight" not in module._parameters:
-            continue
+    for name, module in list(model.named_modules()):
         style = next((way for pattern, way in patterns if pattern.fullmatch(name)), None)
-        if style is not None:
+        if style is not None and "weight" in module._parameters:
             parent, _, attribute = name.rpartition(".")
-            found.append((name, model.get_submodule(parent), attribute, style))
-    yield from found
+            yield name, model.get_submodule(parent), attribute, style
 
 
 class _Columns(nn.Module):
@@ -94,18 +90,18 @@ class _Rows(nn.Module):
 
 
 _LAYERS = {"colwise": _Columns, "rowwise": _Rows}
-"""The other ways leave a layer uncut; `space/candidates.py: predictable` lets no further ones pass."""
+"""Other styles do not split a layer; `space/candidates.py: predictable` accepts no further ones."""
 
 
 def _part(parameter: torch.Tensor, degree: int, *, dim: int) -> nn.Parameter:
-    """The first rank's: what does not divide goes to the first ones (get_shard_size)."""
+    """The first rank's part: a remainder goes to the first ranks (get_shard_size)."""
     shape = list(parameter.shape)
     shape[dim] = -(-shape[dim] // degree)
     return nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
 
 
 class _SumForward(torch.autograd.Function):
-    """RowParallel: an all-reduce in place on the way forward."""
+    """RowParallel: an in-place all-reduce in the forward pass."""
 
     @staticmethod
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -117,7 +113,7 @@ class _SumForward(torch.autograd.Function):
 
 
 class _SumBackward(torch.autograd.Function):
-    """ColumnParallel: an all-reduce in place on the way back."""
+    """ColumnParallel: an in-place all-reduce in the backward pass."""
 
     @staticmethod
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -129,16 +125,9 @@ class _SumBackward(torch.autograd.Function):
 
 
 def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    """Records the all-reduce of a tensor over the group, in its own format and memory."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    record_kernel(
-        Op(
-            kind="collective",
-            flops=0.0,
-            read_bytes=num_bytes,
-            written_bytes=num_bytes,
-            item_bytes=tensor.element_size(),
-            name="all_reduce",
-        )
-    )
+    """Record the all-reduce of a tensor over the group, in its own format and memory."""
+    item = tensor.element_size()
+    size = tensor.numel() * item
+    sizes: dict[str, Any] = {"read_bytes": size, "written_bytes": size, "item_bytes": item}
+    record_kernel(Op(kind="collective", flops=0.0, name="all_reduce", **sizes))
     return tensor

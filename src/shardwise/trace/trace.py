@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
-from shardwise.engines.runtime.parameters import DTYPES
 from shardwise.job import schema
-from shardwise.kernels.target import HOPPER, Target, speaking_for
+from shardwise.kernels.target import HOPPER, Target, meta_stands_for
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.checkpointing import checkpoint_blocks
-from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.models.structure import DTYPES
+from shardwise.objective import MakeObjective
+from shardwise.objective.causal_lm import CausalLM
+from shardwise.objective.protocol import Objective
 from shardwise.simulate.step_trace import (
     ACTIVATION,
     BACKWARD,
@@ -43,21 +45,16 @@ class Tracer:
         precision: str,
         sequence_length: int,
         vocab_size: int | None = None,
-        packing: bool = True,
+        objective: MakeObjective = CausalLM,
         target: Target = HOPPER,
     ) -> None:
-        """`model`, `precision` and `vocab_size` are `build_model`'s, `packing` is the job's."""
-        self.built = build_model(
-            model,
-            dtype=DTYPES[precision],
-            seed=0,
-            vocab_size=vocab_size,
-            sequence_length=sequence_length,
-        )
-        self._cut = cache(self._cut_over)
+        """`model`, `precision` and `vocab_size` are for `build_model`; `objective` is `objective_of(job)`."""
+        sizes = {"vocab_size": vocab_size, "sequence_length": sequence_length}
+        self.built = build_model(model, dtype=DTYPES[precision], seed=0, **sizes)
+        self._split = cache(self._split_over)
         self._precision = precision
         self._sequence_length = sequence_length
-        self._packing = packing
+        self._objective = objective
         self._target = target
 
     def trace(
@@ -66,38 +63,42 @@ class Tracer:
         rows: int,
         checkpoint_every: int,
         tensor_parallel: int = 1,
-        whole_rows: int | None = None,
+        single_segment_rows: int | None = None,
         folded: bool = True,
     ) -> StepTrace:
-        """One micro-batch of `rows` full rows, each a single segment.
+        """Trace one micro-batch of full rows, each a single segment.
 
-        `whole_rows`: so many of them go to the kernel for rows of one segment, where there is one, and the
-        others to that for packed rows; None: all. `tensor_parallel`: GPUs that share each row; the trace is
-        that of the first of them. `folded`: repeated blocks are traced a few times only; the result is the
-        same. Raises what `build_model` and `CausalLMLoss` raise.
+        Args:
+            rows: rows of the micro-batch.
+            checkpoint_every: every n-th block is checkpointed; 0 for none.
+            tensor_parallel: GPUs that share each row; the trace is that of the first.
+            single_segment_rows: rows for the kernel for single segments, where there is one; the others go to
+                the kernel for packed rows. Default: all.
+            folded: trace repeated blocks only a few times; the result is the same.
+
+        Raises:
+            JobError: what `build_model` and the objective raise.
         """
-        built, layout = self._cut(tensor_parallel)
+        built, layout = self._split(tensor_parallel)
+        blocks = len(built.blocks)
         folding = find_folding(block_kinds(built, checkpoint_every)) if folded else None
-        kept = list(range(len(built.blocks))) if folding is None else folding.kept(len(built.blocks))
+        kept = list(range(blocks)) if folding is None else folding.kept(blocks)
         part = layout.part(kept)
         if checkpoint_every:
             checkpoint_blocks([part.units[i] for i in kept if i % checkpoint_every == 0], every=1)
         if tensor_parallel > 1:
             sum_gradients(part.model)
-        with speaking_for(self._target), traced_kernels(part.model):
-            batch = self._batch(rows, rows if whole_rows is None else whole_rows)
-            recorder = _record(part, batch, self._target, packing=self._packing)
+        with meta_stands_for(self._target), traced_kernels(part.model):
+            objective = self._objective(part.model).to("meta").train()
+            single = rows if single_segment_rows is None else single_segment_rows
+            batch = objective.batch_kind.on_meta(rows, self._sequence_length, single_segment_rows=single)
+            recorder = _record(objective, part, batch, self._target)
         events: list[Event] | None = mark_gradients(recorder.events)
         if folding is not None:
-            events = unfold(events or [], folding, len(built.blocks), layout)
+            events = unfold(events or [], folding, blocks, layout)
             if events is None:
-                return self.trace(
-                    rows=rows,
-                    checkpoint_every=checkpoint_every,
-                    tensor_parallel=tensor_parallel,
-                    whole_rows=whole_rows,
-                    folded=False,
-                )
+                shared: Any = {"tensor_parallel": tensor_parallel, "single_segment_rows": single_segment_rows}
+                return self.trace(rows=rows, checkpoint_every=checkpoint_every, folded=False, **shared)
         return StepTrace(
             parameters=layout.parameters,
             buffers=layout.buffers,
@@ -111,32 +112,18 @@ class Tracer:
             tensor_parallel=tensor_parallel,
         )
 
-    def _cut_over(self, degree: int) -> tuple[BuiltModel, Layout]:
-        """The model as a rank of `degree` has it."""
-        whole = Layout(self.built)
+    def _split_over(self, degree: int) -> tuple[BuiltModel, Layout]:
+        """The model as a rank of a tensor-parallel group holds it."""
+        full = Layout(self.built)
         if degree == 1:
-            return self.built, whole
+            return self.built, full
         part = cut(self.built, degree)
-        return part, Layout(part, whole=whole)
-
-    def _batch(self, rows: int, whole_rows: int) -> MicroBatch:
-        shape = rows, self._sequence_length
-        tokens, labels, positions = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3))
-        return MicroBatch(
-            input_ids=tokens,
-            labels=labels,
-            position_ids=positions,
-            cu_seqlens=torch.empty(rows + 1, dtype=torch.int32, device="meta"),
-            max_seqlen=self._sequence_length,
-            single_segment_rows=whole_rows,
-        )
+        return part, Layout(part, full=full)
 
 
-def _record(part: Part, batch: MicroBatch, target: Target, *, packing: bool) -> Recorder:
-    module = CausalLMLoss(part.model, packed=packing).to("meta").train()
+def _record(objective: Objective, part: Part, batch: MicroBatch, target: Target) -> Recorder:
     recorder = Recorder(target)
-    inputs = (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens)
-    for tensor in (*module.parameters(), *module.buffers(), *inputs):
+    for tensor in (*objective.parameters(), *objective.buffers(), *batch.tensors().values()):
         recorder.ignore(tensor)
     for index, parameter in part.parameters.items():
         if parameter.requires_grad:
@@ -147,7 +134,7 @@ def _record(part: Part, batch: MicroBatch, target: Target, *, packing: bool) -> 
     scale = torch.empty((), device="meta")
     recorder.ignore(scale)
     with cuda_functions(), recorder:
-        loss = module(batch)
+        loss = objective(batch)
         (loss * scale).backward()
         del loss
     return recorder
@@ -162,10 +149,10 @@ def _hand_over(recorder: Recorder, index: int) -> Any:
     return hook
 
 
-def _mark(part: nn.Module, unit: int, recorder: Recorder, *, is_head: bool) -> None:
-    """Lets the recorder know when a unit's forward and backward pass begin and end.
+def _mark(module: nn.Module, unit: int, recorder: Recorder, *, is_head: bool) -> None:
+    """Record when a unit's forward and backward pass begin and end.
 
-    What comes to be from the head's forward pass until its backward pass is over is the loss's.
+    Memory allocated from the head's forward pass to the end of its backward pass belongs to the loss.
     """
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -187,5 +174,5 @@ def _mark(part: nn.Module, unit: int, recorder: Recorder, *, is_head: bool) -> N
         if hidden.requires_grad:
             hidden.register_hook(lambda _: recorder.mark(BACKWARD, unit))
 
-    part.register_forward_pre_hook(before, with_kwargs=True)
-    part.register_forward_hook(after)
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)

@@ -1,6 +1,6 @@
-"""Scratch memory that CUDA's kernels take from the caching allocator and give back before they return.
+"""Scratch memory that CUDA's kernels allocate from the caching allocator and free before they return.
 
-Read off recorded allocations of torch 2.11 on an H200; where the size has a formula, its source is named.
+From recorded allocations of torch 2.11 on an H200; where the size has a formula, its source is named.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.kernels.target import Target
 def workspace(
     function: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor], target: Target
 ) -> list[int]:
-    """Bytes of each scratch buffer of one call; mostly none."""
+    """Return the bytes of each scratch buffer of one call; mostly none."""
     name = function._schema.name.partition("::")[2]
     rule = _RULES.get(name)
     return rule(args, outputs, target) if rule else []
@@ -56,7 +56,7 @@ def _flash_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) 
 
 
 def _sum(args: Sequence[Any], outputs: Sequence[torch.Tensor], target: Target) -> list[int]:
-    """Sums over the rows of a matrix (the gradient of a bias): partial sums of each thread block.
+    """Sums over the rows of a matrix (the gradient of a bias): one partial sum for each thread block.
 
     setReduceConfig and global_memory_size in aten/src/ATen/native/cuda/Reduce.cuh, for a reduction along the
     slow dimension.
@@ -88,7 +88,7 @@ def _sum(args: Sequence[Any], outputs: Sequence[torch.Tensor], target: Target) -
 def _embedding_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
     """Tokens sorted by their id, and partial sums of parts of equal ids (EmbeddingBackwardKernel.cu).
 
-    Up to 3072 tokens need none (Embedding.cu). The sort's five buffers are read off recordings.
+    Up to 3072 tokens need none (Embedding.cu). The sort's five buffers come from recordings.
     """
     gradient, tokens, vocabulary = args[:3]
     count = tokens.numel()
@@ -99,7 +99,7 @@ def _embedding_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Targ
 
 
 def _scan(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
-    """`selective_scan_triton`: what survives of a state in each chunk, and A by states."""
+    """`selective_scan_triton`: the decay of a state over each chunk, and A by states."""
     rows, length, width = args[0].shape
     return [4 * width * chunks_of(rows, length, width), 4 * args[2].numel()]
 

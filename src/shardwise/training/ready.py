@@ -15,19 +15,18 @@ from transformers import PreTrainedTokenizerBase
 from shardwise.data.loader import BatchStream, EvalStream
 from shardwise.data.prepare import Prepared, documents, prepare
 from shardwise.engines.facts import Architecture
-from shardwise.engines.runtime.parameters import DTYPES
 from shardwise.engines.runtime.protocol import World
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import detect_hardware
 from shardwise.hardware.host import multiplies_bf16
 from shardwise.job.identity import identity_of
 from shardwise.job.schema import Job
-from shardwise.kernels import attention
 from shardwise.models.build import BuiltModel, build_model
+from shardwise.models.config import check_length
+from shardwise.models.families import attention_of
 from shardwise.models.fingerprint import fingerprint
-from shardwise.models.positions import check_length
-from shardwise.models.tokenizer import load_tokenizer
-from shardwise.models.vocabulary import rows_for
+from shardwise.models.structure import DTYPES
+from shardwise.models.tokenizer import load_tokenizer, rows_for
 from shardwise.planner.plan import Plan
 from shardwise.planner.planning import make_plan
 from shardwise.planner.why import does_not_fit
@@ -143,7 +142,7 @@ def _resolve(job: Job, built: BuiltModel, processes: int) -> tuple[Strategy, lis
 
 def _architecture(built: BuiltModel) -> Architecture | None:
     """None where the config is no decoder's that the rules know."""
-    flash = attention.choose(built.config).packing == "varlen"
+    flash = attention_of(built.config).packing == "varlen"
     try:
         return Architecture.of(built.config.get_text_config(), flash_attention=flash)
     except AttributeError:

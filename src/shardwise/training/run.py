@@ -25,8 +25,9 @@ from shardwise.launch.spec import LaunchSpec
 from shardwise.models.adapters import is_adapter
 from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.models.export import save_weights
+from shardwise.models.families import liger_kernels
 from shardwise.models.quantize import check_bitsandbytes
-from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.objective import objective_of
 from shardwise.record.environment import environment
 from shardwise.record.read import EVENTS, read_events, read_run
 from shardwise.record.write import RunFolder
@@ -192,9 +193,9 @@ def resumed_strategy(spec: LaunchSpec) -> Strategy | None:
 def make_engine(ready: Ready, world: World) -> Engine:
     """The engine of the strategy, holding this rank's share of the weights."""
     built, strategy = ready.built, ready.strategy
-    apply_fused_kernels(built.model, world.device)
+    apply_fused_kernels(built.model, world.device, liger=liger_kernels(built.config))
     checkpoint_blocks(built.blocks, every=strategy.checkpoint_every)
-    module = CausalLMLoss(built.model, packed=ready.job.data.packing)
+    module = objective_of(ready.job)(built.model)
     return build_engine(strategy, module, built.blocks, built.weights.fill, ready.job.optimizer, world)
 
 

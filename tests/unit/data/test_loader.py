@@ -174,13 +174,10 @@ def test_segments_are_the_samples_and_the_padding(dataset: TokenDataset, packing
             assert last - first == lengths[flat[first]] if flat[first] else not any(flat[first:last])
         assert micro.max_seqlen == max(b - a for a, b in pairwise(borders))
         width = micro.input_ids.shape[1]
-        ends = [line * width for line in range(micro.single_segment_rows + 1)]
-        assert borders[: micro.single_segment_rows + 1] == ends
-        if micro.single_segment_rows < len(micro.input_ids):
-            assert (
-                borders[micro.single_segment_rows + 1] < (micro.single_segment_rows + 1) * width
-                or not packing
-            )
+        single = micro.single_segment_rows
+        assert borders[: single + 1] == [line * width for line in range(single + 1)]
+        if single < len(micro.input_ids):
+            assert borders[single + 1] < (single + 1) * width or not packing
 
 
 def test_rows_of_one_segment_count_only_from_the_first_row_on(numbered_dataset: Numbered) -> None:

@@ -57,7 +57,7 @@ def test_a_window_that_only_the_layer_knows_holds_and_the_argument_goes_first():
             varlen_attention(layer, q, k, v, None, sliding_window=given, **borders)[0], expected
         )
     with pytest.raises(RuntimeError, match="window"):
-        varlen_attention(layer, q, k, v, None, whole_rows=1, **borders)
+        varlen_attention(layer, q, k, v, None, single_segment_rows=1, **borders)
 
 
 def test_the_mask_opens_exactly_the_segments():

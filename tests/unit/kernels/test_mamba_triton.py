@@ -79,7 +79,7 @@ def test_on_hopper_no_scan_crosses_threads_and_states_stay_in_registers():
 
     half = {"x", "delta", "z", "out", "dout", "dz", "fine", "dy", "dbc"}
     integers = {"tokens", "chunk"}
-    shape = {"width": 9728, "n_state": 16, "whole": True, "tile": TILE, "block": BLOCK}
+    shape = {"width": 9728, "n_state": 16, "complete": True, "tile": TILE, "block": BLOCK}
     sweep = {**shape, "z_stride": 2 * 9728, "dz_stride": 2 * 9728, "n_block": 16, "carried": True}
     for mode, unrolled in selective_scan_triton.UNROLLED.items():
         constants = {**sweep, "mode": mode, "unrolled": unrolled}

@@ -72,7 +72,7 @@ def test_int8_rows_are_exact_to_half_a_step() -> None:
     codes = found.weight.view(torch.int8)
     assert codes.shape == (OUT, IN)
     assert codes.abs().amax(1).eq(127).all()
-    assert ((found.whole_weight() - values).abs() <= 0.57 * step).all()  # fp16 first
+    assert ((found.dequantized() - values).abs() <= 0.57 * step).all()  # fp16 first
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,7 +89,7 @@ def test_nf4_takes_half_a_byte_a_value_and_its_scales_a_64th(dtype: torch.dtype)
     ]
     # normal weights: 8 % of their size is what 16 values leave (QLoRA's figure 2 has the order)
     values = weight(dtype).float()
-    assert (found.whole_weight().float() - values).norm() < 0.1 * values.norm()
+    assert (found.dequantized().float() - values).norm() < 0.1 * values.norm()
 
 
 @pytest.mark.parametrize("shape", [(96, 80), (80, 96), (24, 320), (7680, 1), (1, 7680), (50, 152), (12, 26)])
@@ -102,7 +102,7 @@ def test_nf4_blocks_may_be_cut_by_rows(shape: tuple[int, int], dtype: torch.dtyp
     )
     for made in (cut, whole):
         made.quantize(values.view(made.out_features, made.in_features))
-    assert torch.equal(cut.whole_weight().flatten(), whole.whole_weight().flatten())
+    assert torch.equal(cut.dequantized().flatten(), whole.dequantized().flatten())
     assert cut.holds(values.view(shape), cut.weight)
 
 
@@ -118,7 +118,7 @@ def test_a_layer_knows_the_weight_it_was_made_of(kind: str) -> None:
 def test_a_transposed_weight_is_stored_upright(kind: str) -> None:
     turned = LAYERS[kind](IN, OUT, None, dtype=torch.float32, transposed=True)
     turned.quantize(weight().t())
-    assert torch.equal(turned.whole_weight(), layer(kind).whole_weight())
+    assert torch.equal(turned.dequantized(), layer(kind).dequantized())
     assert turned.holds(weight().t(), turned.weight)
 
 

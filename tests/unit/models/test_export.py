@@ -22,8 +22,7 @@ from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.export import export, save_weights
 from shardwise.models.fingerprint import fingerprint
 from shardwise.models.generate import generate
-from shardwise.models.tokenizer import load_tokenizer
-from shardwise.models.vocabulary import rows_for
+from shardwise.models.tokenizer import load_tokenizer, rows_for
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(40).view(2, 20) * 2 + 3

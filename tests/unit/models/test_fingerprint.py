@@ -93,6 +93,6 @@ def test_files_of_the_hubs_cache_are_not_read_and_their_commit_is_told(
 
 def test_where_the_hash_cannot_be_kept_is_said(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_CACHE", str(base / "config.json"))
-    with pytest.raises(MachineError, match="cannot be made and kept") as caught:
+    with pytest.raises(MachineError, match="cannot be computed and cached") as caught:
         of(base)
     assert "SHARDWISE_CACHE" in caught.value.problems[0].fix

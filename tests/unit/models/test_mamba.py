@@ -17,7 +17,7 @@ from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.models.export import save_weights
 from shardwise.models.flops import train_flops_per_token
-from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.objective.causal_lm import CausalLM
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:.*prototype.*")
@@ -73,7 +73,7 @@ def test_loss_and_gradients_are_those_of_transformers():
     logits = other(input_ids=rows.input_ids, use_cache=False).logits.flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, rows.labels.flatten(), reduction="sum")
     expected.backward()
-    loss = CausalLMLoss(built.model)(rows)
+    loss = CausalLM(built.model)(rows)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     right = dict(other.named_parameters())
@@ -83,7 +83,7 @@ def test_loss_and_gradients_are_those_of_transformers():
 
 
 def test_samples_that_share_a_row_do_not_meet():
-    loss = CausalLMLoss(build().model)
+    loss = CausalLM(build().model)
     packed = batch(9, 3, 20)
     total = loss(packed).item()
     parts = []
@@ -155,7 +155,7 @@ def test_the_initialisation_is_the_authors():
 
 def test_the_first_loss_of_the_smallest_shape_is_that_of_guessing():
     """ln V, and what logits of standard deviation 0.02 sqrt(d) add: half their variance."""
-    loss = CausalLMLoss(build("130m_mamba", config={"num_hidden_layers": 4}).model)
+    loss = CausalLM(build("130m_mamba", config={"num_hidden_layers": 4}).model)
     rows = batch(128, vocabulary=50257)
     with torch.no_grad():
         first = loss(rows).item() / 127
@@ -191,7 +191,7 @@ def test_fp32_values_are_not_rounded_on_the_way_in():
 def test_recomputed_blocks_give_the_same_gradients(every: int):
     plain, checkpointed = (build(config={"num_hidden_layers": 3}) for _ in range(2))
     checkpoint_blocks(checkpointed.blocks, every=every)
-    losses = [CausalLMLoss(built.model).train()(batch(9, 8)) for built in (plain, checkpointed)]
+    losses = [CausalLM(built.model).train()(batch(9, 8)) for built in (plain, checkpointed)]
     for loss in losses:
         loss.backward()
     assert losses[0].item() == losses[1].item()
@@ -204,7 +204,7 @@ def test_lora_trains_the_input_projection_and_nothing_else():
     built = build(lora=Lora(rank=4))
     trained = {name.rpartition("mixer.")[2] for name, p in built.model.named_parameters() if p.requires_grad}
     assert trained == {"in_proj.lora_A.default.weight", "in_proj.lora_B.default.weight"}
-    CausalLMLoss(built.model)(batch(9, 8)).backward()
+    CausalLM(built.model)(batch(9, 8)).backward()
     gradients = {name: p.grad for name, p in built.model.named_parameters() if p.requires_grad}
     assert all(gradients[name].abs().max() > 0 for name in gradients if "lora_B" in name)
 

@@ -45,7 +45,7 @@ def quantized(built: BuiltModel) -> dict[str, QuantizedLinear]:
     }
 
 
-def whole_weight(theirs: nn.Module) -> torch.Tensor:
+def dequantized(theirs: nn.Module) -> torch.Tensor:
     """The weight of a layer of bitsandbytes, in bf16."""
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
@@ -85,7 +85,7 @@ def test_layers_and_weights_are_those_of_transformers(saved: Saved, name: str, k
     classes = ("Linear8bitLt", "Linear4bit")
     assert mine.keys() == {n for n, m in theirs.named_modules() if type(m).__name__ in classes}
     for full_name, layer in mine.items():
-        assert torch.equal(layer.whole_weight(), whole_weight(theirs.get_submodule(full_name))), full_name
+        assert torch.equal(layer.dequantized(), dequantized(theirs.get_submodule(full_name))), full_name
     assert built.weights.verify(built.model.named_parameters()) == len(list(built.skeleton.parameters()))
 
 
@@ -118,7 +118,7 @@ def test_weights_that_were_not_loaded_are_noticed(saved: Saved) -> None:
     built = make(saved("llama", lora=Lora(rank=2), quantization="nf4"))
     name = "model.layers.1.mlp.up_proj.base_layer.weight"
     packed = built.model.get_parameter(name)
-    with pytest.raises(CheckpointError, match="not the one that was loaded"):
+    with pytest.raises(CheckpointError, match="differs from the one that was loaded"):
         built.weights.verify([(name, packed.flip(0))])
 
 
@@ -178,7 +178,7 @@ def test_dequantised_layers_compute_what_the_quantised_ones_did(saved: Saved, ki
     assert torch.allclose(logits(built.model), before, rtol=1e-5, atol=1e-5)
 
 
-def test_a_layer_that_does_not_fill_whole_numbers_is_refused(config_folder: Callable[[str], str]) -> None:
+def test_a_layer_whose_codes_do_not_fill_numbers_is_refused(config_folder: Callable[[str], str]) -> None:
     config = {"hidden_size": 6, "intermediate_size": 7, "num_attention_heads": 1, "num_key_value_heads": 1}
     model = Model(
         source=config_folder("llama"),
@@ -187,10 +187,10 @@ def test_a_layer_that_does_not_fill_whole_numbers_is_refused(config_folder: Call
         lora=Lora(rank=2),
         quantization="nf4",
     )
-    with pytest.raises(JobError, match="7 x 6 values of"):
+    with pytest.raises(JobError, match="gate_proj, 7 x 6, do not fill"):
         build_model(model, dtype=torch.bfloat16, seed=0)
     odd = model.model_copy(update={"quantization": "int8", "config": config | {"head_dim": 6}})
-    with pytest.raises(JobError, match="6 x 7 values of"):
+    with pytest.raises(JobError, match="down_proj, 6 x 7, do not fill"):
         build_model(odd, dtype=torch.bfloat16, seed=0)
 
 

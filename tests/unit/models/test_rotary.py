@@ -17,7 +17,7 @@ from shardwise.errors import JobError
 from shardwise.job.schema import Job, Model
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.rotary import fix_frequencies
-from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.objective.causal_lm import CausalLM
 from shardwise.trace.trace import Tracer
 from shardwise.training.ready import get_ready
 
@@ -85,7 +85,7 @@ def build(model: Model, sequence_length: int | None) -> BuiltModel:
     return build_model(model, dtype=torch.float32, seed=0, sequence_length=sequence_length)
 
 
-def ready(model: Model, sequence_length: int | None) -> CausalLMLoss:
+def ready(model: Model, sequence_length: int | None) -> CausalLM:
     """Its loss, with weights large enough for positions to matter."""
     built = build(model, sequence_length)
     built.weights.fill(built.model, torch.device("cpu"))
@@ -93,7 +93,7 @@ def ready(model: Model, sequence_length: int | None) -> CausalLMLoss:
     for parameter in built.model.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.4)
-    return CausalLMLoss(built.model)
+    return CausalLM(built.model)
 
 
 def sample(length: int) -> torch.Tensor:
@@ -113,7 +113,7 @@ def batch(*samples: torch.Tensor) -> MicroBatch:
     )
 
 
-def by_transformers(loss: CausalLMLoss, ids: torch.Tensor) -> float:
+def by_transformers(loss: CausalLM, ids: torch.Tensor) -> float:
     """The summed loss that transformers' own model gives of a sample, from the same weights."""
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(loss.model.config.model_type, **SIZES, **MODELS[loss.model.config.model_type]),

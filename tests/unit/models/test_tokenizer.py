@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shardwise.errors import JobError, MachineError
 from shardwise.job.schema import Model
-from shardwise.models.tokenizer import END, PAD, load_tokenizer
-from shardwise.models.vocabulary import expected_rows, rows_for
+from shardwise.models.tokenizer import END, PAD, expected_rows, load_tokenizer, rows_for
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 20, "naïve café — 東京 🙂 \n\tdone", "the end"]
 
@@ -128,7 +127,7 @@ def test_a_folder_without_or_with_a_broken_tokenizer(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(MachineError, match="cannot be kept"):
+    with pytest.raises(MachineError, match="cannot be saved"):
         trained(tmp_path / "file")
 
 

@@ -204,7 +204,7 @@ def test_a_missing_and_a_misshapen_tensor_are_named(saved: Saved) -> None:
         build(model)
     text = "\n".join(problem.what for problem in caught.value.problems)
     assert "model.layers.1.mlp.up_proj.weight of shape [48, 32] is missing" in text
-    assert "model.norm.weight has the shape [7], the model wants [32]" in text
+    assert "model.norm.weight has the shape [7], the model needs [32]" in text
 
 
 def test_a_truncated_file_is_a_damaged_checkpoint(saved: Saved) -> None:

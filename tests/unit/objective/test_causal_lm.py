@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from shardwise.data.batch import IGNORED, MicroBatch
 from shardwise.errors import JobError
 from shardwise.kernels import attention
-from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.models.families import FAMILIES
+from shardwise.objective.causal_lm import CausalLM
 
 VOCABULARY = 61
 SIZES = {
@@ -187,7 +188,7 @@ def test_packed_rows_equal_samples_one_by_one(name):
     expected.backward()
     right = gradients(reference)
 
-    loss = CausalLMLoss(tiny(name.partition("-")[0], sizes))
+    loss = CausalLM(tiny(name.partition("-")[0], sizes))
     assert loss.packing == packing
     assert loss.fused
     check(loss, packed(pairs), expected.item(), right)
@@ -195,7 +196,11 @@ def test_packed_rows_equal_samples_one_by_one(name):
 
 def test_every_architecture_with_a_window_is_among_them():
     """Without a mask only the attention's own argument, or its module, says how far it sees."""
-    can = {k for k in attention.VARLEN_TYPES if hasattr(AutoConfig.for_model(k), "sliding_window")}
+    can = {
+        k
+        for k, f in FAMILIES.items()
+        if "varlen" in f.packing and hasattr(AutoConfig.for_model(k), "sliding_window")
+    }
     assert can == {
         name.partition("-")[0]
         for name, (packing, sizes) in ARCHITECTURES.items()
@@ -225,10 +230,10 @@ def test_rows_of_one_sample_may_go_to_another_kernel(monkeypatch, name, rows):
     expected = one_by_one(reference, [pairs[index] for row in rows for index in row])
     expected.backward()
 
-    loss = CausalLMLoss(tiny(name.partition("-")[0], sizes))
-    other, calls = attention._whole_rows, []
-    monkeypatch.setattr(attention, "whole_rows_are_faster", lambda device: True)
-    monkeypatch.setattr(attention, "_whole_rows", lambda *given: calls.append(given[3]) or other(*given))
+    loss = CausalLM(tiny(name.partition("-")[0], sizes))
+    other, calls = attention._single_segments, []
+    monkeypatch.setattr(attention, "single_segments_are_faster", lambda device: True)
+    monkeypatch.setattr(attention, "_single_segments", lambda *given: calls.append(given[3]) or other(*given))
     check(loss, packed(pairs, rows=rows, length=12), expected.item(), gradients(reference))
     assert set(calls) == (set() if "sliding_window" in sizes else {1})
 
@@ -236,7 +241,7 @@ def test_rows_of_one_sample_may_go_to_another_kernel(monkeypatch, name, rows):
 def test_no_mask_is_made_where_the_kernel_needs_none(monkeypatch):
     """Looking for packed samples in the position ids would make the host wait for the GPU."""
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
-    assert torch.isfinite(CausalLMLoss(tiny("llama", GROUPED))(packed(samples())))
+    assert torch.isfinite(CausalLM(tiny("llama", GROUPED))(packed(samples())))
 
 
 BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}
@@ -244,7 +249,7 @@ BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4,
 
 def test_an_architecture_that_cannot_keep_samples_apart_is_refused():
     with pytest.raises(JobError, match="bloom") as caught:
-        CausalLMLoss(tiny("bloom", BLOOM))
+        CausalLM(tiny("bloom", BLOOM))
     assert caught.value.problems[0].where == "data.packing"
     assert "packing: false" in caught.value.problems[0].fix
 
@@ -253,7 +258,7 @@ def test_the_same_architecture_trains_on_unpacked_rows():
     model, pairs = tiny("bloom", BLOOM), samples()
     expected = one_by_one(model, pairs)
     rows = packed(pairs, rows=tuple((index,) for index in range(len(pairs))))
-    assert CausalLMLoss(model, packed=False)(rows).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert CausalLM(model, packed=False)(rows).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_a_head_with_an_adapter_goes_through_the_models_own_logits():
@@ -261,7 +266,7 @@ def test_a_head_with_an_adapter_goes_through_the_models_own_logits():
     config = LoraConfig(r=2, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
     model = inject_adapter_in_model(config, model)
     expected = one_by_one(model, pairs)
-    loss = CausalLMLoss(model)
+    loss = CausalLM(model)
     assert not loss.fused
     assert loss(packed(pairs)).item() == pytest.approx(expected.item(), rel=1e-5)
 
@@ -270,21 +275,21 @@ def test_the_head_still_gives_logits_to_those_who_ask_for_them():
     model = tiny("llama", GROUPED)
     ids = samples()[0][0][None]
     before = model(input_ids=ids).logits
-    CausalLMLoss(model)
+    CausalLM(model)
     model.set_attn_implementation("sdpa")
     assert torch.allclose(model(input_ids=ids).logits, before, rtol=1e-5, atol=1e-6)
 
 
 def test_a_call_without_borders_is_refused_rather_than_attending_everywhere():
     model = tiny("llama", GROUPED)
-    CausalLMLoss(model)
+    CausalLM(model)
     with pytest.raises(RuntimeError, match="borders"):
         model(input_ids=samples()[0][0][None])
 
 
 def test_recomputing_activations_changes_nothing():
     pairs = samples()
-    losses = [CausalLMLoss(tiny("llama", GROUPED)) for _ in range(2)]
+    losses = [CausalLM(tiny("llama", GROUPED)) for _ in range(2)]
     for layer in losses[1].model.model.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     for loss in losses:

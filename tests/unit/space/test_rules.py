@@ -61,9 +61,9 @@ BROKEN = {
         tensor_parallel=4, data_parallel=1, architecture=shape(key_value_heads=2)
     ),
     "tensor-parallel-needs-heads": facts(
-        tensor_parallel=2, data_parallel=2, architecture=shape(key_value_heads=0)
+        tensor_parallel=2, data_parallel=2, architecture=shape(key_value_heads=0, attends=False)
     ),
-    "fp16-and-parameters-in-fp32": facts(precision="fp16", architecture=shape(key_value_heads=0)),
+    "fp16-and-parameters-in-fp32": facts(precision="fp16", architecture=shape(fp32_parameters=True)),
     "tensor-parallel-needs-a-plan": facts(
         tensor_parallel=2, data_parallel=2, architecture=shape(plan_styles=frozenset())
     ),
@@ -186,6 +186,8 @@ def test_an_architecture_is_known_from_its_config(
     architecture = Architecture.of(config, flash_attention=True)
     found = broken_rules(facts(tensor_parallel=2, data_parallel=2, architecture=architecture))
     assert {rule.name for rule, _ in found} == broken
+    attends = model_type != "mamba"
+    assert (architecture.attends, architecture.fp32_parameters) == (attends, not attends)
 
 
 def test_what_autotp_can_do_of_a_plan_is_what_deepspeed_says() -> None:

@@ -283,8 +283,8 @@ def test_a_batch_of_whole_and_packed_rows_keeps_what_its_kernels_give_and_what_i
     shape = model("llama-3.2-1b", **LLAMA, num_hidden_layers=9)
     made = Tracer(shape, precision="bf16", sequence_length=4096, target=gpu)
 
-    def peak(whole_rows: int) -> int:
-        return peak_bytes(made.trace(rows=2, checkpoint_every=0, whole_rows=whole_rows))
+    def peak(single_segment_rows: int) -> int:
+        return peak_bytes(made.trace(rows=2, checkpoint_every=0, single_segment_rows=single_segment_rows))
 
     joined = 2 * 4096 * 256 * 2  # rows, tokens, hidden size, bf16
     assert peak(1) - peak(2) == pytest.approx(9 * joined * more, abs=1000)  # and a few numbers a block

@@ -13,7 +13,7 @@ from shardwise.engines.runtime.protocol import World, build_engine
 from shardwise.errors import CheckpointError
 from shardwise.job.schema import Job
 from shardwise.models.tokenizer import train_bpe
-from shardwise.objective.causal_lm import CausalLMLoss
+from shardwise.objective.causal_lm import CausalLM
 from shardwise.training.ready import Ready, get_ready
 from shardwise.training.run import check_weights
 
@@ -58,7 +58,7 @@ def ready(tmp_path: Path, request: pytest.FixtureRequest) -> Ready:
 @pytest.mark.parametrize("ready", [None, {"rank": 2}], ids=["full", "lora"], indirect=True)
 def test_the_files_weights_pass_and_others_do_not(ready: Ready) -> None:
     built = ready.built
-    module = CausalLMLoss(built.model)
+    module = CausalLM(built.model)
     engine = build_engine(
         ready.strategy, module, built.blocks, built.weights.fill, ready.job.optimizer, WORLD
     )
@@ -66,5 +66,5 @@ def test_the_files_weights_pass_and_others_do_not(ready: Ready) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(1e-6)
-    with pytest.raises(CheckpointError, match="not the one that was loaded"):
+    with pytest.raises(CheckpointError, match="differs from the one that was loaded"):
         check_weights(ready, engine)

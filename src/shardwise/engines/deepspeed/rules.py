@@ -47,6 +47,11 @@ def _heads_fix(facts: Facts) -> str:
     return f"tensor_parallel: {degree}"
 
 
+def _fp16_and_fp32_parameters(facts: Facts) -> bool:
+    shape = facts.architecture
+    return facts.strategy.precision == "fp16" and shape is not None and shape.fp32_parameters
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         name="parameter-offload-needs-stage-3",
@@ -141,7 +146,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="fp16-and-parameters-in-fp32",
-        broken=lambda f: f.strategy.precision == "fp16" and not f.attends,
+        broken=_fp16_and_fp32_parameters,
         reason="Mamba's A_log, D and dt's bias are stepped beside DeepSpeed, which alone scales fp16's loss",
         where="train.precision",
         fix="train.precision: bf16, or strategy: fsdp2",

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
 
 class Fill(Protocol):
     """Give the meta parameters and buffers below `module` their values, on `device`."""

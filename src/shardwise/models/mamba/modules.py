@@ -1,9 +1,9 @@
-"""transformers' Mamba with another forward pass for training, put into a model that is already built.
+"""transformers' Mamba with our forward pass for training, put into a model that is already built.
 
-Names and shapes of weights stay Hugging Face's. Called with positions, as in training, a model goes through
-`kernels.mamba_inner`; without, as in generation, through transformers' own code. Differences in training:
+Names and shapes of weights stay Hugging Face's. Called with positions, as in training, a model uses
+`kernels.mamba_inner`; without, as in generation, transformers' own code. Differences in training:
 
-- Samples that share a row do not meet: position 0 resets the state and ends the convolution's reach.
+- Samples that share a row stay apart: position 0 resets the state and the convolution.
 - A_log, D and dt's bias are used in fp32, also where softplus is taken; transformers adds the bias in bf16.
 - The residual stream is normalised in fp32 before it is rounded, as in mamba_ssm; transformers rounds first.
 """
@@ -27,7 +27,7 @@ from shardwise.kernels.mamba_inner import mamba_inner
 
 
 class Norm(MambaRMSNorm):  # type: ignore[misc]
-    """RMS norm of a hidden state of any format, in fp32 at least; the result has the weight's format."""
+    """RMS norm of a hidden state of any format, at least in fp32; the result has the weight's format."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
@@ -39,9 +39,9 @@ class Norm(MambaRMSNorm):  # type: ignore[misc]
 
 
 class Mixer(MambaMixer):  # type: ignore[misc]
-    """The mixer, whose weights are read without calling the modules that own them, but for the input's.
+    """The mixer. Its weights, except `in_proj`'s, are read without calling the modules that own them.
 
-    An engine that shards has to gather a block as a whole; every engine here does.
+    An engine that shards must therefore gather entire blocks; every engine here does.
     """
 
     def forward(
@@ -100,4 +100,4 @@ CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     MambaBlock: Block,
     MambaModel: Backbone,
 }
-"""What takes the place of what."""
+"""transformers' classes and their replacements."""

@@ -8,7 +8,7 @@ import torch
 from shardwise.errors import JobError
 from shardwise.job.schema import Model
 from shardwise.models.build import build_model
-from shardwise.models.positions import check_length
+from shardwise.models.config import check_length
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ def test_only_learned_positions_have_an_end(source: str, limit: int | None) -> N
     with pytest.raises(JobError) as caught:
         check_length(built, limit + 1)
     assert caught.value.problems[0].where == "data.sequence_length"
-    assert f"the model has {limit} positions" in caught.value.problems[0].what
+    assert f"exceed the model's {limit} positions" in caught.value.problems[0].what
