@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,49 +28,6 @@ PLACES = ("src", "docs", "benchmarks")
 PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "Makefile")
 TEXT = {".py", ".md", ".toml", ".yaml", ".json", ".jsonl", ".jinja", ".sh", ".svg", ".css", ".html", ".txt"}
 MOST_WORDS = 45
-
-# Path prefixes that are not clean yet. One that has become clean fails the test: remove it from here.
-PENDING = (
-    "ARCHITECTURE.md",
-    "benchmarks/out_of_memory/",
-    "docs/check.md",
-    "docs/demo.svg",
-    "docs/job.schema.json",
-    "docs/mamba.md",
-    "docs/out-of-memory.md",
-    "docs/quantization.md",
-    "docs/resuming.md",
-    "docs/tensor-parallel.md",
-    "src/shardwise/trials/",
-    "src/shardwise/cli/",
-    "src/shardwise/data/",
-    "src/shardwise/diagnosis/",
-    "src/shardwise/emit/",
-    "src/shardwise/energy/",
-    "src/shardwise/engines/",
-    "src/shardwise/errors.py",
-    "src/shardwise/hardware/",
-    "src/shardwise/job/",
-    "src/shardwise/kernels/",
-    "src/shardwise/launch/",
-    "src/shardwise/lint/",
-    "src/shardwise/models/",
-    "src/shardwise/objective/",
-    "src/shardwise/plan/",
-    "src/shardwise/planner/",
-    "src/shardwise/record/",
-    "src/shardwise/report/",
-    "src/shardwise/simulate/",
-    "src/shardwise/space/",
-    "src/shardwise/trace/",
-    "src/shardwise/training/",
-)
-PENDING_SENTENCES = (
-    "docs/mamba.md",
-    "docs/out-of-memory.md",
-    "docs/resuming.md",
-    "docs/tensor-parallel.md",
-)
 
 
 def exempt(name: str) -> bool:
@@ -126,47 +83,24 @@ def long_sentences(text: str, name: str) -> list[str]:
     return found
 
 
-def outside(found: Sequence[str], pending: Sequence[str]) -> list[str]:
-    return [one for one in found if not one.startswith(tuple(pending))]
-
-
-def unneeded(found: Sequence[str], pending: Sequence[str]) -> list[str]:
-    return [prefix for prefix in pending if not any(one.startswith(prefix) for one in found)]
-
-
-@pytest.fixture(scope="module")
-def words() -> list[str]:
-    return [
+def test_no_file_uses_a_banned_word() -> None:
+    found = [
         one
         for file in files()
         for one in banned_words(file.read_text(encoding="utf-8"), file.relative_to(ROOT).as_posix())
     ]
+    assert not found, "\n".join(found)
 
 
-@pytest.fixture(scope="module")
-def sentences() -> list[str]:
+def test_no_sentence_is_too_long() -> None:
     pages = [ROOT / page for page in PAGES if page.endswith(".md")]
     pages += sorted((ROOT / "docs").rglob("*.md"))
-    return [
+    found = [
         one
         for page in pages
         for one in long_sentences(page.read_text(encoding="utf-8"), page.relative_to(ROOT).as_posix())
     ]
-
-
-def test_no_file_uses_a_banned_word(words: list[str]) -> None:
-    found = outside(words, PENDING)
     assert not found, "\n".join(found)
-
-
-def test_no_sentence_is_too_long(sentences: list[str]) -> None:
-    found = outside(sentences, PENDING_SENTENCES)
-    assert not found, "\n".join(found)
-
-
-def test_pending_paths_still_have_findings(words: list[str], sentences: list[str]) -> None:
-    assert unneeded(words, PENDING) == []
-    assert unneeded(sentences, PENDING_SENTENCES) == []
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def trainer_config(strategy: Strategy, *, trainable_parameters: int) -> dict[str
 def accelerate_config(strategy: Strategy, *, trainable_parameters: int) -> dict[str, Any]:
     """For a script that calls Accelerator: the rows at a time are its data loader's.
 
-    The precision is spelled out: beside a DeepSpeed file the launch may not name one.
+    The precision is spelled out: with a DeepSpeed file the launch may not name one.
     """
     config = own_config(strategy, None, trainable_parameters=trainable_parameters)
     return {**config, "train_micro_batch_size_per_gpu": AUTO}

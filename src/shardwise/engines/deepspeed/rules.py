@@ -147,7 +147,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="fp16-and-parameters-in-fp32",
         broken=_fp16_and_fp32_parameters,
-        reason="Mamba's A_log, D and dt's bias are stepped beside DeepSpeed, which alone scales fp16's loss",
+        reason="Mamba's A_log, D and dt's bias are stepped outside DeepSpeed, which alone scales fp16's loss",
         where="train.precision",
         fix="train.precision: bf16, or strategy: fsdp2",
         source="shardwise.engines.runtime.fp32_params",
