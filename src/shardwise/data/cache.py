@@ -36,8 +36,7 @@ import numpy.typing as npt
 from shardwise.errors import MachineError
 from shardwise.record.manifest import hash_files
 
-FORMAT = 1
-"""Part of every key; raised when the files or the way to them change."""
+FORMAT = 1  # part of every key; raised when the files or the way to them change
 COLUMNS: dict[str, Any] = {"tokens": np.uint32, "trained": np.uint8}
 COLUMNS |= {"starts": np.int64, "lengths": np.int32, "targets": np.int32, "groups": np.int64}
 
@@ -72,10 +71,8 @@ class Entry(NamedTuple):
     """Content of the cache under one key."""
 
     dataset: TokenDataset
-    note: dict[str, Any]
-    """The builder's return value."""
-    sha256: str
-    """Hash of the content of all columns."""
+    note: dict[str, Any]  # the builder's return value
+    sha256: str  # hash of the content of all columns
 
 
 class Writer:

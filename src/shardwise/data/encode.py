@@ -24,8 +24,7 @@ Mask = npt.NDArray[np.uint8]
 @dataclass(frozen=True, slots=True)
 class Encoded:
     tokens: Tokens
-    trained: Mask
-    """1 where the token is an answer's; same shape as `tokens`."""
+    trained: Mask  # 1 where the token is an answer's; same shape as `tokens`
 
 
 class Encoder:

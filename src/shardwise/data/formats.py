@@ -46,8 +46,7 @@ class Conversation:
 
     where: str
     messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the functions that the assistant may call."""
+    tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that the assistant may call
 
 
 Sample = Conversation | Text

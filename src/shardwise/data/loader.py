@@ -24,8 +24,7 @@ from shardwise.data.cache import TokenDataset
 from shardwise.data.packing import Indices, Rows, deal, rows_of_epoch
 from shardwise.errors import DataError, JobError
 
-ROUND = 8
-"""Unpacked rows are as long as a multiple of this, as tensor cores need it."""
+ROUND = 8  # unpacked rows are as long as a multiple of this, as tensor cores need it
 
 
 class Position(NamedTuple):
@@ -73,8 +72,7 @@ class BatchStream(_Stream, Iterator[StepBatch]):
     global_batch: int
     seed: int
     worst_case_first: bool
-    prefetch: int = 2
-    """Steps that a background thread prepares ahead; 0 prepares each when it is asked for."""
+    prefetch: int = 2  # steps that a background thread prepares ahead; 0 prepares each when it is asked for
 
     def __post_init__(self) -> None:
         if len(self.dataset) == 0:

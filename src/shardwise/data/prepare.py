@@ -28,18 +28,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH_SAMPLES = 256
-BATCH_CHARS = 2 << 20
-"""Samples are tokenised together up to these numbers, which bounds the memory."""
-SHOWN_TOKENS = 2048
-"""At most this many tokens of the first sample are shown."""
+BATCH_CHARS = 2 << 20  # samples are tokenised together up to these numbers, which bounds the memory
+SHOWN_TOKENS = 2048  # at most this many tokens of the first sample are shown
 
 
 @dataclass(frozen=True)
 class RenderedSample:
     """A sample for people to look at."""
 
-    runs: list[tuple[str, bool]]
-    """Text in order, each run with whether its tokens are trained."""
+    runs: list[tuple[str, bool]]  # text in order, each run with whether its tokens are trained
     tokens: int
 
 
@@ -49,12 +46,9 @@ class Prepared:
     eval: TokenDataset | None
     summary: dict[str, Any]
     """Counts and formats as plain values; `key` is a hash of the data's inputs and options."""
-    content: str
-    """A hash of the tokens themselves, and of the held-out share."""
-    sample: RenderedSample
-    """The first training sample."""
-    chat_template: str | None
-    """The Jinja text that conversations were rendered with; None for plain text."""
+    content: str  # a hash of the tokens themselves, and of the held-out share
+    sample: RenderedSample  # the first training sample
+    chat_template: str | None  # the Jinja text that conversations were rendered with; None for plain text
 
 
 @dataclass
@@ -63,18 +57,12 @@ class Counts:
 
     read: int = 0
     bad: int = 0
-    too_long: int = 0
-    """Conversations dropped because they are longer than a row."""
-    truncated: int = 0
-    """Conversations cut to the length of a row."""
-    truncated_tokens: int = 0
-    """Tokens lost by that."""
-    without_target: int = 0
-    """Conversations and pieces of text dropped because no token of them is trained."""
-    split: int = 0
-    """Conversations that became several samples because the template rewrites earlier turns."""
-    samples: int = 0
-    """Tokenised samples: conversations, or pieces of text no longer than a row."""
+    too_long: int = 0  # conversations dropped because they are longer than a row
+    truncated: int = 0  # conversations cut to the length of a row
+    truncated_tokens: int = 0  # tokens lost by that
+    without_target: int = 0  # conversations and pieces of text dropped because no token of them is trained
+    split: int = 0  # conversations that became several samples because the template rewrites earlier turns
+    samples: int = 0  # tokenised samples: conversations, or pieces of text no longer than a row
 
 
 def prepare(

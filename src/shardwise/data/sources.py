@@ -18,11 +18,9 @@ from typing import Any, TextIO
 from shardwise.errors import DataError, Problem
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
-PART_CHARS = 4 << 20
-"""A longer document is read in parts of about this many characters."""
+PART_CHARS = 4 << 20  # a longer document is read in parts of about this many characters
 
-Record = tuple[str, dict[str, Any]]
-"""Where the record stands (`file:line`), and its fields."""
+Record = tuple[str, dict[str, Any]]  # where the record stands (`file:line`), and its fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,7 @@ class Findings:
 
     headline: str
     fix: str
-    tolerated: bool = False
-    """Count and continue, instead of raising at the end of the reading."""
+    tolerated: bool = False  # count and continue, instead of raising at the end of the reading
     count: int = 0
     first: list[Problem] = field(default_factory=list)
 
@@ -87,8 +84,7 @@ class FileSource:
 class HubSource:
     name: str
     split: str
-    rows: Any
-    """A `datasets.Dataset`, memory-mapped by that library."""
+    rows: Any  # a `datasets.Dataset`, memory-mapped by that library
 
     def fingerprint(self) -> str:
         return f"hub:{self.name}:{self.split}:{self.rows._fingerprint}"

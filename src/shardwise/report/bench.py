@@ -15,8 +15,7 @@ from shardwise.record.bench import SCHEMA, BenchRecord
 from shardwise.units import GIB, count, steps
 
 Row = Mapping[str, Any]
-Pair = tuple[float | None, float | None]
-"""(predicted, measured)."""
+Pair = tuple[float | None, float | None]  # (predicted, measured)
 Column = tuple[str, str, Callable[[float], str]]
 """A column's title, its quantity as `pair` names it, and how a value is written."""
 
@@ -32,10 +31,8 @@ PART_OF_PREDICTION = {
 }
 """Quantities with the same name in a prediction and in a measurement, and where a prediction has them."""
 
-SLOWED = 1.1
-"""A profiled step that takes longer than the others by this factor also waited for the profiler."""
-IDLE = 0.1
-"""Share of the profiled step from which an idle GPU is reported."""
+SLOWED = 1.1  # a profiled step that takes longer than the others by this factor also waited for the profiler
+IDLE = 0.1  # share of the profiled step from which an idle GPU is reported
 
 
 def to_json(bench: BenchRecord) -> dict[str, Any]:

@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 
 HEIGHT = 210
 SMALL = 120
-WIDTH = 1000
-"""Of a curve's own coordinates, which are stretched to the page's."""
+WIDTH = 1000  # of a curve's own coordinates, which are stretched to the page's
 COLOURS = 8
 
 Text = Callable[[float], str]
-Chart = dict[str, Any]
-"""What the template's macro `bars` or `plot` takes."""
+Chart = dict[str, Any]  # what the template's macro `bars` or `plot` takes
 
 
 class Part(NamedTuple):
@@ -33,8 +31,7 @@ class Bar(NamedTuple):
 
     parts: Sequence[Part]
     text: str
-    guess: bool = False
-    """Predicted: its text is drawn softer."""
+    guess: bool = False  # Predicted: its text is drawn softer
 
 
 class Curve(NamedTuple):
@@ -42,8 +39,7 @@ class Curve(NamedTuple):
 
     name: str
     points: Sequence[tuple[float, float | None]]
-    style: str
-    """Classes of the style sheet, `l-COLOUR` first."""
+    style: str  # classes of the style sheet, `l-COLOUR` first
     stairs: bool = False
     width: float = 1.75
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from shardwise.units import GIB
 
 NONE = "–"
-THIN = "\u202f"
-"""A narrow space that keeps a number and its unit on one line."""
+THIN = "\u202f"  # a narrow space that keeps a number and its unit on one line
 
 
 def gib(value: float | None) -> str:

@@ -22,8 +22,7 @@ from shardwise.report.html import numbers, views
 from shardwise.units import count, duration, steps
 
 FOLDER = Path(__file__).parent
-Fact = tuple[str, str, str]
-"""A large figure: its name, its value, a remark."""
+Fact = tuple[str, str, str]  # a large figure: its name, its value, a remark
 
 
 @cache

@@ -30,10 +30,8 @@ class Cell(NamedTuple):
 
     text: str
     below: str = ""
-    guess: bool = False
-    """`below` is a prediction."""
-    tag: str = ""
-    """Class of the mark that `text` is shown as; empty where it is not one."""
+    guess: bool = False  # `below` is a prediction
+    tag: str = ""  # class of the mark that `text` is shown as; empty where it is not one
 
 
 class Table(NamedTuple):
