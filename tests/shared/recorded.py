@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.device.find import REPLAY
-from shardwise.device.replay import Replay
+from shardwise.device.seam import Replay
 
 MACHINES = Path(__file__).parent / "machines"
 

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from shardwise import folders
 from shardwise.data.cache import FORMAT, Entry, TokenDataset, Writer, load_or_build
-from shardwise.data.chat import Renderer, template_for
-from shardwise.data.encode import Encoded, Encoder, Tokens
+from shardwise.data.chat import Encoded, Encoder, Renderer, Tokens, template_for
 from shardwise.data.formats import Conversation, Reader, Sample
 from shardwise.data.packing import permutation, rows_of_epoch
 from shardwise.data.render import Rendered

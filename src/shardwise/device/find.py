@@ -11,8 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from shardwise.device.nvml import open_nvml
-from shardwise.device.replay import NoDevice, Replay
-from shardwise.device.seam import Device
+from shardwise.device.seam import Device, NoDevice, Replay
 from shardwise.errors import MachineError
 
 VENDORS: tuple[Callable[[], Device], ...] = (open_nvml,)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from shardwise.device.replay import NoDevice
-from shardwise.device.seam import Card, Device, Paths, Reading, Unavailable
+from shardwise.device.seam import Card, Device, NoDevice, Paths, Reading, Unavailable
 
 T = TypeVar("T")
 

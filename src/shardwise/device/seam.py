@@ -1,10 +1,10 @@
-"""What a vendor's driver answers about the GPUs of this machine. Pure Python: no torch, no CUDA context."""
+"""What a driver answers about this machine's GPUs; and devices without one: recorded values, or none."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, get_args
 
 Reading = Literal[
     "memory_used_bytes",  # by all processes
@@ -61,3 +61,76 @@ class Device(Protocol):
 
     def processes(self, uuid: str) -> Mapping[int, int | Unavailable] | Unavailable:
         """GPU memory in bytes by process id; a container with its own process ids sees none."""
+
+
+FACTS = [field.name for field in fields(Card) if field.name != "index"]
+
+
+class Replay:
+    """Answers as the recorded machine did; null, and what was not recorded, is Unavailable.
+
+    {"driver": "580.95.05", "clock_reasons": {"2": "words"}, "paths": ["X NV18", "NV18 X"],
+     "gpus": [{"uuid": ..., "name": ..., and other fields of `Card`,
+               "readings": {READING: number, or a list to give one by one, the last one again and again},
+               "processes": {PID: bytes}}]}
+    """
+
+    visible_variable = "CUDA_VISIBLE_DEVICES"
+
+    def __init__(self, values: Mapping[str, Any], missing: str = "not recorded") -> None:
+        """`values` may be changed between readings. KeyError or TypeError where a card lacks its name."""
+        self._values, self._missing = values, Unavailable(reason=missing)
+        self._gpus = {gpu["uuid"]: gpu for gpu in values["gpus"]}
+        reasons = values.get("clock_reasons", {})
+        self.clock_reasons: Mapping[int, str] = {int(bit): words for bit, words in reasons.items()}
+        self.cards: Sequence[Card] = [
+            Card(index=index, **{fact: gpu[fact] for fact in FACTS if gpu.get(fact) is not None})
+            for index, gpu in enumerate(self._gpus.values())
+        ]
+
+    def driver_version(self) -> str | Unavailable:
+        return self._values.get("driver") or self._missing
+
+    def paths(self) -> Paths:
+        rows = [row.split() for row in self._values.get("paths", ())]
+        return {(i, j): path for i, row in enumerate(rows) for j, path in enumerate(row) if path != "X"}
+
+    def read(self, uuid: str, what: Reading) -> float | Unavailable:
+        found = self._gpus.get(uuid, {}).get("readings", {}).get(what)
+        if isinstance(found, list):
+            found = found.pop(0) if len(found) > 1 else found[0]
+        return self._missing if found is None else found
+
+    def processes(self, uuid: str) -> Mapping[int, int | Unavailable] | Unavailable:
+        found = self._gpus.get(uuid, {}).get("processes")
+        if found is None:
+            return self._missing
+        return {int(pid): self._missing if size is None else size for pid, size in found.items()}
+
+
+class NoDevice(Replay):
+    """No GPUs, because there is no driver or because it fails; every answer gives the reason."""
+
+    def __init__(self, reason: str, *, broken: bool = False) -> None:
+        """`broken`: a driver or package fails, which the user has to fix."""
+        super().__init__({"gpus": []}, missing=reason)
+        self.reason, self.broken = reason, broken
+
+
+def record(device: Device) -> dict[str, Any]:
+    """What `device` answers now, as Replay and json.dump take it; processes are left out."""
+    paths, numbers = device.paths(), range(len(device.cards))
+    gpus: list[dict[str, Any]] = [{fact: getattr(card, fact) for fact in FACTS} for card in device.cards]
+    for gpu in gpus:
+        readings = {what: device.read(gpu["uuid"], what) for what in get_args(Reading)}
+        gpu["readings"] = {what: value for what, value in readings.items() if _known(value)}
+    return {
+        "driver": device.driver_version() if _known(device.driver_version()) else None,
+        "clock_reasons": {str(bit): words for bit, words in device.clock_reasons.items()},
+        "paths": [" ".join(paths.get((i, j), "X") for j in numbers) for i in numbers],
+        "gpus": [{fact: value for fact, value in gpu.items() if _known(value)} for gpu in gpus],
+    }
+
+
+def _known(value: Any) -> bool:
+    return not isinstance(value, Unavailable)

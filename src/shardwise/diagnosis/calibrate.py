@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from shardwise.diagnosis.check import Check
+from shardwise.diagnosis import Check
 from shardwise.diagnosis.child import Answer
 from shardwise.diagnosis.gpus import Gpus
 from shardwise.hardware.calibration import Calibration, Product, Rate, Sample, load, of_hardware, save

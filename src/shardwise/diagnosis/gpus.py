@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import get_args
 
 from shardwise.device.find import find, unseen_vendor
-from shardwise.device.replay import NoDevice
-from shardwise.device.seam import Card, Reading, Unavailable
-from shardwise.diagnosis.check import Check
+from shardwise.device.seam import Card, NoDevice, Reading, Unavailable
+from shardwise.diagnosis import Check
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import detect_hardware, visible
 from shardwise.hardware.hardware import Hardware

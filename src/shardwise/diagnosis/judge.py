@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from shardwise.diagnosis.check import Check, Status
+from shardwise.diagnosis import Check, Status
 from shardwise.diagnosis.child import Answer
 from shardwise.diagnosis.gpus import Gpus
 from shardwise.units import duration

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from shardwise.device.seam import Unavailable
-from shardwise.energy.meter import Gpu, find_gpu
+from shardwise.energy import Gpu, find_gpu
 
 MEMORY_FIELDS = (
     "allocated_bytes",

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from shardwise.device.seam import Unavailable
-from shardwise.energy.meter import StepJoules
+from shardwise.energy import StepJoules
 from shardwise.record.schema import EvalEvent, ResumeEvent, RunEvent, SaveEvent, StepEvent, StopEvent
 from shardwise.record.trackers import Trackers
 from shardwise.record.write import EventWriter, RunFolder

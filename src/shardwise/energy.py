@@ -16,8 +16,7 @@ from functools import partial
 from typing import Literal
 
 from shardwise.device.find import find
-from shardwise.device.replay import NoDevice
-from shardwise.device.seam import Device, Unavailable
+from shardwise.device.seam import Device, NoDevice, Unavailable
 
 EnergySource = Literal["counter", "power samples"]
 
