@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
+from shardwise.device import Device, NoDevice, Unavailable
 from shardwise.device.find import find
-from shardwise.device.seam import Device, NoDevice, Unavailable
 
 EnergySource = Literal["counter", "power samples"]
 

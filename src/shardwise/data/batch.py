@@ -34,11 +34,9 @@ class MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> MicroBatch:
-        """Copy to pinned memory."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The fields that are tensors, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:

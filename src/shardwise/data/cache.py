@@ -156,10 +156,7 @@ def _build(entry: Path, build: Callable[[Writer], dict[str, Any]]) -> Entry:
 
 
 def _open(entry: Path, *, without_hash: bool = False) -> Entry | None:
-    """Open an entry; None where it is missing, damaged, or has no hash.
-
-    `without_hash`: give it its hash first, because tokens that are built again might differ.
-    """
+    """None where it is missing or damaged, or has no hash; `without_hash` gives it one and builds nothing."""
     try:
         meta: dict[str, Any] = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
         if meta["bytes"] != _sizes(entry):
@@ -202,12 +199,9 @@ def _make_durable(path: Path) -> None:
 
 @contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """Turn errors of the disk into one that says where and what to do."""
     try:
         yield
     except OSError as error:
-        raise MachineError(
-            f"the token cache cannot be written: {error.strerror or error}",
-            where=str(path),
-            fix="free space, or name another folder in the environment variable SHARDWISE_CACHE",
-        ) from error
+        what = f"the token cache cannot be written: {error.strerror or error}"
+        fix = "free space, or name another folder in the environment variable SHARDWISE_CACHE"
+        raise MachineError(what, where=str(path), fix=fix) from error

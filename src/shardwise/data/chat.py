@@ -71,11 +71,9 @@ def starts_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
 def end_token(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int]:
     """Return text and id of the token that ends a document. DataError where there is none."""
     if tokenizer.eos_token_id is None:
-        raise DataError(
-            "the tokenizer has no end token, so the model could never learn to stop",
-            where="model.tokenizer",
-            fix="use a tokenizer with an eos_token (tokenizer_config.json)",
-        )
+        what = "the tokenizer has no end token, so the model could never learn to stop"
+        fix = "use a tokenizer with an eos_token (tokenizer_config.json)"
+        raise DataError(what, where="model.tokenizer", fix=fix)
     return str(tokenizer.eos_token), int(tokenizer.eos_token_id)
 
 
@@ -106,31 +104,24 @@ class Renderer:
             self._process.kill()
             self._process.communicate()
 
-    def render(
-        self, conversations: Sequence[Conversation]
-    ) -> Iterator[tuple[Conversation, list[Rendered] | str]]:
+    def render(self, batch: Sequence[Conversation]) -> Iterator[tuple[Conversation, list[Rendered] | str]]:
         """Yield each conversation with its samples, or with the sentence that says why there are none."""
-        if self._process is None:
-            self._start()
-        assert self._process is not None
-        assert self._process.stdout is not None
+        process = self._process = self._process or self._start()
+        assert process.stdout is not None
+        request = json.dumps([[c.messages, c.tools] for c in batch])
         with suppress(BrokenPipeError):  # then there is no answer, which is reported below
-            print(
-                json.dumps([[c.messages, c.tools] for c in conversations]),
-                file=self._process.stdin,
-                flush=True,
-            )
-        for conversation in conversations:
-            line = self._process.stdout.readline()
+            print(request, file=process.stdin, flush=True)
+        for conversation in batch:
+            line = process.stdout.readline()
             if not line.endswith("\n"):
-                raise self._died(conversation)
+                raise _died(process.wait(), conversation)
             reply = json.loads(line)
             samples = reply if isinstance(reply, str) else [Rendered(text, spans) for text, spans in reply]
             yield conversation, samples
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[str]:
         kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ") if name in os.environ}
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-P", "-m", "shardwise.data.render"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -138,20 +129,18 @@ class Renderer:
             env={**kept, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "HF_HUB_OFFLINE": "1"},
             encoding="utf-8",
         )
-        print(json.dumps(self._setup), file=self._process.stdin)
+        print(json.dumps(self._setup), file=process.stdin)
+        return process
 
-    def _died(self, conversation: Conversation) -> Exception:
-        assert self._process is not None
-        code = self._process.wait()
-        if code == -signal.SIGPROF:
-            limit = time_limit(conversation.messages)
-            what = f"the chat template took more than {limit:.0f} s for one conversation"
-            return DataError(what, where=conversation.where, fix="use another template: data.chat_template")
-        return MachineError(
-            f"the process that renders chat templates ended with code {code}",
-            where=conversation.where,
-            fix=f"run `{sys.executable} -m shardwise.data.render </dev/null` to see why",
-        )
+
+def _died(code: int, conversation: Conversation) -> Exception:
+    if code == -signal.SIGPROF:
+        limit = time_limit(conversation.messages)
+        what = f"the chat template took more than {limit:.0f} s for one conversation"
+        return DataError(what, where=conversation.where, fix="use another template: data.chat_template")
+    what = f"the process that renders chat templates ended with code {code}"
+    fix = f"run `{sys.executable} -m shardwise.data.render </dev/null` to see why"
+    return MachineError(what, where=conversation.where, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +153,7 @@ class Encoder:
     """A tokenizer with the checks that its output needs before a model may see it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> None:
-        """`vocab_size`: rows of the model's embedding."""
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.end_text, end_id = end_token(tokenizer)
         self._ends = tuple(end_tokens(tokenizer))
         self._begin = [tokenizer.bos_token_id] if starts_with_bos(tokenizer) else []
@@ -188,11 +175,9 @@ class Encoder:
         without it the model would never learn to stop.
         """
         if not self.tokenizer.is_fast:
-            raise DataError(
-                "the tokenizer does not give the characters of a token, so no answer can be marked",
-                where="model.tokenizer",
-                fix="use a tokenizer with a tokenizer.json (a fast one)",
-            )
+            what = "the tokenizer does not give the characters of a token, so no answer can be marked"
+            fix = "use a tokenizer with a tokenizer.json (a fast one)"
+            raise DataError(what, where="model.tokenizer", fix=fix)
         samples = [self._ended(sample) for _, sample in rendered]
         batch = self._tokenize([sample.text for sample in samples], return_offsets_mapping=True)
         columns = (rendered, samples, batch["input_ids"], batch["offset_mapping"])

@@ -106,11 +106,9 @@ def hold_out(dataset: TokenDataset, fraction: float, *, seed: int) -> tuple[Toke
     """(rest, held out): a random share of the conversations or pieces of text, at least one on each side."""
     groups, member = np.unique(dataset.groups, return_inverse=True)
     if len(groups) < 2:
-        raise DataError(
-            "the data is a single sample; none can be held out for evaluation",
-            where="data.eval_fraction",
-            fix="set it to 0, name data.eval, or train on more data",
-        )
+        what = "the data is a single sample; none can be held out for evaluation"
+        fix = "set it to 0, name data.eval, or train on more data"
+        raise DataError(what, where="data.eval_fraction", fix=fix)
     count = min(max(1, round(fraction * len(groups))), len(groups) - 1)
     out = np.zeros(len(groups), dtype=bool)
     out[permutation(len(groups), seed)[:count]] = True
@@ -136,18 +134,15 @@ class _Build:
         self._identity = _tokenizer_identity(self.tokenizer)
 
     def dataset(self, spec: str | list[str], *, key: str) -> tuple[str, Entry]:
-        """Return the name of the entry in the cache, and the entry."""
         sources = open_sources(spec, split=self.data.split, key=key)
-        options = self.data.model_dump(
-            include={"format", "max_samples", "sequence_length", "loss_on", "system", "too_long", "skip_bad"}
-        )
+        deciding = {"format", "max_samples", "sequence_length", "loss_on", "system", "too_long", "skip_bad"}
         content = {
             "format": FORMAT,
             "sources": [source.fingerprint() for source in sources],
             "tokenizer": self._identity,
             "template": self.template,
             "vocab_size": self.vocab_size,
-            **options,
+            **self.data.model_dump(include=deciding),
         }
         name = _hash(json.dumps(content, sort_keys=True))
         return name, load_or_build(self.root, name, lambda writer: self._fill(writer, sources, key))
@@ -196,14 +191,9 @@ class _RowWriter:
 
     def __init__(self, writer: Writer, sequence_length: int, too_long: str) -> None:
         self.counts = Counts()
-        self.long = Findings(
-            f"conversations are longer than data.sequence_length ({sequence_length})",
-            "raise it, or set data.too_long to truncate or drop",
-        )
-        self._writer = writer
-        self._room = sequence_length
-        self._too_long = too_long
-        self._groups = 0
+        headline = f"conversations are longer than data.sequence_length ({sequence_length})"
+        self.long = Findings(headline, "raise it, or set data.too_long to truncate or drop")
+        self._writer, self._room, self._too_long, self._groups = writer, sequence_length, too_long, 0
         self._open: Tokens = np.zeros(0, dtype=np.uint32)  # end of a document whose next part follows
 
     def new_group(self) -> int:
@@ -257,10 +247,8 @@ def _nothing_left(counts: Counts, key: str) -> DataError:
     if counts.without_target:
         what = "no token of the data would be trained"
         fix = "raise data.sequence_length if the questions fill it, or set data.loss_on: all"
-    numbers = f"{counts.read} read, {counts.bad} bad, {counts.too_long} too long"
-    return DataError(
-        f"{what}: {numbers}, {counts.without_target} without a trained token", where=key, fix=fix
-    )
+    what += f": {counts.read} read, {counts.bad} bad, {counts.too_long} too long"
+    return DataError(f"{what}, {counts.without_target} without a trained token", where=key, fix=fix)
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -283,11 +271,8 @@ def _summary(
     summary = {"format": " and ".join(note["formats"]), **counts, "train_samples": len(train)}
     if held_out is not None:
         summary |= {"eval_samples": len(held_out), "eval_target_tokens": _total(held_out.targets)}
-    summary |= {
-        "tokens": _total(train.lengths),
-        "target_tokens": _total(train.targets),
-        "longest_tokens": int(train.lengths.max()),
-    }
+    summary |= {"tokens": _total(train.lengths), "target_tokens": _total(train.targets)}
+    summary["longest_tokens"] = int(train.lengths.max())
     if job.data.packing:
         length, seed = job.data.sequence_length, job.train.seed
         rows = rows_of_epoch(train.lengths, sequence_length=length, seed=seed, epoch=0, packing=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from shardwise.device import Device, NoDevice, Replay
 from shardwise.device.nvml import open_nvml
-from shardwise.device.seam import Device, NoDevice, Replay
 from shardwise.errors import MachineError
 
 VENDORS: tuple[Callable[[], Device], ...] = (open_nvml,)

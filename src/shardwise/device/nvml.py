@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from shardwise.device.seam import Card, Device, NoDevice, Paths, Reading, Unavailable
+from shardwise.device import Card, Device, NoDevice, Paths, Reading, Unavailable
 
 T = TypeVar("T")
 

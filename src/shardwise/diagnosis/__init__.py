@@ -18,8 +18,7 @@ class Check:
     status: Status
     finding: str
     fix: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """What it was concluded from, in JSON's types; the unit is in the key."""
+    facts: Mapping[str, Any] = field(default_factory=dict, hash=False)  # JSON's types; keys name the units
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

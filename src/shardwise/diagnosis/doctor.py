@@ -39,7 +39,6 @@ class Report:
 
     @property
     def ready(self) -> bool:
-        """Whether training can run here."""
         return count(self.checks)["problem"] == 0
 
     def to_json(self) -> dict[str, Any]:
@@ -76,11 +75,11 @@ def examine(
         family.wait()
         checks = [*local, *probes.checks()]
         if calibrate and not count(checks)["problem"]:
-            ranks = _ranks(family, gpus, "measure", limit_seconds=MEASURE_SECONDS)
+            ranks = _ranks(family, gpus, "measure", MEASURE_SECONDS)
             family.wait()
             found, check = calibration.measured(gpus, [child.answers["measure"] for child in ranks])
             if find_spec("deepspeed"):  # compiling its optimizer takes a minute or two the first time
-                child = family.ask("cpu_adam", environment=_environment(1), limit_seconds=COMPILE_SECONDS)
+                child = family.ask("cpu_adam", environment=_environment(1), limit=COMPILE_SECONDS)
                 family.wait()
                 checks.append(judge.cpu_adam(child.answers["cpu_adam"]))
         else:
@@ -103,7 +102,7 @@ class _Probes:
         # compiling kernels takes a GPU machine's time, importing torch several times that of one without
         groups = [formats, ours, others, engine] if gpus.count else [[*formats, *ours, *others, *engine]]
         self._several = [family.ask(*names, environment=environment) for names in groups if names]
-        self._hub = None if judge.offline() else family.ask("hub", limit_seconds=HUB_SECONDS)
+        self._hub = None if judge.offline() else family.ask("hub", limit=HUB_SECONDS)
 
     def checks(self) -> Iterator[Check]:
         """What was answered; call it after all children have ended."""
@@ -117,14 +116,14 @@ class _Probes:
         yield judge.hub(None if self._hub is None else self._hub.answers["hub"])
 
 
-def _ranks(family: Children, gpus: Gpus, probe: str, *, limit_seconds: float | None = None) -> list[Child]:
+def _ranks(family: Children, gpus: Gpus, probe: str, limit: float = 0.0) -> list[Child]:
     """A process for each GPU, or two where there is none, that can meet."""
     size = gpus.count or CPU_RANKS
     shared = _environment(size)
     if not gpus.count:
         shared["CUDA_VISIBLE_DEVICES"] = ""  # torch may see what the launcher does not count
     ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    return family.ask_together(probe, ranks, limit_seconds)
+    return family.ask_together(probe, ranks, limit)
 
 
 def _environment(processes: int) -> dict[str, str]:
@@ -132,12 +131,9 @@ def _environment(processes: int) -> dict[str, str]:
     return worker_environment(processes=processes, folder=Path(tempfile.gettempdir()))
 
 
-SIGNS: dict[Status, tuple[str, str]] = {
-    "problem": ("✗", "bold red"),
-    "warning": ("!", "yellow"),
-    "ok": ("✓", "green"),
-    "skipped": ("·", "dim"),
-}
+SIGNS: dict[Status, tuple[str, str]] = {"problem": ("✗", "bold red"), "warning": ("!", "yellow")}
+SIGNS |= {"ok": ("✓", "green"), "skipped": ("·", "dim")}
+BAD = ("problem", "warning")
 
 
 def show(report: Report, *, console: Console | None = None) -> None:
@@ -156,7 +152,6 @@ def show(report: Report, *, console: Console | None = None) -> None:
 
 
 def _heading(report: Report) -> Text:
-    """What the machine is."""
     gpus = report.gpus
     if not gpus.cards:
         what = f"{gpus.count} parts of GPUs" if gpus.count else "no GPU to train on"
@@ -169,13 +164,8 @@ def _heading(report: Report) -> Text:
 
 
 def _verdict(report: Report) -> Text:
-    """Whether training can run, in a line."""
-    numbers = count(report.checks)
-    counted = ", ".join(
-        f"{numbers[status]} {status}{'' if numbers[status] == 1 else 's'}"
-        for status in ("problem", "warning")
-        if numbers[status]
-    )
+    bad = [(number, status) for status, number in count(report.checks).items() if status in BAD and number]
+    counted = ", ".join(f"{number} {status}{'' if number == 1 else 's'}" for number, status in bad)
     tail = f"{' · ' if counted else ''}{counted} · {report.seconds:.0f} s"
     if not report.ready:
         return Text.assemble(("✗ not ready", "bold red"), f": training cannot run here as it is{tail}")
@@ -186,7 +176,7 @@ def _verdict(report: Report) -> Text:
 
 def _lines(check: Check) -> Iterator[Text]:
     yield Text(check.finding, style="dim" if check.status == "skipped" else "")
-    if check.fix and check.status in ("problem", "warning"):
+    if check.fix and check.status in BAD:
         yield Text.assemble(("fix: ", "bold"), check.fix)
     elif check.fix and check.status == "skipped":
         yield Text(check.fix, style="dim")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from shardwise.device import Card, Device, Paths, Unavailable
 from shardwise.device.find import find, unseen_vendor
-from shardwise.device.seam import Card, Device, Paths, Unavailable
 from shardwise.errors import MachineError
 from shardwise.hardware import catalog, links
 from shardwise.hardware.calibration import calibrated

@@ -41,8 +41,8 @@ def summary(run_dir: str | Path) -> dict[str, Any]:
     run = read_run(Path(run_dir))
     head = _head(run)
     steps = _of_kind(run.events, "step")
-    losses = [(event["loss"], event["step"]) for event in steps if event.get("loss") is not None]
-    steady = _steady(run.events)
+    losses = [(event["loss"], event["step"]) for event in _with_loss(run.events)]
+    best_loss, best_step = min(losses, default=(None, None))
     return {
         "name": run.job.get("name"),
         "path": str(run.path),
@@ -54,13 +54,11 @@ def summary(run_dir: str | Path) -> dict[str, Any]:
         "tokens": sum(event["tokens"] for event in steps),
         "first_loss": losses[0][0] if losses else None,
         "last_loss": losses[-1][0] if losses else None,
-        "best_loss": min(losses)[0] if losses else None,
-        "best_loss_step": min(losses)[1] if losses else None,
+        "best_loss": best_loss,
+        "best_loss_step": best_step,
         "skipped_steps": sum(bool(event.get("skipped")) for event in steps),
-        "evaluations": [
-            {"step": event["step"], "loss": event["loss"]} for event in _of_kind(run.events, "eval")
-        ],
-        **_throughput(steady, int(head.get("processes") or 1)),
+        "evaluations": [{key: one[key] for key in ("step", "loss")} for one in _of_kind(run.events, "eval")],
+        **_throughput(_steady(run.events), int(head.get("processes") or 1)),
         "peak_memory_reserved_bytes": _peak(steps, "peak_memory_reserved_bytes"),
         "peak_memory_allocated_bytes": _peak(steps, "peak_memory_allocated_bytes"),
         "wall_seconds": _wall_seconds(run.events),
@@ -74,8 +72,7 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
     Speed is that of `summary`. Nothing is measured before the first step. Raises JobError as `summary` does.
     """
     run, numbers = read_run(path), summary(path)
-    steps = [event for event in run.events if event.get("kind") == "step" and event.get("loss") is not None]
-    header = next(event for event in run.events if event.get("kind") == "run")
+    steps, header = _with_loss(run.events), _of_kind(run.events, "run")[0]
     chosen = run.plan.get("chosen") or {}
     predicted = chosen.get("prediction")
     found = None
@@ -103,20 +100,20 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
 
 def losses(run_dir: str | Path) -> list[float]:
     """Finite training losses in step order, for curves."""
-    events = _of_kind(read_run(Path(run_dir)).events, "step")
-    return [event["loss"] for event in events if event.get("loss") is not None]
+    return [event["loss"] for event in _with_loss(read_run(Path(run_dir)).events)]
 
 
 def _head(run: RunRecord) -> Mapping[str, Any]:
     """Return the newest `run` event. JobError where there is none: the run has not started."""
     heads = _of_kind(run.events, "run")
     if not heads:
-        raise JobError(
-            f"the run in {run.path} has not started: events.jsonl has no lines",
-            where=str(run.path),
-            fix="run `shardwise train` first",
-        )
+        what = f"the run in {run.path} has not started: events.jsonl has no lines"
+        raise JobError(what, where=str(run.path), fix="run `shardwise train` first")
     return heads[-1]
+
+
+def _with_loss(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [event for event in _of_kind(events, "step") if event.get("loss") is not None]
 
 
 def _of_kind(events: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
@@ -168,12 +165,8 @@ def _peak(steps: Sequence[Mapping[str, Any]], field: str) -> list[int]:
 
 def _wall_seconds(events: Sequence[Mapping[str, Any]]) -> float:
     """Sum of the launches, each from its first to its last line; time between launches does not count."""
-    spans = (
-        float(event["time"] - before["time"])
-        for before, event in pairwise(events)
-        if event["kind"] not in ("run", "resume")
-    )
-    return sum(spans, 0.0)
+    lines = pairwise(events)
+    return sum((b["time"] - a["time"] for a, b in lines if b["kind"] not in ("run", "resume")), 0.0)
 
 
 def _checkpoints(folder: Path) -> list[dict[str, Any]]:
@@ -244,22 +237,19 @@ def judge(seconds: Sequence[float]) -> tuple[str, list[str]]:
 def _memory(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, key in BY_RANK.items():
-        by_step = [step[key] for step in steps if step.get(key)]
-        by_rank = [max(values) for values in zip(*by_step, strict=True)] or None
+        by_rank = _peak(steps, key) or None
         found |= {name: by_rank and max(by_rank), f"{name}_by_rank": by_rank}
+
+    def worst(key: str) -> list[int | None]:  # of all ranks, after each step
+        return [max(step[key]) if step.get(key) else None for step in steps]
+
     on_gpu = found["outside_allocator_bytes"] is not None
     return {
         **found,
         "memory_of": "gpu" if on_gpu else "process",
         "outside_allocator_unavailable": None if on_gpu else "no GPU",
-        "reserved_by_step_bytes": _by_step(steps, "memory_reserved_bytes"),
-        "allocated_by_step_bytes": _by_step(steps, "memory_allocated_bytes"),
+        **{f"{kind}_by_step_bytes": worst(f"memory_{kind}_bytes") for kind in ("reserved", "allocated")},
     }
-
-
-def _by_step(steps: Sequence[Mapping[str, Any]], key: str) -> list[int | None]:
-    """The worst rank's value after each step."""
-    return [max(step[key]) if step.get(key) else None for step in steps]
 
 
 def _rates(step: Mapping[str, Any], per_gpu: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from functools import cache
 import psutil
 import torch
 
-from shardwise.device.seam import Unavailable
+from shardwise.device import Unavailable
 from shardwise.energy import Gpu, find_gpu
 
 MEMORY_FIELDS = (

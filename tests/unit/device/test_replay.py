@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from recorded import device, values
-from shardwise.device.seam import Replay, Unavailable, record
+from shardwise.device import Replay, Unavailable, record
 
 GPU = {"uuid": "GPU-1", "name": "NVIDIA H200"}
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.device import nvml
-from shardwise.device.seam import NoDevice
+from shardwise.device import NoDevice, nvml
 from shardwise.diagnosis import Check, gpus
 
 Driver = Callable[..., None]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.device.seam import NoDevice, Replay, Unavailable
+from shardwise.device import NoDevice, Replay, Unavailable
 from shardwise.energy import (
     FIRST,
     INTERRUPTED,

@@ -134,8 +134,7 @@ def plot(
 def _path(curve: Curve, place: Callable[[float, float], tuple[float, float]]) -> str:
     """An SVG path with a piece for each stretch without a gap, and a point where a stretch is one value."""
     steps: list[str] = []
-    begun = False
-    before = 0.0
+    begun, before = False, 0.0
     for x, y in curve.points:
         if y is None:
             begun = False
