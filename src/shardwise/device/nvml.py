@@ -71,7 +71,6 @@ class Nvml:
         self.cards: Sequence[Card] = [self._card(index, uuid) for index, uuid in enumerate(self._handles)]
 
     def driver_version(self) -> str | Unavailable:
-        """As `580.65.06`."""
         return self._ask(lambda: str(self._nvml.nvmlSystemGetDriverVersion()))
 
     def read(self, uuid: str, what: Reading) -> float | Unavailable:
@@ -132,7 +131,7 @@ class Nvml:
             pcie_generation=ask(lambda _, gpu: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu))),
             pcie_lanes=ask(lambda _, gpu: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu))),
             compute_capability=ask(
-                lambda _, gpu: ".".join(map(str, nvml.nvmlDeviceGetCudaComputeCapability(gpu)))
+                lambda _, gpu: "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(gpu))
             ),
             divided=ask(lambda _, gpu: nvml.nvmlDeviceGetMigMode(gpu)[0]) == 1,
         )

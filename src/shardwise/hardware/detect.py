@@ -32,10 +32,7 @@ _MOST_PERMUTED = 8
 def detect_hardware() -> Hardware | None:
     """This machine's own GPUs, as CUDA_VISIBLE_DEVICES leaves them; None without a GPU or a driver.
 
-    Their links are as `doctor --calibrate` measured them, where it did (hardware/calibration.py).
-
-    Raises:
-        MachineError: the GPUs differ, are divided by MIG, or their memory is not known.
+    Their links are as `doctor --calibrate` measured them, where it did. MachineError as in `machine`.
     """
     device = find()
     cards = [card for card in visible(device) if isinstance(card, Card)]
@@ -64,11 +61,8 @@ def visible(device: Device) -> list[Card | str]:
         return list(device.cards)
     found: list[Card | str] = []
     for entry in map(str.strip, setting.split(",")):
-        named = [
-            card
-            for card in device.cards
-            if entry == str(card.index) or (entry.startswith("GPU-") and card.uuid.startswith(entry))
-        ]
+        by_uuid = entry.startswith("GPU-")
+        named = [c for c in device.cards if entry == str(c.index) or (by_uuid and c.uuid.startswith(entry))]
         if len(named) != 1 and not entry.startswith("MIG-"):
             break
         found += named or [entry]
@@ -78,8 +72,7 @@ def visible(device: Device) -> list[Card | str]:
 def machine(cards: Sequence[Card], paths: Paths, *, memory_bytes: int | None, cores: int | None) -> Hardware:
     """One node of `cards`, joined as `paths` says; without `paths`, as such cards usually are.
 
-    Raises:
-        MachineError: the cards differ, are divided by MIG, or their memory is not known.
+    MachineError where the cards differ, are divided by MIG, or their memory is not known.
     """
     _check_equal(cards)
     gpu = _gpu(cards[0])
@@ -135,13 +128,12 @@ def _memory(card: Card) -> int:
 
 def _gpu(card: Card) -> catalog.Gpu:
     """The catalog's row with the memory that the driver shows here (ECC changes it)."""
-    memory_bytes = _memory(card)
+    memory_bytes, capability = _memory(card), card.compute_capability
     known = catalog.find(card.name, memory_bytes)
-    if known is None:
-        stand_in = catalog.assumed(card.name.removeprefix("NVIDIA "), memory_bytes, memory_bytes / GIB)
-        capability = card.compute_capability
-        return replace(stand_in, compute_capability=capability if isinstance(capability, str) else None)
-    return replace(known, memory_bytes=memory_bytes)
+    if known is not None:
+        return replace(known, memory_bytes=memory_bytes)
+    stand_in = catalog.assumed(card.name.removeprefix("NVIDIA "), memory_bytes, memory_bytes / GIB)
+    return replace(stand_in, compute_capability=capability if isinstance(capability, str) else None)
 
 
 def _slot(cards: Sequence[Card], gpu: catalog.Gpu) -> tuple[int, int]:

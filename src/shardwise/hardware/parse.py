@@ -61,8 +61,7 @@ class _Spec:
 def parse_hardware(text: str) -> Hardware:
     """The hardware that `text` describes; of the host only its memory is known, and only where it is given.
 
-    Raises:
-        JobError: `text` cannot be read, names no GPU or several, or asks for a link the GPU does not have.
+    JobError where `text` cannot be read, names no GPU or several, or a link that the GPU does not have.
     """
     spec = _read(text)
     _refuse_unclear_memory(spec)
@@ -145,7 +144,6 @@ def _bytes(memory: re.Match[str]) -> int:
 
 
 def _host_memory(spec: _Spec) -> int | None:
-    """Of one node; None where it is not said."""
     if spec.host is None:
         return None
     memory = _MEMORY.fullmatch(spec.host.replace(" ", ""))
@@ -210,19 +208,13 @@ def resolve(text: str, where: str) -> Gpu:
     """The catalogued GPU called `text`, in any case, with spaces, dashes and underscores or without.
 
     Words of the name may be left out and change places, and the memory size may be added. Of several cards
-    that fit it is the plain one (RTX 4070 of 4070 and 4070 Ti), or else the SXM part (H100).
-
-    Raises:
-        JobError: no card fits, or several do; `where` says what was read.
+    that fit it is the plain one (RTX 4070 of 4070 and 4070 Ti), or else the SXM part (H100). JobError where
+    no card fits, or several do; `where` says what was read.
     """
     key = _normal(text)
-    for gpu in gpus():
-        if key == _normal(gpu.name):
-            return gpu
-    for gpu in gpus():
-        if key in (_normal(name) for name in gpu.driver_names):
-            return gpu
-    found = _candidates(text)
+    named = [gpu for gpu in gpus() if key == _normal(gpu.name)]
+    named += [gpu for gpu in gpus() if key in map(_normal, gpu.driver_names)]
+    found = named[:1] or _candidates(text)
     if not found:
         raise JobError(f"no GPU is called {text!r}", where=where, fix=_did_you_mean(key))
     if len(found) > 1:

@@ -48,8 +48,7 @@ def build(stage: Callable[[str], None]) -> dict[str, Any]:
 def formats(stage: Callable[[str], None]) -> dict[str, Any]:
     """Matrix products in bf16, fp16 and fp8, compared with fp32; by format an error or why there is none."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(SIDE, SIDE, generator=generator).to(device) for _ in range(2))
+    a, b = (values.to(device) for values in _values((SIDE, SIDE), (SIDE, SIDE)))
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     found: dict[str, Any] = {"device": device.type, "capability": capability}
     for name, multiply in (
@@ -79,7 +78,7 @@ def quantize(stage: Callable[[str], None]) -> dict[str, Any]:
     from bitsandbytes import functional
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    values = _values((64, 64))[0].to(device)
     stage("quantising")
     packed, state = functional.quantize_4bit(values, quant_type="nf4")
     back = functional.dequantize_4bit(packed, state)

@@ -154,9 +154,8 @@ def pairs(rows: Sequence[Row], quantity: str, text: Text, unit: str) -> Chart | 
             continue
         drawn = [Bar([Part("measured", found, "measured")], f"{text(found)} {unit}")]
         if predicted is not None:
-            part = Part("predicted", predicted, "predicted")
-            drawn.insert(0, Bar([part], f"{text(predicted)} predicted", guess=True))
-            compared = True
+            parts, compared = [Part("predicted", predicted, "predicted")], True
+            drawn.insert(0, Bar(parts, f"{text(predicted)} predicted", guess=True))
         lines.append((row["label"], note(row), drawn))
     legend = {"predicted": "f-predicted"} if compared else {}
     return bars(lines, text=text, legend={**legend, "measured": "f-measured"}) if lines else None
