@@ -213,13 +213,11 @@ class Encoder:
             Problem(what=f"id {tokens[position]} ({name!r}) at token {position}", where=where)
             for position, name in zip(positions, names, strict=False)
         ]
-        fix = Problem(
-            what=f"the tokenizer has {len(self.tokenizer)} tokens, the model's embedding {self.vocab_size}",
-            where="model.tokenizer",
-            fix="use the tokenizer that belongs to the model, or a model with a larger vocabulary",
-        )
+        what = f"the tokenizer has {len(self.tokenizer)} tokens, the model's embedding {self.vocab_size}"
+        fix = "use the tokenizer that belongs to the model, or a model with a larger vocabulary"
+        last = Problem(what=what, where="model.tokenizer", fix=fix)
         headline = f"{len(positions)} tokens are outside the model's vocabulary:"
-        raise DataError(headline, problems=[*listed, fix])
+        raise DataError(headline, problems=[*listed, last])
 
 
 def trained_mask(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> Mask:

@@ -140,7 +140,6 @@ class BatchStream(_Stream, Iterator[StepBatch]):
         return batch, self._produced
 
     def _take(self, position: Position, count: int) -> tuple[list[Indices], Position]:
-        """Take the next rows, from as many epochs as it needs."""
         taken: list[Indices] = []
         while len(taken) < count:
             position = self._settle(position)

@@ -131,7 +131,7 @@ class Nvml:
             pcie_generation=ask(lambda _, gpu: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu))),
             pcie_lanes=ask(lambda _, gpu: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu))),
             compute_capability=ask(
-                lambda _, gpu: "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(gpu))
+                lambda _, gpu: ".".join(map(str, nvml.nvmlDeviceGetCudaComputeCapability(gpu)))
             ),
             divided=ask(lambda _, gpu: nvml.nvmlDeviceGetMigMode(gpu)[0]) == 1,
         )

@@ -63,10 +63,8 @@ def _mismatch(facts: Mapping[str, Any], gpus: Gpus) -> tuple[str, str] | None:
         return f"driver {gpus.driver} is too old for CUDA {cuda}, which requires {least} or newer", fix
     if seen < present:
         said = f": {facts['said']}" if facts["said"] else ""
-        fix = (
-            "restart the driver's services (nvidia-persistenced, on NVSwitch machines nvidia-fabricmanager), "
-        )
-        fix += "look for Xid in `dmesg`, check the permissions of /dev/nvidia*"
+        fix = "restart the driver's services (nvidia-persistenced, on NVSwitch machines "
+        fix += "nvidia-fabricmanager), look for Xid in `dmesg`, check the permissions of /dev/nvidia*"
         return f"CUDA shows {seen} of the {present} GPUs that the driver shows{said}", fix
     for major, minor in facts["capabilities"]:
         if not _runs_on(facts["compiled_for"], (major, minor)):

@@ -39,8 +39,11 @@ def summary(run_dir: str | Path) -> dict[str, Any]:
     where the folder is not a complete run folder.
     """
     run = read_run(Path(run_dir))
-    head = _head(run)
-    steps = _of_kind(run.events, "step")
+    heads = _of_kind(run.events, "run")
+    if not heads:
+        what = f"the run in {run.path} has not started: events.jsonl has no lines"
+        raise JobError(what, where=str(run.path), fix="run `shardwise train` first")
+    head, steps = heads[-1], _of_kind(run.events, "step")
     losses = [(event["loss"], event["step"]) for event in _with_loss(run.events)]
     best_loss, best_step = min(losses, default=(None, None))
     return {
@@ -103,15 +106,6 @@ def losses(run_dir: str | Path) -> list[float]:
     return [event["loss"] for event in _with_loss(read_run(Path(run_dir)).events)]
 
 
-def _head(run: RunRecord) -> Mapping[str, Any]:
-    """Return the newest `run` event. JobError where there is none: the run has not started."""
-    heads = _of_kind(run.events, "run")
-    if not heads:
-        what = f"the run in {run.path} has not started: events.jsonl has no lines"
-        raise JobError(what, where=str(run.path), fix="run `shardwise train` first")
-    return heads[-1]
-
-
 def _with_loss(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [event for event in _of_kind(events, "step") if event.get("loss") is not None]
 
@@ -158,7 +152,6 @@ def _throughput(steps: Sequence[Mapping[str, Any]], processes: int) -> dict[str,
 
 
 def _peak(steps: Sequence[Mapping[str, Any]], field: str) -> list[int]:
-    """The largest value per rank over all steps."""
     by_step = [event[field] for event in steps if event.get(field)]
     return [max(values) for values in zip(*by_step, strict=True)]
 
@@ -255,12 +248,9 @@ def _memory(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _rates(step: Mapping[str, Any], per_gpu: float) -> dict[str, Any]:
     """TFLOP/s and MFU at `per_gpu` tokens a second: both are proportional to it."""
     share = per_gpu / step["tokens_per_second_per_gpu"]
-    flops, mfu = step.get("tflops_per_gpu"), step.get("mfu")
-    return {
-        "tflops_per_gpu": None if flops is None else flops * share,
-        "mfu": None if mfu is None else mfu * share,
-        "mfu_unavailable": step.get("mfu_unavailable"),
-    }
+    known = {key: step.get(key) for key in ("tflops_per_gpu", "mfu")}
+    rates = {key: None if value is None else value * share for key, value in known.items()}
+    return {**rates, "mfu_unavailable": step.get("mfu_unavailable")}
 
 
 def _energy(steady: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -80,14 +80,9 @@ def bars(
                 reached += value
         return shown
 
-    drawn_rows = [
-        (label, note, [(pieces(bar), bar.text, bar.guess) for bar in drawn]) for label, note, drawn in rows
-    ]
-    return {
-        "rows": drawn_rows,
-        "limit": None if limit is None else _percent(limit / scale),
-        "legend": legend or {},
-    }
+    shown = [(*head, [(pieces(bar), bar.text, bar.guess) for bar in drawn]) for *head, drawn in rows]
+    mark = None if limit is None else _percent(limit / scale)
+    return {"rows": shown, "limit": mark, "legend": legend or {}}
 
 
 def plot(
