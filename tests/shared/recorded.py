@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.device import Replay
 from shardwise.device.find import REPLAY
-from shardwise.device.replay import Replay
 
 MACHINES = Path(__file__).parent / "machines"
 

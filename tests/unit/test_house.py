@@ -76,7 +76,7 @@ def test_packages_that_promise_it_load_without_torch() -> None:
         "simulate",
         "space",
         "strategy.py",
-        "energy",
+        "energy.py",
         "cli",
     )
     files = [path for name in packages for path in [SOURCE / name, *sorted((SOURCE / name).rglob("*.py"))]]

@@ -30,7 +30,7 @@ def doctor(
     if as_json:
         print(json.dumps(report.to_json()))
     else:
-        from shardwise.diagnosis.show import show
+        from shardwise.diagnosis.doctor import show
 
         show(report)
     done = report.ready and (not calibrate or report.calibration is not None)

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-IGNORED = -100
-"""Label of a position that predicts nothing."""
+IGNORED = -100  # label of a position that predicts nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,16 +20,12 @@ class MicroBatch:
     segment's last token, outside the answers and in the padding.
     """
 
-    input_ids: torch.Tensor
-    """int64 [B, S]"""
-    labels: torch.Tensor
-    """int64 [B, S]"""
-    position_ids: torch.Tensor
-    """int64 [B, S]; restarts at 0 in every segment"""
+    input_ids: torch.Tensor  # int64 [B, S]
+    labels: torch.Tensor  # int64 [B, S]
+    position_ids: torch.Tensor  # int64 [B, S]; restarts at 0 in every segment
     cu_seqlens: torch.Tensor
     """int32 [segments + 1]; borders of the segments in the flattened B*S tokens, from 0 to B*S"""
-    max_seqlen: int
-    """Tokens in the longest segment."""
+    max_seqlen: int  # tokens in the longest segment
     single_segment_rows: int = 0
     """Number of rows, from the first on, that are known to be one segment without padding."""
 
@@ -39,11 +34,9 @@ class MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> MicroBatch:
-        """Copy to pinned memory."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The fields that are tensors, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
@@ -71,9 +64,6 @@ class StepBatch:
     """The rows of one optimizer step: this rank's micro-batches, and counts over all ranks."""
 
     micro_batches: Sequence[MicroBatch]
-    target_tokens: int
-    """Predicted tokens over all ranks and micro-batches: the loss's denominator."""
-    tokens: int
-    """Tokens without padding over all ranks and micro-batches."""
-    epoch: int
-    """Epoch of the step's first row, from 0."""
+    target_tokens: int  # predicted tokens over all ranks and micro-batches: the loss's denominator
+    tokens: int  # tokens without padding over all ranks and micro-batches
+    epoch: int  # epoch of the step's first row, from 0

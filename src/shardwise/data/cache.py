@@ -36,8 +36,7 @@ import numpy.typing as npt
 from shardwise.errors import MachineError
 from shardwise.record.manifest import hash_files
 
-FORMAT = 1
-"""Part of every key; raised when the files or the way to them change."""
+FORMAT = 1  # part of every key; raised when the files or the way to them change
 COLUMNS: dict[str, Any] = {"tokens": np.uint32, "trained": np.uint8}
 COLUMNS |= {"starts": np.int64, "lengths": np.int32, "targets": np.int32, "groups": np.int64}
 
@@ -72,10 +71,8 @@ class Entry(NamedTuple):
     """Content of the cache under one key."""
 
     dataset: TokenDataset
-    note: dict[str, Any]
-    """The builder's return value."""
-    sha256: str
-    """Hash of the content of all columns."""
+    note: dict[str, Any]  # the builder's return value
+    sha256: str  # hash of the content of all columns
 
 
 class Writer:
@@ -159,10 +156,7 @@ def _build(entry: Path, build: Callable[[Writer], dict[str, Any]]) -> Entry:
 
 
 def _open(entry: Path, *, without_hash: bool = False) -> Entry | None:
-    """Open an entry; None where it is missing, damaged, or has no hash.
-
-    `without_hash`: give it its hash first, because tokens that are built again might differ.
-    """
+    """None where it is missing or damaged, or has no hash; `without_hash` gives it one and builds nothing."""
     try:
         meta: dict[str, Any] = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
         if meta["bytes"] != _sizes(entry):
@@ -205,12 +199,9 @@ def _make_durable(path: Path) -> None:
 
 @contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """Turn errors of the disk into one that says where and what to do."""
     try:
         yield
     except OSError as error:
-        raise MachineError(
-            f"the token cache cannot be written: {error.strerror or error}",
-            where=str(path),
-            fix="free space, or name another folder in the environment variable SHARDWISE_CACHE",
-        ) from error
+        what = f"the token cache cannot be written: {error.strerror or error}"
+        fix = "free space, or name another folder in the environment variable SHARDWISE_CACHE"
+        raise MachineError(what, where=str(path), fix=fix) from error

@@ -46,8 +46,7 @@ class Conversation:
 
     where: str
     messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the functions that the assistant may call."""
+    tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that the assistant may call
 
 
 Sample = Conversation | Text
@@ -91,10 +90,8 @@ class Reader:
     """
 
     def __init__(self, sources: Sequence[Source], data: Data) -> None:
-        self.sources = sources
-        self.data = data
+        self.sources, self.data, self.read = sources, data, 0
         self.formats: list[Format] = []
-        self.read = 0
         fix = "correct them, or leave them out with data.skip_bad: true"
         self.bad = Findings("samples cannot be used", fix, tolerated=data.skip_bad)
 
@@ -110,16 +107,13 @@ class Reader:
             if begins and self.data.max_samples is not None and self.read == self.data.max_samples:
                 return
             self.read += begins
-            if isinstance(item, Text):
-                self._note("text")
-                yield item
-                continue
             try:
-                format_ = format_ or self._detect(item)
-                self._note(format_)
-                yield convert(item, format_, system=self.data.system)
+                format_ = "text" if isinstance(item, Text) else format_ or self._detect(item)
+                if format_ not in self.formats:
+                    self.formats.append(format_)
+                yield item if isinstance(item, Text) else convert(item, format_, system=self.data.system)
             except SampleError as error:
-                self.bad.add(item[0], str(error))
+                self.bad.add(item.where if isinstance(item, Text) else item[0], str(error))
 
     def _detect(self, record: Record) -> Format:
         """Detect a source's format; with `skip_bad` a record without one is a bad sample."""
@@ -129,10 +123,6 @@ class Reader:
             if self.data.skip_bad:
                 raise SampleError(str(error)) from None
             raise
-
-    def _note(self, format_: Format) -> None:
-        if format_ not in self.formats:
-            self.formats.append(format_)
 
 
 def convert(record: Record, format_: Format, *, system: str | None = None) -> Sample:
@@ -147,7 +137,7 @@ def convert(record: Record, format_: Format, *, system: str | None = None) -> Sa
             raise SampleError("the text is empty")
         return Text(where, text)
     messages = _alpaca(fields) if format_ == "alpaca" else _turns(fields, format_)
-    own = _optional(fields, "system") or system
+    own = _text(fields, "system", optional=True) or system
     if own and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": own})
     _check_order(messages)
@@ -162,7 +152,8 @@ def _alpaca(fields: dict[str, Any]) -> list[Message]:
             raise SampleError("history has to be a list of [question, answer]")
         turn = {"question": pair[0], "answer": pair[1]}
         pairs.append((_text(turn, "question"), _text(turn, "answer")))
-    asked = "\n".join(part for part in (_text(fields, "instruction"), _optional(fields, "input")) if part)
+    parts = (_text(fields, "instruction"), _text(fields, "input", optional=True))
+    asked = "\n".join(part for part in parts if part)
     if not asked.strip():
         raise SampleError("instruction and input are empty")
     pairs.append((asked, _text(fields, "output")))
@@ -278,7 +269,9 @@ def _role(turn: dict[str, Any], key: str, roles: dict[str, str]) -> str:
     return roles[name]
 
 
-def _text(fields: dict[str, Any], key: str) -> str:
+def _text(fields: dict[str, Any], key: str, *, optional: bool = False) -> str:
+    if optional and fields.get(key) is None:
+        return ""
     if key not in fields:
         raise SampleError(f"the field {key} is missing; found are {', '.join(sorted(map(str, fields)))}")
     value = fields[key]
@@ -298,10 +291,6 @@ def _check_characters(value: Any, what: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise SampleError(f"{what} holds half a surrogate pair, which is no character") from None
-
-
-def _optional(fields: dict[str, Any], key: str) -> str:
-    return _text(fields, key) if fields.get(key) is not None else ""
 
 
 def _json(text: str, what: str) -> Any:

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache
-from typing import NamedTuple, Self
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ from shardwise.data.cache import TokenDataset
 from shardwise.data.packing import Indices, Rows, deal, rows_of_epoch
 from shardwise.errors import DataError, JobError
 
-ROUND = 8
-"""Unpacked rows are as long as a multiple of this, as tensor cores need it."""
+ROUND = 8  # unpacked rows are as long as a multiple of this, as tensor cores need it
 
 
 class Position(NamedTuple):
@@ -49,16 +48,9 @@ class _Stream:
     data_size: int
     pin_memory: bool = False
 
-    def _rows(self, *, seed: int, epoch: int, shuffle: bool = True, longest_first: int = 0) -> Rows:
-        return rows_of_epoch(
-            self.dataset.lengths,
-            sequence_length=self.sequence_length,
-            seed=seed,
-            epoch=epoch,
-            packing=self.packing,
-            shuffle=shuffle,
-            longest_first=longest_first,
-        )
+    def _rows(self, epoch: int, **order: Any) -> Rows:
+        shape: dict[str, Any] = {"sequence_length": self.sequence_length, "packing": self.packing}
+        return rows_of_epoch(self.dataset.lengths, epoch=epoch, **shape, **order)
 
     def _assemble(self, rows: Sequence[Indices]) -> MicroBatch:
         width = self.sequence_length if self.packing else None
@@ -73,22 +65,20 @@ class BatchStream(_Stream, Iterator[StepBatch]):
     global_batch: int
     seed: int
     worst_case_first: bool
-    prefetch: int = 2
-    """Steps that a background thread prepares ahead; 0 prepares each when it is asked for."""
+    prefetch: int = 2  # steps that a background thread prepares ahead; 0 prepares each when it is asked for
 
     def __post_init__(self) -> None:
         if len(self.dataset) == 0:
             raise DataError("there are no samples to train on", where="data.train")
         each = self.micro_batch * self.data_size
         if self.global_batch % each:
-            raise JobError(
-                f"{self.global_batch} rows do not divide into micro-batches of {self.micro_batch} on "
-                f"{self.data_size} ranks",
-                where="train.global_batch",
-                fix=f"make it a multiple of {each}",
-            )
+            what = f"{self.global_batch} rows do not divide into micro-batches of {self.micro_batch} on "
+            what += f"{self.data_size} ranks"
+            raise JobError(what, where="train.global_batch", fix=f"make it a multiple of {each}")
         self._consumed = self._produced = Position()
-        self._plan = lru_cache(maxsize=2)(self._make_plan)  # a step may lie in two epochs
+        longest_first = self.global_batch if self.worst_case_first else 0
+        plan = partial(self._rows, seed=self.seed, longest_first=longest_first)
+        self._plan = lru_cache(maxsize=2)(plan)  # a step may lie in two epochs
         self._row_counts: dict[int, int] = {}
         self._pending: deque[Future[tuple[StepBatch, Position]]] = deque()
         # Pinning uses the thread's current GPU; a new thread starts with GPU 0, which is another rank's.
@@ -109,7 +99,6 @@ class BatchStream(_Stream, Iterator[StepBatch]):
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position after the last step handed out."""
         return self._consumed._asdict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -117,7 +106,6 @@ class BatchStream(_Stream, Iterator[StepBatch]):
         self._consumed = self._produced = Position(state["epoch"], state["row"])
 
     def close(self) -> None:
-        """Stop the background thread."""
         self._drop_pending()
         if self._worker is not None:
             self._worker.shutdown()
@@ -130,7 +118,7 @@ class BatchStream(_Stream, Iterator[StepBatch]):
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps that hold `epochs` passes over the data; the last is filled from the next pass."""
         full = int(epochs)
-        rows = float(sum(self.rows_per_epoch(epoch) for epoch in range(full)))
+        rows = float(sum(map(self.rows_per_epoch, range(full))))
         if epochs > full:
             rows += (epochs - full) * self.rows_per_epoch(full)
         return max(1, math.ceil(rows / self.global_batch - 1e-9))
@@ -141,11 +129,10 @@ class BatchStream(_Stream, Iterator[StepBatch]):
         members = np.concatenate(rows)
         if self.packing:
             rows = deal(rows, self.dataset.lengths, ranks=self.data_size, micro_batch=self.micro_batch)
-        starts = range(
-            self.data_rank * self.micro_batch, self.global_batch, self.data_size * self.micro_batch
-        )
+        size = self.micro_batch
+        starts = range(self.data_rank * size, self.global_batch, self.data_size * size)
         batch = StepBatch(
-            micro_batches=[self._assemble(rows[start : start + self.micro_batch]) for start in starts],
+            micro_batches=[self._assemble(rows[start : start + size]) for start in starts],
             target_tokens=int(self.dataset.targets[members].sum(dtype=np.int64)),
             tokens=int(self.dataset.lengths[members].sum(dtype=np.int64)),
             epoch=first.epoch,
@@ -153,7 +140,6 @@ class BatchStream(_Stream, Iterator[StepBatch]):
         return batch, self._produced
 
     def _take(self, position: Position, count: int) -> tuple[list[Indices], Position]:
-        """Take the next rows, from as many epochs as it needs."""
         taken: list[Indices] = []
         while len(taken) < count:
             position = self._settle(position)
@@ -169,10 +155,6 @@ class BatchStream(_Stream, Iterator[StepBatch]):
             return position
         return Position(position.epoch + 1, 0)
 
-    def _make_plan(self, epoch: int) -> Rows:
-        longest_first = self.global_batch if self.worst_case_first else 0
-        return self._rows(seed=self.seed, epoch=epoch, longest_first=longest_first)
-
     def _drop_pending(self) -> None:
         while self._pending:
             future = self._pending.pop()
@@ -187,7 +169,7 @@ class EvalStream(_Stream):
     def __post_init__(self) -> None:
         self.target_tokens = int(self.dataset.targets.sum(dtype=np.int64))
         """Predicted tokens over all ranks."""
-        self._plan = self._rows(seed=0, epoch=0, shuffle=False)
+        self._plan = self._rows(0, seed=0, shuffle=False)
 
     def __len__(self) -> int:
         return math.ceil(len(self._plan) / (self.micro_batch * self.data_size))

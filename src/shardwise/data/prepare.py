@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from shardwise import folders
 from shardwise.data.cache import FORMAT, Entry, TokenDataset, Writer, load_or_build
-from shardwise.data.chat import Renderer, template_for
-from shardwise.data.encode import Encoded, Encoder, Tokens
+from shardwise.data.chat import Encoded, Encoder, Renderer, Tokens, template_for
 from shardwise.data.formats import Conversation, Reader, Sample
 from shardwise.data.packing import permutation, rows_of_epoch
 from shardwise.data.render import Rendered
@@ -28,18 +27,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH_SAMPLES = 256
-BATCH_CHARS = 2 << 20
-"""Samples are tokenised together up to these numbers, which bounds the memory."""
-SHOWN_TOKENS = 2048
-"""At most this many tokens of the first sample are shown."""
+BATCH_CHARS = 2 << 20  # samples are tokenised together up to these numbers, which bounds the memory
+SHOWN_TOKENS = 2048  # at most this many tokens of the first sample are shown
 
 
 @dataclass(frozen=True)
 class RenderedSample:
     """A sample for people to look at."""
 
-    runs: list[tuple[str, bool]]
-    """Text in order, each run with whether its tokens are trained."""
+    runs: list[tuple[str, bool]]  # text in order, each run with whether its tokens are trained
     tokens: int
 
 
@@ -49,12 +45,9 @@ class Prepared:
     eval: TokenDataset | None
     summary: dict[str, Any]
     """Counts and formats as plain values; `key` is a hash of the data's inputs and options."""
-    content: str
-    """A hash of the tokens themselves, and of the held-out share."""
-    sample: RenderedSample
-    """The first training sample."""
-    chat_template: str | None
-    """The Jinja text that conversations were rendered with; None for plain text."""
+    content: str  # a hash of the tokens themselves, and of the held-out share
+    sample: RenderedSample  # the first training sample
+    chat_template: str | None  # the Jinja text that conversations were rendered with; None for plain text
 
 
 @dataclass
@@ -63,18 +56,12 @@ class Counts:
 
     read: int = 0
     bad: int = 0
-    too_long: int = 0
-    """Conversations dropped because they are longer than a row."""
-    truncated: int = 0
-    """Conversations cut to the length of a row."""
-    truncated_tokens: int = 0
-    """Tokens lost by that."""
-    without_target: int = 0
-    """Conversations and pieces of text dropped because no token of them is trained."""
-    split: int = 0
-    """Conversations that became several samples because the template rewrites earlier turns."""
-    samples: int = 0
-    """Tokenised samples: conversations, or pieces of text no longer than a row."""
+    too_long: int = 0  # conversations dropped because they are longer than a row
+    truncated: int = 0  # conversations cut to the length of a row
+    truncated_tokens: int = 0  # tokens lost by that
+    without_target: int = 0  # conversations and pieces of text dropped because no token of them is trained
+    split: int = 0  # conversations that became several samples because the template rewrites earlier turns
+    samples: int = 0  # tokenised samples: conversations, or pieces of text no longer than a row
 
 
 def prepare(
@@ -119,11 +106,9 @@ def hold_out(dataset: TokenDataset, fraction: float, *, seed: int) -> tuple[Toke
     """(rest, held out): a random share of the conversations or pieces of text, at least one on each side."""
     groups, member = np.unique(dataset.groups, return_inverse=True)
     if len(groups) < 2:
-        raise DataError(
-            "the data is a single sample; none can be held out for evaluation",
-            where="data.eval_fraction",
-            fix="set it to 0, name data.eval, or train on more data",
-        )
+        what = "the data is a single sample; none can be held out for evaluation"
+        fix = "set it to 0, name data.eval, or train on more data"
+        raise DataError(what, where="data.eval_fraction", fix=fix)
     count = min(max(1, round(fraction * len(groups))), len(groups) - 1)
     out = np.zeros(len(groups), dtype=bool)
     out[permutation(len(groups), seed)[:count]] = True
@@ -149,18 +134,15 @@ class _Build:
         self._identity = _tokenizer_identity(self.tokenizer)
 
     def dataset(self, spec: str | list[str], *, key: str) -> tuple[str, Entry]:
-        """Return the name of the entry in the cache, and the entry."""
         sources = open_sources(spec, split=self.data.split, key=key)
-        options = self.data.model_dump(
-            include={"format", "max_samples", "sequence_length", "loss_on", "system", "too_long", "skip_bad"}
-        )
+        deciding = {"format", "max_samples", "sequence_length", "loss_on", "system", "too_long", "skip_bad"}
         content = {
             "format": FORMAT,
             "sources": [source.fingerprint() for source in sources],
             "tokenizer": self._identity,
             "template": self.template,
             "vocab_size": self.vocab_size,
-            **options,
+            **self.data.model_dump(include=deciding),
         }
         name = _hash(json.dumps(content, sort_keys=True))
         return name, load_or_build(self.root, name, lambda writer: self._fill(writer, sources, key))
@@ -209,14 +191,9 @@ class _RowWriter:
 
     def __init__(self, writer: Writer, sequence_length: int, too_long: str) -> None:
         self.counts = Counts()
-        self.long = Findings(
-            f"conversations are longer than data.sequence_length ({sequence_length})",
-            "raise it, or set data.too_long to truncate or drop",
-        )
-        self._writer = writer
-        self._room = sequence_length
-        self._too_long = too_long
-        self._groups = 0
+        headline = f"conversations are longer than data.sequence_length ({sequence_length})"
+        self.long = Findings(headline, "raise it, or set data.too_long to truncate or drop")
+        self._writer, self._room, self._too_long, self._groups = writer, sequence_length, too_long, 0
         self._open: Tokens = np.zeros(0, dtype=np.uint32)  # end of a document whose next part follows
 
     def new_group(self) -> int:
@@ -270,10 +247,8 @@ def _nothing_left(counts: Counts, key: str) -> DataError:
     if counts.without_target:
         what = "no token of the data would be trained"
         fix = "raise data.sequence_length if the questions fill it, or set data.loss_on: all"
-    numbers = f"{counts.read} read, {counts.bad} bad, {counts.too_long} too long"
-    return DataError(
-        f"{what}: {numbers}, {counts.without_target} without a trained token", where=key, fix=fix
-    )
+    what += f": {counts.read} read, {counts.bad} bad, {counts.too_long} too long"
+    return DataError(f"{what}, {counts.without_target} without a trained token", where=key, fix=fix)
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -296,11 +271,8 @@ def _summary(
     summary = {"format": " and ".join(note["formats"]), **counts, "train_samples": len(train)}
     if held_out is not None:
         summary |= {"eval_samples": len(held_out), "eval_target_tokens": _total(held_out.targets)}
-    summary |= {
-        "tokens": _total(train.lengths),
-        "target_tokens": _total(train.targets),
-        "longest_tokens": int(train.lengths.max()),
-    }
+    summary |= {"tokens": _total(train.lengths), "target_tokens": _total(train.targets)}
+    summary["longest_tokens"] = int(train.lengths.max())
     if job.data.packing:
         length, seed = job.data.sequence_length, job.train.seed
         rows = rows_of_epoch(train.lengths, sequence_length=length, seed=seed, epoch=0, packing=True)

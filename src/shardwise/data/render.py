@@ -26,8 +26,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-MEMORY_BYTES = 2 << 30
-"""Address space that rendering may take."""
+MEMORY_BYTES = 2 << 30  # address space that rendering may take
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
@@ -41,8 +40,7 @@ class RenderError(Exception):
 @dataclass(frozen=True, slots=True)
 class Rendered:
     text: str
-    spans: list[Span]
-    """Character ranges that are answers, each with its end-of-turn token."""
+    spans: list[Span]  # character ranges that are answers, each with its end-of-turn token
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,8 @@ class Template:
     """A chat template, and what it needs to know of the tokenizer."""
 
     source: str
-    variables: dict[str, Any]
-    """Special tokens by name, as templates use them: bos_token, eos_token, …"""
-    end_tokens: tuple[str, ...]
-    """Texts of all special tokens: one of them ends a turn."""
+    variables: dict[str, Any]  # special tokens by name, as templates use them: bos_token, eos_token, …
+    end_tokens: tuple[str, ...]  # texts of all special tokens: one of them ends a turn
     answers_only: bool = True
 
     @property

@@ -18,11 +18,9 @@ from typing import Any, TextIO
 from shardwise.errors import DataError, Problem
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
-PART_CHARS = 4 << 20
-"""A longer document is read in parts of about this many characters."""
+PART_CHARS = 4 << 20  # a longer document is read in parts of about this many characters
 
-Record = tuple[str, dict[str, Any]]
-"""Where the record stands (`file:line`), and its fields."""
+Record = tuple[str, dict[str, Any]]  # where the record stands (`file:line`), and its fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,7 @@ class Findings:
 
     headline: str
     fix: str
-    tolerated: bool = False
-    """Count and continue, instead of raising at the end of the reading."""
+    tolerated: bool = False  # count and continue, instead of raising at the end of the reading
     count: int = 0
     first: list[Problem] = field(default_factory=list)
 
@@ -72,7 +69,6 @@ class FileSource:
             return f"{self.path.suffix.lower()}:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
     def read(self, bad: Findings) -> Iterator[Record | Text]:
-        """Yield the records in order."""
         suffix = self.path.suffix.lower()
         if suffix == ".txt":
             return _document(self.path, bad)
@@ -87,8 +83,7 @@ class FileSource:
 class HubSource:
     name: str
     split: str
-    rows: Any
-    """A `datasets.Dataset`, memory-mapped by that library."""
+    rows: Any  # a `datasets.Dataset`, memory-mapped by that library
 
     def fingerprint(self) -> str:
         return f"hub:{self.name}:{self.split}:{self.rows._fingerprint}"
@@ -106,13 +101,10 @@ def open_sources(spec: str | list[str], *, split: str, key: str) -> list[Source]
     entries = [spec] if isinstance(spec, str) else spec
     if not entries:
         raise DataError("no data is named", where=key, fix="name a file, a folder or a hub dataset")
-    hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", entries[0])
-    if (
-        len(entries) == 1
-        and hub_id
-        and not (Path(hub_id[0]).exists() or hub_id[0].lower().endswith(SUFFIXES))
-    ):
-        return [_hub(hub_id[0], split=split, key=key)]
+    name = entries[0] if len(entries) == 1 else ""
+    local = name.lower().endswith(SUFFIXES) or Path(name).exists()
+    if not local and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        return [_hub(name, split=split, key=key)]
     return [FileSource(path) for entry in entries for path in _local(Path(entry), key=key)]
 
 
@@ -140,12 +132,10 @@ def _hub(name: str, *, split: str, key: str) -> HubSource:
         rows = datasets.load_dataset(name, split=split)
     except Exception as error:  # a dozen unrelated kinds: network, permission, split, format
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise DataError(
-            f"{name} is neither a local path nor a hub dataset that could be loaded: {reason[0]}",
-            where=key,
-            fix=f"check the name and data.split ({split}); without a network, download it first "
-            f"(hf download --repo-type dataset {name}) and name the folder",
-        ) from error
+        what = f"{name} is neither a local path nor a hub dataset that could be loaded: {reason[0]}"
+        fix = f"check the name and data.split ({split}); without a network, download it first "
+        fix += f"(hf download --repo-type dataset {name}) and name the folder"
+        raise DataError(what, where=key, fix=fix) from error
     return HubSource(name=name, split=split, rows=rows)
 
 
@@ -197,10 +187,8 @@ class _Window:
     CHUNK = 1 << 20
 
     def __init__(self, path: Path, file: TextIO) -> None:
-        self._path, self._file = path, file
-        self._json = json.JSONDecoder()
-        self._text = ""
-        self._at = self._counted = 0
+        self._path, self._file, self._json = path, file, json.JSONDecoder()
+        self._text, self._at, self._counted = "", 0, 0
         self._line = 1  # of the character `_text[_counted]`
 
     def where(self, ahead: int = 0) -> str:

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from shardwise.device import Device, NoDevice, Replay
 from shardwise.device.nvml import open_nvml
-from shardwise.device.replay import NoDevice, Replay
-from shardwise.device.seam import Device
 from shardwise.errors import MachineError
 
 VENDORS: tuple[Callable[[], Device], ...] = (open_nvml,)
@@ -27,11 +26,7 @@ _OTHERS = {"rocm": "AMD", "xpu": "Intel"}  # vendors of torch's builds that no d
 
 
 def find() -> Device:
-    """The device of the first vendor that has GPUs here; else a NoDevice.
-
-    Raises:
-        MachineError: the file named by SHARDWISE_DEVICE cannot be read.
-    """
+    """The first vendor's device with GPUs, else a NoDevice; MachineError for a bad SHARDWISE_DEVICE."""
     stand_in = os.environ.get(REPLAY)
     if stand_in == "none":
         return NoDevice(f"{REPLAY}=none hides all GPUs")

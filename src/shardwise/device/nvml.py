@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from shardwise.device.replay import NoDevice
-from shardwise.device.seam import Card, Device, Paths, Reading, Unavailable
+from shardwise.device import Card, Device, NoDevice, Paths, Reading, Unavailable
 
 T = TypeVar("T")
 
@@ -72,7 +71,6 @@ class Nvml:
         self.cards: Sequence[Card] = [self._card(index, uuid) for index, uuid in enumerate(self._handles)]
 
     def driver_version(self) -> str | Unavailable:
-        """As `580.65.06`."""
         return self._ask(lambda: str(self._nvml.nvmlSystemGetDriverVersion()))
 
     def read(self, uuid: str, what: Reading) -> float | Unavailable:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from shardwise.diagnosis.check import Check
+import numpy as np
+
+from shardwise.diagnosis import Check
 from shardwise.diagnosis.child import Answer
 from shardwise.diagnosis.gpus import Gpus
 from shardwise.hardware.calibration import Calibration, Product, Rate, Sample, load, of_hardware, save
@@ -84,8 +86,7 @@ def calibration(gpus: Gpus, answers: Sequence[Answer]) -> Calibration:
 def summary(found: Calibration) -> str:
     """One line of what was measured."""
     best = max((product.flops_per_second for product in found.products), default=0.0)
-    memory = found.memory_bytes_per_second / 1e9
-    parts = [f"bf16 products {count(best)}FLOP/s", f"memory {memory:.0f} GB/s"]
+    parts = [f"bf16 products {count(best)}FLOP/s", f"memory {found.memory_bytes_per_second / 1e9:.0f} GB/s"]
     smallest = min((s for s in found.samples if s.what == "all_reduce"), key=lambda s: s.bytes, default=None)
     if found.between is not None:
         rate = found.between.bytes_per_second / 1e9
@@ -117,15 +118,10 @@ def _line(samples: Sequence[Sample]) -> tuple[float, float] | None:
     """Seconds at 0 bytes and seconds per byte; None where they do not grow with the bytes."""
     if len({sample.bytes for sample in samples}) < 2:
         return None
-    pairs = [(1.0 / sample.seconds**2, sample) for sample in samples]
-    total = sum(w for w, _ in pairs)
-    mean_bytes = sum(w * s.bytes for w, s in pairs) / total
-    mean_seconds = sum(w * s.seconds for w, s in pairs) / total
-    spread = sum(w * (s.bytes - mean_bytes) ** 2 for w, s in pairs)
-    slope = sum(w * (s.bytes - mean_bytes) * (s.seconds - mean_seconds) for w, s in pairs) / spread
-    return (mean_seconds - slope * mean_bytes, slope) if slope > 0 else None
+    seconds = np.array([sample.seconds for sample in samples])
+    slope, start = map(float, np.polyfit([sample.bytes for sample in samples], seconds, 1, w=1.0 / seconds))
+    return (start, slope) if slope > 0 else None
 
 
 def _short(seconds: float) -> str:
-    """`14.5 µs`, `1.2 ms`."""
     return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -37,7 +37,6 @@ class Answer:
 
     @property
     def why(self) -> str:
-        """The failure and the last printed lines."""
         return f"{self.failure}: {self.printed}" if self.printed else self.failure
 
 
@@ -56,7 +55,6 @@ class Child:
     _runs: int = 0
 
     def start(self) -> None:
-        """Start a process for the probes that have no answer yet."""
         self._runs += 1
         with self._file("log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -83,22 +81,19 @@ class Child:
         self.kill()
         words = f"hung for {self.limit_seconds:.0f} s" if code is None else _ended(code)
         words += f" while {stage}" if stage else ""
-        self.answers[at if at in self._left else self._left[0]] = Answer(
-            failure=words, printed=self.printed()
-        )
+        at = at if at in self._left else self._left[0]
+        self.answers[at] = Answer(failure=words, printed=self.printed())
         if self._left:
             self.start()
         return not self._left
 
     def kill(self) -> None:
-        """End the process and all it has started."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def printed(self) -> str:
-        """The last lines that its present process printed."""
         lines = self._file("log").read_text(encoding="utf-8", errors="replace").splitlines()
         return " / ".join(line.strip() for line in lines[-_TAIL_LINES:] if line.strip())[-_TAIL_CHARACTERS:]
 
@@ -133,28 +128,23 @@ class Children:
         self.all: list[Child] = []
         self._teams: list[list[Child]] = []
 
-    def ask(
-        self, *names: str, environment: Mapping[str, str] | None = None, limit_seconds: float | None = None
-    ) -> Child:
-        """Start a child for the probes `names`; it has its `answers` after `wait`."""
+    def ask(self, *names: str, environment: Mapping[str, str] | None = None, limit: float = 0.0) -> Child:
+        """Start a child for the probes `names`, silent for `limit` seconds at most; `wait` brings answers."""
         folder = self._folder / str(len(self.all))
         folder.mkdir(mode=0o700)
-        limit = limit_seconds or self._limit_seconds
-        child = Child(names, environment or dict(os.environ), folder, limit, self._module)
+        used = environment or dict(os.environ)
+        child = Child(names, used, folder, limit or self._limit_seconds, self._module)
         self.all.append(child)
         child.start()
         return child
 
-    def ask_together(
-        self, name: str, environments: Sequence[Mapping[str, str]], limit_seconds: float | None = None
-    ) -> list[Child]:
+    def ask_together(self, name: str, environments: Sequence[Mapping[str, str]], limit: float) -> list[Child]:
         """A child for each environment. They wait for each other, but not long for one that has failed."""
-        team = [self.ask(name, environment=one, limit_seconds=limit_seconds) for one in environments]
+        team = [self.ask(name, environment=one, limit=limit) for one in environments]
         self._teams.append(team)
         return team
 
     def wait(self) -> None:
-        """Until every child has answered or failed."""
         waiting = list(self.all)
         while waiting:
             waiting = [child for child in waiting if not child.look()]

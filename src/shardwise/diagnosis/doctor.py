@@ -1,4 +1,4 @@
-"""All checks of this machine: by the driver and the file system, and by probes in child processes."""
+"""All checks of this machine, by its driver, its file system and probes in children; and their report."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.diagnosis import STATUSES, Check, Status, count, judge, machine
 from shardwise.diagnosis import calibrate as calibration
 from shardwise.diagnosis import gpus as gpu_checks
-from shardwise.diagnosis import judge, machine
-from shardwise.diagnosis.check import Check, count
 from shardwise.diagnosis.child import LIMIT_SECONDS, MODULE, Child, Children, children
-from shardwise.diagnosis.gpus import Gpus
+from shardwise.diagnosis.gpus import Gpus, size_of
 from shardwise.hardware.calibration import Calibration
 from shardwise.launch.local import worker_environment
 
@@ -35,7 +39,6 @@ class Report:
 
     @property
     def ready(self) -> bool:
-        """Whether training can run here."""
         return count(self.checks)["problem"] == 0
 
     def to_json(self) -> dict[str, Any]:
@@ -72,11 +75,11 @@ def examine(
         family.wait()
         checks = [*local, *probes.checks()]
         if calibrate and not count(checks)["problem"]:
-            ranks = _ranks(family, gpus, "measure", limit_seconds=MEASURE_SECONDS)
+            ranks = _ranks(family, gpus, "measure", MEASURE_SECONDS)
             family.wait()
             found, check = calibration.measured(gpus, [child.answers["measure"] for child in ranks])
             if find_spec("deepspeed"):  # compiling its optimizer takes a minute or two the first time
-                child = family.ask("cpu_adam", environment=_environment(1), limit_seconds=COMPILE_SECONDS)
+                child = family.ask("cpu_adam", environment=_environment(1), limit=COMPILE_SECONDS)
                 family.wait()
                 checks.append(judge.cpu_adam(child.answers["cpu_adam"]))
         else:
@@ -99,7 +102,7 @@ class _Probes:
         # compiling kernels takes a GPU machine's time, importing torch several times that of one without
         groups = [formats, ours, others, engine] if gpus.count else [[*formats, *ours, *others, *engine]]
         self._several = [family.ask(*names, environment=environment) for names in groups if names]
-        self._hub = None if judge.offline() else family.ask("hub", limit_seconds=HUB_SECONDS)
+        self._hub = None if judge.offline() else family.ask("hub", limit=HUB_SECONDS)
 
     def checks(self) -> Iterator[Check]:
         """What was answered; call it after all children have ended."""
@@ -113,16 +116,67 @@ class _Probes:
         yield judge.hub(None if self._hub is None else self._hub.answers["hub"])
 
 
-def _ranks(family: Children, gpus: Gpus, probe: str, *, limit_seconds: float | None = None) -> list[Child]:
+def _ranks(family: Children, gpus: Gpus, probe: str, limit: float = 0.0) -> list[Child]:
     """A process for each GPU, or two where there is none, that can meet."""
     size = gpus.count or CPU_RANKS
     shared = _environment(size)
     if not gpus.count:
         shared["CUDA_VISIBLE_DEVICES"] = ""  # torch may see what the launcher does not count
     ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    return family.ask_together(probe, ranks, limit_seconds)
+    return family.ask_together(probe, ranks, limit)
 
 
 def _environment(processes: int) -> dict[str, str]:
     """A worker's environment: the probes then meet what a run will meet."""
     return worker_environment(processes=processes, folder=Path(tempfile.gettempdir()))
+
+
+SIGNS: dict[Status, tuple[str, str]] = {"problem": ("✗", "bold red"), "warning": ("!", "yellow")}
+SIGNS |= {"ok": ("✓", "green"), "skipped": ("·", "dim")}
+BAD = ("problem", "warning")
+
+
+def show(report: Report, *, console: Console | None = None) -> None:
+    """Print the machine, the checks, and whether training can run."""
+    console = console or Console()
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False, highlight=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in sorted(report.checks, key=lambda one: STATUSES.index(one.status)):
+        sign, style = SIGNS[check.status]
+        name = Text(check.name, style="bold" if check.status == "problem" else "")
+        table.add_row(Text(sign, style=style), name, Text("\n").join(_lines(check)))
+    for part in (_heading(report), "", Padding(table, (0, 0, 0, 2), expand=False), "", _verdict(report)):
+        console.print(part)
+
+
+def _heading(report: Report) -> Text:
+    gpus = report.gpus
+    if not gpus.cards:
+        what = f"{gpus.count} parts of GPUs" if gpus.count else "no GPU to train on"
+        return Text.assemble(("this machine", "bold"), f": {what}")
+    first = gpus.cards[0]
+    name = first.name.removeprefix("NVIDIA ") if gpus.hardware is None else gpus.hardware.gpu.name
+    link = "" if gpus.hardware is None or len(gpus.cards) == 1 else f" · {gpus.hardware.intra.name}"
+    facts = f"{size_of(first)}{link} · driver {gpus.driver}"
+    return Text.assemble((f"{len(gpus.cards)} × {name}", "bold"), facts)
+
+
+def _verdict(report: Report) -> Text:
+    bad = [(number, status) for status, number in count(report.checks).items() if status in BAD and number]
+    counted = ", ".join(f"{number} {status}{'' if number == 1 else 's'}" for number, status in bad)
+    tail = f"{' · ' if counted else ''}{counted} · {report.seconds:.0f} s"
+    if not report.ready:
+        return Text.assemble(("✗ not ready", "bold red"), f": training cannot run here as it is{tail}")
+    number = report.gpus.count
+    where = "the CPU" if number == 0 else "1 GPU" if number == 1 else f"{number} GPUs"
+    return Text.assemble(("▶ ready", "bold green"), f": training can run on {where}{tail}")
+
+
+def _lines(check: Check) -> Iterator[Text]:
+    yield Text(check.finding, style="dim" if check.status == "skipped" else "")
+    if check.fix and check.status in BAD:
+        yield Text.assemble(("fix: ", "bold"), check.fix)
+    elif check.fix and check.status == "skipped":
+        yield Text(check.fix, style="dim")

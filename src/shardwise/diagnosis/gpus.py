@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
+from shardwise.device import Card, NoDevice, Reading, Unavailable
 from shardwise.device.find import find, unseen_vendor
-from shardwise.device.replay import NoDevice
-from shardwise.device.seam import Card, Reading, Unavailable
-from shardwise.diagnosis.check import Check
+from shardwise.diagnosis import Check
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import detect_hardware, visible
 from shardwise.hardware.hardware import Hardware
@@ -29,14 +28,12 @@ class Gpus:
     cards: Sequence[Card] = ()
     readings: Mapping[int, Mapping[Reading, float | Unavailable]] = field(default_factory=dict)  # by index
     clock_reasons: Mapping[int, str] = field(default_factory=dict)  # the device's words for the bits
-    hardware: Hardware | None = None
-    """What the planner takes them for; None without GPUs, or where `error` says why."""
+    hardware: Hardware | None = None  # to the planner; None without GPUs, or where `error` says why
     error: MachineError | None = None
     driver: str | None = None
     failure: str = ""  # why there is no device
     broken: bool = False  # `failure` is one that the user has to fix
-    count: int = 0
-    """How many processes the launcher would start: all of `cards`, or parts of GPUs that MIG divides."""
+    count: int = 0  # of processes that the launcher would start: `cards`, or parts of GPUs that MIG divides
     hidden: int = 0  # GPUs that CUDA_VISIBLE_DEVICES leaves out
 
     def known(self, what: Reading) -> dict[int, float]:
@@ -55,9 +52,7 @@ def look() -> Gpus:
     driver = device.driver_version()
     found = Gpus(
         cards=cards,
-        readings={
-            card.index: {what: device.read(card.uuid, what) for what in get_args(Reading)} for card in cards
-        },
+        readings={one.index: {key: device.read(one.uuid, key) for key in get_args(Reading)} for one in cards},
         clock_reasons=device.clock_reasons,
         driver=driver if isinstance(driver, str) else None,
         count=len(used),
@@ -144,10 +139,8 @@ def clocks(gpus: Gpus) -> Check:
     found = "; ".join(f"GPU {index}: {texts}" for index, texts in slowed.items() if texts)
     if not found:
         return Check("clocks", "ok", "nothing holds them down", facts=facts)
-    fix = (
-        "look at `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,CLOCK`; fix cooling or supply, or ask the "
-        "administrator to reset the clocks (nvidia-smi -rac, -rgc)"
-    )
+    fix = "look at `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,CLOCK`; fix cooling or supply, or ask the "
+    fix += "administrator to reset the clocks (nvidia-smi -rac, -rgc)"
     return Check("clocks", "warning", f"held down now: {found}", fix, facts)
 
 
@@ -157,16 +150,14 @@ def power(gpus: Gpus) -> Check:
     if not limits:
         return Check("power limit", "skipped", "the driver does not report it")
     first, allowed = next(iter(limits)), may_set_power()
-    default, least, most = (
-        gpus.known(what).get(first) for what in ("power_default_watts", "power_min_watts", "power_max_watts")
-    )
+    defaults = gpus.known("power_default_watts")
+    least, most = (gpus.known(what).get(first) for what in ("power_min_watts", "power_max_watts"))
     facts = {"may_set": allowed, "limits_watts": {str(index): watts for index, watts in limits.items()}}
-    facts |= {"default_watts": default, "least_watts": least, "most_watts": most}
+    facts |= {"default_watts": defaults.get(first), "least_watts": least, "most_watts": most}
     found = " or ".join(f"{watts:.0f} W" for watts in sorted(set(limits.values())))
     span = "" if least is None or most is None else f", {least:.0f} to {most:.0f} W possible"
     may = "may set" if allowed else "may not set (that takes root, in a container also --cap-add SYS_ADMIN)"
     finding = f"{found}{span}; this process {may} it"
-    defaults = gpus.known("power_default_watts")
     lowered = [defaults[index] for index in limits if limits[index] < defaults.get(index, 0.0) - 1]
     if not lowered:
         return Check("power limit", "ok", finding, facts=facts)

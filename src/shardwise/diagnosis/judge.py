@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from shardwise.diagnosis.check import Check, Status
+from shardwise.diagnosis import Check, Status
 from shardwise.diagnosis.child import Answer
 from shardwise.diagnosis.gpus import Gpus
 from shardwise.units import duration
@@ -21,14 +21,8 @@ LEAST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
 FORMAT_ERROR = {"bf16": 1e-2, "fp16": 2e-3, "fp8": 1e-1}
 NF4_ERROR = 0.15
 BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)  # with matrix units for the format: Ampere; Ada
-KERNELS = {
-    "cross_entropy": "kernel: loss",
-    "attention": "kernel: attention",
-    "mamba": "kernel: Mamba",
-    "liger": "kernels: Liger",
-}
-
-
+KERNELS = {"cross_entropy": "kernel: loss", "attention": "kernel: attention", "mamba": "kernel: Mamba"}
+KERNELS["liger"] = "kernels: Liger"
 GPU_FIX = "run again; if it stays, GPU or driver are damaged: see Xid in `dmesg`, `nvidia-smi -q -d ECC`"
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 PURPOSES = {
@@ -44,9 +38,8 @@ def torch_build(answer: Answer, gpus: Gpus) -> Check:
     if answer.facts is None:
         fix = "install torch again (https://pytorch.org/get-started); `python -c 'import torch'` shows more"
         return Check(name, "problem", f"torch does not start: {answer.why}", fix)
-    facts = answer.facts
+    facts, built = answer.facts, f"torch {answer.facts['torch']}"
     wrong = _mismatch(facts, gpus)
-    built = f"torch {facts['torch']}"
     if wrong is not None:
         return Check(name, "problem", f"{built}: {wrong[0]}", wrong[1], facts)
     with_cuda = f" with CUDA {facts['cuda']} and NCCL {facts['nccl']}, driver {gpus.driver}"
@@ -55,39 +48,29 @@ def torch_build(answer: Answer, gpus: Gpus) -> Check:
 
 
 def _mismatch(facts: Mapping[str, Any], gpus: Gpus) -> tuple[str, str] | None:
-    """What does not match, and its fix; None where all does."""
     present, seen, cuda = gpus.count, facts["gpus"], facts["cuda"]
     if seen and gpus.failure:
-        return (
-            f"it sees {seen} GPUs, but {gpus.failure}, by which shardwise counts them",
-            "install the driver's utilities; in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
-        )
+        fix = "install the driver's utilities; in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        return f"it sees {seen} GPUs, but {gpus.failure}, by which shardwise counts them", fix
     if not present:
         return None
     if cuda is None:
-        return (
-            f"it is built without CUDA, so {present} GPUs would stand idle",
-            "install torch with CUDA: https://pytorch.org/get-started",
-        )
+        fix = "install torch with CUDA: https://pytorch.org/get-started"
+        return f"it is built without CUDA, so {present} GPUs would stand idle", fix
     least = LEAST_DRIVER.get(int(cuda.split(".")[0]))
     if not seen and least is not None and gpus.driver is not None and Version(gpus.driver) < Version(least):
-        return (
-            f"driver {gpus.driver} is too old for CUDA {cuda}, which requires {least} or newer",
-            "update the driver, or install a torch for an older CUDA: https://pytorch.org/get-started",
-        )
+        fix = "update the driver, or install a torch for an older CUDA: https://pytorch.org/get-started"
+        return f"driver {gpus.driver} is too old for CUDA {cuda}, which requires {least} or newer", fix
     if seen < present:
         said = f": {facts['said']}" if facts["said"] else ""
-        return (
-            f"CUDA shows {seen} of the {present} GPUs that the driver shows{said}",
-            "restart the driver's services (nvidia-persistenced, on NVSwitch machines nvidia-fabricmanager), "
-            "look for Xid in `dmesg`, check the permissions of /dev/nvidia*",
-        )
+        fix = "restart the driver's services (nvidia-persistenced, on NVSwitch machines "
+        fix += "nvidia-fabricmanager), look for Xid in `dmesg`, check the permissions of /dev/nvidia*"
+        return f"CUDA shows {seen} of the {present} GPUs that the driver shows{said}", fix
     for major, minor in facts["capabilities"]:
         if not _runs_on(facts["compiled_for"], (major, minor)):
-            return (
-                f"it has code for {', '.join(facts['compiled_for'])}, not for these GPUs (sm_{major}{minor})",
-                "install a torch for a newer CUDA; for GPUs that it has dropped, an older one",
-            )
+            fix = "install a torch for a newer CUDA; for GPUs that it has dropped, an older one"
+            made = ", ".join(facts["compiled_for"])
+            return f"it has code for {made}, not for these GPUs (sm_{major}{minor})", fix
     return None
 
 
@@ -141,9 +124,8 @@ def kernels(answers: Mapping[str, Answer], *, liger: bool) -> Iterator[Check]:
 
 
 def _kernel(name: str, title: str, answer: Answer) -> Check:
-    other = "liger-kernel fit each other" if name == "liger" else "triton fit each other (`pip check`)"
     fix = "Triton compiles with gcc and Python.h: see `compilers`; clear ~/.triton/cache; see that torch and "
-    fix += other
+    fix += "liger-kernel fit each other" if name == "liger" else "triton fit each other (`pip check`)"
     if answer.facts is None:
         return Check(title, "problem", f"fails: {answer.why}", fix)
     facts, error = answer.facts, answer.facts.get("error")
@@ -182,10 +164,8 @@ def _collective_fix(failed: Mapping[int, Answer]) -> str:
         return "NCCL_DEBUG=INFO shows more; see `shared memory` and `torch and driver`"
     if all("meets" in answer.failure for answer in failed.values()):
         return "ranks meet on 127.0.0.1: see `ports`; unset NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
-    return (
-        "try NCCL_P2P_DISABLE=1 (IOMMU or ACS in the way of peer access), then NCCL_SHM_DISABLE=1 "
-        "(/dev/shm); NCCL_DEBUG=INFO shows where it waits"
-    )
+    fix = "try NCCL_P2P_DISABLE=1 (IOMMU or ACS in the way of peer access), then NCCL_SHM_DISABLE=1 "
+    return fix + "(/dev/shm); NCCL_DEBUG=INFO shows where it waits"
 
 
 def bitsandbytes(answer: Answer | None) -> Check:
@@ -216,16 +196,14 @@ def deepspeed(answer: Answer | None) -> Iterator[Check]:
         fix = "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed, against the installed torch"
         yield Check(name, "problem", f"does not start: {answer.why}", fix)
         return
-    facts = answer.facts
-    version = facts["version"]
+    facts, version = answer.facts, answer.facts["version"]
     yield Check(name, "ok", f"{version} on {facts['accelerator']}", facts={"version": version})
     for op, purpose in PURPOSES.items():
         yield _operator(op, purpose, facts)
 
 
 def _operator(op: str, purpose: str, facts: Mapping[str, Any]) -> Check:
-    found = facts["ops"][op]
-    name = f"op: {op}"
+    found, name = facts["ops"][op], f"op: {op}"
     if found.get("built"):
         if found["loads"]:
             return Check(name, "ok", f"compiled and loads ({purpose})", facts=found)
@@ -252,10 +230,8 @@ def _cannot_compile(op: str, found: Mapping[str, Any], facts: Mapping[str, Any])
         return "", ""
     wanted = cuda["torch"]
     if cuda["nvcc"] is not None:
-        return (
-            f"nvcc is of CUDA {cuda['nvcc']}, torch of {wanted}",
-            f"install CUDA {wanted}'s toolkit and set CUDA_HOME, or unset it; or DS_SKIP_CUDA_CHECK=1",
-        )
+        fix = f"install CUDA {wanted}'s toolkit and set CUDA_HOME, or unset it; or DS_SKIP_CUDA_CHECK=1"
+        return f"nvcc is of CUDA {cuda['nvcc']}, torch of {wanted}", fix
     if op == "fused_adam":
         return "there is no nvcc", f"install CUDA {wanted}'s toolkit and set CUDA_HOME"
     return "", ""  # without nvcc it is compiled for the CPU alone, which is all it needs
@@ -273,13 +249,12 @@ def hub(answer: Answer | None) -> Check:
         fix = "set HTTPS_PROXY or HF_ENDPOINT; or use local folders and set HF_HUB_OFFLINE=1"
         return Check(name, "warning", f"no answer: {reason}", fix, facts)
     status, endpoint = facts["status"], facts["endpoint"]
+    if status == 401:
+        fix = "`hf auth login`, or set a new HF_TOKEN"
+        return Check(name, "warning", f"{endpoint} does not accept the token", fix, facts)
     if status >= 400:
-        login, proxy = (
-            "`hf auth login`, or set a new HF_TOKEN",
-            "see https://status.huggingface.co, or the proxy",
-        )
-        refused = "does not accept the token" if status == 401 else f"answers {status}"
-        return Check(name, "warning", f"{endpoint} {refused}", login if status == 401 else proxy, facts)
+        fix = "see https://status.huggingface.co, or the proxy"
+        return Check(name, "warning", f"{endpoint} answers {status}", fix, facts)
     without = "without a token, which gated models need (`hf auth login`)"
     token = "with a valid token" if facts["token"] else without
     return Check(name, "ok", f"{endpoint} answers, {token}", facts=facts)
@@ -300,9 +275,8 @@ def cpu_adam(answer: Answer) -> Check:
     name = "op: cpu_adam, run"
     if answer.facts is None or not answer.facts["right"]:
         why = answer.why if answer.facts is None else "its first step is wrong"
-        fix = (
-            "see `compilers`, and `python -m deepspeed.env_report`; without it, do not offload the optimizer"
-        )
+        fix = "see `compilers`, and `python -m deepspeed.env_report`; without it, do not offload the "
+        fix += "optimizer"
         return Check(name, "warning", f"cannot be used: {why}", fix)
     finding = f"compiled or found in {duration(answer.facts['seconds'])}, its step is right"
     return Check(name, "ok", finding, facts=answer.facts)

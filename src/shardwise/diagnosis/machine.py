@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from shardwise.diagnosis.check import Check
-from shardwise.hardware.host import cpu_cores, host_memory_bytes
+from shardwise.diagnosis import Check
+from shardwise.hardware.detect import cpu_cores, host_memory_bytes
 from shardwise.launch.local import free_port
 from shardwise.record.environment import versions
 from shardwise.units import GIB, count, gib

@@ -113,12 +113,11 @@ def calibrated(hardware: Hardware) -> Hardware:
     if found is None:
         return hardware
     source = f"shardwise doctor --calibrate on this machine, {found.date}"
-    links = {
-        name: replace(getattr(hardware, name), **asdict(rate), source=source, measured=True)
-        for name, rate in (("intra", found.between), ("host_link", found.host))
-        if rate is not None
-    }
-    return replace(hardware, **links)
+    for name, rate in (("intra", found.between), ("host_link", found.host)):
+        if rate is not None:
+            link = replace(getattr(hardware, name), **asdict(rate), source=source, measured=True)
+            hardware = replace(hardware, **{name: link})
+    return hardware
 
 
 def _path(device: str, count: int, driver: str | None) -> Path:

@@ -98,10 +98,8 @@ def assumed(name: str, memory_bytes: int, sold_as_gb: float) -> Gpu:
     """
     modern = [gpu for gpu in gpus() if gpu.architecture in MODERN]
     size = min({gpu.sold_as_gb for gpu in modern}, key=lambda gb: (abs(gb - sold_as_gb), gb))
-    slowest = min(
-        (gpu for gpu in modern if gpu.sold_as_gb == size),
-        key=lambda gpu: (gpu.flops["bf16"], gpu.memory_bytes_per_second),
-    )
+    of_size = [gpu for gpu in modern if gpu.sold_as_gb == size]
+    slowest = min(of_size, key=lambda gpu: (gpu.flops["bf16"], gpu.memory_bytes_per_second))
     return replace(
         slowest,
         name=name,

@@ -1,4 +1,4 @@
-"""What this machine has, as its driver reports it through the device seam; without torch."""
+"""What this machine has: its GPUs by the device seam, and memory and cores within its control group."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
+
+from shardwise.device import Card, Device, Paths, Unavailable
 from shardwise.device.find import find, unseen_vendor
-from shardwise.device.seam import Card, Device, Paths, Unavailable
 from shardwise.errors import MachineError
 from shardwise.hardware import catalog, links
 from shardwise.hardware.calibration import calibrated
 from shardwise.hardware.hardware import Hardware, Link
-from shardwise.hardware.host import cpu_cores, host_memory_bytes
 from shardwise.units import GIB
 
 SWITCHED = ("PIX", "PXB")
@@ -23,16 +25,14 @@ SWITCHED = ("PIX", "PXB")
 could reach each other: its default P2P level is PXB (NCCL 2.30 src/graph/paths.cc)."""
 
 DRIVER = "the GPU driver"
+ROOT = Path("/")
 _MOST_PERMUTED = 8
 
 
 def detect_hardware() -> Hardware | None:
     """This machine's own GPUs, as CUDA_VISIBLE_DEVICES leaves them; None without a GPU or a driver.
 
-    Their links are as `doctor --calibrate` measured them, where it did (hardware/calibration.py).
-
-    Raises:
-        MachineError: the GPUs differ, are divided by MIG, or their memory is not known.
+    Their links are as `doctor --calibrate` measured them, where it did. MachineError as in `machine`.
     """
     device = find()
     cards = [card for card in visible(device) if isinstance(card, Card)]
@@ -61,11 +61,8 @@ def visible(device: Device) -> list[Card | str]:
         return list(device.cards)
     found: list[Card | str] = []
     for entry in map(str.strip, setting.split(",")):
-        named = [
-            card
-            for card in device.cards
-            if entry == str(card.index) or (entry.startswith("GPU-") and card.uuid.startswith(entry))
-        ]
+        by_uuid = entry.startswith("GPU-")
+        named = [c for c in device.cards if entry == str(c.index) or (by_uuid and c.uuid.startswith(entry))]
         if len(named) != 1 and not entry.startswith("MIG-"):
             break
         found += named or [entry]
@@ -75,8 +72,7 @@ def visible(device: Device) -> list[Card | str]:
 def machine(cards: Sequence[Card], paths: Paths, *, memory_bytes: int | None, cores: int | None) -> Hardware:
     """One node of `cards`, joined as `paths` says; without `paths`, as such cards usually are.
 
-    Raises:
-        MachineError: the cards differ, are divided by MIG, or their memory is not known.
+    MachineError where the cards differ, are divided by MIG, or their memory is not known.
     """
     _check_equal(cards)
     gpu = _gpu(cards[0])
@@ -132,13 +128,12 @@ def _memory(card: Card) -> int:
 
 def _gpu(card: Card) -> catalog.Gpu:
     """The catalog's row with the memory that the driver shows here (ECC changes it)."""
-    memory_bytes = _memory(card)
+    memory_bytes, capability = _memory(card), card.compute_capability
     known = catalog.find(card.name, memory_bytes)
-    if known is None:
-        stand_in = catalog.assumed(card.name.removeprefix("NVIDIA "), memory_bytes, memory_bytes / GIB)
-        capability = card.compute_capability
-        return replace(stand_in, compute_capability=capability if isinstance(capability, str) else None)
-    return replace(known, memory_bytes=memory_bytes)
+    if known is not None:
+        return replace(known, memory_bytes=memory_bytes)
+    stand_in = catalog.assumed(card.name.removeprefix("NVIDIA "), memory_bytes, memory_bytes / GIB)
+    return replace(stand_in, compute_capability=capability if isinstance(capability, str) else None)
 
 
 def _slot(cards: Sequence[Card], gpu: catalog.Gpu) -> tuple[int, int]:
@@ -159,3 +154,42 @@ def _between(gpu: catalog.Gpu, cards: Sequence[Card], paths: Paths, generation: 
         return links.joined(nvlink, count)
     switched = all(paths.get(pair) in SWITCHED for pair in itertools.permutations(indices, 2))
     return links.pcie_link(generation, lanes, peer_to_peer=gpu.pcie.peer_to_peer and (not paths or switched))
+
+
+def host_memory_bytes(root: Path = ROOT) -> int:
+    """Memory of the machine, or its control group's limit where that is smaller."""
+    limits = [*_settings(root, "memory.max"), *_content(root / "sys/fs/cgroup/memory/memory.limit_in_bytes")]
+    return min([int(psutil.virtual_memory().total), *(int(text) for text in limits if text != "max")])
+
+
+def cpu_cores(root: Path = ROOT) -> int:
+    """Cores that this process may run on, or fewer where its control group has less CPU time."""
+    shares = [text.split() for text in _settings(root, "cpu.max")]
+    version_1 = [_content(root / f"sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    shares += [[quota, period] for quota, period in zip(*version_1, strict=False)]
+    limits = [int(quota) // int(period) for quota, period in shares if quota not in ("max", "-1")]
+    return max(1, min([len(os.sched_getaffinity(0)), *limits]))
+
+
+def multiplies_bf16(root: Path = ROOT) -> bool:
+    """Whether the processor has instructions for products in bf16; torch is many times slower without."""
+    known = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+    return any(known & set(text.split()) for text in _content(root / "proc/cpuinfo"))
+
+
+def _settings(root: Path, name: str) -> Iterator[str]:
+    """`name` of this process's control group and of the groups above it, each of which limits it."""
+    mounted = root / "sys/fs/cgroup"
+    lines = [line for text in _content(root / "proc/self/cgroup") for line in text.splitlines()]
+    group = mounted / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(mounted):
+            break
+        yield from _content(folder / name)
+
+
+def _content(path: Path) -> Iterator[str]:
+    try:
+        yield path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return

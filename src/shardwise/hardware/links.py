@@ -10,7 +10,6 @@ from typing import Any
 from shardwise.hardware.catalog import GB, Fabric, Gpu
 from shardwise.hardware.hardware import Link
 
-MICROSECOND = 1e-6
 FULL_LANES = 16
 DESKTOP_GENERATION = 4  # of a GeForce card's slot: boards that hold several seldom give each PCIe 5.0
 
@@ -62,14 +61,11 @@ def nvlink_of(compute_capability: str | None) -> str | None:
 
     As NCCL 2.30 distinguishes them (src/graph/topo.h, ncclTopoNVLinkBw).
     """
-    if compute_capability is None:
-        return None
-    major, _, minor = compute_capability.partition(".")
-    capability = (int(major), int(minor or 0))
-    if capability == (8, 6):
+    if compute_capability == "8.6":
         return "nvlink3-bridge"
-    since = {(10, 0): "nvlink5", (9, 0): "nvlink4", (8, 0): "nvlink3", (7, 0): "nvlink2"}
-    return next((name for first, name in since.items() if capability >= first), None)
+    major = int((compute_capability or "0").partition(".")[0])
+    since = {10: "nvlink5", 9: "nvlink4", 8: "nvlink3", 7: "nvlink2"}
+    return next((name for first, name in since.items() if major >= first), None)
 
 
 def pcie_link(generation: int, lanes: int, *, peer_to_peer: bool) -> Link:
@@ -106,5 +102,4 @@ def _pcie(generation: int, lanes: int) -> tuple[Any, float]:
 
 
 def _link(name: str, latency_us: float, gb_s: float, source: str) -> Link:
-    seconds = latency_us * MICROSECOND
-    return Link(name=name, latency_seconds=seconds, bytes_per_second=gb_s * GB, source=source)
+    return Link(name=name, latency_seconds=latency_us * 1e-6, bytes_per_second=gb_s * GB, source=source)

@@ -15,14 +15,15 @@ MEMORY   of each node's host, as 128GiB or 128GB. Without it, whether offloading
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import re
 from dataclasses import dataclass
 
 from shardwise.errors import JobError
 from shardwise.hardware import links
-from shardwise.hardware.catalog import GB, Gpu, assumed
+from shardwise.hardware.catalog import GB, Gpu, assumed, gpus
 from shardwise.hardware.hardware import Hardware, Link
-from shardwise.hardware.names import resolve
 from shardwise.units import GIB
 
 MOST_GPUS = 16384  # A strategy for so many takes about a second to simulate, and that grows with them
@@ -37,6 +38,9 @@ _MEMORY = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)(gb|gib)", re.IGNORECASE)
 _NUMBER = re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,3})?")
 _PCIE = re.compile(r"pcie([345])(?:x(1|2|4|8|16))?")
 _NETWORK = re.compile(r"(?:([0-9]{1,3})x)?([a-z]+[0-9]+)")
+_IGNORED = re.compile(r"nvidia|geforce|tesla|amd|instinct|[\s_-]+")
+_SIZE = re.compile(r"(?<=\w)[\s_-]+([0-9]+) ?gb\b", re.IGNORECASE)
+_MEMORY_WORD = re.compile(r"[0-9]+gb")
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,7 @@ class _Spec:
 def parse_hardware(text: str) -> Hardware:
     """The hardware that `text` describes; of the host only its memory is known, and only where it is given.
 
-    Raises:
-        JobError: `text` cannot be read, names no GPU or several, or asks for a link the GPU does not have.
+    JobError where `text` cannot be read, names no GPU or several, or a link that the GPU does not have.
     """
     spec = _read(text)
     _refuse_unclear_memory(spec)
@@ -141,7 +144,6 @@ def _bytes(memory: re.Match[str]) -> int:
 
 
 def _host_memory(spec: _Spec) -> int | None:
-    """Of one node; None where it is not said."""
     if spec.host is None:
         return None
     memory = _MEMORY.fullmatch(spec.host.replace(" ", ""))
@@ -200,3 +202,70 @@ def _network(gpu: Gpu, spec: _Spec) -> Link | None:
         raise spec.error(f"no network is called {spec.network!r}", f"write one of {known}")
     each_gpu = spec.gpus if found[2].startswith("ib") else 1
     return links.network_link(found[2], adapters=int(found[1] or each_gpu), gpus_per_node=spec.gpus)
+
+
+def resolve(text: str, where: str) -> Gpu:
+    """The catalogued GPU called `text`, in any case, with spaces, dashes and underscores or without.
+
+    Words of the name may be left out and change places, and the memory size may be added. Of several cards
+    that fit it is the plain one (RTX 4070 of 4070 and 4070 Ti), or else the SXM part (H100). JobError where
+    no card fits, or several do; `where` says what was read.
+    """
+    key = _normal(text)
+    named = [gpu for gpu in gpus() if key == _normal(gpu.name)]
+    named += [gpu for gpu in gpus() if key in map(_normal, gpu.driver_names)]
+    found = named[:1] or _candidates(text)
+    if not found:
+        raise JobError(f"no GPU is called {text!r}", where=where, fix=_did_you_mean(key))
+    if len(found) > 1:
+        names = [gpu.name for gpu in found]
+        what = f"{text!r} may be {_either(names[:6])}{' and others' if len(names) > 6 else ''}"
+        raise JobError(what, where=where, fix=f"write more of the name, as {names[0].replace(' ', '-')}")
+    return found[0]
+
+
+def _candidates(text: str) -> list[Gpu]:
+    """The GPUs whose words spell `text`: the plain one of them, of the size given, the SXM parts first."""
+    size = _SIZE.search(text)
+    key = _normal(_SIZE.sub("", text))
+    spelled: dict[Gpu, frozenset[str]] = {}
+    for gpu in gpus():
+        words = frozenset(_normal(word) for word in gpu.name.split())
+        orders = (order for n in range(len(words)) for order in itertools.permutations(words, n + 1))
+        if any(any(map(_names_a_model, order)) for order in orders if "".join(order) == key):
+            spelled[gpu] = frozenset(word for word in words if not _MEMORY_WORD.fullmatch(word))
+    plain = [gpu for gpu, words in spelled.items() if all(words <= others for others in spelled.values())]
+    found = [gpu for gpu in plain or spelled if size is None or gpu.sold_as_gb == int(size[1])]
+    return [gpu for gpu in found if " SXM" in gpu.name] or found
+
+
+def _names_a_model(word: str) -> bool:
+    return any(letter.isdigit() for letter in word) and not _MEMORY_WORD.fullmatch(word)
+
+
+def _normal(text: str) -> str:
+    return re.sub(r"sxm[0-9](?![0-9]?gb)", "sxm", _IGNORED.sub("", text.casefold()))
+
+
+def _did_you_mean(key: str) -> str:
+    names = {_normal(gpu.name): gpu.name for gpu in gpus()}
+    near = [names[found] for found in difflib.get_close_matches(key, names, n=3, cutoff=0.6)]
+    asked = f"did you mean {_either(near)}? " if near else ""
+    return f"{asked}Known are {known_names()}. Any other card is written by its memory: 4x24GB"
+
+
+def known_names() -> str:
+    """All models of the catalog in one line, their variants left out: `RTX 2080, 3060, ...; H100, ...`."""
+    models: dict[str, dict[str, None]] = {}
+    for gpu in gpus():
+        first, *rest = gpu.name.split()
+        if any(letter.isdigit() for letter in first):
+            family, model = "", first
+        else:
+            family, model = first, " ".join(rest[:2] if rest[0] == "PRO" else rest[:1])
+        models.setdefault(family, {})[model] = None
+    return "; ".join(f"{family} {', '.join(names)}".strip() for family, names in models.items())
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

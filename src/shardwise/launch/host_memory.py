@@ -6,7 +6,7 @@ import resource
 from pathlib import Path
 
 from shardwise.errors import MachineError
-from shardwise.hardware.host import host_memory_bytes
+from shardwise.hardware.detect import host_memory_bytes
 from shardwise.units import gib
 
 ROOT = Path("/")

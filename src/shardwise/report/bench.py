@@ -15,27 +15,20 @@ from shardwise.record.bench import SCHEMA, BenchRecord
 from shardwise.units import GIB, count, steps
 
 Row = Mapping[str, Any]
-Pair = tuple[float | None, float | None]
-"""(predicted, measured)."""
+Pair = tuple[float | None, float | None]  # (predicted, measured)
 Column = tuple[str, str, Callable[[float], str]]
 """A column's title, its quantity as `pair` names it, and how a value is written."""
 
-ABSENT = "-"
-NEEDED = "needed_bytes"
+ABSENT, NEEDED = "-", "needed_bytes"
 PART_OF_PREDICTION = {
-    "peak_reserved_bytes": "memory",
-    "peak_allocated_bytes": "memory",
-    "outside_allocator_bytes": "memory",
-    "tokens_per_second_per_gpu": "time",
-    "exposed_communication_fraction": "time",
+    **dict.fromkeys(("peak_reserved_bytes", "peak_allocated_bytes", "outside_allocator_bytes"), "memory"),
+    **dict.fromkeys(("tokens_per_second_per_gpu", "exposed_communication_fraction"), "time"),
     "joules_per_token": "energy",
 }
 """Quantities with the same name in a prediction and in a measurement, and where a prediction has them."""
 
-SLOWED = 1.1
-"""A profiled step that takes longer than the others by this factor also waited for the profiler."""
-IDLE = 0.1
-"""Share of the profiled step from which an idle GPU is reported."""
+SLOWED = 1.1  # a profiled step that takes longer than the others by this factor also waited for the profiler
+IDLE = 0.1  # share of the profiled step from which an idle GPU is reported
 
 
 def to_json(bench: BenchRecord) -> dict[str, Any]:
@@ -49,15 +42,11 @@ def pair(row: Row, quantity: str) -> Pair:
     NEEDED is the bytes that a process takes of its GPU: reserved by torch's allocator, and outside of it.
     """
     if quantity == NEEDED:
-        reserved, outside = pair(row, "peak_reserved_bytes"), pair(row, "outside_allocator_bytes")
-        predicted, found = (
-            None if one is None else one + (two or 0) for one, two in zip(reserved, outside, strict=True)
-        )
+        both = zip(pair(row, "peak_reserved_bytes"), pair(row, "outside_allocator_bytes"), strict=True)
+        predicted, found = (None if one is None else one + (two or 0) for one, two in both)
         return predicted, found
-    return (
-        row["predicted"][PART_OF_PREDICTION[quantity]][quantity] if row["predicted"] is not None else None,
-        row["measured"][quantity] if row["measured"] is not None else None,
-    )
+    part = None if row["predicted"] is None else row["predicted"][PART_OF_PREDICTION[quantity]]
+    return part and part[quantity], row["measured"] and row["measured"][quantity]
 
 
 def ran(rows: Sequence[Row]) -> list[Row]:
@@ -87,14 +76,12 @@ def batch(row: Row) -> str:
 def reasons(rows: Sequence[Row]) -> dict[str, str]:
     """Why numbers are missing or doubtful, and the rows: `no MFU: no GPU` to `all` or their labels."""
     found: dict[str, list[str]] = {}
+    lacking = {"MFU": "mfu", "exposed communication": "exposed", "J/token": "joules"}
     for row in ran(rows):
         values = row["measured"]
-        for name, reason in (
-            ("prediction", row["predicted_unavailable"]),
-            ("MFU", values["mfu_unavailable"]),
-            ("exposed communication", values["exposed_unavailable"]),
-            ("J/token", values["joules_unavailable"]),
-        ):
+        missing = {"prediction": row["predicted_unavailable"]}
+        missing |= {name: values[f"{key}_unavailable"] for name, key in lacking.items()}
+        for name, reason in missing.items():
             if reason:
                 found.setdefault(f"no {name}: {reason}", []).append(row["label"])
         profiled = values.get("profiled_step_seconds")
@@ -115,18 +102,15 @@ def show_bench(bench: BenchRecord, *, console: Console | None = None) -> None:
     rows, head, job = ran(bench.rows), bench.head, bench.head["job"]
     sizes = f"{job['train']['global_batch']} rows of {job['data']['sequence_length']} tokens a step"
     warmup = f"{steps(head['warmup_steps'])} to warm up, {head['steps']} counted"
-    title = (str(head["name"]), "bold")
-    console.print(
-        Text.assemble(title, f"  {sizes} on {head['processes']} {device(head)}; {warmup}"), soft_wrap=True
-    )
+    rest = f"  {sizes} on {head['processes']} {device(head)}; {warmup}"
+    console.print(Text.assemble((str(head["name"]), "bold"), rest), soft_wrap=True)
     if rows:
         predicted = any(row["predicted"] for row in rows)
         console.print()
         if predicted:
             console.print(Text("predicted > measured", style="dim"))
-        console.print(_compared(rows, _HEADLINE, verdicts=True), Text(), _compared(rows, _MEMORY), sep="\n")
-        console.print()
-        console.print(_details(rows))
+        tables = (_compared(rows, _HEADLINE, verdicts=True), Text(), _compared(rows, _MEMORY), Text())
+        console.print(*tables, _details(rows), sep="\n")
         if predicted:
             console.print(Text("\npredicted memory by term, GiB", style="dim"))
             console.print(_terms(rows))
@@ -147,7 +131,6 @@ def _table(*names: str) -> Table:
 
 
 def _compared(rows: Sequence[Row], columns: Sequence[Column], *, verdicts: bool = False) -> Table:
-    """Each quantity as predicted and as measured."""
     both = any(row["predicted"] for row in rows)
     table = _table(*(name for name, _, _ in columns))
     table.add_column("")
@@ -183,13 +166,8 @@ def _details(rows: Sequence[Row]) -> Table:
     for row in rows:
         found, strategy = row["measured"], row["strategy"]
         every = strategy["checkpoint_every"]
-        numbers = (
-            (found["step_seconds"], ".3g"),
-            (found["tflops_per_gpu"], ".3g"),
-            (found["mfu"], ".0%"),
-            (last_finite(found["loss"]), ".4g"),
-            (last_finite(found["grad_norm"]), ".4g"),
-        )
+        numbers = [(found["step_seconds"], ".3g"), (found["tflops_per_gpu"], ".3g"), (found["mfu"], ".0%")]
+        numbers += [(last_finite(found[curve]), ".4g") for curve in ("loss", "grad_norm")]
         table.add_row(
             Text(row["label"]),
             f"{strategy['micro_batch']} x {strategy['accumulation']}",
@@ -199,9 +177,12 @@ def _details(rows: Sequence[Row]) -> Table:
     return table
 
 
+_SHORT = ("weight", "grad", "optim", "activ", "loss", "engine", "fragm", "CUDA")
+_SHORT_TERMS = dict(zip(TERMS, _SHORT, strict=True))
+
+
 def _terms(rows: Sequence[Row]) -> Table:
-    """Predicted memory by term, their sum, and the measured memory."""
-    table = _table(*(_SHORT.get(name, TERMS[name]) for name in TERMS), "sum", "real")
+    table = _table(*_SHORT_TERMS.values(), "sum", "real")
     for row in rows:
         if row["predicted"] is not None:
             memory = row["predicted"]["memory"]
@@ -209,19 +190,6 @@ def _terms(rows: Sequence[Row]) -> Table:
             sizes = [*(values[key] for key in TERMS), *pair(row, NEEDED)]
             table.add_row(Text(row["label"]), *(f"{round((size or 0) / GIB, 2):.3g}" for size in sizes))
     return table
-
-
-_SHORT = {
-    "weights_bytes": "weight",
-    "gradients_bytes": "grad",
-    "optimizer_bytes": "optim",
-    "activations_bytes": "activ",
-    "loss_bytes": "loss",
-    "engine_buffers_bytes": "engine",
-    "fragmentation_bytes": "fragm",
-    "outside_allocator_bytes": "CUDA",
-}
-"""Names of the terms of memory in a narrow table."""
 
 
 def _remarks(bench: BenchRecord) -> list[Text]:

@@ -1,20 +1,33 @@
-"""Numbers of a run folder: for `report --json`, the terminal's tables, and pages (`row_of`)."""
+"""Numbers of a run folder, and measurements of its steps with the units and names of the accuracy ledger."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from shardwise.errors import JobError
 from shardwise.record.manifest import check_sizes, read_manifest, step_folders
 from shardwise.record.read import RunRecord, is_being_written, read_run
-from shardwise.report.measured import measured
 
 WARM_UP_STEPS = 5
 """Steps at the start of a launch that throughput leaves out (compilation, allocator, caches)."""
+
+MOST_SPREAD = 0.05
+"""A measurement is noisy where its steps spread, drift or are skewed by more than this share."""
+FEWEST_STEPS = 5
+LEAST_ENERGY_SECONDS = 1.0
+"""Over less time, a counter that moves every 20 to 100 ms can be wrong by more than a fifth."""
+
+BY_RANK = {
+    "peak_allocated_bytes": "peak_memory_allocated_bytes",
+    "peak_reserved_bytes": "peak_memory_reserved_bytes",
+    "outside_allocator_bytes": "outside_allocator_bytes",
+    "host_memory_bytes": "host_memory_bytes",
+}
+"""Key of a measurement: key of the step events."""
 
 
 def summary(run_dir: str | Path) -> dict[str, Any]:
@@ -26,10 +39,13 @@ def summary(run_dir: str | Path) -> dict[str, Any]:
     where the folder is not a complete run folder.
     """
     run = read_run(Path(run_dir))
-    head = _head(run)
-    steps = _of_kind(run.events, "step")
-    losses = [(event["loss"], event["step"]) for event in steps if event.get("loss") is not None]
-    steady = _steady(run.events)
+    heads = _of_kind(run.events, "run")
+    if not heads:
+        what = f"the run in {run.path} has not started: events.jsonl has no lines"
+        raise JobError(what, where=str(run.path), fix="run `shardwise train` first")
+    head, steps = heads[-1], _of_kind(run.events, "step")
+    losses = [(event["loss"], event["step"]) for event in _with_loss(run.events)]
+    best_loss, best_step = min(losses, default=(None, None))
     return {
         "name": run.job.get("name"),
         "path": str(run.path),
@@ -41,13 +57,11 @@ def summary(run_dir: str | Path) -> dict[str, Any]:
         "tokens": sum(event["tokens"] for event in steps),
         "first_loss": losses[0][0] if losses else None,
         "last_loss": losses[-1][0] if losses else None,
-        "best_loss": min(losses)[0] if losses else None,
-        "best_loss_step": min(losses)[1] if losses else None,
+        "best_loss": best_loss,
+        "best_loss_step": best_step,
         "skipped_steps": sum(bool(event.get("skipped")) for event in steps),
-        "evaluations": [
-            {"step": event["step"], "loss": event["loss"]} for event in _of_kind(run.events, "eval")
-        ],
-        **_throughput(steady, int(head.get("processes") or 1)),
+        "evaluations": [{key: one[key] for key in ("step", "loss")} for one in _of_kind(run.events, "eval")],
+        **_throughput(_steady(run.events), int(head.get("processes") or 1)),
         "peak_memory_reserved_bytes": _peak(steps, "peak_memory_reserved_bytes"),
         "peak_memory_allocated_bytes": _peak(steps, "peak_memory_allocated_bytes"),
         "wall_seconds": _wall_seconds(run.events),
@@ -61,8 +75,7 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
     Speed is that of `summary`. Nothing is measured before the first step. Raises JobError as `summary` does.
     """
     run, numbers = read_run(path), summary(path)
-    steps = [event for event in run.events if event.get("kind") == "step" and event.get("loss") is not None]
-    header = next(event for event in run.events if event.get("kind") == "run")
+    steps, header = _with_loss(run.events), _of_kind(run.events, "run")[0]
     chosen = run.plan.get("chosen") or {}
     predicted = chosen.get("prediction")
     found = None
@@ -90,20 +103,11 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
 
 def losses(run_dir: str | Path) -> list[float]:
     """Finite training losses in step order, for curves."""
-    events = _of_kind(read_run(Path(run_dir)).events, "step")
-    return [event["loss"] for event in events if event.get("loss") is not None]
+    return [event["loss"] for event in _with_loss(read_run(Path(run_dir)).events)]
 
 
-def _head(run: RunRecord) -> Mapping[str, Any]:
-    """Return the newest `run` event. JobError where there is none: the run has not started."""
-    heads = _of_kind(run.events, "run")
-    if not heads:
-        raise JobError(
-            f"the run in {run.path} has not started: events.jsonl has no lines",
-            where=str(run.path),
-            fix="run `shardwise train` first",
-        )
-    return heads[-1]
+def _with_loss(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [event for event in _of_kind(events, "step") if event.get("loss") is not None]
 
 
 def _of_kind(events: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
@@ -148,19 +152,14 @@ def _throughput(steps: Sequence[Mapping[str, Any]], processes: int) -> dict[str,
 
 
 def _peak(steps: Sequence[Mapping[str, Any]], field: str) -> list[int]:
-    """The largest value per rank over all steps."""
     by_step = [event[field] for event in steps if event.get(field)]
     return [max(values) for values in zip(*by_step, strict=True)]
 
 
 def _wall_seconds(events: Sequence[Mapping[str, Any]]) -> float:
     """Sum of the launches, each from its first to its last line; time between launches does not count."""
-    spans = (
-        float(event["time"] - before["time"])
-        for before, event in pairwise(events)
-        if event["kind"] not in ("run", "resume")
-    )
-    return sum(spans, 0.0)
+    lines = pairwise(events)
+    return sum((b["time"] - a["time"] for a, b in lines if b["kind"] not in ("run", "resume")), 0.0)
 
 
 def _checkpoints(folder: Path) -> list[dict[str, Any]]:
@@ -174,3 +173,95 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
             size, complete = None, False
         found.append({"step": step, "path": str(path), "bytes": size, "complete": complete})
     return found
+
+
+def measured(
+    steps: Sequence[Mapping[str, Any]], *, warmup: int, count: int | None = None, processes: int
+) -> dict[str, Any]:
+    """Memory, time, energy and curves of a run's step events; at least one must be left after `warmup`.
+
+    Time and energy are measured over the `count` steps after the first `warmup`; later steps are ignored.
+    Memory is the worst rank's and includes the warm-up, because the warm-up has to fit as well. Without a
+    GPU, `peak_allocated_bytes` and `peak_reserved_bytes` are the process's resident set. A null number has
+    its reason in `NAME_unavailable`.
+    """
+    steps = steps[: None if count is None else warmup + count]
+    steady = steps[warmup:]
+    seconds = [float(step["seconds"]) for step in steady]
+    per_gpu = sum(step["tokens"] for step in steady) / sum(seconds) / processes
+    verdict, why = judge(seconds)
+    return {
+        **_memory(steps),
+        "steps": len(steps),
+        "warmup_steps": warmup,
+        "step_seconds": median(seconds),
+        "step_seconds_all": [step["seconds"] for step in steps],
+        "tokens_all": [step["tokens"] for step in steps],
+        "tokens_per_second_per_gpu": per_gpu,
+        **_rates(steady[-1], per_gpu),
+        **_energy(steady),
+        "loss": [step["loss"] for step in steps],
+        "grad_norm": [step["grad_norm"] for step in steps],
+        "verdict": verdict,
+        "verdict_why": why,
+    }
+
+
+def judge(seconds: Sequence[float]) -> tuple[str, list[str]]:
+    """Judge the seconds of steady steps: (`valid` or `noisy`, why noisy); docs/bench.md has the rule."""
+    why = []
+    middle = median(seconds)
+    if len(seconds) < FEWEST_STEPS:
+        why.append(f"{len(seconds)} steady steps say little: at least {FEWEST_STEPS}")
+    if len(seconds) >= 2:
+        low, _, high = quantiles(seconds, n=4, method="inclusive")
+        if (spread := (high - low) / middle) > MOST_SPREAD:
+            why.append(f"the middle half of the steps spreads by {spread:.0%} of the median")
+    if abs(skew := fmean(seconds) / middle - 1) > MOST_SPREAD:
+        why.append(f"the mean is {skew:+.0%} off the median: single steps stand out")
+    half = len(seconds) // 2
+    if half >= 2:
+        drift = median(seconds[-half:]) / median(seconds[:half]) - 1
+        if abs(drift) > MOST_SPREAD:
+            why.append(f"the second half of the steps takes {drift:+.0%}: more --warmup")
+    return ("noisy" if why else "valid"), why
+
+
+def _memory(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, key in BY_RANK.items():
+        by_rank = _peak(steps, key) or None
+        found |= {name: by_rank and max(by_rank), f"{name}_by_rank": by_rank}
+
+    def worst(key: str) -> list[int | None]:  # of all ranks, after each step
+        return [max(step[key]) if step.get(key) else None for step in steps]
+
+    on_gpu = found["outside_allocator_bytes"] is not None
+    return {
+        **found,
+        "memory_of": "gpu" if on_gpu else "process",
+        "outside_allocator_unavailable": None if on_gpu else "no GPU",
+        **{f"{kind}_by_step_bytes": worst(f"memory_{kind}_bytes") for kind in ("reserved", "allocated")},
+    }
+
+
+def _rates(step: Mapping[str, Any], per_gpu: float) -> dict[str, Any]:
+    """TFLOP/s and MFU at `per_gpu` tokens a second: both are proportional to it."""
+    share = per_gpu / step["tokens_per_second_per_gpu"]
+    known = {key: step.get(key) for key in ("tflops_per_gpu", "mfu")}
+    rates = {key: None if value is None else value * share for key, value in known.items()}
+    return {**rates, "mfu_unavailable": step.get("mfu_unavailable")}
+
+
+def _energy(steady: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Joules a token over the steady steps with a reading, of all GPUs without the host."""
+    known = [step for step in steady if step.get("joules") is not None]
+    seconds = sum(step["seconds"] for step in known)
+    reason = None
+    if not known:
+        reason = next((step.get("joules_unavailable") for step in steady), None) or "no reading"
+    elif seconds < LEAST_ENERGY_SECONDS:
+        reason = f"the steps took {seconds:.1f} s together, too short for the counter: more --steps"
+    tokens = sum(step["tokens"] for step in known)
+    joules = None if reason else sum(step["joules"] for step in known) / tokens
+    return {"joules_per_token": joules, "joules_unavailable": reason}

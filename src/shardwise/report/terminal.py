@@ -15,7 +15,6 @@ from shardwise.report.compare import losses, summary
 from shardwise.units import count, duration, gib
 
 _BARS = "▁▂▃▄▅▆▇█"
-_CURVE_WIDTH = 48
 
 
 def show(run_dirs: Sequence[str | Path], *, console: Console | None = None) -> None:
@@ -28,7 +27,7 @@ def show(run_dirs: Sequence[str | Path], *, console: Console | None = None) -> N
         _show_several(summaries, console)
 
 
-def sparkline(values: Sequence[float], width: int = _CURVE_WIDTH) -> str:
+def sparkline(values: Sequence[float], width: int = 48) -> str:
     """A curve in one line of text: each character is the mean of an equal share of the values."""
     if not values:
         return ""
@@ -42,11 +41,8 @@ def sparkline(values: Sequence[float], width: int = _CURVE_WIDTH) -> str:
 
 def _show_one(run: dict[str, Any], curve: Sequence[float], console: Console) -> None:
     steps = f"{run['steps']} of {run['total_steps']} steps"
-    console.print(
-        Text.assemble(
-            (str(run["name"]), "bold"), f"  {run['status']}, {steps}, {duration(run['wall_seconds'])}"
-        )
-    )
+    progress = f"  {run['status']}, {steps}, {duration(run['wall_seconds'])}"
+    console.print(Text.assemble((str(run["name"]), "bold"), progress))
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, read in _ROWS:
         table.add_row(label, Text(read(run)))
@@ -54,16 +50,15 @@ def _show_one(run: dict[str, Any], curve: Sequence[float], console: Console) -> 
     if curve:
         console.print(f"loss  {sparkline(curve)}", highlight=False)
     for evaluation in run["evaluations"]:
-        console.print(
-            f"evaluation after step {evaluation['step']}: {_number(evaluation['loss'])}", highlight=False
-        )
+        line = f"evaluation after step {evaluation['step']}: {_number(evaluation['loss'])}"
+        console.print(line, highlight=False)
     complete = [checkpoint for checkpoint in run["checkpoints"] if checkpoint["complete"]]
     if complete:
         console.print(Text(f"newest checkpoint: {complete[0]['path']}"), soft_wrap=True)
     for checkpoint in run["checkpoints"]:
         if not checkpoint["complete"]:
-            line = Text.assemble(("incomplete checkpoint: ", "yellow"), checkpoint["path"])
-            console.print(line, soft_wrap=True)
+            warning = Text.assemble(("incomplete checkpoint: ", "yellow"), checkpoint["path"])
+            console.print(warning, soft_wrap=True)
 
 
 def _show_several(runs: Sequence[dict[str, Any]], console: Console) -> None:
@@ -80,10 +75,6 @@ def _show_several(runs: Sequence[dict[str, Any]], console: Console) -> None:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
-
-
-def _loss(run: dict[str, Any]) -> str:
-    return f"{_number(run['first_loss'])} → {_number(run['last_loss'])}"
 
 
 def _eval_loss(run: dict[str, Any]) -> str:
@@ -108,7 +99,7 @@ def _peak(run: dict[str, Any]) -> str:
 
 _ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("strategy", lambda run: f"{run['strategy']} on {run['processes']}"),
-    ("train loss", _loss),
+    ("train loss", lambda run: f"{_number(run['first_loss'])} → {_number(run['last_loss'])}"),
     ("eval loss", _eval_loss),
     ("tokens", lambda run: count(run["tokens"])),
     ("tokens/s", _rate),

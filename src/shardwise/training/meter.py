@@ -10,8 +10,8 @@ from functools import cache
 import psutil
 import torch
 
-from shardwise.device.seam import Unavailable
-from shardwise.energy.meter import Gpu, find_gpu
+from shardwise.device import Unavailable
+from shardwise.energy import Gpu, find_gpu
 
 MEMORY_FIELDS = (
     "allocated_bytes",

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from shardwise.device.seam import Unavailable
-from shardwise.energy.meter import StepJoules
+from shardwise.device import Unavailable
+from shardwise.energy import StepJoules
 from shardwise.record.schema import EvalEvent, ResumeEvent, RunEvent, SaveEvent, StepEvent, StopEvent
 from shardwise.record.trackers import Trackers
 from shardwise.record.write import EventWriter, RunFolder

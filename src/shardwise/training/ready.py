@@ -17,8 +17,7 @@ from shardwise.data.prepare import Prepared, documents, prepare
 from shardwise.engines.facts import Architecture
 from shardwise.engines.runtime.protocol import World
 from shardwise.errors import MachineError
-from shardwise.hardware.detect import detect_hardware
-from shardwise.hardware.host import multiplies_bf16
+from shardwise.hardware.detect import detect_hardware, multiplies_bf16
 from shardwise.job.identity import identity_of
 from shardwise.job.schema import Job
 from shardwise.models.build import BuiltModel, build_model

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.device.seam import Unavailable
+from shardwise.device import Unavailable
 from shardwise.engines import settings_of
 from shardwise.engines.facts import Devices
 from shardwise.errors import JobError, Problem, ShardwiseError

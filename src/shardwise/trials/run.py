@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.errors import DoesNotFitError
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.read import EVENTS, read_events
-from shardwise.report.measured import measured
+from shardwise.report.compare import measured
 from shardwise.trials import process
 from shardwise.trials.exposed import read_trace
 from shardwise.trials.rows import Row

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
-from shardwise.diagnosis.check import Check
+from shardwise.diagnosis import Check
 from shardwise.diagnosis.doctor import Report
 from shardwise.diagnosis.gpus import Gpus
 

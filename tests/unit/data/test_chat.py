@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.data.chat import DEFAULT_TEMPLATE, Renderer, end_tokens, template_for
-from shardwise.data.encode import Encoder, trained_mask
+from shardwise.data.chat import DEFAULT_TEMPLATE, Encoder, Renderer, end_tokens, template_for, trained_mask
 from shardwise.data.formats import Conversation
 from shardwise.data.render import RenderError, Template, render_conversation
 from shardwise.errors import DataError

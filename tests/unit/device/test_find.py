@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from recorded import MACHINES, device
+from shardwise.device import NoDevice, Replay
 from shardwise.device import find as find_module
 from shardwise.device.find import REPLAY, find, unseen_vendor
-from shardwise.device.replay import NoDevice, Replay
 from shardwise.errors import MachineError, render
 
 NONE, BROKEN = NoDevice("there is no driver"), NoDevice("the driver fails", broken=True)

@@ -11,9 +11,8 @@ from typing import Any, get_args
 
 import pytest
 
+from shardwise.device import NoDevice, Paths, Reading, Unavailable
 from shardwise.device.nvml import Nvml, open_nvml
-from shardwise.device.replay import NoDevice
-from shardwise.device.seam import Paths, Reading, Unavailable
 
 Link = tuple[str, int]
 """What a link leads to, and its state: `("switch", 1)`, or a GPU's number as text."""

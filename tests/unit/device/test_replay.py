@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from recorded import device, values
-from shardwise.device.replay import Replay, record
-from shardwise.device.seam import Unavailable
+from shardwise.device import Replay, Unavailable, record
 
 GPU = {"uuid": "GPU-1", "name": "NVIDIA H200"}
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardwise.diagnosis.doctor import Report, examine
-from shardwise.diagnosis.show import show
+from shardwise.diagnosis.doctor import Report, examine, show
 from shardwise.hardware.calibration import load
 from shardwise.hardware.detect import detect_hardware
 

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.device import nvml
-from shardwise.device.replay import NoDevice
-from shardwise.diagnosis import gpus
-from shardwise.diagnosis.check import Check
+from shardwise.device import NoDevice, nvml
+from shardwise.diagnosis import Check, gpus
 
 Driver = Callable[..., None]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.device.seam import Card
+from shardwise.device import Card
 from shardwise.diagnosis import judge
 from shardwise.diagnosis.child import Answer
 from shardwise.diagnosis.gpus import Gpus

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.device.replay import NoDevice, Replay
-from shardwise.device.seam import Unavailable
-from shardwise.energy.meter import (
+from shardwise.device import NoDevice, Replay, Unavailable
+from shardwise.energy import (
     FIRST,
     INTERRUPTED,
     SAMPLE_SECONDS,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from recorded import device, install, values
+from shardwise.device import Card
 from shardwise.device.find import REPLAY
-from shardwise.device.seam import Card
 from shardwise.errors import MachineError, render
 from shardwise.hardware.detect import (
     deepspeed_accelerator,

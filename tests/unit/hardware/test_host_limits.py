@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardwise.hardware.host import cpu_cores, host_memory_bytes, multiplies_bf16
+from shardwise.hardware.detect import cpu_cores, host_memory_bytes, multiplies_bf16
 
 GIB = 2**30
 MEMINFO = "MemTotal:       131896320 kB\n" + "\n".join(

@@ -8,8 +8,7 @@ import pytest
 
 from shardwise.errors import JobError, render
 from shardwise.hardware.catalog import gpus
-from shardwise.hardware.names import known_names
-from shardwise.hardware.parse import parse_hardware, with_slot
+from shardwise.hardware.parse import known_names, parse_hardware, with_slot
 
 
 @pytest.mark.parametrize("name", [gpu.name for gpu in gpus()])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.report.measured import judge, measured
+from shardwise.report.compare import judge, measured
 
 
 def step(seconds: float = 1.0, *, joules: float | None = 50.0, peak: int = 10, **more: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.device.seam import Unavailable
+from shardwise.device import Unavailable
 from shardwise.errors import DoesNotFitError, JobError
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.load import load_job

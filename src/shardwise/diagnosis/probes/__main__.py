@@ -18,13 +18,13 @@ from typing import Any
 from shardwise.launch.local import die_with
 
 PROBES = {
-    "torch": "torch_build:build",
-    "formats": "torch_build:formats",
-    "bitsandbytes": "torch_build:quantize",
-    "cross_entropy": "kernels:cross_entropy",
-    "attention": "kernels:attention",
-    "mamba": "kernels:mamba",
-    "liger": "kernels:liger",
+    "torch": "compute:build",
+    "formats": "compute:formats",
+    "bitsandbytes": "compute:quantize",
+    "cross_entropy": "compute:cross_entropy",
+    "attention": "compute:attention",
+    "mamba": "compute:mamba",
+    "liger": "compute:liger",
     "collective": "ranks:all_reduce",
     "deepspeed": "software:ops",
     "cpu_adam": "software:build_cpu_adam",

@@ -39,11 +39,7 @@ def all_reduce(stage: Callable[[str], None]) -> dict[str, Any]:
     dist.all_reduce(values)
     _finish(device)
     right = bool((values == size * (size + 1) / 2).all())
-    start = time.perf_counter()
-    for _ in range(SUM_CALLS):
-        dist.all_reduce(values)
-    _finish(device)
-    seconds = (time.perf_counter() - start) / SUM_CALLS
+    seconds = _round(device, partial(dist.all_reduce, values), SUM_CALLS)
     stage(f"rank {rank} of {size} leaves")
     backend = dist.get_backend()
     dist.destroy_process_group()
@@ -98,15 +94,12 @@ def _join(stage: Callable[[str], None]) -> tuple[int, int, torch.device]:
     stage(f"rank {rank} of {size} meets the others on {host}:{port}")
     store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=TIMEOUT)  # type: ignore[attr-defined]
     stage(f"rank {rank} of {size} connects over {backend}")
-    bound = device if on_gpu else None
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=bound
-    )
+    place: dict[str, Any] = {"rank": rank, "world_size": size, "device_id": device if on_gpu else None}
+    dist.init_process_group(backend, store=store, timeout=TIMEOUT, **place)
     return rank, size, device
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for the GPU, if there is one."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -119,12 +112,16 @@ def _seconds(device: torch.device, act: Callable[[], object], *, calls: int) -> 
         _finish(device)
         dist.barrier()
         _finish(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            act()
-        _finish(device)
-        rounds.append((time.perf_counter() - start) / calls)
+        rounds.append(_round(device, act, calls))
     return statistics.median(rounds)
+
+
+def _round(device: torch.device, act: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        act()
+    _finish(device)
+    return (time.perf_counter() - start) / calls
 
 
 def _calls(num_bytes: int) -> int:
@@ -150,7 +147,6 @@ def _products(device: torch.device, stage: Callable[[str], None]) -> Iterator[di
 
 
 def _copies(device: torch.device, stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Host memory to the GPU and back, page-locked and not."""
     for num_bytes in COPIES:
         gpu = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         for kind in ("pinned", "pageable"):

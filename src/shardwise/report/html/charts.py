@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 
 HEIGHT = 210
 SMALL = 120
-WIDTH = 1000
-"""Of a curve's own coordinates, which are stretched to the page's."""
+WIDTH = 1000  # of a curve's own coordinates, which are stretched to the page's
 COLOURS = 8
 
 Text = Callable[[float], str]
-Chart = dict[str, Any]
-"""What the template's macro `bars` or `plot` takes."""
+Chart = dict[str, Any]  # what the template's macro `bars` or `plot` takes
 
 
 class Part(NamedTuple):
@@ -33,8 +31,7 @@ class Bar(NamedTuple):
 
     parts: Sequence[Part]
     text: str
-    guess: bool = False
-    """Predicted: its text is drawn softer."""
+    guess: bool = False  # Predicted: its text is drawn softer
 
 
 class Curve(NamedTuple):
@@ -42,8 +39,7 @@ class Curve(NamedTuple):
 
     name: str
     points: Sequence[tuple[float, float | None]]
-    style: str
-    """Classes of the style sheet, `l-COLOUR` first."""
+    style: str  # classes of the style sheet, `l-COLOUR` first
     stairs: bool = False
     width: float = 1.75
 
@@ -84,14 +80,9 @@ def bars(
                 reached += value
         return shown
 
-    drawn_rows = [
-        (label, note, [(pieces(bar), bar.text, bar.guess) for bar in drawn]) for label, note, drawn in rows
-    ]
-    return {
-        "rows": drawn_rows,
-        "limit": None if limit is None else _percent(limit / scale),
-        "legend": legend or {},
-    }
+    shown = [(*head, [(pieces(bar), bar.text, bar.guess) for bar in drawn]) for *head, drawn in rows]
+    mark = None if limit is None else _percent(limit / scale)
+    return {"rows": shown, "limit": mark, "legend": legend or {}}
 
 
 def plot(
@@ -138,8 +129,7 @@ def plot(
 def _path(curve: Curve, place: Callable[[float, float], tuple[float, float]]) -> str:
     """An SVG path with a piece for each stretch without a gap, and a point where a stretch is one value."""
     steps: list[str] = []
-    begun = False
-    before = 0.0
+    begun, before = False, 0.0
     for x, y in curve.points:
         if y is None:
             begun = False

@@ -5,16 +5,12 @@ from __future__ import annotations
 from shardwise.units import GIB
 
 NONE = "–"
-THIN = "\u202f"
-"""A narrow space that keeps a number and its unit on one line."""
+THIN = "\u202f"  # a narrow space that keeps a number and its unit on one line
 
 
 def gib(value: float | None) -> str:
     """`12.3 GiB` of bytes, two decimals below ten."""
-    if value is None:
-        return NONE
-    size = value / GIB
-    return f"{size:.1f}{THIN}GiB" if size >= 10 else f"{size:.2f}{THIN}GiB"
+    return NONE if value is None else f"{value / GIB:.{1 if value >= 10 * GIB else 2}f}{THIN}GiB"
 
 
 def of_gib(size: float) -> str:

@@ -13,16 +13,8 @@ from shardwise.units import GIB
 
 Text = Callable[[float | None], str]
 
-COLOUR = {
-    "weights_bytes": "weights",
-    "gradients_bytes": "gradients",
-    "optimizer_bytes": "optimizer",
-    "activations_bytes": "activations",
-    "loss_bytes": "loss",
-    "engine_buffers_bytes": "buffers",
-    "fragmentation_bytes": "fragmentation",
-    "outside_allocator_bytes": "outside",
-}
+COLOUR = {term: term.removesuffix("_bytes") for term in TERMS}  # classes of the style sheet
+COLOUR |= {"engine_buffers_bytes": "buffers", "outside_allocator_bytes": "outside"}
 
 
 class Cell(NamedTuple):
@@ -30,10 +22,8 @@ class Cell(NamedTuple):
 
     text: str
     below: str = ""
-    guess: bool = False
-    """`below` is a prediction."""
-    tag: str = ""
-    """Class of the mark that `text` is shown as; empty where it is not one."""
+    guess: bool = False  # `below` is a prediction
+    tag: str = ""  # class of the mark that `text` is shown as; empty where it is not one
 
 
 class Table(NamedTuple):
@@ -70,10 +60,8 @@ def table(rows: Sequence[Row], *, verdicts: bool) -> Table:
     names += ["Exposed comm., of the step", "J/token", "Last loss", "Steps"]
     cells = [_cells(row, verdicts=verdicts) for row in rows]
     kept = [place for place in range(len(names)) if any(line[place] != Cell(numbers.NONE) for line in cells)]
-    lines = [
-        (row["label"], note(row), [line[place] for place in kept])
-        for row, line in zip(rows, cells, strict=True)
-    ]
+    pairs_of = zip(rows, cells, strict=True)
+    lines = [(row["label"], note(row), [line[place] for place in kept]) for row, line in pairs_of]
     return Table([names[place] for place in kept], lines)
 
 
@@ -166,9 +154,8 @@ def pairs(rows: Sequence[Row], quantity: str, text: Text, unit: str) -> Chart | 
             continue
         drawn = [Bar([Part("measured", found, "measured")], f"{text(found)} {unit}")]
         if predicted is not None:
-            part = Part("predicted", predicted, "predicted")
-            drawn.insert(0, Bar([part], f"{text(predicted)} predicted", guess=True))
-            compared = True
+            parts, compared = [Part("predicted", predicted, "predicted")], True
+            drawn.insert(0, Bar(parts, f"{text(predicted)} predicted", guess=True))
         lines.append((row["label"], note(row), drawn))
     legend = {"predicted": "f-predicted"} if compared else {}
     return bars(lines, text=text, legend={**legend, "measured": "f-measured"}) if lines else None
@@ -192,7 +179,7 @@ def overlay(
     for place, row in enumerate(ran(rows)):
         style = f"l-s{place % COLOURS}" + (" dashed" if place >= COLOURS else "")
         found = row["measured"]
-        points = list(zip(_step_numbers(found, len(found[key])), found[key], strict=True))
+        points = list(zip(_step_numbers(found), found[key], strict=True))
         width = layered(place, len(ran(rows)) if alike else 1)
         curves.append(Curve(row["label"], points, style, width=width))
         if held_out and found.get("evaluations"):
@@ -212,8 +199,8 @@ def rates(rows: Sequence[Row]) -> Sequence[Row]:
     return found
 
 
-def _step_numbers(found: Row, count: int) -> Sequence[int]:
-    return found.get("step_numbers") or range(1, count + 1)
+def _step_numbers(found: Row) -> Sequence[int]:
+    return found.get("step_numbers") or range(1, found["steps"] + 1)
 
 
 def step_labels(steps: Sequence[float]) -> list[str]:
@@ -272,7 +259,7 @@ def over_steps(rows: Sequence[Row]) -> list[Panel]:
     panels = []
     for row in ran(rows):
         found = row["measured"]
-        at = _step_numbers(found, found["steps"])
+        at = _step_numbers(found)
         curves = []
         for name, style in (("reserved", "l-reserved"), ("allocated", "l-measured")):
             sizes = [None if size is None else size / GIB for size in found[f"{name}_by_step_bytes"]]

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
+from shardwise.device import Device, NoDevice, Unavailable
 from shardwise.device.find import find
-from shardwise.device.replay import NoDevice
-from shardwise.device.seam import Device, Unavailable
 
 EnergySource = Literal["counter", "power samples"]
 

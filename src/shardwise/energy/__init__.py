@@ -1,1 +1,0 @@
-"""Joules that training takes, measured where the driver can read them."""
