@@ -16,8 +16,7 @@ from typing import Any
 from shardwise.device.find import unseen_vendor
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import deepspeed_accelerator, gpu_count
-from shardwise.launch.launcher import Worker
-from shardwise.launch.spec import LaunchSpec
+from shardwise.launch.spec import LaunchSpec, Worker
 from shardwise.launch.supervise import supervise
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

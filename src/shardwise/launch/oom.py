@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import DoesNotFitError, Problem, ShardwiseError
-from shardwise.launch.launcher import Ending, Launcher
-from shardwise.launch.spec import LaunchSpec
+from shardwise.launch.spec import Ending, Launcher, LaunchSpec
 from shardwise.record.manifest import step_folders
 from shardwise.record.read import is_run_folder
 from shardwise.record.schema import OUT_OF_MEMORY

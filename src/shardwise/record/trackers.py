@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.errors import MachineError
-from shardwise.record.redact import redact_tree
+from shardwise.record.write import redact_tree
 
 PROJECT = "shardwise"
 

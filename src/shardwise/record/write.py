@@ -1,4 +1,4 @@
-"""Writing a run folder, which only rank 0 does."""
+"""Writing a run folder, which only rank 0 does; secrets are removed from what is shown or sent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shardwise.errors import JobError, MachineError
+from shardwise.job.secrets import SHAPES
 from shardwise.record.read import ENVIRONMENT, EVENTS, JOB, LOCK, PLAN, is_run_folder, read_events, read_run
-from shardwise.record.redact import redact_tree
 from shardwise.record.schema import Event
 
 
@@ -140,3 +141,38 @@ def _lock(path: Path) -> int:
             fix="wait for that run to end, or stop it; two runs in one folder would mix",
         ) from None
     return descriptor
+
+
+HIDDEN = "[hidden]"
+
+_SECRET = re.compile(
+    rf"(?<![A-Za-z0-9_-])(?:{'|'.join(SHAPES)})"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----"
+)
+# Names that hold secrets; `pad_token`, `target_tokens` and the like are not among them.
+_NAMED = re.compile(
+    r"(?i)\b([a-z0-9_]*(?:api_?key|access_?key|secret|password|passwd|"
+    r"(?:hf|hub|auth|access|api|gh|github|gitlab|slack|refresh|session)_?token)"
+    r"[\"']?\s*[=:]\s*[\"']?)([^\s\"',}&]{6,})"
+)
+_BEARER = re.compile(r"(?i)\b(bearer\s+)([A-Za-z0-9._~+/=-]{12,})")
+_URL = re.compile(r"([a-z][a-z0-9+.-]*://[^\s:/@]*:)([^\s@/]+)(?=@)")
+
+
+def redact(text: str) -> str:
+    """Replace every token, key, password and private key by `[hidden]`."""
+    text = _SECRET.sub(HIDDEN, text)
+    for pattern in (_NAMED, _BEARER, _URL):
+        text = pattern.sub(rf"\g<1>{HIDDEN}", text)
+    return text
+
+
+def redact_tree(value: Any) -> Any:
+    """Apply `redact` to every string in nested JSON values, except keys."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {key: redact_tree(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact_tree(item) for item in value]
+    return value

@@ -17,7 +17,7 @@ from shardwise.job.schema import Job
 from shardwise.models.export import export
 from shardwise.models.generate import generate
 from shardwise.record.read import read_run
-from shardwise.training.checkpoint.store import Checkpoint, newest_valid
+from shardwise.training.checkpoint import Checkpoint, newest_valid
 
 
 def export_run(run_dir: str | Path, out: str | Path, *, merge: bool = False) -> dict[str, Any]:
@@ -61,12 +61,7 @@ def _complete(out: Path) -> Iterator[Path]:
 
 
 def generate_run(
-    run_dir: str | Path,
-    prompt: str,
-    *,
-    max_new_tokens: int = 100,
-    temperature: float = 0.0,
-    seed: int = 0,
+    run_dir: str | Path, prompt: str, *, max_new_tokens: int = 100, temperature: float = 0.0, seed: int = 0
 ) -> str:
     """Text that the run's newest sound checkpoint answers to `prompt`; greedy at temperature 0."""
     job, checkpoint = _newest(run_dir)

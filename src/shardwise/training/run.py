@@ -33,13 +33,12 @@ from shardwise.record.read import EVENTS, read_events, read_run
 from shardwise.record.write import RunFolder
 from shardwise.strategy import Strategy
 from shardwise.training.announce import announce, header, speed
-from shardwise.training.loop import Loop, Progress
+from shardwise.training.loop import Loop, Progress, check_warmup
+from shardwise.training.meter import PROFILED_STEPS, profile_steps
 from shardwise.training.observe import Quiet, Recorder
 from shardwise.training.oom import explained
 from shardwise.training.process import Ranks, StopSignal, join, place, settled
-from shardwise.training.profile import PROFILED_STEPS, profile_steps
 from shardwise.training.ready import Ready, count_steps, get_ready, identity, make_streams
-from shardwise.training.schedule import check_warmup
 from shardwise.training.snapshot import Snapshots
 from shardwise.units import gib
 
@@ -179,9 +178,7 @@ def resumed_strategy(spec: LaunchSpec) -> Strategy | None:
     if now.train.micro_batch not in (None, then.train.micro_batch):
         rows = strategy.micro_batch * strategy.accumulation
         strategy = replace(
-            strategy,
-            micro_batch=now.train.micro_batch,
-            accumulation=max(1, rows // now.train.micro_batch),
+            strategy, micro_batch=now.train.micro_batch, accumulation=max(1, rows // now.train.micro_batch)
         )
     if now.train.checkpointing not in ("auto", then.train.checkpointing):
         asked = now.train.checkpointing

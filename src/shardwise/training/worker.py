@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.errors import WRITE_ERRORS, MachineError, ShardwiseError, render, unwritten
-from shardwise.launch.launcher import write_report
-from shardwise.launch.spec import LaunchSpec
+from shardwise.launch.spec import LaunchSpec, write_report
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -73,10 +73,7 @@ def _run(row: Row, settings: Settings) -> dict[str, Any]:
         debug=True,  # what it prints goes to the row's log
     )
     code = process.run_to_the_end(
-        spec,
-        spec_file=log.with_suffix(".spec.json"),
-        log=log,
-        timeout_seconds=settings.timeout_seconds,
+        spec, spec_file=log.with_suffix(".spec.json"), log=log, timeout_seconds=settings.timeout_seconds
     )
     seconds = time.monotonic() - began
     events = read_events(run_dir / EVENTS) if (run_dir / EVENTS).exists() else []
