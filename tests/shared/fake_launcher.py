@@ -34,8 +34,9 @@ class FakeLauncher:
         self.work = work
         self.started: list[tuple[str, int]] = []
 
-    def start(self, processes: int, module: str, spec: Path, folder: Path, **_: bool) -> list[Worker]:
+    def start(self, processes: int, module: str, spec: Path, **_: bool) -> list[Worker]:
         self.started.append((module, processes))
+        folder = spec.parent
         codes = [self.work[module](rank, spec, folder) for rank in range(processes)]
         return [Worker(rank, FakeProcess(code), folder) for rank, code in enumerate(codes)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -77,7 +77,7 @@ class Worker:
     report: Mapping[str, Any] | None = None
     """The error it left: {"exit_code", "headline", "problems": [{"what", "where", "fix"}], "traceback"};
     after GPU memory ran out also "out_of_memory": `record.schema.OutOfMemory`."""
-    _looked_at: float = field(default=0.0)
+    _looked_at: float = 0.0
 
     @property
     def log(self) -> Path:
@@ -135,18 +135,11 @@ class Launcher(Protocol):
     """Starts, stops and kills the workers of one machine."""
 
     def start(
-        self,
-        processes: int,
-        module: str,
-        spec: Path,
-        folder: Path,
-        *,
-        quiet: bool = False,
-        debug: bool = False,
+        self, processes: int, module: str, spec: Path, *, quiet: bool = False, debug: bool = False
     ) -> list[Worker]:
         """Run `python -m module spec` in each process, with the variables torchrun sets.
 
-        Error reports (`report_path`) and logs go to `folder`; with `quiet` rank 0 also writes a log. Raises
+        Error reports (`report_path`) and logs go next to `spec`; with `quiet` rank 0 has one, too. Raises
         MachineError when one cannot be started; then none is left running.
         """
 

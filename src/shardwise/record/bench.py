@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -13,8 +12,8 @@ from typing import Any
 
 from shardwise.errors import JobError, MachineError
 from shardwise.job.load import differences
-from shardwise.record.read import read_events
-from shardwise.record.write import redact_tree
+from shardwise.record.read import LOCK, read_events
+from shardwise.record.write import locked, redact_tree, replace_json
 from shardwise.simulate.prediction import MemoryTerms
 
 BENCH = "bench.json"
@@ -90,15 +89,11 @@ def read_bench(path: Path, *, to_show: bool = False) -> BenchRecord:
     try:
         head = json.loads((path / BENCH).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise JobError(
-            f"{BENCH} cannot be read ({type(error).__name__})", where=str(path), fix="name a bench's folder"
-        ) from None
+        what = f"{BENCH} cannot be read ({type(error).__name__})"
+        raise JobError(what, where=str(path), fix="name a bench's folder") from None
     if not isinstance(head, dict) or head.get("schema") != SCHEMA:
-        raise JobError(
-            f"{BENCH} is not of schema {SCHEMA}",
-            where=str(path / BENCH),
-            fix="read it with the version of shardwise that wrote it",
-        )
+        fix = "read it with the version of shardwise that wrote it"
+        raise JobError(f"{BENCH} is not of schema {SCHEMA}", where=str(path / BENCH), fix=fix)
     fix = "restore it from a copy, or measure in another folder: --out"
     _check(head, HEAD if to_show else {"order": HEAD["order"]}, str(path / BENCH), fix)
     newest: dict[str, dict[str, Any]] = {}
@@ -115,9 +110,8 @@ def _check(values: Mapping[str, Any], expected: Mapping[str, Kind], where: str, 
     wrong = list(_wrong(values, expected))
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise JobError(
-            f"this is not what a bench has written: {', '.join(wrong[:3])}{more}", where=where, fix=fix
-        )
+        what = f"this is not what a bench has written: {', '.join(wrong[:3])}{more}"
+        raise JobError(what, where=where, fix=fix)
 
 
 def _wrong(values: Mapping[str, Any], expected: Mapping[str, Kind]) -> Iterator[str]:
@@ -156,24 +150,20 @@ def opened(path: Path, head: Mapping[str, Any]) -> Iterator[None]:
         (path / "logs").mkdir(parents=True, exist_ok=True)
         (path / "traces").mkdir(exist_ok=True)
     except OSError as error:
-        raise JobError(
-            f"the folder cannot be made: {error.strerror}", where=str(path), fix="--out names another"
-        ) from None
-    descriptor = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+        what = f"the folder cannot be made: {error.strerror}"
+        raise JobError(what, where=str(path), fix="--out names another") from None
+    descriptor = locked(path / LOCK)
+    if descriptor is None:
+        fix = "wait for it, or name another folder with --out"
+        raise MachineError(f"another bench is writing to {path}", where=str(path), fix=fix)
     try:
-        _lock(descriptor, path)
         _write_head(path, head)
-        _cut_torn_line(path / ROWS)
+        rows = path / ROWS
+        if rows.exists():  # a crash or a full disk may have cut off the last line: that row is run again
+            os.truncate(rows, rows.read_bytes().rfind(b"\n") + 1)
         yield
     finally:
         os.close(descriptor)
-
-
-def _cut_torn_line(rows: Path) -> None:
-    """Drop a last line that a crash or a full disk cut off; its strategy is run again."""
-    if rows.exists():
-        content = rows.read_bytes()
-        os.truncate(rows, content.rfind(b"\n") + 1)
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
@@ -182,17 +172,6 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
         file.write(json.dumps(redact_tree(row)) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise MachineError(
-            f"another bench is writing to {path}",
-            where=str(path),
-            fix="wait for it, or name another folder with --out",
-        ) from None
 
 
 def _write_head(path: Path, head: Mapping[str, Any]) -> None:
@@ -204,12 +183,8 @@ def _write_head(path: Path, head: Mapping[str, Any]) -> None:
             found = list(differences({name: before.get(name)}, {name: content[name]}))
             if found:
                 key, then, now = found[0]
-                raise JobError(
-                    f"{key} is {json.dumps(now)}, in the bench it is {json.dumps(then)}",
-                    where=str(path / BENCH),
-                    fix="--out names another folder: rows of different benches do not stand side by side",
-                )
+                what = f"{key} is {json.dumps(now)}, in the bench it is {json.dumps(then)}"
+                fix = "--out names another folder: rows of different benches do not stand side by side"
+                raise JobError(what, where=str(path / BENCH), fix=fix)
         content["order"] = list(dict.fromkeys([*before["order"], *content["order"]]))
-    temporary = path / f"{BENCH}.tmp"
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path / BENCH)
+    replace_json(path / BENCH, content)

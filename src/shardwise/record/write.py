@@ -41,20 +41,14 @@ class RunFolder:
         a job that holds access keys. The environment is written without secrets.
         """
         if path.exists():
-            raise JobError(
-                f"the run folder {path} exists",
-                where="name, output",
-                fix="--resume goes on with it; another `name` starts a new run",
-            )
+            fix = "--resume goes on with it; another `name` starts a new run"
+            raise JobError(f"the run folder {path} exists", where="name, output", fix=fix)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700)
         except OSError as error:
-            raise MachineError(
-                f"the run folder cannot be made: {error.strerror}",
-                where=str(path),
-                fix="name a folder you can write to: --set output=DIR",
-            ) from None
+            what, fix = f"the run folder cannot be made: {error.strerror}", "name a folder you can write to: "
+            raise MachineError(what, where=str(path), fix=f"{fix}--set output=DIR") from None
         lock = _lock(path)
         (path / JOB).write_text(job_yaml, encoding="utf-8")
         _write_json(path / PLAN, plan)
@@ -72,9 +66,7 @@ class RunFolder:
         """Write `chosen` to plan.json, where its strategy differs from the one there."""
         plan = dict(read_run(self.path).plan)
         if plan.get("chosen", {}).get("strategy") != chosen["strategy"]:
-            temporary = (self.path / PLAN).with_suffix(".tmp")
-            _write_json(temporary, {**plan, "chosen": chosen})
-            temporary.replace(self.path / PLAN)
+            replace_json(self.path / PLAN, {**plan, "chosen": chosen})
 
     def close(self) -> None:
         """Release the folder's lock."""
@@ -128,18 +120,31 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
+def replace_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a file at once: a reader sees the old or the new content, never a part."""
+    temporary = path.with_suffix(".tmp")
+    _write_json(temporary, values)
+    temporary.replace(path)
+
+
 def _lock(path: Path) -> int:
     """Lock the folder while the returned descriptor is open. MachineError where another process has."""
-    descriptor = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    descriptor = locked(path / LOCK)
+    if descriptor is None:
+        fix = "wait for that run to end, or stop it; two runs in one folder would mix"
+        what = f"another process is writing to the run folder {path}"
+        raise MachineError(what, where=str(path / LOCK), fix=fix)
+    return descriptor
+
+
+def locked(path: Path) -> int | None:
+    """The descriptor of a file that is locked while it is open; None where another process has locked it."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise MachineError(
-            f"another process is writing to the run folder {path}",
-            where=str(path / LOCK),
-            fix="wait for that run to end, or stop it; two runs in one folder would mix",
-        ) from None
+        return None
     return descriptor
 
 
