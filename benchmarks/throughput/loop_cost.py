@@ -100,7 +100,7 @@ def main() -> None:
             ranks=Ranks(world),
             stop=StopSignal(),
             observer=recorder,
-            save=lambda _: 0,
+            save_state=lambda _: 0,
             progress=progress,
             total_steps=100_000,
         )

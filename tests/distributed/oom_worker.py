@@ -19,8 +19,8 @@ import torch
 from shardwise.data.batch import IGNORED, MicroBatch
 from shardwise.engines.runtime.adamw import AdamW
 from shardwise.objective.causal_lm import CausalLM
+from shardwise.training import checkpoint as store
 from shardwise.training import oom, run
-from shardwise.training.checkpoint import store
 from shardwise.training.loop import Loop
 from shardwise.training.worker import main
 

@@ -16,9 +16,8 @@ from shardwise.hardware.detect import detect_hardware, gpu_count
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.planner.planning import make_plan
-from shardwise.record.bench import SCHEMA, BenchRecord, read_bench
+from shardwise.record.bench import SCHEMA, BenchRecord, append, opened, read_bench
 from shardwise.record.environment import environment
-from shardwise.trials.folder import append, opened
 from shardwise.trials.rows import PlanFor, Row, make_rows
 from shardwise.trials.run import FINAL, Settings, run_rows
 from shardwise.trials.sweep import ALL, chosen_names, points

@@ -40,7 +40,7 @@ BY_CONTENT = ("data.train", "data.eval", "data.split", "data.chat_template")
 FREE = (
     "name",
     "output",
-    "strategy",  # compared as the state's layout: training/checkpoint/match.py
+    "strategy",  # compared as the state's layout: training/snapshot.py
     "tracking",
     "train.micro_batch",
     "train.checkpointing",

@@ -9,15 +9,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from shardwise.device.find import unseen_vendor
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import deepspeed_accelerator, gpu_count
-from shardwise.launch.launcher import Worker
-from shardwise.launch.spec import LaunchSpec
+from shardwise.launch.spec import LaunchSpec, Worker
 from shardwise.launch.supervise import supervise
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -28,30 +27,22 @@ class LocalLauncher:
     """Starts processes of this machine; they do not outlive this one."""
 
     def start(
-        self,
-        processes: int,
-        module: str,
-        spec: Path,
-        folder: Path,
-        *,
-        quiet: bool = False,
-        debug: bool = False,
+        self, processes: int, module: str, spec: Path, *, quiet: bool = False, debug: bool = False
     ) -> list[Worker]:
         """See `Launcher.start`. Rank 0 shares this process's output unless it is `quiet`."""
-        environment = worker_environment(processes=processes, folder=folder)
+        environment = worker_environment(processes=processes, folder=spec.parent)
         if debug:
             environment = {"PYTHONFAULTHANDLER": "1", **environment}  # native crashes have a stack, too
         workers: list[Worker] = []
         try:
             for rank in range(processes):
-                worker = _start(rank, module, spec, folder, environment, quiet=quiet)
+                worker = _start(rank, module, spec, environment, quiet=quiet)
                 workers.append(worker)  # one by one: those that run must be ended when the next one fails
         except OSError as error:
             self.kill(workers)
-            raise MachineError(
-                f"worker process {len(workers)} could not be started: {error.strerror}",
-                fix="see `ulimit -u` and the free memory, or ask for fewer with --processes",
-            ) from None
+            what = f"worker process {len(workers)} could not be started: {error.strerror}"
+            fix = "see `ulimit -u` and the free memory, or ask for fewer with --processes"
+            raise MachineError(what, fix=fix) from None
         return workers
 
     def stop(self, workers: Sequence[Worker]) -> None:
@@ -69,13 +60,11 @@ class LocalLauncher:
             worker.process.wait()
 
 
-def _start(
-    rank: int, module: str, spec: Path, folder: Path, environment: Mapping[str, str], *, quiet: bool
-) -> Worker:
+def _start(rank: int, module: str, spec: Path, environment: Mapping[str, str], *, quiet: bool) -> Worker:
     """Start one worker in a process group of its own, so that Ctrl-C reaches it only through the launcher."""
     parent = os.getpid()
-    log = None if rank == 0 and not quiet else (folder / f"rank-{rank}.log").open("wb")
-    try:
+    own_log = (spec.parent / f"rank-{rank}.log").open("wb") if rank or quiet else nullcontext()
+    with own_log as log:
         process = subprocess.Popen(
             # -P: a file of the user's folder must not stand in for a module of the same name.
             [sys.executable, "-P", "-m", module, str(spec)],
@@ -86,16 +75,12 @@ def _start(
             process_group=0,
             preexec_fn=lambda: die_with(parent),  # noqa: PLW1509 - the launcher has one thread
         )
-    finally:
-        if log is not None:
-            log.close()
-    return Worker(rank, process, folder)
+    return Worker(rank, process, spec.parent)
 
 
 def launch(spec: LaunchSpec, **options: Any) -> int:
     """Run a job on this machine and return its exit code; options are those of `supervise`."""
-    warning = None if gpu_count() else unseen_vendor()
-    if warning is not None:
+    if not gpu_count() and (warning := unseen_vendor()) is not None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     return supervise(spec, launcher=LocalLauncher(), **options)
 
@@ -119,8 +104,7 @@ def worker_environment(*, processes: int, folder: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
-    accelerator = deepspeed_accelerator()
-    if accelerator is not None:
+    if (accelerator := deepspeed_accelerator()) is not None:
         defaults["DS_ACCELERATOR"] = accelerator  # DeepSpeed would detect it by itself, and print a warning
     if "PYTORCH_ALLOC_CONF" not in given:  # the newer name of the same variable
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import DoesNotFitError, Problem, ShardwiseError
-from shardwise.launch.launcher import Ending, Launcher
-from shardwise.launch.spec import LaunchSpec
+from shardwise.launch.spec import Ending, Launcher, LaunchSpec
 from shardwise.record.manifest import step_folders
 from shardwise.record.read import is_run_folder
 from shardwise.record.schema import OUT_OF_MEMORY
@@ -36,8 +35,7 @@ class OomHandling:
     """The out-of-memory failures of one launch; create it before the first worker starts."""
 
     def __init__(self, spec: LaunchSpec, launcher: Launcher, *, module: str) -> None:
-        self._launcher = launcher
-        self._module = module
+        self._launcher, self._module = launcher, module
         self._run_dir = Path(spec.run_dir)
         self._existed = self._run_dir.exists()
         self._failures: list[dict[str, Any]] = []
@@ -49,17 +47,16 @@ class OomHandling:
         evidence = dict(ending.out_of_memory)
         failure: dict[str, Any] = {"evidence": evidence, "retried_with": None, "from_step": None}
         self._failures.append(failure)
-        saved = saved_step(spec)
+        newest = step_folders(self._run_dir / "checkpoints")  # sound or not
+        saved = newest[0][0] if newest else None
         answer = self._ask(spec, saved)
         if answer is None:
             return ending.error, None
         facts = [Problem(**problem) for problem in answer["facts"]]
         chosen = answer["next"] if spec.on_oom == "retry" and not ending.requested else None
         if chosen is not None and len(self._failures) <= MOST_RETRIES:
-            origin = "from the start, as nothing was saved yet"
-            if saved is not None:
-                origin = f"from the state after step {saved}"
-            going_on = Problem(what=f"going on {origin}, with {answer['next_in_words']}")
+            state = "start, as nothing was saved yet" if saved is None else f"state after step {saved}"
+            going_on = Problem(what=f"going on from the {state}, with {answer['next_in_words']}")
             error: DoesNotFitError = RetryError(answer["headline"], problems=[*facts, going_on])
             failure |= {"retried_with": chosen["strategy"], "from_step": saved or 0}
             following = replace(spec, chosen=chosen, resume=spec.resume or saved is not None)
@@ -95,7 +92,7 @@ class OomHandling:
         evidence = [failure["evidence"] for failure in self._failures]
         request = {"spec": spec.to_json(), "failures": evidence, "saved_step": saved, "answer": str(answer)}
         path.write_text(json.dumps(request), encoding="utf-8")
-        [worker] = workers = self._launcher.start(1, self._module, path, folder, quiet=True)
+        [worker] = workers = self._launcher.start(1, self._module, path, quiet=True)
         reason = "it ended without an answer"
         try:
             worker.process.wait(POST_MORTEM_SECONDS)
@@ -110,9 +107,3 @@ class OomHandling:
         tail = worker.log_tail(1000 if spec.debug else 1)
         print(f"warning: there is no post-mortem: {reason}\n{tail}\n  log: {worker.log}", file=sys.stderr)
         return None
-
-
-def saved_step(spec: LaunchSpec) -> int | None:
-    """The step of the newest checkpoint, sound or not; None where nothing was saved."""
-    newest = step_folders(Path(spec.run_dir) / "checkpoints")
-    return newest[0][0] if newest else None

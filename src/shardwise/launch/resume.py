@@ -31,18 +31,13 @@ def job_file(path: Path, *, resume: bool) -> Path:
     """
     if not is_run_folder(path):
         if resume and (path / "checkpoints").is_dir():
-            raise CheckpointError(
-                f"the run folder has lost its {PLAN if (path / JOB).is_file() else JOB}",
-                where=str(path),
-                fix="restore it from a copy",
-            )
+            what = f"the run folder has lost its {PLAN if (path / JOB).is_file() else JOB}"
+            raise CheckpointError(what, where=str(path), fix="restore it from a copy")
         return path
     if not resume:
-        raise JobError(
-            f"{path} is a run folder, not a job file",
-            fix=f"`{resume_command(path)}` goes on with it; "
-            f"`shardwise train {shlex.quote(str(path / JOB))} --set name={path.name}-2` starts another",
-        )
+        another = f"shardwise train {shlex.quote(str(path / JOB))} --set name={path.name}-2"
+        fix = f"`{resume_command(path)}` goes on with it; `{another}` starts another"
+        raise JobError(f"{path} is a run folder, not a job file", fix=fix)
     return path / JOB
 
 

@@ -9,6 +9,7 @@ may report a better cause), then they are asked to stop, then killed.
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import signal
 import sys
@@ -21,11 +22,11 @@ from types import FrameType
 from typing import NamedTuple
 
 from shardwise.errors import MachineError, Problem, ShardwiseError, StoppedError, render
-from shardwise.launch.host_memory import host_memory_kills, killed
-from shardwise.launch.launcher import Ending, Launcher, Worker
+from shardwise.hardware.detect import host_memory_bytes
 from shardwise.launch.oom import OomHandling
-from shardwise.launch.spec import LaunchSpec
+from shardwise.launch.spec import Ending, Launcher, LaunchSpec, Worker
 from shardwise.record.read import is_run_folder
+from shardwise.units import gib
 
 WORKER_MODULE = "shardwise.training.worker"
 POST_MORTEM_MODULE = "shardwise.training.post_mortem"
@@ -35,6 +36,8 @@ _LOOK_EVERY_SECONDS = 0.02
 _STOP_SECONDS = 3.0  # from the request to the kill, for the survivors of a failure
 _DOUBLED_SECONDS = 1.0
 """SIGTERMs closer than this are one request; after as long, the wait is explained."""
+_STOPPING = "stopping: the current step is finished first, then the state is saved; Ctrl-C or SIGTERM again "
+_STOPPING += "ends the run at once and loses what came after the last checkpoint"
 _OUT_OF_MEMORY_SECONDS = 2.0  # for ranks with the same load, which run out a moment later, to report it too
 
 
@@ -87,7 +90,7 @@ def _run(spec: LaunchSpec, launcher: Launcher, module: str, grace_seconds: float
         killed_before = host_memory_kills()
         processes = 1 if spec.dry_run else spec.processes
         with _requests() as requests:
-            workers = launcher.start(processes, module, spec_path, folder, debug=spec.debug)
+            workers = launcher.start(processes, module, spec_path, debug=spec.debug)
             try:
                 _watch(launcher, workers, requests, grace_seconds, saving=spec.measure_steps is None)
             finally:
@@ -142,12 +145,7 @@ def _watch(
             launcher.stop(workers)
         if forwarded and saving and not explained and time.monotonic() - requests[0].at > _DOUBLED_SECONDS:
             explained = True
-            print(
-                "stopping: the current step is finished first, then the state is saved; "
-                "Ctrl-C or SIGTERM again ends the run at once and loses what came after the last checkpoint",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(_STOPPING, file=sys.stderr, flush=True)
         failures = [worker.failed_at for worker in workers if worker.failed_at and _code(worker) != STOPPED]
         if failures:
             since = time.time() - min(failures)
@@ -165,24 +163,14 @@ def _conclude(
     spec: LaunchSpec, workers: Sequence[Worker], requests: Sequence[_Request], *, killed_before: int | None
 ) -> Ending:
     """The run's exit code and its one error: the first cause on any rank."""
-    failed = sorted(
-        (worker for worker in workers if worker.failed_at is not None),
-        # Memory that ran out is a cause, never a consequence of what another rank reported earlier.
-        key=lambda worker: (
-            _code(worker) == STOPPED,
-            worker.out_of_memory is None,
-            worker.failed_at,
-            worker.rank,
-        ),
-    )
+    failed = [worker for worker in workers if worker.failed_at is not None]
+    # Memory that ran out is a cause, never a consequence of what another rank reported earlier.
+    failed.sort(key=lambda one: (_code(one) == STOPPED, one.out_of_memory is None, one.failed_at, one.rank))
     terminated = failed and failed[0].report is None and failed[0].process.returncode == -signal.SIGTERM
-    impatient = _impatient(requests)
-    if impatient is not None or (requests and terminated):
-        number = signal.SIGTERM if impatient is None else impatient
-        error = ShardwiseError(
-            "stopped before the state could be saved",
-            fix="--resume goes on from the last checkpoint, if there is one",
-        )
+    number = _impatient(requests) or (signal.SIGTERM if requests and terminated else None)
+    if number is not None:
+        fix = "--resume goes on from the last checkpoint, if there is one"
+        error = ShardwiseError("stopped before the state could be saved", fix=fix)
         return Ending(code=128 + number, error=error, requested=True)
     if not failed:
         return Ending(code=0)
@@ -250,14 +238,38 @@ def _error_of(worker: Worker, *, killed_before: int | None) -> ShardwiseError | 
         print(f"--- the last lines of rank {worker.rank} ---\n{tail}\n---", file=sys.stderr)
     if code == -signal.SIGKILL:
         return killed(where=where, rank=worker.rank, before=killed_before)
+    last = "see what it printed last, above; "
     if code is not None and code < 0:
+        what = f"rank {worker.rank} crashed with {signal.Signals(-code).name}"
         return MachineError(
-            f"rank {worker.rank} crashed with {signal.Signals(-code).name}",
-            where=where,
-            fix="see what it printed last, above; --debug adds its stack; on a GPU, see `Xid` in `dmesg`",
+            what, where=where, fix=f"{last}--debug adds its stack; on a GPU, see `Xid` in `dmesg`"
         )
-    return ShardwiseError(
-        f"rank {worker.rank} ended with exit code {code} and no error report",
-        where=where,
-        fix="see what it printed last, above; please report this as a bug",
-    )
+    what = f"rank {worker.rank} ended with exit code {code} and no error report"
+    return ShardwiseError(what, where=where, fix=f"{last}please report this as a bug")
+
+
+ROOT = Path("/")
+_KILLED_BY = "find who sends SIGKILL here: a user, a batch system at its time limit, or a memory guard "
+_KILLED_BY += "outside the kernel, such as systemd-oomd or a container's runtime"
+_LESS = "use less host memory: no offloading, fewer processes, data that is already tokenised"
+
+
+def host_memory_kills(root: Path = ROOT) -> int | None:
+    """Processes of any user that Linux (4.13 and newer) has killed for memory so far; None if unknown."""
+    try:
+        lines = (root / "proc/vmstat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+def killed(*, rank: int, where: str, before: int | None, root: Path = ROOT) -> MachineError:
+    """The error of a worker that another process killed with SIGKILL; `before`: the count at its start."""
+    now = host_memory_kills(root)
+    if before is not None and now == before:
+        what = f"rank {rank} was killed; the kernel counts no kill for memory since the run began"
+        return MachineError(what, where=where, fix=_KILLED_BY)
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    what = f"rank {rank} was killed, probably out of host memory of {gib(host_memory_bytes(root))}; "
+    what += f"the largest process held {gib(largest)}"
+    return MachineError(what, where=where, fix=f"look for `Out of memory` in `dmesg`; {_LESS}")

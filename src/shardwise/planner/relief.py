@@ -13,7 +13,7 @@ from dataclasses import replace
 from shardwise.engines import settings_of
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.strategies import NAMED
-from shardwise.planner.plan import Fit, Option
+from shardwise.planner.plan import Option
 from shardwise.planner.search import MARGIN, rank
 from shardwise.strategy import Strategy
 
@@ -24,16 +24,13 @@ def same_state(one: Strategy, other: Strategy) -> bool:
     return replace(one, **alike) == replace(other, **alike)  # type: ignore[arg-type]
 
 
-def corrected(option: Option, beyond_bytes: int, *, margin: float = MARGIN) -> Option:
+def corrected(option: Option, beyond_bytes: int) -> Option:
     """`option` with the fit it has when it needs `beyond_bytes` more of the GPU than predicted."""
-    memory = option.prediction.memory
-    needed = memory.needed_bytes + beyond_bytes
-    fit: Fit = "tight"
-    if option.fit == "no" or needed > memory.capacity_bytes:
-        fit = "no"
-    elif option.fit == "fits" and needed <= (1 - margin) * memory.capacity_bytes:
-        fit = "fits"
-    return replace(option, fit=fit)
+    needed, capacity = _needed(option) + beyond_bytes, option.prediction.memory.capacity_bytes
+    if needed > capacity:
+        return replace(option, fit="no")
+    crowded = option.fit == "fits" and needed > (1 - MARGIN) * capacity
+    return replace(option, fit="tight") if crowded else option
 
 
 def following(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import JobError
-from shardwise.record.read import read_events
+from shardwise.errors import JobError, MachineError
+from shardwise.job.load import differences
+from shardwise.record.read import LOCK, read_events
+from shardwise.record.write import locked, redact_tree, replace_json
 from shardwise.simulate.prediction import MemoryTerms
 
 BENCH = "bench.json"
@@ -85,15 +89,11 @@ def read_bench(path: Path, *, to_show: bool = False) -> BenchRecord:
     try:
         head = json.loads((path / BENCH).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise JobError(
-            f"{BENCH} cannot be read ({type(error).__name__})", where=str(path), fix="name a bench's folder"
-        ) from None
+        what = f"{BENCH} cannot be read ({type(error).__name__})"
+        raise JobError(what, where=str(path), fix="name a bench's folder") from None
     if not isinstance(head, dict) or head.get("schema") != SCHEMA:
-        raise JobError(
-            f"{BENCH} is not of schema {SCHEMA}",
-            where=str(path / BENCH),
-            fix="read it with the version of shardwise that wrote it",
-        )
+        fix = "read it with the version of shardwise that wrote it"
+        raise JobError(f"{BENCH} is not of schema {SCHEMA}", where=str(path / BENCH), fix=fix)
     fix = "restore it from a copy, or measure in another folder: --out"
     _check(head, HEAD if to_show else {"order": HEAD["order"]}, str(path / BENCH), fix)
     newest: dict[str, dict[str, Any]] = {}
@@ -110,9 +110,8 @@ def _check(values: Mapping[str, Any], expected: Mapping[str, Kind], where: str, 
     wrong = list(_wrong(values, expected))
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise JobError(
-            f"this is not what a bench has written: {', '.join(wrong[:3])}{more}", where=where, fix=fix
-        )
+        what = f"this is not what a bench has written: {', '.join(wrong[:3])}{more}"
+        raise JobError(what, where=where, fix=fix)
 
 
 def _wrong(values: Mapping[str, Any], expected: Mapping[str, Kind]) -> Iterator[str]:
@@ -132,3 +131,60 @@ def _wrong(values: Mapping[str, Any], expected: Mapping[str, Kind]) -> Iterator[
         elif place[name] is not None:
             continue
         skipped.append(path)
+
+
+SAME = ("job", "processes", "memory_cap_bytes", "warmup_steps", "steps")
+"""What every row of a folder has in common: without it they could not stand side by side."""
+
+
+@contextmanager
+def opened(path: Path, head: Mapping[str, Any]) -> Iterator[None]:
+    """Holds the folder, made where it is absent, with `head` written into it.
+
+    Raises JobError where it holds another bench or anything else, MachineError while another process
+    writes to it.
+    """
+    if path.is_dir() and any(path.iterdir()) and not is_bench_folder(path):
+        raise JobError("the folder holds something else", where=str(path), fix="--out names a new folder")
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+        (path / "traces").mkdir(exist_ok=True)
+    except OSError as error:
+        what = f"the folder cannot be made: {error.strerror}"
+        raise JobError(what, where=str(path), fix="--out names another") from None
+    descriptor = locked(path / LOCK)
+    if descriptor is None:
+        fix = "wait for it, or name another folder with --out"
+        raise MachineError(f"another bench is writing to {path}", where=str(path), fix=fix)
+    try:
+        _write_head(path, head)
+        rows = path / ROWS
+        if rows.exists():  # a crash or a full disk may have cut off the last line: that row is run again
+            os.truncate(rows, rows.read_bytes().rfind(b"\n") + 1)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def append(path: Path, row: Mapping[str, Any]) -> None:
+    """Adds a finished row; it is in the file when this returns."""
+    with (path / ROWS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(redact_tree(row)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_head(path: Path, head: Mapping[str, Any]) -> None:
+    """Writes `bench.json`; rows of before keep their place before those that are asked for now."""
+    content: dict[str, Any] = json.loads(json.dumps(redact_tree(head)))
+    if is_bench_folder(path):
+        before = read_bench(path).head
+        for name in SAME:
+            found = list(differences({name: before.get(name)}, {name: content[name]}))
+            if found:
+                key, then, now = found[0]
+                what = f"{key} is {json.dumps(now)}, in the bench it is {json.dumps(then)}"
+                fix = "--out names another folder: rows of different benches do not stand side by side"
+                raise JobError(what, where=str(path / BENCH), fix=fix)
+        content["order"] = list(dict.fromkeys([*before["order"], *content["order"]]))
+    replace_json(path / BENCH, content)

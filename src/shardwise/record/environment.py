@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from shardwise.record.redact import redact_tree
+from shardwise.record.write import redact_tree
 
 _PACKAGES = ["shardwise", "torch", "transformers", "deepspeed", "peft", "datasets", "tokenizers"]
 _PACKAGES += ["safetensors", "numpy", "triton", "liger-kernel", "bitsandbytes"]

@@ -134,19 +134,15 @@ def verify(folder: Path, *, rank: int = 0, size: int = 1) -> list[str]:
     """
     try:
         manifest = read_manifest(folder)
-        problems = check_sizes(folder, manifest)
-        if problems:
+        if problems := check_sizes(folder, manifest):
             return problems
         hashes = hash_files(folder, sorted(manifest.files)[rank::size])
     except ValueError as error:
         return [str(error)]
     except OSError as error:
         return [f"it cannot be read ({error})"]
-    return [
-        f"{name} is damaged: its SHA-256 is not the one it was saved with"
-        for name, entry in hashes.items()
-        if entry != manifest.files[name]
-    ]
+    damaged = (name for name, entry in hashes.items() if entry != manifest.files[name])
+    return [f"{name} is damaged: its SHA-256 is not the one it was saved with" for name in damaged]
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:

@@ -69,11 +69,8 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             except ValueError:
                 event = None
             if not isinstance(event, dict) or not _NEEDED.get(str(event.get("kind")), set()) <= event.keys():
-                raise JobError(
-                    "this line is not an event",
-                    where=f"{path}:{number}",
-                    fix="remove the line, or restore the file from a copy",
-                )
+                fix = "remove the line, or restore the file from a copy"
+                raise JobError("this line is not an event", where=f"{path}:{number}", fix=fix)
             events.append(event)
     return events
 
@@ -93,11 +90,9 @@ def _read(path: Path) -> Mapping[str, Any]:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise JobError(
-            f"{path.name} cannot be read ({type(error).__name__})",
-            where=str(path),
-            fix="the run was not set up completely: start it again under another name",
-        ) from None
+        what = f"{path.name} cannot be read ({type(error).__name__})"
+        fix = "the run was not set up completely: start it again under another name"
+        raise JobError(what, where=str(path), fix=fix) from None
     if not isinstance(values, dict):
         raise JobError(f"{path.name} holds no keys", where=str(path), fix="restore it from a copy")
     return values
@@ -107,11 +102,9 @@ def _no_run(folder: Path) -> JobError:
     """The error for a folder that is no run folder: it names the runs in it, or how to run its job file."""
     if (folder / JOB).is_file() and not _runs_in(folder):
         place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
-        return JobError(
-            f"nothing has been run in {folder} yet: it holds a job file and no run",
-            where=str(folder),
-            fix=f"`{place}shardwise train {JOB}`, then name the run folder that it writes",
-        )
+        what = f"nothing has been run in {folder} yet: it holds a job file and no run"
+        fix = f"`{place}shardwise train {JOB}`, then name the run folder that it writes"
+        return JobError(what, where=str(folder), fix=fix)
     return JobError(f"{folder} is not a run folder", where=str(folder), fix=_known_runs(folder))
 
 

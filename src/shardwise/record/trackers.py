@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.errors import MachineError
-from shardwise.record.redact import redact_tree
+from shardwise.record.write import redact_tree
 
 PROJECT = "shardwise"
 
@@ -36,17 +36,13 @@ class Trackers:
             try:
                 self._active[name] = _START[name](Path(run_dir), safe_job)
             except ImportError as error:
-                raise MachineError(
-                    f"tracking with {name} needs a package that is not installed ({error.name})",
-                    where="tracking",
-                    fix=f"pip install 'shardwise[{name}]', or take {name} out of `tracking`",
-                ) from None
+                what = f"tracking with {name} needs a package that is not installed ({error.name})"
+                fix = f"pip install 'shardwise[{name}]', or take {name} out of `tracking`"
+                raise MachineError(what, where="tracking", fix=fix) from None
             except Exception as error:
-                raise MachineError(
-                    f"{name} did not start: {type(error).__name__}: {error}",
-                    where="tracking",
-                    fix=f"log in to {name}, or take it out of `tracking`",
-                ) from error
+                what = f"{name} did not start: {type(error).__name__}: {error}"
+                fix = f"log in to {name}, or take it out of `tracking`"
+                raise MachineError(what, where="tracking", fix=fix) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, dict(values)))

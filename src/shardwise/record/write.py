@@ -1,4 +1,4 @@
-"""Writing a run folder, which only rank 0 does."""
+"""Writing a run folder, which only rank 0 does; secrets are removed from what is shown or sent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shardwise.errors import JobError, MachineError
+from shardwise.job.secrets import SHAPES
 from shardwise.record.read import ENVIRONMENT, EVENTS, JOB, LOCK, PLAN, is_run_folder, read_events, read_run
-from shardwise.record.redact import redact_tree
 from shardwise.record.schema import Event
 
 
@@ -40,20 +41,14 @@ class RunFolder:
         a job that holds access keys. The environment is written without secrets.
         """
         if path.exists():
-            raise JobError(
-                f"the run folder {path} exists",
-                where="name, output",
-                fix="--resume goes on with it; another `name` starts a new run",
-            )
+            fix = "--resume goes on with it; another `name` starts a new run"
+            raise JobError(f"the run folder {path} exists", where="name, output", fix=fix)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700)
         except OSError as error:
-            raise MachineError(
-                f"the run folder cannot be made: {error.strerror}",
-                where=str(path),
-                fix="name a folder you can write to: --set output=DIR",
-            ) from None
+            what, fix = f"the run folder cannot be made: {error.strerror}", "name a folder you can write to: "
+            raise MachineError(what, where=str(path), fix=f"{fix}--set output=DIR") from None
         lock = _lock(path)
         (path / JOB).write_text(job_yaml, encoding="utf-8")
         _write_json(path / PLAN, plan)
@@ -71,9 +66,7 @@ class RunFolder:
         """Write `chosen` to plan.json, where its strategy differs from the one there."""
         plan = dict(read_run(self.path).plan)
         if plan.get("chosen", {}).get("strategy") != chosen["strategy"]:
-            temporary = (self.path / PLAN).with_suffix(".tmp")
-            _write_json(temporary, {**plan, "chosen": chosen})
-            temporary.replace(self.path / PLAN)
+            replace_json(self.path / PLAN, {**plan, "chosen": chosen})
 
     def close(self) -> None:
         """Release the folder's lock."""
@@ -127,16 +120,64 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
+def replace_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a file at once: a reader sees the old or the new content, never a part."""
+    temporary = path.with_suffix(".tmp")
+    _write_json(temporary, values)
+    temporary.replace(path)
+
+
 def _lock(path: Path) -> int:
     """Lock the folder while the returned descriptor is open. MachineError where another process has."""
-    descriptor = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    descriptor = locked(path / LOCK)
+    if descriptor is None:
+        fix = "wait for that run to end, or stop it; two runs in one folder would mix"
+        what = f"another process is writing to the run folder {path}"
+        raise MachineError(what, where=str(path / LOCK), fix=fix)
+    return descriptor
+
+
+def locked(path: Path) -> int | None:
+    """The descriptor of a file that is locked while it is open; None where another process has locked it."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise MachineError(
-            f"another process is writing to the run folder {path}",
-            where=str(path / LOCK),
-            fix="wait for that run to end, or stop it; two runs in one folder would mix",
-        ) from None
+        return None
     return descriptor
+
+
+HIDDEN = "[hidden]"
+
+_SECRET = re.compile(
+    rf"(?<![A-Za-z0-9_-])(?:{'|'.join(SHAPES)})"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----"
+)
+# Names that hold secrets; `pad_token`, `target_tokens` and the like are not among them.
+_NAMED = re.compile(
+    r"(?i)\b([a-z0-9_]*(?:api_?key|access_?key|secret|password|passwd|"
+    r"(?:hf|hub|auth|access|api|gh|github|gitlab|slack|refresh|session)_?token)"
+    r"[\"']?\s*[=:]\s*[\"']?)([^\s\"',}&]{6,})"
+)
+_BEARER = re.compile(r"(?i)\b(bearer\s+)([A-Za-z0-9._~+/=-]{12,})")
+_URL = re.compile(r"([a-z][a-z0-9+.-]*://[^\s:/@]*:)([^\s@/]+)(?=@)")
+
+
+def redact(text: str) -> str:
+    """Replace every token, key, password and private key by `[hidden]`."""
+    text = _SECRET.sub(HIDDEN, text)
+    for pattern in (_NAMED, _BEARER, _URL):
+        text = pattern.sub(rf"\g<1>{HIDDEN}", text)
+    return text
+
+
+def redact_tree(value: Any) -> Any:
+    """Apply `redact` to every string in nested JSON values, except keys."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {key: redact_tree(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact_tree(item) for item in value]
+    return value

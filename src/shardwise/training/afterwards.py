@@ -17,7 +17,7 @@ from shardwise.job.schema import Job
 from shardwise.models.export import export
 from shardwise.models.generate import generate
 from shardwise.record.read import read_run
-from shardwise.training.checkpoint.store import Checkpoint, newest_valid
+from shardwise.training.checkpoint import Checkpoint, newest_valid
 
 
 def export_run(run_dir: str | Path, out: str | Path, *, merge: bool = False) -> dict[str, Any]:
@@ -32,10 +32,9 @@ def export_run(run_dir: str | Path, out: str | Path, *, merge: bool = False) -> 
         raise JobError("a model gets a folder of its own", where=f"--out {out}", fix="name a new folder")
     if place.exists() and any(place.iterdir()):
         raise JobError(f"{out} exists and is not empty", where="--out", fix="name a new folder")
+    model, base = checkpoint.path / "model", _base(checkpoint)
     with _complete(place) as partial:
-        written = export(
-            checkpoint.path / "model", partial, merge=merge, base=job.model, trained_on=_base(checkpoint)
-        )
+        written = export(model, partial, merge=merge, base=job.model, trained_on=base)
     return {**written, "out": str(out), "step": checkpoint.step}
 
 
@@ -51,22 +50,14 @@ def _complete(out: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         # shutil.Error is an OSError with a list of what went wrong: from, to, why
         why = error.args[0][0][2] if isinstance(error, shutil.Error) else getattr(error, "strerror", None)
-        raise MachineError(
-            f"it cannot be written: {why or error}",
-            where=f"--out {out}",
-            fix="make room or give permission, or name another place",
-        ) from error
+        fix = "make room or give permission, or name another place"
+        raise MachineError(f"it cannot be written: {why or error}", where=f"--out {out}", fix=fix) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def generate_run(
-    run_dir: str | Path,
-    prompt: str,
-    *,
-    max_new_tokens: int = 100,
-    temperature: float = 0.0,
-    seed: int = 0,
+    run_dir: str | Path, prompt: str, *, max_new_tokens: int = 100, temperature: float = 0.0, seed: int = 0
 ) -> str:
     """Text that the run's newest sound checkpoint answers to `prompt`; greedy at temperature 0."""
     job, checkpoint = _newest(run_dir)
@@ -89,9 +80,8 @@ def _newest(run_dir: str | Path) -> tuple[Job, Checkpoint]:
     record = read_run(Path(run_dir))
     checkpoint = newest_valid(Path(run_dir) / "checkpoints")
     if checkpoint is None:
-        raise JobError(
-            "the run has no checkpoint yet", where=str(run_dir), fix="let `shardwise train` save one"
-        )
+        fix = "let `shardwise train` save one"
+        raise JobError("the run has no checkpoint yet", where=str(run_dir), fix=fix)
     checkpoint.warn_of_damaged()
     return Job.model_validate(record.job), checkpoint
 

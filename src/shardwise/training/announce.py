@@ -25,9 +25,9 @@ def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
     job, strategy, built = ready.job, ready.strategy, ready.built
     share = "" if built.trainable == built.total else f", {count(built.trainable)} trained"
     base = "" if job.model.quantization == "none" else f", base in {job.model.quantization}"
+    weights = f"{job.model.weights} weights, {count(built.total)} parameters{share}{base}"
     lines = {
-        "model": f"{job.model.source}, {job.model.weights} weights, {count(built.total)} parameters{share}"
-        f"{base}",
+        "model": f"{job.model.source}, {weights}",
         "data": _data_line(ready),
         **_cut_line(ready),
         "strategy": f"{strategy.name} on {processes(strategy.world_size)}, {job.train.precision}; "
@@ -67,10 +67,9 @@ def speed(ready: Ready) -> Speed:
     if torch.cuda.is_available():
         name, precision = torch.cuda.get_device_name(), ready.job.train.precision
         peak = peak_flops(name, precision)
-        why = "" if peak else f"the peak of {name} in {precision} is not in the catalog"
-    return Speed(
-        gpus=ready.strategy.world_size, flops_per_token=flops, peak_flops=peak, why_no_peak=why or None
-    )
+        why = f"the peak of {name} in {precision} is not in the catalog"
+    gpus = ready.strategy.world_size
+    return Speed(gpus=gpus, flops_per_token=flops, peak_flops=peak, why_no_peak=None if peak else why)
 
 
 def _data_line(ready: Ready) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +17,10 @@ import torch
 from shardwise.data.batch import StepBatch
 from shardwise.data.loader import BatchStream, EvalStream
 from shardwise.engines.runtime.protocol import Engine, StepResult
-from shardwise.errors import DivergedError
-from shardwise.job.schema import Job
-from shardwise.training.meter import MEMORY_FIELDS, Stopwatch, memory
+from shardwise.errors import DivergedError, JobError
+from shardwise.job.schema import WARMUP_SHARE, Job, Optimizer
+from shardwise.training.meter import MEMORY_FIELDS, Mark, Stopwatch, memory
 from shardwise.training.process import Ranks, StopSignal
-from shardwise.training.schedule import learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class StepReport:
     skipped: bool
     loss_scale: float | None
     memory: dict[str, list[int]]
-    """Bytes by rank: the fields of `train.meter.MEMORY_FIELDS`."""
+    """By rank: the values of `meter.MEMORY_FIELDS`."""
 
 
 LEAST_LOSS_SCALE = 1.0
@@ -73,45 +72,32 @@ class _Issued:
     step: int
     batch: StepBatch
     learning_rate: float
-    ended: float | torch.cuda.Event
-    """A mark of the stopwatch."""
+    ended: Mark
     numbers: Callable[[], list[float]]
     shared: Callable[[], list[list[float]]]
 
 
+@dataclass(kw_only=True, eq=False)
 class Loop:
     """Runs optimizer steps from `progress.step` to `last_step`; evaluates and saves unless that is None."""
 
-    def __init__(
-        self,
-        *,
-        job: Job,
-        engine: Engine,
-        stream: BatchStream,
-        evaluation: EvalStream | None,
-        ranks: Ranks,
-        stop: StopSignal,
-        observer: Observer,
-        save: Callable[[Progress], int] | None,
-        progress: Progress,
-        total_steps: int,
-        evaluated: bool = False,
-    ) -> None:
-        """`evaluated`: whether the step that `progress` begins with has been evaluated already."""
-        self.job = job
-        self.engine = engine
-        self.stream = stream
-        self.evaluation = evaluation
-        self.ranks = ranks
-        self.stop = stop
-        self.observer = observer
-        self.save_state = save
-        self.progress = progress
-        self.total_steps = total_steps
-        self.evaluated = evaluated
+    job: Job
+    engine: Engine
+    stream: BatchStream
+    evaluation: EvalStream | None
+    ranks: Ranks
+    stop: StopSignal
+    observer: Observer
+    save_state: Callable[[Progress], int] | None
+    progress: Progress
+    total_steps: int
+    evaluated: bool = False
+    """Whether the step that `progress` begins with has been evaluated already."""
+    _issued: _Issued | None = field(default=None, init=False)
+    _stop_agreed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
         self.watch = Stopwatch(self.engine.world.device)
-        self._issued: _Issued | None = None
-        self._stop_agreed = False
 
     def run(self, last_step: int) -> bool:
         """Train up to and including `last_step`. True when it got there, False when asked to stop.
@@ -160,12 +146,8 @@ class Loop:
         if not math.isfinite(loss):
             fix = "lower optimizer.learning_rate, or look at the held-out data"
             raise DivergedError(f"the evaluation loss is {loss}", where=f"step {self.progress.step}", fix=fix)
-        self.observer.on_eval(
-            step=self.progress.step,
-            loss=loss,
-            target_tokens=self.evaluation.target_tokens,
-            seconds=self.watch.lap(),
-        )
+        step, tokens = self.progress.step, self.evaluation.target_tokens
+        self.observer.on_eval(step=step, loss=loss, target_tokens=tokens, seconds=self.watch.lap())
         self.watch.restart()
         return loss
 
@@ -210,8 +192,7 @@ class Loop:
         if self._issued is None:
             return
         issued, self._issued = self._issued, None
-        loss, grad_norm, skipped, *scales = issued.numbers()
-        loss_scale = scales[0] if scales else None
+        loss, grad_norm, skipped, *scale = issued.numbers()
         by_rank = issued.shared()
         self._stop_agreed = self._stop_agreed or any(values[0] > 0 for values in by_rank)
         names = enumerate(MEMORY_FIELDS, start=1)
@@ -225,7 +206,7 @@ class Loop:
             target_tokens=issued.batch.target_tokens,
             seconds=self.watch.lap(issued.ended),
             skipped=bool(skipped),
-            loss_scale=loss_scale,
+            loss_scale=scale[0] if scale else None,
             memory={name: [int(values[index]) for values in by_rank] for index, name in names},
         )
         self.observer.on_step(report)
@@ -247,23 +228,18 @@ def _check(report: StepReport, *, fp16: bool) -> None:
 
 def overflows(where: str) -> DivergedError:
     """Of fp16, where no loss scale is small enough."""
-    return DivergedError(
-        f"the gradients are not finite in fp16 at a loss scale of {LEAST_LOSS_SCALE:g} either",
-        where=where,
-        fix="train.precision: bf16 or fp32, or lower optimizer.learning_rate",
-    )
+    what = f"the gradients are not finite in fp16 at a loss scale of {LEAST_LOSS_SCALE:g} either"
+    fix = "train.precision: bf16 or fp32, or lower optimizer.learning_rate"
+    return DivergedError(what, where=where, fix=fix)
 
 
 def _copy_back(result: StepResult) -> Callable[[], list[float]]:
     """Starts the copy of a step's scalars to the host; the returned function waits for it."""
-    values = [result.loss, result.grad_norm, result.skipped]
-    if result.loss_scale is not None:
-        values.append(result.loss_scale)
-    scalars = torch.stack([value.float() for value in values])
+    values = (result.loss, result.grad_norm, result.skipped, result.loss_scale)
+    scalars = torch.stack([value.float() for value in values if value is not None])
     if scalars.device.type != "cuda":
         return scalars.tolist
-    host = torch.empty(len(values), dtype=torch.float32, pin_memory=True)
-    host.copy_(scalars, non_blocking=True)
+    host = torch.empty_like(scalars, device="cpu", pin_memory=True).copy_(scalars, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
 
@@ -272,3 +248,33 @@ def _copy_back(result: StepResult) -> Callable[[], list[float]]:
         return host.tolist()
 
     return read
+
+
+def warmup_steps(optimizer: Optimizer, steps: int) -> int:
+    """Steps of linear warm-up: as asked, or 3 % of all steps."""
+    return round(WARMUP_SHARE * steps) if optimizer.warmup_steps is None else optimizer.warmup_steps
+
+
+def check_warmup(optimizer: Optimizer, steps: int) -> None:
+    """JobError where the peak is never reached. A job that names its steps is checked as it is read."""
+    warmup = warmup_steps(optimizer, steps)
+    if warmup >= steps and warmup > 0:
+        what = f"a warm-up of {warmup} steps does not end within the {steps} steps of train.epochs"
+        fix = "lower it, or leave it out for 3 % of the steps"
+        raise JobError(what, where="optimizer.warmup_steps", fix=fix)
+
+
+def learning_rate(optimizer: Optimizer, *, step: int, steps: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 1 to `steps`; a resumed run needs no other state.
+
+    Rises linearly to the peak over the warm-up (step 1 is already above zero), then follows the
+    schedule down to `final_fraction` of the peak, which the last step reaches exactly.
+    """
+    warmup, peak = warmup_steps(optimizer, steps), optimizer.learning_rate
+    if step <= warmup:
+        return peak * step / warmup
+    if optimizer.schedule == "constant":
+        return peak
+    progress = (step - warmup) / max(1, steps - warmup)
+    remaining = 1 - progress if optimizer.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * (optimizer.final_fraction + (1 - optimizer.final_fraction) * remaining)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import resource
 import time
-from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 import torch
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwise.device import Unavailable
 from shardwise.energy import Gpu, find_gpu
+from shardwise.engines.runtime.protocol import Engine, StepResult
 
 MEMORY_FIELDS = (
     "allocated_bytes",
@@ -76,19 +79,16 @@ def _current_gpu() -> Gpu | Unavailable:
     return _gpu(torch.cuda.current_device())
 
 
-@dataclass(frozen=True)
-class _Reading:
-    device_bytes: float
-    pinned_bytes: float
+class _Reading(NamedTuple):
+    device_bytes: float = UNKNOWN
+    pinned_bytes: float = UNKNOWN
 
 
 class _Outside:
     """Memory outside torch's allocator of GPU memory, as last read."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._calls = 0
-        self._last = _Reading(UNKNOWN, UNKNOWN)
+        self._device, self._calls, self._last = device, 0, _Reading()
 
     def read(self, *, reserved_bytes: float) -> _Reading:
         self._calls += 1
@@ -96,6 +96,9 @@ class _Outside:
             pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", UNKNOWN)
             self._last = _Reading(max(0.0, _used_bytes(self._device) - reserved_bytes), float(pinned))
         return self._last
+
+
+_outside = cache(_Outside)
 
 
 def _used_bytes(device: torch.device) -> float:
@@ -115,13 +118,12 @@ def _millijoules(device: torch.device) -> float:
 
 
 @cache
-def _outside(device: torch.device) -> _Outside:
-    return _Outside(device)
-
-
-@cache
 def _gpu(index: int) -> Gpu | Unavailable:
     return find_gpu(str(torch.cuda.get_device_properties(index).uuid))
+
+
+Mark = float | torch.cuda.Event
+"""A moment, by a stopwatch."""
 
 
 class Stopwatch:
@@ -134,7 +136,7 @@ class Stopwatch:
         self._on_gpu = device.type == "cuda"
         self._since = self.mark()
 
-    def mark(self) -> float | torch.cuda.Event:
+    def mark(self) -> Mark:
         """When all that has been issued is done."""
         if not self._on_gpu:
             return time.perf_counter()
@@ -142,7 +144,7 @@ class Stopwatch:
         event.record()
         return event
 
-    def lap(self, until: float | torch.cuda.Event | None = None) -> float:
+    def lap(self, until: Mark | None = None) -> float:
         """Seconds since the last lap or restart; `until` is a mark made after it, or now."""
         since, self._since = self._since, self.mark() if until is None else until
         if isinstance(since, float):
@@ -154,3 +156,44 @@ class Stopwatch:
 
     def restart(self) -> None:
         self._since = self.mark()
+
+
+PROFILED_STEPS = 2
+"""The first prepares the profiler, which takes seconds; the second is recorded."""
+
+
+def profile_steps(engine: Engine, *, after: int, trace: Path) -> None:
+    """Run the engine's steps behind the first `after` under the profiler; rank 0 writes the Chrome trace.
+
+    All ranks do, so that none is slower than the others. A recorded step begins and ends with an idle GPU.
+    """
+    world, step, done = engine.world, engine.step, 0
+
+    def wait() -> None:
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+
+    cuda = [ProfilerActivity.CUDA] if world.device.type == "cuda" else []
+    profiler = profile(
+        activities=[ProfilerActivity.CPU, *cuda],
+        schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+        profile_memory=True,
+        on_trace_ready=lambda done: done.export_chrome_trace(str(trace)) if world.rank == 0 else None,
+    )
+
+    def profiled(*arguments: Any, **named: Any) -> StepResult:
+        nonlocal done
+        done += 1
+        if done <= after:
+            return step(*arguments, **named)
+        wait()
+        if done == after + 1:
+            profiler.start()
+        result = step(*arguments, **named)
+        wait()
+        profiler.step()
+        if done == after + PROFILED_STEPS:
+            profiler.stop()
+        return result
+
+    engine.step = profiled  # type: ignore[method-assign]

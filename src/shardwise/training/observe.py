@@ -2,20 +2,72 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwise.device import Unavailable
 from shardwise.energy import StepJoules
 from shardwise.record.schema import EvalEvent, ResumeEvent, RunEvent, SaveEvent, StepEvent, StopEvent
 from shardwise.record.trackers import Trackers
 from shardwise.record.write import EventWriter, RunFolder
-from shardwise.training.display import Display
 from shardwise.training.loop import StepReport
 from shardwise.training.meter import UNKNOWN, sources, why_no_energy
+from shardwise.units import count, duration, gib
+
+QUIET_SECONDS = 10.0
+"""Seconds between two lines where there is no terminal."""
+
+
+class Display:
+    """Shows steps as they finish, on stderr; stdout stays free for results."""
+
+    def __init__(self, *, first_step: int, total_steps: int) -> None:
+        self.console = Console(stderr=True)
+        self.total_steps = total_steps
+        self._spoke = -math.inf
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=total_steps, completed=first_step)
+
+    def __enter__(self) -> Display:
+        if self.console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+    def step(self, report: StepReport) -> None:
+        peak = max(report.memory["peak_reserved_bytes"])
+        text = (
+            f"loss {report.loss:.4f}  lr {report.learning_rate:.2e}  norm {report.grad_norm:.2f}  "
+            f"{count(report.tokens / report.seconds)} tok/s  {gib(peak)}"
+        )
+        self._bar.update(self._task, completed=report.step, description=text)
+        now, last = time.monotonic(), report.step == self.total_steps
+        if not self.console.is_terminal and (last or now - self._spoke >= QUIET_SECONDS):
+            self._spoke = now
+            self.say(f"step {report.step}/{self.total_steps}  {text}")
+
+    def evaluation(self, *, step: int, loss: float, seconds: float) -> None:
+        numbers = f"evaluation loss {loss:.4f} (perplexity {math.exp(min(loss, 50.0)):.4g})"
+        self.say(f"step {step}: {numbers}, {duration(seconds)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +110,9 @@ class Recorder:
         speed: Speed,
         resumed_step: int | None,
     ) -> None:
-        self.speed = speed
+        self.speed, self._folder = speed, folder
+        self._step, self._total_steps = resumed_step or 0, header.total_steps
         self._began = time.monotonic()
-        self._step = resumed_step or 0
-        self._folder = folder
-        self._total_steps = header.total_steps
         self._events = EventWriter(folder.events, resumed_step=resumed_step)
         self._trackers = Trackers(job["tracking"], run_dir=folder.path, job=job)
         self._display = Display(first_step=self._step, total_steps=header.total_steps)
@@ -80,12 +130,10 @@ class Recorder:
             self._display.say(f"{said} step {self._step} of {self._total_steps}")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if not self._finished:
             self.finish(step=self._step, status="failed")
-        self._display.__exit__(kind, error, trace)
+        self._display.__exit__()
         self._trackers.close()
         self._events.close()
         self._folder.close()
@@ -94,32 +142,23 @@ class Recorder:
         self._step = report.step
         per_second = report.tokens / report.seconds
         per_gpu = per_second / self.speed.gpus
-        flops = per_gpu * self.speed.flops_per_token
-        peak = self.speed.peak_flops
-        joules = self._joules.of_step([_known(value) for value in report.memory["energy_millijoules"]])
+        flops, peak = per_gpu * self.speed.flops_per_token, self.speed.peak_flops
+        memory = report.memory
+        joules = self._joules.of_step([None if mj == UNKNOWN else mj for mj in memory["energy_millijoules"]])
         event = StepEvent(
-            step=report.step,
-            epoch=report.epoch,
-            loss=report.loss,
-            learning_rate=report.learning_rate,
-            grad_norm=report.grad_norm,
-            skipped=report.skipped,
-            tokens=report.tokens,
-            target_tokens=report.target_tokens,
-            seconds=report.seconds,
+            **{name: value for name, value in vars(report).items() if name != "memory"},
             tokens_per_second=per_second,
             tokens_per_second_per_gpu=per_gpu,
             tflops_per_gpu=flops / 1e12,
             mfu=None if peak is None else flops / peak,
             mfu_unavailable=self.speed.why_no_peak,
-            loss_scale=report.loss_scale,
-            memory_allocated_bytes=report.memory["allocated_bytes"],
-            memory_reserved_bytes=report.memory["reserved_bytes"],
-            peak_memory_allocated_bytes=report.memory["peak_allocated_bytes"],
-            peak_memory_reserved_bytes=report.memory["peak_reserved_bytes"],
-            outside_allocator_bytes=_all_known(report.memory["outside_allocator_bytes"]),
-            host_memory_bytes=report.memory["host_memory_bytes"],
-            pinned_memory_bytes=_all_known(report.memory["pinned_memory_bytes"]),
+            memory_allocated_bytes=memory["allocated_bytes"],
+            memory_reserved_bytes=memory["reserved_bytes"],
+            peak_memory_allocated_bytes=memory["peak_allocated_bytes"],
+            peak_memory_reserved_bytes=memory["peak_reserved_bytes"],
+            outside_allocator_bytes=_all_known(memory["outside_allocator_bytes"]),
+            host_memory_bytes=memory["host_memory_bytes"],
+            pinned_memory_bytes=_all_known(memory["pinned_memory_bytes"]),
             joules=None if isinstance(joules, Unavailable) else joules,
             joules_unavailable=joules.reason if isinstance(joules, Unavailable) else None,
         )
@@ -165,10 +204,6 @@ def _numbers(event: StepEvent) -> dict[str, float]:
     if event.joules is not None:
         numbers["energy/joules_per_token"] = event.joules / event.tokens
     return numbers
-
-
-def _known(value: int) -> int | None:
-    return None if value == UNKNOWN else value
 
 
 def _all_known(values: list[int]) -> list[int] | None:

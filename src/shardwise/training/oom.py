@@ -50,11 +50,8 @@ PHASES = {
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # Of c10/cuda/CUDACachingAllocator.cpp; the same from torch 2.1 to 2.13.
-_MESSAGE = {
-    "asked_bytes": "Tried to allocate",
-    "process_bytes": "this process has",
-    "allocated_bytes": "Of the allocated memory",
-}
+_MESSAGE = {"Tried to allocate": "asked_bytes", "this process has": "process_bytes"}
+_MESSAGE["Of the allocated memory"] = "allocated_bytes"
 # Messages from outside torch's allocator: by CUDA, by Triton, by NCCL.
 _OTHERS = ("CUDA error: out of memory", "[CUDA]: out of memory", "Cuda failure 2 'out of memory'")
 
@@ -63,16 +60,11 @@ class OutOfGpuMemoryError(DoesNotFitError):
     """This process ran out of GPU memory; the launcher turns the evidence into an explanation."""
 
     def __init__(self, evidence: OutOfMemory, trace: str) -> None:
-        """Its own words are for a run without the launcher (torchrun)."""
-        super().__init__(
-            headline(evidence),
-            where=f"rank {evidence.rank}, {evidence.call}",
-            fix="train.checkpointing: full, a smaller train.micro_batch, or the next strategy of "
-            "zero2, zero3, zero3-offload; each keeps the global batch",
-        )
-        self.evidence = evidence
-        self.trace = trace
-        """The failed call's traceback, as text."""
+        """Its own words are for a run without the launcher (torchrun); `trace`: the failed call's."""
+        fix = "train.checkpointing: full, a smaller train.micro_batch, or the next strategy of "
+        fix += "zero2, zero3, zero3-offload; each keeps the global batch"
+        super().__init__(headline(evidence), where=f"rank {evidence.rank}, {evidence.call}", fix=fix)
+        self.evidence, self.trace = evidence, trace
 
 
 class Place(NamedTuple):
@@ -141,23 +133,17 @@ def explained(ready: Ready) -> Iterator[None]:
 
 def out_of_memory_in(error: BaseException | None) -> BaseException | None:
     """The error itself or one that caused it, if that is GPU memory that ran out."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError) or (
-            isinstance(error, RuntimeError) and any(words in str(error) for words in _OTHERS)
-        ):
-            return error
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _OTHERS):
+            break
         error = error.__cause__
-    return None
+    return error
 
 
 def numbers_in(message: str) -> dict[str, int]:
     """Bytes that the allocator's message names, by field of `OutOfMemory`; only those it has."""
-    found = {}
-    for key, words in _MESSAGE.items():
-        match = re.search(rf"{words} ([0-9.]+) (bytes|KiB|MiB|GiB)", message)
-        if match:
-            found[key] = round(float(match[1]) * _UNITS[match[2]])
-    return found
+    found = re.findall(rf"({'|'.join(_MESSAGE)}) ([0-9.]+) ({'|'.join(_UNITS)})", message)
+    return {_MESSAGE[words]: round(float(number) * _UNITS[unit]) for words, number, unit in reversed(found)}
 
 
 def counters(device: torch.device) -> dict[str, int]:
@@ -187,10 +173,7 @@ def _evidence(cause: BaseException, where: Place, ready: Ready) -> OutOfMemory:
     return OutOfMemory(
         rank=rank,
         ranks=(rank,),
-        phase=where.phase,
-        step=where.step,
-        module=where.module,
-        call=where.call,
+        **{key: value for key, value in where._asdict().items() if key != "loop"},
         message=str(cause).partition("\n")[0].partition(" If reserved but")[0],
         strategy=ready.strategy.to_json(),
         vocab_size=vocabulary if ready.job.model.weights == "random" else None,
@@ -213,13 +196,11 @@ def _phase(frames: Sequence[FrameType]) -> str:
 
 def headline(evidence: OutOfMemory) -> str:
     """`out of GPU memory in the backward pass of step 3, in model.layers.12.mlp, on rank 1`."""
-    text = f"out of GPU memory in {IN_WORDS[evidence.phase]}"
-    if evidence.step is not None:
-        text += f" {'after' if evidence.phase in ('evaluation', 'saving') else 'of'} step {evidence.step}"
-    if evidence.module is not None:
-        text += f", in {evidence.module}"
-    ranks = ", ".join(map(str, evidence.ranks))
-    return f"{text}, on rank{'s' if len(evidence.ranks) > 1 else ''} {ranks}"
+    of = "after" if evidence.phase in ("evaluation", "saving") else "of"
+    step = "" if evidence.step is None else f" {of} step {evidence.step}"
+    module = "" if evidence.module is None else f", in {evidence.module}"
+    ranks = f"rank{'s' if len(evidence.ranks) > 1 else ''} {', '.join(map(str, evidence.ranks))}"
+    return f"out of GPU memory in {IN_WORDS[evidence.phase]}{step}{module}, on {ranks}"
 
 
 def memory_in_words(evidence: OutOfMemory) -> str:

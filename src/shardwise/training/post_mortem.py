@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,10 +34,8 @@ from shardwise.units import gib
 
 WORTH_NAMING = 0.005
 """Excesses below this share of the GPU are left out."""
-HARDER = (
-    "shorter rows (data.sequence_length), LoRA (model.lora), another strategy (zero3, zero3-offload), "
-    "more GPUs or larger ones"
-)
+HARDER = "shorter rows (data.sequence_length), LoRA (model.lora), another strategy (zero3, zero3-offload), "
+HARDER += "more GPUs or larger ones"
 
 
 class Case:
@@ -51,8 +50,8 @@ class Case:
         self.failed = self.tried[-1]
         self.saved = request["saved_step"] is not None
         self.hardware = hardware
-        cap, vocabulary = self.spec.memory_cap_bytes, self.evidence.vocab_size
-        self.limits: dict[str, Any] = {"memory_cap_bytes": cap, "vocab_size": vocabulary}
+        self.limits: dict[str, Any] = {"memory_cap_bytes": self.spec.memory_cap_bytes}
+        self.limits["vocab_size"] = self.evidence.vocab_size
 
     @cached_property
     def prediction(self) -> Option | None:
@@ -76,7 +75,6 @@ class Case:
     def all_kinds(self) -> tuple[Option, ...]:
         return self._options("auto")
 
-    @cached_property
     def unpredicted(self) -> list[Strategy]:
         return [one for one in leaner_unpredicted(self.failed) if one not in self.tried]
 
@@ -107,10 +105,9 @@ class Case:
 def main(arguments: list[str] | None = None) -> int:
     """Answer the request."""
     request = json.loads(Path((arguments or sys.argv[1:])[0]).read_text(encoding="utf-8"))
-    try:
+    hardware = None
+    with suppress(MachineError):  # GPUs that differ, or parts of one
         hardware = detect_hardware()
-    except MachineError:  # GPUs that differ, or parts of one
-        hardware = None
     if hardware is not None:
         hardware = replace(hardware, gpus_per_node=request["spec"]["processes"])
     answer = Path(request["answer"])
@@ -190,21 +187,19 @@ def _against_the_plan(case: Case, memory: Memory) -> str:
     over = [term for term in terms if term[1] - term[2] > WORTH_NAMING * memory.capacity_bytes]
     compared = "; ".join(f"{name} {size(now)}, predicted {size(then)}" for name, now, then in over or terms)
     needed, capacity = gib(memory.needed_bytes), gib(memory.capacity_bytes)
-    text = f"the plan predicts {needed} of {capacity} for {in_words(case.failed)}"
-    if over:
-        text = f"more than predicted: {compared}; {text}"
-    elif terms:
-        text = f"no term is over its prediction so far ({compared}); {text}"
-    if case.evidence.phase in ("evaluation", "saving", "restoring", "building"):
-        text += ", and counts training steps only"
-    return text
+    begins = f"more than predicted: {compared}; " if over else ""
+    if terms and not over:
+        begins = f"no term is over its prediction so far ({compared}); "
+    not_planned = case.evidence.phase in ("evaluation", "saving", "restoring", "building")
+    ends = ", and counts training steps only" if not_planned else ""
+    return f"{begins}the plan predicts {needed} of {capacity} for {in_words(case.failed)}{ends}"
 
 
 def _changes(case: Case) -> Iterator[Problem]:
     """Up to three changes, with what they save and cost where that can be predicted."""
     failed = case.prediction
     if failed is None or case.hardware is None:
-        yield from (Problem(what=in_words(one), fix=_how(case, one)) for one in case.unpredicted[:3])
+        yield from (Problem(what=in_words(one), fix=_how(case, one)) for one in case.unpredicted()[:3])
         return
     options = {option.strategy: option for option in (*case.own_kind, *case.all_kinds)}
     options.pop(case.failed, None)
@@ -234,17 +229,15 @@ def _next(case: Case) -> dict[str, Any] | None:
     """
     why = f"instead of {in_words(case.failed)}: {headline(case.evidence)}"
     if case.prediction is None or case.hardware is None:
-        return {"strategy": case.unpredicted[0].to_json(), "why": [why]} if case.unpredicted else None
-    pools: list[Sequence[Option]] = []
+        leaner = case.unpredicted()
+        return {"strategy": leaner[0].to_json(), "why": [why]} if leaner else None
+    found, against = None, (case.tried, case.beyond_bytes, case.hardware)
     if case.saved or case.job.strategy != "auto":
-        pools.append([option for option in case.own_kind if same_state(case.failed, option.strategy)])
-    if not case.saved:
-        pools.append(case.all_kinds)
-    for options in pools:
-        found = following(case.prediction, options, case.tried, case.beyond_bytes, case.hardware)
-        if found is not None:
-            return replace(found, why=(why,)).to_json()
-    return None
+        own = [option for option in case.own_kind if same_state(case.failed, option.strategy)]
+        found = following(case.prediction, own, *against)
+    if found is None and not case.saved:
+        found = following(case.prediction, case.all_kinds, *against)
+    return None if found is None else replace(found, why=(why,)).to_json()
 
 
 if __name__ == "__main__":

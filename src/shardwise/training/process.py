@@ -24,23 +24,17 @@ TIMEOUT = timedelta(minutes=30)
 
 def place() -> tuple[int, int, int]:
     """(rank, world size, local rank) from the launcher's environment; one process when there is none."""
+    single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    fix = "start with `shardwise train` or torchrun"
     try:
-        values = [int(os.environ.get(key, default)) for key, default in PLACE]
+        rank, size, local_rank = (int(os.environ.get(key, value)) for key, value in single.items())
     except ValueError as error:
-        raise MachineError(
-            f"the launcher's environment is not numeric: {error}",
-            where=", ".join(f"{key}={os.environ.get(key)}" for key, _ in PLACE),
-            fix="start with `shardwise train` or torchrun",
-        ) from None
-    rank, size, local_rank = values
+        what = f"the launcher's environment is not numeric: {error}"
+        where = ", ".join(f"{key}={os.environ.get(key)}" for key in single)
+        raise MachineError(what, where=where, fix=fix) from None
     if not 0 <= rank < size:
-        raise MachineError(
-            f"RANK={rank} is not below WORLD_SIZE={size}", fix="start with `shardwise train` or torchrun"
-        )
+        raise MachineError(f"RANK={rank} is not below WORLD_SIZE={size}", fix=fix)
     return rank, size, local_rank
-
-
-PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 
 def device_of(local_rank: int) -> torch.device:
@@ -49,11 +43,9 @@ def device_of(local_rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise MachineError(
-            f"process {local_rank} has no GPU: this machine shows {count}",
-            where=f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}",
-            fix=f"--processes {count}, or make more GPUs visible",
-        )
+        what = f"process {local_rank} has no GPU: this machine shows {count}"
+        where = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}"
+        raise MachineError(what, where=where, fix=f"--processes {count}, or make more GPUs visible")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device

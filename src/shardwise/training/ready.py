@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,31 +83,24 @@ def get_ready(
     data = prepare(job, tokenizer, vocab_size=built.config.get_text_config().vocab_size)
     if data.chat_template is not None:
         tokenizer.chat_template = data.chat_template  # saved with the weights: asked as it was trained
+    ready = partial(Ready, job=job, tokenizer=tokenizer, built=built, data=data)
     if resumed is not None:
         why = ["the strategy the run was last run with"] if chosen is None else list(chosen["why"])
-        return Ready(
-            job=job, tokenizer=tokenizer, built=built, data=data, strategy=resumed, why=why, chosen=chosen
-        )
+        return ready(strategy=resumed, why=why, chosen=chosen)
     if job.strategy == "auto" and torch.cuda.is_available():
         plan = _plan(job, built, data, processes, memory_cap_bytes)
         assert plan.chosen is not None
-        strategy, why = plan.chosen.strategy, list(plan.chosen.why)
-        return Ready(
-            job=job, tokenizer=tokenizer, built=built, data=data, strategy=strategy, why=why, plan=plan
-        )
+        return ready(strategy=plan.chosen.strategy, why=list(plan.chosen.why), plan=plan)
     strategy, why = _resolve(job, built, processes)
-    return Ready(job=job, tokenizer=tokenizer, built=built, data=data, strategy=strategy, why=why)
+    return ready(strategy=strategy, why=why)
 
 
 def _plan(job: Job, built: BuiltModel, data: Prepared, processes: int, memory_cap_bytes: int | None) -> Plan:
     """The plan for `processes` of this machine's GPUs, in which something is chosen."""
     hardware = detect_hardware()
     if hardware is None:
-        raise MachineError(
-            "the GPUs cannot be asked what they are",
-            where="strategy: auto",
-            fix="see `shardwise doctor`, or name a strategy",
-        )
+        fix = "see `shardwise doctor`, or name a strategy"
+        raise MachineError("the GPUs cannot be asked what they are", where="strategy: auto", fix=fix)
     plan = make_plan(
         job,
         replace(hardware, gpus_per_node=processes),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,18 +29,19 @@ from shardwise.models.export import save_weights
 from shardwise.models.families import liger_kernels
 from shardwise.models.quantize import check_bitsandbytes
 from shardwise.objective import objective_of
-from shardwise.record.environment import environment
+from shardwise.record.environment import environment, versions
+from shardwise.record.manifest import Origin
 from shardwise.record.read import EVENTS, read_events, read_run
 from shardwise.record.write import RunFolder
 from shardwise.strategy import Strategy
 from shardwise.training.announce import announce, header, speed
-from shardwise.training.loop import Loop, Progress
+from shardwise.training.checkpoint import CheckpointStore
+from shardwise.training.loop import Loop, Progress, check_warmup
+from shardwise.training.meter import PROFILED_STEPS, profile_steps
 from shardwise.training.observe import Quiet, Recorder
 from shardwise.training.oom import explained
 from shardwise.training.process import Ranks, StopSignal, join, place, settled
-from shardwise.training.profile import PROFILED_STEPS, profile_steps
 from shardwise.training.ready import Ready, count_steps, get_ready, identity, make_streams
-from shardwise.training.schedule import check_warmup
 from shardwise.training.snapshot import Snapshots
 from shardwise.units import gib
 
@@ -86,17 +88,17 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     ready.built.weights.release()
     stream, evaluation = make_streams(ready, world)
     _seed(job, world)
+    strategy, about = ready.strategy.to_json(), identity(ready)
     snapshots = Snapshots(
-        run_dir / "checkpoints",
+        store=CheckpointStore(
+            run_dir / "checkpoints", keep=job.train.keep, rank=world.rank, agree=ranks.gather
+        ),
+        origin=Origin(world_size=world.size, strategy=strategy, identity=about, versions=versions()),
         engine=engine,
         stream=stream,
-        ranks=ranks,
         write_weights=lambda folder: save_weights(
             ready.built, engine.weights(), folder, ready.tokenizer, rank=world.rank
         ),
-        strategy=ready.strategy,
-        identity=identity(ready),
-        keep=job.train.keep,
         total_steps=total_steps,
     )
     progress = snapshots.restore() if spec.resume else Progress()
@@ -114,7 +116,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             ranks=ranks,
             stop=stop,
             observer=observer,
-            save=None if measuring else snapshots.save,
+            save_state=None if measuring else snapshots.save,
             progress=progress,
             total_steps=total_steps,
             evaluated=evaluated,
@@ -126,11 +128,8 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
         status = "finished" if done else "paused" if arrived else "stopped"
         observer.finish(step=progress.step, status=status)
     if not arrived:
-        raise StoppedError(
-            f"on request after step {progress.step} of {total_steps}; the state is saved",
-            where=spec.run_dir,
-            fix=f"`{resume_command(run_dir)}` goes on from here",
-        )
+        what = f"on request after step {progress.step} of {total_steps}; the state is saved"
+        raise StoppedError(what, where=spec.run_dir, fix=f"`{resume_command(run_dir)}` goes on from here")
 
 
 def _steps_to_measure(spec: LaunchSpec) -> int:
@@ -146,11 +145,8 @@ def _left_of_the_cap(cap_bytes: int | None, strategy: Strategy) -> int | None:
         return None
     left = cap_bytes - descriptor(strategy).outside_allocator_bytes(strategy)
     if left <= 0:
-        raise DoesNotFitError(
-            f"{gib(cap_bytes)} is less than CUDA and NCCL take by themselves",
-            where="--memory-cap",
-            fix=f"more than {gib(cap_bytes - left)}",
-        )
+        what = f"{gib(cap_bytes)} is less than CUDA and NCCL take by themselves"
+        raise DoesNotFitError(what, where="--memory-cap", fix=f"more than {gib(cap_bytes - left)}")
     return left
 
 
@@ -169,22 +165,15 @@ def resumed_strategy(spec: LaunchSpec) -> Strategy | None:
     try:
         strategy = Strategy.from_json(record.plan["chosen"]["strategy"])
     except (KeyError, TypeError, ValueError):
-        raise CheckpointError(
-            "it does not say the strategy that the run was last run with",
-            where=f"{spec.run_dir}/plan.json",
-            fix="restore it from a copy",
-        ) from None
+        what, fix = "it does not say the strategy that the run was last run with", "restore it from a copy"
+        raise CheckpointError(what, where=f"{spec.run_dir}/plan.json", fix=fix) from None
     if strategy.world_size != spec.processes or now.strategy != then.strategy:
         return None
-    if now.train.micro_batch not in (None, then.train.micro_batch):
+    micro_batch, asked = now.train.micro_batch, now.train.checkpointing
+    if micro_batch not in (None, then.train.micro_batch):
         rows = strategy.micro_batch * strategy.accumulation
-        strategy = replace(
-            strategy,
-            micro_batch=now.train.micro_batch,
-            accumulation=max(1, rows // now.train.micro_batch),
-        )
-    if now.train.checkpointing not in ("auto", then.train.checkpointing):
-        asked = now.train.checkpointing
+        strategy = replace(strategy, micro_batch=micro_batch, accumulation=max(1, rows // micro_batch))
+    if asked not in ("auto", then.train.checkpointing):
         every = {"none": 0, "full": 1}[asked] if isinstance(asked, str) else asked
         strategy = replace(strategy, checkpoint_every=every)
     return strategy
@@ -212,8 +201,7 @@ def check_weights(ready: Ready, engine: Engine) -> None:
     if engine.world.rank == 0:
         ready.built.weights.verify(gathered)
     else:
-        for _ in gathered:
-            pass
+        deque(gathered, maxlen=0)  # gathering is collective
 
 
 def make_observer(ready: Ready, spec: LaunchSpec, engine: Engine, progress: Progress) -> Recorder:
@@ -240,8 +228,8 @@ def make_observer(ready: Ready, spec: LaunchSpec, engine: Engine, progress: Prog
 
 def _evaluated(run_dir: Path, step: int) -> bool:
     """Whether the run was evaluated after that step, which is saved before."""
-    events = read_events(run_dir / EVENTS)
-    return any(event.get("kind") == "eval" and event.get("step") == step for event in events)
+    found = ((event.get("kind"), event.get("step")) for event in read_events(run_dir / EVENTS))
+    return ("eval", step) in found
 
 
 def _seed(job: Job, world: World) -> None:

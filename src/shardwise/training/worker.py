@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.errors import WRITE_ERRORS, MachineError, ShardwiseError, render, unwritten
-from shardwise.launch.launcher import write_report
-from shardwise.launch.spec import LaunchSpec
+from shardwise.launch.spec import LaunchSpec, write_report
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,54 +20,38 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _work(spec)
     except Exception as error:  # noqa: BLE001  (the last place where a bug becomes an exit code)
-        known = error if isinstance(error, ShardwiseError) else _translate(error) or _bug(error)
+        known = error if isinstance(error, ShardwiseError) else _translate(error)
         _report(known, getattr(known, "trace", None) or traceback.format_exc(), debug=spec.debug)
         return known.exit_code
     return 0
 
 
 def _work(spec: LaunchSpec) -> None:
-    from shardwise.training.run import run
-
-    try:
-        run(spec)
-    finally:
-        _leave()
-
-
-def _leave() -> None:
-    """Leave the process group in order; a rank that failed must not wait for the others here."""
     import torch.distributed as dist
 
-    if dist.is_initialized() and sys.exc_info()[0] is None:
+    from shardwise.training.run import run
+
+    run(spec)
+    if dist.is_initialized():  # left in order; a rank that failed must not wait for the others here
         dist.destroy_process_group()
 
 
-def _translate(error: Exception) -> ShardwiseError | None:
-    """Errors of libraries that have a cause the user can act on."""
+def _translate(error: Exception) -> ShardwiseError:
+    """An error of a library with a cause the user can act on; any other is a bug."""
     import torch
 
+    where = f"rank {os.environ.get('RANK', '0')}"
     if isinstance(error, torch.distributed.DistBackendError) or "/gloo/" in str(error):
-        return MachineError(
-            f"communication between the processes failed: {str(error).splitlines()[0]}",
-            where=f"rank {os.environ.get('RANK', '0')}",
-            fix="run again with NCCL_DEBUG=INFO to see which link failed",
-        )
+        what = f"communication between the processes failed: {str(error).splitlines()[0]}"
+        return MachineError(what, where=where, fix="run again with NCCL_DEBUG=INFO to see which link failed")
     if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
         return unwritten(error)
     if "loss scale already at minimum" in str(error):  # how DeepSpeed ends a run
         from shardwise.training.loop import overflows
 
-        return overflows(f"rank {os.environ.get('RANK', '0')}")
-    return None
-
-
-def _bug(error: Exception) -> ShardwiseError:
-    return ShardwiseError(
-        f"{type(error).__name__}: {error}",
-        where=f"rank {os.environ.get('RANK', '0')}",
-        fix="this is a bug in shardwise: report it with the log; --debug prints the traceback",
-    )
+        return overflows(where)
+    fix = "this is a bug in shardwise: report it with the log; --debug prints the traceback"
+    return ShardwiseError(f"{type(error).__name__}: {error}", where=where, fix=fix)
 
 
 def _report(error: ShardwiseError, trace: str, *, debug: bool) -> None:
@@ -80,15 +63,15 @@ def _report(error: ShardwiseError, trace: str, *, debug: bool) -> None:
         if rank == "0" or error.exit_code == ShardwiseError.exit_code:
             print(render(error), file=sys.stderr)
         return
-    problems = [asdict(problem) for problem in error.problems]
-    evidence = getattr(error, "evidence", None)  # of OutOfGpuMemoryError
     record = {
         "exit_code": error.exit_code,
         "headline": error.headline,
-        "problems": problems,
+        "problems": [asdict(problem) for problem in error.problems],
         "traceback": trace,
-        **({} if evidence is None else {"out_of_memory": asdict(evidence)}),
     }
+    evidence = getattr(error, "evidence", None)  # of OutOfGpuMemoryError
+    if evidence is not None:
+        record["out_of_memory"] = asdict(evidence)
     write_report(Path(folder), int(rank), record)
 
 

@@ -46,9 +46,8 @@ class ProfiledStep:
 def read_trace(path: Path) -> ProfiledStep:
     """Reads torch.profiler's Chrome trace, gzipped or not. ValueError where it holds no step."""
     content = path.read_bytes()
-    events: list[Event] = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)[
-        "traceEvents"
-    ]
+    trace = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    events: list[Event] = trace["traceEvents"]
     steps = [event for event in events if event["name"].startswith(STEP) and event.get("dur")]
     if not steps:
         raise ValueError(f"{path.name} holds no step")
@@ -81,12 +80,8 @@ def _on_cpus(events: Sequence[Event]) -> tuple[list[Interval], list[Interval]]:
     """
     gloo = [event for event in events if event["name"].startswith("gloo:") and event.get("dur")]
     threads = {event["tid"] for event in gloo}
-    operators = [
-        event
-        for event in events
-        if event.get("cat") == "cpu_op" and event["name"].startswith("aten::") and event["tid"] not in threads
-    ]
-    return [_interval(event) for event in gloo], [_interval(event) for event in operators]
+    operators = (one for one in events if one.get("cat") == "cpu_op" and one["name"].startswith("aten::"))
+    return [*map(_interval, gloo)], [_interval(one) for one in operators if one["tid"] not in threads]
 
 
 def _memory(events: Sequence[Event], inside: Interval) -> list[tuple[float, int, int]]:
@@ -99,9 +94,8 @@ def _memory(events: Sequence[Event], inside: Interval) -> list[tuple[float, int,
             continue
         if start <= event["ts"] <= end:
             place = min(MOST_POINTS - 1, int(MOST_POINTS * (event["ts"] - start) / (end - start)))
-            before = bins.get(place, (0, 0))
-            now = values["Total Allocated"], values["Total Reserved"]
-            bins[place] = (max(before[0], now[0]), max(before[1], now[1]))
+            allocated, reserved = bins.get(place, (0, 0))
+            bins[place] = max(allocated, values["Total Allocated"]), max(reserved, values["Total Reserved"])
     return [((place + 0.5) / MOST_POINTS, *bins[place]) for place in sorted(bins)]
 
 

@@ -1,4 +1,8 @@
-"""The processes of one bench row: started in a session of their own, watched, and ended together."""
+"""The processes of one bench row: started in a session of their own, watched, and ended together.
+
+`python -m shardwise.trials.process SPEC.json PARENT` is a row's own launcher. It does not outlive the process
+PARENT, which has started it; its workers do not outlive it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,11 @@ from pathlib import Path
 
 import psutil
 
+from shardwise.errors import ShardwiseError, render
+from shardwise.launch.local import die_with, launch
 from shardwise.launch.spec import LaunchSpec
 
-LAUNCHER = ("-P", "-m", "shardwise.trials.launcher")
+LAUNCHER = ("-P", "-m", "shardwise.trials.process")
 END_SECONDS = 20.0
 _LOOK_EVERY_SECONDS = 0.05
 
@@ -66,3 +72,18 @@ def _session(leader: int) -> list[int]:
             if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
                 pids.append(process.pid)
     return pids
+
+
+def main() -> int:
+    """Runs the spec; returns its exit code."""
+    die_with(int(sys.argv[2]))
+    spec = LaunchSpec.from_json(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    try:
+        return launch(spec)
+    except ShardwiseError as error:  # no worker could be started
+        print(render(error), file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

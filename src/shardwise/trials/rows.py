@@ -6,12 +6,11 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwise.device import Unavailable
 from shardwise.engines import settings_of
-from shardwise.engines.facts import Devices
 from shardwise.errors import JobError, Problem, ShardwiseError
 from shardwise.job.schema import Job, StrategySpec
 from shardwise.job.strategies import Parts
@@ -61,14 +60,9 @@ class Row:
         if isinstance(self.option, Unavailable):
             reason = self.option.reason
             return {"predicted": None, "predicted_unavailable": reason, "fit": None, "why": []}
-        prediction = self.option.prediction.to_json()
+        prediction, fit, why = self.option.prediction.to_json(), self.option.fit, list(self.option.why)
         prediction["memory"]["timeline"] = [asdict(m) for m in self.option.prediction.memory.timeline]
-        return {
-            "predicted": prediction,
-            "predicted_unavailable": None,
-            "fit": self.option.fit,
-            "why": list(self.option.why),
-        }
+        return {"predicted": prediction, "predicted_unavailable": None, "fit": fit, "why": why}
 
 
 def make_rows(
@@ -105,9 +99,7 @@ class _Making:
     """The rows of one point; its job is planned at most once for each set of parts."""
 
     def __init__(self, point: Point, processes: int, plan_for: PlanFor | None) -> None:
-        self._point = point
-        self._processes = processes
-        self._plan_for = plan_for
+        self._point, self._processes, self._plan_for = point, processes, plan_for
         self._shapes = shapes(processes)
         self._auto_plan: Plan | JobError | None = None
 
@@ -118,29 +110,26 @@ class _Making:
             return self._of(varied(own_parts(self._point.job), self._point.parts))
         if self._plan_for is None:
             return self._row(self._resolved("auto"), NO_GPU)
-        plan = self._plan_for(self._point.job)
-        best = plan.options[0]
+        best = self._plan_for(self._point.job).options[0]
         return self._row(best.strategy, best)
 
     def named(self, name: str) -> Row:
-        parts = self._shapes[name]
         if not self._point.parts and self._plan_for is not None:
             return self._planned(name, self._all())
-        return self._of(varied(parts, self._point.parts))
+        return self._of(varied(self._shapes[name], self._point.parts))
 
     def everything(self) -> tuple[list[Row], dict[str, str]]:
-        rows = [self.named(name) for name in self._shapes]
         kept, left_out = [], {}
-        for row in rows:
-            option = row.option
-            if row.refused is not None:
-                left_out[row.strategy.name] = row.refused
-            elif isinstance(option, Option) and option.fit == "no":
-                left_out[row.strategy.name] = option.why[0] if option.why else "it does not fit"
-            elif isinstance(option, Unavailable) and self._plan_for is not None:
-                left_out[row.strategy.name] = option.reason
-            else:
+        for row in map(self.named, self._shapes):
+            option, why = row.option, row.refused
+            if why is None and isinstance(option, Option) and option.fit == "no":
+                why = option.why[0] if option.why else "it does not fit"
+            elif why is None and isinstance(option, Unavailable) and self._plan_for is not None:
+                why = option.reason
+            if why is None:
                 kept.append(row)
+            else:
+                left_out[row.strategy.name] = why
         return kept, left_out
 
     def nothing(self, left_out: Mapping[str, str]) -> ShardwiseError:
@@ -176,15 +165,14 @@ class _Making:
         parts = self._shapes[name]
         if isinstance(plan, JobError):
             return self._unplanned(parts, Unavailable(reason=_said(plan)))
-        option = next((one for one in plan.options if one.strategy.name == name), None)
-        if option is not None:
-            return self._row(option.strategy, option)
-        skipped = next((one for one in plan.skipped if one.strategy.name == name), None)
-        if skipped is not None:
-            return self._row(skipped.strategy, Unavailable(reason=f"not simulated: {skipped.reason}"))
-        refused = next((one for one in plan.refused if one.strategy.name == name), None)
-        reason = "the plan does not know it" if refused is None else refused.reason
-        return self._unplanned(parts, Unavailable(reason=reason))
+        for option in plan.options:
+            if option.strategy.name == name:
+                return self._row(option.strategy, option)
+        for skipped in plan.skipped:
+            if skipped.strategy.name == name:
+                return self._row(skipped.strategy, Unavailable(reason=f"not simulated: {skipped.reason}"))
+        reasons = (refused.reason for refused in plan.refused if refused.strategy.name == name)
+        return self._unplanned(parts, Unavailable(reason=next(reasons, "the plan does not know it")))
 
     def _unplanned(self, parts: Parts, why: Unavailable) -> Row:
         """A strategy without a prediction; refused where a rule forbids it."""
@@ -192,23 +180,16 @@ class _Making:
             return self._row(self._resolved(StrategySpec.model_validate(parts)), why)
         except JobError as error:
             strategy = Strategy(**parts, data_parallel=self._processes)
-            return Row(
-                job=_pinned(self._point.job, strategy),
-                strategy=strategy,
-                sweep=self._point.values,
-                option=why,
-                refused=_said(error),
-            )
+            return replace(self._row(strategy, why), refused=_said(error))
 
     def _resolved(self, spec: str | StrategySpec) -> Strategy:
         job = self._point.job
-        devices: Devices = "cpu" if self._plan_for is None else "cuda"
         strategy, _ = resolve(
             spec,
             train=job.train,
             clip_norm=job.optimizer.clip_norm,
             world_size=self._processes,
-            devices=devices,
+            devices="cpu" if self._plan_for is None else "cuda",
             trainable_parameters=0,  # sizes matter to `auto` on GPUs only, which the plan decides
             total_parameters=0,
             device_memory_bytes=None,
@@ -226,14 +207,9 @@ def _pinned(job: Job, strategy: Strategy) -> Job:
     """The job with strategy, micro-batch and checkpointing named: nothing is left open."""
     every = strategy.checkpoint_every
     checkpointing = {0: "none", 1: "full"}.get(every, every)
-    train = {"micro_batch": strategy.micro_batch, "checkpointing": checkpointing}
-    return job.model_copy(
-        update={
-            "strategy": settings_of(strategy),
-            "train": job.train.model_copy(update=train),
-            "tracking": [],
-        }
-    )
+    sizes = {"micro_batch": strategy.micro_batch, "checkpointing": checkpointing}
+    train = job.train.model_copy(update=sizes)
+    return job.model_copy(update={"strategy": settings_of(strategy), "train": train, "tracking": []})
 
 
 def _said(error: JobError) -> str:

@@ -19,15 +19,11 @@ from shardwise.trials.exposed import read_trace
 from shardwise.trials.rows import Row
 from shardwise.units import duration
 
-MEASURED, OUT_OF_MEMORY, TIMED_OUT, FAILED, REFUSED = (
-    "measured",
-    "out of memory",
-    "timed out",
-    "failed",
-    "refused",
-)
+MEASURED, OUT_OF_MEMORY, TIMED_OUT = "measured", "out of memory", "timed out"
+FAILED, REFUSED = "failed", "refused"
 FINAL = (MEASURED, OUT_OF_MEMORY)
 """A row that ended so is not run again in the same folder."""
+_NO_RESULT = {"measured": None, "trace": None}
 _TAIL_LINES = 25
 
 
@@ -49,11 +45,10 @@ class Settings:
 def run_rows(rows: Sequence[Row], settings: Settings) -> Iterator[dict[str, Any]]:
     """Runs each row and yields its result: JSON values, as they stand in `rows.jsonl`."""
     for row in rows:
-        yield _refused(row) if row.refused is not None else _run(row, settings)
-
-
-def _refused(row: Row) -> dict[str, Any]:
-    return {**_about(row), "status": REFUSED, "error": row.refused, **_no_result(), "seconds": 0.0}
+        if row.refused is None:
+            yield _run(row, settings)
+        else:
+            yield {**_about(row), "status": REFUSED, "error": row.refused, **_NO_RESULT, "seconds": 0.0}
 
 
 def _run(row: Row, settings: Settings) -> dict[str, Any]:
@@ -73,23 +68,16 @@ def _run(row: Row, settings: Settings) -> dict[str, Any]:
         debug=True,  # what it prints goes to the row's log
     )
     code = process.run_to_the_end(
-        spec,
-        spec_file=log.with_suffix(".spec.json"),
-        log=log,
-        timeout_seconds=settings.timeout_seconds,
+        spec, spec_file=log.with_suffix(".spec.json"), log=log, timeout_seconds=settings.timeout_seconds
     )
     seconds = time.monotonic() - began
     events = read_events(run_dir / EVENTS) if (run_dir / EVENTS).exists() else []
     steps = [event for event in events if event["kind"] == "step"]
-    common = {
-        **_about(row),
-        "run": f"runs/{row.slug}",
-        "log": f"logs/{log.name}",
-        "seconds": round(seconds, 1),
-    }
+    common = {**_about(row), "run": f"runs/{row.slug}", "log": f"logs/{log.name}"}
+    common["seconds"] = round(seconds, 1)
     if len(steps) < settings.warmup + settings.steps:
         status, error = _failure(code, len(steps), seconds, settings, log)
-        return {**common, "status": status, "error": error, **_no_result()}
+        return {**common, "status": status, "error": error, **_NO_RESULT}
     numbers = measured(steps, warmup=settings.warmup, count=settings.steps, processes=settings.processes)
     header = next((event for event in events if event["kind"] == "run"), {})
     about = ("parameters", "trainable_parameters", "energy_source", "outside_allocator_source")
@@ -114,13 +102,8 @@ def _about(row: Row) -> dict[str, Any]:
     }
 
 
-def _no_result() -> dict[str, Any]:
-    return {"measured": None, "trace": None}
-
-
 def _failure(code: int | None, steps: int, seconds: float, settings: Settings, log: Path) -> tuple[str, str]:
     """(status, why) of a row that did not get through its steps."""
-    tail = log_tail(log)
     done = f"{steps} of {settings.warmup + settings.steps} steps"
     if code is None:
         status, why = TIMED_OUT, f"after {duration(seconds)} (--timeout) and {done}"
@@ -128,7 +111,7 @@ def _failure(code: int | None, steps: int, seconds: float, settings: Settings, l
         status, why = OUT_OF_MEMORY, f"after {done}"
     else:
         status, why = FAILED, f"with exit code {code} after {done}"
-    return status, f"{why}\n{tail}".strip()
+    return status, f"{why}\n{log_tail(log)}".strip()
 
 
 def log_tail(log: Path) -> str:
@@ -140,29 +123,24 @@ def log_tail(log: Path) -> str:
 
 def _profiled(trace: Path, settings: Settings, code: int | None, seconds: float) -> dict[str, Any]:
     """What the profiled step says; a trace that is missing or broken costs only these numbers."""
-    nothing: dict[str, Any] = {
-        "exposed_communication_fraction": None,
-        "exposed_communication_seconds": None,
-        "gpu_idle_fraction": None,
-        "communication_seconds": None,
-        "profiled_step_seconds": None,
-        "memory_in_step": [],
-    }
+    step, why = None, None
     if not settings.profile:
-        return {**nothing, "exposed_unavailable": "not profiled: --no-profile"}
-    if code != 0:
-        ended = f"was not done after {duration(seconds)}" if code is None else f"ended with exit code {code}"
-        return {**nothing, "exposed_unavailable": f"the profiled step {ended}"}
-    try:
-        step = read_trace(trace)
-    except (OSError, EOFError, ValueError, KeyError) as error:
-        return {**nothing, "exposed_unavailable": f"the trace cannot be read: {error}"}
+        why = "not profiled: --no-profile"
+    elif code is None:
+        why = f"the profiled step was not done after {duration(seconds)}"
+    elif code != 0:
+        why = f"the profiled step ended with exit code {code}"
+    else:
+        try:
+            step = read_trace(trace)
+        except (OSError, EOFError, ValueError, KeyError) as error:
+            why = f"the trace cannot be read: {error}"
     return {
-        "exposed_communication_fraction": step.exposed_communication_fraction,
-        "exposed_communication_seconds": step.exposed_communication_seconds,
-        "gpu_idle_fraction": step.idle_fraction,
-        "communication_seconds": step.communication_seconds,
-        "profiled_step_seconds": step.step_seconds,
-        "memory_in_step": step.memory,
-        "exposed_unavailable": None,
+        "exposed_communication_fraction": step and step.exposed_communication_fraction,
+        "exposed_communication_seconds": step and step.exposed_communication_seconds,
+        "gpu_idle_fraction": step and step.idle_fraction,
+        "communication_seconds": step and step.communication_seconds,
+        "profiled_step_seconds": step and step.step_seconds,
+        "memory_in_step": step.memory if step else [],
+        "exposed_unavailable": why,
     }

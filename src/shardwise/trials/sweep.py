@@ -47,8 +47,7 @@ def points(load: Load, sweeps: Sequence[str]) -> list[Point]:
     found = []
     for combination in itertools.product(*(values for _, values in axes)):
         values = dict(zip(keys, combination, strict=True))
-        plain = [f"{key}={value}" for key, value in values.items() if not key.startswith(OWN)]
-        job = load(plain)
+        job = load([f"{key}={value}" for key, value in values.items() if not key.startswith(OWN)])
         own = {key: value for key, value in values.items() if key.startswith(OWN)}
         found.append(Point(values=values, job=job, parts=_parts(load, own)))
     return found
@@ -70,9 +69,8 @@ def chosen_names(text: str, world_size: int) -> list[str]:
     known = shapes(world_size)
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
-        raise JobError(
-            "no strategy is named", where="--strategies", fix="for example --strategies zero2,fsdp2"
-        )
+        fix = "for example --strategies zero2,fsdp2"
+        raise JobError("no strategy is named", where="--strategies", fix=fix)
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -84,11 +82,8 @@ def chosen_names(text: str, world_size: int) -> list[str]:
 def own_parts(job: Job) -> Parts:
     """The parts of the strategy that the job itself names. JobError where it leaves it to the plan."""
     if job.strategy == "auto":
-        raise JobError(
-            "a part of the strategy is swept, and the job leaves the strategy to the plan",
-            where="--sweep",
-            fix="name the strategies to vary: --strategies zero2,zero3",
-        )
+        what = "a part of the strategy is swept, and the job leaves the strategy to the plan"
+        raise JobError(what, where="--sweep", fix="name the strategies to vary: --strategies zero2,zero3")
     return parts_of(job.strategy)
 
 
@@ -104,11 +99,8 @@ def _axis(text: str) -> tuple[str, list[str]]:
     key, equals, values = text.partition("=")
     listed = [value.strip() for value in values.split(",")]
     if not equals or not all(listed) or not re.fullmatch(r"[a-z_]+(\.[A-Za-z0-9_]+)*", key.strip()):
-        raise JobError(
-            f"{text!r} is not key=value,value",
-            where="--sweep",
-            fix="for example --sweep train.micro_batch=1,2,4",
-        )
+        fix = "for example --sweep train.micro_batch=1,2,4"
+        raise JobError(f"{text!r} is not key=value,value", where="--sweep", fix=fix)
     if key.strip() == "strategy":
         raise JobError("strategies have a flag of their own", where="--sweep", fix=f"--strategies {values}")
     return key.strip(), list(dict.fromkeys(listed))
@@ -120,11 +112,8 @@ def _parts(load: Load, own: Mapping[str, str]) -> dict[str, Any]:
     for key, text in own.items():
         name = key.removeprefix(OWN)
         if name not in StrategySpec.model_fields:
-            raise JobError(
-                f"a strategy has no key {name}",
-                where="--sweep",
-                fix=f"one of {', '.join(StrategySpec.model_fields)}",
-            )
+            fix = f"one of {', '.join(StrategySpec.model_fields)}"
+            raise JobError(f"a strategy has no key {name}", where="--sweep", fix=fix)
         base = json.dumps(NAMED["zero3"])  # an engine has to be named for the others to be read
         spec = load([f"strategy={base}", f"{key}={text}"]).strategy
         found[name] = getattr(spec, name)

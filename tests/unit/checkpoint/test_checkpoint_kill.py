@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.record.manifest import Origin, read_manifest, verify
-from shardwise.training.checkpoint.store import CheckpointStore, FileSystem, newest_valid
+from shardwise.training.checkpoint import CheckpointStore, FileSystem, newest_valid
 
 ORIGIN = Origin(world_size=1, strategy={"name": "single"}, identity={}, versions={})
 

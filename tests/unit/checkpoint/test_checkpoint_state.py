@@ -14,8 +14,7 @@ import torch
 from shardwise.errors import CheckpointError, render
 from shardwise.record.manifest import Manifest, Origin
 from shardwise.strategy import Strategy
-from shardwise.training.checkpoint.match import check_origin
-from shardwise.training.checkpoint.state import TrainerState, load_rng, load_state, save_rng, save_state
+from shardwise.training.snapshot import TrainerState, check_origin, load_rng, load_state, save_rng, save_state
 
 CPU = torch.device("cpu")
 

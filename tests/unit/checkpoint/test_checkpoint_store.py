@@ -16,15 +16,10 @@ import pytest
 
 from shardwise.errors import CheckpointError, MachineError, render
 from shardwise.record.manifest import Origin, read_manifest, verify
-from shardwise.training.checkpoint import store as store_module
-from shardwise.training.checkpoint.store import CheckpointStore, FileSystem, newest_valid
+from shardwise.training import checkpoint as store_module
+from shardwise.training.checkpoint import CheckpointStore, FileSystem, newest_valid
 
-ORIGIN = Origin(
-    world_size=1,
-    strategy={"name": "single"},
-    identity={"seed": 1},
-    versions={"torch": "2.13"},
-)
+ORIGIN = Origin(world_size=1, strategy={"name": "single"}, identity={"seed": 1}, versions={"torch": "2.13"})
 
 
 def content(step: int, name: str) -> bytes:

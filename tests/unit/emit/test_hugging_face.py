@@ -12,7 +12,7 @@ from transformers import get_scheduler
 from shardwise.emit.hugging_face import trainer_flags
 from shardwise.job.schema import Optimizer, Train
 from shardwise.strategy import Strategy
-from shardwise.training.schedule import learning_rate
+from shardwise.training.loop import learning_rate
 
 STEPS = 40
 

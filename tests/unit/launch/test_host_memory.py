@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from shardwise.errors import render
-from shardwise.launch.host_memory import host_memory_kills, killed
+from shardwise.launch.supervise import host_memory_kills, killed
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import shardwise
+from fake_launcher import FakeLauncher
 from shardwise.errors import DoesNotFitError
-from shardwise.launch.launcher import Ending, FakeLauncher
 from shardwise.launch.oom import OomHandling
-from shardwise.launch.spec import LaunchSpec
+from shardwise.launch.spec import Ending, LaunchSpec
 from shardwise.record.write import RunFolder
 
 SOURCE = str(Path(shardwise.__file__).parents[1])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import shardwise
-from shardwise.launch.launcher import FakeLauncher, write_report
-from shardwise.launch.spec import LaunchSpec
+from fake_launcher import FakeLauncher
+from shardwise.launch.spec import LaunchSpec, write_report
 from shardwise.launch.supervise import POST_MORTEM_MODULE, WORKER_MODULE, supervise
 from shardwise.record.write import RunFolder
 

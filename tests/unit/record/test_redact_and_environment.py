@@ -12,7 +12,7 @@ import pytest
 
 import shardwise
 from shardwise.record.environment import environment
-from shardwise.record.redact import redact, redact_tree
+from shardwise.record.write import redact, redact_tree
 
 LONG = "aZ09" * 12
 

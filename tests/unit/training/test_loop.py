@@ -109,7 +109,7 @@ def make(
         ranks=Ranks(WORLD),
         stop=StopSignal(),
         observer=diary,
-        save=lambda progress: progress.step,
+        save_state=lambda progress: progress.step,
         progress=Progress(step=start),
         total_steps=steps,
         evaluated=start > 0 if evaluated is None else evaluated,

@@ -236,7 +236,7 @@ def where(change: Callable[[Model, Loop], None], *, checkpoint_every: int = 0, s
         ranks=Ranks(WORLD),
         stop=StopSignal(),
         observer=Silent(),
-        save=lambda progress: 0,
+        save_state=lambda progress: 0,
         progress=Progress(),
         total_steps=steps,
     )

@@ -16,8 +16,8 @@ from shardwise.launch.spec import LaunchSpec
 from shardwise.record.manifest import Manifest, Origin
 from shardwise.record.write import RunFolder
 from shardwise.strategy import Strategy
-from shardwise.training.checkpoint.match import check_origin
 from shardwise.training.run import resumed_strategy
+from shardwise.training.snapshot import check_origin
 
 RETRIED = Strategy(engine="deepspeed", stage=2, data_parallel=2, micro_batch=2, accumulation=4)
 """After it ran out of memory with the 4 rows at a time that the job names."""

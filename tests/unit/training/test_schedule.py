@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.errors import JobError
 from shardwise.job.schema import Optimizer
-from shardwise.training.schedule import check_warmup, learning_rate, warmup_steps
+from shardwise.training.loop import check_warmup, learning_rate, warmup_steps
 
 
 def rates(optimizer: Optimizer, steps: int) -> list[float]:

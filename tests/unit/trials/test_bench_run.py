@@ -10,9 +10,8 @@ import pytest
 
 from shardwise.errors import JobError, MachineError
 from shardwise.job.load import load_job
-from shardwise.record.bench import read_bench
+from shardwise.record.bench import append, opened, read_bench
 from shardwise.trials import process
-from shardwise.trials.folder import append, opened
 from shardwise.trials.rows import Row, make_rows
 from shardwise.trials.run import Settings, run_rows
 from shardwise.trials.sweep import points

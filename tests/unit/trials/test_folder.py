@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shardwise.record.bench import read_bench
-from shardwise.trials.folder import append, opened
+from shardwise.record.bench import append, opened, read_bench
 
 HEAD = {"schema": 1, "job": {}, "processes": 1, "memory_cap_bytes": None, "warmup_steps": 1, "steps": 2}
 

@@ -18,6 +18,7 @@ import os
 import shutil
 import sys
 import threading
+from collections import ChainMap
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,13 +49,8 @@ ANSWER_SECONDS = 60.0
 
 _TEMPORARY = ".tmp-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FULL_TEXTS = (
-    "No space left on device",
-    "Disk quota exceeded",
-    "File too large",
-    "file write failed",
-    "inline_container.cc",  # torch's archive, when less was written than it gave
-)
+_FULL_TEXTS = ["No space left on device", "Disk quota exceeded", "File too large", "file write failed"]
+_FULL_TEXTS += ["inline_container.cc"]  # torch's archive, when less was written than it gave
 
 
 class FileSystem:
@@ -64,7 +60,6 @@ class FileSystem:
     """
 
     def make_folder(self, path: Path) -> None:
-        """Make one folder, readable by this user only. It must not exist."""
         path.mkdir(mode=0o700)
 
     def write(self, path: Path, content: bytes) -> None:
@@ -92,7 +87,6 @@ class FileSystem:
         path.rmdir()
 
     def free_bytes(self, path: Path) -> int:
-        """Bytes that this user can still write to the file system that holds `path`."""
         return shutil.disk_usage(path).free
 
 
@@ -125,11 +119,8 @@ class CheckpointStore:
         fs: FileSystem | None = None,
     ) -> None:
         """`keep`: sound checkpoints that stay, at least 1. All ranks share `folder`."""
-        self.folder = Path(folder)
-        self.keep = keep
-        self.rank = rank
-        self.agree = agree
-        self.fs = fs or FileSystem()
+        self.folder, self.keep = Path(folder), keep
+        self.rank, self.agree, self.fs = rank, agree, fs or FileSystem()
         self._sound: set[int] = set()  # steps that this process has verified
         self._last_bytes = 0  # size of the newest one known, the forecast for the next
 
@@ -142,15 +133,13 @@ class CheckpointStore:
         """
         temporary = self.folder / f"{_TEMPORARY}{folder_name(step)}"
         final = self.folder / folder_name(step)
-        exists = self._on_first(lambda: self._prepare(temporary, final))
-        if not exists:
+        if self._on_first(lambda: self._prepare(temporary, final)):
+            manifest = read_manifest(final)
+        else:
             size = len(self._together(lambda: write(temporary)))
             shares = self._together(lambda: self._flush_and_hash(temporary, size))
-            files = {name: entry for share in shares for name, entry in share.items()}
-            manifest = Manifest(step=step, origin=origin, files=files)
+            manifest = Manifest(step=step, origin=origin, files=dict(ChainMap(*shares)))
             self._on_first(lambda: self._commit(temporary, final, manifest))
-        else:
-            manifest = read_manifest(final)
         self._sound.add(step)
         self._last_bytes = manifest.size_bytes
         self._on_first(lambda: self._prune(step))
@@ -174,11 +163,9 @@ class CheckpointStore:
                 return Checkpoint(step=step, path=path, manifest=manifest, damaged=tuple(damaged))
             damaged.append(Problem(what="; ".join(problems[:5]), where=str(path)))
         if damaged:
-            raise CheckpointError(
-                "no checkpoint of this run is sound; "
-                "restore one from a copy, or start again under another name",
-                problems=damaged,
-            )
+            what = "no checkpoint of this run is sound; "
+            what += "restore one from a copy, or start again under another name"
+            raise CheckpointError(what, problems=damaged)
         return None
 
     def _prepare(self, temporary: Path, final: Path) -> bool:
@@ -221,18 +208,15 @@ class CheckpointStore:
         Newer folders stay: they were damaged when the run resumed behind them, and are
         replaced when it passes them.
         """
-        older = [(step, path) for step, path in step_folders(self.folder) if step < saved]
         sound = 1
-        for step, path in older:
-            keep = sound < self.keep and self._is_sound(step, path)
-            sound += keep
-            if not keep:
+        for step, path in step_folders(self.folder):
+            if step >= saved:
+                continue
+            if sound < self.keep and (step in self._sound or not verify(path)):
+                self._sound.add(step)
+                sound += 1
+            else:
                 self._remove(path)
-
-    def _is_sound(self, step: int, path: Path) -> bool:
-        if step not in self._sound and not verify(path):
-            self._sound.add(step)
-        return step in self._sound
 
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint or a leftover, its manifest first; links are removed, never followed."""
@@ -296,19 +280,15 @@ class CheckpointStore:
                 self._remove(leftover)
         rank, (_, text) = failures[0]
         if not any(full for _, (full, _) in failures):
-            return Problem(
-                what=f"a checkpoint could not be written: {text}",
-                where=f"rank {rank}, {self.folder}",
-                fix="remove the cause and go on with --resume: the checkpoints before it are untouched",
-            )
+            what, where = f"a checkpoint could not be written: {text}", f"rank {rank}, {self.folder}"
+            fix = "remove the cause and go on with --resume: the checkpoints before it are untouched"
+            return Problem(what=what, where=where, fix=fix)
         free = self.fs.free_bytes(self.folder)
         more, known = ("", self._last_bytes) if self._last_bytes else ("more than ", written)
         needed = f"{more}{gib(known)} ({known} bytes)"
-        return Problem(
-            what=f"the disk is full: a checkpoint needs {needed}, free are {gib(free)} ({free} bytes)",
-            where=str(self.folder),
-            fix="make room there, then go on with --resume: the checkpoints before it are untouched",
-        )
+        what = f"the disk is full: a checkpoint needs {needed}, free are {gib(free)} ({free} bytes)"
+        fix = "make room there, then go on with --resume: the checkpoints before it are untouched"
+        return Problem(what=what, where=str(self.folder), fix=fix)
 
 
 def newest_valid(folder: Path) -> Checkpoint | None:
@@ -318,9 +298,8 @@ def newest_valid(folder: Path) -> Checkpoint | None:
 
 def _is_full(error: Exception) -> bool:
     """Whether the disk or the quota is full; libraries that write themselves hide the error number."""
-    if isinstance(error, OSError) and error.errno in _FULL:
-        return True
-    return any(text in str(error) for text in _FULL_TEXTS)
+    by_number = isinstance(error, OSError) and error.errno in _FULL
+    return by_number or any(text in str(error) for text in _FULL_TEXTS)
 
 
 def _describe(error: Exception) -> tuple[bool, str]:

@@ -1,1 +1,0 @@
-"""Checkpoints: saved all or nothing, verified before they are trusted."""
