@@ -72,9 +72,8 @@ def check(owner: Any, name: str, *, library: Library, source_hash: str | None) -
     missing = object()
     found = inspect.getattr_static(owner, name, missing)
     if found is missing:
-        raise MachineError(
-            f"shardwise replaces or relies on {what}, which does not exist", where=where, fix=fix
-        )
+        what = f"shardwise replaces or relies on {what}, which does not exist"
+        raise MachineError(what, where=where, fix=fix)
     if source_hash is None:
         return
     actual = hash_of(getattr(owner, name))

@@ -93,10 +93,7 @@ def _load(job: AnyJob, changes: Sequence[str], more: Sequence[str]) -> Job:
 
 
 def _plan_for(
-    hardware: Hardware,
-    processes: int,
-    cap: int | None,
-    making: Callable[[], AbstractContextManager[object]],
+    hardware: Hardware, processes: int, cap: int | None, making: Callable[[], AbstractContextManager[object]]
 ) -> PlanFor:
     """What plans a job for `processes` of this machine's GPUs."""
     used = replace(hardware, gpus_per_node=processes)

@@ -82,11 +82,8 @@ def _of_plan(source: Path, plan: dict[str, Any], place: str) -> Request:
         fix = "shardwise plan JOB --out plan.json"
         raise JobError("it is not a plan of this version", where=str(source), fix=fix) from None
     if request is None:
-        raise JobError(
-            "nothing fits in this plan, so there is nothing to emit",
-            where=str(source),
-            fix="`shardwise plan` names the nearest change that fits",
-        )
+        what = "nothing fits in this plan, so there is nothing to emit"
+        raise JobError(what, where=str(source), fix="`shardwise plan` names the nearest change that fits")
     return request
 
 

@@ -136,10 +136,8 @@ def _known(error: Exception) -> ShardwiseError:
         return _usage(error)
     if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
         return unwritten(error)
-    return ShardwiseError(
-        f"{type(error).__name__}: {error}",
-        fix="this is a bug in shardwise: run again with --debug and report what it shows",
-    )
+    fix = "this is a bug in shardwise: run again with --debug and report what it shows"
+    return ShardwiseError(f"{type(error).__name__}: {error}", fix=fix)
 
 
 def _usage(error: Exception) -> JobError:

@@ -21,8 +21,7 @@ def bench(
         ),
     ] = None,
     sweep: Annotated[
-        list[str],
-        typer.Option(metavar="KEY=V,V", help="Each of a key's values; repeated, all combinations."),
+        list[str], typer.Option(metavar="KEY=V,V", help="Each of a key's values; repeated, all combinations.")
     ] = [],
     processes: Annotated[
         int | None,

@@ -38,11 +38,8 @@ def placed(path: Path, flag: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
-        raise JobError(
-            f"{path} cannot be written: {error.strerror}",
-            where=flag,
-            fix="name another place, in a folder that exists",
-        ) from None
+        what = f"{path} cannot be written: {error.strerror}"
+        raise JobError(what, where=flag, fix="name another place, in a folder that exists") from None
 
 
 @contextlib.contextmanager

@@ -49,11 +49,8 @@ def _page(runs: list[Path]) -> str:
 def _only(runs: list[Path]) -> Path:
     """The bench, which stands alone: its rows are side by side already."""
     if len(runs) > 1:
-        raise JobError(
-            "a bench is reported by itself",
-            where=" ".join(map(str, runs)),
-            fix="name one bench, or run folders only (a bench's are in its folder `runs`)",
-        )
+        fix = "name one bench, or run folders only (a bench's are in its folder `runs`)"
+        raise JobError("a bench is reported by itself", where=" ".join(map(str, runs)), fix=fix)
     return runs[0]
 
 

@@ -41,9 +41,7 @@ def train(
     ] = None,
     on_oom: Annotated[
         Literal["stop", "retry"],
-        typer.Option(
-            help="After a GPU ran out of memory: stop, or retry with a strategy that needs less.",
-        ),
+        typer.Option(help="After a GPU ran out of memory: stop, or retry with a strategy that needs less."),
     ] = "stop",
     as_json: AsJson = False,
 ) -> int:

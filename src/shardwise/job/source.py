@@ -154,9 +154,8 @@ def read_file(path: Path) -> Document:
     except yaml.YAMLError as error:
         raise JobError(f"not YAML: {error}".splitlines()[0], where=str(path)) from None
     if node is None:
-        raise JobError(
-            "the job file is empty", where=str(path), fix="`shardwise init` writes a commented one"
-        )
+        what = "the job file is empty"
+        raise JobError(what, where=str(path), fix="`shardwise init` writes a commented one")
     if not isinstance(node, yaml.MappingNode):
         what = f"the job file holds {'a list' if isinstance(node, yaml.SequenceNode) else 'a single value'}"
         fix = "a job is made of `key: value` lines; `shardwise init` writes a commented example"

@@ -251,10 +251,7 @@ def _left_out(document: Document, stage: int, bucket: int) -> list[str]:
     if stage < 3:
         simulated["allgather_bucket_size"] = bucket
     if stage == 3:
-        simulated |= {
-            "stage3_prefetch_bucket_size": PREFETCH,
-            "stage3_param_persistence_threshold": PERSIST,
-        }
+        simulated |= {"stage3_prefetch_bucket_size": PREFETCH, "stage3_param_persistence_threshold": PERSIST}
     found = []
     for name, used in simulated.items():
         value = document.get(ZERO, name)

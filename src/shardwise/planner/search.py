@@ -327,12 +327,10 @@ def _check_accumulation(strategies: Sequence[Strategy]) -> None:
     most = max(strategy.accumulation for strategy in strategies)
     if most > MOST_ACCUMULATION:
         rows = max(strategy.accumulation * strategy.micro_batch for strategy in strategies)
-        raise JobError(
-            f"{rows} rows a step for each GPU are up to {most} micro-batches: at most {MOST_ACCUMULATION} "
-            "can be planned for",
-            where="train.global_batch",
-            fix="fewer rows a step, more GPUs, or a larger train.micro_batch",
-        )
+        what = f"{rows} rows a step for each GPU are up to {most} micro-batches: at most {MOST_ACCUMULATION} "
+        what += "can be planned for"
+        fix = "fewer rows a step, more GPUs, or a larger train.micro_batch"
+        raise JobError(what, where="train.global_batch", fix=fix)
 
 
 def _all_refused(refused: Sequence[Refused]) -> JobError:

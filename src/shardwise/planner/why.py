@@ -90,10 +90,9 @@ def does_not_fit(plan: Plan) -> DoesNotFitError:
         fix = f"{near.how} ({near.what}): {in_words(near.option.strategy)} fits, in {needed}"
         of_host = needs_of_host(near.option, hardware, plan.margin)
         fix += "" if of_host is None else f", if each host has {gib(of_host)}"
+    what = f"nothing fits: {in_words(least.strategy)} is nearest, and {least.why[0]}"
     return DoesNotFitError(
-        f"nothing fits: {in_words(least.strategy)} is nearest, and {least.why[0]}",
-        where=f"{plan.job.model} on {hardware.world_size} × {hardware.gpu.name}",
-        fix=fix,
+        what, where=f"{plan.job.model} on {hardware.world_size} × {hardware.gpu.name}", fix=fix
     )
 
 
@@ -238,10 +237,7 @@ def _step(chosen: Option, hardware: Hardware) -> str:
         limit = f"the power limit of {hardware.gpu.power_watts:.0f} W"
         if rest >= WORTH_SAYING * time.step_seconds:
             parts.append(f"a lower clock at {limit}, and short waits, {_share(rest, time)}")
-    within = {
-        "the optimizer": time.optimizer_seconds,
-        "copies to and from the host": time.copy_seconds,
-    }
+    within = {"the optimizer": time.optimizer_seconds, "copies to and from the host": time.copy_seconds}
     within_step = [
         f"{name} {_share(seconds, time)}"
         for name, seconds in within.items()

@@ -198,9 +198,8 @@ def accelerate_machines(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(("num_processes",), what, "num_processes counts all machines' GPUs")
     if machines > 1 and not document.get("main_process_ip") and kind_of(document) != "NO":
         what = "the machines do not find each other without `main_process_ip`"
-        yield Hit(
-            ("num_machines",), what, "main_process_ip: the first machine's address, and main_process_port"
-        )
+        fix = "main_process_ip: the first machine's address, and main_process_port"
+        yield Hit(("num_machines",), what, fix)
 
 
 @accelerate_rule("warning", _LAUNCH)

@@ -79,9 +79,8 @@ def _total_alone(total: int, ranks: int | None) -> Iterator[Hit]:
 def _without_ranks(total: int, product: int, words: str, *, complete: bool) -> Iterator[Hit]:
     fix = f"remove `{TOTAL}`: DeepSpeed computes it"
     if total % product:
-        yield Hit(
-            (TOTAL,), f"{total} is no multiple of {words} = {product}: wrong for any number of GPUs", fix
-        )
+        what = f"{total} is no multiple of {words} = {product}: wrong for any number of GPUs"
+        yield Hit((TOTAL,), what, fix)
     elif complete:
         yield Hit(
             (TOTAL,),
@@ -97,12 +96,9 @@ def no_batch_size(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without a micro-batch or a total batch DeepSpeed stops."""
     if document.has(TOTAL) or document.has(MICRO):
         return
-    yield Hit(
-        (),
-        f"neither `{MICRO}` nor `{TOTAL}` is given: DeepSpeed stops with an AssertionError",
-        f'"{MICRO}": "auto" uses the data loader\'s' if setup.hugging_face else f'"{MICRO}": 1',
-        (Put((MICRO,), AUTO),) if setup.hugging_face else (),
-    )
+    what = f"neither `{MICRO}` nor `{TOTAL}` is given: DeepSpeed stops with an AssertionError"
+    fix = f'"{MICRO}": "auto" uses the data loader\'s' if setup.hugging_face else f'"{MICRO}": 1'
+    yield Hit((), what, fix, (Put((MICRO,), AUTO),) if setup.hugging_face else ())
 
 
 @rule("warning", _ASSERTION)
@@ -116,17 +112,13 @@ def global_batch_alone(document: Document, setup: Setup) -> Iterator[Hit]:
         return  # batch-arithmetic: DeepSpeed does not start
     rows = total // ranks if ranks else total
     each = f"{rows} row{'' if rows == 1 else 's'}{'' if ranks else ' over the number of GPUs'}"
-    yield Hit(
-        (TOTAL,),
-        f"with `{TOTAL}` alone DeepSpeed does not accumulate: each GPU computes {each} at a time",
-        f"also give `{MICRO}`, the rows that fit",
-        severity="warning" if ranks is None or rows > 1 else "note",
-    )
+    what = f"with `{TOTAL}` alone DeepSpeed does not accumulate: each GPU computes {each} at a time"
+    fix = f"also give `{MICRO}`, the rows that fit"
+    yield Hit((TOTAL,), what, fix, severity="warning" if ranks is None or rows > 1 else "note")
 
 
 @rule(
-    "warning",
-    "deepspeed/runtime/config.py: world_size without an mpu; run with 2 processes, autotp_size 2",
+    "warning", "deepspeed/runtime/config.py: world_size without an mpu; run with 2 processes, autotp_size 2"
 )
 def batch_under_tensor_parallelism(document: Document, _: Setup) -> Iterator[Hit]:
     """DeepSpeed's check does not divide by autotp_size: the real batch is smaller than the written one."""

@@ -25,12 +25,9 @@ def offload_param_needs_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
     """At stages 0 to 2 parameters are not sharded; the request to offload them is silently ignored."""
     stage = stage_of(document)
     if stage in (0, 1, 2) and place(document, PARAMETERS) != "none":
-        yield Hit(
-            (ZERO, PARAMETERS),
-            f"at stage {stage} DeepSpeed silently ignores it: the parameters stay on the GPU",
-            "`stage`: 3, or remove it (`offload_optimizer` works at stages 1 and 2)",
-            (Drop((ZERO, PARAMETERS)),),
-        )
+        what = f"at stage {stage} DeepSpeed silently ignores it: the parameters stay on the GPU"
+        fix = "`stage`: 3, or remove it (`offload_optimizer` works at stages 1 and 2)"
+        yield Hit((ZERO, PARAMETERS), what, fix, (Drop((ZERO, PARAMETERS)),))
 
 
 @rule("error", f"{_CONFIG}: offload_optimizer; run with 0.19.8")

@@ -76,12 +76,9 @@ def unknown_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
         return
     names = {n.lower(): n for n in TORCH_OPTIMIZERS} | known
     near = names.get(closest(name, list(names)) or "")
-    yield Hit(
-        _TYPE,
-        f"DeepSpeed and torch.optim have no optimizer {name!r}: DeepSpeed stops with an AssertionError",
-        f"did you mean {near}?" if near else '"type": "AdamW"',
-        (Put(_TYPE, near),) if near else (),
-    )
+    what = f"DeepSpeed and torch.optim have no optimizer {name!r}: DeepSpeed stops with an AssertionError"
+    fix = f"did you mean {near}?" if near else '"type": "AdamW"'
+    yield Hit(_TYPE, what, fix, (Put(_TYPE, near),) if near else ())
 
 
 @rule("error", "deepspeed/runtime/engine.py: _do_optimizer_sanity_check; run with 0.19.8")

@@ -131,10 +131,7 @@ def hpz_divides_the_gpus(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit(key, what, f'"zero_hpz_partition_size": {node}', severity="warning")
 
 
-@rule(
-    "warning",
-    "https://github.com/deepspeedai/DeepSpeed/issues/7461; runtime/zero/leaf_module_config.py",
-)
+@rule("warning", "https://github.com/deepspeedai/DeepSpeed/issues/7461; runtime/zero/leaf_module_config.py")
 def experts_at_stage_3(document: Document, setup: Setup) -> Iterator[Hit]:
     """ZeRO-3 gathers in the order in which modules run, which differs between GPUs with experts.
 

@@ -166,6 +166,5 @@ def duplicate_key(document: Document, setup: Setup) -> Iterator[Hit]:
         happens = "DeepSpeed stops with a ValueError: Duplicate keys"
         if setup.hugging_face and setup.reader:
             happens = f"{READER_NAMES[setup.reader]} uses this one, and silently ignores line {before}"
-        yield Hit(
-            key, f"`{key[-1]}` is given twice (first in line {before}): {happens}", "keep one of the two"
-        )
+        what = f"`{key[-1]}` is given twice (first in line {before}): {happens}"
+        yield Hit(key, what, "keep one of the two")

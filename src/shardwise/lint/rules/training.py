@@ -43,8 +43,7 @@ def _distributed(setup: Setup) -> bool:
 
 
 @training_rule(
-    "error",
-    "accelerate/accelerator.py: verify_device_map; transformers: from_pretrained under ZeRO-3",
+    "error", "accelerate/accelerator.py: verify_device_map; transformers: from_pretrained under ZeRO-3"
 )
 def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
     """A device map spreads one process over GPUs; a distributed launch gives each GPU a process."""
@@ -94,10 +93,7 @@ def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit((name,), what, "plan host and GPU memory for one full copy per GPU", severity="note")
 
 
-@training_rule(
-    "error",
-    "transformers/integrations/deepspeed.py: fill_match, trainer_config_finalize",
-)
+@training_rule("error", "transformers/integrations/deepspeed.py: fill_match, trainer_config_finalize")
 def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer compares its arguments with the DeepSpeed file and stops if they differ."""
     for config in setup.of("deepspeed") if setup.reader == "trainer" else ():
@@ -138,10 +134,7 @@ def visible_devices(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(("CUDA_VISIBLE_DEVICES",), what, fix)
 
 
-@training_rule(
-    "error",
-    "deepspeed/launcher/runner.py: Cannot specify num_nodes/gpus with include/exclude",
-)
+@training_rule("error", "deepspeed/launcher/runner.py: Cannot specify num_nodes/gpus with include/exclude")
 def include_and_number(document: Document, _: Setup) -> Iterator[Hit]:
     """Two ways to choose GPUs exclude each other."""
     if document.get("launcher") == "deepspeed" and (document.has("include") or document.has("exclude")):

@@ -94,12 +94,8 @@ def stage_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
 def accelerate_needs_zero(document: Document, setup: Setup) -> Iterator[Hit]:
     """Accelerate's plugin, which the Trainer also uses, refuses a file without `zero_optimization`."""
     if setup.hugging_face and not document.has(ZERO):
-        yield Hit(
-            (),
-            "Accelerate, also under the Trainer, stops: `Please specify the ZeRO optimization config`",
-            f'"{ZERO}": {{"stage": 0}} for no ZeRO',
-            (Put((ZERO,), {"stage": 0}),),
-        )
+        what = "Accelerate, also under the Trainer, stops: `Please specify the ZeRO optimization config`"
+        yield Hit((), what, f'"{ZERO}": {{"stage": 0}} for no ZeRO', (Put((ZERO,), {"stage": 0}),))
 
 
 @rule("warning", f"{_ENGINE}: what each optimizer is given")
@@ -109,12 +105,8 @@ def stage_3_key_below_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
     if stage in (None, 3) or not document.has(ZERO, "stage"):
         return
     for key in zero_keys(document, STAGE_3_ONLY):
-        yield Hit(
-            key,
-            f"only ZeRO-3 reads it; at stage {stage} it has no effect",
-            "remove it, or `stage`: 3 for sharded parameters",
-            (Drop(key),),
-        )
+        what = f"only ZeRO-3 reads it; at stage {stage} it has no effect"
+        yield Hit(key, what, "remove it, or `stage`: 3 for sharded parameters", (Drop(key),))
 
 
 @rule("note", f"{_ENGINE}: what each optimizer is given")
@@ -150,12 +142,9 @@ def small_reduce_bucket(document: Document, setup: Setup) -> Iterator[Hit]:
         if stage == 3
         else "every larger gradient is reduced alone: many small collectives"
     )
-    yield Hit(
-        key,
-        f"{bucket:,.0f} elements are less than one {matrix} ({least:,}): {effect}",
-        "remove it (500,000,000: 1 GB in bf16), or about 50,000,000 if memory is short",
-        (Put(key, 50_000_000),),
-    )
+    what = f"{bucket:,.0f} elements are less than one {matrix} ({least:,}): {effect}"
+    fix = "remove it (500,000,000: 1 GB in bf16), or about 50,000,000 if memory is short"
+    yield Hit(key, what, fix, (Put(key, 50_000_000),))
 
 
 @rule("warning", f"{_CONFIG}: overlap_comm")
@@ -183,13 +172,11 @@ def no_model_on_save(document: Document, setup: Setup) -> Iterator[Hit]:
     asked = any(document.has(ZERO, n) and document.get(ZERO, n) in (True, AUTO) for n in names)
     if stage_of(document) != 3 or asked or setup.reader == "deepspeed":
         return  # the user's own DeepSpeed loop may never save a full model
+    what = "under ZeRO-3 no model is saved without it: `save_model` writes only DeepSpeed's own checkpoint, "
+    what += "`save_16bit_model` nothing"
+    fix = f'"{name}": true; or convert with zero_to_fp32.py afterwards'
     yield Hit(
-        (ZERO, name),
-        "under ZeRO-3 no model is saved without it: `save_model` writes only DeepSpeed's own checkpoint, "
-        "`save_16bit_model` nothing",
-        f'"{name}": true; or convert with zero_to_fp32.py afterwards',
-        (Put((ZERO, name), True),),
-        "warning" if setup.hugging_face else "note",
+        (ZERO, name), what, fix, (Put((ZERO, name), True),), "warning" if setup.hugging_face else "note"
     )
 
 
