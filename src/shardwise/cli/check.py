@@ -67,7 +67,7 @@ def _read_as_far_as_wanted() -> Iterator[None]:
 
 
 def _print(report: Report) -> None:
-    from shardwise.lint.show import block, counted, heading
+    from shardwise.lint.check import block, counted, heading
 
     checked, fit = report.checked, report.fit
     for line in heading(checked):

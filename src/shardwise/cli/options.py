@@ -65,7 +65,7 @@ def planning() -> Iterator[None]:
             return
         from rich.console import Console
 
-        from shardwise.planner.progress import reporting
+        from shardwise.planner.search import reporting
 
         status = Console(stderr=True).status("planning: building the model, without its weights")
         with (

@@ -115,19 +115,13 @@ class Setup:
     @property
     def launched(self) -> int | None:
         """The number of processes that the accelerate file or the launch command starts."""
-        for document in (*self.of("accelerate"), *self.of("training")):
-            count = launched_processes(document)
-            if count is not None:
-                return count
-        return None
+        counts = map(launched_processes, (*self.of("accelerate"), *self.of("training")))
+        return next((count for count in counts if count is not None), None)
 
     def training(self, *names: str) -> Any:
         """The first of these values in a script, its arguments or its command; None if there is none."""
-        for document in self.of("training"):
-            for name in names:
-                if document.get(name) is not None:
-                    return document.get(name)
-        return None
+        values = (document.get(name) for document in self.of("training") for name in names)
+        return next((value for value in values if value is not None), None)
 
     @property
     def lora(self) -> bool:

@@ -12,10 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.planner.bar import plain_bar
 from shardwise.planner.changes import larger_gpus
 from shardwise.planner.plan import Option, Plan, in_words
 from shardwise.planner.simulate import capacity_bytes
+from shardwise.planner.table import plain_bar
 from shardwise.planner.why import at_power_limit, better_with_memory, gain, terms
 from shardwise.simulate.prediction import Memory, Moment, Time
 from shardwise.units import gib

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, lru_cache
 from heapq import heappop, heappush
@@ -15,13 +17,37 @@ from shardwise.errors import JobError, Problem
 from shardwise.hardware.hardware import Hardware
 from shardwise.planner.changes import with_host_memory
 from shardwise.planner.plan import Fit, Nearest, Objective, Option, Plan, Skipped, Workload, in_words
-from shardwise.planner.progress import progress
 from shardwise.planner.why import reasons, shortcoming, uses_host
 from shardwise.simulate.prediction import Prediction
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.space.candidates import Refused
 from shardwise.strategy import Strategy
 from shardwise.units import GIB, gib
+
+Report = Callable[[int, int], None]
+"""Called with the number of strategies that are decided, and of all."""
+
+# Not an argument: the tracer and the cache of plans lie between the terminal and the search, and the key of
+# a cached plan must not depend on who watches.
+_report: ContextVar[Report | None] = ContextVar("report", default=None)
+
+
+@contextmanager
+def reporting(report: Report) -> Iterator[None]:
+    """Searches that run within call `report`."""
+    token = _report.set(report)
+    try:
+        yield
+    finally:
+        _report.reset(token)
+
+
+def progress(decided: int, strategies: int) -> None:
+    """Called by a search."""
+    report = _report.get()
+    if report is not None:
+        report(decided, strategies)
+
 
 # Share of the capacity that the choice leaves free: no prediction was too low by more than this
 # (tests/golden; docs/accuracy.md names the exceptions).

@@ -55,11 +55,9 @@ def batch_arithmetic(document: Document, setup: Setup) -> Iterator[Hit]:
     if complete and micro and total % (micro * ranks) == 0:
         instead = f"`{ACCUMULATION}`: {total // (micro * ranks)} for a batch of {total}, or {instead}"
     sign = "is not" if complete else "is no multiple of"
-    yield Hit(
-        (TOTAL,),
-        f"{total} {sign} {words} x {processes(ranks)} = {fits}: DeepSpeed stops with an AssertionError",
-        f"remove `{TOTAL}` (DeepSpeed computes it), or {instead}",
-    )  # no change: only the owner knows which number is right, and the batch decides the training
+    what = f"{total} {sign} {words} x {processes(ranks)} = {fits}: DeepSpeed stops with an AssertionError"
+    # no change: only the owner knows which number is right, and the batch decides the training
+    yield Hit((TOTAL,), what, f"remove `{TOTAL}` (DeepSpeed computes it), or {instead}")
 
 
 def _total_alone(total: int, ranks: int | None) -> Iterator[Hit]:
@@ -68,12 +66,9 @@ def _total_alone(total: int, ranks: int | None) -> Iterator[Hit]:
         return
     above = -(-total // ranks) * ranks
     near = f"{above - ranks} or {above}" if above > ranks else f"{above}"
-    yield Hit(
-        (TOTAL,),
-        f"{total} is no multiple of {processes(ranks)}: DeepSpeed stops with an AssertionError, whatever the "
-        "micro-batch",
-        f"`{TOTAL}`: {near}, or remove it and give `{MICRO}`",
-    )
+    what = f"{total} is no multiple of {processes(ranks)}: DeepSpeed stops with an AssertionError, whatever "
+    what += "the micro-batch"
+    yield Hit((TOTAL,), what, f"`{TOTAL}`: {near}, or remove it and give `{MICRO}`")
 
 
 def _without_ranks(total: int, product: int, words: str, *, complete: bool) -> Iterator[Hit]:
@@ -82,13 +77,9 @@ def _without_ranks(total: int, product: int, words: str, *, complete: bool) -> I
         what = f"{total} is no multiple of {words} = {product}: wrong for any number of GPUs"
         yield Hit((TOTAL,), what, fix)
     elif complete:
-        yield Hit(
-            (TOTAL,),
-            f"{total} = {words} x GPUs is true for exactly {total // product} GPUs; for any other number "
-            "DeepSpeed stops with an AssertionError",
-            f"{fix}; --gpus checks it for your GPUs",
-            severity="note",
-        )
+        what = f"{total} = {words} x GPUs is true for exactly {total // product} GPUs; for any other number "
+        what += "DeepSpeed stops with an AssertionError"
+        yield Hit((TOTAL,), what, f"{fix}; --gpus checks it for your GPUs", severity="note")
 
 
 @rule("error", _ASSERTION)
@@ -124,12 +115,10 @@ def batch_under_tensor_parallelism(document: Document, _: Setup) -> Iterator[Hit
     """DeepSpeed's check does not divide by autotp_size: the real batch is smaller than the written one."""
     degree, total = document.number("tensor_parallel", "autotp_size") or 0, document.number(TOTAL)
     if degree > 1 and total is not None:
-        yield Hit(
-            (TOTAL,),
-            f"DeepSpeed checks it against all GPUs, although {degree:g} GPUs share each row: the real batch "
-            f"is {total / degree:g} rows",
-            f"remove `{TOTAL}` and count micro-batch x accumulation x GPUs / {degree:g}",
-        )
+        what = f"DeepSpeed checks it against all GPUs, although {degree:g} GPUs share each row: the real "
+        what += f"batch is {total / degree:g} rows"
+        fix = f"remove `{TOTAL}` and count micro-batch x accumulation x GPUs / {degree:g}"
+        yield Hit((TOTAL,), what, fix)
 
 
 @rule("warning", "arithmetic", versions="", kind="training")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.lint.blocks import blocks_of
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit
+from shardwise.lint.model import blocks_of
 from shardwise.lint.rules.accelerate import FSDP, accelerate_rule, kind_of
 from shardwise.lint.setup import Setup
 

@@ -76,11 +76,7 @@ def super_offload_needs_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
 @rule("error", "deepspeed/runtime/zenflow; run with 0.19.8")
 def zenflow_needs_offload(document: Document, _: Setup) -> Iterator[Hit]:
     """`Zenflow must be used with cpu offload`, and not with torch_adam."""
-    key, adam, offload = (
-        (ZERO, "zenflow"),
-        ("optimizer", "params", "torch_adam"),
-        (ZERO, "zenflow", "offload"),
-    )
+    key, adam = (ZERO, "zenflow"), ("optimizer", "params", "torch_adam")
     if document.get(*key) is None:
         return
     if place(document, OPTIMIZER) != "cpu":
@@ -89,8 +85,8 @@ def zenflow_needs_offload(document: Document, _: Setup) -> Iterator[Hit]:
     if adam[-1] in document.section(*adam[:-1]):
         what = "together with `zenflow` this key stops DeepSpeed with a TypeError, even if it is false"
         yield Hit(adam, what, changes=(Drop(adam),))
-    if document.on(*offload) and document.get(ZERO, "overlap_comm") is False:
-        yield Hit(offload, "it needs `overlap_comm`", '"overlap_comm": true')
+    if document.on(*key, "offload") and document.get(ZERO, "overlap_comm") is False:
+        yield Hit((*key, "offload"), "it needs `overlap_comm`", '"overlap_comm": true')
 
 
 @rule("warning", "deepspeed/runtime/engine.py: get_optimizer_configuration")

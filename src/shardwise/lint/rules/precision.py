@@ -38,9 +38,8 @@ def no_mixed_precision(document: Document, setup: Setup) -> Iterator[Hit]:
     stage 0 there are no fp32 master weights. An error if the model is known to be half precision.
     """
     named = [document.get(name, "enabled") for name in ("bf16", "fp16", "torch_autocast", "bfloat16")]
-    asked = any(setup.training(name) is True for name in ("bf16", "fp16")) or any(
-        doc.get("mixed_precision") in ("bf16", "fp16") for doc in setup.of("accelerate")
-    )
+    launched = {doc.get("mixed_precision") for doc in setup.of("accelerate")}
+    asked = any(setup.training(name) is True or name in launched for name in ("bf16", "fp16"))
     if any(value in (True, AUTO) for value in named) or (setup.hugging_face and asked):
         return  # on, or Accelerate adds the section
     kept = "gradients are accumulated and sent in fp32, twice the bytes, without a check for overflow"

@@ -52,13 +52,10 @@ def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
         what = "from_pretrained stops: ZeRO-3 does not allow a `device_map`"
         yield Hit(key, what, "remove it: ZeRO-3 places the parameters")
     elif value in ("auto", "balanced", "balanced_low_0", "sequential") and _distributed(setup):
-        yield Hit(
-            key,
-            f'"{value}" spreads the model over all GPUs of the machine, in every process; under a '
-            "distributed launch Accelerator.prepare stops: `You can't train a model that has been loaded "
-            "with device_map='auto' in any distributed mode`",
-            'remove it; for a quantised base {"": local_rank}',
-        )
+        what = f'"{value}" spreads the model over all GPUs of the machine, in every process; under a '
+        what += "distributed launch Accelerator.prepare stops: `You can't train a model that has been loaded "
+        what += "with device_map='auto' in any distributed mode`"
+        yield Hit(key, what, 'remove it; for a quantised base {"": local_rank}')
 
 
 @training_rule("error", "transformers 5: modeling_utils.py knows no load_in_8bit", versions="transformers>=5")
@@ -105,12 +102,9 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
                 continue
             have, by_default = (default, " by default") if given is None else (given, "")
             if isinstance(have, int | float) and value != have:
-                yield Hit(
-                    (name,),
-                    f"`{name}` is {have}{by_default}, but {config.name} has `{'.'.join(key)}`: {value}. The "
-                    "Trainer stops: `Please correct the following DeepSpeed config values`",
-                    f'"auto" for `{".".join(key)}`, or the same value in both',
-                )
+                what = f"`{name}` is {have}{by_default}, but {config.name} has `{'.'.join(key)}`: {value}. "
+                what += "The Trainer stops: `Please correct the following DeepSpeed config values`"
+                yield Hit((name,), what, f'"auto" for `{".".join(key)}`, or the same value in both')
 
 
 @training_rule("error", "deepspeed/launcher/launch.py: -m")

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop, Put
-from shardwise.lint.finding import Hit, rule
+from shardwise.lint.finding import Hit, Severity, rule
 from shardwise.lint.schema import as_number
 from shardwise.lint.setup import Setup
 
@@ -82,12 +82,9 @@ def stage_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
     """The default stage is 0: a section full of settings, and nothing is sharded."""
     if document.section(ZERO) and not document.has(ZERO, "stage"):
         old = any(document.has(ZERO, name) for name in ("cpu_offload", "cpu_offload_param"))
-        yield Hit(
-            (ZERO,),
-            "without `stage` DeepSpeed trains at stage 0: nothing is sharded, and the other keys of the "
-            "section have no effect" + (" (the old keys do not set the stage either)" if old else ""),
-            '"stage": 1, 2 or 3',
-        )
+        what = "without `stage` DeepSpeed trains at stage 0: nothing is sharded, and the other keys of the "
+        what += "section have no effect" + (" (the old keys do not set the stage either)" if old else "")
+        yield Hit((ZERO,), what, '"stage": 1, 2 or 3')
 
 
 @rule("error", "accelerate/utils/dataclasses.py: DeepSpeedPlugin.__post_init__", versions="")
@@ -175,9 +172,8 @@ def no_model_on_save(document: Document, setup: Setup) -> Iterator[Hit]:
     what = "under ZeRO-3 no model is saved without it: `save_model` writes only DeepSpeed's own checkpoint, "
     what += "`save_16bit_model` nothing"
     fix = f'"{name}": true; or convert with zero_to_fp32.py afterwards'
-    yield Hit(
-        (ZERO, name), what, fix, (Put((ZERO, name), True),), "warning" if setup.hugging_face else "note"
-    )
+    severity: Severity = "warning" if setup.hugging_face else "note"
+    yield Hit((ZERO, name), what, fix, (Put((ZERO, name), True),), severity)
 
 
 @rule("error", _ENGINE)
