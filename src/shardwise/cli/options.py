@@ -18,6 +18,8 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", sh
 Changes = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; may be repeated.")
 ]
+MemoryCap = Annotated[str | None, typer.Option(metavar="SIZE", help="Use no more of each GPU, e.g. 16GiB.")]
+RowLength = Annotated[int | None, typer.Option(min=2, metavar="N", help="Tokens in a row.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")]
 
 
@@ -68,14 +70,11 @@ def planning() -> Iterator[None]:
         from shardwise.planner.search import reporting
 
         status = Console(stderr=True).status("planning: building the model, without its weights")
-        with (
-            status as shown,
-            reporting(
-                lambda decided, strategies: shown.update(
-                    f"planning: {decided} of {strategies} strategies simulated or skipped"
-                )
-            ),
-        ):
+
+        def show(decided: int, strategies: int) -> None:
+            status.update(f"planning: {decided} of {strategies} strategies simulated or skipped")
+
+        with status, reporting(show):
             yield
 
 

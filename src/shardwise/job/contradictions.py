@@ -19,10 +19,8 @@ def find(job: Job, given: frozenset[str]) -> Iterator[Problem]:
 
     `given` has the dotted keys with a value in the file or a flag.
     """
-    yield from _training(job, given)
-    yield from _model(job, given)
-    yield from _revision(job)
-    yield from _data(job, given)
+    for part in (_training, _model, _data):
+        yield from part(job, given)
 
 
 def _training(job: Job, given: frozenset[str]) -> Iterator[Problem]:
@@ -75,16 +73,13 @@ def _model(job: Job, given: frozenset[str]) -> Iterator[Problem]:
         what = "model.config.vocab_size has no effect: the tokenizer's size decides"
         fix = "remove it; model.tokenizer_vocab is the size of a tokenizer to train"
         yield Problem(what=what, where="model.config.vocab_size, model.tokenizer", fix=fix)
-
-
-def _revision(job: Job) -> Iterator[Problem]:
-    revision, local = job.model.revision, Path(job.model.source).is_dir()
+    local, pinned = Path(model.source).is_dir(), re.fullmatch(r"[0-9a-f]{40}", model.revision or "")
     # A branch or a tag can change after the user has read its code.
-    if job.model.trust_remote_code and not local and not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
+    if model.trust_remote_code and not local and not pinned:
         what = "model.trust_remote_code runs a repository's code, and model.revision does not pin it"
         fix = "set model.revision to the 40-digit commit you have read"
         yield Problem(what=what, where="model.trust_remote_code, model.revision", fix=fix)
-    if revision is not None and local:
+    if model.revision is not None and local:
         what = "model.revision belongs to a hub model, and model.source is a local folder"
         yield Problem(what=what, where="model.revision, model.source", fix="remove model.revision")
 

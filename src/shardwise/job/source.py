@@ -139,11 +139,9 @@ for _tag, _pattern, _first in (
 
 
 def read_file(path: Path) -> Document:
-    """Read the values of a job file.
+    """Read the values of a job file; JobError if it is missing, not text, or not YAML.
 
-    Raises:
-        JobError: the file is missing, not text, or not YAML. Findings about single keys are collected in
-            `Document.problems` instead, to be shown together with everything else that is wrong.
+    Findings about single keys are collected in `Document.problems`, to be shown with everything else.
     """
     document = Document(name=str(path))
     try:

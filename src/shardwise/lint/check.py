@@ -169,8 +169,7 @@ KINDS = {
 
 def block(one: Finding) -> str:
     """A finding in up to four lines, in the form of shardwise's errors."""
-    where = f"{one.file}:{one.line}" + (f": {one.key}" if one.key else "")
-    lines = [f"{one.severity}: {one.what}  [{one.rule}]", f"  at:  {where}"]
+    lines = [f"{one.severity}: {one.what}  [{one.rule}]", f"  at:  {one.where}"]
     if one.fix:
         lines.append(f"  fix: {one.fix}")
     source = "; ".join(filter(None, (one.source, one.versions)))

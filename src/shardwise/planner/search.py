@@ -24,12 +24,12 @@ from shardwise.space.candidates import Refused
 from shardwise.strategy import Strategy
 from shardwise.units import GIB, gib
 
-Report = Callable[[int, int], None]
+Report = Callable[[int, int], object]
 """Called with the number of strategies that are decided, and of all."""
 
 # Not an argument: the tracer and the cache of plans lie between the terminal and the search, and the key of
 # a cached plan must not depend on who watches.
-_report: ContextVar[Report | None] = ContextVar("report", default=None)
+_report: ContextVar[Report] = ContextVar("report", default=lambda *_: None)
 
 
 @contextmanager
@@ -40,13 +40,6 @@ def reporting(report: Report) -> Iterator[None]:
         yield
     finally:
         _report.reset(token)
-
-
-def progress(decided: int, strategies: int) -> None:
-    """Called by a search."""
-    report = _report.get()
-    if report is not None:
-        report(decided, strategies)
 
 
 # Share of the capacity that the choice leaves free: no prediction was too low by more than this
@@ -182,20 +175,17 @@ def predict(
     start = _starter(hardware=hardware, trace_for=cache(trace_for), simulate=simulate, executor=executor)
     running: dict[Future[Prediction], int] = {}
     while ready or running:
-        progress(len(options) + len(skipped), len(ordered))
+        _report.get()(len(options) + len(skipped), len(ordered))
         if ready:
             place = heappop(ready)
             running[start(ordered[place])] = place
         for done in wait(running, timeout=0 if ready else None, return_when=FIRST_COMPLETED).done:
             place = running.pop(done)
             strategy, prediction = ordered[place], done.result()
-            option = Option(
-                strategy=strategy, prediction=prediction, fit=fit(prediction, hardware, margin=margin)
-            )
-            options[place] = option
-            own_family = family(strategy)
-            if option.fit == "no":
-                failed[own_family].append(option)
+            fits, own_family = fit(prediction, hardware, margin=margin), family(strategy)
+            options[place] = Option(strategy=strategy, prediction=prediction, fit=fits)
+            if fits == "no":
+                failed[own_family].append(options[place])
             schedule_next(families[own_family], failed[own_family])
     return [options[place] for place in sorted(options)], [skipped[place] for place in sorted(skipped)]
 
@@ -271,13 +261,8 @@ def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) ->
         return _group(option), value, option.prediction.memory.needed_bytes
 
     ranked = sorted(options, key=key)
-    ties = [
-        o
-        for o in ranked
-        if o.fit != "no"
-        and _group(o) == _group(ranked[0])
-        and cost(o, objective) <= TIE_FACTOR * cost(ranked[0], objective)
-    ]
+    alike = [o for o in ranked if o.fit != "no" and _group(o) == _group(ranked[0])]
+    ties = [o for o in alike if cost(o, objective) <= TIE_FACTOR * cost(ranked[0], objective)]
     if ties:
         first = min(ties, key=lambda o: (uses_host(o), o.prediction.memory.needed_bytes))
         ranked.remove(first)
@@ -331,10 +316,8 @@ def _cannot_fit(strategy: Strategy, failed: Option, hardware: Hardware) -> str:
     A larger micro-batch and less checkpointing add activations. They can save only fragmentation, the loss's
     memory (a larger loss runs in chunks), and with one micro-batch per step the buffers for accumulation.
     """
-    if any(
-        more < less
-        for more, less in zip(_memory_order(strategy), _memory_order(failed.strategy), strict=True)
-    ):
+    orders = zip(_memory_order(strategy), _memory_order(failed.strategy), strict=True)
+    if any(more < less for more, less in orders):
         return ""
     memory = failed.prediction.memory
     if hardware.host_memory_bytes is not None and memory.host_bytes > hardware.host_memory_bytes:
@@ -370,19 +353,11 @@ def _all_refused(refused: Sequence[Refused]) -> JobError:
     if common and set().union(*(names[rule] for rule in others)) != everything:
         others = []  # fixing the common ones is enough
     first = {one.rule: one for one in reversed(refused)}
-    problems = [
-        Problem(
-            what=first[rule].reason
-            if rule in common and len(everything) > 1
-            else f"{first[rule].strategy.name}: {first[rule].reason}",
-            where=f"{first[rule].where}, rule {rule}",
-            fix=_without_processes(first[rule].fix),
-        )
-        for rule in [*common, *others]
-    ]
+    problems = []
+    for rule in [*common, *others]:
+        one = first[rule]
+        what = one.reason if rule in common and len(everything) > 1 else f"{one.strategy.name}: {one.reason}"
+        # not --processes: a plan is for all GPUs that were named
+        fixes = [part for part in one.fix.split(", or ") if not part.startswith("--processes ")]
+        problems.append(Problem(what=what, where=f"{one.where}, rule {rule}", fix=", or ".join(fixes)))
     return JobError("no strategy can be used for this job", problems=problems)
-
-
-def _without_processes(fix: str) -> str:
-    """A rule's fix without --processes: a plan is for all GPUs that were named."""
-    return ", or ".join(part for part in fix.split(", or ") if not part.startswith("--processes "))

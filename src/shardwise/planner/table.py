@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.padding import Padding
@@ -109,7 +109,7 @@ def show(plan: Plan, *, console: Console | None = None, everything: bool = False
         console.print(Padding(line, (0, 0, 0, 2), expand=False))
     if plan.chosen is not None:
         console.print()
-        console.print(verdict(plan.chosen))
+        console.print(bullets(plan.chosen.why, plan.chosen))
 
 
 def as_text(plan: Plan) -> str:
@@ -158,12 +158,13 @@ def heading(plan: Plan) -> Iterator[Text]:
         yield Text(f"assumed: {', '.join(job.assumed)}", style="dim")
 
 
-def verdict(chosen: Option) -> Table:
-    """The choice and its reasons."""
+def bullets(sentences: Iterable[str], chosen: Option | None = None) -> Table:
+    """A list, below the choice if that is given."""
     lines = Table.grid(padding=(0, 1, 0, 0))
-    lines.add_row(Text("▶", style="bold green"), Text(in_words(chosen.strategy), style="bold"))
-    for reason in chosen.why:
-        lines.add_row(Text("·", style="dim"), Text(reason))
+    if chosen is not None:
+        lines.add_row(Text("▶", style="bold green"), Text(in_words(chosen.strategy), style="bold"))
+    for sentence in sentences:
+        lines.add_row(Text("·", style="dim"), Text(sentence))
     return lines
 
 
@@ -177,7 +178,9 @@ def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool)
     gap = 1 if width < NARROW else 2
     unit, seconds = unit_of_time(min(option.seconds(plan.tokens) for option in shown))
     rows = [_row(option, plan, width, seconds) for option in shown]
-    header = _header(plan, unit)
+    trained = f"{'trained' if plan.job.total_tokens else '1B tok.'}\nin {unit}"
+    header: list[Text | str] = ["\n  strategy", "micro ×\naccum.", "ckpt\n", "\nGiB", "\nfits"]
+    header += ["tokens/s\nper GPU", trained, "J per\ntoken"]
     others = [max(map(_width, column)) for column in zip(header, *rows, strict=True)]
     bar = max(LEAST_BAR, min(MOST_BAR, width - sum(others) - gap * len(others)))
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", highlight=False)
@@ -194,14 +197,6 @@ def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool)
         batch = _batch(skipped.strategy)
         table.add_row(_name(skipped.strategy, width), *batch, Text("not simulated"), "", "no", style="dim")
     return table
-
-
-def _header(plan: Plan, unit: str) -> list[Text | str]:
-    trained = "trained" if plan.job.total_tokens else "1B tok."
-    return [
-        "\n  strategy", "micro ×\naccum.", "ckpt\n", "\nGiB", "\nfits", "tokens/s\nper GPU",
-        f"{trained}\nin {unit}", "J per\ntoken",
-    ]  # fmt: skip
 
 
 def _row(option: Option, plan: Plan, width: int, unit_seconds: float) -> list[Text | str]:

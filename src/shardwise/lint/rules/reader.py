@@ -43,10 +43,8 @@ def auto_without_trainer(document: Document, setup: Setup) -> Iterator[Hit]:
         more = "" if len(keys) == 1 else f", and for {len(keys) - 1} more keys"
         what = f"the value is `auto`{more}: the Trainer and Accelerate fill it in; DeepSpeed itself drops it "
         what += "for some keys (`stage` becomes 0) and stops at others"
-        fix = (
-            "nothing, if the Trainer or Accelerate reads this file (--reader trainer); else write the values"
-        )
-        yield Hit(keys[0], what, fix, severity="note")
+        fix = "nothing, if the Trainer or Accelerate reads this file (--reader trainer); else write the "
+        yield Hit(keys[0], what, f"{fix}values", severity="note")
     for key in keys if setup.reader == "deepspeed" else ():
         in_params = key[0] in ("optimizer", "scheduler")
         default = "TypeError at the start" if in_params else "it drops `auto` and uses the default"
