@@ -214,6 +214,5 @@ def _yaml_with(document: Document, key: Key, value: Any) -> str:
 
 def yaml_scalar(value: Any) -> str:
     """A value on one line, as in accelerate's own files."""
-    return (
-        yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
-    )
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")

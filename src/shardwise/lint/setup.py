@@ -20,6 +20,7 @@ READER_NAMES: dict[Reader, str] = {
 }
 MOST = 2**31
 """Upper limit of a model's hidden size and number of heads."""
+_HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
 _HALF = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
 
 
@@ -61,9 +62,7 @@ class ModelFacts:
         return cls(
             name=name,
             hidden_size=_count(first("hidden_size", "n_embd", "d_model")),
-            key_value_heads=_count(
-                first("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
-            ),
+            key_value_heads=_count(first(*_HEADS)),
             precision=_HALF.get(dtype),
             model_type=str(config.get("model_type", "")),
             model_types=() if config.get("auto_map") else tuple(types),

@@ -137,9 +137,8 @@ class _Reader:
         try:
             return str(json.loads(match[0]))
         except json.JSONDecodeError:
-            raise self._wrong(
-                f"{match[0]} has an escape that JSON does not allow", "write \\\\ for a \\"
-            ) from None
+            what = f"{match[0]} has an escape that JSON does not allow"
+            raise self._wrong(what, "write \\\\ for a \\") from None
 
     def _value(self, key: Key) -> Any:
         if len(key) > DEEPEST:

@@ -79,10 +79,8 @@ def next_better(plan: Plan, chosen: Option) -> Iterator[str]:
     goal = {"throughput": "the tokens/s", "energy": "the tokens a joule", "memory": ""}[plan.objective]
     larger = sum(skipped.strategy.name == chosen.strategy.name for skipped in plan.skipped)
     if not better and larger and plan.objective != "memory":
-        yield (
-            f"nothing that was simulated would be better; {larger} larger variants of {chosen.strategy.name} "
-            "were not, because smaller ones do not fit"
-        )
+        variants = f"{larger} larger variants of {chosen.strategy.name} were not"
+        yield f"nothing that was simulated would be better; {variants}, because smaller ones do not fit"
     elif not better:
         yield "nothing that was simulated would be better: memory does not hold the choice back"
     for option in better:
@@ -101,7 +99,7 @@ def folded(timeline: Sequence[Moment]) -> list[Moment]:
             continue
         for start in range(0, len(blocks), size):
             part = blocks[start : start + size]
-            first, last = (_number(part[0]), _number(part[-1]))
+            first, last = (_BLOCK.sub(r"\1", moment.where) for moment in (part[0], part[-1]))
             name = f"block {first} {phase}" if first == last else f"blocks {first}–{last} {phase}"
             lines.append(Moment(where=name, allocated_bytes=max(m.allocated_bytes for m in part)))
     return lines
@@ -129,12 +127,6 @@ def _needs(option: Option, plan: Plan) -> str:
 def _phase(moment: Moment) -> str | None:
     match = _BLOCK.fullmatch(moment.where)
     return match[2] if match else None
-
-
-def _number(moment: Moment) -> int:
-    match = _BLOCK.fullmatch(moment.where)
-    assert match is not None
-    return int(match[1])
 
 
 def _timeline(memory: Memory) -> Iterator[Line]:

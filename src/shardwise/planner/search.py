@@ -199,18 +199,15 @@ def _starter(
     def packed(rows: int, checkpoint_every: int, tensor_parallel: int) -> bytes:
         return pickle.dumps(trace_for(rows, checkpoint_every, tensor_parallel))
 
-    def submit(strategy: Strategy) -> Future[Prediction]:
-        assert executor is not None
-        trace = packed(strategy.micro_batch, strategy.checkpoint_every, strategy.tensor_parallel)
-        return executor.submit(_simulated, simulate, trace, strategy, hardware)
-
-    def run_inline(strategy: Strategy) -> Future[Prediction]:
+    def start(strategy: Strategy) -> Future[Prediction]:
+        of_trace = strategy.micro_batch, strategy.checkpoint_every, strategy.tensor_parallel
+        if executor is not None:
+            return executor.submit(_simulated, simulate, packed(*of_trace), strategy, hardware)
         future: Future[Prediction] = Future()
-        trace = trace_for(strategy.micro_batch, strategy.checkpoint_every, strategy.tensor_parallel)
-        future.set_result(simulate(trace, strategy, hardware))
+        future.set_result(simulate(trace_for(*of_trace), strategy, hardware))
         return future
 
-    return run_inline if executor is None else submit
+    return start
 
 
 def _simulated(simulate: Simulate, packed: bytes, strategy: Strategy, hardware: Hardware) -> Prediction:

@@ -89,9 +89,8 @@ def does_not_fit(plan: Plan) -> DoesNotFitError:
         of_host = needs_of_host(near.option, hardware, plan.margin)
         fix += "" if of_host is None else f", if each host has {gib(of_host)}"
     what = f"nothing fits: {in_words(least.strategy)} is nearest, and {least.why[0]}"
-    return DoesNotFitError(
-        what, where=f"{plan.job.model} on {hardware.world_size} × {hardware.gpu.name}", fix=fix
-    )
+    where = f"{plan.job.model} on {hardware.world_size} × {hardware.gpu.name}"
+    return DoesNotFitError(what, where=where, fix=fix)
 
 
 def _tried(plan: Plan) -> Iterator[str]:

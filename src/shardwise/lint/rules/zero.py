@@ -10,7 +10,7 @@ from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, Severity, rule
-from shardwise.lint.schema import as_number
+from shardwise.lint.schema import as_number, names
 from shardwise.lint.setup import Setup
 
 ZERO = "zero_optimization"
@@ -24,18 +24,7 @@ STAGE_3_ONLY: dict[str, Any] = {
     "zero_quantized_nontrainable_weights": False,
     "zero_quantized_gradients": False,
     "pipeline_loading_checkpoint": False,
-} | dict.fromkeys(
-    (
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
-        "stage3_model_persistence_threshold",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "sub_group_size",
-        "memory_efficient_linear",
-        "leaf_module",
-    )
-)
+} | dict.fromkeys(names("stage_3_keys"))
 """Keys that only stage 3 reads, with the value that requests nothing, or None."""
 
 STAGE_12_ONLY: dict[str, Any] = {
@@ -70,9 +59,9 @@ def stage_of(document: Document) -> int | None:
     return int(value) if isinstance(value, int | float) and isfinite(value) else 0
 
 
-def zero_keys(document: Document, names: dict[str, Any]) -> Iterator[Key]:
+def zero_keys(document: Document, keys: dict[str, Any]) -> Iterator[Key]:
     """Those of the keys that are given and request something."""
-    for name, nothing in names.items():
+    for name, nothing in keys.items():
         if document.has(ZERO, name) and (nothing is None or document.get(ZERO, name) != nothing):
             yield (ZERO, name)
 
@@ -165,8 +154,8 @@ def overlap_comm_default(document: Document, _: Setup) -> Iterator[Hit]:
 def no_model_on_save(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without the flag ZeRO-3 saves shards; the Trainer's `save_model` writes no model that loads."""
     name = "stage3_gather_16bit_weights_on_model_save"
-    names = (name, "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
-    asked = any(document.has(ZERO, n) and document.get(ZERO, n) in (True, AUTO) for n in names)
+    known = (name, "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
+    asked = any(document.has(ZERO, n) and document.get(ZERO, n) in (True, AUTO) for n in known)
     if stage_of(document) != 3 or asked or setup.reader == "deepspeed":
         return  # the user's own DeepSpeed loop may never save a full model
     what = "under ZeRO-3 no model is saved without it: `save_model` writes only DeepSpeed's own checkpoint, "
