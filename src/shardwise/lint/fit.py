@@ -47,11 +47,9 @@ class Fit:
         if self.option is None or self.fits:
             return checked
         memory = self.option.prediction.memory
-        lacking = (
-            f"{gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} on the fullest GPU"
-            if not memory.fits
-            else f"{gib(memory.host_bytes)} of each host's memory"
-        )
+        lacking = f"{gib(memory.host_bytes)} of each host's memory"
+        if not memory.fits:
+            lacking = f"{gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} on the fullest GPU"
         one = Finding(
             rule=RULE,
             severity="error",
@@ -68,17 +66,16 @@ class Fit:
             return [f"fit: not known: {self.unavailable}"]
         memory, time = self.option.prediction.memory, self.option.prediction.time
         verdict = {"fits": "fits", "tight": "fits barely", "no": "does not fit"}[self.option.fit]
-        lines = [
+        host = f", {gib(memory.host_bytes)} of each host's" if memory.host_bytes else ""
+        waiting = f"{time.exposed_communication_fraction:.0%} of it waiting for communication"
+        return [
             f"fit: {verdict} {self.gpus} (predicted): {in_words(self.option.strategy)}",
-            f"  memory: {gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} on the fullest GPU"
-            + (f", {gib(memory.host_bytes)} of each host's" if memory.host_bytes else ""),
+            f"  memory: {gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} on the fullest GPU{host}",
             f"  speed: {time.tokens_per_second_per_gpu:,.0f} tokens/s a GPU, a step takes "
-            f"{duration(time.step_seconds)}, {time.exposed_communication_fraction:.0%} of it waiting for "
-            "communication",
+            f"{duration(time.step_seconds)}, {waiting}",
+            *(f"  assumed: {what}" for what in self.assumed),
+            *(f"  not simulated as written: {what}" for what in self.left_out),
         ]
-        lines += [f"  assumed: {what}" for what in self.assumed]
-        lines += [f"  not simulated as written: {what}" for what in self.left_out]
-        return lines
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -214,9 +214,8 @@ def _simulated(simulate: Simulate, packed: bytes, strategy: Strategy, hardware: 
     return simulate(_unpacked(packed), strategy, hardware)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # once per process: many strategies share a trace
 def _unpacked(packed: bytes) -> StepTrace:
-    """Unpack a trace once per process; many strategies share it."""
     trace: StepTrace = pickle.loads(packed)  # noqa: S301 - packed by the process that started this one
     return trace
 
