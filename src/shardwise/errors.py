@@ -36,12 +36,7 @@ class ShardwiseError(Exception):
     """Heads the block."""
 
     def __init__(
-        self,
-        what: str,
-        *,
-        where: str = "",
-        fix: str = "",
-        problems: Sequence[Problem] = (),
+        self, what: str, *, where: str = "", fix: str = "", problems: Sequence[Problem] = ()
     ) -> None:
         """`problems` lists several findings at once; `what` is then their headline."""
         super().__init__(what)
@@ -84,11 +79,9 @@ WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 def unwritten(error: OSError) -> MachineError:
     """One of WRITE_ERRORS as an error for the user."""
-    return MachineError(
-        f"it cannot be written: {error.strerror}",
-        where=str(error.filename or "stdout"),
-        fix="make room or give permission, or name another place",
-    )
+    what = f"it cannot be written: {error.strerror}"
+    fix = "make room or give permission, or name another place"
+    return MachineError(what, where=str(error.filename or "stdout"), fix=fix)
 
 
 def render(error: ShardwiseError) -> str:

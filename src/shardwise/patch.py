@@ -50,10 +50,8 @@ def patch(
 
     `owner` is a module, a class or an instance; on an instance only that instance changes. `source_hash` is
     `hash_of` the function that is replaced, None for a value or a function without Python source. At an
-    unsupported version nothing is replaced. Setting the same replacement again has no effect.
-
-    Raises:
-        MachineError: the attribute is missing, or its source is not the one that was read.
+    unsupported version nothing is replaced. Setting the same replacement again has no effect. MachineError if
+    the attribute is missing, or its source is not the one that was read.
     """
     if not supported(library) or getattr(owner, name, None) is replacement:
         return lambda: None
@@ -68,22 +66,15 @@ def check(owner: Any, name: str, *, library: Library, source_hash: str | None) -
     """Raise MachineError if `owner.name` is missing or its source is not the one that was read."""
     where = f"{library.name} {importlib.metadata.version(library.name)}"
     fix = f"pip install '{library.name}{library.versions}', the version that shardwise is tested with"
-    what = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
+    what = f"shardwise replaces or relies on {getattr(owner, '__name__', type(owner).__name__)}.{name}"
     missing = object()
     found = inspect.getattr_static(owner, name, missing)
     if found is missing:
-        raise MachineError(
-            f"shardwise replaces or relies on {what}, which does not exist", where=where, fix=fix
-        )
-    if source_hash is None:
-        return
-    actual = hash_of(getattr(owner, name))
+        raise MachineError(f"{what}, which does not exist", where=where, fix=fix)
+    actual = None if source_hash is None else hash_of(getattr(owner, name))
     if actual != source_hash:
-        raise MachineError(
-            f"shardwise replaces or relies on {what}, whose source has changed ({actual}, not {source_hash})",
-            where=where,
-            fix=fix,
-        )
+        what += f", whose source has changed ({actual}, not {source_hash})"
+        raise MachineError(what, where=where, fix=fix)
 
 
 def hash_of(function: Callable[..., Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from shardwise.app.jobs import AnyJob, cap_in_bytes, read
 from shardwise.hardware.detect import detect_hardware, gpu_count
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
-from shardwise.planner.planning import make_plan
+from shardwise.planner.planning import Making, make_plan
 from shardwise.record.bench import SCHEMA, BenchRecord, append, opened, read_bench
 from shardwise.record.environment import environment
 from shardwise.trials.rows import PlanFor, Row, make_rows
@@ -39,7 +39,7 @@ def bench(
     memory_cap: str | int | None = None,
     command: Sequence[str] = ("shardwise.bench",),
     say: Callable[[str], None] = print,
-    making: Callable[[], AbstractContextManager[object]] = nullcontext,
+    making: Making = nullcontext,
 ) -> BenchRecord:
     """Run strategies for a few steps each.
 
@@ -70,8 +70,14 @@ def bench(
     if strategies is not None:
         names = [ALL] if strategies.strip() == ALL else chosen_names(strategies, processes)
     hardware = detect_hardware() if gpus else None
-    plan_for = None if hardware is None else _plan_for(hardware, processes, cap, making)
-    load = partial(_load, job, changes)
+    plan_for: PlanFor | None = None
+    if hardware is not None:
+        used = replace(hardware, gpus_per_node=processes)
+        plan_for = partial(make_plan, hardware=used, memory_cap_bytes=cap, making=making)
+
+    def load(more: Sequence[str]) -> Job:
+        return read(job, [*changes, *more]).job
+
     rows, left_out = make_rows(points(load, sweep), names, processes=processes, plan_for=plan_for)
     settings = Settings(
         folder=Path("bench") / base.name if out is None else Path(out),
@@ -85,21 +91,6 @@ def bench(
     head = _head(base, settings, hardware, command)
     _run(rows, settings, {**head, "left_out": left_out, "order": [row.key for row in rows]}, say)
     return read_bench(settings.folder)
-
-
-def _load(job: AnyJob, changes: Sequence[str], more: Sequence[str]) -> Job:
-    return read(job, [*changes, *more]).job
-
-
-def _plan_for(
-    hardware: Hardware,
-    processes: int,
-    cap: int | None,
-    making: Callable[[], AbstractContextManager[object]],
-) -> PlanFor:
-    """What plans a job for `processes` of this machine's GPUs."""
-    used = replace(hardware, gpus_per_node=processes)
-    return lambda job: make_plan(job, used, memory_cap_bytes=cap, making=making)
 
 
 def _head(job: Job, settings: Settings, hardware: Hardware | None, command: Sequence[str]) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
@@ -16,10 +16,8 @@ from shardwise.lint.check import check as run_rules
 from shardwise.lint.finding import Finding
 from shardwise.lint.fit import Fit, fit_of
 from shardwise.lint.model import facts_of
-from shardwise.lint.setup import Setup, deepspeed_version
-from shardwise.planner.planning import make_plan
-
-Reader = Literal["trainer", "accelerate", "deepspeed"]
+from shardwise.lint.setup import Reader, Setup, deepspeed_version
+from shardwise.planner.planning import Making, make_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +60,7 @@ def check(
     sequence: int | None = None,
     reader: Reader | None = None,
     fix: bool = False,
-    making: Callable[[], AbstractContextManager[object]] = nullcontext,
+    making: Making = nullcontext,
 ) -> Report:
     """Find settings that fail or are silently ignored.
 

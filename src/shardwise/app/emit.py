@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from shardwise.emit.request import Request
 from shardwise.errors import JobError
 from shardwise.job.load import load_job
 from shardwise.planner.plan import SCHEMA
-from shardwise.planner.planning import make_plan
+from shardwise.planner.planning import Making, make_plan
 from shardwise.planner.why import does_not_fit
 
 
@@ -27,7 +26,7 @@ def emit(
     gpus: str | None = None,
     out: Path = Path("engine"),
     changes: Sequence[str] = (),
-    making: Callable[[], AbstractContextManager[object]] = nullcontext,
+    making: Making = nullcontext,
 ) -> Emitted:
     """The texts of the files for a launcher, which belong into the folder `out`.
 
@@ -44,8 +43,15 @@ def emit(
         if plan is not None and value:
             raise JobError("a plan is not changed", where=flag, fix="name the job that it was made of")
     place = out.resolve().as_posix()
-    of_job = partial(_of_job, source, changes, gpus, place, making)
-    request = of_job() if plan is None else _of_plan(source, plan, place)
+    if plan is not None:
+        request = _of_plan(source, plan, place)
+    else:
+        job = load_job(source, changes).job
+        made = make_plan(job, hardware_of(gpus), making=making)
+        chosen = Request.of_plan(made.to_json(), place, job=job)
+        if chosen is None:
+            raise does_not_fit(made)
+        request = chosen
     emitted = files_for(to, request)
     taken = [name for name in emitted.files if (out / name).exists()]
     if taken:
@@ -82,25 +88,6 @@ def _of_plan(source: Path, plan: dict[str, Any], place: str) -> Request:
         fix = "shardwise plan JOB --out plan.json"
         raise JobError("it is not a plan of this version", where=str(source), fix=fix) from None
     if request is None:
-        raise JobError(
-            "nothing fits in this plan, so there is nothing to emit",
-            where=str(source),
-            fix="`shardwise plan` names the nearest change that fits",
-        )
-    return request
-
-
-def _of_job(
-    source: Path,
-    changes: Sequence[str],
-    gpus: str | None,
-    place: str,
-    making: Callable[[], AbstractContextManager[object]],
-) -> Request:
-    """The plan's choice for a job."""
-    job = load_job(source, changes).job
-    plan = make_plan(job, hardware_of(gpus), making=making)
-    request = Request.of_plan(plan.to_json(), place, job=job)
-    if request is None:
-        raise does_not_fit(plan)
+        what = "nothing fits in this plan, so there is nothing to emit"
+        raise JobError(what, where=str(source), fix="`shardwise plan` names the nearest change that fits")
     return request

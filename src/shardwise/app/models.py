@@ -50,9 +50,6 @@ def _refuse_exported(folder: Path) -> None:
         return
     kind, loader = found
     run = shlex.quote(str(folder.parent)) if is_run_folder(folder.resolve().parent) else "RUN"
-    raise JobError(
-        f"{folder} is {kind}, not a run folder",
-        where="RUN",
-        fix=f"`shardwise generate {run} --prompt ...` with the run that it was exported from; the folder "
-        f"itself is for {loader}.from_pretrained",
-    )
+    fix = f"`shardwise generate {run} --prompt ...` with the run that it was exported from; the folder "
+    fix += f"itself is for {loader}.from_pretrained"
+    raise JobError(f"{folder} is {kind}, not a run folder", where="RUN", fix=fix)

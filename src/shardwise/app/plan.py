@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from shardwise.app.jobs import AnyJob, hardware_of, read, size_in_bytes
@@ -12,7 +12,7 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import with_slot
 from shardwise.job.load import LoadedJob
 from shardwise.planner.plan import Objective, Plan
-from shardwise.planner.planning import make_plan
+from shardwise.planner.planning import Making, make_plan
 from shardwise.planner.sketch import sketch
 from shardwise.planner.why import uses_host
 
@@ -25,7 +25,7 @@ def plan(
     changes: Sequence[str] = (),
     objective: Objective = "throughput",
     memory_cap: str | int | None = None,
-    making: Callable[[], AbstractContextManager[object]] = nullcontext,
+    making: Making = nullcontext,
 ) -> Plan:
     """Predict memory, time and energy of every allowed strategy, and choose one. Touches no GPU.
 

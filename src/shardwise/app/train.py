@@ -124,8 +124,5 @@ def _check_folder(folder: Path, *, resume: bool) -> None:
         raise JobError("there is no run to resume", where=str(folder), fix="run without --resume")
     if not resume and folder.is_dir() and any(folder.iterdir()):
         resuming = f"`{resume_command(folder)}` continues it; " if is_run_folder(folder) else ""
-        raise JobError(
-            "the run folder exists already",
-            where=str(folder),
-            fix=f"{resuming}--set name={folder.name}-2 starts another",
-        )
+        what = "the run folder exists already"
+        raise JobError(what, where=str(folder), fix=f"{resuming}--set name={folder.name}-2 starts another")

@@ -49,21 +49,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _verb in (
-    demo.demo,
-    init.init,
-    config.config,
-    plan.plan,
-    train.train,
-    bench.bench,
-    check.check,
-    emit.emit,
-    report.report,
-    export.export,
-    generate.generate,
-    doctor.doctor,
-):
-    app.command()(_verb)
+for _verb in (demo, init, config, plan, train, bench, check, emit, report, export, generate, doctor):
+    app.command()(getattr(_verb, _verb.__name__.rpartition(".")[2]))
 
 
 def _print_version(wanted: bool) -> None:
@@ -136,10 +123,8 @@ def _known(error: Exception) -> ShardwiseError:
         return _usage(error)
     if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
         return unwritten(error)
-    return ShardwiseError(
-        f"{type(error).__name__}: {error}",
-        fix="this is a bug in shardwise: run again with --debug and report what it shows",
-    )
+    fix = "this is a bug in shardwise: run again with --debug and report what it shows"
+    return ShardwiseError(f"{type(error).__name__}: {error}", fix=fix)
 
 
 def _usage(error: Exception) -> JobError:
@@ -151,7 +136,8 @@ def _usage(error: Exception) -> JobError:
     what, *suggestion = re.split(r"[\s.(]*(?:Did you mean|Possible options:) ", message)
     choices = re.search(r" is not one of ('.*')", what)
     if choices:
-        what, fix = what[: choices.start()] + " is not a valid choice", _one_of(choices[1])
+        what, words = f"{what[: choices.start()]} is not a valid choice", choices[1].replace("'", "")
+        fix = f"write {' or '.join(words.rsplit(', ', 1))}"
     elif suggestion:
         # typer lists what is similar by the alphabet; what was typed is the last word of `what`.
         words = [word.strip(_QUOTES) for word in suggestion[0].split(", ")]
@@ -159,11 +145,6 @@ def _usage(error: Exception) -> JobError:
     else:
         fix = f"`{command} --help` shows what it takes"
     return JobError(what[:1].lower() + what[1:].rstrip("."), where=command, fix=fix)
-
-
-def _one_of(quoted: str) -> str:
-    """`'a', 'b', 'c'`, the choices in typer's words, as a fix."""
-    return f"write {' or '.join(quoted.replace(chr(39), '').rsplit(', ', 1))}"
 
 
 def _closest(typed: str, words: Sequence[str]) -> str:

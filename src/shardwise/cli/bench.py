@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.options import AsJson, Changes, JobFile, planning, say
+from shardwise.cli.options import AsJson, Changes, JobFile, MemoryCap, planning, say
 
 
 def bench(
@@ -21,8 +21,7 @@ def bench(
         ),
     ] = None,
     sweep: Annotated[
-        list[str],
-        typer.Option(metavar="KEY=V,V", help="Each of a key's values; repeated, all combinations."),
+        list[str], typer.Option(metavar="KEY=V,V", help="Each of a key's values; repeated, all combinations.")
     ] = [],
     processes: Annotated[
         int | None,
@@ -40,9 +39,7 @@ def bench(
         Path | None, typer.Option(metavar="DIR", help="Folder of the results.  [default: bench/NAME]")
     ] = None,
     changes: Changes = [],
-    memory_cap: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Use no more of each GPU, e.g. 16GiB.")
-    ] = None,
+    memory_cap: MemoryCap = None,
     as_json: AsJson = False,
 ) -> None:
     """Run strategies for a few steps each: memory, speed and energy, compared with what was predicted."""

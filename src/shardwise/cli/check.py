@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from shardwise.cli.options import AsJson, planning, write_no_more
+from shardwise.cli.options import AsJson, RowLength, planning, write_no_more
 
 if TYPE_CHECKING:
     from shardwise.app.check import Report
@@ -33,7 +31,7 @@ def check(
         str | None,
         typer.Option(metavar="MODEL", help="Hub id, folder or known name; with --gpus: does it fit?"),
     ] = None,
-    sequence: Annotated[int | None, typer.Option(min=2, metavar="N", help="Tokens in a row.")] = None,
+    sequence: RowLength = None,
     reader: Annotated[
         Literal["trainer", "accelerate", "deepspeed"] | None,
         typer.Option(help="Library that reads the DeepSpeed JSON.  [default: inferred from the other files]"),
@@ -48,35 +46,25 @@ def check(
     from shardwise.app.check import check as run
 
     report = run(files, gpus=gpus, model=model, sequence=sequence, reader=reader, fix=fix, making=planning)
-    with _read_as_far_as_wanted():
+    try:
         if as_json:
             print(json.dumps(report.to_json()))
         else:
             _print(report)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads stdout may stop early: the exit code still tells what was found
+        write_no_more()
     return WRONG if report.failed else 0
 
 
-@contextlib.contextmanager
-def _read_as_far_as_wanted() -> Iterator[None]:
-    """Whoever reads stdout may stop early: the exit code still tells what was found."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        write_no_more()
-
-
 def _print(report: Report) -> None:
-    from shardwise.lint.show import block, counted, heading
+    from shardwise.lint.check import block, counted, heading
 
     checked, fit = report.checked, report.fit
     for line in heading(checked):
         print(line)
     for one in report.fixed:
-        print(
-            f"fixed: {one.what}  [{one.rule}]\n  at:  {one.file}:{one.line}"
-            + (f": {one.key}" if one.key else "")
-        )
+        print(f"fixed: {one.what}  [{one.rule}]\n  at:  {one.where}")
     for one in checked.findings:
         print(block(one))
     if fit is not None:

@@ -29,9 +29,8 @@ def demo(
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise JobError(
-            f"the folder cannot be made: {error.strerror}", where=str(folder), fix="--out names a new folder"
-        ) from None
+        what = f"the folder cannot be made: {error.strerror}"
+        raise JobError(what, where=str(folder), fix="--out names a new folder") from None
     print(f"$ mkdir {shlex.quote(str(folder))} && cd {shlex.quote(str(folder))}", flush=True)
     processes = max(min(gpu_count(), 2), min(os.cpu_count() or 1, 2))
     commands = (

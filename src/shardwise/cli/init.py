@@ -33,9 +33,8 @@ def init(
             print(f"{shape.name:<22} {count(shape.parameters):>6}  {shape.hub or ''}".rstrip())
     else:
         if preset not in presets.names():
-            raise JobError(
-                f"there is no preset {preset!r}", where="shardwise init", fix=presets.suggestion(preset)
-            )
+            what = f"there is no preset {preset!r}"
+            raise JobError(what, where="shardwise init", fix=presets.suggestion(preset))
         for path in presets.write(preset, out):
             print(f"wrote {path}")
         # Paths in it count from the working directory, where its sample data lies, too.

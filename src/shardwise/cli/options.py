@@ -18,6 +18,8 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", sh
 Changes = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; may be repeated.")
 ]
+MemoryCap = Annotated[str | None, typer.Option(metavar="SIZE", help="Use no more of each GPU, e.g. 16GiB.")]
+RowLength = Annotated[int | None, typer.Option(min=2, metavar="N", help="Tokens in a row.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")]
 
 
@@ -38,11 +40,8 @@ def placed(path: Path, flag: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
-        raise JobError(
-            f"{path} cannot be written: {error.strerror}",
-            where=flag,
-            fix="name another place, in a folder that exists",
-        ) from None
+        what = f"{path} cannot be written: {error.strerror}"
+        raise JobError(what, where=flag, fix="name another place, in a folder that exists") from None
 
 
 @contextlib.contextmanager
@@ -68,17 +67,14 @@ def planning() -> Iterator[None]:
             return
         from rich.console import Console
 
-        from shardwise.planner.progress import reporting
+        from shardwise.planner.search import reporting
 
         status = Console(stderr=True).status("planning: building the model, without its weights")
-        with (
-            status as shown,
-            reporting(
-                lambda decided, strategies: shown.update(
-                    f"planning: {decided} of {strategies} strategies simulated or skipped"
-                )
-            ),
-        ):
+
+        def show(decided: int, strategies: int) -> None:
+            status.update(f"planning: {decided} of {strategies} strategies simulated or skipped")
+
+        with status, reporting(show):
             yield
 
 

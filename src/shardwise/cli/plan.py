@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from shardwise.cli.options import AsJson, Changes, planning, write_text
+from shardwise.cli.options import AsJson, Changes, MemoryCap, RowLength, planning, write_text
 from shardwise.errors import JobError
 
 
@@ -30,7 +30,7 @@ def plan(
         int | None, typer.Option(min=1, metavar="RANK", help="Train LoRA adapters of this rank.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Train all weights.")] = False,
-    sequence: Annotated[int | None, typer.Option(min=2, metavar="N", help="Tokens in a row.")] = None,
+    sequence: RowLength = None,
     global_batch: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Rows of a step, over all GPUs.")
     ] = None,
@@ -46,9 +46,7 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Also write the plan there, as JSON.")
     ] = None,
     changes: Changes = [],
-    memory_cap: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Use no more of each GPU, e.g. 16GiB.")
-    ] = None,
+    memory_cap: MemoryCap = None,
 ) -> None:
     """Show what fits and how fast it is, before any GPU is touched."""
     if lora is not None and full:

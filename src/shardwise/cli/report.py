@@ -25,54 +25,42 @@ def report(
     """Show what runs or a bench did: losses, speed, memory, energy."""
     from shardwise.record.bench import is_bench_folder
 
-    if html is not None:
-        write_text(html, _page(runs), "--html")
-    if any(map(is_bench_folder, runs)):
-        _show_bench(_only(runs), as_json=as_json, quiet=html is not None)
+    of_bench = any(map(is_bench_folder, runs))
+    if of_bench and len(runs) > 1:  # its rows are side by side already
+        fix = "name one bench, or run folders only (a bench's are in its folder `runs`)"
+        raise JobError("a bench is reported by itself", where=" ".join(map(str, runs)), fix=fix)
+    if of_bench:
+        _report_bench(runs[0], html, as_json=as_json)
     else:
-        _show_runs(runs, as_json=as_json, quiet=html is not None)
+        _report_runs(runs, html, as_json=as_json)
     if html is not None and not as_json:
         print(f"wrote {html}")
 
 
-def _page(runs: list[Path]) -> str:
-    from shardwise.record.bench import is_bench_folder, read_bench
-    from shardwise.report.html.pages import bench_page, run_page
-
-    return (
-        bench_page(read_bench(_only(runs), to_show=True))
-        if any(map(is_bench_folder, runs))
-        else run_page(runs)
-    )
-
-
-def _only(runs: list[Path]) -> Path:
-    """The bench, which stands alone: its rows are side by side already."""
-    if len(runs) > 1:
-        raise JobError(
-            "a bench is reported by itself",
-            where=" ".join(map(str, runs)),
-            fix="name one bench, or run folders only (a bench's are in its folder `runs`)",
-        )
-    return runs[0]
-
-
-def _show_bench(path: Path, *, as_json: bool, quiet: bool) -> None:
+def _report_bench(path: Path, html: Path | None, *, as_json: bool) -> None:
     from shardwise.record.bench import read_bench
     from shardwise.report.bench import show_bench, to_json
 
     bench = read_bench(path, to_show=True)
+    if html is not None:
+        from shardwise.report.html.pages import bench_page
+
+        write_text(html, bench_page(bench), "--html")
     if as_json:
         print(json.dumps(to_json(bench)))
-    elif not quiet:
+    elif html is None:
         show_bench(bench)
 
 
-def _show_runs(runs: list[Path], *, as_json: bool, quiet: bool) -> None:
+def _report_runs(runs: list[Path], html: Path | None, *, as_json: bool) -> None:
     from shardwise.report.compare import summary
     from shardwise.report.terminal import show
 
+    if html is not None:
+        from shardwise.report.html.pages import run_page
+
+        write_text(html, run_page(runs), "--html")
     if as_json:
         print(json.dumps({"runs": [summary(run) for run in runs]}))
-    elif not quiet:
+    elif html is None:
         show(runs)

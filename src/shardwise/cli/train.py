@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from shardwise.cli.options import AsJson, Changes, stdout_to_stderr
+from shardwise.cli.options import AsJson, Changes, MemoryCap, stdout_to_stderr
 
 
 def train(
@@ -36,14 +36,10 @@ def train(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; train nothing.")] = False,
     changes: Changes = [],
-    memory_cap: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Use no more of each GPU, e.g. 16GiB.")
-    ] = None,
+    memory_cap: MemoryCap = None,
     on_oom: Annotated[
         Literal["stop", "retry"],
-        typer.Option(
-            help="After a GPU ran out of memory: stop, or retry with a strategy that needs less.",
-        ),
+        typer.Option(help="After a GPU ran out of memory: stop, or retry with a strategy that needs less."),
     ] = "stop",
     as_json: AsJson = False,
 ) -> int:

@@ -19,40 +19,30 @@ def find(job: Job, given: frozenset[str]) -> Iterator[Problem]:
 
     `given` has the dotted keys with a value in the file or a flag.
     """
-    yield from _training(job, given)
-    yield from _model(job, given)
-    yield from _revision(job)
-    yield from _data(job, given)
+    for part in (_training, _model, _data):
+        yield from part(job, given)
 
 
 def _training(job: Job, given: frozenset[str]) -> Iterator[Problem]:
     train, optimizer = job.train, job.optimizer
     if train.steps is not None and train.epochs is not None:
-        yield Problem(
-            what="train.steps and train.epochs both say how long to train",
-            where="train.steps, train.epochs",
-            fix="keep one; `--set train.epochs=null` unsets a key of the file",
-        )
+        what = "train.steps and train.epochs both say how long to train"
+        fix = "keep one; `--set train.epochs=null` unsets a key of the file"
+        yield Problem(what=what, where="train.steps, train.epochs", fix=fix)
     if optimizer.warmup_steps and train.steps is not None and optimizer.warmup_steps >= train.steps:
-        yield Problem(
-            what=f"a warm-up of {optimizer.warmup_steps} steps does not end within {train.steps} steps",
-            where="optimizer.warmup_steps, train.steps",
-            fix="lower optimizer.warmup_steps, or remove it for 3 % of the steps",
-        )
+        what = f"a warm-up of {optimizer.warmup_steps} steps does not end within {train.steps} steps"
+        fix = "lower optimizer.warmup_steps, or remove it for 3 % of the steps"
+        yield Problem(what=what, where="optimizer.warmup_steps, train.steps", fix=fix)
     if optimizer.schedule == "constant" and "optimizer.final_fraction" in given:
-        yield Problem(
-            what="optimizer.final_fraction has no meaning with schedule: constant",
-            where="optimizer.final_fraction, optimizer.schedule",
-            fix="remove it, or choose schedule: linear or cosine",
-        )
+        what = "optimizer.final_fraction has no meaning with schedule: constant"
+        fix = "remove it, or choose schedule: linear or cosine"
+        yield Problem(what=what, where="optimizer.final_fraction, optimizer.schedule", fix=fix)
     micro, batch = train.micro_batch, train.global_batch
     if micro is not None and batch % micro:
         below = max(size for size in range(1, micro + 1) if batch % size == 0)
-        yield Problem(
-            what=f"train.micro_batch {micro} does not divide train.global_batch {batch}",
-            where="train.micro_batch, train.global_batch",
-            fix=f"micro_batch: {below}, or remove it",
-        )
+        what = f"train.micro_batch {micro} does not divide train.global_batch {batch}"
+        fix = f"micro_batch: {below}, or remove it"
+        yield Problem(what=what, where="train.micro_batch, train.global_batch", fix=fix)
     if len(set(job.tracking)) < len(job.tracking):
         yield Problem(what="tracking names a tracker twice", where="tracking", fix="name each once")
 
@@ -60,82 +50,52 @@ def _training(job: Job, given: frozenset[str]) -> Iterator[Problem]:
 def _model(job: Job, given: frozenset[str]) -> Iterator[Problem]:
     model = job.model
     if model.weights == "random" and model.lora is not None:
-        yield Problem(
-            what="model.lora would freeze weights that are random",
-            where="model.weights, model.lora",
-            fix="weights: pretrained, or remove model.lora to pretrain all weights",
-        )
+        what = "model.lora would freeze weights that are random"
+        fix = "weights: pretrained, or remove model.lora to pretrain all weights"
+        yield Problem(what=what, where="model.weights, model.lora", fix=fix)
     if model.quantization != "none" and model.lora is None:
         # An optimizer step is lost between two quantised values, so such weights are never trained.
-        yield Problem(
-            what="model.quantization freezes the weights, and without model.lora nothing else is trained",
-            where="model.quantization, model.lora",
-            fix="add `lora: {rank: 16}` to model, or remove model.quantization to train all weights",
-        )
+        what = "model.quantization freezes the weights, and without model.lora nothing else is trained"
+        fix = "add `lora: {rank: 16}` to model, or remove model.quantization to train all weights"
+        yield Problem(what=what, where="model.quantization, model.lora", fix=fix)
     if model.weights == "pretrained" and model.config:
-        yield Problem(
-            what="model.config changes the shape that pretrained weights were made for",
-            where="model.config, model.weights",
-            fix="remove model.config, or start from weights: random",
-        )
+        what = "model.config changes the shape that pretrained weights were made for"
+        fix = "remove model.config, or start from weights: random"
+        yield Problem(what=what, where="model.config, model.weights", fix=fix)
     if model.weights == "pretrained" and model.tokenizer == "train":
-        yield Problem(
-            what="a tokenizer trained on your data does not match pretrained weights",
-            where="model.tokenizer, model.weights",
-            fix="remove model.tokenizer to use the model's own, or start from weights: random",
-        )
+        what = "a tokenizer trained on your data does not match pretrained weights"
+        fix = "remove model.tokenizer to use the model's own, or start from weights: random"
+        yield Problem(what=what, where="model.tokenizer, model.weights", fix=fix)
     if model.tokenizer != "train" and "model.tokenizer_vocab" in given:
-        yield Problem(
-            what="model.tokenizer_vocab is the size of a tokenizer to train, and none is trained",
-            where="model.tokenizer_vocab",
-            fix="remove it, or set tokenizer: train",
-        )
+        what = "model.tokenizer_vocab is the size of a tokenizer to train, and none is trained"
+        yield Problem(what=what, where="model.tokenizer_vocab", fix="remove it, or set tokenizer: train")
     if model.tokenizer is not None and "vocab_size" in model.config:
-        yield Problem(
-            what="model.config.vocab_size has no effect: the tokenizer's size decides",
-            where="model.config.vocab_size, model.tokenizer",
-            fix="remove it; model.tokenizer_vocab is the size of a tokenizer to train",
-        )
-
-
-def _revision(job: Job) -> Iterator[Problem]:
-    revision, local = job.model.revision, Path(job.model.source).is_dir()
+        what = "model.config.vocab_size has no effect: the tokenizer's size decides"
+        fix = "remove it; model.tokenizer_vocab is the size of a tokenizer to train"
+        yield Problem(what=what, where="model.config.vocab_size, model.tokenizer", fix=fix)
+    local, pinned = Path(model.source).is_dir(), re.fullmatch(r"[0-9a-f]{40}", model.revision or "")
     # A branch or a tag can change after the user has read its code.
-    if job.model.trust_remote_code and not local and not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
-        yield Problem(
-            what="model.trust_remote_code runs a repository's code, and model.revision does not pin it",
-            where="model.trust_remote_code, model.revision",
-            fix="set model.revision to the 40-digit commit you have read",
-        )
-    if revision is not None and local:
-        yield Problem(
-            what="model.revision belongs to a hub model, and model.source is a local folder",
-            where="model.revision, model.source",
-            fix="remove model.revision",
-        )
+    if model.trust_remote_code and not local and not pinned:
+        what = "model.trust_remote_code runs a repository's code, and model.revision does not pin it"
+        fix = "set model.revision to the 40-digit commit you have read"
+        yield Problem(what=what, where="model.trust_remote_code, model.revision", fix=fix)
+    if model.revision is not None and local:
+        what = "model.revision belongs to a hub model, and model.source is a local folder"
+        yield Problem(what=what, where="model.revision, model.source", fix="remove model.revision")
 
 
 def _data(job: Job, given: frozenset[str]) -> Iterator[Problem]:
     data = job.data
     if data.eval is not None and "data.eval_fraction" in given:
-        yield Problem(
-            what="data.eval and data.eval_fraction both say what is held out",
-            where="data.eval, data.eval_fraction",
-            fix="keep one",
-        )
+        what = "data.eval and data.eval_fraction both say what is held out"
+        yield Problem(what=what, where="data.eval, data.eval_fraction", fix="keep one")
     files = [data.train] if isinstance(data.train, str) else data.train
     if "data.split" in given and all(Path(name).exists() for name in files):
-        yield Problem(
-            what="data.split belongs to a hub dataset, and data.train is local",
-            where="data.split, data.train",
-            fix="remove data.split",
-        )
+        what = "data.split belongs to a hub dataset, and data.train is local"
+        yield Problem(what=what, where="data.split, data.train", fix="remove data.split")
     chat = ("data.loss_on", "data.chat_template", "data.system", "data.too_long")
     keys = tuple(key for key in chat if key in given)
     names = ", ".join(keys)
     if data.format == "text" and keys and not (keys == chat[:1] and data.loss_on == "all"):
-        yield Problem(
-            what=f"{names} {'are' if len(keys) > 1 else 'is'} for conversations, and data.format is text",
-            where=names,
-            fix="remove, or choose the format of the conversations",
-        )
+        what = f"{names} {'are' if len(keys) > 1 else 'is'} for conversations, and data.format is text"
+        yield Problem(what=what, where=names, fix="remove, or choose the format of the conversations")

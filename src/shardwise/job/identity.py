@@ -5,6 +5,8 @@ Every key of a job is in one of these four sets; a section stands for all its ke
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from shardwise.job.schema import Job
@@ -62,11 +64,5 @@ def within(key: str, keys: tuple[str, ...]) -> bool:
 
 def identity_of(job: Job) -> dict[str, Any]:
     """The job's part of a checkpoint's identity, as JSON values."""
-    values = job.model_dump(mode="json")
-    return {field: _value(values, key) for key, field in COMPARED.items()}
-
-
-def _value(values: Any, key: str) -> Any:
-    for name in key.split("."):
-        values = values[name]
-    return values
+    values: Any = job.model_dump(mode="json")
+    return {field: reduce(getitem, key.split("."), values) for key, field in COMPARED.items()}

@@ -56,9 +56,7 @@ class Setting:
 def load_job(path: str | Path, changes: Sequence[str] = ()) -> LoadedJob:
     """Read a job file, apply `--set` changes, check everything.
 
-    Raises:
-        JobError: with every problem found: syntax, unknown keys, wrong values, contradictions, missing
-            files and access keys, each with its line.
+    JobError lists every problem with its line: syntax, keys, values, contradictions, files, access keys.
     """
     document = read_file(Path(path))
     apply(document, changes)

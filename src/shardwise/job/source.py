@@ -139,11 +139,9 @@ for _tag, _pattern, _first in (
 
 
 def read_file(path: Path) -> Document:
-    """Read the values of a job file.
+    """Read the values of a job file; JobError if it is missing, not text, or not YAML.
 
-    Raises:
-        JobError: the file is missing, not text, or not YAML. Findings about single keys are collected in
-            `Document.problems` instead, to be shown together with everything else that is wrong.
+    Findings about single keys are collected in `Document.problems`, to be shown with everything else.
     """
     document = Document(name=str(path))
     try:
@@ -154,9 +152,8 @@ def read_file(path: Path) -> Document:
     except yaml.YAMLError as error:
         raise JobError(f"not YAML: {error}".splitlines()[0], where=str(path)) from None
     if node is None:
-        raise JobError(
-            "the job file is empty", where=str(path), fix="`shardwise init` writes a commented one"
-        )
+        what = "the job file is empty"
+        raise JobError(what, where=str(path), fix="`shardwise init` writes a commented one")
     if not isinstance(node, yaml.MappingNode):
         what = f"the job file holds {'a list' if isinstance(node, yaml.SequenceNode) else 'a single value'}"
         fix = "a job is made of `key: value` lines; `shardwise init` writes a commented example"

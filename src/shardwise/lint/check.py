@@ -1,8 +1,9 @@
-"""Apply the rules to files, and fix the files."""
+"""Apply the rules to files, fix the files, and word the findings for the terminal."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,9 @@ from shardwise.lint.finding import SEVERITIES, Finding, finding, holds_for
 from shardwise.lint.job_file import job_findings
 from shardwise.lint.read import found, read, referred, text_of
 from shardwise.lint.rules import RULES
-from shardwise.lint.setup import Setup
+from shardwise.lint.setup import READER_NAMES, Setup
 
-UNREADABLE = "unreadable"
+_UNREADABLE = Finding(rule="unreadable", severity="error", file="", what="", fix="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,8 @@ def load(files: Sequence[Path]) -> tuple[tuple[Document, ...], tuple[Finding, ..
         try:
             document = read(text_of(file), str(file))
         except UnreadableError as error:
-            broken.append(_unreadable(file, error))
+            unread = replace(_UNREADABLE, file=str(file), line=error.line, what=error.what, fix=error.fix)
+            broken.append(unread)
             continue
         documents.append(document)
         for path in found(referred(document), file.parent):
@@ -52,12 +54,6 @@ def load(files: Sequence[Path]) -> tuple[tuple[Document, ...], tuple[Finding, ..
                 seen.add(os.path.realpath(path))
                 waiting.append(path)
     return tuple(documents), tuple(broken)
-
-
-def _unreadable(file: Path, error: UnreadableError) -> Finding:
-    return Finding(
-        rule=UNREADABLE, severity="error", file=str(file), line=error.line, what=error.what, fix=error.fix
-    )
 
 
 def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
@@ -102,7 +98,8 @@ def correct(document: Document, setup: Setup) -> Corrected:
     while True:
         current = _with(setup, document)
         open_ = findings_of(document, current)
-        candidate = next((one for one in open_ if _worth(one) and _id(one) not in tried), None)
+        worth = (one for one in open_ if one.fixable and one.severity != "note")
+        candidate = next((one for one in worth if _id(one) not in tried), None)
         if candidate is None:
             return Corrected(document=document, fixed=tuple(fixed), left=tuple(open_))
         tried.add(_id(candidate))
@@ -136,10 +133,6 @@ def fix_files(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding
     return setup, tuple(fixed)
 
 
-def _worth(one: Finding) -> bool:
-    return one.fixable and one.severity != "note"
-
-
 def _id(one: Finding) -> tuple[str, str, str]:
     return one.rule, one.key, repr(one.changes)
 
@@ -164,3 +157,39 @@ def write(document: Document) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+KINDS = {
+    "deepspeed": "DeepSpeed configuration",
+    "accelerate": "accelerate configuration",
+    "training": "training script or its arguments",
+    "job": "job file",
+}
+
+
+def block(one: Finding) -> str:
+    """A finding in up to four lines, in the form of shardwise's errors."""
+    lines = [f"{one.severity}: {one.what}  [{one.rule}]", f"  at:  {one.where}"]
+    if one.fix:
+        lines.append(f"  fix: {one.fix}")
+    source = "; ".join(filter(None, (one.source, one.versions)))
+    if source:
+        lines.append(f"  see: {source}")
+    return "\n".join(lines)
+
+
+def heading(checked: Checked) -> list[str]:
+    """The kind of each file."""
+    setup = checked.setup
+    reader = f", read by {READER_NAMES[setup.reader]}" if setup.reader else ""
+    return [
+        f"{document.name}: {KINDS[document.kind]}{reader if document.kind == 'deepspeed' else ''}"
+        for document in setup.documents
+    ]
+
+
+def counted(findings: Sequence[Finding]) -> str:
+    """`2 errors, 1 warning`; `nothing found`."""
+    numbers = Counter(one.severity for one in findings)
+    words = [f"{numbers[s]} {s}{'' if numbers[s] == 1 else 's'}" for s in SEVERITIES if numbers[s]]
+    return ", ".join(words) or "nothing found"

@@ -11,9 +11,8 @@ from typing import Any
 import yaml
 
 from shardwise.job.source import Key
-from shardwise.lint.document import Document
-from shardwise.lint.json_text import read_json
-from shardwise.lint.yaml_text import read_yaml
+from shardwise.lint.document import Document, Span
+from shardwise.lint.text import read_json, read_yaml
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,8 @@ def edited(document: Document, changes: Sequence[Change]) -> Document:
     for change in changes:
         if isinstance(change, Drop | Rename) and change.key in dict(document.duplicates):
             raise CannotEditError(".".join(change.key))  # the first one would then count
-        made = _json(document, change) if document.syntax == "json" else _yaml(document, change)
         read = read_json if document.syntax == "json" else read_yaml
-        again = read(made, document.name)
+        again = read(_changed(document, change), document.name)
         marked = document.marked and not isinstance(change, Strict)
         document = replace(again, kind=document.kind, marked=marked)
     return document
@@ -78,11 +76,12 @@ def _nearest(document: Document, key: Key, value: Any) -> tuple[Key, Any]:
     return key, value
 
 
-def _renamed(document: Document, change: Rename, new: str) -> str:
-    mark = document.marks.get(change.key)
-    if mark is None or mark.key is None or document.has(*change.key[:-1], change.name):
-        raise CannotEditError(change.name)
-    return _replace(document.text, *mark.key, new)
+def _place(document: Document, key: Key) -> tuple[Span, Span]:
+    """Where a key and its value stand."""
+    mark = document.marks.get(key)
+    if mark is None or mark.key is None:
+        raise CannotEditError(".".join(key))
+    return mark.key, mark.value
 
 
 def _siblings(document: Document, section: Key) -> list[Key]:
@@ -90,20 +89,26 @@ def _siblings(document: Document, section: Key) -> list[Key]:
     return sorted(found, key=lambda key: document.marks[key].value)
 
 
-# JSON
-
-
-def _json(document: Document, change: Change) -> str:
+def _changed(document: Document, change: Change) -> str:
+    """The text after one change."""
+    is_json = document.syntax == "json"
     if isinstance(change, Strict):
-        return _strict(document)
-    if isinstance(change, Rename):
-        return _renamed(document, change, json.dumps(change.name))
+        return _strict(document) if is_json else document.text
     if isinstance(change, Drop):
-        return _json_without(document, change.key)
+        return _json_without(document, change.key) if is_json else _yaml_without(document, change.key)
+    if isinstance(change, Rename):
+        if document.has(*change.key[:-1], change.name):
+            raise CannotEditError(change.name)
+        name = json.dumps(change.name) if is_json else change.name
+        return _replace(document.text, *_place(document, change.key)[0], name)
     key, value = _nearest(document, change.key, change.value)
-    if document.has(*key):
-        return _replace(document.text, *document.marks[key].value, _dumps(value, key))
-    return _json_with(document, key, value)
+    if not document.has(*key):
+        return _json_with(document, key, value) if is_json else _yaml_with(document, key, value)
+    text = _dumps(value, key) if is_json else yaml_scalar(value)
+    return _replace(document.text, *document.marks[key].value, text)
+
+
+# JSON
 
 
 def _strict(document: Document) -> str:
@@ -123,10 +128,7 @@ def _strict(document: Document) -> str:
 
 
 def _json_without(document: Document, key: Key) -> str:
-    mark = document.marks.get(key)
-    if mark is None or mark.key is None:
-        raise CannotEditError(".".join(key))
-    text, (start, end) = document.text, (mark.key[0], mark.value[1])
+    text, ((start, _), (_, end)) = document.text, _place(document, key)
     comma = _comma(document, end)
     siblings = _siblings(document, key[:-1])
     index = siblings.index(key)
@@ -165,12 +167,11 @@ def _json_with(document: Document, key: Key, value: Any) -> str:
     if not siblings:
         section = document.marks[key[:-1]].value[0] if len(key) > 1 else text.index("{")
         return _replace(text, section + 1, section + 1, entry)
-    last = document.marks[siblings[-1]]
-    assert last.key is not None
-    at, comma = last.value[1], _comma(document, last.value[1])
+    (start, _), (_, at) = _place(document, siblings[-1])
+    comma = _comma(document, at)
     if comma is not None:  # a trailing comma: it now separates the two
         at = comma + 1
-    indent = re.search(r"(\n[ \t]*)$", text[: last.key[0]])
+    indent = re.search(r"(\n[ \t]*)$", text[:start])
     gap = indent[1] if indent else " "
     return _replace(text, at, at, f"{',' if comma is None else ''}{gap}{entry}")
 
@@ -188,29 +189,13 @@ def _dumps(value: Any, key: Key) -> str:
 # YAML
 
 
-def _yaml(document: Document, change: Change) -> str:
-    if isinstance(change, Strict):
-        return document.text
-    if isinstance(change, Rename):
-        return _renamed(document, change, change.name)
-    if isinstance(change, Drop):
-        return _yaml_without(document, change.key)
-    key, value = _nearest(document, change.key, change.value)
-    if document.has(*key):
-        return _replace(document.text, *document.marks[key].value, yaml_scalar(value))
-    return _yaml_with(document, key, value)
-
-
 def _yaml_without(document: Document, key: Key) -> str:
-    mark = document.marks.get(key)
-    if mark is None or mark.key is None:
-        raise CannotEditError(".".join(key))
-    text = document.text
-    start = text.rfind("\n", 0, mark.key[0]) + 1
-    end = text.find("\n", max(mark.value[1] - 1, mark.key[1]))
+    text, (name, value) = document.text, _place(document, key)
+    start = text.rfind("\n", 0, name[0]) + 1
+    end = text.find("\n", max(value[1] - 1, name[1]))
     end = len(text) if end < 0 else end + 1
     others = [document.marks[other].key for other in _siblings(document, key[:-1]) if other != key]
-    if text[start : mark.key[0]].strip() or any(span and start <= span[0] < end for span in others):
+    if text[start : name[0]].strip() or any(span and start <= span[0] < end for span in others):
         raise CannotEditError(".".join(key))  # in braces, several on a line
     return _replace(text, start, end, "")
 
@@ -219,10 +204,9 @@ def _yaml_with(document: Document, key: Key, value: Any) -> str:
     siblings, text = _siblings(document, key[:-1]), document.text
     if not siblings or isinstance(value, Mapping):
         raise CannotEditError(".".join(key))
-    first = document.marks[siblings[0]].key
-    assert first is not None
-    start = text.rfind("\n", 0, first[0]) + 1
-    indent = text[start : first[0]]
+    (first, _), _ = _place(document, siblings[0])
+    start = text.rfind("\n", 0, first) + 1
+    indent = text[start:first]
     if indent.strip():
         raise CannotEditError(".".join(key))
     return _replace(text, start, start, f"{indent}{key[-1]}: {yaml_scalar(value)}\n")
@@ -230,6 +214,5 @@ def _yaml_with(document: Document, key: Key, value: Any) -> str:
 
 def yaml_scalar(value: Any) -> str:
     """A value on one line, as in accelerate's own files."""
-    return (
-        yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
-    )
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")

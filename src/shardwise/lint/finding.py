@@ -88,6 +88,10 @@ class Finding:
     def fixable(self) -> bool:
         return bool(self.changes)
 
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.line}" + (f": {self.key}" if self.key else "")
+
     def to_json(self) -> dict[str, Any]:
         names = ("severity", "rule", "file", "line", "key", "what", "fix", "fixable", "source", "versions")
         return {name: getattr(self, name) for name in names}

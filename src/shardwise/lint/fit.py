@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwise.engines import descriptor
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
-from shardwise.lint.advice import LEFT_OPEN, as_settings, cheapest
 from shardwise.lint.check import Checked
 from shardwise.lint.finding import Finding
 from shardwise.lint.setup import Setup
-from shardwise.lint.translate import Translated, translate
+from shardwise.lint.translate import translate
 from shardwise.planner.plan import Option, Plan, in_words
 from shardwise.planner.sketch import sketch
+from shardwise.strategy import Strategy
 from shardwise.units import duration, gib
 
 RULE = "does-not-fit"
@@ -46,11 +47,9 @@ class Fit:
         if self.option is None or self.fits:
             return checked
         memory = self.option.prediction.memory
-        lacking = (
-            f"{gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} on the fullest GPU"
-            if not memory.fits
-            else f"{gib(memory.host_bytes)} of each host's memory"
-        )
+        lacking = f"{gib(memory.host_bytes)} of each host's memory"
+        if not memory.fits:
+            lacking = f"{gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} on the fullest GPU"
         one = Finding(
             rule=RULE,
             severity="error",
@@ -67,17 +66,16 @@ class Fit:
             return [f"fit: not known: {self.unavailable}"]
         memory, time = self.option.prediction.memory, self.option.prediction.time
         verdict = {"fits": "fits", "tight": "fits barely", "no": "does not fit"}[self.option.fit]
-        lines = [
+        host = f", {gib(memory.host_bytes)} of each host's" if memory.host_bytes else ""
+        waiting = f"{time.exposed_communication_fraction:.0%} of it waiting for communication"
+        return [
             f"fit: {verdict} {self.gpus} (predicted): {in_words(self.option.strategy)}",
-            f"  memory: {gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} on the fullest GPU"
-            + (f", {gib(memory.host_bytes)} of each host's" if memory.host_bytes else ""),
+            f"  memory: {gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} on the fullest GPU{host}",
             f"  speed: {time.tokens_per_second_per_gpu:,.0f} tokens/s a GPU, a step takes "
-            f"{duration(time.step_seconds)}, {time.exposed_communication_fraction:.0%} of it waiting for "
-            "communication",
+            f"{duration(time.step_seconds)}, {waiting}",
+            *(f"  assumed: {what}" for what in self.assumed),
+            *(f"  not simulated as written: {what}" for what in self.left_out),
         ]
-        lines += [f"  assumed: {what}" for what in self.assumed]
-        lines += [f"  not simulated as written: {what}" for what in self.left_out]
-        return lines
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -115,7 +113,14 @@ def fit_of(
             nearest = _nearest(plan, make_plan(other.job, hardware))
     except JobError as error:
         return Fit(unavailable="; ".join(problem.what for problem in error.problems))
-    return _of_plan(plan, asked, drawn.assumed, nearest)
+    return Fit(
+        option=plan.options[0],
+        file=asked.file,
+        gpus=f"{plan.hardware.world_size} x {plan.hardware.gpu.name}",
+        assumed=(*asked.assumed, *drawn.assumed, OWN_LOOP),
+        left_out=asked.left_out,
+        nearest=nearest,
+    )
 
 
 def _nearest(plan: Plan, other: Plan) -> str:
@@ -128,12 +133,48 @@ def _nearest(plan: Plan, other: Plan) -> str:
     return "" if near is None else f"{near.what}: {in_words(near.option.strategy)} fits"
 
 
-def _of_plan(plan: Plan, asked: Translated, assumed: tuple[str, ...], nearest: str) -> Fit:
-    return Fit(
-        option=plan.options[0],
-        file=asked.file,
-        gpus=f"{plan.hardware.world_size} x {plan.hardware.gpu.name}",
-        assumed=(*asked.assumed, *assumed, OWN_LOOP),
-        left_out=asked.left_out,
-        nearest=nearest,
-    )
+LEFT_OPEN = ("strategy", "train.micro_batch", "train.checkpointing")
+"""Keys of a job that change how a step is computed, not its rows."""
+
+
+def cheapest(asked: Strategy, options: Iterable[Option]) -> Option | None:
+    """The option of the same engine that fits with the cheapest change; None if nothing fits.
+
+    More checkpointing is cheaper than a smaller micro-batch, then come another stage and offloading. The
+    fastest of equals wins. Options without a margin come last.
+    """
+
+    def price(option: Option) -> tuple[float, ...]:
+        other = option.strategy
+        return (
+            option.fit == "tight",
+            sum(one != wanted for one, wanted in zip(_offloads(other), _offloads(asked), strict=True)),
+            (other.stage, other.reshard) != (asked.stage, asked.reshard),
+            other.micro_batch != asked.micro_batch,
+            other.checkpoint_every != asked.checkpoint_every,
+            -option.prediction.time.tokens_per_second_per_gpu,
+        )
+
+    kept, fits = (asked.engine, asked.tensor_parallel), [one for one in options if one.fit != "no"]
+    fitting = [one for one in fits if (one.strategy.engine, one.strategy.tensor_parallel) == kept]
+    return min(fitting, key=price, default=None)
+
+
+def as_settings(asked: Strategy, option: Option) -> str:
+    """The changes from the request to the option, in the terms of the checked files."""
+    other, changes = option.strategy, []
+    if other.checkpoint_every != asked.checkpoint_every:
+        every = other.checkpoint_every
+        how = {0: "none", 1: "all blocks"}.get(every, f"one block in {every}")
+        changes.append(f"activation checkpointing (gradient_checkpointing) of {how}")
+    if other.micro_batch != asked.micro_batch:
+        changes.append(f"a micro-batch of {other.micro_batch} and accumulation over {other.accumulation}")
+    changes += descriptor(asked).changed_settings(asked, other)
+    memory = option.prediction.memory
+    barely = " (barely)" if option.fit == "tight" else ""
+    host = f" and {gib(memory.host_bytes)} of each host's memory" if memory.host_bytes else ""
+    return f"{', '.join(changes)}: fits{barely}, in {gib(memory.needed_bytes)}{host} (predicted)"
+
+
+def _offloads(strategy: Strategy) -> tuple[str, str]:
+    return strategy.offload_optimizer, strategy.offload_parameters

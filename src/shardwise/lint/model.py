@@ -1,9 +1,13 @@
-"""Facts about a model that need no network: from a folder's config.json, or from the catalog."""
+"""Facts about a model that need no network: its config.json, else the catalog, and its blocks' classes."""
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +52,76 @@ def _config(name: str) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise JobError("it is not a JSON object", where=str(file), fix="save the model again")
     return config
+
+
+_SUFFIXES = ("", "_text", "_text_model", "_vision", "_vision_model")
+"""Suffixes of the types of a model's parts, whose classes are in the model's file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Names of a model's classes."""
+
+    blocks: tuple[str, ...]
+    """The names in `_no_split_modules`, which FSDP wraps by default; empty if transformers has none."""
+    classes: frozenset[str]
+    """All classes of the model's files."""
+
+
+def blocks_of(model_types: Iterable[str]) -> Blocks | None:
+    """The blocks of a model with these `model_type`s, its own and its parts'; None if one is unknown.
+
+    No module is imported: transformers would load torch.
+    """
+    parts = [_of_type(name) for name in model_types]
+    known = [part for part in parts if part is not None]
+    if not parts or len(known) < len(parts):
+        return None
+    return Blocks(
+        blocks=tuple(dict.fromkeys(name for part in known for name in part.blocks)),
+        classes=frozenset().union(*(part.classes for part in known)),
+    )
+
+
+@cache
+def _of_type(model_type: str) -> Blocks | None:
+    file = _file(model_type.replace("-", "_"))
+    if file is None:
+        return None
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return Blocks(
+        blocks=tuple(dict.fromkeys(name for one in classes for name in _unsplit(one))),
+        classes=frozenset({one.name for one in classes} | imported),
+    )
+
+
+def _file(model_type: str) -> Path | None:
+    """`transformers/models/llama/modeling_llama.py` for `llama`."""
+    if not model_type.isidentifier():
+        return None
+    try:
+        package = find_spec("transformers")
+    except ValueError:
+        return None
+    folders = package.submodule_search_locations if package else None
+    for folder in folders or ():
+        for suffix in _SUFFIXES:
+            name = model_type.removesuffix(suffix)
+            file = Path(folder) / "models" / name / f"modeling_{name}.py"
+            if model_type.endswith(suffix) and file.is_file():
+                return file
+    return None
+
+
+def _unsplit(model: ast.ClassDef) -> Iterator[str]:
+    for node in model.body:
+        names = [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
+        if isinstance(node, ast.Assign) and "_no_split_modules" in names and isinstance(node.value, ast.List):
+            for item in node.value.elts:
+                if isinstance(item, ast.Constant) and isinstance(item.value, str):
+                    yield item.value

@@ -11,37 +11,17 @@ from typing import Any
 from shardwise.errors import JobError
 from shardwise.job.source import Key
 from shardwise.lint.document import Document, Kind, UnreadableError
-from shardwise.lint.json_text import read_json
-from shardwise.lint.schema import closest, deepspeed_schema
+from shardwise.lint.schema import closest, deepspeed_schema, names
 from shardwise.lint.script_text import is_command, is_python, read_python, read_shell
-from shardwise.lint.yaml_text import read_yaml
+from shardwise.lint.text import read_json, read_yaml
 
 LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")
 """`$here/`: a folder that only the shell knows, usually the script's own."""
 BYTE_ORDER_MARK = "\ufeff"
 
-_ACCELERATE = {
-    "distributed_type",
-    "compute_environment",
-    "deepspeed_config",
-    "fsdp_config",
-    "main_training_function",
-    "num_machines",
-}
-_TRAINING = {
-    "per_device_train_batch_size",
-    "output_dir",
-    "deepspeed",
-    "model_name_or_path",
-    "load_in_8bit",
-    "load_in_4bit",
-    "device_map",
-    "base_model",
-    "num_train_epochs",
-    "micro_batch_size",
-    "lora_r",
-}
+_ACCELERATE = frozenset(names("accelerate_files"))
+_TRAINING = frozenset(names("training_files"))
 _TRAINERS_FSDP = {"auto_wrap_policy", "reshard_after_forward", "transformer_layer_cls_to_wrap"}
 _IN_BOTH = {"gradient_accumulation_steps", "bf16", "fp16"}
 """Keys that both DeepSpeed and the Trainer have."""
@@ -103,7 +83,7 @@ def _kind(values: Mapping[str, Any]) -> Kind | None:
         return "deepspeed"
     if keys & _TRAINING:
         return "training"
-    return "deepspeed" if any(name in known or closest(str(name), list(known)) for name in keys) else None
+    return "deepspeed" if any(name in known or closest(str(name), known) for name in keys) else None
 
 
 def referred(document: Document) -> list[str]:
@@ -117,9 +97,9 @@ def referred(document: Document) -> list[str]:
     return [_VARIABLE.sub("", value) for value in named]
 
 
-def found(names: Sequence[str], folder: Path) -> list[Path]:
+def found(files: Sequence[str], folder: Path) -> list[Path]:
     """The files that exist, relative to the working directory or to a folder."""
-    paths = [next((p for p in (Path(name), folder / name) if is_file(p)), None) for name in names]
+    paths = [next((p for p in (Path(file), folder / file) if is_file(p)), None) for file in files]
     return [path for path in paths if path is not None]
 
 

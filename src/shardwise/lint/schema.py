@@ -1,11 +1,11 @@
-"""The sections, keys and kinds of values of DeepSpeed and accelerate, from the two TOML files."""
+"""The sections, keys and kinds of values of DeepSpeed and accelerate, from the TOML files."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -56,8 +56,7 @@ _BOUND = re.compile(r"(>=|<=|>|<)([-0-9.]+)")
 @cache
 def deepspeed_schema() -> Schema:
     """The schema of DeepSpeed 0.19.8."""
-    text = resources.files("shardwise.lint").joinpath("deepspeed_0_19.toml").read_text(encoding="utf-8")
-    data = tomllib.loads(text)
+    data = _table("deepspeed_0_19.toml")
     return Schema(
         version=data["version"],
         sections={
@@ -73,9 +72,18 @@ def deepspeed_schema() -> Schema:
 @cache
 def accelerate_keys() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Keys of accelerate's config files: at the top level, in `deepspeed_config`, in `fsdp_config`."""
-    text = resources.files("shardwise.lint").joinpath("accelerate_1.toml").read_text(encoding="utf-8")
-    data = tomllib.loads(text)
+    data = _table("accelerate_1.toml")
     return tuple(data["top"]), tuple(data["deepspeed_config"]), tuple(data["fsdp_config"])
+
+
+def names(table: str) -> tuple[str, ...]:
+    """A list of `names.toml`."""
+    return tuple(_table("names.toml")[table])
+
+
+@cache
+def _table(file: str) -> dict[str, Any]:
+    return tomllib.loads(resources.files("shardwise.lint").joinpath(file).read_text(encoding="utf-8"))
 
 
 def _kind(text: str) -> KeyKind:
@@ -85,7 +93,7 @@ def _kind(text: str) -> KeyKind:
     return KeyKind(kind=match["kind"], nullable=bool(match["null"]), bounds=bounds)
 
 
-def closest(name: str, known: Mapping[str, Any] | list[str]) -> str | None:
+def closest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is most similar to `name`; None if none is."""
     found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.8)
     return found[0] if found else None

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError
+from shardwise.lint.schema import names
 
 _COMMAND = re.compile(
     r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+|srun\b[^\n]*?[ \t])*"
@@ -19,17 +20,7 @@ _COMMAND = re.compile(
     re.MULTILINE,
 )
 _FLAGS_WITHOUT_VALUE = {"deepspeed", "module", "no_python", "no_ssh", "standalone", "bf16", "fp16"}
-_CALLS = (
-    "from_pretrained",
-    "BitsAndBytesConfig",
-    "TrainingArguments",
-    "Seq2SeqTrainingArguments",
-    "SFTConfig",
-    "LoraConfig",
-    "Accelerator",
-    "DeepSpeedPlugin",
-    "initialize",
-)
+_CALLS = names("calls")
 LORA = "lora_rank"
 """The key for `LoraConfig(r=...)`."""
 STEPPED = "optimizer.step"
@@ -158,13 +149,12 @@ def read_shell(text: str, name: str) -> Document:
         elif word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             if not equals:
-                following = words[index][0] if index < len(words) else "--"
-                if following.startswith("-") or (
-                    key in _FLAGS_WITHOUT_VALUE and not _is_value(key, following)
-                ):
+                value = words[index][0] if index < len(words) else "--"
+                fits = value.endswith(".json") if key == "deepspeed" else value.lower() in ("true", "false")
+                if value.startswith("-") or (key in _FLAGS_WITHOUT_VALUE and not fits):
                     value = "true"
                 else:
-                    value, index = following, index + 1
+                    index += 1
         elif word.endswith(".py") and "script" not in values:
             key, value = "script", word
         else:
@@ -174,13 +164,6 @@ def read_shell(text: str, name: str) -> Document:
             values[key] = _scalar(value)
             marks[key,] = Mark(line=line, key=None, value=(0, 0))
     return Document(name=name, text=text, syntax="shell", values=values, marks=marks, kind="training")
-
-
-def _is_value(key: str, word: str) -> bool:
-    """Whether a word is the value of a flag whose value is optional."""
-    if key == "deepspeed":
-        return word.endswith(".json")
-    return word.lower() in ("true", "false")
 
 
 def _words(text: str, start: int) -> Iterator[tuple[str, int]]:

@@ -20,6 +20,7 @@ READER_NAMES: dict[Reader, str] = {
 }
 MOST = 2**31
 """Upper limit of a model's hidden size and number of heads."""
+_HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
 _HALF = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
 
 
@@ -61,9 +62,7 @@ class ModelFacts:
         return cls(
             name=name,
             hidden_size=_count(first("hidden_size", "n_embd", "d_model")),
-            key_value_heads=_count(
-                first("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
-            ),
+            key_value_heads=_count(first(*_HEADS)),
             precision=_HALF.get(dtype),
             model_type=str(config.get("model_type", "")),
             model_types=() if config.get("auto_map") else tuple(types),
@@ -115,19 +114,13 @@ class Setup:
     @property
     def launched(self) -> int | None:
         """The number of processes that the accelerate file or the launch command starts."""
-        for document in (*self.of("accelerate"), *self.of("training")):
-            count = launched_processes(document)
-            if count is not None:
-                return count
-        return None
+        counts = map(launched_processes, (*self.of("accelerate"), *self.of("training")))
+        return next((count for count in counts if count is not None), None)
 
     def training(self, *names: str) -> Any:
         """The first of these values in a script, its arguments or its command; None if there is none."""
-        for document in self.of("training"):
-            for name in names:
-                if document.get(name) is not None:
-                    return document.get(name)
-        return None
+        values = (document.get(name) for document in self.of("training") for name in names)
+        return next((value for value in values if value is not None), None)
 
     @property
     def lora(self) -> bool:

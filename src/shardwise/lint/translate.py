@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.engines.deepspeed.config import NEVER_RELEASE, PERSIST, PREFETCH
@@ -72,6 +72,8 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
         assumed.append(f"stage {stage}, the meaning of `auto` in Accelerate")
     live = document.number(ZERO, "stage3_max_live_parameters") or 0
     reuse = document.number(ZERO, "stage3_max_reuse_distance") or 0
+    asked = document.number(ZERO, "reduce_bucket_size")
+    bucket = BUCKET if asked is None else int(min(max(asked, LEAST_BUCKET), MOST_BUCKET))
     strategy = {
         "engine": "deepspeed",
         "stage": stage,
@@ -79,32 +81,20 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
         "offload_parameters": place(document, PARAMETERS) if stage == 3 else "none",
         "reshard": not (stage == 3 and min(live, reuse) >= FOREVER),
     }
-    bucket = _bucket(document)
     if stage:
         strategy["bucket"] = bucket
     if degree > 1:
         strategy["tensor_parallel"] = degree
-    if "nvme" in strategy.values():
-        strategy["nvme_path"] = "."  # the folder does not change a prediction
     precision = _precision(document, setup, assumed)
     clip = document.number("gradient_clipping")
-    return Translated(
-        file=document.name,
-        changes=(
-            f"strategy={_flow(strategy)}",
-            f"train.precision={precision}",
-            f"optimizer.clip_norm={1.0 if clip is None else clip}",
-            *_batch(document, setup, assumed, degree=degree),
-            *_script(setup, assumed),
-        ),
-        assumed=tuple(assumed),
-        left_out=tuple(_left_out(document, stage, bucket)),
-    )
+    batch = _batch(document, setup, assumed, degree=degree)
+    changes = [f"optimizer.clip_norm={1.0 if clip is None else clip}", *batch, *_script(setup, assumed)]
+    left_out = tuple(_left_out(document, stage, bucket))
+    return replace(_translated(document, strategy, precision, changes, assumed), left_out=left_out)
 
 
 def _plugin(document: Document, setup: Setup) -> Translated:
     stage = document.number(DS, "zero_stage")
-    assumed: list[str] = []
     number = ACCELERATE_STAGE if stage is None else int(stage)
 
     def device(name: str, least: int) -> str:
@@ -117,45 +107,32 @@ def _plugin(document: Document, setup: Setup) -> Translated:
         "offload_optimizer": device("offload_optimizer_device", 1),
         "offload_parameters": device("offload_param_device", 3),
     }
-    if "nvme" in strategy.values():
-        strategy["nvme_path"] = "."
-    return Translated(
-        file=document.name,
-        changes=(
-            f"strategy={_flow(strategy)}",
-            f"train.precision={_word(document)}",
-            *_batch(document, setup, assumed, (DS, "gradient_accumulation_steps")),
-            *_script(setup, assumed),
-        ),
-        assumed=tuple(assumed),
-    )
+    assumed: list[str] = []
+    changes = _batch(document, setup, assumed, (DS, "gradient_accumulation_steps"))
+    changes += _script(setup, assumed)
+    return _translated(document, strategy, _word(document), changes, assumed)
 
 
 def _fsdp(document: Document, setup: Setup) -> Translated:
-    assumed: list[str] = []
-    if document.number(FSDP, "fsdp_version") != 2:
-        assumed.append("FSDP2 instead of FSDP1")
-    offloaded = document.on(FSDP, "fsdp_offload_params")
-    strategy: dict[str, Any] = {
-        "engine": "fsdp2",
-        "reshard": document.get(FSDP, "fsdp_reshard_after_forward") not in (False, "false", "SHARD_GRAD_OP"),
-    }
-    if offloaded:
+    assumed = [] if document.number(FSDP, "fsdp_version") == 2 else ["FSDP2 instead of FSDP1"]
+    reshard = document.get(FSDP, "fsdp_reshard_after_forward") not in (False, "false", "SHARD_GRAD_OP")
+    strategy: dict[str, Any] = {"engine": "fsdp2", "reshard": reshard}
+    if document.on(FSDP, "fsdp_offload_params"):
         strategy |= {"offload_parameters": "cpu"}
-    checkpointing = (
-        ("train.checkpointing=full",) if document.on(FSDP, "fsdp_activation_checkpointing") else ()
-    )
-    return Translated(
-        file=document.name,
-        changes=(
-            f"strategy={_flow(strategy)}",
-            f"train.precision={_word(document)}",
-            *_batch(document, setup, assumed),
-            *_script(setup, assumed, checkpointing=bool(checkpointing)),
-            *checkpointing,
-        ),
-        assumed=tuple(assumed),
-    )
+    checkpointing = document.on(FSDP, "fsdp_activation_checkpointing")
+    changes = _batch(document, setup, assumed)
+    changes += _script(setup, assumed, checkpointing=checkpointing)
+    changes += ["train.checkpointing=full"] * checkpointing
+    return _translated(document, strategy, _word(document), changes, assumed)
+
+
+def _translated(
+    document: Document, strategy: dict[str, Any], precision: str, changes: list[str], assumed: list[str]
+) -> Translated:
+    if "nvme" in strategy.values():
+        strategy["nvme_path"] = "."  # the folder does not change a prediction
+    all_changes = (f"strategy={_flow(strategy)}", f"train.precision={precision}", *changes)
+    return Translated(file=document.name, changes=all_changes, assumed=tuple(assumed))
 
 
 def _flow(values: Mapping[str, Any]) -> str:
@@ -175,14 +152,14 @@ def _precision(document: Document, setup: Setup, assumed: list[str]) -> str:
         return "bf16"
     if document.on("fp16", "enabled"):
         return "fp16"
-    if AUTO in (document.get("bf16", "enabled"), document.get("fp16", "enabled")) or setup.hugging_face:
+    auto = [name for name in ("bf16", "fp16") if document.get(name, "enabled") == AUTO]
+    if auto or setup.hugging_face:
+        launched = [one.get("mixed_precision") for one in setup.of("accelerate")]
         for name in ("bf16", "fp16"):
-            if setup.training(name) is True or any(
-                d.get("mixed_precision") == name for d in setup.of("accelerate")
-            ):
+            if setup.training(name) is True or name in launched:
                 return name
-    if AUTO in (document.get("bf16", "enabled"), document.get("fp16", "enabled")):
-        name = "bf16" if document.get("bf16", "enabled") == AUTO else "fp16"
+    if auto:
+        name = auto[0]
         assumed.append(f"{name}, which the Trainer's arguments decide")
         return name
     return "fp32"
@@ -239,22 +216,13 @@ def _script(setup: Setup, assumed: list[str], *, checkpointing: bool = False) ->
     return changes
 
 
-def _bucket(document: Document) -> int:
-    """Elements that are reduced at once, within the limits of a job."""
-    asked = document.number(ZERO, "reduce_bucket_size")
-    return BUCKET if asked is None else int(min(max(asked, LEAST_BUCKET), MOST_BUCKET))
-
-
 def _left_out(document: Document, stage: int, bucket: int) -> list[str]:
     """Settings with a value that the simulator does not support."""
     simulated = {"reduce_bucket_size": bucket}
     if stage < 3:
         simulated["allgather_bucket_size"] = bucket
-    if stage == 3:
-        simulated |= {
-            "stage3_prefetch_bucket_size": PREFETCH,
-            "stage3_param_persistence_threshold": PERSIST,
-        }
+    elif stage == 3:
+        simulated |= {"stage3_prefetch_bucket_size": PREFETCH, "stage3_param_persistence_threshold": PERSIST}
     found = []
     for name, used in simulated.items():
         value = document.get(ZERO, name)

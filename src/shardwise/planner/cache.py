@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,7 +28,7 @@ def plan_key(job: Job, hardware: Hardware, **asked: Any) -> str:
     content = {
         "job": job.model_dump(mode="json", exclude={"name", "output", "tracking"}),
         "config": _local(job.model.source, "config.json"),
-        "tokenizer": _hash(_local(job.model.tokenizer or "", "tokenizer.json")),
+        "tokenizer": _local(job.model.tokenizer or "", "tokenizer.json"),
         "hardware": hardware.to_json(),
         "asked": asked,
         "versions": {name: _version(name) for name in LIBRARIES},
@@ -58,7 +58,8 @@ def plan_once(key: str, make: Callable[[], Plan]) -> Plan:
         lock = _path(key).with_suffix(".lock").open("a")
     except OSError:
         return make()
-    with lock, _locked(lock.fileno()):
+    with lock:
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
         found = cached_plan(key)
         if found is None:
             found = make()
@@ -78,22 +79,12 @@ def _adapter() -> TypeAdapter[Plan]:
     return TypeAdapter(Plan)
 
 
-@contextmanager
-def _locked(descriptor: int) -> Iterator[None]:
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    yield
-
-
 def _local(source: str, name: str) -> str | None:
-    """The text of a file in a local model folder, which may change under the same name."""
+    """The hash of a file in a local model folder, which may change under the same name."""
     try:
-        return (Path(source) / name).read_text(encoding="utf-8")
+        return hashlib.sha256((Path(source) / name).read_bytes()).hexdigest()
     except (OSError, ValueError):
         return None
-
-
-def _hash(text: str | None) -> str | None:
-    return None if text is None else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _version(name: str) -> str | None:

@@ -51,23 +51,15 @@ def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = N
     yield from _shorter_rows(asked)
     if job.model.lora is None and job.model.weights == "pretrained" and published(job.model.source):
         lora = Lora()
-        model = job.model.model_copy(update={"lora": lora})
-        yield replace(
-            asked,
-            what=f"LoRA of rank {lora.rank} instead of training all weights",
-            how=f"--lora {lora.rank}",
-            job=job.model_copy(update={"model": model}),
-        )
+        adapted = job.model_copy(update={"model": job.model.model_copy(update={"lora": lora})})
+        what = f"LoRA of rank {lora.rank} instead of training all weights"
+        yield replace(asked, what=what, how=f"--lora {lora.rank}", job=adapted)
     if job.model.lora is not None:
         yield from _fewer_bits(asked)
     held_back = binds(memory_cap_bytes, hardware.gpu)
     if memory_cap_bytes is not None and held_back:
-        yield replace(
-            asked,
-            what=f"the GPU's {gib(hardware.gpu.memory_bytes)} instead of {gib(memory_cap_bytes)}",
-            how="leave --memory-cap out",
-            memory_cap_bytes=None,
-        )
+        what = f"the GPU's {gib(hardware.gpu.memory_bytes)} instead of {gib(memory_cap_bytes)}"
+        yield replace(asked, what=what, how="leave --memory-cap out", memory_cap_bytes=None)
     yield from _more_gpus(asked)
     if not held_back:
         yield from _larger_gpus(asked)
@@ -116,12 +108,9 @@ def _shorter_rows(asked: Change) -> Iterator[Change]:
     for length in (asked_length // 2, asked_length // 4):
         if length >= SHORTEST_ROW:
             data = asked.job.data.model_copy(update={"sequence_length": length})
-            yield replace(
-                asked,
-                what=f"rows of {length} tokens instead of {asked_length}",
-                how=f"--sequence {length}",
-                job=asked.job.model_copy(update={"data": data}),
-            )
+            job = asked.job.model_copy(update={"data": data})
+            what = f"rows of {length} tokens instead of {asked_length}"
+            yield replace(asked, what=what, how=f"--sequence {length}", job=job)
 
 
 def _fewer_bits(asked: Change) -> Iterator[Change]:
@@ -130,12 +119,9 @@ def _fewer_bits(asked: Change) -> Iterator[Change]:
     kinds = get_args(Quantization)  # from the widest to the narrowest
     for kind in kinds[kinds.index(now) + 1 :]:
         model = asked.job.model.model_copy(update={"quantization": kind})
-        yield replace(
-            asked,
-            what=f"a base in {kind} instead of {asked.job.train.precision if now == 'none' else now}",
-            how=f"--set model.quantization={kind}",
-            job=asked.job.model_copy(update={"model": model}),
-        )
+        job = asked.job.model_copy(update={"model": model})
+        what = f"a base in {kind} instead of {job.train.precision if now == 'none' else now}"
+        yield replace(asked, what=what, how=f"--set model.quantization={kind}", job=job)
 
 
 def _more_gpus(asked: Change) -> Iterator[Change]:
@@ -158,13 +144,9 @@ def _larger_gpus(asked: Change) -> Iterator[Change]:
         if hardware is not None:
             what = f"{gpu.name}, of {gpu.sold_as_gb} GB, instead of {now.gpu.name}"
             held_back = binds(asked.memory_cap_bytes, gpu)  # the smaller card was not capped
-            yield replace(
-                asked,
-                what=what,
-                how=f"--gpus {spec}{', and leave --memory-cap out' * held_back}",
-                hardware=hardware,
-                memory_cap_bytes=None if held_back else asked.memory_cap_bytes,
-            )
+            how = f"--gpus {spec}{', and leave --memory-cap out' * held_back}"
+            cap = None if held_back else asked.memory_cap_bytes
+            yield replace(asked, what=what, how=how, hardware=hardware, memory_cap_bytes=cap)
 
 
 def _like(now: Hardware, spec: str) -> Hardware | None:

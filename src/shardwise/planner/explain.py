@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,10 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.planner.bar import plain_bar
 from shardwise.planner.changes import larger_gpus
 from shardwise.planner.plan import Option, Plan, in_words
 from shardwise.planner.simulate import capacity_bytes
+from shardwise.planner.table import bullets, plain_bar
 from shardwise.planner.why import at_power_limit, better_with_memory, gain, terms
 from shardwise.simulate.prediction import Memory, Moment, Time
 from shardwise.units import gib
@@ -43,27 +43,34 @@ def show_explanation(plan: Plan, *, console: Console | None = None) -> None:
     """Print where memory and time of the choice go; without a choice, of what is nearest to fitting."""
     console = console or Console()
     option = plan.options[0]
-    sections = {
-        f"memory in tensors over a step: {in_words(option.strategy)}": list(
-            _timeline(option.prediction.memory)
-        ),
-        "memory where it is largest": list(_terms(option.prediction.memory)),
-        "time of a step": list(_times(option, plan)),
-        "what goes on in it, partly at the same time": list(_overlapping(option.prediction.time)),
+    memory, time = option.prediction.memory, option.prediction.time
+    overlapping = {
+        "communication": time.communication_seconds,
+        "copies to and from the host": time.copy_seconds,
+        "the optimizer, its kernels too": time.optimizer_seconds,
+        "the host issuing kernels": time.launch_seconds,
     }
-    remarks = {0: _outside_tensors(option.prediction.memory), 3: _links(plan)}
+    sections = {
+        f"memory in tensors over a step: {in_words(option.strategy)}": list(_timeline(memory)),
+        "memory where it is largest": list(_terms(memory)),
+        "time of a step": list(_seconds(_consecutive(option, plan), time)),
+        "what goes on in it, partly at the same time": list(_seconds(overlapping, time)),
+    }
+    outside = f"plus {gib(memory.terms.fragmentation_bytes)} of fragmentation and "
+    outside += f"{gib(memory.outside_allocator_bytes)} of CUDA and NCCL: {gib(memory.needed_bytes)} in all"
+    remarks = {0: outside, 3: _links(plan)}
     widest = max(len(line.name) for lines in sections.values() for line in lines)
     bar = max(LEAST_BAR, min(MOST_BAR, console.width - widest - _OTHER_COLUMNS))
     for place, (title, lines) in enumerate(sections.items()):
         if lines:
-            console.print(Text(f"{title}", style="bold"))
+            console.print(Text(title, style="bold"))
             console.print(_bars(lines, widest, bar))
             if place in remarks:
                 console.print(Padding(Text(remarks[place], style="dim"), (0, 0, 0, 2), expand=False))
             console.print()
     if plan.chosen is not None:
         console.print(Text("with more memory", style="bold"))
-        console.print(_listed(next_better(plan, plan.chosen)))
+        console.print(bullets(next_better(plan, plan.chosen)))
 
 
 def next_better(plan: Plan, chosen: Option) -> Iterator[str]:
@@ -72,10 +79,8 @@ def next_better(plan: Plan, chosen: Option) -> Iterator[str]:
     goal = {"throughput": "the tokens/s", "energy": "the tokens a joule", "memory": ""}[plan.objective]
     larger = sum(skipped.strategy.name == chosen.strategy.name for skipped in plan.skipped)
     if not better and larger and plan.objective != "memory":
-        yield (
-            f"nothing that was simulated would be better; {larger} larger variants of {chosen.strategy.name} "
-            "were not, because smaller ones do not fit"
-        )
+        variants = f"{larger} larger variants of {chosen.strategy.name} were not"
+        yield f"nothing that was simulated would be better; {variants}, because smaller ones do not fit"
     elif not better:
         yield "nothing that was simulated would be better: memory does not hold the choice back"
     for option in better:
@@ -94,7 +99,7 @@ def folded(timeline: Sequence[Moment]) -> list[Moment]:
             continue
         for start in range(0, len(blocks), size):
             part = blocks[start : start + size]
-            first, last = (_number(part[0]), _number(part[-1]))
+            first, last = (_BLOCK.sub(r"\1", moment.where) for moment in (part[0], part[-1]))
             name = f"block {first} {phase}" if first == last else f"blocks {first}–{last} {phase}"
             lines.append(Moment(where=name, allocated_bytes=max(m.allocated_bytes for m in part)))
     return lines
@@ -124,12 +129,6 @@ def _phase(moment: Moment) -> str | None:
     return match[2] if match else None
 
 
-def _number(moment: Moment) -> int:
-    match = _BLOCK.fullmatch(moment.where)
-    assert match is not None
-    return int(match[1])
-
-
 def _timeline(memory: Memory) -> Iterator[Line]:
     lines = folded(memory.timeline)
     peak = max((line.allocated_bytes for line in lines), default=0)
@@ -155,35 +154,19 @@ def _terms(memory: Memory) -> Iterator[Line]:
     )
 
 
-def _times(option: Option, plan: Plan) -> Iterator[Line]:
-    """Consecutive parts, which sum to the step."""
+def _consecutive(option: Option, plan: Plan) -> dict[str, float]:
+    """Parts that sum to the step."""
     time = option.prediction.time
     waits = time.exposed_communication_seconds + time.exposed_to_copies_seconds
-    rest = time.step_seconds - time.compute_seconds - waits
-    slower = "lower clock (power limit), waits"
-    others = "host, slower during NCCL"
-    yield from _seconds(
-        {
-            "computing, at full clock": time.compute_seconds,
-            "waiting for communication": time.exposed_communication_seconds,
-            "waiting for copies": time.exposed_to_copies_seconds,
-            (slower if at_power_limit(option, plan.hardware) else others): max(0.0, rest),
-            "the step": time.step_seconds,
-        },
-        time,
-    )
-
-
-def _overlapping(time: Time) -> Iterator[Line]:
-    return _seconds(
-        {
-            "communication": time.communication_seconds,
-            "copies to and from the host": time.copy_seconds,
-            "the optimizer, its kernels too": time.optimizer_seconds,
-            "the host issuing kernels": time.launch_seconds,
-        },
-        time,
-    )
+    at_limit = at_power_limit(option, plan.hardware)
+    rest = "lower clock (power limit), waits" if at_limit else "host, slower during NCCL"
+    return {
+        "computing, at full clock": time.compute_seconds,
+        "waiting for communication": time.exposed_communication_seconds,
+        "waiting for copies": time.exposed_to_copies_seconds,
+        rest: max(0.0, time.step_seconds - time.compute_seconds - waits),
+        "the step": time.step_seconds,
+    }
 
 
 def _seconds(parts: dict[str, float], time: Time) -> Iterator[Line]:
@@ -192,14 +175,6 @@ def _seconds(parts: dict[str, float], time: Time) -> Iterator[Line]:
         if seconds:
             bold = name == "the step"
             yield Line(name=name, share=share, text=f"{seconds:.3g} s", remark=f"{share:.0%}", bold=bold)
-
-
-def _outside_tensors(memory: Memory) -> str:
-    """Memory that the timeline does not show."""
-    return (
-        f"plus {gib(memory.terms.fragmentation_bytes)} of fragmentation and "
-        f"{gib(memory.outside_allocator_bytes)} of CUDA and NCCL: {gib(memory.needed_bytes)} in all"
-    )
 
 
 def _links(plan: Plan) -> str:
@@ -229,10 +204,3 @@ def _bars(lines: Sequence[Line], widest: int, bar: int) -> Table:
         style = "bold" if line.bold else ""
         table.add_row(f"  {line.name}", plain_bar(line.share, bar), line.text, line.remark, style=style)
     return table
-
-
-def _listed(sentences: Iterable[str]) -> Table:
-    lines = Table.grid(padding=(0, 1, 0, 0))
-    for sentence in sentences:
-        lines.add_row(Text("·", style="dim"), Text(sentence))
-    return lines

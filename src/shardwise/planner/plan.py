@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from shardwise.hardware.hardware import Hardware
@@ -53,11 +53,9 @@ class Workload:
     ) -> Workload:
         """Summarize a job; `epoch_tokens`: of one pass over its data, None where not known."""
         rows_tokens = job.train.global_batch * job.data.sequence_length
-        total = None
+        total = None if epoch_tokens is None else round((job.train.epochs or 1) * epoch_tokens)
         if job.train.steps is not None:
             total = job.train.steps * rows_tokens
-        elif epoch_tokens is not None:
-            total = round((job.train.epochs or 1) * epoch_tokens)
         return cls(
             name=job.name,
             model=job.model.source,
@@ -140,7 +138,7 @@ class Plan:
     """The rest, best first: what fits, what is tight, and what does not fit by how little it misses."""
     skipped: tuple[Skipped, ...] = ()
     refused: tuple[Refused, ...] = ()
-    nearest: Nearest | None = field(default=None)
+    nearest: Nearest | None = None
     """Searched only where nothing fits."""
 
     @property

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from shardwise.models.build import BuiltModel
     from shardwise.simulate.step_trace import StepTrace
 
+Making = Callable[[], AbstractContextManager[object]]
+"""Entered while a plan is made, not where a cached one is read."""
+
 MOST_CORES = 8
 WORTH_OTHERS = 40
 """From this many strategies on, other processes save more than the second they take to start."""
@@ -42,7 +45,7 @@ def make_plan(
     *,
     objective: Objective = "throughput",
     memory_cap_bytes: int | None = None,
-    making: Callable[[], AbstractContextManager[object]] = nullcontext,
+    making: Making = nullcontext,
     **tokens: int | None,
 ) -> Plan:
     """The plan of a job on a hardware, made once and then kept (planner/cache.py).
@@ -52,7 +55,7 @@ def make_plan(
         hardware: for which GPUs.
         objective: the metric to rank strategies by.
         memory_cap_bytes: limit per GPU for the process.
-        making: entered while a plan is made, not where a cached one is read.
+        making: see `Making`.
         tokens: `vocab_size`, rows of the embedding (None: as the job says; for a tokenizer to be learned the
             most it may have), and `epoch_tokens`, of one pass over the data (None: not known).
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, lru_cache
 from heapq import heappop, heappush
@@ -15,13 +17,30 @@ from shardwise.errors import JobError, Problem
 from shardwise.hardware.hardware import Hardware
 from shardwise.planner.changes import with_host_memory
 from shardwise.planner.plan import Fit, Nearest, Objective, Option, Plan, Skipped, Workload, in_words
-from shardwise.planner.progress import progress
 from shardwise.planner.why import reasons, shortcoming, uses_host
 from shardwise.simulate.prediction import Prediction
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.space.candidates import Refused
 from shardwise.strategy import Strategy
 from shardwise.units import GIB, gib
+
+Report = Callable[[int, int], object]
+"""Called with the number of strategies that are decided, and of all."""
+
+# Not an argument: the tracer and the cache of plans lie between the terminal and the search, and the key of
+# a cached plan must not depend on who watches.
+_report: ContextVar[Report] = ContextVar("report", default=lambda *_: None)
+
+
+@contextmanager
+def reporting(report: Report) -> Iterator[None]:
+    """Searches that run within call `report`."""
+    token = _report.set(report)
+    try:
+        yield
+    finally:
+        _report.reset(token)
+
 
 # Share of the capacity that the choice leaves free: no prediction was too low by more than this
 # (tests/golden; docs/accuracy.md names the exceptions).
@@ -156,20 +175,17 @@ def predict(
     start = _starter(hardware=hardware, trace_for=cache(trace_for), simulate=simulate, executor=executor)
     running: dict[Future[Prediction], int] = {}
     while ready or running:
-        progress(len(options) + len(skipped), len(ordered))
+        _report.get()(len(options) + len(skipped), len(ordered))
         if ready:
             place = heappop(ready)
             running[start(ordered[place])] = place
         for done in wait(running, timeout=0 if ready else None, return_when=FIRST_COMPLETED).done:
             place = running.pop(done)
             strategy, prediction = ordered[place], done.result()
-            option = Option(
-                strategy=strategy, prediction=prediction, fit=fit(prediction, hardware, margin=margin)
-            )
-            options[place] = option
-            own_family = family(strategy)
-            if option.fit == "no":
-                failed[own_family].append(option)
+            fits, own_family = fit(prediction, hardware, margin=margin), family(strategy)
+            options[place] = Option(strategy=strategy, prediction=prediction, fit=fits)
+            if fits == "no":
+                failed[own_family].append(options[place])
             schedule_next(families[own_family], failed[own_family])
     return [options[place] for place in sorted(options)], [skipped[place] for place in sorted(skipped)]
 
@@ -183,27 +199,23 @@ def _starter(
     def packed(rows: int, checkpoint_every: int, tensor_parallel: int) -> bytes:
         return pickle.dumps(trace_for(rows, checkpoint_every, tensor_parallel))
 
-    def submit(strategy: Strategy) -> Future[Prediction]:
-        assert executor is not None
-        trace = packed(strategy.micro_batch, strategy.checkpoint_every, strategy.tensor_parallel)
-        return executor.submit(_simulated, simulate, trace, strategy, hardware)
-
-    def run_inline(strategy: Strategy) -> Future[Prediction]:
+    def start(strategy: Strategy) -> Future[Prediction]:
+        of_trace = strategy.micro_batch, strategy.checkpoint_every, strategy.tensor_parallel
+        if executor is not None:
+            return executor.submit(_simulated, simulate, packed(*of_trace), strategy, hardware)
         future: Future[Prediction] = Future()
-        trace = trace_for(strategy.micro_batch, strategy.checkpoint_every, strategy.tensor_parallel)
-        future.set_result(simulate(trace, strategy, hardware))
+        future.set_result(simulate(trace_for(*of_trace), strategy, hardware))
         return future
 
-    return run_inline if executor is None else submit
+    return start
 
 
 def _simulated(simulate: Simulate, packed: bytes, strategy: Strategy, hardware: Hardware) -> Prediction:
     return simulate(_unpacked(packed), strategy, hardware)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # once per process: many strategies share a trace
 def _unpacked(packed: bytes) -> StepTrace:
-    """Unpack a trace once per process; many strategies share it."""
     trace: StepTrace = pickle.loads(packed)  # noqa: S301 - packed by the process that started this one
     return trace
 
@@ -245,13 +257,8 @@ def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) ->
         return _group(option), value, option.prediction.memory.needed_bytes
 
     ranked = sorted(options, key=key)
-    ties = [
-        o
-        for o in ranked
-        if o.fit != "no"
-        and _group(o) == _group(ranked[0])
-        and cost(o, objective) <= TIE_FACTOR * cost(ranked[0], objective)
-    ]
+    alike = [o for o in ranked if o.fit != "no" and _group(o) == _group(ranked[0])]
+    ties = [o for o in alike if cost(o, objective) <= TIE_FACTOR * cost(ranked[0], objective)]
     if ties:
         first = min(ties, key=lambda o: (uses_host(o), o.prediction.memory.needed_bytes))
         ranked.remove(first)
@@ -305,10 +312,8 @@ def _cannot_fit(strategy: Strategy, failed: Option, hardware: Hardware) -> str:
     A larger micro-batch and less checkpointing add activations. They can save only fragmentation, the loss's
     memory (a larger loss runs in chunks), and with one micro-batch per step the buffers for accumulation.
     """
-    if any(
-        more < less
-        for more, less in zip(_memory_order(strategy), _memory_order(failed.strategy), strict=True)
-    ):
+    orders = zip(_memory_order(strategy), _memory_order(failed.strategy), strict=True)
+    if any(more < less for more, less in orders):
         return ""
     memory = failed.prediction.memory
     if hardware.host_memory_bytes is not None and memory.host_bytes > hardware.host_memory_bytes:
@@ -327,12 +332,10 @@ def _check_accumulation(strategies: Sequence[Strategy]) -> None:
     most = max(strategy.accumulation for strategy in strategies)
     if most > MOST_ACCUMULATION:
         rows = max(strategy.accumulation * strategy.micro_batch for strategy in strategies)
-        raise JobError(
-            f"{rows} rows a step for each GPU are up to {most} micro-batches: at most {MOST_ACCUMULATION} "
-            "can be planned for",
-            where="train.global_batch",
-            fix="fewer rows a step, more GPUs, or a larger train.micro_batch",
-        )
+        what = f"{rows} rows a step for each GPU are up to {most} micro-batches: at most {MOST_ACCUMULATION} "
+        what += "can be planned for"
+        fix = "fewer rows a step, more GPUs, or a larger train.micro_batch"
+        raise JobError(what, where="train.global_batch", fix=fix)
 
 
 def _all_refused(refused: Sequence[Refused]) -> JobError:
@@ -346,19 +349,11 @@ def _all_refused(refused: Sequence[Refused]) -> JobError:
     if common and set().union(*(names[rule] for rule in others)) != everything:
         others = []  # fixing the common ones is enough
     first = {one.rule: one for one in reversed(refused)}
-    problems = [
-        Problem(
-            what=first[rule].reason
-            if rule in common and len(everything) > 1
-            else f"{first[rule].strategy.name}: {first[rule].reason}",
-            where=f"{first[rule].where}, rule {rule}",
-            fix=_without_processes(first[rule].fix),
-        )
-        for rule in [*common, *others]
-    ]
+    problems = []
+    for rule in [*common, *others]:
+        one = first[rule]
+        what = one.reason if rule in common and len(everything) > 1 else f"{one.strategy.name}: {one.reason}"
+        # not --processes: a plan is for all GPUs that were named
+        fixes = [part for part in one.fix.split(", or ") if not part.startswith("--processes ")]
+        problems.append(Problem(what=what, where=f"{one.where}, rule {rule}", fix=", or ".join(fixes)))
     return JobError("no strategy can be used for this job", problems=problems)
-
-
-def _without_processes(fix: str) -> str:
-    """A rule's fix without --processes: a plan is for all GPUs that were named."""
-    return ", or ".join(part for part in fix.split(", or ") if not part.startswith("--processes "))

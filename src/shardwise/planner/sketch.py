@@ -26,12 +26,9 @@ class Sketch:
 
 
 def sketch(model: str, changes: Sequence[str], *, world_size: int) -> Sketch:
-    """The job for a model's name and `changes` (`key=value`, as for --set).
-
-    Raises:
-        JobError: with everything that is wrong with the model or the changes.
-    """
-    rows, tokens = default_global_batch(world_size), default_sequence_length(model)
+    """The job for a model's name and `changes` (`key=value`, as for --set); JobError with all problems."""
+    rows, shape = default_global_batch(world_size), lookup(model)
+    tokens = min(SEQUENCE_LENGTH, (shape and shape.positions) or SEQUENCE_LENGTH)
     document = Document(
         name="the command line",
         values={
@@ -43,9 +40,8 @@ def sketch(model: str, changes: Sequence[str], *, world_size: int) -> Sketch:
     )
     apply(document, changes)
     job, wrong = validate.check(document)
-    missing = [
-        Problem(what=what, where=f"--model {model}", fix=fix) for what, fix in paths.missing_model(model)
-    ]
+    where = f"--model {model}"
+    missing = [Problem(what=what, where=where, fix=fix) for what, fix in paths.missing_model(model)]
     given = {change.partition("=")[0].strip() for change in changes}
     problems = [*document.problems, *missing, *wrong.values()]
     if job is not None and not problems:
@@ -59,12 +55,6 @@ def sketch(model: str, changes: Sequence[str], *, world_size: int) -> Sketch:
     }
     defaults = (flag for key, flag in assumed.items() if not any(name.startswith(key) for name in given))
     return Sketch(job=job, assumed=tuple(defaults))
-
-
-def default_sequence_length(model: str) -> int:
-    """2048 tokens, or the model's positions where those are known and fewer."""
-    shape = lookup(model)
-    return min(SEQUENCE_LENGTH, (shape and shape.positions) or SEQUENCE_LENGTH)
 
 
 def default_global_batch(world_size: int) -> int:

@@ -1,20 +1,83 @@
-"""A plan as a table for the terminal; readable without colour in 80 columns."""
+"""A plan as a table for the terminal, its memory as stacked bars; readable without colour in 80 columns."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.planner.bar import LIMIT, legend, memory_bar, room
 from shardwise.planner.plan import Option, Plan, in_words
-from shardwise.planner.why import needs_of_host
+from shardwise.planner.why import needs_of_host, terms
+from shardwise.simulate.prediction import Memory
 from shardwise.strategy import Strategy
 from shardwise.units import GIB, count, gib
+
+PARTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("█", "blue", "weights", ("weights",)),
+    ("▓", "magenta", "gradients, optimizer", ("gradients", "optimizer")),
+    ("▒", "cyan", "activations, loss", ("activations", "output head and loss")),
+    ("░", "yellow", "rest", ("engine buffers", "fragmentation", "CUDA and NCCL")),
+)
+"""Glyph, colour, name, and the terms of memory in it."""
+
+FREE, LIMIT, BEYOND = "·", "│", "»"
+ROOM = 0.75
+"""Share of a bar's width up to the limit, where something is drawn beyond it."""
+
+
+def room(width: int, *, all_fit: bool) -> int:
+    """Cells before the limit in bars of `width` cells."""
+    return width - 1 if all_fit else max(1, round(ROOM * (width - 1)))
+
+
+def memory_bar(memory: Memory, width: int, before: int) -> Text:
+    """`████▓▓▒▒▒▒░···│    `: the parts, what is free, the limit, what does not fit.
+
+    Exactly `width` cells, `before` of them up to the limit. A bar crosses the limit only if the strategy does
+    not fit; `»` ends a bar that is longer than the line.
+    """
+    cells = _cells(memory, before, width)
+    if not memory.fits:
+        cells += cells[-1:] * (before + 1 - len(cells))
+    inside, outside = cells[:before], cells[before:]
+    after = width - before - 1
+    if len(outside) > after:
+        outside = [*outside[: after - 1], (BEYOND, "red")]
+    inside += [(FREE, "dim")] * (before - len(inside))
+    outside += [(" ", "")] * (after - len(outside))
+    limit = (LIMIT, "green" if memory.fits else "red")
+    return Text.assemble(*inside, limit, *outside)
+
+
+def plain_bar(share: float, width: int) -> Text:
+    """A bar of one part; a share of 1 or more fills it."""
+    filled = min(width, round(width * share))
+    return Text.assemble(("█" * filled, "cyan"), (FREE * (width - filled), "dim"))
+
+
+def legend() -> Text:
+    """What the glyphs mean."""
+    pieces: list[tuple[str, str] | str] = []
+    for glyph, colour, name, _ in PARTS:
+        pieces += [(glyph, colour), f" {name}  "]
+    return Text.assemble(*pieces, LIMIT, " limit")
+
+
+def _cells(memory: Memory, before: int, most: int) -> list[tuple[str, str]]:
+    """One (glyph, colour) per cell, at most `most`; `before` cells stand for the capacity."""
+    values = terms(memory)
+    cells: list[tuple[str, str]] = []
+    reached = 0
+    for glyph, colour, _, names in PARTS:
+        reached += sum(values[name] for name in names)
+        end = min(most, round(before * reached / memory.capacity_bytes))
+        cells += [(glyph, colour)] * (end - len(cells))
+    return cells
+
 
 ROWS = 12
 """Rows shown, or more where there are more kinds of strategies."""
@@ -46,7 +109,7 @@ def show(plan: Plan, *, console: Console | None = None, everything: bool = False
         console.print(Padding(line, (0, 0, 0, 2), expand=False))
     if plan.chosen is not None:
         console.print()
-        console.print(verdict(plan.chosen))
+        console.print(bullets(plan.chosen.why, plan.chosen))
 
 
 def as_text(plan: Plan) -> str:
@@ -95,12 +158,13 @@ def heading(plan: Plan) -> Iterator[Text]:
         yield Text(f"assumed: {', '.join(job.assumed)}", style="dim")
 
 
-def verdict(chosen: Option) -> Table:
-    """The choice and its reasons."""
+def bullets(sentences: Iterable[str], chosen: Option | None = None) -> Table:
+    """A list, below the choice if that is given."""
     lines = Table.grid(padding=(0, 1, 0, 0))
-    lines.add_row(Text("▶", style="bold green"), Text(in_words(chosen.strategy), style="bold"))
-    for reason in chosen.why:
-        lines.add_row(Text("·", style="dim"), Text(reason))
+    if chosen is not None:
+        lines.add_row(Text("▶", style="bold green"), Text(in_words(chosen.strategy), style="bold"))
+    for sentence in sentences:
+        lines.add_row(Text("·", style="dim"), Text(sentence))
     return lines
 
 
@@ -114,7 +178,9 @@ def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool)
     gap = 1 if width < NARROW else 2
     unit, seconds = unit_of_time(min(option.seconds(plan.tokens) for option in shown))
     rows = [_row(option, plan, width, seconds) for option in shown]
-    header = _header(plan, unit)
+    trained = f"{'trained' if plan.job.total_tokens else '1B tok.'}\nin {unit}"
+    header: list[Text | str] = ["\n  strategy", "micro ×\naccum.", "ckpt\n", "\nGiB", "\nfits"]
+    header += ["tokens/s\nper GPU", trained, "J per\ntoken"]
     others = [max(map(_width, column)) for column in zip(header, *rows, strict=True)]
     bar = max(LEAST_BAR, min(MOST_BAR, width - sum(others) - gap * len(others)))
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", highlight=False)
@@ -131,14 +197,6 @@ def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool)
         batch = _batch(skipped.strategy)
         table.add_row(_name(skipped.strategy, width), *batch, Text("not simulated"), "", "no", style="dim")
     return table
-
-
-def _header(plan: Plan, unit: str) -> list[Text | str]:
-    trained = "trained" if plan.job.total_tokens else "1B tok."
-    return [
-        "\n  strategy", "micro ×\naccum.", "ckpt\n", "\nGiB", "\nfits", "tokens/s\nper GPU",
-        f"{trained}\nin {unit}", "J per\ntoken",
-    ]  # fmt: skip
 
 
 def _row(option: Option, plan: Plan, width: int, unit_seconds: float) -> list[Text | str]:

@@ -67,10 +67,8 @@ def shortcoming(
         missing = memory.needed_bytes - memory.capacity_bytes
         said.append(f"needs {gib(memory.needed_bytes)} of a GPU, {gib(missing)} more than it has")
     elif option.fit == "no":
-        said.append(
-            f"needs {gib(memory.host_bytes)} of each host's memory; there are "
-            f"{gib(hardware.host_memory_bytes or 0)}"
-        )
+        there = gib(hardware.host_memory_bytes or 0)
+        said.append(f"needs {gib(memory.host_bytes)} of each host's memory; there are {there}")
     elif memory.cache_flushes:
         said.append(f"fits only as {_flushing(memory)}")
     elif option.fit == "tight":
@@ -90,11 +88,9 @@ def does_not_fit(plan: Plan) -> DoesNotFitError:
         fix = f"{near.how} ({near.what}): {in_words(near.option.strategy)} fits, in {needed}"
         of_host = needs_of_host(near.option, hardware, plan.margin)
         fix += "" if of_host is None else f", if each host has {gib(of_host)}"
-    return DoesNotFitError(
-        f"nothing fits: {in_words(least.strategy)} is nearest, and {least.why[0]}",
-        where=f"{plan.job.model} on {hardware.world_size} × {hardware.gpu.name}",
-        fix=fix,
-    )
+    what = f"nothing fits: {in_words(least.strategy)} is nearest, and {least.why[0]}"
+    where = f"{plan.job.model} on {hardware.world_size} × {hardware.gpu.name}"
+    return DoesNotFitError(what, where=where, fix=fix)
 
 
 def _tried(plan: Plan) -> Iterator[str]:
@@ -120,11 +116,8 @@ def better_with_memory(plan: Plan) -> list[Option]:
     if chosen is None or plan.objective == "memory":
         return []
     found: list[Option] = []
-    for option in sorted(
-        plan.alternatives, key=lambda o: (*_lacking(o, plan), -gain(o, chosen, plan.objective))
-    ):
-        reached = gain(option, chosen, plan.objective)
-        lacks = _lacking(option, plan)
+    order = [(_lacking(o, plan), gain(o, chosen, plan.objective), o) for o in plan.alternatives]
+    for lacks, reached, option in sorted(order, key=lambda row: (*row[0], -row[1])):
         beaten = any(
             all(less <= more for less, more in zip(_lacking(other, plan), lacks, strict=True))
             and reached < gain(other, chosen, plan.objective) + WORTH_SAYING
@@ -166,24 +159,20 @@ def _least_free(option: Option, hardware: Hardware) -> tuple[float, str]:
 def _against_the_others(
     chosen: Option, rest: Sequence[Option], *, hardware: Hardware, objective: Objective, margin: float
 ) -> str:
-    best = {"throughput": "the fastest", "memory": "the least memory", "energy": "the least energy"}[
-        objective
-    ]
+    bests = {"throughput": "the fastest", "memory": "the least memory", "energy": "the least energy"}
+    best = bests[objective]
     same = [option for option in rest if option.fit == chosen.fit]
     if chosen.fit == "tight":
         free, where = _least_free(chosen, hardware)
         leaves = f": this leaves {free:.1%} of {where}, and" if free < margin else ", and this"
-        first = f"nothing leaves the margin of {margin:.0%} free{leaves} may run out of memory; {best}"
-        among = (
-            f"{first} of the {len(same) + 1} that fit without it" if same else f"{first}: nothing else fits"
-        )
+        among = f"nothing leaves the margin of {margin:.0%} free{leaves} may run out of memory; {best}"
+        among += f" of the {len(same) + 1} that fit without it" if same else ": nothing else fits"
     else:
         among = f"{best} of the {len(same) + 1} that fit" if same else "the only one that fits"
     nearly = max(same, key=lambda o: gain(o, chosen, objective), default=chosen)
-    if (
-        chosen.fit == "fits" and gain(nearly, chosen, objective) >= 1.0005
-    ):  # see `rank`; less is shown as 0.0 %
-        ahead = f"{in_words(nearly.strategy)} is {gain(nearly, chosen, objective) - 1:.1%} ahead"
+    lead = gain(nearly, chosen, objective) - 1
+    if chosen.fit == "fits" and lead >= 0.0005:  # see `rank`; less is shown as 0.0 %
+        ahead = f"{in_words(nearly.strategy)} is {lead:.1%} ahead"
         cost = "offloads" if uses_host(nearly) and not uses_host(chosen) else "needs more memory"
         return f"{AS_GOOD[objective]} as any of the {len(same) + 1} that fit: {ahead}, but {cost}"
     other = next((o for o in same if o.strategy.name != chosen.strategy.name), None)
@@ -216,10 +205,8 @@ def _memory(memory: Memory) -> str:
     free = 1 - memory.needed_bytes / memory.capacity_bytes
     name, most = max(terms(memory).items(), key=lambda term: term[1])
     used = gib(memory.needed_bytes).removesuffix(" GiB")
-    return (
-        f"{used} of {gib(memory.capacity_bytes)} on the fullest GPU, {free:.0%} free; "
-        f"mostly {name}, {gib(most)}"
-    )
+    fullest = f"{used} of {gib(memory.capacity_bytes)} on the fullest GPU, {free:.0%} free"
+    return f"{fullest}; mostly {name}, {gib(most)}"
 
 
 def _step(chosen: Option, hardware: Hardware) -> str:
@@ -238,15 +225,9 @@ def _step(chosen: Option, hardware: Hardware) -> str:
         limit = f"the power limit of {hardware.gpu.power_watts:.0f} W"
         if rest >= WORTH_SAYING * time.step_seconds:
             parts.append(f"a lower clock at {limit}, and short waits, {_share(rest, time)}")
-    within = {
-        "the optimizer": time.optimizer_seconds,
-        "copies to and from the host": time.copy_seconds,
-    }
-    within_step = [
-        f"{name} {_share(seconds, time)}"
-        for name, seconds in within.items()
-        if seconds >= WORTH_SAYING * time.step_seconds
-    ]
+    within = {"the optimizer": time.optimizer_seconds, "copies to and from the host": time.copy_seconds}
+    worth = {name: seconds for name, seconds in within.items() if seconds >= WORTH_SAYING * time.step_seconds}
+    within_step = [f"{name} {_share(seconds, time)}" for name, seconds in worth.items()]
     overlapping = f"; among it, or meanwhile, {', '.join(within_step)}" if within_step else ""
     return f"a step takes {duration(time.step_seconds)}: {', '.join(parts)}{overlapping}"
 

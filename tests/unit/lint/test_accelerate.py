@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwise.lint.blocks import blocks_of
 from shardwise.lint.check import check, fix_files, load
 from shardwise.lint.finding import Finding
+from shardwise.lint.model import blocks_of
 from shardwise.lint.setup import ModelFacts, Setup
 
 BASE: dict[str, Any] = {

@@ -16,11 +16,10 @@ from shardwise.errors import JobError
 from shardwise.lint.check import check, load, write
 from shardwise.lint.document import UnreadableError
 from shardwise.lint.edit import CannotEditError, Drop, Put, Rename, Strict, edited
-from shardwise.lint.json_text import read_json
 from shardwise.lint.page import page
 from shardwise.lint.read import read
 from shardwise.lint.setup import Setup
-from shardwise.lint.yaml_text import read_yaml
+from shardwise.lint.text import read_json, read_yaml
 
 TEXT = """{
   // whole batch

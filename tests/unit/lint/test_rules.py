@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from shardwise.lint.check import check, correct, findings_of
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Finding
-from shardwise.lint.json_text import read_json
 from shardwise.lint.read import read
 from shardwise.lint.rules import RULES
 from shardwise.lint.schema import accelerate_keys, deepspeed_schema
 from shardwise.lint.setup import READERS, ModelFacts, Setup
+from shardwise.lint.text import read_json, read_yaml
 from shardwise.lint.translate import translate
-from shardwise.lint.yaml_text import read_yaml
 
 GONE = object()
 """Takes a key out of the base."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.planner.bar import BEYOND, LIMIT, memory_bar, plain_bar, room
+from shardwise.planner.table import BEYOND, LIMIT, memory_bar, plain_bar, room
 from shardwise.simulate.prediction import Memory, MemoryTerms
 
 

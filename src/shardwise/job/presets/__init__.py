@@ -44,8 +44,7 @@ def samples(name: str) -> list[Path]:
 def write(name: str, out: Path) -> Iterator[Path]:
     """Write the job file, the samples it names, and the schema that lets editors complete it.
 
-    Raises:
-        JobError: a file that would be overwritten exists; nothing is written then.
+    JobError if a file would be overwritten; nothing is written then.
     """
     files = {out: f"# yaml-language-server: $schema={SCHEMA_FILE}\n{text(name)}"}
     files |= {out.parent / sample.name: sample.read_text(encoding="utf-8") for sample in samples(name)}

@@ -11,20 +11,10 @@ from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.read import found
-from shardwise.lint.schema import accelerate_keys, as_number, closest
+from shardwise.lint.schema import accelerate_keys, as_number, closest, names
 from shardwise.lint.setup import Setup
 
-IN_THE_FILE = [
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "offload_optimizer_nvme_path",
-    "zero3_save_16bit_model",
-]
-"""Refused together with `deepspeed_config_file`, which holds them itself."""
+IN_THE_FILE = names("in_the_deepspeed_file")
 
 DS, FSDP = "deepspeed_config", "fsdp_config"
 LARGEST = 2**31 - 1
@@ -57,7 +47,7 @@ def accelerate_unknown_key(document: Document, _: Setup) -> Iterator[Hit]:
         for name in document.section(*above):
             if name in known or (above == (FSDP,) and f"fsdp_{name}" in known):
                 continue
-            near, key = closest(str(name), list(known)), (*above, str(name))
+            near, key = closest(str(name), known), (*above, str(name))
             change: Change = Rename(key, near) if near and not document.has(*above, near) else Drop(key)
             what = f"accelerate has no key `{name}`{f' in {above[0]}' if above else ''}: "
             what += "it stops with a ValueError" if refuses else "it ignores the key"
@@ -123,10 +113,8 @@ def accelerate_names_a_file(document: Document, _: Setup) -> Iterator[Hit]:
     if value is not None and not isinstance(value, str):
         yield Hit(key, f"{value!r} is not a path: the processes stop when they read the file", fix)
     elif value is not None and not found([value], Path(document.name).parent):
-        what = (
-            f"{value} exists neither in the working directory nor next to this file: accelerate stops with "
-        )
-        what += "a ValueError if it is not in the folder where it starts"
+        what = f"{value} exists neither in the working directory nor next to this file: accelerate stops "
+        what += "with a ValueError if it is not in the folder where it starts"
         yield Hit(key, what, f"{fix}, preferably absolute", severity="warning")
 
 
@@ -198,9 +186,8 @@ def accelerate_machines(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(("num_processes",), what, "num_processes counts all machines' GPUs")
     if machines > 1 and not document.get("main_process_ip") and kind_of(document) != "NO":
         what = "the machines do not find each other without `main_process_ip`"
-        yield Hit(
-            ("num_machines",), what, "main_process_ip: the first machine's address, and main_process_port"
-        )
+        fix = "main_process_ip: the first machine's address, and main_process_port"
+        yield Hit(("num_machines",), what, fix)
 
 
 @accelerate_rule("warning", _LAUNCH)

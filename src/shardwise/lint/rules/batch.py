@@ -55,11 +55,9 @@ def batch_arithmetic(document: Document, setup: Setup) -> Iterator[Hit]:
     if complete and micro and total % (micro * ranks) == 0:
         instead = f"`{ACCUMULATION}`: {total // (micro * ranks)} for a batch of {total}, or {instead}"
     sign = "is not" if complete else "is no multiple of"
-    yield Hit(
-        (TOTAL,),
-        f"{total} {sign} {words} x {processes(ranks)} = {fits}: DeepSpeed stops with an AssertionError",
-        f"remove `{TOTAL}` (DeepSpeed computes it), or {instead}",
-    )  # no change: only the owner knows which number is right, and the batch decides the training
+    what = f"{total} {sign} {words} x {processes(ranks)} = {fits}: DeepSpeed stops with an AssertionError"
+    # no change: only the owner knows which number is right, and the batch decides the training
+    yield Hit((TOTAL,), what, f"remove `{TOTAL}` (DeepSpeed computes it), or {instead}")
 
 
 def _total_alone(total: int, ranks: int | None) -> Iterator[Hit]:
@@ -68,28 +66,20 @@ def _total_alone(total: int, ranks: int | None) -> Iterator[Hit]:
         return
     above = -(-total // ranks) * ranks
     near = f"{above - ranks} or {above}" if above > ranks else f"{above}"
-    yield Hit(
-        (TOTAL,),
-        f"{total} is no multiple of {processes(ranks)}: DeepSpeed stops with an AssertionError, whatever the "
-        "micro-batch",
-        f"`{TOTAL}`: {near}, or remove it and give `{MICRO}`",
-    )
+    what = f"{total} is no multiple of {processes(ranks)}: DeepSpeed stops with an AssertionError, whatever "
+    what += "the micro-batch"
+    yield Hit((TOTAL,), what, f"`{TOTAL}`: {near}, or remove it and give `{MICRO}`")
 
 
 def _without_ranks(total: int, product: int, words: str, *, complete: bool) -> Iterator[Hit]:
     fix = f"remove `{TOTAL}`: DeepSpeed computes it"
     if total % product:
-        yield Hit(
-            (TOTAL,), f"{total} is no multiple of {words} = {product}: wrong for any number of GPUs", fix
-        )
+        what = f"{total} is no multiple of {words} = {product}: wrong for any number of GPUs"
+        yield Hit((TOTAL,), what, fix)
     elif complete:
-        yield Hit(
-            (TOTAL,),
-            f"{total} = {words} x GPUs is true for exactly {total // product} GPUs; for any other number "
-            "DeepSpeed stops with an AssertionError",
-            f"{fix}; --gpus checks it for your GPUs",
-            severity="note",
-        )
+        what = f"{total} = {words} x GPUs is true for exactly {total // product} GPUs; for any other number "
+        what += "DeepSpeed stops with an AssertionError"
+        yield Hit((TOTAL,), what, f"{fix}; --gpus checks it for your GPUs", severity="note")
 
 
 @rule("error", _ASSERTION)
@@ -97,12 +87,9 @@ def no_batch_size(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without a micro-batch or a total batch DeepSpeed stops."""
     if document.has(TOTAL) or document.has(MICRO):
         return
-    yield Hit(
-        (),
-        f"neither `{MICRO}` nor `{TOTAL}` is given: DeepSpeed stops with an AssertionError",
-        f'"{MICRO}": "auto" uses the data loader\'s' if setup.hugging_face else f'"{MICRO}": 1',
-        (Put((MICRO,), AUTO),) if setup.hugging_face else (),
-    )
+    what = f"neither `{MICRO}` nor `{TOTAL}` is given: DeepSpeed stops with an AssertionError"
+    fix = f'"{MICRO}": "auto" uses the data loader\'s' if setup.hugging_face else f'"{MICRO}": 1'
+    yield Hit((), what, fix, (Put((MICRO,), AUTO),) if setup.hugging_face else ())
 
 
 @rule("warning", _ASSERTION)
@@ -116,28 +103,22 @@ def global_batch_alone(document: Document, setup: Setup) -> Iterator[Hit]:
         return  # batch-arithmetic: DeepSpeed does not start
     rows = total // ranks if ranks else total
     each = f"{rows} row{'' if rows == 1 else 's'}{'' if ranks else ' over the number of GPUs'}"
-    yield Hit(
-        (TOTAL,),
-        f"with `{TOTAL}` alone DeepSpeed does not accumulate: each GPU computes {each} at a time",
-        f"also give `{MICRO}`, the rows that fit",
-        severity="warning" if ranks is None or rows > 1 else "note",
-    )
+    what = f"with `{TOTAL}` alone DeepSpeed does not accumulate: each GPU computes {each} at a time"
+    fix = f"also give `{MICRO}`, the rows that fit"
+    yield Hit((TOTAL,), what, fix, severity="warning" if ranks is None or rows > 1 else "note")
 
 
 @rule(
-    "warning",
-    "deepspeed/runtime/config.py: world_size without an mpu; run with 2 processes, autotp_size 2",
+    "warning", "deepspeed/runtime/config.py: world_size without an mpu; run with 2 processes, autotp_size 2"
 )
 def batch_under_tensor_parallelism(document: Document, _: Setup) -> Iterator[Hit]:
     """DeepSpeed's check does not divide by autotp_size: the real batch is smaller than the written one."""
     degree, total = document.number("tensor_parallel", "autotp_size") or 0, document.number(TOTAL)
     if degree > 1 and total is not None:
-        yield Hit(
-            (TOTAL,),
-            f"DeepSpeed checks it against all GPUs, although {degree:g} GPUs share each row: the real batch "
-            f"is {total / degree:g} rows",
-            f"remove `{TOTAL}` and count micro-batch x accumulation x GPUs / {degree:g}",
-        )
+        what = f"DeepSpeed checks it against all GPUs, although {degree:g} GPUs share each row: the real "
+        what += f"batch is {total / degree:g} rows"
+        fix = f"remove `{TOTAL}` and count micro-batch x accumulation x GPUs / {degree:g}"
+        yield Hit((TOTAL,), what, fix)
 
 
 @rule("warning", "arithmetic", versions="", kind="training")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.lint.blocks import blocks_of
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit
+from shardwise.lint.model import blocks_of
 from shardwise.lint.rules.accelerate import FSDP, accelerate_rule, kind_of
 from shardwise.lint.setup import Setup
 
@@ -26,11 +26,8 @@ def fsdp_version(document: Document, _: Setup) -> Iterator[Hit]:
     """The default is FSDP1."""
     version = document.number(FSDP, "fsdp_version") or document.number(FSDP, "version")
     if version is None and document.section(FSDP) and kind_of(document) == "FSDP":
-        yield Hit(
-            (FSDP,),
-            "accelerate's default is still FSDP1, which transformers is about to drop",
-            "fsdp_version: 2 (`accelerate to-fsdp2` converts the other keys)",
-        )
+        what = "accelerate's default is still FSDP1, which transformers is about to drop"
+        yield Hit((FSDP,), what, "fsdp_version: 2 (`accelerate to-fsdp2` converts the other keys)")
 
 
 @accelerate_rule("warning", _PLUGIN)
@@ -65,8 +62,7 @@ def fsdp_efficient_loading(document: Document, _: Setup) -> Iterator[Hit]:
 
 
 @accelerate_rule(
-    "error",
-    "accelerate/utils/fsdp_utils.py: fsdp2_prepare_auto_wrap_policy; transformers: _no_split_modules",
+    "error", "accelerate/utils/fsdp_utils.py: fsdp2_prepare_auto_wrap_policy; transformers: _no_split_modules"
 )
 def fsdp_block_class(document: Document, setup: Setup) -> Iterator[Hit]:
     """A class to wrap that the model does not have stops accelerate; `--model` names the model."""

@@ -44,17 +44,16 @@ REMOVED_ZERO = {
     "mics_hierarchical_params_gather": (">=0.19.7", "use zero_hpz_partition_size"),
     "zeropp_loco_param": (">=0.19.8", "zero_quantized_gradients works without it"),
 }
-_REMOVED = {(name,): row for name, row in REMOVED_TOP.items()} | {
-    (ZERO, name): row for name, row in REMOVED_ZERO.items()
-}
+_REMOVED: dict[Key, tuple[str, str]] = {(name,): row for name, row in REMOVED_TOP.items()}
+_REMOVED |= {(ZERO, name): row for name, row in REMOVED_ZERO.items()}
 _HOMES: tuple[Key, ...] = ((), (ZERO,))
 """Sections that a misplaced key may be moved to; others have names that are too common, such as `verbose`."""
 _INTEGER = re.compile(r"[+-]?[0-9]+(\.0*)?", re.ASCII)
 """Text that pydantic accepts as an integer."""
+_PLAIN = {"object": (Mapping, "a section in braces"), "list": (list | str, "a list"), "str": (str, "a text")}
 _COMPARE = {">=": ge, "<=": le, ">": gt, "<": lt}
-WORDS = dict.fromkeys(("true", "yes", "on", "t", "y"), True) | dict.fromkeys(
-    ("false", "no", "off", "f", "n"), False
-)
+WORDS = dict.fromkeys(("true", "yes", "on", "t", "y"), True)
+WORDS |= dict.fromkeys(("false", "no", "off", "f", "n"), False)
 """Words that pydantic accepts as booleans, in any case."""
 _CONFIG = "deepspeed/runtime/config.py: DeepSpeedConfig._initialize_params"
 
@@ -76,7 +75,7 @@ def _unknown(document: Document, *, refuses: bool) -> Iterator[tuple[Key, Sectio
 def _meant(key: Key, section: Section, document: Document) -> tuple[str, tuple[Change, ...]]:
     """The fix for an unknown key, in words and as changes."""
     above, name = key[:-1], key[-1]
-    near = _ELSEWHERE.get(key) or closest(name, list(section.keys))
+    near = _ELSEWHERE.get(key) or closest(name, section.keys)
     if near is not None and document.has(*above, near):
         return f"`{near}` is given too: keep one of the two", ()
     if near is not None:
@@ -148,9 +147,8 @@ def deprecated_key(document: Document, _: Setup) -> Iterator[Hit]:
     value = document.get(ZERO)
     if isinstance(value, bool):
         what = "true or false instead of the section is the old form: true means stage 1"
-        yield Hit(
-            (ZERO,), what, '{"stage": 1}, or the stage you need', (Put((ZERO,), {"stage": int(value)}),)
-        )
+        put = Put((ZERO,), {"stage": int(value)})
+        yield Hit((ZERO,), what, '{"stage": 1}, or the stage you need', (put,))
 
 
 @rule("warning", "deepspeed/runtime/precision_config.py: get_bfloat16_config")
@@ -160,9 +158,8 @@ def bfloat16_is_bf16(document: Document, _: Setup) -> Iterator[Hit]:
     if document.has(*key):
         what = "`bfloat16` is the old name of `bf16`" + (", and is ignored next to it" if both else "")
         fix = "remove it" if both else "rename it to bf16: the Trainer and Accelerate read only that"
-        yield Hit(
-            key, what, fix, (Drop(key) if both else Rename(key, "bf16"),), "error" if both else "warning"
-        )
+        change = Drop(key) if both else Rename(key, "bf16")
+        yield Hit(key, what, fix, (change,), "error" if both else "warning")
 
 
 def _values(document: Document) -> Iterator[tuple[Key, Any, KeyKind, Section]]:
@@ -193,15 +190,10 @@ def wrong_kind_of_value(document: Document, _: Setup) -> Iterator[Hit]:
 
 def _kind_problem(value: Any, kind: KeyKind, *, lenient: bool) -> tuple[str, Any] | None:
     """(requirement, meant value); `lenient`: pydantic reads "3" as a number."""
-    plain = {
-        "object": (Mapping, "a section in braces"),
-        "list": (list | str, "a list"),
-        "str": (str, "a text"),
-    }
     if kind.kind == "any" or kind.words or (value is None and kind.nullable):
         return None
-    if kind.kind in plain:
-        types, wanted = plain[kind.kind]
+    if kind.kind in _PLAIN:
+        types, wanted = _PLAIN[kind.kind]
         return None if isinstance(value, types) else (wanted, None)
     if kind.kind == "bool":
         return _bool_problem(value, lenient=lenient)
@@ -241,7 +233,7 @@ def not_a_choice(document: Document, _: Setup) -> Iterator[Hit]:
         insensitive = key[-1].endswith("communication_data_type") or key[-1] == "gradient_allreduce_op"
         if insensitive and isinstance(value, str) and value.lower() in words:
             continue
-        near = closest(str(value), list(words))
+        near = closest(str(value), words)
         fix = f"one of {', '.join(words)}" + (f"; did you mean {near}?" if near else "")
         yield Hit(key, f"`{key[-1]}` cannot be {_shown(value)}", fix, (Put(key, near),) if near else ())
 

@@ -25,12 +25,9 @@ def offload_param_needs_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
     """At stages 0 to 2 parameters are not sharded; the request to offload them is silently ignored."""
     stage = stage_of(document)
     if stage in (0, 1, 2) and place(document, PARAMETERS) != "none":
-        yield Hit(
-            (ZERO, PARAMETERS),
-            f"at stage {stage} DeepSpeed silently ignores it: the parameters stay on the GPU",
-            "`stage`: 3, or remove it (`offload_optimizer` works at stages 1 and 2)",
-            (Drop((ZERO, PARAMETERS)),),
-        )
+        what = f"at stage {stage} DeepSpeed silently ignores it: the parameters stay on the GPU"
+        fix = "`stage`: 3, or remove it (`offload_optimizer` works at stages 1 and 2)"
+        yield Hit((ZERO, PARAMETERS), what, fix, (Drop((ZERO, PARAMETERS)),))
 
 
 @rule("error", f"{_CONFIG}: offload_optimizer; run with 0.19.8")
@@ -79,11 +76,7 @@ def super_offload_needs_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
 @rule("error", "deepspeed/runtime/zenflow; run with 0.19.8")
 def zenflow_needs_offload(document: Document, _: Setup) -> Iterator[Hit]:
     """`Zenflow must be used with cpu offload`, and not with torch_adam."""
-    key, adam, offload = (
-        (ZERO, "zenflow"),
-        ("optimizer", "params", "torch_adam"),
-        (ZERO, "zenflow", "offload"),
-    )
+    key, adam = (ZERO, "zenflow"), ("optimizer", "params", "torch_adam")
     if document.get(*key) is None:
         return
     if place(document, OPTIMIZER) != "cpu":
@@ -92,8 +85,8 @@ def zenflow_needs_offload(document: Document, _: Setup) -> Iterator[Hit]:
     if adam[-1] in document.section(*adam[:-1]):
         what = "together with `zenflow` this key stops DeepSpeed with a TypeError, even if it is false"
         yield Hit(adam, what, changes=(Drop(adam),))
-    if document.on(*offload) and document.get(ZERO, "overlap_comm") is False:
-        yield Hit(offload, "it needs `overlap_comm`", '"overlap_comm": true')
+    if document.on(*key, "offload") and document.get(ZERO, "overlap_comm") is False:
+        yield Hit((*key, "offload"), "it needs `overlap_comm`", '"overlap_comm": true')
 
 
 @rule("warning", "deepspeed/runtime/engine.py: get_optimizer_configuration")

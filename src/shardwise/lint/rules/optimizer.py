@@ -11,40 +11,13 @@ from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.zero import ZERO, stage_of
-from shardwise.lint.schema import as_number, closest
+from shardwise.lint.schema import as_number, closest, names
 from shardwise.lint.setup import Setup
 
 DEEPSPEED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
-TORCH_OPTIMIZERS = (
-    "Adadelta",
-    "Adafactor",
-    "Adamax",
-    "ASGD",
-    "LBFGS",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-    "SparseAdam",
-)
+TORCH_OPTIMIZERS = names("torch_optimizers")
 REMOVED = ("onebitadam", "onebitlamb", "zerooneadam")
-ADAM_PARAMS = [
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "bias_correction",
-    "amsgrad",
-    "torch_adam",
-    "adam_w_mode",
-    "fp32_optimizer_states",
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-    "maximize",
-]
+ADAM_PARAMS = names("adam_parameters")
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum", "betas")
 _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta": "betas", "decay": "weight_decay"}
 SCHEDULES = {
@@ -74,14 +47,11 @@ def unknown_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
     if name.lower() in REMOVED:
         yield Hit(_TYPE, f"{name} was removed in DeepSpeed 0.19.7: it stops", '"type": "AdamW"')
         return
-    names = {n.lower(): n for n in TORCH_OPTIMIZERS} | known
-    near = names.get(closest(name, list(names)) or "")
-    yield Hit(
-        _TYPE,
-        f"DeepSpeed and torch.optim have no optimizer {name!r}: DeepSpeed stops with an AssertionError",
-        f"did you mean {near}?" if near else '"type": "AdamW"',
-        (Put(_TYPE, near),) if near else (),
-    )
+    every = {n.lower(): n for n in TORCH_OPTIMIZERS} | known
+    near = every.get(closest(name, every) or "")
+    what = f"DeepSpeed and torch.optim have no optimizer {name!r}: DeepSpeed stops with an AssertionError"
+    fix = f"did you mean {near}?" if near else '"type": "AdamW"'
+    yield Hit(_TYPE, what, fix, (Put(_TYPE, near),) if near else ())
 
 
 @rule("error", "deepspeed/runtime/engine.py: _do_optimizer_sanity_check; run with 0.19.8")
@@ -169,7 +139,7 @@ def unknown_schedule(document: Document, _: Setup) -> Iterator[Hit]:
     key, lower = ("scheduler", "type"), {n.lower(): n for n in SCHEDULES}
     name = document.get(*key)
     if isinstance(name, str) and name not in SCHEDULES:
-        near = lower.get(closest(name, list(lower)) or "")
+        near = lower.get(closest(name, lower) or "")
         fix = f"did you mean {near}?" if near else f"one of {', '.join(SCHEDULES)}"
         changes = (Put(key, near),) if near else ()
         yield Hit(key, f"DeepSpeed has no schedule {name!r}: it stops", fix, changes)

@@ -131,10 +131,7 @@ def hpz_divides_the_gpus(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit(key, what, f'"zero_hpz_partition_size": {node}', severity="warning")
 
 
-@rule(
-    "warning",
-    "https://github.com/deepspeedai/DeepSpeed/issues/7461; runtime/zero/leaf_module_config.py",
-)
+@rule("warning", "https://github.com/deepspeedai/DeepSpeed/issues/7461; runtime/zero/leaf_module_config.py")
 def experts_at_stage_3(document: Document, setup: Setup) -> Iterator[Hit]:
     """ZeRO-3 gathers in the order in which modules run, which differs between GPUs with experts.
 
@@ -144,9 +141,7 @@ def experts_at_stage_3(document: Document, setup: Setup) -> Iterator[Hit]:
     if model is None or not model.experts or document.section(ZERO, "leaf_module"):
         return
     if stage_of(document) == 3 and model.model_type not in ("mixtral", "qwen2_moe", "qwen3_moe"):
-        yield Hit(
-            (ZERO, "stage"),
-            f"{model.name} has experts: GPUs whose tokens choose different experts gather different weights, "
-            "and all may wait forever",
-            '"leaf_module": {"classes": ["its sparse MoE block"]} in zero_optimization',
-        )
+        what = f"{model.name} has experts: GPUs whose tokens choose different experts gather different "
+        what += "weights, and all may wait forever"
+        fix = '"leaf_module": {"classes": ["its sparse MoE block"]} in zero_optimization'
+        yield Hit((ZERO, "stage"), what, fix)

@@ -38,9 +38,8 @@ def no_mixed_precision(document: Document, setup: Setup) -> Iterator[Hit]:
     stage 0 there are no fp32 master weights. An error if the model is known to be half precision.
     """
     named = [document.get(name, "enabled") for name in ("bf16", "fp16", "torch_autocast", "bfloat16")]
-    asked = any(setup.training(name) is True for name in ("bf16", "fp16")) or any(
-        doc.get("mixed_precision") in ("bf16", "fp16") for doc in setup.of("accelerate")
-    )
+    launched = {doc.get("mixed_precision") for doc in setup.of("accelerate")}
+    asked = any(setup.training(name) is True or name in launched for name in ("bf16", "fp16"))
     if any(value in (True, AUTO) for value in named) or (setup.hugging_face and asked):
         return  # on, or Accelerate adds the section
     kept = "gradients are accumulated and sent in fp32, twice the bytes, without a check for overflow"
@@ -64,12 +63,8 @@ def fp16_for_a_bf16_model(document: Document, setup: Setup) -> Iterator[Hit]:
     """A model trained in bf16 has activations that fp16 cannot hold."""
     known = _model_precision(setup)
     if known and known[0] == "bf16" and document.on(*FP16):
-        yield Hit(
-            FP16,
-            f"{known[1]}; its values can exceed fp16's largest number, 65,504: skipped steps, then NaN",
-            '"bf16": {"enabled": true} instead',
-            (Put(FP16, False), Put(BF16, True)),
-        )
+        what = f"{known[1]}; its values can exceed fp16's largest number, 65,504: skipped steps, then NaN"
+        yield Hit(FP16, what, '"bf16": {"enabled": true} instead', (Put(FP16, False), Put(BF16, True)))
 
 
 @rule("error", "deepspeed/runtime/engine.py 0.19.8: backward scales the loss for ZeRO's optimizers only")
@@ -88,9 +83,8 @@ def half_masters_need_zero(document: Document, _: Setup) -> Iterator[Hit]:
             yield Hit(key, "DeepSpeed stops: it needs ZeRO", "`stage`: 1, 2 or 3")
     key, masters = ("bf16", "bf16_optimizer_states"), "bf16_master_weights_and_grads"
     if document.on(*key) and not document.on("bf16", masters):
-        yield Hit(
-            key, f"DeepSpeed stops: it needs `{masters}`", f'"{masters}": true, or remove it', (Drop(key),)
-        )
+        what = f"DeepSpeed stops: it needs `{masters}`"
+        yield Hit(key, what, f'"{masters}": true, or remove it', (Drop(key),))
 
 
 @rule("error", "deepspeed/runtime/precision_config.py: _validate_dynamic_loss_scale_params")
@@ -117,13 +111,10 @@ def accumulates_in_bf16(document: Document, _: Setup) -> Iterator[Hit]:
     steps, dtype = document.number("gradient_accumulation_steps") or 1, ("data_types", "grad_accum_dtype")
     sharded = document.on(*BF16) and stage_of(document) in (2, 3)
     if sharded and steps > 1 and document.get(*dtype) is None:
-        yield Hit(
-            ("gradient_accumulation_steps",),
-            f"{steps:g} micro-batches are accumulated in bf16, which has 8 bits of mantissa",
-            '"data_types": {"grad_accum_dtype": "fp32"}: the same traffic at stages 2 and 3, 2 bytes more '
-            "per parameter of the GPU's shard",
-            (Put(dtype, "fp32"),),
-        )
+        what = f"{steps:g} micro-batches are accumulated in bf16, which has 8 bits of mantissa"
+        fix = '"data_types": {"grad_accum_dtype": "fp32"}: the same traffic at stages 2 and 3, 2 bytes more '
+        fix += "per parameter of the GPU's shard"
+        yield Hit(("gradient_accumulation_steps",), what, fix, (Put(dtype, "fp32"),))
 
 
 @rule("warning", "deepspeed/runtime/torch_autocast.py; run with 0.19.8")

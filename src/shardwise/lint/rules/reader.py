@@ -8,48 +8,14 @@ from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.edit import Drop, Strict
 from shardwise.lint.finding import Hit, rule
+from shardwise.lint.schema import names
 from shardwise.lint.setup import READER_NAMES, Setup
 
-_BY_BOTH = {
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "bf16.enabled",
-    "fp16.enabled",
-    "optimizer.params.lr",
-    "optimizer.params.weight_decay",
-    "scheduler.params.warmup_min_lr",
-    "scheduler.params.warmup_max_lr",
-    "scheduler.params.warmup_num_steps",
-    "scheduler.params.total_num_steps",
-    "zero_optimization.stage",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_param_persistence_threshold",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    "zero_optimization.offload_optimizer.device",
-    "zero_optimization.offload_param.device",
-    "zero_optimization.offload_optimizer.nvme_path",
-    "zero_optimization.offload_param.nvme_path",
-}
+_BY_BOTH = frozenset(names("filled_autos"))
 FILLED = {"trainer": _BY_BOTH | {"optimizer.params.betas", "optimizer.params.eps"}, "accelerate": _BY_BOTH}
 """Keys whose `auto` the Trainer and Accelerate replace; the plugin they share fills stage and devices."""
 
-_OWN_AUTO = {
-    "data_types.keep_in_fp32_modules",
-    "pipeline.stages",
-    "zero_optimization.zenflow.select_strategy",
-    "zero_optimization.zenflow.select_interval",
-    "zero_optimization.zenflow.update_interval",
-    "expert_parallel.score_apply",
-    "expert_parallel.combine_impl",
-    "expert_parallel.row_weighting_impl",
-    "expert_parallel.score_func",
-    "expert_parallel.top_k",
-    "expert_parallel.routed_scaling_factor",
-}
-"""Keys for which DeepSpeed itself knows the value `auto`."""
+_OWN_AUTO = frozenset(names("own_autos"))
 
 _FAILS = {
     "train_batch_size": "TypeError at the start",
@@ -75,13 +41,10 @@ def auto_without_trainer(document: Document, setup: Setup) -> Iterator[Hit]:
     keys = autos(document)
     if setup.reader is None and keys:
         more = "" if len(keys) == 1 else f", and for {len(keys) - 1} more keys"
-        yield Hit(
-            keys[0],
-            f"the value is `auto`{more}: the Trainer and Accelerate fill it in; DeepSpeed itself drops it "
-            "for some keys (`stage` becomes 0) and stops at others",
-            "nothing, if the Trainer or Accelerate reads this file (--reader trainer); else write the values",
-            severity="note",
-        )
+        what = f"the value is `auto`{more}: the Trainer and Accelerate fill it in; DeepSpeed itself drops it "
+        what += "for some keys (`stage` becomes 0) and stops at others"
+        fix = "nothing, if the Trainer or Accelerate reads this file (--reader trainer); else write the "
+        yield Hit(keys[0], what, f"{fix}values", severity="note")
     for key in keys if setup.reader == "deepspeed" else ():
         in_params = key[0] in ("optimizer", "scheduler")
         default = "TypeError at the start" if in_params else "it drops `auto` and uses the default"
@@ -103,14 +66,10 @@ def auto_nobody_fills(document: Document, setup: Setup) -> Iterator[Hit]:
         if ".".join(key) in FILLED[setup.reader]:
             continue
         dropped = key[0] in ("zero_optimization", "bf16", "fp16", "tensor_parallel", "compile")
-        yield Hit(
-            key,
-            f"{READER_NAMES[setup.reader]} does not fill in this `auto`; DeepSpeed then "
-            + ("uses its default" if dropped else "finds text where it needs a value"),
-            "write the value, or remove the key",
-            (Drop(key),) if dropped else (),
-            severity="warning" if dropped else "error",
-        )
+        effect = "uses its default" if dropped else "finds text where it needs a value"
+        what = f"{READER_NAMES[setup.reader]} does not fill in this `auto`; DeepSpeed then {effect}"
+        changes = (Drop(key),) if dropped else ()
+        yield Hit(key, what, "write the value, or remove the key", changes, "warning" if dropped else "error")
 
 
 @rule("error", _JSON_LOAD)
@@ -142,14 +101,9 @@ def byte_order_mark(document: Document, setup: Setup) -> Iterator[Hit]:
 
 def _not_strict(document: Document, setup: Setup, line: int, what: str, it: str) -> Hit:
     fatal = setup.hugging_face or bool(autos(document))  # `auto` is written for one of the two
-    return Hit(
-        (),
-        f"{what}: DeepSpeed ignores {it}; the Trainer and Accelerate stop with JSONDecodeError",
-        f"remove {it}",
-        (Strict(),) if fatal else (),  # the owner may want the comments if strict JSON is not needed
-        "error" if fatal else "warning",
-        line,
-    )
+    changes = (Strict(),) if fatal else ()  # the owner may want the comments if strict JSON is not needed
+    what += f": DeepSpeed ignores {it}; the Trainer and Accelerate stop with JSONDecodeError"
+    return Hit((), what, f"remove {it}", changes, "error" if fatal else "warning", line)
 
 
 @rule(
@@ -166,6 +120,5 @@ def duplicate_key(document: Document, setup: Setup) -> Iterator[Hit]:
         happens = "DeepSpeed stops with a ValueError: Duplicate keys"
         if setup.hugging_face and setup.reader:
             happens = f"{READER_NAMES[setup.reader]} uses this one, and silently ignores line {before}"
-        yield Hit(
-            key, f"`{key[-1]}` is given twice (first in line {before}): {happens}", "keep one of the two"
-        )
+        what = f"`{key[-1]}` is given twice (first in line {before}): {happens}"
+        yield Hit(key, what, "keep one of the two")

@@ -27,14 +27,11 @@ def activation_checkpointing(document: Document, setup: Setup) -> Iterator[Hit]:
     key = ("activation_checkpointing",)
     asked = any(value not in (False, None) for value in document.section(*key).values())
     if asked and setup.reader != "deepspeed":
-        yield Hit(
-            key,
-            "it only affects models that call deepspeed.checkpointing; Hugging Face models do not: nothing "
-            "is recomputed",
-            "gradient_checkpointing in the TrainingArguments, or model.gradient_checkpointing_enable()",
-            (Drop(key),) if setup.hugging_face else (),
-            "warning" if setup.hugging_face else "note",
-        )
+        what = "it only affects models that call deepspeed.checkpointing; Hugging Face models do not: "
+        what += "nothing is recomputed"
+        fix = "gradient_checkpointing in the TrainingArguments, or model.gradient_checkpointing_enable()"
+        changes = (Drop(key),) if setup.hugging_face else ()
+        yield Hit(key, what, fix, changes, "warning" if setup.hugging_face else "note")
 
 
 @rule("error", "deepspeed/runtime/model_checkpointing; run with 0.19.8")
@@ -118,13 +115,10 @@ def throughput_timer(document: Document, _: Setup) -> Iterator[Hit]:
         value = document.get(*timer, name)
         if value in (False, 0) or WORDS.get(str(value).lower()) is False:
             return
-    yield Hit(
-        next(iter(sections), ()),
-        "DeepSpeed's throughput timer is on: to log samples per second the process waits for the GPU twice "
-        "per micro-batch",
-        '"timers": {"throughput": {"enabled": false}}; or "synchronized": false, which keeps the log',
-        (Put((*timer, "enabled"), False),),
-    )
+    what = "DeepSpeed's throughput timer is on: to log samples per second the process waits for the GPU "
+    what += "twice per micro-batch"
+    fix = '"timers": {"throughput": {"enabled": false}}; or "synchronized": false, which keeps the log'
+    yield Hit(next(iter(sections), ()), what, fix, (Put((*timer, "enabled"), False),))
 
 
 @rule("warning", "deepspeed/launcher/runner.py: --autotuning")

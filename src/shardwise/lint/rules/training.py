@@ -43,8 +43,7 @@ def _distributed(setup: Setup) -> bool:
 
 
 @training_rule(
-    "error",
-    "accelerate/accelerator.py: verify_device_map; transformers: from_pretrained under ZeRO-3",
+    "error", "accelerate/accelerator.py: verify_device_map; transformers: from_pretrained under ZeRO-3"
 )
 def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
     """A device map spreads one process over GPUs; a distributed launch gives each GPU a process."""
@@ -53,13 +52,10 @@ def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
         what = "from_pretrained stops: ZeRO-3 does not allow a `device_map`"
         yield Hit(key, what, "remove it: ZeRO-3 places the parameters")
     elif value in ("auto", "balanced", "balanced_low_0", "sequential") and _distributed(setup):
-        yield Hit(
-            key,
-            f'"{value}" spreads the model over all GPUs of the machine, in every process; under a '
-            "distributed launch Accelerator.prepare stops: `You can't train a model that has been loaded "
-            "with device_map='auto' in any distributed mode`",
-            'remove it; for a quantised base {"": local_rank}',
-        )
+        what = f'"{value}" spreads the model over all GPUs of the machine, in every process; under a '
+        what += "distributed launch Accelerator.prepare stops: `You can't train a model that has been loaded "
+        what += "with device_map='auto' in any distributed mode`"
+        yield Hit(key, what, 'remove it; for a quantised base {"": local_rank}')
 
 
 @training_rule("error", "transformers 5: modeling_utils.py knows no load_in_8bit", versions="transformers>=5")
@@ -94,10 +90,7 @@ def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit((name,), what, "plan host and GPU memory for one full copy per GPU", severity="note")
 
 
-@training_rule(
-    "error",
-    "transformers/integrations/deepspeed.py: fill_match, trainer_config_finalize",
-)
+@training_rule("error", "transformers/integrations/deepspeed.py: fill_match, trainer_config_finalize")
 def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer compares its arguments with the DeepSpeed file and stops if they differ."""
     for config in setup.of("deepspeed") if setup.reader == "trainer" else ():
@@ -109,12 +102,9 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
                 continue
             have, by_default = (default, " by default") if given is None else (given, "")
             if isinstance(have, int | float) and value != have:
-                yield Hit(
-                    (name,),
-                    f"`{name}` is {have}{by_default}, but {config.name} has `{'.'.join(key)}`: {value}. The "
-                    "Trainer stops: `Please correct the following DeepSpeed config values`",
-                    f'"auto" for `{".".join(key)}`, or the same value in both',
-                )
+                what = f"`{name}` is {have}{by_default}, but {config.name} has `{'.'.join(key)}`: {value}. "
+                what += "The Trainer stops: `Please correct the following DeepSpeed config values`"
+                yield Hit((name,), what, f'"auto" for `{".".join(key)}`, or the same value in both')
 
 
 @training_rule("error", "deepspeed/launcher/launch.py: -m")
@@ -138,10 +128,7 @@ def visible_devices(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(("CUDA_VISIBLE_DEVICES",), what, fix)
 
 
-@training_rule(
-    "error",
-    "deepspeed/launcher/runner.py: Cannot specify num_nodes/gpus with include/exclude",
-)
+@training_rule("error", "deepspeed/launcher/runner.py: Cannot specify num_nodes/gpus with include/exclude")
 def include_and_number(document: Document, _: Setup) -> Iterator[Hit]:
     """Two ways to choose GPUs exclude each other."""
     if document.get("launcher") == "deepspeed" and (document.has("include") or document.has("exclude")):

@@ -9,8 +9,8 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop, Put
-from shardwise.lint.finding import Hit, rule
-from shardwise.lint.schema import as_number
+from shardwise.lint.finding import Hit, Severity, rule
+from shardwise.lint.schema import as_number, names
 from shardwise.lint.setup import Setup
 
 ZERO = "zero_optimization"
@@ -24,18 +24,7 @@ STAGE_3_ONLY: dict[str, Any] = {
     "zero_quantized_nontrainable_weights": False,
     "zero_quantized_gradients": False,
     "pipeline_loading_checkpoint": False,
-} | dict.fromkeys(
-    (
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
-        "stage3_model_persistence_threshold",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "sub_group_size",
-        "memory_efficient_linear",
-        "leaf_module",
-    )
-)
+} | dict.fromkeys(names("stage_3_keys"))
 """Keys that only stage 3 reads, with the value that requests nothing, or None."""
 
 STAGE_12_ONLY: dict[str, Any] = {
@@ -70,9 +59,9 @@ def stage_of(document: Document) -> int | None:
     return int(value) if isinstance(value, int | float) and isfinite(value) else 0
 
 
-def zero_keys(document: Document, names: dict[str, Any]) -> Iterator[Key]:
+def zero_keys(document: Document, keys: dict[str, Any]) -> Iterator[Key]:
     """Those of the keys that are given and request something."""
-    for name, nothing in names.items():
+    for name, nothing in keys.items():
         if document.has(ZERO, name) and (nothing is None or document.get(ZERO, name) != nothing):
             yield (ZERO, name)
 
@@ -82,24 +71,17 @@ def stage_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
     """The default stage is 0: a section full of settings, and nothing is sharded."""
     if document.section(ZERO) and not document.has(ZERO, "stage"):
         old = any(document.has(ZERO, name) for name in ("cpu_offload", "cpu_offload_param"))
-        yield Hit(
-            (ZERO,),
-            "without `stage` DeepSpeed trains at stage 0: nothing is sharded, and the other keys of the "
-            "section have no effect" + (" (the old keys do not set the stage either)" if old else ""),
-            '"stage": 1, 2 or 3',
-        )
+        what = "without `stage` DeepSpeed trains at stage 0: nothing is sharded, and the other keys of the "
+        what += "section have no effect" + (" (the old keys do not set the stage either)" if old else "")
+        yield Hit((ZERO,), what, '"stage": 1, 2 or 3')
 
 
 @rule("error", "accelerate/utils/dataclasses.py: DeepSpeedPlugin.__post_init__", versions="")
 def accelerate_needs_zero(document: Document, setup: Setup) -> Iterator[Hit]:
     """Accelerate's plugin, which the Trainer also uses, refuses a file without `zero_optimization`."""
     if setup.hugging_face and not document.has(ZERO):
-        yield Hit(
-            (),
-            "Accelerate, also under the Trainer, stops: `Please specify the ZeRO optimization config`",
-            f'"{ZERO}": {{"stage": 0}} for no ZeRO',
-            (Put((ZERO,), {"stage": 0}),),
-        )
+        what = "Accelerate, also under the Trainer, stops: `Please specify the ZeRO optimization config`"
+        yield Hit((), what, f'"{ZERO}": {{"stage": 0}} for no ZeRO', (Put((ZERO,), {"stage": 0}),))
 
 
 @rule("warning", f"{_ENGINE}: what each optimizer is given")
@@ -109,12 +91,8 @@ def stage_3_key_below_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
     if stage in (None, 3) or not document.has(ZERO, "stage"):
         return
     for key in zero_keys(document, STAGE_3_ONLY):
-        yield Hit(
-            key,
-            f"only ZeRO-3 reads it; at stage {stage} it has no effect",
-            "remove it, or `stage`: 3 for sharded parameters",
-            (Drop(key),),
-        )
+        what = f"only ZeRO-3 reads it; at stage {stage} it has no effect"
+        yield Hit(key, what, "remove it, or `stage`: 3 for sharded parameters", (Drop(key),))
 
 
 @rule("note", f"{_ENGINE}: what each optimizer is given")
@@ -150,12 +128,9 @@ def small_reduce_bucket(document: Document, setup: Setup) -> Iterator[Hit]:
         if stage == 3
         else "every larger gradient is reduced alone: many small collectives"
     )
-    yield Hit(
-        key,
-        f"{bucket:,.0f} elements are less than one {matrix} ({least:,}): {effect}",
-        "remove it (500,000,000: 1 GB in bf16), or about 50,000,000 if memory is short",
-        (Put(key, 50_000_000),),
-    )
+    what = f"{bucket:,.0f} elements are less than one {matrix} ({least:,}): {effect}"
+    fix = "remove it (500,000,000: 1 GB in bf16), or about 50,000,000 if memory is short"
+    yield Hit(key, what, fix, (Put(key, 50_000_000),))
 
 
 @rule("warning", f"{_CONFIG}: overlap_comm")
@@ -179,18 +154,15 @@ def overlap_comm_default(document: Document, _: Setup) -> Iterator[Hit]:
 def no_model_on_save(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without the flag ZeRO-3 saves shards; the Trainer's `save_model` writes no model that loads."""
     name = "stage3_gather_16bit_weights_on_model_save"
-    names = (name, "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
-    asked = any(document.has(ZERO, n) and document.get(ZERO, n) in (True, AUTO) for n in names)
+    known = (name, "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
+    asked = any(document.has(ZERO, n) and document.get(ZERO, n) in (True, AUTO) for n in known)
     if stage_of(document) != 3 or asked or setup.reader == "deepspeed":
         return  # the user's own DeepSpeed loop may never save a full model
-    yield Hit(
-        (ZERO, name),
-        "under ZeRO-3 no model is saved without it: `save_model` writes only DeepSpeed's own checkpoint, "
-        "`save_16bit_model` nothing",
-        f'"{name}": true; or convert with zero_to_fp32.py afterwards',
-        (Put((ZERO, name), True),),
-        "warning" if setup.hugging_face else "note",
-    )
+    what = "under ZeRO-3 no model is saved without it: `save_model` writes only DeepSpeed's own checkpoint, "
+    what += "`save_16bit_model` nothing"
+    fix = f'"{name}": true; or convert with zero_to_fp32.py afterwards'
+    severity: Severity = "warning" if setup.hugging_face else "note"
+    yield Hit((ZERO, name), what, fix, (Put((ZERO, name), True),), severity)
 
 
 @rule("error", _ENGINE)
