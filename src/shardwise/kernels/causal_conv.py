@@ -16,6 +16,9 @@ from torch.nn import functional
 
 from shardwise.kernels.target import run_on_cuda
 
+CONVOLVED = 64
+"""Tokens of a program on CUDA, each with its own sums of the gradients of weight and bias."""
+
 
 def causal_conv_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.causal_conv_triton import LOG2E, sigmoid
-from shardwise.kernels.mamba_work import BLOCK, TILE, chunk_tokens
+from shardwise.kernels.selective_scan import BLOCK, TILE, chunk_tokens
 
 RESET: tl.constexpr = tl.constexpr(-1e30)
 """Added to an exponent of two: the state is forgotten."""

@@ -17,11 +17,10 @@ from shardwise.models.config import check_shape, read_config, refused
 from shardwise.models.families import attention_for, family_code, family_of
 from shardwise.models.file_weights import open_weights
 from shardwise.models.quantize import quantize_linears
-from shardwise.models.random_weights import RandomWeights
 from shardwise.models.rotary import fix_frequencies
 from shardwise.models.source import Source, find_source
 from shardwise.models.structure import build_buffers, count_parameters, find_blocks
-from shardwise.models.weights import Weights, WeightSource
+from shardwise.models.weights import RandomWeights, Weights, WeightSource
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -18,7 +18,7 @@ from shardwise.errors import JobError
 from shardwise.kernels import attention
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwise.models.families import VARLEN, attention_of, family_of, logits_after
-from shardwise.objective.protocol import Objective
+from shardwise.objective import Objective
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from shardwise.kernels.mamba_work import BLOCK, CONVOLVED, TILE, chunks_of, tiles_of
+from shardwise.kernels.causal_conv import CONVOLVED
+from shardwise.kernels.selective_scan import BLOCK, TILE, chunks_of, tiles_of
 from shardwise.kernels.target import Target
 
 
