@@ -89,11 +89,9 @@ def _kept(files: Mapping[str, Path]) -> dict[str, str]:
                 temporary.replace(path)
         kept: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise MachineError(
-            f"the hash of the base model cannot be computed and cached: {error.strerror or error}",
-            where=str(error.filename or cache_root()),
-            fix="make room or give permission, or set SHARDWISE_CACHE to another folder",
-        ) from None
+        what = f"the hash of the base model cannot be computed and cached: {error.strerror or error}"
+        fix = "make room or give permission, or set SHARDWISE_CACHE to another folder"
+        raise MachineError(what, where=str(error.filename or cache_root()), fix=fix) from None
     return kept
 
 

@@ -35,11 +35,9 @@ class Norm(MambaRMSNorm):  # type: ignore[misc]
     """RMS norm of a hidden state of any format, at least in fp32; the result has the weight's format."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         weight: torch.Tensor = self.weight
-        normed = functional.rms_norm(
-            hidden_states.to(dtype), weight.shape, weight.to(dtype), self.variance_epsilon
-        )
+        normed = functional.rms_norm(x, weight.shape, weight.to(x.dtype), self.variance_epsilon)
         return normed.to(weight.dtype)
 
 
@@ -99,18 +97,11 @@ class Backbone(MambaModel):  # type: ignore[misc]
         return MambaOutput(last_hidden_state=self.norm_f(hidden))
 
 
-CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    MambaRMSNorm: Norm,
-    MambaMixer: Mixer,
-    MambaBlock: Block,
-    MambaModel: Backbone,
-}
+CLASSES = {MambaRMSNorm: Norm, MambaMixer: Mixer, MambaBlock: Block, MambaModel: Backbone}
 """transformers' classes and their replacements."""
 
 
 EMBEDDING_STD = 0.02
-_UNUSED = ("initializer_range", "rescale_prenorm_residual")
-"""Config values that the authors' initialisation does not use."""
 
 
 def prepare(model: PreTrainedModel) -> None:
@@ -134,19 +125,13 @@ def prepare(model: PreTrainedModel) -> None:
 
 def check_config(config: PretrainedConfig, changed: dict[str, object]) -> None:
     """Raise JobError for what our modules do not compute; `changed` are the config values the job sets."""
-    for name in _UNUSED:
+    for name in ("initializer_range", "rescale_prenorm_residual"):
         if name in changed:
-            raise JobError(
-                "Mamba starts from its authors' initialisation, which has no such value",
-                where=f"model.config.{name}",
-                fix="leave it out",
-            )
+            what = "Mamba starts from its authors' initialisation, which has no such value"
+            raise JobError(what, where=f"model.config.{name}", fix="leave it out")
     if config.hidden_act not in ("silu", "swish"):
-        raise JobError(
-            f"Mamba's convolution and gate are followed by SiLU, not by {config.hidden_act!r}",
-            where="model.config.hidden_act",
-            fix="hidden_act: silu",
-        )
+        what = f"Mamba's convolution and gate are followed by SiLU, not by {config.hidden_act!r}"
+        raise JobError(what, where="model.config.hidden_act", fix="hidden_act: silu")
 
 
 def mixer_flops_per_token(config: PretrainedConfig) -> float:

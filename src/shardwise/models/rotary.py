@@ -24,16 +24,10 @@ FIXED = "fixed"
 
 @torch.no_grad()
 def fix_frequencies(model: PreTrainedModel, sequence_length: int) -> list[str]:
-    """Fix them in place, for rows of at most `sequence_length` tokens.
+    """Fix them in place, for rows of at most `sequence_length` tokens, and return notes for people.
 
-    The rotary embeddings' buffers are computed and on the CPU.
-
-    Returns:
-        Notes for people.
-
-    Raises:
-        JobError: rows may be longer than the model was first trained with, and its code would still depend on
-            lengths.
+    The rotary embeddings' buffers are computed and on the CPU. Raises JobError where rows may be longer than
+    the model was first trained with, and its code would still depend on lengths.
     """
     config = model.config.get_text_config()
     limits = _limits(config)
@@ -46,16 +40,11 @@ def fix_frequencies(model: PreTrainedModel, sequence_length: int) -> list[str]:
     if sequence_length <= limits[kind]:
         return []
     if not rotary or any(_depends_on_length(module, sequence_length) for module in rotary):
-        raise JobError(
-            f"above {limits[kind]} tokens {config.model_type!r} models rotate a sample's positions by the "
-            "length of its neighbours",
-            where="data.sequence_length",
-            fix=f"{limits[kind]} or less",
-        )
-    return [
-        f"rotary frequencies ({kind}) are those for {sequence_length} tokens in all rows: transformers takes "
-        f"others for texts of up to {limits[kind]}"
-    ]
+        by = "rotate a sample's positions by the length of its neighbours"
+        what = f"above {limits[kind]} tokens {config.model_type!r} models {by}"
+        raise JobError(what, where="data.sequence_length", fix=f"{limits[kind]} or less")
+    note = f"rotary frequencies ({kind}) are those for {sequence_length} tokens in all rows"
+    return [f"{note}: transformers takes others for texts of up to {limits[kind]}"]
 
 
 def _limits(config: PretrainedConfig) -> dict[str, int]:

@@ -75,9 +75,7 @@ def find_source(model: Model) -> Source:
 def safetensors_files(folder: Path) -> list[Path]:
     """List the files that hold the weights.
 
-    Raises:
-        JobError: there is none, or only pickled ones.
-        CheckpointError: the index that lists them is damaged.
+    Raises JobError where there is none, or only pickled ones; CheckpointError where their index is damaged.
     """
     index_file = folder / _INDEX
     if index_file.is_file():
@@ -85,20 +83,16 @@ def safetensors_files(folder: Path) -> list[Path]:
             index = json.loads(index_file.read_text(encoding="utf-8"))
             return [folder / name for name in sorted(set(index["weight_map"].values()))]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"the index of the weights cannot be read ({type(error).__name__})",
-                where=str(index_file),
-                fix="download or copy the file again",
-            ) from None
+            what = f"the index of the weights cannot be read ({type(error).__name__})"
+            fix = "download or copy the file again"
+            raise CheckpointError(what, where=str(index_file), fix=fix) from None
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     found = f"only {pickles[0]}, which can run code when it is read" if pickles else "no weights"
-    raise JobError(
-        f"there is no {_SINGLE} and no {_INDEX}: {found}",
-        where=f"model.source: {folder}",
-        fix="convert the weights to safetensors (save_pretrained does), or train from weights: random",
-    )
+    what = f"there is no {_SINGLE} and no {_INDEX}: {found}"
+    fix = "convert the weights to safetensors (save_pretrained does), or train from weights: random"
+    raise JobError(what, where=f"model.source: {folder}", fix=fix)
 
 
 def download(
@@ -110,17 +104,16 @@ def download(
         JobError: there is no such repository or revision, or the account has no access.
         MachineError: the hub cannot be reached and the files are not in the cache.
     """
+    chosen = {
+        "allow_patterns": patterns,
+        "ignore_patterns": ["*/*", "consolidated*"],
+    }  # copies of the weights
     try:
-        copies = ["*/*", "consolidated*"]  # of the weights, in other formats
-        return Path(
-            snapshot_download(repository, revision=revision, allow_patterns=patterns, ignore_patterns=copies)
-        )
+        return Path(snapshot_download(repository, revision=revision, **chosen))
     except GatedRepoError:
-        raise JobError(
-            f"{repository} asks for its licence to be accepted first",
-            where=where,
-            fix=f"accept it on https://huggingface.co/{repository}, and set HF_TOKEN",
-        ) from None
+        what = f"{repository} asks for its licence to be accepted first"
+        fix = f"accept it on https://huggingface.co/{repository}, and set HF_TOKEN"
+        raise JobError(what, where=where, fix=fix) from None
     except (RepositoryNotFoundError, HFValidationError):
         what = f"there is no folder, hub repository or known shape {repository!r}"
         raise JobError(what, where=where, fix=_did_you_mean(repository)) from None
@@ -157,15 +150,11 @@ def _download_model(model: Model, repository: str) -> Path:
         patterns += ["*.safetensors", "*.safetensors.index.json"]
     if model.trust_remote_code:
         patterns += ["*.py"]
-    known = lookup(repository) is not None
-    return download(
-        repository,
-        patterns,
-        revision=model.revision,
-        where="model.source",
-        offline_fix="download it once where there is a network and name the folder (shardwise init --models "
-        "lists shapes that need none)" + (", or train its shape from weights: random" if known else ""),
-    )
+    fix = "download it once where there is a network and name the folder"
+    fix += " (shardwise init --models lists shapes that need none)"
+    if lookup(repository) is not None:
+        fix += ", or train its shape from weights: random"
+    return download(repository, patterns, revision=model.revision, where="model.source", offline_fix=fix)
 
 
 def _from_folder(folder: Path, description: str) -> Source:
@@ -188,10 +177,7 @@ def _refuse_private_keys(config: dict[str, Any], where: str) -> None:
     """Refuse keys that made transformers run code without permission (CVE-2026-4372, CVE-2026-5241)."""
     for key, value in config.items():
         if key == "trust_remote_code" or (key.startswith("_") and key.endswith("_internal")):
-            raise JobError(
-                f"the config sets {key!r}, which can make transformers run foreign code",
-                where=where,
-                fix=f"remove {key!r} from the file if you trust the rest of it",
-            )
+            what = f"the config sets {key!r}, which can make transformers run foreign code"
+            raise JobError(what, where=where, fix=f"remove {key!r} from the file if you trust the rest of it")
         if isinstance(value, dict):
             _refuse_private_keys(value, where)

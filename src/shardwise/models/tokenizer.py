@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator
-from itertools import takewhile
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -38,10 +37,7 @@ Corpus = Callable[[], Iterator[str]]
 def load_tokenizer(model: Model, *, corpus: Corpus, cache: Path | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a job. It has a padding token, and no more tokens than it came with.
 
-    Args:
-        model: the job's `model` section.
-        corpus: only for `tokenizer: train`.
-        cache: folder for learned tokenizers; default `$SHARDWISE_CACHE`, else `~/.cache/shardwise`.
+    `corpus` is only for `tokenizer: train`; `cache`, by default that of `folders`, keeps learned tokenizers.
 
     Raises:
         JobError: there is no tokenizer where the job says.
@@ -108,13 +104,10 @@ def _folder(model: Model) -> Path:
     if repository is None:
         what = f"{name} has no tokenizer of its own" if shape else f"there is no tokenizer {name!r}"
         raise JobError(what, where=key, fix="set model.tokenizer: train, or to a hub id or folder")
-    return download(
-        repository,
-        ["config.json", *TOKENIZER_FILES, *(["*.py"] if model.trust_remote_code else [])],
-        revision=None if model.tokenizer else model.revision,
-        where=key,
-        offline_fix=f"download it once where there is a network and name the folder{_or_train(model)}",
-    )
+    files = ["config.json", *TOKENIZER_FILES, *(["*.py"] if model.trust_remote_code else [])]
+    revision = None if model.tokenizer else model.revision
+    fix = f"download it once where there is a network and name the folder{_or_train(model)}"
+    return download(repository, files, revision=revision, where=key, offline_fix=fix)
 
 
 def _or_train(model: Model) -> str:
@@ -130,11 +123,9 @@ def _from_folder(folder: Path, model: Model) -> PreTrainedTokenizerBase:
             folder, local_files_only=True, trust_remote_code=model.trust_remote_code
         )
     except Exception as error:  # noqa: BLE001  (the tokenizers library raises plain Exception)
-        raise JobError(
-            f"the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}",
-            where=str(folder),
-            fix="restore its files, or name another one in model.tokenizer",
-        ) from None
+        what = f"the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}"
+        fix = "restore its files, or name another one in model.tokenizer"
+        raise JobError(what, where=str(folder), fix=fix) from None
 
 
 def _trained(root: Path, corpus: Corpus, vocabulary: int) -> Path:
@@ -158,11 +149,9 @@ def _trained(root: Path, corpus: Corpus, vocabulary: int) -> Path:
                 tokenizer.save_pretrained(partial)
                 partial.rename(entry)
     except OSError as error:
-        raise MachineError(
-            f"the tokenizer cannot be saved: {error.strerror or error}",
-            where=str(root),
-            fix="make room or give permission, or set SHARDWISE_CACHE to another folder",
-        ) from None
+        what = f"the tokenizer cannot be saved: {error.strerror or error}"
+        fix = "make room or give permission, or set SHARDWISE_CACHE to another folder"
+        raise MachineError(what, where=str(root), fix=fix) from None
     return entry
 
 
@@ -176,10 +165,8 @@ def _key(texts: Iterator[str], vocabulary: int) -> str:
 
 def _limited(texts: Iterator[str]) -> Iterator[str]:
     room = CORPUS_CHARACTERS
-
-    def fits(text: str) -> bool:
-        nonlocal room
+    for text in texts:
         room -= len(text)
-        return room >= 0
-
-    return takewhile(fits, texts)
+        if room < 0:
+            return
+        yield text

@@ -100,11 +100,9 @@ class Weights:
             else:
                 right = torch.equal(expected.to(tensor.dtype), tensor)
             if not right:
-                raise CheckpointError(
-                    "a weight of the model in memory differs from the one that was loaded",
-                    where=full_name,
-                    fix="train with another strategy, and report this one",
-                )
+                what = "a weight of the model in memory differs from the one that was loaded"
+                fix = "train with another strategy, and report this one"
+                raise CheckpointError(what, where=full_name, fix=fix)
             compared += 1
         return compared
 
@@ -130,7 +128,6 @@ class Weights:
 
 
 def _is_quantized(owner: nn.Module, name: str) -> TypeGuard[QuantizedLinear]:
-    """Whether the tensor of that name is a quantised weight."""
     return isinstance(owner, QuantizedLinear) and name == "weight"
 
 

@@ -47,11 +47,8 @@ class CausalLM(Objective):
         self.model = model
         chosen = attention_of(model.config)
         if packed and chosen.packing == "rows":
-            raise JobError(
-                f"packing would let samples of {model.config.model_type!r} models attend to each other",
-                where="data.packing",
-                fix="set data.packing: false",
-            )
+            what = f"packing would let samples of {model.config.model_type!r} models attend to each other"
+            raise JobError(what, where="data.packing", fix="set data.packing: false")
         self.packing = chosen.packing
         self.windowed = chosen.windowed
         if chosen.implementation is not None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -34,15 +36,9 @@ def cuda_functions() -> Iterator[None]:
     where there is no mask, memory-efficient attention. All but the last need half precision. The functions
     replace torch's: a function mode would not be active while a checkpointed block is recomputed.
     """
-    stand_ins = {"scaled_dot_product_attention": _attention, "dropout": _dropout, "rms_norm": _rms_norm}
-    replaced = {name: getattr(functional, name) for name in stand_ins}
-    for name, function in stand_ins.items():
-        setattr(functional, name, function)
-    try:
+    stand_ins: dict[str, Any] = {"dropout": _dropout, "rms_norm": _rms_norm}
+    with patch.multiple(functional, scaled_dot_product_attention=_attention, **stand_ins):
         yield
-    finally:
-        for name, function in replaced.items():
-            setattr(functional, name, function)
 
 
 def _attention(
@@ -89,8 +85,7 @@ def _rms_norm(
 ) -> torch.Tensor:
     if weight is None or weight.dtype != input.dtype:  # torch has no kernel for these either
         return _UNFUSED_RMS_NORM(input, normalized_shape, weight, eps)
-    out: torch.Tensor = _RmsNorm.apply(input, weight)
-    return out
+    return _RmsNorm.apply(input, weight)  # type: ignore[no-any-return]
 
 
 _UNFUSED_RMS_NORM = functional.rms_norm
@@ -126,26 +121,16 @@ def traced_kernels(model: PreTrainedModel) -> Iterator[None]:
     for module in model.modules():
         name = type(module).__name__
         if "rms_norm" in kernels and name.endswith("RMSNorm"):
-            module.forward = MethodType(_norm_forward(in_place), module)  # type: ignore[method-assign]
+            module.forward = partial(_norm_forward, module, in_place=in_place)
         if kernels & {"swiglu", "geglu"} and name.endswith("MLP"):
             module.forward = MethodType(_gated_forward, module)  # type: ignore[method-assign]
-    code: Any = sys.modules[type(model).__module__]
-    original = code.apply_rotary_pos_emb if "rope" in kernels else None
-    try:
-        if original is not None:
-            code.apply_rotary_pos_emb = _rotate
+    code = sys.modules[type(model).__module__]
+    with patch.object(code, "apply_rotary_pos_emb", _rotate) if "rope" in kernels else nullcontext():
         yield
-    finally:
-        if original is not None:
-            code.apply_rotary_pos_emb = original
 
 
-def _norm_forward(in_place: bool) -> Any:
-    def forward(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _LigerNorm.apply(hidden, self.weight, in_place)
-        return out
-
-    return forward
+def _norm_forward(self: nn.Module, hidden: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+    return _LigerNorm.apply(hidden, self.weight, in_place)  # type: ignore[no-any-return]
 
 
 class _LigerNorm(torch.autograd.Function):
@@ -173,13 +158,11 @@ class _LigerNorm(torch.autograd.Function):
 
 
 def _gated_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor
     if hasattr(self, "gate_up_proj"):
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out = self.down_proj(_Gated.apply(gate, up))
-    else:  # no names, as in Liger: what autograd does not keep is freed before the down projection
-        out = self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))
-    return out
+        return self.down_proj(_Gated.apply(gate, up))  # type: ignore[no-any-return]
+    # no names, as in Liger: what autograd does not keep is freed before the down projection
+    return self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
 
 
 class _Gated(torch.autograd.Function):
@@ -203,8 +186,7 @@ class _Gated(torch.autograd.Function):
 def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out: tuple[torch.Tensor, torch.Tensor] = _Rope.apply(q, k, cos, sin)
-    return out
+    return _Rope.apply(q, k, cos, sin)  # type: ignore[no-any-return]
 
 
 class _Rope(torch.autograd.Function):

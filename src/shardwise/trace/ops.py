@@ -12,6 +12,8 @@ import torch
 from shardwise.models.flops import SCAN_FLOPS, attended_pairs
 from shardwise.simulate.step_trace import Op
 
+Tensors = Sequence[torch.Tensor]
+
 _NO_KERNEL = frozenset({
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
     "lift_fresh", "_unsafe_view", "promote_types"
@@ -27,9 +29,7 @@ _COPIES = frozenset({
 })  # fmt: skip
 
 
-def describe(
-    function: Any, args: Sequence[Any], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> Op | None:
+def describe(function: Any, args: Sequence[Any], inputs: Tensors, outputs: Tensors) -> Op | None:
     """Describe the kernel behind an operator; None for views and bare allocations."""
     name = function._schema.name.partition("::")[2]
     if name in _NO_KERNEL or is_view(function):
@@ -50,14 +50,9 @@ def describe(
     kind = _kind(name)
     if kind == "embedding":
         read = written if name == "embedding" else sum(map(_bytes, inputs))
-    return Op(
-        kind=kind,
-        flops=float(max((t.numel() for t in (*inputs, *outputs)), default=0)),
-        read_bytes=read,
-        written_bytes=written,
-        item_bytes=max((t.element_size() for t in (*inputs, *outputs)), default=2),
-        name=name,
-    )
+    flops = float(max((t.numel() for t in (*inputs, *outputs)), default=0))
+    item = max((t.element_size() for t in (*inputs, *outputs)), default=2)
+    return Op(kind=kind, flops=flops, read_bytes=read, written_bytes=written, item_bytes=item, name=name)
 
 
 def is_view(function: Any) -> bool:
@@ -79,15 +74,9 @@ def _scan(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Ten
     width, states = a.shape
     tokens = x.numel() // width
     rewritten = {"selective_scan_replay": inputs[-2:], "selective_scan_backward": (inputs[1], inputs[-1])}
-    return Op(
-        kind="scan",
-        flops=SCANS[name] * tokens * width * states,
-        read_bytes=sum(map(_bytes, inputs)),
-        written_bytes=sum(map(_bytes, (*outputs, *rewritten.get(name, ())))),
-        item_bytes=x.element_size(),
-        shape=(tokens, width, states),
-        name=name,
-    )
+    outputs = (*outputs, *rewritten.get(name, ()))
+    flops, shape = SCANS[name] * tokens * width * states, (tokens, width, states)
+    return _shaped("scan", name, flops, inputs, outputs, shape=shape, item_bytes=x.element_size())
 
 
 def _kind(name: str) -> str:
@@ -102,31 +91,28 @@ def _kind(name: str) -> str:
     return "copy" if name in _COPIES else "elementwise"
 
 
-def _matmul(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Op:
+def _shaped(
+    kind: str, name: str, flops: float, inputs: Tensors, outputs: Tensors, *, shape: tuple[int, ...],
+    item_bytes: int,
+) -> Op:  # fmt: skip
+    """A kernel that reads all inputs and writes all outputs once. `item_bytes`: of a factor's values."""
+    read, written = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
+    sizes = {"read_bytes": read, "written_bytes": written, "item_bytes": item_bytes}
+    return Op(kind=kind, flops=flops, shape=shape, name=name, **sizes)
+
+
+def _matmul(name: str, inputs: Tensors, outputs: Tensors) -> Op:
     left, right = [t for t in inputs if t.dim() >= 2][:2] if name.startswith("mm") else _factors(inputs)
     batch = left.shape[0] if left.dim() == 3 else 1
-    m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-    return _product(name, inputs, outputs, shape=(batch, m, n, k), item_bytes=left.element_size())
+    return _products(name, inputs, outputs, (batch, left.shape[-2], right.shape[-1], left.shape[-1]), left)
 
 
-def _product(
-    name: str,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    *,
-    shape: tuple[int, int, int, int],
-    item_bytes: int,
+def _products(
+    name: str, inputs: Tensors, outputs: Tensors, shape: tuple[int, int, int, int], factor: torch.Tensor
 ) -> Op:
-    """`shape`: (products, m, n, k) for products of [m, k] and [k, n]. `item_bytes`: of a factor's values."""
-    return Op(
-        kind="matmul",
-        flops=2.0 * math.prod(shape),
-        read_bytes=sum(map(_bytes, inputs)),
-        written_bytes=sum(map(_bytes, outputs)),
-        item_bytes=item_bytes,
-        shape=shape,
-        name=name,
-    )
+    """`shape`: (products, m, n, k) for products of [m, k] and [k, n]."""
+    item, flops = factor.element_size(), 2.0 * math.prod(shape)
+    return _shaped("matmul", name, flops, inputs, outputs, shape=shape, item_bytes=item)
 
 
 def _grouped(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Op:
@@ -143,7 +129,7 @@ def _grouped(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) ->
         m = -(-m // batch)
     elif right.dim() == 2:
         n = -(-n // batch)
-    return _product("_grouped_mm", inputs, outputs, shape=(batch, m, n, k), item_bytes=left.element_size())
+    return _products("_grouped_mm", inputs, outputs, (batch, m, n, k), left)
 
 
 def _factors(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,14 +142,11 @@ def _factors(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
     return found
 
 
-def _attention(
-    name: str, args: Sequence[Any], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> Op:
+def _attention(name: str, args: Sequence[Any], inputs: Tensors, outputs: Tensors) -> Op:
     backward = "backward" in name
     q, k = (inputs[1], inputs[2]) if backward else (inputs[0], inputs[1])
-    if (
-        q.dim() == 3
-    ):  # packed, [tokens, heads, head size]; of the segments only the longest one's length is known
+    if q.dim() == 3:
+        # packed, [tokens, heads, head size]; of the segments only the longest one's length is known
         batch, (length, heads, size), kv_heads = 1, q.shape, k.shape[1]
         keys = next(int(a) for a in args if isinstance(a, int) and not isinstance(a, bool))
     else:
@@ -174,15 +157,9 @@ def _attention(
     pairs = attended_pairs(length, keys, window)
     if 0 < window < keys:
         keys = window
-    return Op(
-        kind="attention",
-        flops=(10.0 if backward else 4.0) * batch * heads * pairs * size,
-        read_bytes=sum(map(_bytes, inputs)),
-        written_bytes=sum(map(_bytes, outputs)),
-        item_bytes=q.element_size(),
-        shape=(batch, heads, kv_heads, length, keys, size),
-        name=name,
-    )
+    flops = (10.0 if backward else 4.0) * batch * heads * pairs * size
+    shape = (batch, heads, kv_heads, length, keys, size)
+    return _shaped("attention", name, flops, inputs, outputs, shape=shape, item_bytes=q.element_size())
 
 
 def _bytes(tensor: torch.Tensor) -> int:

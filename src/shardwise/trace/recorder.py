@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -60,7 +61,9 @@ class Recorder(TorchDispatchMode):
     def __init__(self, target: Target) -> None:
         """Raise RuntimeError where this torch lacks something that recording relies on."""
         super().__init__()
-        _check_torch()
+        missing = [f"{owner.__name__}.{name}" for owner, name in _PRIVATE if not hasattr(owner, name)]
+        if missing:
+            raise RuntimeError(_outdated(", ".join(missing)))
         _references_of_an_unshared_total()
         self.target = target
         self.events: list[Event] = []
@@ -71,7 +74,7 @@ class Recorder(TorchDispatchMode):
         self._handed_over: set[int] = set()
         self._known_ops: dict[Any, int | None] = {}
         self._results = Results()
-        self._next = 0
+        self._numbers = count()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -117,7 +120,8 @@ class Recorder(TorchDispatchMode):
             inputs = list(tensors_in((*args, *kwargs.values())))
             self._known_ops[key] = self._add(describe(function, args, inputs, outputs))
         for size in workspace(function, args, outputs, self.target):
-            self._scratch(size)
+            scratch = next(self._numbers)
+            self.events += [(ALLOC, scratch, size, WORKSPACE), (FREE, scratch)]
         index = self._known_ops[key]
         if index is not None:
             self.events.append((OP, index))
@@ -130,7 +134,6 @@ class Recorder(TorchDispatchMode):
         return True
 
     def kernel(self, op: Op) -> None:
-        """Record a kernel that is no operator of torch."""
         if op not in self._known_ops:
             self._known_ops[op] = self._add(op)
         self.events.append((OP, self._known_ops[op]))  # type: ignore[arg-type]
@@ -141,30 +144,20 @@ class Recorder(TorchDispatchMode):
         self.ops.append(op)
         return len(self.ops) - 1
 
-    def _scratch(self, size: int) -> None:
-        tensor = self._number()
-        self.events += [(ALLOC, tensor, size, WORKSPACE), (FREE, tensor)]
-
-    def _number(self) -> int:
-        self._next += 1
-        return self._next - 1
-
     def _meet(self, value: torch.Tensor) -> None:
         storage = value.untyped_storage()
         key = storage._cdata
         if key in self._tensors:
             return
-        tensor = self._tensors[key] = self._number()
-        self._watched[key] = weakref.ref(storage, self._leave(key, tensor))
-        self.events.append((ALLOC, tensor, storage.nbytes(), self.tag))
+        tensor = self._tensors[key] = next(self._numbers)
 
-    def _leave(self, key: int, tensor: int) -> Callable[[Any], None]:
         def gone(_: Any) -> None:
             del self._tensors[key], self._watched[key]
             if tensor not in self._handed_over:
                 self.events.append((FREE, tensor))
 
-        return gone
+        self._watched[key] = weakref.ref(storage, gone)
+        self.events.append((ALLOC, tensor, storage.nbytes(), self.tag))
 
 
 def record_kernel(op: Op) -> None:
@@ -176,16 +169,15 @@ def record_kernel(op: Op) -> None:
 
 def record_pass(name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
     """Record one kernel that reads and writes these tensors once; a norm by its name, or elementwise."""
-    record_kernel(
-        Op(
-            kind="normalization" if "norm" in name else "elementwise",
-            flops=float(sum(t.numel() for t in read)),
-            read_bytes=sum(t.numel() * t.element_size() for t in read),
-            written_bytes=sum(t.numel() * t.element_size() for t in written),
-            item_bytes=read[0].element_size(),
-            name=name,
-        )
-    )
+    kind = "normalization" if "norm" in name else "elementwise"
+    flops = float(sum(t.numel() for t in read))
+    bytes_in, bytes_out = (sum(t.numel() * t.element_size() for t in tensors) for tensors in (read, written))
+    sizes: dict[str, Any] = {
+        "read_bytes": bytes_in,
+        "written_bytes": bytes_out,
+        "item_bytes": read[0].element_size(),
+    }
+    record_kernel(Op(kind=kind, flops=flops, name=name, **sizes))
 
 
 def mark_gradients(events: list[Event]) -> list[Event]:
@@ -233,12 +225,6 @@ def _references_of_an_unshared_total() -> tuple[int, int]:
     if len(seen) != 1:
         raise RuntimeError(_outdated("an addition of gradients called by _engine_run_backward"))
     return seen[0]
-
-
-def _check_torch() -> None:
-    missing = [f"{owner.__name__}.{name}" for owner, name in _PRIVATE if not hasattr(owner, name)]
-    if missing:
-        raise RuntimeError(_outdated(", ".join(missing)))
 
 
 def _outdated(missing: str) -> str:

@@ -65,16 +65,10 @@ class Tracer:
     ) -> StepTrace:
         """Trace one micro-batch of full rows, each a single segment.
 
-        Args:
-            rows: rows of the micro-batch.
-            checkpoint_every: every n-th block is checkpointed; 0 for none.
-            tensor_parallel: GPUs that share each row; the trace is that of the first.
-            single_segment_rows: rows for the kernel for single segments, where there is one; the others go to
-                the kernel for packed rows. Default: all.
-            folded: trace repeated blocks only a few times; the result is the same.
-
-        Raises:
-            JobError: what `build_model` and the objective raise.
+        Every `checkpoint_every`-th block is checkpointed; 0 for none. `tensor_parallel` GPUs share each row;
+        the trace is that of the first. `single_segment_rows`, by default all, go to the kernel for single
+        segments, where there is one; the others to the kernel for packed rows. `folded`: repeated blocks are
+        traced only a few times; the result is the same. Raises JobError where the objective does.
         """
         built, layout = self._split(tensor_parallel)
         blocks = len(built.blocks)

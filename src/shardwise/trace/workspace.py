@@ -5,7 +5,7 @@ From recorded allocations of torch 2.11 on an H200; where the size has a formula
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,8 @@ def workspace(
     function: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor], target: Target
 ) -> list[int]:
     """Return the bytes of each scratch buffer of one call; mostly none."""
-    name = function._schema.name.partition("::")[2]
-    rule = _RULES.get(name)
+    rule = _RULES.get(function._schema.name.partition("::")[2])
     return rule(args, outputs, target) if rule else []
-
-
-def _cudnn_forward(_: Sequence[Any], __: Sequence[torch.Tensor], ___: Target) -> list[int]:
-    return [256]
 
 
 def _cudnn_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
@@ -36,11 +31,6 @@ def _cudnn_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) 
     if k.shape[1] != heads:
         scratch += 2 * batch * heads * k.shape[2] * size * k.element_size()
     return [scratch]
-
-
-def _softmax_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
-    """The product of gradient and output (softmax_backward_cuda_out in SoftMax.cu)."""
-    return [args[0].numel() * args[0].element_size()]
 
 
 def _flash_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
@@ -120,11 +110,6 @@ def _convolution_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Ta
     return [4 * -(-(x.shape[0] * x.shape[1]) // CONVOLVED) * (weight.numel() + weight.shape[0])]
 
 
-def _dequantize_nf4(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
-    """The scales in fp32 (kernels/quantized_linear.py)."""
-    return [4 * args[1].numel()]
-
-
 UNSORTED_TOKENS = 3072
 TOKENS_IN_A_PART = 10
 
@@ -139,16 +124,17 @@ def _power_below(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-_RULES = {
-    "_scaled_dot_product_cudnn_attention": _cudnn_forward,
+_RULES: dict[str, Callable[[Sequence[Any], Sequence[torch.Tensor], Target], list[int]]] = {
+    "_scaled_dot_product_cudnn_attention": lambda *_: [256],
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
-    "_softmax_backward_data": _softmax_backward,
+    # the product of gradient and output (softmax_backward_cuda_out in SoftMax.cu)
+    "_softmax_backward_data": lambda args, *_: [args[0].numel() * args[0].element_size()],
     "_varlen_attn_backward": _flash_backward,
     "causal_conv_backward": _convolution_backward,
     "selective_scan": _scan,
     "selective_scan_replay": _scan,
     "selective_scan_backward": _scan_backward,
-    "dequantize_nf4": _dequantize_nf4,
+    "dequantize_nf4": lambda args, *_: [4 * args[1].numel()],  # the scales in fp32
     "embedding_dense_backward": _embedding_backward,
     "sum": _sum,
 }
