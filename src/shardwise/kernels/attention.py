@@ -43,22 +43,13 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Causal attention within segments, called by transformers' decoder layers.
 
-    Args:
-        module: the attention layer; its `sliding_window` counts where none is given: Qwen2-MoE passes its
-            window to the mask only.
-        query: [1, heads, T, D].
-        key: [1, key-value heads, T, D].
-        value: the same.
-        dropout: must be 0.
-        scaling: factor on the products; default 1 / sqrt(D).
-        sliding_window: tokens that a token sees, itself included.
-        cu_seq_lens_q: int32 [segments + 1] from 0 to T, borders of the segments; without those of the first
-            `single_segment_rows`.
-        max_length_q: tokens in the longest segment.
-        single_segment_rows: segments of `max_length_q` tokens each at the start.
+    `query` is [1, heads, T, D]; `key` and `value` are [1, key-value heads, T, D]; the products are multiplied
+    by `scaling`, by default 1 / sqrt(D). A token sees `sliding_window` tokens, itself included; where none is
+    given, the layer's own counts: Qwen2-MoE passes its window to the mask only. `single_segment_rows`
+    segments of `max_length_q` tokens, the longest, come first. `cu_seq_lens_q`, int32 [segments + 1] from 0,
+    are the borders of the others.
 
-    Returns:
-        [1, T, heads, D], and None where other implementations return attention weights.
+    Returns [1, T, heads, D], and None where other implementations return attention weights.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise RuntimeError("packed attention needs the borders of the segments; it is for training only")
@@ -140,9 +131,8 @@ def _segment_by_segment(
         if 0 <= window[0] < stop - start - 1:
             mask = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device)
             mask = mask.tril().triu(-window[0])
-        attended = functional.scaled_dot_product_attention(
-            qs, ks, vs, mask, is_causal=mask is None, scale=scale
-        )
+        causal = mask is None
+        attended = functional.scaled_dot_product_attention(qs, ks, vs, mask, is_causal=causal, scale=scale)
         out.append(attended.squeeze(0).transpose(0, 1))
     return torch.cat(out)
 

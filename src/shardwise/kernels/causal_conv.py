@@ -50,16 +50,10 @@ def _earlier(x: torch.Tensor, taps: int, positions: torch.Tensor) -> list[torch.
 def causal_conv(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor
 ) -> torch.Tensor:
-    """SiLU of the convolution.
+    """SiLU of the convolution: [B, T, W], contiguous, in x's format.
 
-    Args:
-        x: [B, T, W], tokens at one stride.
-        weight: [W, K]; the last tap is the token's own.
-        bias: [W].
-        positions: int32 [B, T]; 0 at the first token of a row and of every sample.
-
-    Returns:
-        [B, T, W], contiguous, in x's format.
+    `x` is [B, T, W], tokens at one stride; `weight` [W, K], whose last tap is the token's own; `bias` [W];
+    `positions` int32 [B, T], 0 at the first token of a row and of every sample.
     """
     return causal_conv_reference(x, weight, bias, positions).to(x.dtype).contiguous()
 

@@ -28,29 +28,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _KERNELS = ("rope", "rms_norm", "swiglu", "geglu")
+_BASES = (nn.Linear, *LAYERS.values())
 
 
 def apply_fused_kernels(model: PreTrainedModel, device: torch.device, *, liger: Collection[str]) -> list[str]:
-    """Replace what a faster kernel exists for, in place; on the CPU nothing.
+    """Replace what a faster kernel exists for, in place, and return its names; on the CPU nothing.
 
+    Those named in `liger` (`models.families.liger_kernels`) are replaced where Liger is installed.
     transformers' rotary embedding is a function of the model's Python module. It is replaced there, for every
-    model of that type in this process. A fused LoRA layer reads weights without calling the modules that own
-    them: an engine that shards must gather entire blocks, and every engine here does.
-
-    Args:
-        model: built, with its adapters.
-        device: where it will run.
-        liger: kernels of Liger to use (`models.families.liger_kernels`), where Liger is installed.
-
-    Returns:
-        Names of what was replaced.
+    model of that type in this process.
     """
     if device.type != "cuda":
         return []
     applied = _apply_liger(model, liger) if liger and find_spec("liger_kernel") else []
-    if fuse_lora(model):
-        applied.append("lora_linear")
-    return applied
+    return [*applied, "lora_linear"] if fuse_lora(model) else applied
 
 
 def _apply_liger(model: PreTrainedModel, kernels: Collection[str]) -> list[str]:
@@ -64,9 +55,6 @@ def _apply_liger(model: PreTrainedModel, kernels: Collection[str]) -> list[str]:
     return [f"liger_{name}" for name, wanted in choices.items() if wanted]
 
 
-_BASES = (nn.Linear, *LAYERS.values())
-
-
 def fuse_lora(model: nn.Module) -> int:
     """Give every plain LoRA layer of `model` the fused forward; return how many there were.
 
@@ -75,7 +63,7 @@ def fuse_lora(model: nn.Module) -> int:
     disabled.
 
     The weights of the three linear modules inside a layer are read without calling those modules, so an
-    engine must gather entire blocks: hooks on each module's call would not run.
+    engine that shards must gather entire blocks, as every engine here does.
     """
     if not any(".lora_A." in name for name, _ in model.named_parameters()):
         return 0

@@ -23,18 +23,12 @@ def linear_cross_entropy(
 ) -> torch.Tensor:  # fmt: skip
     """Sum of the cross entropy of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`.
 
-    Args:
-        hidden: [T, H], of the same dtype as `weight` and `bias`.
-        weight: [V, H].
-        labels: int64 [T].
-        bias: [V].
-        softcap: bound on the logits, as in Gemma 2; None for none.
-        scale: factor on the logits, as in Cohere and Granite.
-        ignore_index: rows with this label do not count and get zero gradients.
+    `hidden` is [T, H], `weight` [V, H] and `bias` [V], of the same dtype; `labels` int64 [T]. Models have a
+    `softcap` (Gemma 2) or a `scale` (Cohere, Granite) of their logits. Rows with the label `ignore_index` do
+    not count and get zero gradients.
 
-    Returns:
-        fp32 scalar (fp64 for fp64 inputs), in nats. Only inputs that require gradients get one; a frozen
-        weight costs nothing.
+    Returns an fp32 scalar (fp64 for fp64 inputs), in nats. Only inputs that require gradients get one; a
+    frozen weight costs nothing.
     """
     wanted = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
     loss: torch.Tensor = _LinearCrossEntropy.apply(
@@ -144,14 +138,8 @@ def cross_entropy_(
 
     An ignored row has loss 0 and gradient 0. The softmax is in fp32 whatever the logits' dtype.
 
-    Args:
-        logits: [T, V], contiguous rows; overwritten with the gradient if `with_gradient`.
-        labels: int64 [T], each in [0, V) or `ignore_index`.
-        losses: fp32 [T] (fp64 for fp64 logits), in nats.
-        softcap: bound on the logits, None for none.
-        scale: factor on the logits.
-        ignore_index: the label of rows that do not count.
-        with_gradient: whether `logits` become their gradient.
+    `logits` are [T, V], contiguous rows, overwritten if `with_gradient`; `labels` int64 [T], each in [0, V)
+    or `ignore_index`; `losses` fp32 [T] (fp64 for fp64 logits), in nats.
     """
     ignored = labels == ignore_index
     targets = labels.masked_fill(ignored, 0).unsqueeze(1)

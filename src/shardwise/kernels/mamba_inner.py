@@ -31,35 +31,17 @@ def mamba_inner(
     x_proj: torch.Tensor, dt_proj: torch.Tensor, dt_bias: torch.Tensor, a_log: torch.Tensor, d: torch.Tensor,
     out_proj: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Convolution, scan, gate and output projection.
+    """Convolution, scan, gate and output projection: [B, T, H] in xz's format.
 
-    Args:
-        xz: [B, T, 2 W], contiguous; the input projection's output.
-        positions: int32 [B, T]; 0 at the first token of a row and of every sample, which sees no earlier one.
-        conv_weight: [W, K].
-        conv_bias: [W].
-        x_proj: [R + 2 N, W].
-        dt_proj: [W, R].
-        dt_bias: [W]; like `a_log` and `d` in any format, used in fp32 (fp64 for fp64).
-        a_log: [W, N].
-        d: [W].
-        out_proj: [H, W].
-
-    Returns:
-        [B, T, H] in xz's format.
+    `xz` is the input projection's output, [B, T, 2 W] and contiguous; `positions` int32 [B, T], 0 at the
+    first token of a row and of every sample, which sees no earlier one; `conv_weight` [W, K]; `x_proj`
+    [R + 2 N, W]; `dt_proj` [W, R]; `out_proj` [H, W]; the biases and `d` [W]; `a_log` [W, N]. `dt_bias`,
+    `a_log` and `d` may have any format, and are used in fp32 (fp64 for fp64).
     """
     dtype = scan_dtype(xz)
+    dt_bias, a, d = dt_bias.to(dtype), -torch.exp(a_log.to(dtype)), d.to(dtype)
     out: torch.Tensor = _MambaInner.apply(
-        xz,
-        positions,
-        conv_weight,
-        conv_bias,
-        x_proj,
-        dt_proj,
-        dt_bias.to(dtype),
-        -torch.exp(a_log.to(dtype)),
-        d.to(dtype),
-        out_proj,
+        xz, positions, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, a, d, out_proj
     )
     return out
 
@@ -139,15 +121,11 @@ def _calls(x: torch.Tensor) -> _Calls:
     """The operators; on a GPU the functions behind them: an operator costs 80 us of Python (2.13)."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return _OPERATORS
-    from shardwise.kernels import causal_conv_triton, selective_scan_backward_triton, selective_scan_triton
+    from shardwise.kernels import causal_conv_triton as conv
+    from shardwise.kernels import selective_scan_backward_triton as back
+    from shardwise.kernels import selective_scan_triton as scan
 
-    return _Calls(
-        causal_conv_triton.forward,
-        causal_conv_triton.backward,
-        selective_scan_triton.forward,
-        selective_scan_triton.replay,
-        selective_scan_backward_triton.backward,
-    )
+    return _Calls(conv.forward, conv.backward, scan.forward, scan.replay, back.backward)
 
 
 def _delta_and_bc(small: torch.Tensor, dt_proj: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,14 +39,9 @@ class QuantizedLinear(nn.Linear):
         self, in_features: int, out_features: int, bias: nn.Parameter | None, *, dtype: torch.dtype,
         transposed: bool = False,
     ) -> None:  # fmt: skip
-        """On the meta device.
+        """On the meta device, with the replaced layer's `bias`, frozen too, computing in `dtype`.
 
-        Args:
-            in_features: I.
-            out_features: O.
-            bias: the replaced layer's, frozen too.
-            dtype: format of the computation.
-            transposed: whether the replaced layer's weight is [I, O] (transformers' Conv1D).
+        `transposed`: whether the replaced layer's weight is [I, O] (transformers' Conv1D).
         """
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
@@ -62,8 +57,8 @@ class QuantizedLinear(nn.Linear):
         raise NotImplementedError
 
     def stored(self) -> tuple[torch.Tensor, ...]:
-        """The arguments of `unpack`."""
-        raise NotImplementedError
+        """The arguments of `unpack`: the stored weight, and the scales in the order of their buffers."""
+        return self.weight, *self.buffers()
 
     @property
     def unpack(self) -> Unpack:
@@ -119,9 +114,6 @@ class Int8Linear(QuantizedLinear):
         numbers, rest = divmod(in_features, dtype.itemsize)
         return None if rest else (out_features, numbers)
 
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        return self.weight, self.scale
-
     @property
     def unpack(self) -> Unpack:
         return partial(dequantize_int8, dtype=self.dtype)
@@ -149,13 +141,10 @@ class Nf4Linear(QuantizedLinear):
         super().__init__(*args, **kwargs)
         values = self.in_features * self.out_features
         blocks = -(-values // NF4_BLOCK)
-        buffers = {
-            "scales": torch.empty(blocks, dtype=torch.uint8, device="meta"),
-            "scale": torch.empty(-(-blocks // SCALE_BLOCK), device="meta"),
-            "mean": torch.empty((), device="meta"),
-        }
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=False)
+        shapes = {"scales": (blocks,), "scale": (-(-blocks // SCALE_BLOCK),), "mean": ()}
+        for name, shape in shapes.items():
+            dtype = torch.uint8 if name == "scales" else torch.float32
+            self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
         self.scales: torch.Tensor
         self.scale: torch.Tensor
         self.mean: torch.Tensor
@@ -165,33 +154,24 @@ class Nf4Linear(QuantizedLinear):
         numbers, rest = divmod(in_features * out_features, 2 * dtype.itemsize)
         return None if rest else (numbers, 1)
 
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        return self.weight, self.scales, self.scale, self.mean
-
     @property
     def unpack(self) -> Unpack:
-        shape = [self.out_features, self.in_features]
-        return partial(dequantize_nf4, shape=shape, dtype=self.dtype)
+        return partial(dequantize_nf4, shape=[self.out_features, self.in_features], dtype=self.dtype)
 
     @torch.no_grad()
     def quantize(self, weight: torch.Tensor) -> None:
         from bitsandbytes.functional import quantize_4bit
 
-        packed, state = quantize_4bit(
-            self._upright(weight),
-            blocksize=NF4_BLOCK,
-            compress_statistics=True,
-            quant_type="nf4",
-            quant_storage=self.dtype,
-        )
+        how: dict[str, Any] = {"blocksize": NF4_BLOCK, "compress_statistics": True, "quant_type": "nf4"}
+        packed, state = quantize_4bit(self._upright(weight), quant_storage=self.dtype, **how)
         self._store(packed)
         self.scales, self.scale, self.mean = state.absmax, state.state2.absmax, state.offset
 
     def tolerance(self, weight: torch.Tensor) -> torch.Tensor:
         """Half the widest gap between NF4's values, -1 and -0.696, and 5 % for the scale's 8 bits."""
         size = weight.float().abs().flatten()
-        rest = -size.numel() % NF4_BLOCK
-        largest = nn.functional.pad(size, (0, rest)).view(-1, NF4_BLOCK).amax(1)
+        padded = nn.functional.pad(size, (0, -size.numel() % NF4_BLOCK))
+        largest = padded.view(-1, NF4_BLOCK).amax(1)
         return (0.2 * largest).repeat_interleave(NF4_BLOCK)[: size.numel()].view(weight.shape)
 
 
@@ -214,22 +194,15 @@ def dequantize_nf4(
     packed: torch.Tensor, scales: torch.Tensor, scale: torch.Tensor, mean: torch.Tensor, shape: list[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """The weight of `shape` [O, I] in `dtype`.
+    """The weight of `shape` [O, I] in `dtype` (bf16, fp16 or fp32).
 
-    Args:
-        packed: two codes a byte, stored as any format.
-        scales: uint8, one for NF4_BLOCK values.
-        scale: fp32, one for SCALE_BLOCK scales.
-        mean: fp32 scalar that was subtracted from the scales.
-        shape: [O, I].
-        dtype: bf16, fp16 or fp32.
+    `packed` has two codes a byte, stored as any format; `scales`, uint8, are one for NF4_BLOCK values;
+    `scale`, fp32, one for SCALE_BLOCK scales; `mean`, fp32, was subtracted from the scales.
     """
     import bitsandbytes  # noqa: F401
 
-    kernels = torch.ops.bitsandbytes
-    full_scales = kernels.dequantize_blockwise(
-        scales, scale, _scale_values(scales.device), SCALE_BLOCK, torch.float32
-    )
+    kernels, codes = torch.ops.bitsandbytes, _scale_values(scales.device)
+    full_scales = kernels.dequantize_blockwise(scales, scale, codes, SCALE_BLOCK, torch.float32)
     full_scales += mean
     # A block per row: where blocks span rows, bitsandbytes 0.50 computes wrong weights on AVX-512.
     values = math.prod(shape)

@@ -124,15 +124,9 @@ def selective_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gated output of the scan, and the states that its backward pass starts from.
 
-    Args:
-        x: [B, T, W], contiguous.
-        delta: [B, T, W], contiguous; before bias and softplus.
-        a: [W, N] in `scan_dtype`; negative.
-        bc: [B, T, 2 N] in `scan_dtype`, contiguous: B, then C.
-        d: [W] in `scan_dtype`.
-        z: [B, T, W], tokens at one stride.
-        bias: [W] in `scan_dtype`, of delta.
-        positions: int32 [B, T]; 0 at the first token of a row and of every sample.
+    `x` and `delta` (before bias and softplus) are [B, T, W] and contiguous, `z` is [B, T, W] with tokens at
+    one stride. In `scan_dtype` are `a`, negative [W, N]; `bc`, [B, T, 2 N] and contiguous: B, then C; `d` and
+    `bias` (delta's), [W]. `positions`, int32 [B, T], are 0 at the first token of a row and of every sample.
 
     Returns:
         out: [B, T, W] in x's format.
@@ -186,9 +180,8 @@ def selective_scan_backward(
     h, g = torch.stack(terms.states(), dim=1), terms.adjoints(dy_)
     through_decay = g * (h - terms.added)  # decay_t h_{t-1} g_t
     g_b = (g * terms.b).sum(-1, keepdim=True)
-    ddelta = (terms.x * g_b + (through_decay * terms.a).sum(-1, keepdim=True)) * torch.sigmoid(
-        terms.before_softplus
-    )
+    ddelta = terms.x * g_b + (through_decay * terms.a).sum(-1, keepdim=True)
+    ddelta = ddelta * torch.sigmoid(terms.before_softplus)
     dbc = torch.cat([(g * terms.dt * terms.x).sum(-2), (h * dy_).sum(-2)], dim=-1)
     dd = (dy_ * terms.x).sum((0, 1, 3))
     delta.copy_(ddelta.squeeze(-1))
@@ -212,7 +205,8 @@ def _forward_fake(
 def _replay_fake(
     x: torch.Tensor, _delta: torch.Tensor, a: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), _fine_states(x, a), _states(x, a)
+    fine = x.new_empty(tiles_of(*x.shape), a.shape[1], x.shape[2])
+    return torch.empty_like(x), fine, _states(x, a)
 
 
 @selective_scan_backward.register_fake
@@ -224,12 +218,4 @@ def _backward_fake(
 
 
 def _states(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    rows, length, width = x.shape
-    return x.new_empty(chunks_of(rows, length, width), a.shape[1], width, dtype=scan_dtype(x))
-
-
-def _fine_states(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """Memory for the states before every TILE tokens of every chunk: [tiles, N, W] in x's format."""
-    rows, length, width = x.shape
-    tiles = -(-chunk_tokens(rows, length, width) // TILE)
-    return x.new_empty(chunks_of(rows, length, width) * tiles, a.shape[1], width)
+    return x.new_empty(chunks_of(*x.shape), a.shape[1], x.shape[2], dtype=scan_dtype(x))

@@ -104,12 +104,10 @@ def download(
         JobError: there is no such repository or revision, or the account has no access.
         MachineError: the hub cannot be reached and the files are not in the cache.
     """
-    chosen = {
-        "allow_patterns": patterns,
-        "ignore_patterns": ["*/*", "consolidated*"],
-    }  # copies of the weights
+    copies = ["*/*", "consolidated*"]  # of the weights, in other formats
+    wanted: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": copies}
     try:
-        return Path(snapshot_download(repository, revision=revision, **chosen))
+        return Path(snapshot_download(repository, revision=revision, **wanted))
     except GatedRepoError:
         what = f"{repository} asks for its licence to be accepted first"
         fix = f"accept it on https://huggingface.co/{repository}, and set HF_TOKEN"

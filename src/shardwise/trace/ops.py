@@ -91,14 +91,10 @@ def _kind(name: str) -> str:
     return "copy" if name in _COPIES else "elementwise"
 
 
-def _shaped(
-    kind: str, name: str, flops: float, inputs: Tensors, outputs: Tensors, *, shape: tuple[int, ...],
-    item_bytes: int,
-) -> Op:  # fmt: skip
-    """A kernel that reads all inputs and writes all outputs once. `item_bytes`: of a factor's values."""
-    read, written = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
-    sizes = {"read_bytes": read, "written_bytes": written, "item_bytes": item_bytes}
-    return Op(kind=kind, flops=flops, shape=shape, name=name, **sizes)
+def _shaped(kind: str, name: str, flops: float, read: Tensors, written: Tensors, **others: Any) -> Op:
+    """A kernel that reads and writes these tensors once."""
+    sizes = {"read_bytes": sum(map(_bytes, read)), "written_bytes": sum(map(_bytes, written))}
+    return Op(kind=kind, flops=flops, name=name, **sizes, **others)
 
 
 def _matmul(name: str, inputs: Tensors, outputs: Tensors) -> Op:

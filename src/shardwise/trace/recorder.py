@@ -172,12 +172,8 @@ def record_pass(name: str, read: Sequence[torch.Tensor], written: Sequence[torch
     kind = "normalization" if "norm" in name else "elementwise"
     flops = float(sum(t.numel() for t in read))
     bytes_in, bytes_out = (sum(t.numel() * t.element_size() for t in tensors) for tensors in (read, written))
-    sizes: dict[str, Any] = {
-        "read_bytes": bytes_in,
-        "written_bytes": bytes_out,
-        "item_bytes": read[0].element_size(),
-    }
-    record_kernel(Op(kind=kind, flops=flops, name=name, **sizes))
+    sizes: dict[str, Any] = {"read_bytes": bytes_in, "written_bytes": bytes_out}
+    record_kernel(Op(kind=kind, flops=flops, name=name, item_bytes=read[0].element_size(), **sizes))
 
 
 def mark_gradients(events: list[Event]) -> list[Event]:
