@@ -19,7 +19,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.kernels.quantized_linear import LAYERS, QuantizedLinear, Unpack
 
@@ -90,7 +90,7 @@ def _is_plain(layer: PeftLinear) -> bool:
     )
 
 
-def _forward(self: PeftLinear, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _forward(self: PeftLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     (name,) = self.lora_A
     base, a, b = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
     replaced = type(base) not in _BASES  # by tensor parallelism's own layer
@@ -102,11 +102,11 @@ def _forward(self: PeftLinear, x: torch.Tensor, *args: Any, **kwargs: Any) -> to
         dtype, unpack, stored = base.weight.dtype, _plain, (base.weight,)
     if not x.dtype == dtype == a.dtype == b.dtype:
         return type(self).forward(self, x)
-    out: torch.Tensor = _LoraLinear.apply(x, base.bias, a, b, self.scaling[name], unpack, *stored)
+    out: Tensor = _LoraLinear.apply(x, base.bias, a, b, self.scaling[name], unpack, *stored)
     return out
 
 
-def _plain(weight: torch.Tensor) -> torch.Tensor:
+def _plain(weight: Tensor) -> Tensor:
     """The `unpack` of a weight that is not quantised."""
     return weight
 
@@ -119,9 +119,9 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
-        scaling: float, unpack: Unpack, *stored: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float, unpack: Unpack,
+        *stored: Tensor,
+    ) -> Tensor:  # fmt: skip
         rows = x.reshape(-1, x.shape[-1])
         reduced = torch.mm(rows, a.t()).mul_(scaling)
         y = nn.functional.linear(rows, unpack(*stored), bias)
@@ -131,7 +131,7 @@ class _LoraLinear(torch.autograd.Function):
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, reduced, a, b, *stored = ctx.saved_tensors
         dy = grad_y.reshape(-1, grad_y.shape[-1])
         dx = da = db = None

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardwise.kernels.causal_conv import causal_conv, causal_conv_backward
 from shardwise.kernels.selective_scan import (
@@ -27,10 +28,9 @@ from shardwise.kernels.selective_scan import (
 
 
 def mamba_inner(
-    xz: torch.Tensor, positions: torch.Tensor, *, conv_weight: torch.Tensor, conv_bias: torch.Tensor | None,
-    x_proj: torch.Tensor, dt_proj: torch.Tensor, dt_bias: torch.Tensor, a_log: torch.Tensor, d: torch.Tensor,
-    out_proj: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    xz: Tensor, positions: Tensor, *, conv_weight: Tensor, conv_bias: Tensor | None, x_proj: Tensor,
+    dt_proj: Tensor, dt_bias: Tensor, a_log: Tensor, d: Tensor, out_proj: Tensor,
+) -> Tensor:  # fmt: skip
     """Convolution, scan, gate and output projection: [B, T, H] in xz's format.
 
     `xz` is the input projection's output, [B, T, 2 W] and contiguous; `positions` int32 [B, T], 0 at the
@@ -40,7 +40,7 @@ def mamba_inner(
     """
     dtype = scan_dtype(xz)
     dt_bias, a, d = dt_bias.to(dtype), -torch.exp(a_log.to(dtype)), d.to(dtype)
-    out: torch.Tensor = _MambaInner.apply(
+    out: Tensor = _MambaInner.apply(
         xz, positions, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, a, d, out_proj
     )
     return out
@@ -49,10 +49,9 @@ def mamba_inner(
 class _MambaInner(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, xz: torch.Tensor, positions: torch.Tensor, conv_weight: torch.Tensor,
-        conv_bias: torch.Tensor | None, x_proj: torch.Tensor, dt_proj: torch.Tensor, dt_bias: torch.Tensor,
-        a: torch.Tensor, d: torch.Tensor, out_proj: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any, xz: Tensor, positions: Tensor, conv_weight: Tensor, conv_bias: Tensor | None,
+        x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, a: Tensor, d: Tensor, out_proj: Tensor,
+    ) -> Tensor:  # fmt: skip
         call = _calls(xz)
         x, z = xz.chunk(2, dim=-1)
         u = call.conv(x, conv_weight, conv_bias, positions)
@@ -65,7 +64,7 @@ class _MambaInner(torch.autograd.Function):
         return gated @ out_proj.t()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (
             xz, positions, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, a, d, out_proj, small, states
         ) = ctx.saved_tensors  # fmt: skip
@@ -117,7 +116,7 @@ _OPERATORS = _Calls(
 )
 
 
-def _calls(x: torch.Tensor) -> _Calls:
+def _calls(x: Tensor) -> _Calls:
     """The operators; on a GPU the functions behind them: an operator costs 80 us of Python (2.13)."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return _OPERATORS
@@ -128,12 +127,12 @@ def _calls(x: torch.Tensor) -> _Calls:
     return _Calls(conv.forward, conv.backward, scan.forward, scan.replay, back.backward)
 
 
-def _delta_and_bc(small: torch.Tensor, dt_proj: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _delta_and_bc(small: Tensor, dt_proj: Tensor) -> tuple[Tensor, Tensor]:
     """The scan's inputs from the small product: delta [B, T, W]; B and C [B, T, 2 N], in its format."""
     rank = dt_proj.shape[1]
     return small[..., :rank] @ dt_proj.t(), small[..., rank:].to(scan_dtype(small)).contiguous()
 
 
-def _weight_gradient(out: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+def _weight_gradient(out: Tensor, into: Tensor) -> Tensor:
     """A linear layer's, from its output's gradient [.., O] and its input [.., I]: [O, I]."""
     return out.reshape(-1, out.shape[-1]).t() @ into.reshape(-1, into.shape[-1])

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from shardwise.kernels.target import run_on_cuda
@@ -61,15 +62,14 @@ def tiles_of(rows: int, length: int, width: int) -> int:
     return chunks_of(rows, length, width) * -(-chunk_tokens(rows, length, width) // TILE)
 
 
-def scan_dtype(x: torch.Tensor) -> torch.dtype:
+def scan_dtype(x: Tensor) -> torch.dtype:
     """The format of the computation: fp32, or fp64 for fp64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def selective_scan_reference(
-    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor,
-    bias: torch.Tensor, positions: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, delta: Tensor, a: Tensor, bc: Tensor, d: Tensor, bias: Tensor, positions: Tensor
+) -> Tensor:
     """The scan without the gate, y, in plain PyTorch; gradients come from autograd.
 
     Shapes as in `selective_scan`. Returns [B, T, W] in `scan_dtype`. The states of all tokens exist at once.
@@ -83,9 +83,8 @@ class _Terms:
     """Terms of the recurrence h_t = decay_t h_{t-1} + added_t; [B, T, W, N] or broadcast to it."""
 
     def __init__(
-        self, x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, bias: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self, x: Tensor, delta: Tensor, a: Tensor, bc: Tensor, bias: Tensor, positions: Tensor
+    ) -> None:
         dtype = scan_dtype(x)
         self.a = a.to(dtype)
         self.x = x.to(dtype).unsqueeze(-1)
@@ -96,7 +95,7 @@ class _Terms:
         self.decay = decay.masked_fill((positions == 0)[..., None, None], 0.0)
         self.added = self.dt * self.x * self.b
 
-    def states(self) -> list[torch.Tensor]:
+    def states(self) -> list[Tensor]:
         """The state after every token, [B, W, N] each."""
         state = torch.zeros_like(self.added[:, 0])
         states = []
@@ -106,7 +105,7 @@ class _Terms:
             states.append(state)
         return states
 
-    def adjoints(self, dy: torch.Tensor) -> torch.Tensor:
+    def adjoints(self, dy: Tensor) -> Tensor:
         """Gradients of the states, [B, T, W, N], from that of y, [B, T, W, 1]."""
         reaching = torch.zeros_like(self.added[:, 0])
         adjoints = []
@@ -119,9 +118,8 @@ class _Terms:
 
 @torch.library.custom_op("shardwise::selective_scan", mutates_args=(), device_types="cpu")
 def selective_scan(
-    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor, z: torch.Tensor,
-    bias: torch.Tensor, positions: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: Tensor, delta: Tensor, a: Tensor, bc: Tensor, d: Tensor, z: Tensor, bias: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """The gated output of the scan, and the states that its backward pass starts from.
 
     `x` and `delta` (before bias and softplus) are [B, T, W] and contiguous, `z` is [B, T, W] with tokens at
@@ -138,9 +136,9 @@ def selective_scan(
 
 @torch.library.custom_op("shardwise::selective_scan_replay", mutates_args=("dout", "dz"), device_types="cpu")
 def selective_scan_replay(
-    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor, z: torch.Tensor,
-    bias: torch.Tensor, positions: torch.Tensor, states: torch.Tensor, dout: torch.Tensor, dz: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: Tensor, delta: Tensor, a: Tensor, bc: Tensor, d: Tensor, z: Tensor, bias: Tensor, positions: Tensor,
+    states: Tensor, dout: Tensor, dz: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Repeat the forward pass: the output that was not saved, and all that the gate's gradient needs.
 
     Arguments are those of `selective_scan`, the `states` that it returned, and: `dout`, [B, T, W] and
@@ -166,9 +164,9 @@ def selective_scan_replay(
     "shardwise::selective_scan_backward", mutates_args=("delta", "dy"), device_types="cpu"
 )
 def selective_scan_backward(
-    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor,
-    bias: torch.Tensor, positions: torch.Tensor, fine: torch.Tensor, adjoints: torch.Tensor, dy: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: Tensor, delta: Tensor, a: Tensor, bc: Tensor, d: Tensor, bias: Tensor, positions: Tensor, fine: Tensor,
+    adjoints: Tensor, dy: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of all inputs but the gate's.
 
     `fine`, `adjoints` and `dy` (the gradient of the ungated output) come from `selective_scan_replay`.
@@ -194,28 +192,21 @@ run_on_cuda(selective_scan_replay, "selective_scan_triton", "replay")
 run_on_cuda(selective_scan_backward, "selective_scan_backward_triton", "backward")
 
 
-@selective_scan.register_fake
-def _forward_fake(
-    x: torch.Tensor, _delta: torch.Tensor, a: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), _states(x, a)
+selective_scan.register_fake(lambda x, _, a, *__: (torch.empty_like(x), _states(x, a)))
 
 
 @selective_scan_replay.register_fake
-def _replay_fake(
-    x: torch.Tensor, _delta: torch.Tensor, a: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _replay_fake(x: Tensor, _delta: Tensor, a: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     fine = x.new_empty(tiles_of(*x.shape), a.shape[1], x.shape[2])
     return torch.empty_like(x), fine, _states(x, a)
 
 
 @selective_scan_backward.register_fake
 def _backward_fake(
-    _x: torch.Tensor, _delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor,
-    bias: torch.Tensor, *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    _x: Tensor, _delta: Tensor, a: Tensor, bc: Tensor, d: Tensor, bias: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.empty_like(a), torch.empty_like(bc), torch.empty_like(d), torch.empty_like(bias)
 
 
-def _states(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def _states(x: Tensor, a: Tensor) -> Tensor:
     return x.new_empty(chunks_of(*x.shape), a.shape[1], x.shape[2], dtype=scan_dtype(x))

@@ -172,7 +172,12 @@ def read_config(model: Model, found: Source, vocab_size: int | None) -> Pretrain
         config = _parse(model, found, {})
         if model.config or vocab_size is not None:
             _check_keys(model.config, config)
-            config = _parse(model, found, {**model.config, **_vocabulary(config, vocab_size)})
+            changes = dict(model.config)
+            if vocab_size is not None:  # of a new tokenizer: ids of special tokens no longer apply
+                ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+                dropped = {name: None for name in ids if getattr(config, name, None) is not None}
+                changes |= {"vocab_size": vocab_size, **dropped}
+            config = _parse(model, found, changes)
     except (StrictDataclassError, ArithmeticError, ValueError, TypeError, KeyError) as error:
         raise refused("transformers refuses the config", error, model, fix="correct the values") from None
     code = family_code(family_of(config))
@@ -216,14 +221,6 @@ def _check_keys(changes: dict[str, Any], config: PretrainedConfig) -> None:
             raise JobError(what, where=f"model.config.{key}", fix=fix)
 
 
-def _vocabulary(config: PretrainedConfig, size: int | None) -> dict[str, Any]:
-    """Config values for `size` embedding rows of a new tokenizer: ids of special tokens no longer apply."""
-    if size is None:
-        return {}
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {"vocab_size": size, **{name: None for name in ids if getattr(config, name, None) is not None}}
-
-
 def check_shape(built: nn.Module, model: Model, found: Source) -> None:
     """Raise JobError for shapes that transformers builds and that cannot train.
 
@@ -237,9 +234,8 @@ def check_shape(built: nn.Module, model: Model, found: Source) -> None:
         raise JobError(what, where=f"{where}: num_hidden_layers", fix="1 or more")
     for module in built.modules():
         config = getattr(module, "config", None)
-        heads, shared = (
-            getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")
-        )
+        heads = getattr(config, "num_attention_heads", None)
+        shared = getattr(config, "num_key_value_heads", None)
         groups = hasattr(module, "num_key_value_groups")  # only attention that shares keys and values
         if groups and isinstance(heads, int) and isinstance(shared, int) and heads % shared:
             fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from shardwise.errors import CheckpointError, JobError
@@ -24,7 +25,6 @@ from shardwise.models.fingerprint import check_base
 from shardwise.models.structure import join
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PreTrainedModel
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -48,7 +48,7 @@ _PROMPTS = (
 
 def save_weights(
     built: BuiltModel,
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    named_tensors: Iterable[tuple[str, Tensor]],
     directory: Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -73,7 +73,13 @@ def save_weights(
     if built.peft is None:
         _save_model(built, {**state, **_persistent_buffers(built.model)}, directory, tokenizer)
     else:
-        _save_adapter(built.peft, state, directory)
+        saved = copy.copy(built.peft.peft_config[ADAPTER])
+        saved.inference_mode = True
+        saved.target_modules = sorted(saved.target_modules)
+        saved.save_pretrained(directory)
+        tensors = {saved_name(name): tensor for name, tensor in state.items()}
+        save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        _copy_mode(directory, ADAPTER_CONFIG)
 
 
 def export(
@@ -136,7 +142,7 @@ def load_with_adapter(
     return built
 
 
-def read_adapter(model_dir: Path) -> dict[str, torch.Tensor]:
+def read_adapter(model_dir: Path) -> dict[str, Tensor]:
     """Read an adapter's tensors by PEFT's names; CheckpointError where it is damaged or holds no values."""
     path = model_dir / ADAPTER_WEIGHTS
     try:
@@ -180,14 +186,14 @@ def _merge(model_dir: Path, out: Path, base: Model, trained_on: Mapping[str, Any
 
 
 @torch.no_grad()
-def _logits(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+def _logits(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """fp32 logits of every token of the fixed prompts, [tokens, vocabulary]."""
     rows = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in _PROMPTS]
     return torch.cat([model(input_ids=row).logits[0].float() for row in rows])
 
 
 def _save_model(
-    built: BuiltModel, state: Mapping[str, torch.Tensor], directory: Path, tokenizer: PreTrainedTokenizerBase
+    built: BuiltModel, state: Mapping[str, Tensor], directory: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     skeleton = built.skeleton
     if built.spec.weights == "random":
@@ -202,23 +208,13 @@ def _save_model(
         shutil.copyfile(folder / "generation_config.json", directory / "generation_config.json")
 
 
-def _save_adapter(peft: PeftModel, state: Mapping[str, torch.Tensor], directory: Path) -> None:
-    saved = copy.copy(peft.peft_config[ADAPTER])
-    saved.inference_mode = True
-    saved.target_modules = sorted(saved.target_modules)
-    saved.save_pretrained(directory)
-    tensors = {saved_name(name): tensor for name, tensor in state.items()}
-    save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    _copy_mode(directory, ADAPTER_CONFIG)
-
-
 def _copy_mode(directory: Path, name: str) -> None:
     """Give the weights the permissions of another file; safetensors lets only the owner read its own."""
     for file in directory.glob("*.safetensors"):
         shutil.copymode(directory / name, file)
 
 
-def _check(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size]) -> None:
+def _check(state: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
     for name, shape in expected.items():
         found = state.get(name)
         if found is None or found.shape != shape:
@@ -233,7 +229,7 @@ def _check(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size]
         raise CheckpointError(what, where="trained weights", fix=fix)
 
 
-def _persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     return {
         join(prefix, name): buffer.cpu()
         for prefix, module in model.named_modules()
@@ -263,7 +259,13 @@ def generate(
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # undecodable bytes in Python
         raise JobError("the prompt is not UTF-8", where="--prompt", fix="see the terminal's locale")
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    ids = _encode(tokenizer, prompt, system)
+    if tokenizer.chat_template is None:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"].long()
+    else:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        ids = tokenizer.apply_chat_template(messages, **form)["input_ids"]
     if ids.shape[1] == 0:
         raise JobError("the prompt is empty", where="--prompt", fix="give the model a text to continue")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -304,15 +306,3 @@ COLDEST = 1e-4
 
 _GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 """None overrides the model's generation config, which would warn."""
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None) -> torch.Tensor:
-    """The prompt's tokens, int64 [1, tokens]."""
-    if tokenizer.chat_template is None:
-        return tokenizer(prompt, return_tensors="pt")["input_ids"].long()
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": prompt})
-    encoded = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
-    return encoded["input_ids"]

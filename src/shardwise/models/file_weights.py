@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from shardwise.errors import CheckpointError, Problem
 from shardwise.models.source import safetensors_files
 from shardwise.models.structure import tensor_names
+from shardwise.models.weights import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def open_weights(
     return SafetensorsWeights(files, skeleton)
 
 
-class SafetensorsWeights:
+class SafetensorsWeights(WeightSource):
     """Reads each tensor on demand."""
 
     def __init__(self, files: Sequence[Path], skeleton: PreTrainedModel) -> None:
@@ -67,9 +68,8 @@ class SafetensorsWeights:
             shape = list(skeleton.get_parameter_or_buffer(name).shape)
             if not keys:
                 problems.append(f"{name} of shape {shape} is missing")
-            problems += [
-                _misshapen(key, stored[key].shape, shape) for key in keys if stored[key].shape != shape
-            ]
+            found = {key: stored[key].shape for key in keys}
+            problems += [_misshapen(key, has, shape) for key, has in found.items() if has != shape]
         if problems:
             raise _mismatch(problems, files[0].parent)
         ignored = skeleton._keys_to_ignore_on_load_unexpected or ()
@@ -100,11 +100,8 @@ class SafetensorsWeights:
                         raise CheckpointError(what, where=key, fix=fix)
         return found
 
-    def release(self) -> None:
-        """Nothing is kept: files are opened again."""
 
-
-class ConvertedWeights:
+class ConvertedWeights(WeightSource):
     """Weights whose files name or split tensors differently than the model (mixtures of experts, ...).
 
     transformers converts them while it loads the entire model into host memory, in every process.

@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.mamba.modeling_mamba import (
@@ -34,9 +34,9 @@ from shardwise.models.flops import SCAN_FLOPS
 class Norm(MambaRMSNorm):  # type: ignore[misc]
     """RMS norm of a hidden state of any format, at least in fp32; the result has the weight's format."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        weight: torch.Tensor = self.weight
+        weight: Tensor = self.weight
         normed = functional.rms_norm(x, weight.shape, weight.to(x.dtype), self.variance_epsilon)
         return normed.to(weight.dtype)
 
@@ -47,9 +47,7 @@ class Mixer(MambaMixer):  # type: ignore[misc]
     An engine that shards must therefore gather entire blocks; every engine here does.
     """
 
-    def forward(
-        self, hidden_states: torch.Tensor, positions: torch.Tensor | None = None, **others: Any
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, positions: Tensor | None = None, **others: Any) -> Tensor:
         if positions is None:
             return super().forward(hidden_states, **others)
         out = mamba_inner(
@@ -70,9 +68,7 @@ class Mixer(MambaMixer):  # type: ignore[misc]
 class Block(MambaBlock):  # type: ignore[misc]
     """Norm, mixer and residual."""
 
-    def forward(
-        self, hidden_states: torch.Tensor, positions: torch.Tensor | None = None, **others: Any
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, positions: Tensor | None = None, **others: Any) -> Tensor:
         if positions is None:
             return super().forward(hidden_states, **others)
         mixed = self.mixer(self.norm(hidden_states), positions)
@@ -85,7 +81,7 @@ class Backbone(MambaModel):  # type: ignore[misc]
     """The model without its head."""
 
     def forward(
-        self, input_ids: torch.Tensor | None = None, position_ids: torch.Tensor | None = None, **others: Any
+        self, input_ids: Tensor | None = None, position_ids: Tensor | None = None, **others: Any
     ) -> Any:
         """Hidden states of `input_ids`, int64 [B, T]. `position_ids` restart at 0 in every sample."""
         if position_ids is None:

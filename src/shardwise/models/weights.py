@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import CheckpointError
@@ -25,18 +25,19 @@ from shardwise.models.structure import children_first, find_blocks, join, own_te
 class WeightSource(Protocol):
     """Tensors by their name in the Hugging Face model without adapters."""
 
-    def read(self, names: Sequence[str], device: torch.device) -> Mapping[str, torch.Tensor]:
+    def read(self, names: Sequence[str], device: torch.device) -> Mapping[str, Tensor]:
         """Return the named tensors on `device`, in the source's dtype; a tied one by its first name."""
 
     def release(self) -> None:
-        """Free memory kept between reads."""
+        """Free memory kept between reads; by default there is none."""
+        return
 
 
 @dataclass(frozen=True)
 class _Slot:
     """A meta tensor to fill, with every place that holds it: several for tied weights."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
     names: list[str] = field(default_factory=list)
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     layer: QuantizedLinear | None = None
@@ -78,7 +79,7 @@ class Weights:
             raise RuntimeError(f"{len(left)} parameters are not of the model that was built, e.g. {left[0]}")
 
     @torch.no_grad()
-    def verify(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    def verify(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Compare full tensors, named as in the model, with their source; return how many were compared.
 
         Quantised weights may differ by the rounding error of quantising. Adapters are skipped. Of a sharded
@@ -131,7 +132,7 @@ def _is_quantized(owner: nn.Module, name: str) -> TypeGuard[QuantizedLinear]:
     return isinstance(owner, QuantizedLinear) and name == "weight"
 
 
-def _put(slot: _Slot, value: torch.Tensor) -> None:
+def _put(slot: _Slot, value: Tensor) -> None:
     old = slot.tensor
     if slot.layer is not None:
         slot.layer.quantize(value)
@@ -148,7 +149,7 @@ _OUTSIDE = -1
 """Number of the unit that holds everything outside the blocks."""
 
 
-class RandomWeights:
+class RandomWeights(WeightSource):
     """Initial values by name, from a seed per module.
 
     They depend on the seed and on the kind of device, and not on the order or the process in which they are
@@ -160,9 +161,8 @@ class RandomWeights:
         """`skeleton` is the model on the meta device without adapters, which nothing else changes."""
         self._seed = seed
         self._names = {module: name for name, module in skeleton.named_modules()}
-        unit_of = {
-            module: index for index, block in enumerate(find_blocks(skeleton)) for module in block.modules()
-        }
+        blocks = enumerate(find_blocks(skeleton))
+        unit_of = {module: index for index, block in blocks for module in block.modules()}
         self._units: dict[int, list[tuple[nn.Module, PreTrainedModel]]] = defaultdict(list)
         self._unit_of_tensor: dict[str, int] = {}
         for module, initialiser in children_first(skeleton, skeleton):
@@ -171,21 +171,18 @@ class RandomWeights:
             for _, name, _ in own_tensors(module):
                 self._unit_of_tensor[join(self._names[module], name)] = unit
 
-    def read(self, names: Sequence[str], device: torch.device) -> Mapping[str, torch.Tensor]:
+    def read(self, names: Sequence[str], device: torch.device) -> Mapping[str, Tensor]:
         """Initial values in fp32, from which every other dtype is rounded."""
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Tensor] = {}
         for unit in sorted({self._unit_of_tensor[name] for name in names}):
             values = self._initialise(self._units[unit], device)
             found |= {name: values[name] for name in names if name in values}
         return found
 
-    def release(self) -> None:
-        """Nothing is kept: values are computed again."""
-
     @torch.no_grad()
     def _initialise(
         self, unit: Sequence[tuple[nn.Module, PreTrainedModel]], device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Values of all tensors of a unit, which the skeleton holds only during this call."""
         places = [
             (place, name, tensor, join(self._names[module], name))
@@ -212,7 +209,7 @@ class RandomWeights:
         return {full_name: real[id(tensor)].detach() for _, _, tensor, full_name in places}
 
 
-def _real(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _real(tensor: Tensor, device: torch.device) -> Tensor:
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     real = torch.empty(tensor.shape, dtype=dtype, device=device)
     return nn.Parameter(real, requires_grad=False) if isinstance(tensor, nn.Parameter) else real

@@ -78,9 +78,8 @@ class CausalLM(Objective):
         inputs["position_ids"] = batch.position_ids
         if self.packing == "mask":
             dtype = self.model.get_input_embeddings().weight.dtype
-            inputs["attention_mask"] = attention.block_causal_mask(
-                batch.input_ids.shape, batch.cu_seqlens, dtype
-            )
+            rows = batch.input_ids.shape
+            inputs["attention_mask"] = attention.block_causal_mask(rows, batch.cu_seqlens, dtype)
         if self.packing == "varlen":
             inputs["input_ids"] = batch.input_ids.reshape(1, -1)
             inputs["position_ids"] = batch.position_ids.reshape(1, -1)
@@ -90,11 +89,8 @@ class CausalLM(Objective):
     def _segments(self, batch: MicroBatch) -> dict[str, Any]:
         """Borders of the segments for `attention.varlen_attention`, under transformers' names."""
         borders, single = batch.cu_seqlens, 0
-        if (
-            batch.single_segment_rows
-            and not self.windowed
-            and attention.single_segments_are_faster(borders.device)
-        ):
+        faster = not self.windowed and attention.single_segments_are_faster(borders.device)
+        if batch.single_segment_rows and faster:
             single = batch.single_segment_rows
             borders = borders[single:] - single * batch.max_seqlen
         lengths = {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}

@@ -168,15 +168,12 @@ def _assemble(parts: _Parts, folding: Folding, move: _Move) -> list[Event]:
         forward[g] = [next(numbers) for _ in forward[2]]
         backward[g] = [next(numbers) for _ in backward[2]]
 
-    def renaming(g: int) -> dict[int, int]:
-        """Names in group g of the tensors of the third group and of its neighbours."""
+    def copy(events: list[Event], g: int) -> list[Event]:
+        """The third group's events as group g's, with g's names of its tensors and its neighbours'."""
         pairs = [(forward[1], forward[g - 1]), (forward[2], forward[g]), (backward[2], backward[g])]
         # the last group may have allocated more, which no other group refers to
         pairs.append((backward[3 + copies], backward[g + 1]))
-        return {old: new for olds, news in pairs for old, new in zip(olds, news, strict=False)}
-
-    def copy(events: list[Event], g: int) -> list[Event]:
-        names = renaming(g)
+        names = {old: new for olds, news in pairs for old, new in zip(olds, news, strict=False)}
         return [_renamed(move(e, (g - 2) * p), names) for e in events]
 
     seen_from_the_last = dict(zip(forward[2], forward[2 + copies], strict=True))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.kernels.fused import fuse_lora
@@ -42,9 +42,9 @@ def cuda_functions() -> Iterator[None]:
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     half = query.dtype in (torch.bfloat16, torch.float16)
     aten = torch.ops.aten
     options: dict[str, Any] = {"scale": scale}
@@ -67,22 +67,22 @@ def _attention(
 
 
 def _dropout(
-    input: torch.Tensor,  # noqa: A002 - torch's name
+    input: Tensor,  # noqa: A002 - torch's name
     p: float = 0.5,
     training: bool = True,
     inplace: bool = False,  # noqa: ARG001 - no model here uses it
-) -> torch.Tensor:
+) -> Tensor:
     if not training or p == 0.0:
         return input
     return torch.native_dropout(input, p, True)[0]
 
 
 def _rms_norm(
-    input: torch.Tensor,  # noqa: A002 - torch's name
+    input: Tensor,  # noqa: A002 - torch's name
     normalized_shape: Any,
-    weight: torch.Tensor | None = None,
+    weight: Tensor | None = None,
     eps: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     if weight is None or weight.dtype != input.dtype:  # torch has no kernel for these either
         return _UNFUSED_RMS_NORM(input, normalized_shape, weight, eps)
     return _RmsNorm.apply(input, weight)  # type: ignore[no-any-return]
@@ -95,7 +95,7 @@ class _RmsNorm(torch.autograd.Function):
     """CUDA's `_fused_rms_norm`, missing for meta tensors: saves its input and a number for each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
         y = torch.empty_like(x)
         scale = x.new_empty(*x.shape[:-1], 1)
         record_pass("rms_norm", [x, weight], [y, scale])
@@ -103,7 +103,7 @@ class _RmsNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, scale = ctx.saved_tensors
         dx = torch.empty_like(x)
         dweight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
@@ -129,13 +129,13 @@ def traced_kernels(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def _norm_forward(self: nn.Module, hidden: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+def _norm_forward(self: nn.Module, hidden: Tensor, *, in_place: bool) -> Tensor:
     return _LigerNorm.apply(hidden, self.weight, in_place)  # type: ignore[no-any-return]
 
 
 class _LigerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, in_place: bool) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, in_place: bool) -> Tensor:  # type: ignore[override]
         x = x.contiguous()
         rows = x.view(-1, x.shape[-1])
         y = torch.empty_like(rows)
@@ -146,7 +146,7 @@ class _LigerNorm(torch.autograd.Function):
         return y.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, weight, scale = ctx.saved_tensors
         dy = dy.contiguous()
         partial = None
@@ -157,7 +157,7 @@ class _LigerNorm(torch.autograd.Function):
         return dx, None if partial is None else partial.sum(dim=0).to(weight.dtype), None
 
 
-def _gated_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _gated_forward(self: Any, x: Tensor) -> Tensor:
     if hasattr(self, "gate_up_proj"):
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(_Gated.apply(gate, up))  # type: ignore[no-any-return]
@@ -169,7 +169,7 @@ class _Gated(torch.autograd.Function):
     """activation(gate) * up; the gradients overwrite the saved inputs."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
         gate, up = gate.contiguous(), up.contiguous()
         out = torch.empty_like(gate)
         record_pass("liger_gated", [gate, up], [out])
@@ -177,15 +177,13 @@ class _Gated(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         gate, up = ctx.saved_tensors
         record_pass("liger_gated_backward", [d_out.contiguous(), gate, up], [gate, up])
         return gate.view(gate.shape), up.view(up.shape)
 
 
-def _rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **__: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return _Rope.apply(q, k, cos, sin)  # type: ignore[no-any-return]
 
 
@@ -193,9 +191,7 @@ class _Rope(torch.autograd.Function):
     """Rotate queries and keys in place where they are contiguous."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
         cos, sin = cos.contiguous(), sin.contiguous()
         record_pass("liger_rope", [q, k, cos, sin], [q, k])
@@ -203,7 +199,7 @@ class _Rope(torch.autograd.Function):
         return q.transpose(1, 2), k.transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
         dq, dk = dq.transpose(1, 2).contiguous(), dk.transpose(1, 2).contiguous()
         record_pass("liger_rope_backward", [dq, dk, cos, sin], [dq, dk])

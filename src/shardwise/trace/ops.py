@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from shardwise.models.flops import SCAN_FLOPS, attended_pairs
 from shardwise.simulate.step_trace import Op
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
 _NO_KERNEL = frozenset({
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
@@ -69,7 +69,7 @@ SCANS = {
 """FLOPs per channel, state and token."""
 
 
-def _scan(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Op:
+def _scan(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Op:
     x, _, a = inputs[:3]
     width, states = a.shape
     tokens = x.numel() // width
@@ -93,7 +93,7 @@ def _kind(name: str) -> str:
 
 def _shaped(kind: str, name: str, flops: float, read: Tensors, written: Tensors, **others: Any) -> Op:
     """A kernel that reads and writes these tensors once."""
-    sizes = {"read_bytes": sum(map(_bytes, read)), "written_bytes": sum(map(_bytes, written))}
+    sizes: dict[str, Any] = {"read_bytes": sum(map(_bytes, read)), "written_bytes": sum(map(_bytes, written))}
     return Op(kind=kind, flops=flops, name=name, **sizes, **others)
 
 
@@ -104,14 +104,14 @@ def _matmul(name: str, inputs: Tensors, outputs: Tensors) -> Op:
 
 
 def _products(
-    name: str, inputs: Tensors, outputs: Tensors, shape: tuple[int, int, int, int], factor: torch.Tensor
+    name: str, inputs: Tensors, outputs: Tensors, shape: tuple[int, int, int, int], factor: Tensor
 ) -> Op:
     """`shape`: (products, m, n, k) for products of [m, k] and [k, n]."""
     item, flops = factor.element_size(), 2.0 * math.prod(shape)
     return _shaped("matmul", name, flops, inputs, outputs, shape=shape, item_bytes=item)
 
 
-def _grouped(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Op:
+def _grouped(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Op:
     """Products of the experts of a mixture; a factor without an expert dimension is divided among them.
 
     How many tokens each expert gets is not known in advance; equal shares are the least work.
@@ -128,7 +128,7 @@ def _grouped(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) ->
     return _products("_grouped_mm", inputs, outputs, (batch, m, n, k), left)
 
 
-def _factors(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The factors of a product: `addmm` has the summand before them, `out` arguments come after them."""
     for left, right in pairwise(inputs):
         if left.dim() == right.dim() >= 2 and left.shape[-1] == right.shape[-2]:
@@ -158,6 +158,6 @@ def _attention(name: str, args: Sequence[Any], inputs: Tensors, outputs: Tensors
     return _shaped("attention", name, flops, inputs, outputs, shape=shape, item_bytes=q.element_size())
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _bytes(tensor: Tensor) -> int:
     """Bytes of a tensor that a kernel accesses; an expanded tensor is no larger than its storage."""
     return min(math.prod(tensor.shape) * tensor.element_size(), tensor.untyped_storage().nbytes())

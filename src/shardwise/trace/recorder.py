@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.kernels.target import Target
@@ -35,7 +36,7 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 
 _PRIVATE: list[tuple[Any, str]] = [
     (torch._C, "_storage_Use_Count"),
-    (torch.Tensor, "_use_count"),
+    (Tensor, "_use_count"),
     (torch.UntypedStorage, "_cdata"),
     (torch.autograd.graph, "_engine_run_backward"),
     (TorchDispatchMode, "_should_skip_dynamo"),
@@ -43,7 +44,7 @@ _PRIVATE: list[tuple[Any, str]] = [
 """Private names of torch that recording relies on."""
 
 # Operators whose CUDA side allocates its outputs in another order than it returns them.
-_MADE_FIRST: dict[Any, Callable[[torch.Tensor], bool]] = {
+_MADE_FIRST: dict[Any, Callable[[Tensor], bool]] = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: lambda output: output.numel() > 1,  # seeds
     torch.ops.aten.native_dropout.default: lambda output: output.dtype != torch.bool,  # its mask
 }
@@ -89,14 +90,14 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         _ACTIVE.reset(self._token)
 
-    def ignore(self, tensor: torch.Tensor) -> None:
+    def ignore(self, tensor: Tensor) -> None:
         """Record no event for `tensor`, which must outlive the recording."""
         self._tensors[tensor.untyped_storage()._cdata] = -1
 
     def mark(self, *event: int) -> None:
         self.events.append(event)
 
-    def gradient(self, parameter: int, gradient: torch.Tensor) -> None:
+    def gradient(self, parameter: int, gradient: Tensor) -> None:
         """The gradient of `parameter` is complete; the engine frees it."""
         tensor = self._tensors[gradient.untyped_storage()._cdata]
         self._handed_over.add(tensor)
@@ -127,16 +128,11 @@ class Recorder(TorchDispatchMode):
             self.events.append((OP, index))
         return result
 
-    def _value(self, tensor: torch.Tensor) -> bool:
+    def _value(self, tensor: Tensor) -> bool:
         """Answer Python code that reads a value: transformers asks whether all rows are single segments."""
         if tensor.dtype != torch.bool:
             raise RuntimeError("the model's code depends on values, which a traced step does not have")
         return True
-
-    def kernel(self, op: Op) -> None:
-        if op not in self._known_ops:
-            self._known_ops[op] = self._add(op)
-        self.events.append((OP, self._known_ops[op]))  # type: ignore[arg-type]
 
     def _add(self, op: Op | None) -> int | None:
         if op is None:
@@ -144,7 +140,7 @@ class Recorder(TorchDispatchMode):
         self.ops.append(op)
         return len(self.ops) - 1
 
-    def _meet(self, value: torch.Tensor) -> None:
+    def _meet(self, value: Tensor) -> None:
         storage = value.untyped_storage()
         key = storage._cdata
         if key in self._tensors:
@@ -164,10 +160,12 @@ def record_kernel(op: Op) -> None:
     """Record a kernel that is no operator of torch with the active recorder."""
     recorder = _ACTIVE.get()
     assert recorder is not None, "stand-ins for kernels exist only while a step is recorded"
-    recorder.kernel(op)
+    if op not in recorder._known_ops:
+        recorder._known_ops[op] = recorder._add(op)
+    recorder.events.append((OP, recorder._known_ops[op]))  # type: ignore[arg-type]
 
 
-def record_pass(name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+def record_pass(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
     """Record one kernel that reads and writes these tensors once; a norm by its name, or elementwise."""
     kind = "normalization" if "norm" in name else "elementwise"
     flops = float(sum(t.numel() for t in read))
@@ -185,7 +183,7 @@ def mark_gradients(events: list[Event]) -> list[Event]:
     ]
 
 
-def _adds_in_place(total: torch.Tensor) -> bool:
+def _adds_in_place(total: Tensor) -> bool:
     """Whether autograd adds a further gradient to `total` in place.
 
     It does so in memory that nothing else references (can_accumulate_inplace in input_buffer.cpp), but never
@@ -195,7 +193,7 @@ def _adds_in_place(total: torch.Tensor) -> bool:
     return all(count <= least for count, least in zip(_references(total), alone, strict=True))
 
 
-def _references(tensor: torch.Tensor) -> tuple[int, int]:
+def _references(tensor: Tensor) -> tuple[int, int]:
     storage = tensor.untyped_storage()
     return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
 
@@ -257,17 +255,17 @@ class Results:
 
 def form(value: Any) -> Any:
     """A key that is equal for values with which operators return results of equal form."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return (value.shape, value.dtype, value.stride())
     if isinstance(value, (tuple, list)):
         return tuple(form(item) for item in value)
     return (type(value), value)  # 1, 1.0 and True are equal
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among values, also inside lists and tuples."""
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (tuple, list)):
             yield from tensors_in(value)
@@ -280,14 +278,14 @@ def _is_functional(function: Any) -> bool:
     return all(value.alias_info is None for value in (*schema.arguments, *schema.returns))
 
 
-def _are_new(values: tuple[Any, ...], inputs: Iterable[torch.Tensor]) -> bool:
+def _are_new(values: tuple[Any, ...], inputs: Iterable[Tensor]) -> bool:
     """Whether tensors have memory of their own, and no more than they need.
 
     Some schemas are wrong about that: `_unsafe_view` returns its input's memory.
     """
     seen = {tensor.untyped_storage()._cdata for tensor in inputs}
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             storage = value.untyped_storage()
             if storage._cdata in seen or storage.nbytes() != _maker(value)().untyped_storage().nbytes():
                 return False
@@ -297,7 +295,7 @@ def _are_new(values: tuple[Any, ...], inputs: Iterable[torch.Tensor]) -> bool:
 
 def _maker(value: Any) -> Maker:
     """A function that makes a tensor like this one; any other value is returned as it is."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return lambda: value
     shape, dtype, stride = form(value)
     return partial(torch.empty_strided, shape, stride, dtype=dtype, device="meta")
