@@ -6,8 +6,8 @@ compute in one autograd node, without the extra passes over their outputs,
     y = x W^T + b + s (x A^T) B^T,  W and b frozen; W may be a quantised one
 
 PEFT writes the update to a tensor of its own, scales it into a second and adds it into a third; autograd
-then adds two gradients for x. Here accumulating matrix products add the update to y and its
-gradient to dx. Per token and layer about 5 (inputs + outputs) fewer values are moved.
+then adds two gradients for x. Here accumulating matrix products add the update to y and its gradient to dx.
+Per token and layer about 5 (inputs + outputs) fewer values are moved.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ def fuse_lora(model: nn.Module) -> int:
 
 
 def _is_plain(layer: PeftLinear) -> bool:
-    names = list(layer.lora_A)
-    base = layer.base_layer
+    names, base = list(layer.lora_A), layer.base_layer
     return (
         type(base) in _BASES
         and not any(p.requires_grad for p in base.parameters())
@@ -102,8 +101,8 @@ def _forward(self: PeftLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dtype, unpack, stored = base.weight.dtype, _plain, (base.weight,)
     if not x.dtype == dtype == a.dtype == b.dtype:
         return type(self).forward(self, x)
-    out: Tensor = _LoraLinear.apply(x, base.bias, a, b, self.scaling[name], unpack, *stored)
-    return out
+    given = x, base.bias, a, b, self.scaling[name]
+    return _LoraLinear.apply(*given, unpack, *stored)  # type: ignore[no-any-return]
 
 
 def _plain(weight: Tensor) -> Tensor:

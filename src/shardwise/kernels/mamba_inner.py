@@ -12,8 +12,8 @@ from. Temporary tensors of the backward pass overwrite each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +40,8 @@ def mamba_inner(
     """
     dtype = scan_dtype(xz)
     dt_bias, a, d = dt_bias.to(dtype), -torch.exp(a_log.to(dtype)), d.to(dtype)
-    out: Tensor = _MambaInner.apply(
-        xz, positions, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, a, d, out_proj
-    )
-    return out
+    weights = conv_weight, conv_bias, x_proj, dt_proj, dt_bias, a, d, out_proj
+    return _MambaInner.apply(xz, positions, *weights)  # type: ignore[no-any-return]
 
 
 class _MambaInner(torch.autograd.Function):
@@ -103,14 +101,7 @@ _INPUTS = (
 )  # fmt: skip
 
 
-class _Calls(NamedTuple):
-    conv: Callable[..., Any]
-    conv_backward: Callable[..., Any]
-    scan: Callable[..., Any]
-    replay: Callable[..., Any]
-    backward: Callable[..., Any]
-
-
+_Calls = namedtuple("_Calls", "conv conv_backward scan replay backward")
 _OPERATORS = _Calls(
     causal_conv, causal_conv_backward, selective_scan, selective_scan_replay, selective_scan_backward
 )

@@ -58,7 +58,7 @@ class QuantizedLinear(nn.Linear):
 
     def stored(self) -> tuple[Tensor, ...]:
         """The arguments of `unpack`: the stored weight, and the scales in the order of their buffers."""
-        return self.weight, *self.buffers()
+        return self.weight, *self.buffers(recurse=False)
 
     @property
     def unpack(self) -> Unpack:
@@ -87,9 +87,6 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return _FrozenLinear.apply(x, self.bias, self.unpack, *self.stored())  # type: ignore[no-any-return]
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
     def _upright(self, weight: Tensor) -> Tensor:
         return (weight.t() if self.transposed else weight).to(self.dtype).contiguous()

@@ -131,8 +131,7 @@ def _expert_notes(skeleton: PreTrainedModel, model: Model) -> list[str]:
     if not has_stacked_experts(skeleton):
         return []
     notes = ["the experts get no adapter: they are not linear modules"]
-    taken = taken_for_experts(skeleton)
-    if taken:
+    if taken := taken_for_experts(skeleton):
         notes.append(f"nor do {', '.join(sorted(taken))}: PEFT takes these names for the experts'")
     if model.quantization != "none":
         notes.append("the experts are not quantised: they are not linear modules")
@@ -199,10 +198,8 @@ def _parse(model: Model, found: Source, changes: dict[str, Any]) -> PretrainedCo
     if model.trust_remote_code and "auto_map" in values:
         return AutoConfig.from_pretrained(found.folder, trust_remote_code=True, **changes)
     if kind not in CONFIG_MAPPING:
-        what, fix = (
-            f"transformers does not know the architecture {kind!r}",
-            "use another model, or a newer transformers",
-        )
+        what = f"transformers does not know the architecture {kind!r}"
+        fix = "use another model, or a newer transformers"
         if "auto_map" in values:
             fix = "set model.trust_remote_code and a revision if the repository brings code you trust"
         raise JobError(what, where=f"model.source: {model.source}", fix=fix)

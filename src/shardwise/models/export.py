@@ -57,10 +57,8 @@ def save_weights(
     """Write the trained weights, config, generation config and tokenizer into `directory`.
 
     Every rank iterates over `named_tensors`, an engine's `weights()`; rank 0 writes. Full training gives a
-    model for `from_pretrained`, LoRA an adapter for PEFT.
-
-    Raises:
-        CheckpointError: one of the trained weights is missing, or has another shape.
+    model for `from_pretrained`, LoRA an adapter for PEFT. Raises CheckpointError where one of the trained
+    weights is missing, or has another shape.
     """
     if rank != 0:
         for _ in named_tensors:
@@ -121,9 +119,8 @@ def load_with_adapter(
 ) -> BuiltModel:
     """Load the base model with the adapter of `model_dir`, on `device` and in evaluation mode.
 
-    Raises:
-        CheckpointError: the adapter is damaged or does not fit, or the base's fingerprint is not
-        `trained_on`. JobError: the base has random weights. MachineError: the base cannot be quantised here.
+    Raises CheckpointError where the adapter is damaged or does not fit, or the base's fingerprint is not
+    `trained_on`; JobError where the base has random weights; MachineError where it cannot be quantised here.
     """
     tensors = read_adapter(model_dir)
     if base.weights == "random":

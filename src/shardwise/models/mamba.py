@@ -18,20 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.mamba.modeling_mamba import (
-    MambaBlock,
-    MambaMixer,
-    MambaModel,
-    MambaOutput,
-    MambaRMSNorm,
-)
+from transformers.models.mamba import modeling_mamba as published
 
 from shardwise.errors import JobError
 from shardwise.kernels.mamba_inner import mamba_inner
 from shardwise.models.flops import SCAN_FLOPS
 
 
-class Norm(MambaRMSNorm):  # type: ignore[misc]
+class Norm(published.MambaRMSNorm):  # type: ignore[misc]
     """RMS norm of a hidden state of any format, at least in fp32; the result has the weight's format."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -41,7 +35,7 @@ class Norm(MambaRMSNorm):  # type: ignore[misc]
         return normed.to(weight.dtype)
 
 
-class Mixer(MambaMixer):  # type: ignore[misc]
+class Mixer(published.MambaMixer):  # type: ignore[misc]
     """The mixer. Its weights, except `in_proj`'s, are read without calling the modules that own them.
 
     An engine that shards must therefore gather entire blocks; every engine here does.
@@ -65,7 +59,7 @@ class Mixer(MambaMixer):  # type: ignore[misc]
         return out if self.out_proj.bias is None else out + self.out_proj.bias
 
 
-class Block(MambaBlock):  # type: ignore[misc]
+class Block(published.MambaBlock):  # type: ignore[misc]
     """Norm, mixer and residual."""
 
     def forward(self, hidden_states: Tensor, positions: Tensor | None = None, **others: Any) -> Tensor:
@@ -77,7 +71,7 @@ class Block(MambaBlock):  # type: ignore[misc]
         return hidden_states + mixed
 
 
-class Backbone(MambaModel):  # type: ignore[misc]
+class Backbone(published.MambaModel):  # type: ignore[misc]
     """The model without its head."""
 
     def forward(
@@ -90,10 +84,15 @@ class Backbone(MambaModel):  # type: ignore[misc]
         hidden = self.embeddings(input_ids)
         for block in self.layers:
             hidden = block(hidden, positions)
-        return MambaOutput(last_hidden_state=self.norm_f(hidden))
+        return published.MambaOutput(last_hidden_state=self.norm_f(hidden))
 
 
-CLASSES = {MambaRMSNorm: Norm, MambaMixer: Mixer, MambaBlock: Block, MambaModel: Backbone}
+CLASSES = {
+    published.MambaRMSNorm: Norm,
+    published.MambaMixer: Mixer,
+    published.MambaBlock: Block,
+    published.MambaModel: Backbone,
+}
 """transformers' classes and their replacements."""
 
 
@@ -149,7 +148,7 @@ def initialise(module: nn.Module, *, layers: int) -> None:
     """
     if isinstance(module, nn.Embedding):
         nn.init.normal_(module.weight, std=EMBEDDING_STD)
-    elif isinstance(module, MambaRMSNorm):
+    elif isinstance(module, published.MambaRMSNorm):
         nn.init.ones_(module.weight)
     elif isinstance(module, nn.Conv1d):
         module.reset_parameters()
@@ -160,6 +159,6 @@ def initialise(module: nn.Module, *, layers: int) -> None:
         nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
         if module.bias is not None:
             nn.init.zeros_(module.bias)
-    elif isinstance(module, MambaMixer):
+    elif isinstance(module, published.MambaMixer):
         module.init_mamba_weights()  # A_log, D, dt: transformers' are the authors'
         module.out_proj.weight.div_(math.sqrt(layers))

@@ -50,9 +50,8 @@ def fix_frequencies(model: PreTrainedModel, sequence_length: int) -> list[str]:
 def _limits(config: PretrainedConfig) -> dict[str, int]:
     """The model's length-dependent rope types, each with the length up to which it is constant."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    of_layers = [value for value in given.values() if isinstance(value, Mapping)]
     limits: dict[str, int] = {}
-    for parameters in of_layers or [given]:
+    for parameters in [value for value in given.values() if isinstance(value, Mapping)] or [given]:
         kind = parameters.get("rope_type") or parameters.get("type") or ""
         if _depends(kind):
             first = "max_position_embeddings" if "dynamic" in kind else "original_max_position_embeddings"
@@ -78,12 +77,9 @@ def _fix(module: nn.Module, length: int) -> None:
     for kind, options in _sets(module):
         if _depends(kind):
             _call(module, [length - 1], options)  # transformers stores the frequencies of this length
-    kinds: Any = module.rope_type
-    if isinstance(kinds, Mapping):
-        fixed: Any = {layer: FIXED if _depends(kind) else kind for layer, kind in kinds.items()}
-    else:
-        fixed = FIXED if _depends(kinds) else kinds
-    module.rope_type = fixed
+    fixed = {options.get("layer_type"): FIXED if _depends(kind) else kind for kind, options in _sets(module)}
+    rope_type: Any = fixed.get(None, fixed)  # one for all layers, or one for each type
+    module.rope_type = rope_type
 
 
 def _depends_on_length(module: nn.Module, length: int) -> bool:

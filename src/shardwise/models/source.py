@@ -7,15 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import errors as hub
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (  # type: ignore[attr-defined]
-    EntryNotFoundError,
-    GatedRepoError,
-    HFValidationError,
-    HTTPError,  # of the HTTP library that this version of the hub's client uses
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 
 from shardwise.errors import CheckpointError, JobError, MachineError
 from shardwise.job.schema import Model
@@ -51,11 +44,9 @@ class Source:
 def find_source(model: Model) -> Source:
     """Find the model's config and files, downloaded where necessary.
 
-    A folder takes precedence over a name; with random weights a name of the catalog needs no network.
-
-    Raises:
-        JobError: there is no such model, or its config is refused.
-        MachineError: it is on the hub, and the hub cannot be reached.
+    A folder takes precedence over a name; with random weights a name of the catalog needs no network. Raises
+    JobError where there is no such model or its config is refused, MachineError where the hub is needed and
+    cannot be reached.
     """
     shape = lookup(model.source)
     folder = Path(model.source)
@@ -108,17 +99,18 @@ def download(
     wanted: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": copies}
     try:
         return Path(snapshot_download(repository, revision=revision, **wanted))
-    except GatedRepoError:
+    except hub.GatedRepoError:
         what = f"{repository} asks for its licence to be accepted first"
         fix = f"accept it on https://huggingface.co/{repository}, and set HF_TOKEN"
         raise JobError(what, where=where, fix=fix) from None
-    except (RepositoryNotFoundError, HFValidationError):
+    except (hub.RepositoryNotFoundError, hub.HFValidationError):
         what = f"there is no folder, hub repository or known shape {repository!r}"
         raise JobError(what, where=where, fix=_did_you_mean(repository)) from None
-    except RevisionNotFoundError:
+    except hub.RevisionNotFoundError:
         what = f"{repository} has no revision {revision!r}"
         raise JobError(what, where="model.revision", fix="name a commit, tag or branch of it") from None
-    except (EntryNotFoundError, OSError, HTTPError) as error:
+    # HTTPError is of the HTTP library that this version of the hub's client uses
+    except (hub.EntryNotFoundError, OSError, hub.HTTPError) as error:  # type: ignore[attr-defined]
         what = f"{repository} is not on this machine, and the hub cannot be reached ({type(error).__name__})"
         raise MachineError(what, where=where, fix=offline_fix) from None
 

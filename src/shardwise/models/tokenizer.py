@@ -7,6 +7,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -39,9 +40,8 @@ def load_tokenizer(model: Model, *, corpus: Corpus, cache: Path | None = None) -
 
     `corpus` is only for `tokenizer: train`; `cache`, by default that of `folders`, keeps learned tokenizers.
 
-    Raises:
-        JobError: there is no tokenizer where the job says.
-        MachineError: it must be downloaded, and the hub cannot be reached; or the cache cannot be written.
+    Raises JobError where there is no tokenizer, MachineError where it must be downloaded and the hub cannot
+    be reached, or the cache cannot be written.
     """
     if model.tokenizer == "train":
         root = (cache or cache_root()) / "tokenizers"
@@ -83,13 +83,9 @@ def train_bpe(texts: Iterator[str], vocabulary: int) -> Tokenizer:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    start: dict[str, Any] = {"special_tokens": [END, PAD], "initial_alphabet": alphabet}
+    tokenizer.train_from_iterator(texts, BpeTrainer(vocab_size=vocabulary, show_progress=False, **start))
     return tokenizer
 
 
@@ -119,9 +115,8 @@ def _from_folder(folder: Path, model: Model) -> PreTrainedTokenizerBase:
         fix = f"name a folder with {_KNOWN_FILES[0]}{_or_train(model)}"
         raise JobError(f"{folder} has no tokenizer files", where="model.tokenizer", fix=fix)
     try:
-        return AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=model.trust_remote_code
-        )
+        trusted = model.trust_remote_code
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
     except Exception as error:  # noqa: BLE001  (the tokenizers library raises plain Exception)
         what = f"the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}"
         fix = "restore its files, or name another one in model.tokenizer"
@@ -138,12 +133,9 @@ def _trained(root: Path, corpus: Corpus, vocabulary: int) -> Path:
         with entry.with_suffix(".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not entry.is_dir():
-                tokenizer = PreTrainedTokenizerFast(
-                    tokenizer_object=train_bpe(_limited(corpus()), vocabulary),
-                    eos_token=END,
-                    pad_token=PAD,
-                    clean_up_tokenization_spaces=False,
-                )
+                learned = train_bpe(_limited(corpus()), vocabulary)
+                form = {"eos_token": END, "pad_token": PAD, "clean_up_tokenization_spaces": False}
+                tokenizer = PreTrainedTokenizerFast(tokenizer_object=learned, **form)
                 partial = entry.with_suffix(".partial")
                 shutil.rmtree(partial, ignore_errors=True)
                 tokenizer.save_pretrained(partial)

@@ -1,8 +1,7 @@
 """Weights for a model that was built on the meta device: one part at a time, on any device, in any order.
 
 Engines call `Weights.fill`. A source provides the values by name: `RandomWeights`, a fresh initialisation, or
-`SafetensorsWeights`, a published model's files. Adapters are in no source: they start from PEFT's
-initialisation.
+a published model's files (`file_weights`). Adapters are in no source: they start from PEFT's initialisation.
 """
 
 from __future__ import annotations
@@ -58,10 +57,8 @@ class Weights:
         """Give every meta parameter and persistent buffer below `module` its value, on `device`.
 
         Each keeps its dtype, its `requires_grad` and its attributes; tied ones stay tied everywhere. A
-        quantised layer quantises its value. Tensors that are not on the meta device stay as they are.
-
-        Raises:
-            CheckpointError: a file is damaged.
+        quantised layer quantises its value. Tensors that are not on the meta device stay as they are. Raises
+        CheckpointError where a file is damaged.
         """
         slots = self._slots(module)
         base = {base_name(slot.names[0]): slot for slot in slots if not is_adapter(slot.names[0])}
@@ -83,10 +80,8 @@ class Weights:
         """Compare full tensors, named as in the model, with their source; return how many were compared.
 
         Quantised weights may differ by the rounding error of quantising. Adapters are skipped. Of a sharded
-        model pass a few gathered parameters: reading every one again takes as long as loading.
-
-        Raises:
-            CheckpointError: a tensor holds other values.
+        model pass a few gathered parameters: reading every one again takes as long as loading. Raises
+        CheckpointError where a tensor holds other values.
         """
         compared = 0
         for full_name, tensor in tensors:

@@ -36,12 +36,9 @@ class CausalLM(Objective):
     def __init__(self, model: PreTrainedModel, *, packed: bool = True) -> None:
         """Prepare `model` in place: its attention over packed rows, and its output head.
 
-        Args:
-            model: on any device, meta included, with or without PEFT's layers.
-            packed: whether a row may hold several samples; otherwise it is one sample, then padding.
-
-        Raises:
-            JobError: rows are packed and this architecture is not known to keep samples apart.
+        It may be on any device, meta included, with or without PEFT's layers. A `packed` row may hold several
+        samples, otherwise one, then padding. Raises JobError where rows are packed and this architecture is
+        not known to keep samples apart.
         """
         super().__init__()
         self.model = model

@@ -46,24 +46,21 @@ def _attention(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     half = query.dtype in (torch.bfloat16, torch.float16)
-    aten = torch.ops.aten
-    options: dict[str, Any] = {"scale": scale}
+    aten: Any = torch.ops.aten
+    how = dropout_p, is_causal
     if half and target().capability >= HOPPER.capability:
-        return aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, True, dropout_p, is_causal, False, **options
-        )[0]
+        cudnn = aten._scaled_dot_product_cudnn_attention
+        return cudnn(query, key, value, attn_mask, True, *how, False, scale=scale)[0]  # type: ignore[no-any-return]
     if half and attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
-            query, key, value, dropout_p, is_causal, False, **options
-        )[0]
+        flash = aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, *how, False, scale=scale)[0]  # type: ignore[no-any-return]
     if enable_gqa:
         repeats = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # convert_boolean_attn_mask
         attn_mask = torch.where(attn_mask, 0.0, torch.full((), -torch.inf, dtype=query.dtype, device="meta"))
-    return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
-        query, key, value, attn_mask, True, dropout_p, is_causal, **options
-    )[0]
+    efficient = aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, *how, scale=scale)[0]  # type: ignore[no-any-return]
 
 
 def _dropout(
@@ -149,12 +146,12 @@ class _LigerNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, weight, scale = ctx.saved_tensors
         dy = dy.contiguous()
-        partial = None
+        sums = None
         if ctx.needs_input_grad[1]:
-            partial = weight.new_empty(target().multiprocessors, weight.shape[0], dtype=torch.float32)
+            sums = weight.new_empty(target().multiprocessors, weight.shape[0], dtype=torch.float32)
         dx = dy if ctx.in_place else torch.zeros_like(dy)
         record_pass("liger_rms_norm_backward", [dy, rows, weight, scale], [dx])
-        return dx, None if partial is None else partial.sum(dim=0).to(weight.dtype), None
+        return dx, None if sums is None else sums.sum(dim=0).to(weight.dtype), None
 
 
 def _gated_forward(self: Any, x: Tensor) -> Tensor:

@@ -176,11 +176,8 @@ def record_pass(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) ->
 
 def mark_gradients(events: list[Event]) -> list[Event]:
     """Give every storage that a GRADIENT event names the tag `gradient`."""
-    handed = {event[2] for event in events if event[0] == GRADIENT}
-    return [
-        (ALLOC, event[1], event[2], GRADIENT_TAG) if event[0] == ALLOC and event[1] in handed else event
-        for event in events
-    ]
+    handed = {e[2] for e in events if e[0] == GRADIENT}
+    return [(*e[:3], GRADIENT_TAG) if e[0] == ALLOC and e[1] in handed else e for e in events]
 
 
 def _adds_in_place(total: Tensor) -> bool:
@@ -222,10 +219,8 @@ def _references_of_an_unshared_total() -> tuple[int, int]:
 
 
 def _outdated(missing: str) -> str:
-    return (
-        f"torch {torch.__version__} lacks {missing}, which recording a training step relies on: "
-        "install the torch of the lock file, or adapt shardwise/trace/recorder.py"
-    )
+    fix = "install the torch of the lock file, or adapt shardwise/trace/recorder.py"
+    return f"torch {torch.__version__} lacks {missing}, which recording a training step relies on: {fix}"
 
 
 Maker = Callable[[], Any]

@@ -52,11 +52,9 @@ def sum_gradients(model: PreTrainedModel) -> None:
 def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, str]]:
     """(name, owner, attribute, style) of each layer in the plan; the first matching pattern counts."""
     plan: dict[str, str] = model.config.get_text_config().base_model_tp_plan or {}
-    patterns = [
-        (re.compile(".*" + p.replace(".", r"\.").replace("*", ".*")), way.lower()) for p, way in plan.items()
-    ]
+    patterns = {".*" + p.replace(".", r"\.").replace("*", ".*"): way.lower() for p, way in plan.items()}
     for name, module in list(model.named_modules()):
-        style = next((way for pattern, way in patterns if pattern.fullmatch(name)), None)
+        style = next((way for pattern, way in patterns.items() if re.fullmatch(pattern, name)), None)
         if style is not None and "weight" in module._parameters:
             parent, _, attribute = name.rpartition(".")
             yield name, model.get_submodule(parent), attribute, style
@@ -126,8 +124,7 @@ class _SumBackward(torch.autograd.Function):
 
 def _summed(tensor: Tensor) -> Tensor:
     """Record the all-reduce of a tensor over the group, in its own format and memory."""
-    item = tensor.element_size()
-    size = tensor.numel() * item
-    sizes: dict[str, Any] = {"read_bytes": size, "written_bytes": size, "item_bytes": item}
+    size = tensor.numel() * tensor.element_size()
+    sizes: dict[str, Any] = {"read_bytes": size, "written_bytes": size, "item_bytes": tensor.element_size()}
     record_kernel(Op(kind="collective", flops=0.0, name="all_reduce", **sizes))
     return tensor
