@@ -75,7 +75,7 @@ def mamba(dtype: torch.dtype, *, lora: bool = False, few: bool = False) -> tuple
 
     from shardwise.job.schema import Lora
     from shardwise.models.adapters import add_lora
-    from shardwise.models.mamba.prepare import prepare
+    from shardwise.models.mamba import prepare
     from shardwise.objective.causal_lm import CausalLM
 
     config = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8)

@@ -10,8 +10,7 @@ from shardwise.job.schema import Model
 from shardwise.kernels import mamba_inner as module
 from shardwise.kernels.causal_conv import causal_conv_reference
 from shardwise.kernels.mamba_inner import mamba_inner
-from shardwise.kernels.mamba_work import chunk_tokens
-from shardwise.kernels.selective_scan import selective_scan_reference
+from shardwise.kernels.selective_scan import chunk_tokens, selective_scan_reference
 from shardwise.models.build import build_model
 from shardwise.objective.causal_lm import CausalLM
 

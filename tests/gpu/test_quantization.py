@@ -21,8 +21,8 @@ from shardwise.job.schema import Lora, Model, Optimizer
 from shardwise.kernels.fused import apply_fused_kernels
 from shardwise.kernels.quantized_linear import LAYERS
 from shardwise.models.build import build_model
-from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.models.families import liger_kernels
+from shardwise.models.structure import checkpoint_blocks
 from shardwise.objective.causal_lm import CausalLM
 from shardwise.planner.simulate import predict_memory
 from shardwise.strategy import Strategy

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -22,7 +23,7 @@ def single_segments_are_faster(device: torch.device) -> bool:
     return capability(device)[0] == HOPPER.capability[0]
 
 
-def block_causal_mask(rows: torch.Size, cu_seqlens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def block_causal_mask(rows: torch.Size, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive [B, 1, S, S] mask: 0 within a segment up to the diagonal, the dtype's minimum elsewhere.
 
     `rows` is (B, S); `cu_seqlens`, int32 [segments + 1], runs over the flattened B*S tokens.
@@ -36,29 +37,20 @@ def block_causal_mask(rows: torch.Size, cu_seqlens: torch.Tensor, dtype: torch.d
 
 
 def varlen_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    _mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
-    sliding_window: int | None = None, cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None, single_segment_rows: int = 0, **_: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None, single_segment_rows: int = 0,
+    **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention within segments, called by transformers' decoder layers.
 
-    Args:
-        module: the attention layer; its `sliding_window` counts where none is given: Qwen2-MoE passes its
-            window to the mask only.
-        query: [1, heads, T, D].
-        key: [1, key-value heads, T, D].
-        value: the same.
-        dropout: must be 0.
-        scaling: factor on the products; default 1 / sqrt(D).
-        sliding_window: tokens that a token sees, itself included.
-        cu_seq_lens_q: int32 [segments + 1] from 0 to T, borders of the segments; without those of the first
-            `single_segment_rows`.
-        max_length_q: tokens in the longest segment.
-        single_segment_rows: segments of `max_length_q` tokens each at the start.
+    `query` is [1, heads, T, D]; `key` and `value` are [1, key-value heads, T, D]; the products are multiplied
+    by `scaling`, by default 1 / sqrt(D). A token sees `sliding_window` tokens, itself included; where none is
+    given, the layer's own counts: Qwen2-MoE passes its window to the mask only. `single_segment_rows`
+    segments of `max_length_q` tokens, the longest, come first. `cu_seq_lens_q`, int32 [segments + 1] from 0,
+    are the borders of the others.
 
-    Returns:
-        [1, T, heads, D], and None where other implementations return attention weights.
+    Returns [1, T, heads, D], and None where other implementations return attention weights.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise RuntimeError("packed attention needs the borders of the segments; it is for training only")
@@ -84,17 +76,14 @@ def varlen_attention(
     return torch.cat(out).unsqueeze(0), None
 
 
-def _single_segments(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: int, scale: float | None
-) -> torch.Tensor:
+def _single_segments(q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float | None) -> Tensor:
     """Causal attention within `rows` segments of the same length."""
     if q.dtype == torch.float32:
         k, v = (_for_each_head(t, q) for t in (k, v))
     qs, ks, vs = (t.unflatten(0, (rows, -1)).transpose(1, 2) for t in (q, k, v))
+    how: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     with sdpa_kernel(_BACKENDS, set_priority=True):
-        out = functional.scaled_dot_product_attention(
-            qs, ks, vs, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        out = functional.scaled_dot_product_attention(qs, ks, vs, **how)
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -107,9 +96,9 @@ _BACKENDS = [
 
 
 def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int,
-    scale: float | None, window: tuple[int, int],
-) -> torch.Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None,
+    window: tuple[int, int],
+) -> Tensor:  # fmt: skip
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scale, "window_size": window}
@@ -127,9 +116,9 @@ def _wants_gqa_flag() -> bool:
 
 
 def _segment_by_segment(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int,
-    scale: float | None, window: tuple[int, int],
-) -> torch.Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None,
+    window: tuple[int, int],
+) -> Tensor:  # fmt: skip
     """Plain SDPA, one segment after the other; on the meta device every segment is the longest."""
     k, v = (_for_each_head(t, q) for t in (k, v))
     borders = [n * longest for n in range(len(cu_seqlens))] if cu_seqlens.is_meta else cu_seqlens.tolist()
@@ -140,14 +129,13 @@ def _segment_by_segment(
         if 0 <= window[0] < stop - start - 1:
             mask = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device)
             mask = mask.tril().triu(-window[0])
-        attended = functional.scaled_dot_product_attention(
-            qs, ks, vs, mask, is_causal=mask is None, scale=scale
-        )
+        causal = mask is None
+        attended = functional.scaled_dot_product_attention(qs, ks, vs, mask, is_causal=causal, scale=scale)
         out.append(attended.squeeze(0).transpose(0, 1))
     return torch.cat(out)
 
 
-def _for_each_head(shared: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _for_each_head(shared: Tensor, q: Tensor) -> Tensor:
     """Repeat keys or values for each query head that shares them.
 
     SDPA's memory-efficient kernel, the only one for fp32, takes no shared heads (torch: `enable_gqa`).

@@ -12,21 +12,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from shardwise.kernels.target import run_on_cuda
 
+CONVOLVED = 64
+"""Tokens of a program on CUDA, each with its own sums of the gradients of weight and bias."""
 
-def causal_conv_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor
-) -> torch.Tensor:
+
+def causal_conv_reference(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor) -> Tensor:
     """`causal_conv` in fp32 or fp64, gradients by autograd."""
     return functional.silu(_pre(x, weight, bias, positions))
 
 
-def _pre(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor
-) -> torch.Tensor:
+def _pre(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     pre = torch.zeros_like(x, dtype=dtype) if bias is None else bias.to(dtype).expand(x.shape)
     for back, earlier in enumerate(_earlier(x.to(dtype), weight.shape[1], positions)):
@@ -34,7 +34,7 @@ def _pre(
     return pre
 
 
-def _earlier(x: torch.Tensor, taps: int, positions: torch.Tensor) -> list[torch.Tensor]:
+def _earlier(x: Tensor, taps: int, positions: Tensor) -> list[Tensor]:
     """`x` shifted by 0, 1, ... tokens; 0 where the earlier token belongs to another sample."""
     length = x.shape[1]
     return [
@@ -44,28 +44,19 @@ def _earlier(x: torch.Tensor, taps: int, positions: torch.Tensor) -> list[torch.
 
 
 @torch.library.custom_op("shardwise::causal_conv", mutates_args=(), device_types="cpu")
-def causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor
-) -> torch.Tensor:
-    """SiLU of the convolution.
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor) -> Tensor:
+    """SiLU of the convolution: [B, T, W], contiguous, in x's format.
 
-    Args:
-        x: [B, T, W], tokens at one stride.
-        weight: [W, K]; the last tap is the token's own.
-        bias: [W].
-        positions: int32 [B, T]; 0 at the first token of a row and of every sample.
-
-    Returns:
-        [B, T, W], contiguous, in x's format.
+    `x` is [B, T, W], tokens at one stride; `weight` [W, K], whose last tap is the token's own; `bias` [W];
+    `positions` int32 [B, T], 0 at the first token of a row and of every sample.
     """
     return causal_conv_reference(x, weight, bias, positions).to(x.dtype).contiguous()
 
 
 @torch.library.custom_op("shardwise::causal_conv_backward", mutates_args=("dx",), device_types="cpu")
 def causal_conv_backward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor,
-    dout: torch.Tensor, dx: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, dout: Tensor, dx: Tensor
+) -> Tensor:
     """Gradients of `causal_conv`.
 
     `dout` is [B, T, W], contiguous; `dx`, [B, T, W] with tokens at one stride, receives the gradient of `x`.
@@ -93,12 +84,10 @@ def _backward_cuda(*arguments: Any) -> Any:
     return backward(*arguments).contiguous()
 
 
-@causal_conv.register_fake
-def _forward_fake(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty(x.shape)
+causal_conv.register_fake(lambda x, *_: x.new_empty(x.shape))
 
 
 @causal_conv_backward.register_fake
-def _backward_fake(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+def _backward_fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     width, taps = weight.shape
     return weight.new_empty(width, taps + 1, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardwise.kernels.mamba_work import CONVOLVED
+from shardwise.kernels.causal_conv import CONVOLVED
 
 CHANNELS = 128
 AHEAD, AHEAD_BACK = 4, 2

@@ -72,17 +72,8 @@ def launch(
     rows, vocabulary = logits.shape
     if rows == 0:
         return
-    _cross_entropy_row[(rows,)](
-        logits,
-        logits.stride(0),
-        labels,
-        losses,
-        vocabulary,
-        float(scale),
-        float(softcap or 1.0),
-        ignore_index,
-        has_cap=softcap is not None,
-        with_gradient=with_gradient,
-        block=min(BLOCK, triton.next_power_of_2(vocabulary)),
-        num_warps=16,
-    )
+    tensors = (logits, logits.stride(0), labels, losses)
+    numbers = (vocabulary, float(scale), float(softcap or 1.0), ignore_index)
+    flags = {"has_cap": softcap is not None, "with_gradient": with_gradient}
+    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    _cross_entropy_row[(rows,)](*tensors, *numbers, **flags, block=block, num_warps=16)

@@ -10,46 +10,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardwise.kernels.cross_entropy import cross_entropy_
-from shardwise.kernels.target import on_gpu
+from shardwise.kernels.target import on_gpu, run_on_cuda
 
 CHUNK_BYTES = 512 * 1024**2
 """Logits held at a time. 2048 rows of a 128k vocabulary in bf16: a matrix product still at full speed."""
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, bias: torch.Tensor | None = None,
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None,
     softcap: float | None = None, scale: float = 1.0, ignore_index: int = -100,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Sum of the cross entropy of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`.
 
-    Args:
-        hidden: [T, H], of the same dtype as `weight` and `bias`.
-        weight: [V, H].
-        labels: int64 [T].
-        bias: [V].
-        softcap: bound on the logits, as in Gemma 2; None for none.
-        scale: factor on the logits, as in Cohere and Granite.
-        ignore_index: rows with this label do not count and get zero gradients.
+    `hidden` is [T, H], `weight` [V, H] and `bias` [V], of the same dtype; `labels` int64 [T]. Models have a
+    `softcap` (Gemma 2) or a `scale` (Cohere, Granite) of their logits. Rows with the label `ignore_index` do
+    not count and get zero gradients.
 
-    Returns:
-        fp32 scalar (fp64 for fp64 inputs), in nats. Only inputs that require gradients get one; a frozen
-        weight costs nothing.
+    Returns an fp32 scalar (fp64 for fp64 inputs), in nats. Only inputs that require gradients get one; a
+    frozen weight costs nothing.
     """
     wanted = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
-    loss: torch.Tensor = _LinearCrossEntropy.apply(
-        hidden, weight, bias, labels, softcap, scale, ignore_index, tuple(wanted)
-    )
-    return loss
+    how = softcap, scale, ignore_index, tuple(wanted)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, *how)  # type: ignore[no-any-return]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-        softcap: float | None, scale: float, ignore_index: int, wanted: tuple[bool, bool, bool],
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softcap: float | None,
+        scale: float, ignore_index: int, wanted: tuple[bool, bool, bool],
+    ) -> Tensor:  # fmt: skip
         hidden, labels = hidden.contiguous(), labels.contiguous()
         losses = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
         gradients = _Gradients(hidden, weight, wanted)
@@ -68,7 +60,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("linear_cross_entropy saves its gradients for one backward pass only")
@@ -79,14 +71,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _Gradients:
     """The gradients for hidden, weight and bias, gathered chunk by chunk; weight and bias in fp32."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, wanted: tuple[bool, bool, bool]) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]) -> None:
         self.inputs = hidden, weight
         self.hidden = torch.empty_like(hidden) if wanted[0] else None
-        self.weight: torch.Tensor | None = None
-        self.bias: torch.Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
         self.wanted = wanted
 
-    def add(self, chunk: slice, logits_gradient: torch.Tensor) -> None:
+    def add(self, chunk: slice, logits_gradient: Tensor) -> None:
         hidden, weight = self.inputs
         if self.hidden is not None:
             torch.mm(logits_gradient, weight, out=self.hidden[chunk])
@@ -101,14 +93,14 @@ class _Gradients:
             self.bias = total if self.bias is None else self.bias.add_(total)
 
 
-def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`gradient * factor` in `dtype`, multiplied in fp32: a factor rounded to bf16 would scale them all."""
     if gradient.dtype == factor.dtype:
         return gradient.mul_(factor).to(dtype)  # in place: no second weight-sized tensor
     return (gradient.to(factor.dtype) * factor).to(dtype)
 
 
-def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """`total + left @ right` in fp32 (in place once there is a total), for operands of any dtype."""
     dtype = torch.promote_types(left.dtype, torch.float32)
     if left.dtype == dtype or not on_gpu(left):
@@ -124,3 +116,45 @@ def chunk_rows(tokens: int, row_bytes: int) -> int:
     limit = max(CHUNK_BYTES // row_bytes, 1)
     chunks = max(-(-tokens // limit), 1)
     return max(-(-tokens // chunks), 1)
+
+
+@torch.library.custom_op(
+    "shardwise::cross_entropy_",
+    mutates_args=("logits", "losses"),
+    device_types="cpu",
+    schema="(Tensor(a!) logits, Tensor labels, Tensor(b!) losses, float? softcap, float scale,"
+    " int ignore_index, bool with_gradient) -> ()",
+)
+def cross_entropy_(
+    logits: Tensor, labels: Tensor, losses: Tensor, softcap: float | None, scale: float, ignore_index: int,
+    with_gradient: bool,
+) -> None:  # fmt: skip
+    """Write each row's loss into `losses` and, if wanted, its gradient over `logits`.
+
+        z = scale * x,  z = softcap * tanh(z / softcap) where there is a cap
+        loss = logsumexp(z) - z[label]
+        d loss / d x = (softmax(z) - onehot(label)) * (1 - (z / softcap)^2) * scale
+
+    An ignored row has loss 0 and gradient 0. The softmax is in fp32 whatever the logits' dtype.
+
+    `logits` are [T, V], contiguous rows, overwritten if `with_gradient`; `labels` int64 [T], each in [0, V)
+    or `ignore_index`; `losses` fp32 [T] (fp64 for fp64 logits), in nats.
+    """
+    ignored = labels == ignore_index
+    targets = labels.masked_fill(ignored, 0).unsqueeze(1)
+    z = logits.to(losses.dtype) * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    log_total = torch.logsumexp(z, dim=1, keepdim=True)
+    losses.copy_((log_total - z.gather(1, targets)).squeeze(1).masked_fill(ignored, 0.0))
+    if not with_gradient:
+        return
+    gradient = torch.exp(z - log_total)
+    gradient.scatter_add_(1, targets, torch.full_like(log_total, -1.0))
+    if softcap is not None:
+        gradient *= 1.0 - (z / softcap) ** 2
+    logits.copy_(gradient.mul_(scale).masked_fill_(ignored.unsqueeze(1), 0.0))
+
+
+run_on_cuda(cross_entropy_, "cross_entropy_triton", "launch")
+cross_entropy_.register_fake(lambda *_: None)

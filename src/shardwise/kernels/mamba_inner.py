@@ -12,10 +12,11 @@ from. Temporary tensors of the backward pass overwrite each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.kernels.causal_conv import causal_conv, causal_conv_backward
 from shardwise.kernels.selective_scan import (
@@ -27,50 +28,28 @@ from shardwise.kernels.selective_scan import (
 
 
 def mamba_inner(
-    xz: torch.Tensor, positions: torch.Tensor, *, conv_weight: torch.Tensor, conv_bias: torch.Tensor | None,
-    x_proj: torch.Tensor, dt_proj: torch.Tensor, dt_bias: torch.Tensor, a_log: torch.Tensor, d: torch.Tensor,
-    out_proj: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """Convolution, scan, gate and output projection.
+    xz: Tensor, positions: Tensor, *, conv_weight: Tensor, conv_bias: Tensor | None, x_proj: Tensor,
+    dt_proj: Tensor, dt_bias: Tensor, a_log: Tensor, d: Tensor, out_proj: Tensor,
+) -> Tensor:  # fmt: skip
+    """Convolution, scan, gate and output projection: [B, T, H] in xz's format.
 
-    Args:
-        xz: [B, T, 2 W], contiguous; the input projection's output.
-        positions: int32 [B, T]; 0 at the first token of a row and of every sample, which sees no earlier one.
-        conv_weight: [W, K].
-        conv_bias: [W].
-        x_proj: [R + 2 N, W].
-        dt_proj: [W, R].
-        dt_bias: [W]; like `a_log` and `d` in any format, used in fp32 (fp64 for fp64).
-        a_log: [W, N].
-        d: [W].
-        out_proj: [H, W].
-
-    Returns:
-        [B, T, H] in xz's format.
+    `xz` is the input projection's output, [B, T, 2 W] and contiguous; `positions` int32 [B, T], 0 at the
+    first token of a row and of every sample, which sees no earlier one; `conv_weight` [W, K]; `x_proj`
+    [R + 2 N, W]; `dt_proj` [W, R]; `out_proj` [H, W]; the biases and `d` [W]; `a_log` [W, N]. `dt_bias`,
+    `a_log` and `d` may have any format, and are used in fp32 (fp64 for fp64).
     """
     dtype = scan_dtype(xz)
-    out: torch.Tensor = _MambaInner.apply(
-        xz,
-        positions,
-        conv_weight,
-        conv_bias,
-        x_proj,
-        dt_proj,
-        dt_bias.to(dtype),
-        -torch.exp(a_log.to(dtype)),
-        d.to(dtype),
-        out_proj,
-    )
-    return out
+    dt_bias, a, d = dt_bias.to(dtype), -torch.exp(a_log.to(dtype)), d.to(dtype)
+    weights = conv_weight, conv_bias, x_proj, dt_proj, dt_bias, a, d, out_proj
+    return _MambaInner.apply(xz, positions, *weights)  # type: ignore[no-any-return]
 
 
 class _MambaInner(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, xz: torch.Tensor, positions: torch.Tensor, conv_weight: torch.Tensor,
-        conv_bias: torch.Tensor | None, x_proj: torch.Tensor, dt_proj: torch.Tensor, dt_bias: torch.Tensor,
-        a: torch.Tensor, d: torch.Tensor, out_proj: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any, xz: Tensor, positions: Tensor, conv_weight: Tensor, conv_bias: Tensor | None,
+        x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, a: Tensor, d: Tensor, out_proj: Tensor,
+    ) -> Tensor:  # fmt: skip
         call = _calls(xz)
         x, z = xz.chunk(2, dim=-1)
         u = call.conv(x, conv_weight, conv_bias, positions)
@@ -83,7 +62,7 @@ class _MambaInner(torch.autograd.Function):
         return gated @ out_proj.t()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (
             xz, positions, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, a, d, out_proj, small, states
         ) = ctx.saved_tensors  # fmt: skip
@@ -122,40 +101,29 @@ _INPUTS = (
 )  # fmt: skip
 
 
-class _Calls(NamedTuple):
-    conv: Callable[..., Any]
-    conv_backward: Callable[..., Any]
-    scan: Callable[..., Any]
-    replay: Callable[..., Any]
-    backward: Callable[..., Any]
-
-
+_Calls = namedtuple("_Calls", "conv conv_backward scan replay backward")
 _OPERATORS = _Calls(
     causal_conv, causal_conv_backward, selective_scan, selective_scan_replay, selective_scan_backward
 )
 
 
-def _calls(x: torch.Tensor) -> _Calls:
+def _calls(x: Tensor) -> _Calls:
     """The operators; on a GPU the functions behind them: an operator costs 80 us of Python (2.13)."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return _OPERATORS
-    from shardwise.kernels import causal_conv_triton, selective_scan_backward_triton, selective_scan_triton
+    from shardwise.kernels import causal_conv_triton as conv
+    from shardwise.kernels import selective_scan_backward_triton as back
+    from shardwise.kernels import selective_scan_triton as scan
 
-    return _Calls(
-        causal_conv_triton.forward,
-        causal_conv_triton.backward,
-        selective_scan_triton.forward,
-        selective_scan_triton.replay,
-        selective_scan_backward_triton.backward,
-    )
+    return _Calls(conv.forward, conv.backward, scan.forward, scan.replay, back.backward)
 
 
-def _delta_and_bc(small: torch.Tensor, dt_proj: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _delta_and_bc(small: Tensor, dt_proj: Tensor) -> tuple[Tensor, Tensor]:
     """The scan's inputs from the small product: delta [B, T, W]; B and C [B, T, 2 N], in its format."""
     rank = dt_proj.shape[1]
     return small[..., :rank] @ dt_proj.t(), small[..., rank:].to(scan_dtype(small)).contiguous()
 
 
-def _weight_gradient(out: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+def _weight_gradient(out: Tensor, into: Tensor) -> Tensor:
     """A linear layer's, from its output's gradient [.., O] and its input [.., I]: [O, I]."""
     return out.reshape(-1, out.shape[-1]).t() @ into.reshape(-1, into.shape[-1])

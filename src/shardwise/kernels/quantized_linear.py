@@ -17,9 +17,9 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-Unpack = Callable[..., torch.Tensor]
+Unpack = Callable[..., Tensor]
 """Computes the weight [O, I] from what a layer stores."""
 
 NF4_BLOCK = 64
@@ -39,14 +39,9 @@ class QuantizedLinear(nn.Linear):
         self, in_features: int, out_features: int, bias: nn.Parameter | None, *, dtype: torch.dtype,
         transposed: bool = False,
     ) -> None:  # fmt: skip
-        """On the meta device.
+        """On the meta device, with the replaced layer's `bias`, frozen too, computing in `dtype`.
 
-        Args:
-            in_features: I.
-            out_features: O.
-            bias: the replaced layer's, frozen too.
-            dtype: format of the computation.
-            transposed: whether the replaced layer's weight is [I, O] (transformers' Conv1D).
+        `transposed`: whether the replaced layer's weight is [I, O] (transformers' Conv1D).
         """
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
@@ -61,46 +56,42 @@ class QuantizedLinear(nn.Linear):
         """Shape of the stored weight in numbers of `dtype`; None where the codes do not fill them."""
         raise NotImplementedError
 
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        """The arguments of `unpack`."""
-        raise NotImplementedError
+    def stored(self) -> tuple[Tensor, ...]:
+        """The arguments of `unpack`: the stored weight, and the scales in the order of their buffers."""
+        return self.weight, *self.buffers(recurse=False)
 
     @property
     def unpack(self) -> Unpack:
         raise NotImplementedError
 
-    def quantize(self, weight: torch.Tensor) -> None:
+    def quantize(self, weight: Tensor) -> None:
         """Store a weight, [O, I] (or [I, O] where transposed), on its device."""
         raise NotImplementedError
 
-    def tolerance(self, weight: torch.Tensor) -> torch.Tensor:
+    def tolerance(self, weight: Tensor) -> Tensor:
         """Largest rounding error of each value of `weight`, [O, I]; fp32 [O, I]."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def dequantized(self) -> torch.Tensor:
+    def dequantized(self) -> Tensor:
         """The weight used in the computation: [O, I] in `dtype`."""
         return self.unpack(*self.stored())
 
     @torch.no_grad()
-    def holds(self, weight: torch.Tensor, packed: torch.Tensor) -> bool:
+    def holds(self, weight: Tensor, packed: Tensor) -> bool:
         """Whether `packed`, this layer's weight as an engine returns it, was quantised from `weight`."""
         expected = self._upright(weight)
         _, *scales = self.stored()
         found = self.unpack(packed, *(scale.to(packed.device) for scale in scales))
         return bool(((found.float() - expected.float()).abs() <= self.tolerance(expected)).all())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _FrozenLinear.apply(x, self.bias, self.unpack, *self.stored())
-        return out
+    def forward(self, x: Tensor) -> Tensor:
+        return _FrozenLinear.apply(x, self.bias, self.unpack, *self.stored())  # type: ignore[no-any-return]
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
-
-    def _upright(self, weight: torch.Tensor) -> torch.Tensor:
+    def _upright(self, weight: Tensor) -> Tensor:
         return (weight.t() if self.transposed else weight).to(self.dtype).contiguous()
 
-    def _store(self, packed: torch.Tensor) -> None:
+    def _store(self, packed: Tensor) -> None:
         old = self.weight
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.weight.__dict__.update(old.__dict__)
@@ -112,22 +103,19 @@ class Int8Linear(QuantizedLinear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.register_buffer("scale", torch.empty(self.out_features, device="meta"), persistent=False)
-        self.scale: torch.Tensor
+        self.scale: Tensor
 
     @staticmethod
     def packed_shape(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[int, int] | None:
         numbers, rest = divmod(in_features, dtype.itemsize)
         return None if rest else (out_features, numbers)
 
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        return self.weight, self.scale
-
     @property
     def unpack(self) -> Unpack:
         return partial(dequantize_int8, dtype=self.dtype)
 
     @torch.no_grad()
-    def quantize(self, weight: torch.Tensor) -> None:
+    def quantize(self, weight: Tensor) -> None:
         import bitsandbytes  # noqa: F401  (it registers its kernels)
 
         # its kernel takes fp16, which LLM.int8 quantises
@@ -136,7 +124,7 @@ class Int8Linear(QuantizedLinear):
         self._store(codes.view(self.dtype))
         self.scale = largest * (1.0 / INT8_LARGEST)
 
-    def tolerance(self, weight: torch.Tensor) -> torch.Tensor:
+    def tolerance(self, weight: Tensor) -> Tensor:
         """Half a step, and the roundings to fp16 and to the computation's format."""
         size = weight.float().abs()
         return size.amax(1, keepdim=True) * (0.5 / INT8_LARGEST) + size * 2**-7
@@ -149,49 +137,37 @@ class Nf4Linear(QuantizedLinear):
         super().__init__(*args, **kwargs)
         values = self.in_features * self.out_features
         blocks = -(-values // NF4_BLOCK)
-        buffers = {
-            "scales": torch.empty(blocks, dtype=torch.uint8, device="meta"),
-            "scale": torch.empty(-(-blocks // SCALE_BLOCK), device="meta"),
-            "mean": torch.empty((), device="meta"),
-        }
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=False)
-        self.scales: torch.Tensor
-        self.scale: torch.Tensor
-        self.mean: torch.Tensor
+        shapes = {"scales": (blocks,), "scale": (-(-blocks // SCALE_BLOCK),), "mean": ()}
+        for name, shape in shapes.items():
+            dtype = torch.uint8 if name == "scales" else torch.float32
+            self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
+        self.scales: Tensor
+        self.scale: Tensor
+        self.mean: Tensor
 
     @staticmethod
     def packed_shape(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[int, int] | None:
         numbers, rest = divmod(in_features * out_features, 2 * dtype.itemsize)
         return None if rest else (numbers, 1)
 
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        return self.weight, self.scales, self.scale, self.mean
-
     @property
     def unpack(self) -> Unpack:
-        shape = [self.out_features, self.in_features]
-        return partial(dequantize_nf4, shape=shape, dtype=self.dtype)
+        return partial(dequantize_nf4, shape=[self.out_features, self.in_features], dtype=self.dtype)
 
     @torch.no_grad()
-    def quantize(self, weight: torch.Tensor) -> None:
+    def quantize(self, weight: Tensor) -> None:
         from bitsandbytes.functional import quantize_4bit
 
-        packed, state = quantize_4bit(
-            self._upright(weight),
-            blocksize=NF4_BLOCK,
-            compress_statistics=True,
-            quant_type="nf4",
-            quant_storage=self.dtype,
-        )
+        how: dict[str, Any] = {"blocksize": NF4_BLOCK, "compress_statistics": True, "quant_type": "nf4"}
+        packed, state = quantize_4bit(self._upright(weight), quant_storage=self.dtype, **how)
         self._store(packed)
         self.scales, self.scale, self.mean = state.absmax, state.state2.absmax, state.offset
 
-    def tolerance(self, weight: torch.Tensor) -> torch.Tensor:
+    def tolerance(self, weight: Tensor) -> Tensor:
         """Half the widest gap between NF4's values, -1 and -0.696, and 5 % for the scale's 8 bits."""
         size = weight.float().abs().flatten()
-        rest = -size.numel() % NF4_BLOCK
-        largest = nn.functional.pad(size, (0, rest)).view(-1, NF4_BLOCK).amax(1)
+        padded = nn.functional.pad(size, (0, -size.numel() % NF4_BLOCK))
+        largest = padded.view(-1, NF4_BLOCK).amax(1)
         return (0.2 * largest).repeat_interleave(NF4_BLOCK)[: size.numel()].view(weight.shape)
 
 
@@ -202,7 +178,7 @@ INT8_LARGEST = 127.0
 
 
 @torch.library.custom_op("shardwise::dequantize_int8", mutates_args=())
-def dequantize_int8(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize_int8(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [O, I] in `dtype`: int8 codes, stored as any format, times fp32 [O]; rounded once."""
     codes = packed.view(torch.int8)
     weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -211,25 +187,17 @@ def dequantize_int8(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
 
 @torch.library.custom_op("shardwise::dequantize_nf4", mutates_args=())
 def dequantize_nf4(
-    packed: torch.Tensor, scales: torch.Tensor, scale: torch.Tensor, mean: torch.Tensor, shape: list[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    """The weight of `shape` [O, I] in `dtype`.
+    packed: Tensor, scales: Tensor, scale: Tensor, mean: Tensor, shape: list[int], dtype: torch.dtype
+) -> Tensor:
+    """The weight of `shape` [O, I] in `dtype` (bf16, fp16 or fp32).
 
-    Args:
-        packed: two codes a byte, stored as any format.
-        scales: uint8, one for NF4_BLOCK values.
-        scale: fp32, one for SCALE_BLOCK scales.
-        mean: fp32 scalar that was subtracted from the scales.
-        shape: [O, I].
-        dtype: bf16, fp16 or fp32.
+    `packed` has two codes a byte, stored as any format; `scales`, uint8, are one for NF4_BLOCK values;
+    `scale`, fp32, one for SCALE_BLOCK scales; `mean`, fp32, was subtracted from the scales.
     """
     import bitsandbytes  # noqa: F401
 
-    kernels = torch.ops.bitsandbytes
-    full_scales = kernels.dequantize_blockwise(
-        scales, scale, _scale_values(scales.device), SCALE_BLOCK, torch.float32
-    )
+    kernels, codes = torch.ops.bitsandbytes, _scale_values(scales.device)
+    full_scales = kernels.dequantize_blockwise(scales, scale, codes, SCALE_BLOCK, torch.float32)
     full_scales += mean
     # A block per row: where blocks span rows, bitsandbytes 0.50 computes wrong weights on AVX-512.
     values = math.prod(shape)
@@ -238,18 +206,15 @@ def dequantize_nf4(
 
 
 @dequantize_int8.register_fake
-def _int8_fake(packed: torch.Tensor, _: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _int8_fake(packed: Tensor, _: Tensor, dtype: torch.dtype) -> Tensor:
     return packed.new_empty(packed.shape[0], packed.shape[1] * packed.element_size(), dtype=dtype)
 
 
-@dequantize_nf4.register_fake
-def _nf4_fake(packed: torch.Tensor, *others: Any) -> torch.Tensor:
-    shape, dtype = others[-2:]
-    return packed.new_empty(shape, dtype=dtype)
+dequantize_nf4.register_fake(lambda packed, *others: packed.new_empty(others[-2], dtype=others[-1]))
 
 
 @cache
-def _scale_values(device: torch.device) -> torch.Tensor:
+def _scale_values(device: torch.device) -> Tensor:
     """Values of the 256 codes of a scale (bitsandbytes.functional.quantize_blockwise), fp32."""
     from bitsandbytes.functional import create_dynamic_map
 
@@ -261,14 +226,14 @@ class _FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, unpack: Unpack, *stored: torch.Tensor
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, bias: Tensor | None, unpack: Unpack, *stored: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*stored)
         ctx.unpack = unpack
         return nn.functional.linear(x, unpack(*stored), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         stored = ctx.saved_tensors
         dx = grad_y @ ctx.unpack(*stored) if ctx.needs_input_grad[0] else None
         return dx, None, None, *(None for _ in stored)

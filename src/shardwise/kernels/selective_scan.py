@@ -18,21 +18,58 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from shardwise.kernels.mamba_work import TILE, chunk_tokens, chunks_of
 from shardwise.kernels.target import run_on_cuda
 
+TILE = 8
+"""Tokens whose states a thread holds in the scan's backward pass; the state before each tile is saved."""
 
-def scan_dtype(x: torch.Tensor) -> torch.dtype:
+BLOCK = 32
+"""Channels of a scan's program: one for each thread of a warp, so no data along tokens crosses threads."""
+
+WARPS = 8192
+"""Warps that keep a GPU busy: several times the 2100 to 3200 that 132 multiprocessors hold at once."""
+
+SHORTEST = 64
+"""Tokens of the shortest chunk: its fp32 state takes 64 bytes a channel, half of its bf16 activation."""
+
+
+def chunk_tokens(rows: int, length: int, width: int) -> int:
+    """Tokens of one program: as many as leave WARPS of work, at least SHORTEST.
+
+    The backward pass holds three tensors of the states before each chunk: 3 bytes a channel and token where
+    chunks are shortest. Half of WARPS is enough to halve that. A chunk is an entire row where the rows alone
+    are enough work; then no state is carried from one chunk to the next.
+    """
+    columns = -(-width // BLOCK)
+    if rows * columns >= WARPS or length <= SHORTEST:
+        return length
+    chunk, enough = SHORTEST, WARPS // 2
+    while 2 * chunk < length and rows * length // (2 * chunk) * columns >= enough:
+        chunk, enough = 2 * chunk, WARPS
+    return chunk
+
+
+def chunks_of(rows: int, length: int, width: int) -> int:
+    """Chunks of all rows laid end to end."""
+    return -(-rows * length // chunk_tokens(rows, length, width))
+
+
+def tiles_of(rows: int, length: int, width: int) -> int:
+    """Tiles of all chunks; a short last tile of a chunk counts in full."""
+    return chunks_of(rows, length, width) * -(-chunk_tokens(rows, length, width) // TILE)
+
+
+def scan_dtype(x: Tensor) -> torch.dtype:
     """The format of the computation: fp32, or fp64 for fp64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def selective_scan_reference(
-    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor,
-    bias: torch.Tensor, positions: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, delta: Tensor, a: Tensor, bc: Tensor, d: Tensor, bias: Tensor, positions: Tensor
+) -> Tensor:
     """The scan without the gate, y, in plain PyTorch; gradients come from autograd.
 
     Shapes as in `selective_scan`. Returns [B, T, W] in `scan_dtype`. The states of all tokens exist at once.
@@ -46,9 +83,8 @@ class _Terms:
     """Terms of the recurrence h_t = decay_t h_{t-1} + added_t; [B, T, W, N] or broadcast to it."""
 
     def __init__(
-        self, x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, bias: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self, x: Tensor, delta: Tensor, a: Tensor, bc: Tensor, bias: Tensor, positions: Tensor
+    ) -> None:
         dtype = scan_dtype(x)
         self.a = a.to(dtype)
         self.x = x.to(dtype).unsqueeze(-1)
@@ -59,7 +95,7 @@ class _Terms:
         self.decay = decay.masked_fill((positions == 0)[..., None, None], 0.0)
         self.added = self.dt * self.x * self.b
 
-    def states(self) -> list[torch.Tensor]:
+    def states(self) -> list[Tensor]:
         """The state after every token, [B, W, N] each."""
         state = torch.zeros_like(self.added[:, 0])
         states = []
@@ -69,7 +105,7 @@ class _Terms:
             states.append(state)
         return states
 
-    def adjoints(self, dy: torch.Tensor) -> torch.Tensor:
+    def adjoints(self, dy: Tensor) -> Tensor:
         """Gradients of the states, [B, T, W, N], from that of y, [B, T, W, 1]."""
         reaching = torch.zeros_like(self.added[:, 0])
         adjoints = []
@@ -82,20 +118,13 @@ class _Terms:
 
 @torch.library.custom_op("shardwise::selective_scan", mutates_args=(), device_types="cpu")
 def selective_scan(
-    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor, z: torch.Tensor,
-    bias: torch.Tensor, positions: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: Tensor, delta: Tensor, a: Tensor, bc: Tensor, d: Tensor, z: Tensor, bias: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """The gated output of the scan, and the states that its backward pass starts from.
 
-    Args:
-        x: [B, T, W], contiguous.
-        delta: [B, T, W], contiguous; before bias and softplus.
-        a: [W, N] in `scan_dtype`; negative.
-        bc: [B, T, 2 N] in `scan_dtype`, contiguous: B, then C.
-        d: [W] in `scan_dtype`.
-        z: [B, T, W], tokens at one stride.
-        bias: [W] in `scan_dtype`, of delta.
-        positions: int32 [B, T]; 0 at the first token of a row and of every sample.
+    `x` and `delta` (before bias and softplus) are [B, T, W] and contiguous, `z` is [B, T, W] with tokens at
+    one stride. In `scan_dtype` are `a`, negative [W, N]; `bc`, [B, T, 2 N] and contiguous: B, then C; `d` and
+    `bias` (delta's), [W]. `positions`, int32 [B, T], are 0 at the first token of a row and of every sample.
 
     Returns:
         out: [B, T, W] in x's format.
@@ -107,9 +136,9 @@ def selective_scan(
 
 @torch.library.custom_op("shardwise::selective_scan_replay", mutates_args=("dout", "dz"), device_types="cpu")
 def selective_scan_replay(
-    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor, z: torch.Tensor,
-    bias: torch.Tensor, positions: torch.Tensor, states: torch.Tensor, dout: torch.Tensor, dz: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: Tensor, delta: Tensor, a: Tensor, bc: Tensor, d: Tensor, z: Tensor, bias: Tensor, positions: Tensor,
+    states: Tensor, dout: Tensor, dz: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Repeat the forward pass: the output that was not saved, and all that the gate's gradient needs.
 
     Arguments are those of `selective_scan`, the `states` that it returned, and: `dout`, [B, T, W] and
@@ -135,9 +164,9 @@ def selective_scan_replay(
     "shardwise::selective_scan_backward", mutates_args=("delta", "dy"), device_types="cpu"
 )
 def selective_scan_backward(
-    x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor,
-    bias: torch.Tensor, positions: torch.Tensor, fine: torch.Tensor, adjoints: torch.Tensor, dy: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: Tensor, delta: Tensor, a: Tensor, bc: Tensor, d: Tensor, bias: Tensor, positions: Tensor, fine: Tensor,
+    adjoints: Tensor, dy: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of all inputs but the gate's.
 
     `fine`, `adjoints` and `dy` (the gradient of the ungated output) come from `selective_scan_replay`.
@@ -149,9 +178,8 @@ def selective_scan_backward(
     h, g = torch.stack(terms.states(), dim=1), terms.adjoints(dy_)
     through_decay = g * (h - terms.added)  # decay_t h_{t-1} g_t
     g_b = (g * terms.b).sum(-1, keepdim=True)
-    ddelta = (terms.x * g_b + (through_decay * terms.a).sum(-1, keepdim=True)) * torch.sigmoid(
-        terms.before_softplus
-    )
+    ddelta = terms.x * g_b + (through_decay * terms.a).sum(-1, keepdim=True)
+    ddelta = ddelta * torch.sigmoid(terms.before_softplus)
     dbc = torch.cat([(g * terms.dt * terms.x).sum(-2), (h * dy_).sum(-2)], dim=-1)
     dd = (dy_ * terms.x).sum((0, 1, 3))
     delta.copy_(ddelta.squeeze(-1))
@@ -164,35 +192,21 @@ run_on_cuda(selective_scan_replay, "selective_scan_triton", "replay")
 run_on_cuda(selective_scan_backward, "selective_scan_backward_triton", "backward")
 
 
-@selective_scan.register_fake
-def _forward_fake(
-    x: torch.Tensor, _delta: torch.Tensor, a: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), _states(x, a)
+selective_scan.register_fake(lambda x, _, a, *__: (torch.empty_like(x), _states(x, a)))
 
 
 @selective_scan_replay.register_fake
-def _replay_fake(
-    x: torch.Tensor, _delta: torch.Tensor, a: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), _fine_states(x, a), _states(x, a)
+def _replay_fake(x: Tensor, _delta: Tensor, a: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    fine = x.new_empty(tiles_of(*x.shape), a.shape[1], x.shape[2])
+    return torch.empty_like(x), fine, _states(x, a)
 
 
 @selective_scan_backward.register_fake
 def _backward_fake(
-    _x: torch.Tensor, _delta: torch.Tensor, a: torch.Tensor, bc: torch.Tensor, d: torch.Tensor,
-    bias: torch.Tensor, *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    _x: Tensor, _delta: Tensor, a: Tensor, bc: Tensor, d: Tensor, bias: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.empty_like(a), torch.empty_like(bc), torch.empty_like(d), torch.empty_like(bias)
 
 
-def _states(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    rows, length, width = x.shape
-    return x.new_empty(chunks_of(rows, length, width), a.shape[1], width, dtype=scan_dtype(x))
-
-
-def _fine_states(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """Memory for the states before every TILE tokens of every chunk: [tiles, N, W] in x's format."""
-    rows, length, width = x.shape
-    tiles = -(-chunk_tokens(rows, length, width) // TILE)
-    return x.new_empty(chunks_of(rows, length, width) * tiles, a.shape[1], width)
+def _states(x: Tensor, a: Tensor) -> Tensor:
+    return x.new_empty(chunks_of(*x.shape), a.shape[1], x.shape[2], dtype=scan_dtype(x))

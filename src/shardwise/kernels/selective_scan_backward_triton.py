@@ -16,7 +16,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from shardwise.kernels.causal_conv_triton import LOG2E, sigmoid
-from shardwise.kernels.mamba_work import BLOCK, TILE
+from shardwise.kernels.selective_scan import BLOCK, TILE
 from shardwise.kernels.selective_scan_triton import RESET, Run, channels, softplus
 
 REGISTERS = 128

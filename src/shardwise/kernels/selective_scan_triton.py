@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.causal_conv_triton import LOG2E, sigmoid
-from shardwise.kernels.mamba_work import BLOCK, TILE, chunk_tokens
+from shardwise.kernels.selective_scan import BLOCK, TILE, chunk_tokens
 
 RESET: tl.constexpr = tl.constexpr(-1e30)
 """Added to an exponent of two: the state is forgotten."""
@@ -259,22 +259,12 @@ class Run:
 
 def _launch_sweep(run, mode, *tensors, block):
     z, dz = tensors[5], tensors[12]
+    strides = {"width": run.width, "z_stride": z.stride(-2), "dz_stride": dz.stride(-2)}
+    states = {"n_state": run.n_state, "n_block": triton.next_power_of_2(run.n_state)}
+    flags = {"mode": mode, "carried": run.carried, "complete": run.complete}
+    blocks = {"tile": TILE, "block": block, "unrolled": UNROLLED[mode.value]}
     _sweep[(triton.cdiv(run.width, block), run.chunks)](
-        *tensors,
-        run.tokens,
-        run.chunk,
-        width=run.width,
-        z_stride=z.stride(-2),
-        dz_stride=dz.stride(-2),
-        n_state=run.n_state,
-        mode=mode,
-        carried=run.carried,
-        complete=run.complete,
-        n_block=triton.next_power_of_2(run.n_state),
-        tile=TILE,
-        block=block,
-        unrolled=UNROLLED[mode.value],
-        num_warps=max(block // 32, 1),
+        *tensors, run.tokens, run.chunk, **strides, **states, **flags, **blocks, num_warps=max(block // 32, 1)
     )
 
 

@@ -1,4 +1,7 @@
-"""LoRA: low-rank adapters (PEFT) on a frozen base, injected while everything is on the meta device."""
+"""LoRA: low-rank adapters (PEFT) on a frozen base, injected while everything is on the meta device.
+
+The base's linear layers may be in 8 or 4 bits: installed here too, and removed for merging.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.errors import JobError
-from shardwise.job.schema import Lora
-from shardwise.kernels.quantized_linear import QuantizedLinear
+from shardwise.errors import JobError, MachineError
+from shardwise.job.schema import Lora, Model
+from shardwise.kernels.quantized_linear import LAYERS, QuantizedLinear
 from shardwise.models.families import family_of
 
 if TYPE_CHECKING:
@@ -27,21 +31,11 @@ _WHERE = "model.lora.targets"
 
 
 def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str | None) -> PeftModel:
-    """Inject adapters into `model` in place and freeze everything else.
+    """Inject adapters, of the base's dtype, into a model on the meta device, and freeze everything else.
 
-    The adapters have the base's dtype.
-
-    Args:
-        model: on the meta device.
-        lora: the job's section.
-        source: the base that the saved adapter names.
-        revision: its revision.
-
-    Returns:
-        PEFT's wrapper; its `get_base_model()` is `model`.
-
-    Raises:
-        JobError: a target matches no linear module, or no layer's weight can have an update of that rank.
+    The saved adapter names `source` and its `revision` as its base. `model` is changed in place, and is the
+    `get_base_model()` of PEFT's wrapper. Raises JobError where a target matches no linear module, or no
+    layer's weight can have an update of that rank.
     """
     from peft import LoraConfig, TaskType, get_peft_model  # imports a second's worth of compilers
 
@@ -85,11 +79,8 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
 def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
     """Layers that can have an adapter, by name: every linear layer that is called, but the output head."""
     head, uncalled = model.get_output_embeddings(), family_of(model.config).kernel_reads
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not _named(name, uncalled)
-    }
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head}
+    return {name: module for name, module in linear.items() if not _named(name, uncalled)}
 
 
 def has_stacked_experts(model: nn.Module) -> bool:
@@ -151,20 +142,15 @@ def initial_values(name: str, shape: torch.Size, device: torch.device) -> torch.
 
 def _check_rank(rank: int, layers: Iterable[nn.Linear | Conv1D]) -> None:
     """A product of [O, r] and [r, I] has at most rank min(O, I): a higher r only takes memory."""
-    shapes = {
-        (layer.nf, layer.nx) if isinstance(layer, Conv1D) else (layer.out_features, layer.in_features)
-        for layer in layers
-    }
+    shapes = {(m.nf, m.nx) if isinstance(m, Conv1D) else (m.out_features, m.in_features) for m in layers}
     if not shapes:
         return  # PEFT has its own error for a model without such layers
     rows, columns = max(shapes, key=lambda shape: (min(shape), shape))
     most = min(rows, columns)
     if rank > most:
-        raise JobError(
-            f"no update has rank {rank}: the largest, of a layer of {rows} x {columns}, has at most {most}",
-            where="model.lora.rank",
-            fix=f"{most} at most; or train all weights, without lora",
-        )
+        what = f"no update has rank {rank}: the largest, of a layer of {rows} x {columns}, has at most {most}"
+        fix = f"{most} at most; or train all weights, without lora"
+        raise JobError(what, where="model.lora.rank", fix=fix)
 
 
 def _check_targets(targets: list[str], candidates: Iterable[str], model: PreTrainedModel) -> None:
@@ -172,11 +158,8 @@ def _check_targets(targets: list[str], candidates: Iterable[str], model: PreTrai
     names, taken, family = list(candidates), taken_for_experts(model), family_of(model.config)
     read = [t for t in targets if _named(t, family.kernel_reads)]
     if read:
-        raise JobError(
-            f"the kernel reads the weights of {', '.join(read)} itself: an adapter would train nothing",
-            where=_WHERE,
-            fix=f"targets: [{', '.join(family.lora_targets)}]",
-        )
+        what = f"the kernel reads the weights of {', '.join(read)} itself: an adapter would train nothing"
+        raise JobError(what, where=_WHERE, fix=f"targets: [{', '.join(family.lora_targets)}]")
     known = f"choose from {', '.join(sorted(_last_names(names) - taken))}, or all-linear"
     unknown = [t for t in targets if not any(_named(name, [t]) for name in names)]
     if unknown:
@@ -184,9 +167,67 @@ def _check_targets(targets: list[str], candidates: Iterable[str], model: PreTrai
         raise JobError(what, where=_WHERE, fix=known)
     moved = [t for t in targets if t.rpartition(".")[2] in taken]
     if moved:
-        raise JobError(
-            f"PEFT takes {', '.join(moved)} of {model.config.model_type!r} models for the experts' stacked "
-            "weights, which get no adapter",
-            where=_WHERE,
-            fix=known,
-        )
+        mistaken = f"PEFT takes {', '.join(moved)} of {model.config.model_type!r} models for the experts'"
+        raise JobError(f"{mistaken} stacked weights, which get no adapter", where=_WHERE, fix=known)
+
+
+_INSTALL = "pip install bitsandbytes"
+
+
+def quantize_linears(model: PreTrainedModel, kind: str) -> None:
+    """Replace, in place, every linear layer that can have an adapter, as transformers does.
+
+    The output head, embeddings, norms and stacked experts stay as they are. Raises JobError where the codes
+    of a weight do not fill entire numbers of its format.
+    """
+    for name, module in linear_modules(model).items():
+        weight, bias = module.requires_grad_(False).get_parameter("weight"), module._parameters["bias"]
+        transposed = isinstance(module, Conv1D)
+        inputs, outputs = weight.shape if transposed else reversed(weight.shape)
+        if LAYERS[kind].packed_shape(inputs, outputs, weight.dtype) is None:
+            what = f"the {kind} codes of {name}, {outputs} x {inputs}, do not fill {weight.dtype} numbers"
+            fix = "quantization: none, or a model of even sizes"
+            raise JobError(what, where="model.quantization", fix=fix)
+        layer = LAYERS[kind](inputs, outputs, bias, dtype=weight.dtype, transposed=transposed)
+        model.set_submodule(name, layer)
+
+
+@torch.no_grad()
+def dequantize_linears(model: nn.Module) -> None:
+    """Replace the quantised layers, in place, by plain ones with the weights that they compute with."""
+    from peft.tuners.lora.layer import Linear as PeftLinear
+
+    for layer in model.modules():
+        if isinstance(layer, PeftLinear) and isinstance(layer.base_layer, QuantizedLinear):
+            layer.fan_in_fan_out = layer.base_layer.transposed
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, QuantizedLinear):
+            weight = layer.dequantized()
+            plain: nn.Module
+            with torch.device("meta"):
+                if layer.transposed:
+                    plain, weight = Conv1D(layer.out_features, layer.in_features), weight.t().contiguous()
+                else:
+                    plain = nn.Linear(layer.in_features, layer.out_features)
+            plain.weight = nn.Parameter(weight, requires_grad=False)
+            plain.bias = layer.bias
+            model.set_submodule(name, plain)
+
+
+def check_bitsandbytes(model: Model) -> None:
+    """Raise MachineError where the model is to be quantised and bitsandbytes cannot do it here."""
+    if model.quantization == "none":
+        return
+    where = f"model.quantization: {model.quantization}"
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        what = f"bitsandbytes, which quantises the weights, cannot be imported: {error}"
+        raise MachineError(what, where=where, fix=f"{_INSTALL}, or quantization: none") from None
+    device = "GPUs" if torch.cuda.is_available() else "CPU"
+    library = bitsandbytes.cextension.lib
+    native = not isinstance(library, bitsandbytes.cextension.ErrorHandlerMockBNBNativeLibrary)
+    if not native or (device == "GPUs" and not library.compiled_with_cuda):
+        what = f"bitsandbytes {bitsandbytes.__version__} has no kernels for this machine's {device}"
+        fix = f"{_INSTALL} -U (`python -m bitsandbytes` says what is missing), or quantization: none"
+        raise MachineError(what, where=where, fix=fix)

@@ -1,27 +1,36 @@
-"""A job's model, built on the meta device: names and shapes of all tensors, without values."""
+"""A job's model, built on the meta device: names and shapes of all tensors, without values.
+
+Its config has the job's changes, and is checked for what transformers leaves out.
+"""
 
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from shardwise.errors import JobError
 from shardwise.job.schema import Model
-from shardwise.models.adapters import add_lora, has_stacked_experts, is_adapter, taken_for_experts
-from shardwise.models.config import check_shape, read_config, refused
-from shardwise.models.families import attention_for, family_code, family_of
+from shardwise.models.adapters import (
+    add_lora,
+    has_stacked_experts,
+    is_adapter,
+    quantize_linears,
+    taken_for_experts,
+)
+from shardwise.models.families import REFUSED, attention_for, family_code, family_of
 from shardwise.models.file_weights import open_weights
-from shardwise.models.quantize import quantize_linears
-from shardwise.models.random_weights import RandomWeights
 from shardwise.models.rotary import fix_frequencies
 from shardwise.models.source import Source, find_source
 from shardwise.models.structure import build_buffers, count_parameters, find_blocks
-from shardwise.models.weights import Weights, WeightSource
+from shardwise.models.weights import RandomWeights, Weights, WeightSource
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -65,13 +74,9 @@ def build_model(
 ) -> BuiltModel:
     """Build the model of a job, without loading anything.
 
-    Args:
-        model: the job's `model` section.
-        dtype: format of the weights and of the computation.
-        seed: of random weights, and of adapters.
-        vocab_size: embedding rows, for random weights with a new tokenizer; default the shape's.
-        sequence_length: tokens of the longest row, for which rotary frequencies are fixed (`rotary`); None
-            lets transformers choose them at each call, as for generating.
+    `dtype` is that of the weights and of the computation. `seed` is for random weights and adapters,
+    `vocab_size` for random weights with a new tokenizer. Rotary frequencies are fixed (`rotary`) for rows of
+    at most `sequence_length` tokens; None lets transformers choose them at each call, as for generating.
 
     Raises:
         JobError: there is no such model, its config is refused, an adapter's target does not exist, or its
@@ -126,8 +131,7 @@ def _expert_notes(skeleton: PreTrainedModel, model: Model) -> list[str]:
     if not has_stacked_experts(skeleton):
         return []
     notes = ["the experts get no adapter: they are not linear modules"]
-    taken = taken_for_experts(skeleton)
-    if taken:
+    if taken := taken_for_experts(skeleton):
         notes.append(f"nor do {', '.join(sorted(taken))}: PEFT takes these names for the experts'")
     if model.quantization != "none":
         notes.append("the experts are not quantised: they are not linear modules")
@@ -137,12 +141,9 @@ def _expert_notes(skeleton: PreTrainedModel, model: Model) -> list[str]:
 def _construct(config: PretrainedConfig, model: Model, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(
-                config,
-                dtype=dtype,
-                trust_remote_code=model.trust_remote_code,
-                attn_implementation=attention_for(config),
-            )
+            options = {"attn_implementation": attention_for(config), "dtype": dtype}
+            trusted = model.trust_remote_code
+            built = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted, **options)
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
         what = "transformers cannot build a causal language model from the config"
         fix = "use a decoder-only language model, and values that fit each other"
@@ -151,3 +152,104 @@ def _construct(config: PretrainedConfig, model: Model, dtype: torch.dtype) -> Pr
     if code is not None:
         code.prepare(built)
     return built
+
+
+_LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
+"""transformers' names of embeddings with a learned vector for each position."""
+
+
+def read_config(model: Model, found: Source, vocab_size: int | None) -> PretrainedConfig:
+    """Return the shape's config with the job's changes and `vocab_size` embedding rows; raises JobError."""
+    if "quantization_config" in found.config:
+        what = "the published weights are quantised and cannot be trained"
+        raise JobError(what, where="model.source", fix="name the model they were made from")
+    kind = str(found.config["model_type"])
+    if kind in REFUSED:
+        what = f"{kind!r} models cannot be trained: the kernels here compute Mamba-1's mixers only"
+        raise JobError(what, where=f"model.source: {model.source}", fix=REFUSED[kind])
+    try:
+        config = _parse(model, found, {})
+        if model.config or vocab_size is not None:
+            _check_keys(model.config, config)
+            changes = dict(model.config)
+            if vocab_size is not None:  # of a new tokenizer: ids of special tokens no longer apply
+                ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+                dropped = {name: None for name in ids if getattr(config, name, None) is not None}
+                changes |= {"vocab_size": vocab_size, **dropped}
+            config = _parse(model, found, changes)
+    except (StrictDataclassError, ArithmeticError, ValueError, TypeError, KeyError) as error:
+        raise refused("transformers refuses the config", error, model, fix="correct the values") from None
+    code = family_code(family_of(config))
+    if code is not None:
+        code.check_config(config, model.config)
+    return config
+
+
+def refused(what: str, error: Exception, model: Model, *, fix: str) -> JobError:
+    """Make the JobError for what transformers says of a config."""
+    where = "model.config" if model.config else f"model.source: {model.source}"
+    return JobError(f"{what}: {' '.join(str(error).split())[:300]}", where=where, fix=fix)
+
+
+def _parse(model: Model, found: Source, changes: dict[str, Any]) -> PretrainedConfig:
+    """Parse the config with `changes`; code from a repository is used only where the job trusts it."""
+    values = found.config
+    kind = values["model_type"]
+    if model.trust_remote_code and "auto_map" in values:
+        return AutoConfig.from_pretrained(found.folder, trust_remote_code=True, **changes)
+    if kind not in CONFIG_MAPPING:
+        what = f"transformers does not know the architecture {kind!r}"
+        fix = "use another model, or a newer transformers"
+        if "auto_map" in values:
+            fix = "set model.trust_remote_code and a revision if the repository brings code you trust"
+        raise JobError(what, where=f"model.source: {model.source}", fix=fix)
+    plain = {key: value for key, value in {**values, **changes}.items() if key != "auto_map"}
+    return CONFIG_MAPPING[kind].from_dict(copy.deepcopy(plain))
+
+
+def _check_keys(changes: dict[str, Any], config: PretrainedConfig) -> None:
+    """Refuse keys that the architecture does not have: transformers accepts and ignores them."""
+    known = {*config.to_dict(), *config.attribute_map, "rope_theta", "rope_scaling"}
+    for key in changes:
+        if key.startswith("_") or key in ("model_type", "auto_map") or key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            what = f"{config.model_type} models have no config value {key!r}"
+            fix = f"did you mean {near[0]}?" if near else "see the architecture's config in transformers"
+            raise JobError(what, where=f"model.config.{key}", fix=fix)
+
+
+def check_shape(built: nn.Module, model: Model, found: Source) -> None:
+    """Raise JobError for shapes that transformers builds and that cannot train.
+
+    Those are models without blocks, and query heads that cannot share the key-value heads evenly.
+    """
+    named = model.source if found.folder is None else f"{found.folder}/config.json"
+    where = "model.config" if model.config else named
+    layers = getattr(built.config, "num_hidden_layers", 1)
+    if isinstance(layers, int) and layers < 1:
+        what = f"a model of {layers} layers has nothing to train"
+        raise JobError(what, where=f"{where}: num_hidden_layers", fix="1 or more")
+    for module in built.modules():
+        config = getattr(module, "config", None)
+        heads = getattr(config, "num_attention_heads", None)
+        shared = getattr(config, "num_key_value_heads", None)
+        groups = hasattr(module, "num_key_value_groups")  # only attention that shares keys and values
+        if groups and isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+            fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            what = f"{heads} attention heads cannot share {shared} key-value heads evenly"
+            fix = f"one of {fitting}, or another num_attention_heads"
+            raise JobError(what, where=f"{where}: num_key_value_heads", fix=fix)
+
+
+def check_length(built: BuiltModel, sequence_length: int) -> None:
+    """Raise JobError where a row has more tokens than the model has positions; rotary ones never end."""
+    config = built.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    learned = any(
+        isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _LEARNED_POSITIONS
+        for name, module in built.skeleton.named_modules()
+    )
+    if limit is not None and sequence_length > limit and (learned or family_of(config).position_table):
+        what = f"rows of {sequence_length} tokens exceed the model's {limit} positions"
+        fix = f"{limit} or less, or a model with rotary embeddings"
+        raise JobError(what, where="data.sequence_length", fix=fix)

@@ -40,8 +40,15 @@ class Shape:
 def shapes() -> tuple[Shape, ...]:
     """All shapes of `catalog.toml`, in its order."""
     text = resources.files("shardwise.models").joinpath("catalog.toml").read_text(encoding="utf-8")
-    families = tomllib.loads(text)["family"].values()
-    return tuple(_shape(name, row, family) for family in families for name, row in family["shape"].items())
+    found = []
+    for family in tomllib.loads(text)["family"].values():
+        for name, row in family["shape"].items():
+            config = {**family.get("config", {}), **row["config"]}
+            # TOML has no null
+            config = {key: None if value == "none" else value for key, value in config.items()}
+            rest = {**row, "aliases": tuple(row.get("aliases", ())), "config": config}
+            found.append(Shape(name=name, model_type=family["model_type"], **rest))
+    return tuple(found)
 
 
 def lookup(name: str) -> Shape | None:
@@ -57,17 +64,5 @@ def nearest(name: str, count: int = 3) -> list[str]:
 
 @cache
 def _index() -> dict[str, Shape]:
-    return {
-        key.casefold(): shape
-        for shape in shapes()
-        for key in (shape.name, *shape.aliases, *([shape.hub] if shape.hub else []))
-    }
-
-
-def _shape(name: str, row: Mapping[str, Any], family: Mapping[str, Any]) -> Shape:
-    config = {**family.get("config", {}), **row["config"]}
-    # TOML has no null
-    config = {key: None if value == "none" else value for key, value in config.items()}
-    aliases = tuple(row.get("aliases", ()))
-    rest = {**row, "aliases": aliases, "config": config}
-    return Shape(name=name, model_type=family["model_type"], **rest)
+    names = [(s, name) for s in shapes() for name in (s.name, *s.aliases, s.hub) if name is not None]
+    return {name.casefold(): shape for shape, name in names}

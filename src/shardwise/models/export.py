@@ -1,9 +1,10 @@
-"""Trained weights in Hugging Face's format: written at every checkpoint, and exported afterwards."""
+"""Trained weights in Hugging Face's format: written at every checkpoint, exported, and used for text."""
 
 from __future__ import annotations
 
 import copy
 import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from shardwise.errors import CheckpointError, JobError
 from shardwise.job.schema import Model
-from shardwise.models.adapters import ADAPTER, saved_name
+from shardwise.models.adapters import ADAPTER, check_bitsandbytes, dequantize_linears, saved_name
 from shardwise.models.build import BuiltModel, build_model
+from shardwise.models.families import attention_for
 from shardwise.models.file_weights import quiet
 from shardwise.models.fingerprint import check_base
-from shardwise.models.quantize import check_bitsandbytes, dequantize_linears
 from shardwise.models.structure import join
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PreTrainedModel
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -47,7 +48,7 @@ _PROMPTS = (
 
 def save_weights(
     built: BuiltModel,
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    named_tensors: Iterable[tuple[str, Tensor]],
     directory: Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -56,10 +57,8 @@ def save_weights(
     """Write the trained weights, config, generation config and tokenizer into `directory`.
 
     Every rank iterates over `named_tensors`, an engine's `weights()`; rank 0 writes. Full training gives a
-    model for `from_pretrained`, LoRA an adapter for PEFT.
-
-    Raises:
-        CheckpointError: one of the trained weights is missing, or has another shape.
+    model for `from_pretrained`, LoRA an adapter for PEFT. Raises CheckpointError where one of the trained
+    weights is missing, or has another shape.
     """
     if rank != 0:
         for _ in named_tensors:
@@ -72,7 +71,13 @@ def save_weights(
     if built.peft is None:
         _save_model(built, {**state, **_persistent_buffers(built.model)}, directory, tokenizer)
     else:
-        _save_adapter(built.peft, state, directory)
+        saved = copy.copy(built.peft.peft_config[ADAPTER])
+        saved.inference_mode = True
+        saved.target_modules = sorted(saved.target_modules)
+        saved.save_pretrained(directory)
+        tensors = {saved_name(name): tensor for name, tensor in state.items()}
+        save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        _copy_mode(directory, ADAPTER_CONFIG)
 
 
 def export(
@@ -80,13 +85,10 @@ def export(
 ) -> dict[str, Any]:
     """Export what `save_weights` wrote to the new folder `out`.
 
-    Args:
-        model_dir: a checkpoint's `model` folder.
-        out: where to write.
-        merge: add the adapter to its base, a quantised one as it was trained on, and write a full model in
-            the adapter's format. Its logits on fixed prompts are compared with those of base and adapter.
-        base: the job's `model` section.
-        trained_on: the fingerprint of the adapter's base, if known.
+    `model_dir` is a checkpoint's `model` folder, `base` the job's `model` section, and `trained_on` the
+    fingerprint of the adapter's base, if known. `merge` adds the adapter to its base, a quantised one as it
+    was trained on, and writes a full model in the adapter's format; its logits on fixed prompts are compared
+    with those of base and adapter.
 
     Returns:
         `kind` (model, adapter, merged), `dtype` (`bfloat16`), `out`, and for a merged model the largest
@@ -117,17 +119,13 @@ def load_with_adapter(
 ) -> BuiltModel:
     """Load the base model with the adapter of `model_dir`, on `device` and in evaluation mode.
 
-    Raises:
-        CheckpointError: the adapter is damaged or does not fit, or the base's fingerprint is not
-        `trained_on`. JobError: the base has random weights. MachineError: the base cannot be quantised here.
+    Raises CheckpointError where the adapter is damaged or does not fit, or the base's fingerprint is not
+    `trained_on`; JobError where the base has random weights; MachineError where it cannot be quantised here.
     """
     tensors = read_adapter(model_dir)
     if base.weights == "random":
-        raise JobError(
-            "the adapter's base has random weights, which were never saved",
-            where="model.weights",
-            fix="train adapters on pretrained weights",
-        )
+        what = "the adapter's base has random weights, which were never saved"
+        raise JobError(what, where="model.weights", fix="train adapters on pretrained weights")
     check_bitsandbytes(base)
     built = build_model(base, dtype=next(iter(tensors.values())).dtype, seed=0)
     _check(tensors, {saved_name(name): shape for name, shape in built.trainable_shapes.items()})
@@ -141,7 +139,7 @@ def load_with_adapter(
     return built
 
 
-def read_adapter(model_dir: Path) -> dict[str, torch.Tensor]:
+def read_adapter(model_dir: Path) -> dict[str, Tensor]:
     """Read an adapter's tensors by PEFT's names; CheckpointError where it is damaged or holds no values."""
     path = model_dir / ADAPTER_WEIGHTS
     try:
@@ -173,15 +171,11 @@ def _merge(model_dir: Path, out: Path, base: Model, trained_on: Mapping[str, Any
     dequantize_linears(built.model)
     merged = built.peft.merge_and_unload(safe_merge=True)
     after = _logits(merged, tokenizer)
-    largest = float(before.abs().max())
-    difference = float((before - after).abs().max())
+    largest, difference = float(before.abs().max()), float((before - after).abs().max())
     bound = LOGIT_TOLERANCE[built.model.dtype] * largest
     if not difference <= bound:
-        raise CheckpointError(
-            f"merging changed the logits by {difference:.3g}, more than rounding explains ({bound:.3g})",
-            where=str(model_dir),
-            fix="export the adapter without --merge",
-        )
+        what = f"merging changed the logits by {difference:.3g}, more than rounding explains ({bound:.3g})"
+        raise CheckpointError(what, where=str(model_dir), fix="export the adapter without --merge")
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(out)
     _save_model(built, merged.state_dict(), out, tokenizer)
@@ -189,14 +183,14 @@ def _merge(model_dir: Path, out: Path, base: Model, trained_on: Mapping[str, Any
 
 
 @torch.no_grad()
-def _logits(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+def _logits(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """fp32 logits of every token of the fixed prompts, [tokens, vocabulary]."""
     rows = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in _PROMPTS]
     return torch.cat([model(input_ids=row).logits[0].float() for row in rows])
 
 
 def _save_model(
-    built: BuiltModel, state: Mapping[str, torch.Tensor], directory: Path, tokenizer: PreTrainedTokenizerBase
+    built: BuiltModel, state: Mapping[str, Tensor], directory: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     skeleton = built.skeleton
     if built.spec.weights == "random":
@@ -211,26 +205,13 @@ def _save_model(
         shutil.copyfile(folder / "generation_config.json", directory / "generation_config.json")
 
 
-def _save_adapter(peft: PeftModel, state: Mapping[str, torch.Tensor], directory: Path) -> None:
-    saved = copy.copy(peft.peft_config[ADAPTER])
-    saved.inference_mode = True
-    saved.target_modules = sorted(saved.target_modules)
-    saved.save_pretrained(directory)
-    save_file(
-        {saved_name(name): tensor for name, tensor in state.items()},
-        directory / ADAPTER_WEIGHTS,
-        metadata={"format": "pt"},
-    )
-    _copy_mode(directory, ADAPTER_CONFIG)
-
-
 def _copy_mode(directory: Path, name: str) -> None:
     """Give the weights the permissions of another file; safetensors lets only the owner read its own."""
     for file in directory.glob("*.safetensors"):
         shutil.copymode(directory / name, file)
 
 
-def _check(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size]) -> None:
+def _check(state: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
     for name, shape in expected.items():
         found = state.get(name)
         if found is None or found.shape != shape:
@@ -245,10 +226,80 @@ def _check(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size]
         raise CheckpointError(what, where="trained weights", fix=fix)
 
 
-def _persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     return {
         join(prefix, name): buffer.cpu()
         for prefix, module in model.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+
+
+@torch.no_grad()
+def generate(
+    model_dir: Path,
+    base: Model,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    system: str | None = None,
+    trained_on: Mapping[str, Any] | None = None,
+) -> str:
+    """Generate an answer to `prompt`, on the GPU if there is one; greedy at temperature 0.
+
+    A chat template of the tokenizer is used, with the message `system`; without one the model continues the
+    text. `model_dir` is a checkpoint's `model` folder. For an adapter, `base` is the job's `model` section,
+    and `trained_on` its base's fingerprint, if known; CheckpointError if it differs now.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # undecodable bytes in Python
+        raise JobError("the prompt is not UTF-8", where="--prompt", fix="see the terminal's locale")
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    if tokenizer.chat_template is None:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"].long()
+    else:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        ids = tokenizer.apply_chat_template(messages, **form)["input_ids"]
+    if ids.shape[1] == 0:
+        raise JobError("the prompt is empty", where="--prompt", fix="give the model a text to continue")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if (model_dir / ADAPTER_CONFIG).is_file():
+        model = load_with_adapter(model_dir, base, device, trained_on).model
+    else:
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": base.trust_remote_code}
+        config = AutoConfig.from_pretrained(model_dir, **options)
+        options |= {"dtype": "auto", "use_safetensors": True, "attn_implementation": attention_for(config)}
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, **options)
+        model = model.to(device).eval()
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > COLDEST else _GREEDY
+    output = model.generate(
+        input_ids=ids.to(device),
+        attention_mask=torch.ones_like(ids, device=device),
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id,
+        **sampling,
+    )
+    answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    if not answer.strip():
+        tokens = output.shape[1] - ids.shape[1]
+        ended = "the model ended the text at once"
+        what = (
+            ended
+            if tokens == 1 < max_new_tokens
+            else f"the output contains no visible text (tokens: {tokens})"
+        )
+        fix = "try a prompt like the training data, or --temperature 0.8; if neither helps, train longer"
+        print(f"note: {what}\n  fix: {fix}", file=sys.stderr)
+    return answer
+
+
+COLDEST = 1e-4
+"""Temperature below which sampling is greedy: logits divided by less would overflow fp32."""
+
+_GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+"""None overrides the model's generation config, which would warn."""

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from shardwise.errors import CheckpointError, Problem
 from shardwise.models.source import safetensors_files
 from shardwise.models.structure import tensor_names
+from shardwise.models.weights import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +53,11 @@ def open_weights(
     return SafetensorsWeights(files, skeleton)
 
 
-class SafetensorsWeights:
+class SafetensorsWeights(WeightSource):
     """Reads each tensor on demand."""
 
     def __init__(self, files: Sequence[Path], skeleton: PreTrainedModel) -> None:
-        """Compare the files' headers with the model.
-
-        Raises:
-            CheckpointError: a file is damaged, a tensor is missing or has another shape.
-        """
+        """Raise CheckpointError where a file is damaged, a tensor is missing or has another shape."""
         self._stored = stored = _read_headers(files)
         wanted = tensor_names(skeleton)
         rename = _file_names(list(wanted), stored, skeleton.base_model_prefix)
@@ -71,11 +68,8 @@ class SafetensorsWeights:
             shape = list(skeleton.get_parameter_or_buffer(name).shape)
             if not keys:
                 problems.append(f"{name} of shape {shape} is missing")
-            problems += [
-                f"{key} has the shape {stored[key].shape}, the model needs {shape}"
-                for key in keys
-                if stored[key].shape != shape
-            ]
+            found = {key: stored[key].shape for key in keys}
+            problems += [_misshapen(key, has, shape) for key, has in found.items() if has != shape]
         if problems:
             raise _mismatch(problems, files[0].parent)
         ignored = skeleton._keys_to_ignore_on_load_unexpected or ()
@@ -98,19 +92,16 @@ class SafetensorsWeights:
                         # a copy: what safetensors returns on the CPU may still be the file's pages
                         found[name] = tensor.to(device, copy=True)
                     elif not torch.equal(found[name], tensor.to(device)):
-                        raise CheckpointError(
-                            f"the config ties {key} to {self._keys[name][0]}, and the file holds two "
-                            "different tensors",
-                            where=key,
-                            fix="set tie_word_embeddings to false in the model's config.json",
+                        first, fix = (
+                            self._keys[name][0],
+                            "set tie_word_embeddings to false in the model's config.json",
                         )
+                        what = f"the config ties {key} to {first}, and the file holds two different tensors"
+                        raise CheckpointError(what, where=key, fix=fix)
         return found
 
-    def release(self) -> None:
-        """Nothing is kept: files are opened again."""
 
-
-class ConvertedWeights:
+class ConvertedWeights(WeightSource):
     """Weights whose files name or split tensors differently than the model (mixtures of experts, ...).
 
     transformers converts them while it loads the entire model into host memory, in every process.
@@ -143,10 +134,7 @@ class ConvertedWeights:
                 output_loading_info=True,
             )
         problems = [f"{name} is missing" for name in sorted(info["missing_keys"])]
-        problems += [
-            f"{name} has the shape {list(found)}, the model needs {list(wanted)}"
-            for name, found, wanted in sorted(info["mismatched_keys"])
-        ]
+        problems += [_misshapen(*mismatch) for mismatch in sorted(info["mismatched_keys"])]
         if problems:
             raise _mismatch(problems, self._folder)
         return model.state_dict()
@@ -169,11 +157,15 @@ def _file_names(names: Sequence[str], stored: Mapping[str, object], base: str) -
     """Map names in the model to the files', which may lack the base model's prefix or repeat it."""
     prefix = f"{base}."
     ways: list[Callable[[str], str]] = [
-        lambda name: name,
+        str,
         lambda name: name.removeprefix(prefix),
         lambda name: prefix + name,
     ]
     return max(ways, key=lambda way: sum(way(name) in stored for name in names))
+
+
+def _misshapen(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
+    return f"{name} has the shape {list(found)}, the model needs {list(wanted)}"
 
 
 def _mismatch(problems: list[str], folder: Path) -> CheckpointError:

@@ -66,12 +66,9 @@ def other_base(then: Mapping[str, Any], now: Mapping[str, Any], *, source: str) 
 
 def _named_by_the_hub(files: Mapping[str, Path]) -> dict[str, str] | None:
     """Hashes of files that the hub's client downloaded: links to files that are named by their hash."""
-    named = {}
-    for name, path in files.items():
-        target = path.resolve()
-        if path.is_symlink() and target.parent.name == "blobs" and _SHA256.fullmatch(target.name):
-            named[name] = target.name
-    return named if len(named) == len(files) else None
+    named = {name: path.resolve() for name, path in files.items() if path.is_symlink()}
+    blobs = [t for t in named.values() if t.parent.name == "blobs" and _SHA256.fullmatch(t.name)]
+    return {name: target.name for name, target in named.items()} if len(blobs) == len(files) else None
 
 
 def _kept(files: Mapping[str, Path]) -> dict[str, str]:
@@ -89,11 +86,9 @@ def _kept(files: Mapping[str, Path]) -> dict[str, str]:
                 temporary.replace(path)
         kept: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise MachineError(
-            f"the hash of the base model cannot be computed and cached: {error.strerror or error}",
-            where=str(error.filename or cache_root()),
-            fix="make room or give permission, or set SHARDWISE_CACHE to another folder",
-        ) from None
+        what = f"the hash of the base model cannot be computed and cached: {error.strerror or error}"
+        fix = "make room or give permission, or set SHARDWISE_CACHE to another folder"
+        raise MachineError(what, where=str(error.filename or cache_root()), fix=fix) from None
     return kept
 
 

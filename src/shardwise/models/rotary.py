@@ -24,16 +24,10 @@ FIXED = "fixed"
 
 @torch.no_grad()
 def fix_frequencies(model: PreTrainedModel, sequence_length: int) -> list[str]:
-    """Fix them in place, for rows of at most `sequence_length` tokens.
+    """Fix them in place, for rows of at most `sequence_length` tokens, and return notes for people.
 
-    The rotary embeddings' buffers are computed and on the CPU.
-
-    Returns:
-        Notes for people.
-
-    Raises:
-        JobError: rows may be longer than the model was first trained with, and its code would still depend on
-            lengths.
+    The rotary embeddings' buffers are computed and on the CPU. Raises JobError where rows may be longer than
+    the model was first trained with, and its code would still depend on lengths.
     """
     config = model.config.get_text_config()
     limits = _limits(config)
@@ -46,24 +40,18 @@ def fix_frequencies(model: PreTrainedModel, sequence_length: int) -> list[str]:
     if sequence_length <= limits[kind]:
         return []
     if not rotary or any(_depends_on_length(module, sequence_length) for module in rotary):
-        raise JobError(
-            f"above {limits[kind]} tokens {config.model_type!r} models rotate a sample's positions by the "
-            "length of its neighbours",
-            where="data.sequence_length",
-            fix=f"{limits[kind]} or less",
-        )
-    return [
-        f"rotary frequencies ({kind}) are those for {sequence_length} tokens in all rows: transformers takes "
-        f"others for texts of up to {limits[kind]}"
-    ]
+        by = "rotate a sample's positions by the length of its neighbours"
+        what = f"above {limits[kind]} tokens {config.model_type!r} models {by}"
+        raise JobError(what, where="data.sequence_length", fix=f"{limits[kind]} or less")
+    note = f"rotary frequencies ({kind}) are those for {sequence_length} tokens in all rows"
+    return [f"{note}: transformers takes others for texts of up to {limits[kind]}"]
 
 
 def _limits(config: PretrainedConfig) -> dict[str, int]:
     """The model's length-dependent rope types, each with the length up to which it is constant."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    of_layers = [value for value in given.values() if isinstance(value, Mapping)]
     limits: dict[str, int] = {}
-    for parameters in of_layers or [given]:
+    for parameters in [value for value in given.values() if isinstance(value, Mapping)] or [given]:
         kind = parameters.get("rope_type") or parameters.get("type") or ""
         if _depends(kind):
             first = "max_position_embeddings" if "dynamic" in kind else "original_max_position_embeddings"
@@ -89,12 +77,9 @@ def _fix(module: nn.Module, length: int) -> None:
     for kind, options in _sets(module):
         if _depends(kind):
             _call(module, [length - 1], options)  # transformers stores the frequencies of this length
-    kinds: Any = module.rope_type
-    if isinstance(kinds, Mapping):
-        fixed: Any = {layer: FIXED if _depends(kind) else kind for layer, kind in kinds.items()}
-    else:
-        fixed = FIXED if _depends(kinds) else kinds
-    module.rope_type = fixed
+    fixed = {options.get("layer_type"): FIXED if _depends(kind) else kind for kind, options in _sets(module)}
+    rope_type: Any = fixed.get(None, fixed)  # one for all layers, or one for each type
+    module.rope_type = rope_type
 
 
 def _depends_on_length(module: nn.Module, length: int) -> bool:

@@ -7,15 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import errors as hub
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (  # type: ignore[attr-defined]
-    EntryNotFoundError,
-    GatedRepoError,
-    HFValidationError,
-    HTTPError,  # of the HTTP library that this version of the hub's client uses
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 
 from shardwise.errors import CheckpointError, JobError, MachineError
 from shardwise.job.schema import Model
@@ -51,11 +44,9 @@ class Source:
 def find_source(model: Model) -> Source:
     """Find the model's config and files, downloaded where necessary.
 
-    A folder takes precedence over a name; with random weights a name of the catalog needs no network.
-
-    Raises:
-        JobError: there is no such model, or its config is refused.
-        MachineError: it is on the hub, and the hub cannot be reached.
+    A folder takes precedence over a name; with random weights a name of the catalog needs no network. Raises
+    JobError where there is no such model or its config is refused, MachineError where the hub is needed and
+    cannot be reached.
     """
     shape = lookup(model.source)
     folder = Path(model.source)
@@ -75,9 +66,7 @@ def find_source(model: Model) -> Source:
 def safetensors_files(folder: Path) -> list[Path]:
     """List the files that hold the weights.
 
-    Raises:
-        JobError: there is none, or only pickled ones.
-        CheckpointError: the index that lists them is damaged.
+    Raises JobError where there is none, or only pickled ones; CheckpointError where their index is damaged.
     """
     index_file = folder / _INDEX
     if index_file.is_file():
@@ -85,20 +74,16 @@ def safetensors_files(folder: Path) -> list[Path]:
             index = json.loads(index_file.read_text(encoding="utf-8"))
             return [folder / name for name in sorted(set(index["weight_map"].values()))]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"the index of the weights cannot be read ({type(error).__name__})",
-                where=str(index_file),
-                fix="download or copy the file again",
-            ) from None
+            what = f"the index of the weights cannot be read ({type(error).__name__})"
+            fix = "download or copy the file again"
+            raise CheckpointError(what, where=str(index_file), fix=fix) from None
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     found = f"only {pickles[0]}, which can run code when it is read" if pickles else "no weights"
-    raise JobError(
-        f"there is no {_SINGLE} and no {_INDEX}: {found}",
-        where=f"model.source: {folder}",
-        fix="convert the weights to safetensors (save_pretrained does), or train from weights: random",
-    )
+    what = f"there is no {_SINGLE} and no {_INDEX}: {found}"
+    fix = "convert the weights to safetensors (save_pretrained does), or train from weights: random"
+    raise JobError(what, where=f"model.source: {folder}", fix=fix)
 
 
 def download(
@@ -110,24 +95,22 @@ def download(
         JobError: there is no such repository or revision, or the account has no access.
         MachineError: the hub cannot be reached and the files are not in the cache.
     """
+    copies = ["*/*", "consolidated*"]  # of the weights, in other formats
+    wanted: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": copies}
     try:
-        copies = ["*/*", "consolidated*"]  # of the weights, in other formats
-        return Path(
-            snapshot_download(repository, revision=revision, allow_patterns=patterns, ignore_patterns=copies)
-        )
-    except GatedRepoError:
-        raise JobError(
-            f"{repository} asks for its licence to be accepted first",
-            where=where,
-            fix=f"accept it on https://huggingface.co/{repository}, and set HF_TOKEN",
-        ) from None
-    except (RepositoryNotFoundError, HFValidationError):
+        return Path(snapshot_download(repository, revision=revision, **wanted))
+    except hub.GatedRepoError:
+        what = f"{repository} asks for its licence to be accepted first"
+        fix = f"accept it on https://huggingface.co/{repository}, and set HF_TOKEN"
+        raise JobError(what, where=where, fix=fix) from None
+    except (hub.RepositoryNotFoundError, hub.HFValidationError):
         what = f"there is no folder, hub repository or known shape {repository!r}"
         raise JobError(what, where=where, fix=_did_you_mean(repository)) from None
-    except RevisionNotFoundError:
+    except hub.RevisionNotFoundError:
         what = f"{repository} has no revision {revision!r}"
         raise JobError(what, where="model.revision", fix="name a commit, tag or branch of it") from None
-    except (EntryNotFoundError, OSError, HTTPError) as error:
+    # HTTPError is of the HTTP library that this version of the hub's client uses
+    except (hub.EntryNotFoundError, OSError, hub.HTTPError) as error:  # type: ignore[attr-defined]
         what = f"{repository} is not on this machine, and the hub cannot be reached ({type(error).__name__})"
         raise MachineError(what, where=where, fix=offline_fix) from None
 
@@ -157,15 +140,11 @@ def _download_model(model: Model, repository: str) -> Path:
         patterns += ["*.safetensors", "*.safetensors.index.json"]
     if model.trust_remote_code:
         patterns += ["*.py"]
-    known = lookup(repository) is not None
-    return download(
-        repository,
-        patterns,
-        revision=model.revision,
-        where="model.source",
-        offline_fix="download it once where there is a network and name the folder (shardwise init --models "
-        "lists shapes that need none)" + (", or train its shape from weights: random" if known else ""),
-    )
+    fix = "download it once where there is a network and name the folder"
+    fix += " (shardwise init --models lists shapes that need none)"
+    if lookup(repository) is not None:
+        fix += ", or train its shape from weights: random"
+    return download(repository, patterns, revision=model.revision, where="model.source", offline_fix=fix)
 
 
 def _from_folder(folder: Path, description: str) -> Source:
@@ -188,10 +167,7 @@ def _refuse_private_keys(config: dict[str, Any], where: str) -> None:
     """Refuse keys that made transformers run code without permission (CVE-2026-4372, CVE-2026-5241)."""
     for key, value in config.items():
         if key == "trust_remote_code" or (key.startswith("_") and key.endswith("_internal")):
-            raise JobError(
-                f"the config sets {key!r}, which can make transformers run foreign code",
-                where=where,
-                fix=f"remove {key!r} from the file if you trust the rest of it",
-            )
+            what = f"the config sets {key!r}, which can make transformers run foreign code"
+            raise JobError(what, where=where, fix=f"remove {key!r} from the file if you trust the rest of it")
         if isinstance(value, dict):
             _refuse_private_keys(value, where)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from shardwise.errors import JobError
@@ -26,11 +28,8 @@ def find_blocks(model: PreTrainedModel) -> list[nn.Module]:
     """Return the transformer blocks in order: the module list that holds most of the parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
-        raise JobError(
-            f"{model.config.model_type!r} models have no list of blocks",
-            where="model.source",
-            fix="use a decoder made of repeated blocks",
-        )
+        what = f"{model.config.model_type!r} models have no list of blocks"
+        raise JobError(what, where="model.source", fix="use a decoder made of repeated blocks")
     largest = max(lists, key=count_parameters)
     return list(largest)
 
@@ -101,8 +100,26 @@ def build_buffers(model: PreTrainedModel) -> None:
                 initialiser._init_weights(module)
             for name in names:
                 if bool(module._buffers[name].isnan().any()):  # type: ignore[union-attr]
-                    raise JobError(
-                        f"the model's code does not compute {name} of {type(module).__name__}",
-                        where="model.source",
-                        fix="use a model that transformers itself implements",
-                    )
+                    what = f"the model's code does not compute {name} of {type(module).__name__}"
+                    fix = "use a model that transformers itself implements"
+                    raise JobError(what, where="model.source", fix=fix)
+
+
+def checkpoint_blocks(blocks: Sequence[nn.Module], *, every: int) -> None:
+    """Let blocks 0, n, 2n, … drop their activations and recompute them in the backward pass; 0: none.
+
+    In place and in training mode only. Random states are restored for the second pass, so dropout repeats.
+    Call it once, before the engine is built.
+    """
+    for block in blocks[::every] if every else ():
+        block.forward = _recomputed(block, block.forward)  # type: ignore[method-assign]
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not block.training:
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return checkpointed

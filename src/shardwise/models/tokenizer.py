@@ -6,8 +6,8 @@ import fcntl
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator
-from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -38,14 +38,10 @@ Corpus = Callable[[], Iterator[str]]
 def load_tokenizer(model: Model, *, corpus: Corpus, cache: Path | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a job. It has a padding token, and no more tokens than it came with.
 
-    Args:
-        model: the job's `model` section.
-        corpus: only for `tokenizer: train`.
-        cache: folder for learned tokenizers; default `$SHARDWISE_CACHE`, else `~/.cache/shardwise`.
+    `corpus` is only for `tokenizer: train`; `cache`, by default that of `folders`, keeps learned tokenizers.
 
-    Raises:
-        JobError: there is no tokenizer where the job says.
-        MachineError: it must be downloaded, and the hub cannot be reached; or the cache cannot be written.
+    Raises JobError where there is no tokenizer, MachineError where it must be downloaded and the hub cannot
+    be reached, or the cache cannot be written.
     """
     if model.tokenizer == "train":
         root = (cache or cache_root()) / "tokenizers"
@@ -87,13 +83,9 @@ def train_bpe(texts: Iterator[str], vocabulary: int) -> Tokenizer:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    start: dict[str, Any] = {"special_tokens": [END, PAD], "initial_alphabet": alphabet}
+    tokenizer.train_from_iterator(texts, BpeTrainer(vocab_size=vocabulary, show_progress=False, **start))
     return tokenizer
 
 
@@ -108,13 +100,10 @@ def _folder(model: Model) -> Path:
     if repository is None:
         what = f"{name} has no tokenizer of its own" if shape else f"there is no tokenizer {name!r}"
         raise JobError(what, where=key, fix="set model.tokenizer: train, or to a hub id or folder")
-    return download(
-        repository,
-        ["config.json", *TOKENIZER_FILES, *(["*.py"] if model.trust_remote_code else [])],
-        revision=None if model.tokenizer else model.revision,
-        where=key,
-        offline_fix=f"download it once where there is a network and name the folder{_or_train(model)}",
-    )
+    files = ["config.json", *TOKENIZER_FILES, *(["*.py"] if model.trust_remote_code else [])]
+    revision = None if model.tokenizer else model.revision
+    fix = f"download it once where there is a network and name the folder{_or_train(model)}"
+    return download(repository, files, revision=revision, where=key, offline_fix=fix)
 
 
 def _or_train(model: Model) -> str:
@@ -126,15 +115,12 @@ def _from_folder(folder: Path, model: Model) -> PreTrainedTokenizerBase:
         fix = f"name a folder with {_KNOWN_FILES[0]}{_or_train(model)}"
         raise JobError(f"{folder} has no tokenizer files", where="model.tokenizer", fix=fix)
     try:
-        return AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=model.trust_remote_code
-        )
+        trusted = model.trust_remote_code
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
     except Exception as error:  # noqa: BLE001  (the tokenizers library raises plain Exception)
-        raise JobError(
-            f"the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}",
-            where=str(folder),
-            fix="restore its files, or name another one in model.tokenizer",
-        ) from None
+        what = f"the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}"
+        fix = "restore its files, or name another one in model.tokenizer"
+        raise JobError(what, where=str(folder), fix=fix) from None
 
 
 def _trained(root: Path, corpus: Corpus, vocabulary: int) -> Path:
@@ -147,22 +133,17 @@ def _trained(root: Path, corpus: Corpus, vocabulary: int) -> Path:
         with entry.with_suffix(".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not entry.is_dir():
-                tokenizer = PreTrainedTokenizerFast(
-                    tokenizer_object=train_bpe(_limited(corpus()), vocabulary),
-                    eos_token=END,
-                    pad_token=PAD,
-                    clean_up_tokenization_spaces=False,
-                )
+                learned = train_bpe(_limited(corpus()), vocabulary)
+                form = {"eos_token": END, "pad_token": PAD, "clean_up_tokenization_spaces": False}
+                tokenizer = PreTrainedTokenizerFast(tokenizer_object=learned, **form)
                 partial = entry.with_suffix(".partial")
                 shutil.rmtree(partial, ignore_errors=True)
                 tokenizer.save_pretrained(partial)
                 partial.rename(entry)
     except OSError as error:
-        raise MachineError(
-            f"the tokenizer cannot be saved: {error.strerror or error}",
-            where=str(root),
-            fix="make room or give permission, or set SHARDWISE_CACHE to another folder",
-        ) from None
+        what = f"the tokenizer cannot be saved: {error.strerror or error}"
+        fix = "make room or give permission, or set SHARDWISE_CACHE to another folder"
+        raise MachineError(what, where=str(root), fix=fix) from None
     return entry
 
 
@@ -176,10 +157,8 @@ def _key(texts: Iterator[str], vocabulary: int) -> str:
 
 def _limited(texts: Iterator[str]) -> Iterator[str]:
     room = CORPUS_CHARACTERS
-
-    def fits(text: str) -> bool:
-        nonlocal room
+    for text in texts:
         room -= len(text)
-        return room >= 0
-
-    return takewhile(fits, texts)
+        if room < 0:
+            return
+        yield text

@@ -1,40 +1,42 @@
 """Weights for a model that was built on the meta device: one part at a time, on any device, in any order.
 
 Engines call `Weights.fill`. A source provides the values by name: `RandomWeights`, a fresh initialisation, or
-`SafetensorsWeights`, a published model's files. Adapters are in no source: they start from PEFT's
-initialisation.
+a published model's files (`file_weights`). Adapters are in no source: they start from PEFT's initialisation.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from shardwise.errors import CheckpointError
 from shardwise.kernels.quantized_linear import QuantizedLinear
 from shardwise.models.adapters import base_name, initial_values, is_adapter
-from shardwise.models.structure import join, own_tensors, seeded
+from shardwise.models.structure import children_first, find_blocks, join, own_tensors, seeded
 
 
 class WeightSource(Protocol):
     """Tensors by their name in the Hugging Face model without adapters."""
 
-    def read(self, names: Sequence[str], device: torch.device) -> Mapping[str, torch.Tensor]:
+    def read(self, names: Sequence[str], device: torch.device) -> Mapping[str, Tensor]:
         """Return the named tensors on `device`, in the source's dtype; a tied one by its first name."""
 
     def release(self) -> None:
-        """Free memory kept between reads."""
+        """Free memory kept between reads; by default there is none."""
+        return
 
 
 @dataclass(frozen=True)
 class _Slot:
     """A meta tensor to fill, with every place that holds it: several for tied weights."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
     names: list[str] = field(default_factory=list)
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     layer: QuantizedLinear | None = None
@@ -55,10 +57,8 @@ class Weights:
         """Give every meta parameter and persistent buffer below `module` its value, on `device`.
 
         Each keeps its dtype, its `requires_grad` and its attributes; tied ones stay tied everywhere. A
-        quantised layer quantises its value. Tensors that are not on the meta device stay as they are.
-
-        Raises:
-            CheckpointError: a file is damaged.
+        quantised layer quantises its value. Tensors that are not on the meta device stay as they are. Raises
+        CheckpointError where a file is damaged.
         """
         slots = self._slots(module)
         base = {base_name(slot.names[0]): slot for slot in slots if not is_adapter(slot.names[0])}
@@ -76,14 +76,12 @@ class Weights:
             raise RuntimeError(f"{len(left)} parameters are not of the model that was built, e.g. {left[0]}")
 
     @torch.no_grad()
-    def verify(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    def verify(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Compare full tensors, named as in the model, with their source; return how many were compared.
 
         Quantised weights may differ by the rounding error of quantising. Adapters are skipped. Of a sharded
-        model pass a few gathered parameters: reading every one again takes as long as loading.
-
-        Raises:
-            CheckpointError: a tensor holds other values.
+        model pass a few gathered parameters: reading every one again takes as long as loading. Raises
+        CheckpointError where a tensor holds other values.
         """
         compared = 0
         for full_name, tensor in tensors:
@@ -98,11 +96,9 @@ class Weights:
             else:
                 right = torch.equal(expected.to(tensor.dtype), tensor)
             if not right:
-                raise CheckpointError(
-                    "a weight of the model in memory differs from the one that was loaded",
-                    where=full_name,
-                    fix="train with another strategy, and report this one",
-                )
+                what = "a weight of the model in memory differs from the one that was loaded"
+                fix = "train with another strategy, and report this one"
+                raise CheckpointError(what, where=full_name, fix=fix)
             compared += 1
         return compared
 
@@ -128,11 +124,10 @@ class Weights:
 
 
 def _is_quantized(owner: nn.Module, name: str) -> TypeGuard[QuantizedLinear]:
-    """Whether the tensor of that name is a quantised weight."""
     return isinstance(owner, QuantizedLinear) and name == "weight"
 
 
-def _put(slot: _Slot, value: torch.Tensor) -> None:
+def _put(slot: _Slot, value: Tensor) -> None:
     old = slot.tensor
     if slot.layer is not None:
         slot.layer.quantize(value)
@@ -143,3 +138,73 @@ def _put(slot: _Slot, value: torch.Tensor) -> None:
     new.__dict__.update(old.__dict__)
     for place, name in slot.places:
         place[name] = new
+
+
+_OUTSIDE = -1
+"""Number of the unit that holds everything outside the blocks."""
+
+
+class RandomWeights(WeightSource):
+    """Initial values by name, from a seed per module.
+
+    They depend on the seed and on the kind of device, and not on the order or the process in which they are
+    read. A block is initialised at once, and so is everything outside the blocks, because a module may set
+    its children's weights again (GPT-2 scales its residual projections).
+    """
+
+    def __init__(self, skeleton: PreTrainedModel, *, seed: int) -> None:
+        """`skeleton` is the model on the meta device without adapters, which nothing else changes."""
+        self._seed = seed
+        self._names = {module: name for name, module in skeleton.named_modules()}
+        blocks = enumerate(find_blocks(skeleton))
+        unit_of = {module: index for index, block in blocks for module in block.modules()}
+        self._units: dict[int, list[tuple[nn.Module, PreTrainedModel]]] = defaultdict(list)
+        self._unit_of_tensor: dict[str, int] = {}
+        for module, initialiser in children_first(skeleton, skeleton):
+            unit = unit_of.get(module, _OUTSIDE)
+            self._units[unit].append((module, initialiser))
+            for _, name, _ in own_tensors(module):
+                self._unit_of_tensor[join(self._names[module], name)] = unit
+
+    def read(self, names: Sequence[str], device: torch.device) -> Mapping[str, Tensor]:
+        """Initial values in fp32, from which every other dtype is rounded."""
+        found: dict[str, Tensor] = {}
+        for unit in sorted({self._unit_of_tensor[name] for name in names}):
+            values = self._initialise(self._units[unit], device)
+            found |= {name: values[name] for name in names if name in values}
+        return found
+
+    @torch.no_grad()
+    def _initialise(
+        self, unit: Sequence[tuple[nn.Module, PreTrainedModel]], device: torch.device
+    ) -> dict[str, Tensor]:
+        """Values of all tensors of a unit, which the skeleton holds only during this call."""
+        places = [
+            (place, name, tensor, join(self._names[module], name))
+            for module, _ in unit
+            for place, name, tensor in own_tensors(module)
+        ]
+        uses = Counter(id(tensor) for _, _, tensor, _ in places)
+        real = {id(tensor): _real(tensor, device) for _, _, tensor, _ in places}
+        tied = {id(real[key]) for key, count in uses.items() if count > 1}
+        for place, name, tensor, _ in places:
+            place[name] = real[id(tensor)]
+        try:
+            with seeded(device) as seed:
+                for module, initialiser in unit:
+                    seed(self._seed, self._names[module])
+                    initialiser._init_weights(module)
+                    for _, _, tensor in own_tensors(module):
+                        if id(tensor) in tied:
+                            # transformers' functions skip tensors with this mark: the next owner keeps them
+                            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+        finally:
+            for place, name, tensor, _ in places:
+                place[name] = tensor
+        return {full_name: real[id(tensor)].detach() for _, _, tensor, full_name in places}
+
+
+def _real(tensor: Tensor, device: torch.device) -> Tensor:
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    real = torch.empty(tensor.shape, dtype=dtype, device=device)
+    return nn.Parameter(real, requires_grad=False) if isinstance(tensor, nn.Parameter) else real

@@ -1,17 +1,42 @@
-"""The objective of a job: the model together with the loss that training minimises."""
+"""The seam between a training step and what it minimises: a model together with its loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+from torch import nn
+
+from shardwise.data.batch import MicroBatch
 from shardwise.job.schema import Job
-from shardwise.objective.causal_lm import CausalLM
-from shardwise.objective.protocol import Objective
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class Objective(nn.Module):
+    """A model together with its loss; engines wrap it, and the tracer records it.
+
+    The loss of a step is the sum over all ranks and micro-batches, divided by the number of its targets.
+    Every rank knows that number before the step, without communication: the dataset counts the targets of
+    each sample (`targets`), and the loader adds them up (`StepBatch.target_tokens`). Here a target is a
+    predicted token; an objective on pairs counts each pair as one.
+    """
+
+    batch_kind: ClassVar[type[MicroBatch]] = MicroBatch
+    """What `forward` takes; its `on_meta` makes the tracer's input."""
+    model: nn.Module
+    """The trained model; engines name its weights without the prefix `model.`."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Return the loss summed over the targets of one micro-batch, an fp32 scalar.
+
+        Call modules that own weights as modules: engines gather weights in hooks on those calls.
+        """
+        raise NotImplementedError
+
 
 MakeObjective = Callable[["PreTrainedModel"], Objective]
 """Prepares a model, in place, for its objective."""
@@ -19,4 +44,6 @@ MakeObjective = Callable[["PreTrainedModel"], Objective]
 
 def objective_of(job: Job) -> MakeObjective:
     """The one place that says which objective a job trains with."""
+    from shardwise.objective.causal_lm import CausalLM  # which needs this module
+
     return partial(CausalLM, packed=job.data.packing)

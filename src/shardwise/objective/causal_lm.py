@@ -18,7 +18,7 @@ from shardwise.errors import JobError
 from shardwise.kernels import attention
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwise.models.families import VARLEN, attention_of, family_of, logits_after
-from shardwise.objective.protocol import Objective
+from shardwise.objective import Objective
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,22 +36,16 @@ class CausalLM(Objective):
     def __init__(self, model: PreTrainedModel, *, packed: bool = True) -> None:
         """Prepare `model` in place: its attention over packed rows, and its output head.
 
-        Args:
-            model: on any device, meta included, with or without PEFT's layers.
-            packed: whether a row may hold several samples; otherwise it is one sample, then padding.
-
-        Raises:
-            JobError: rows are packed and this architecture is not known to keep samples apart.
+        It may be on any device, meta included, with or without PEFT's layers. A `packed` row may hold several
+        samples, otherwise one, then padding. Raises JobError where rows are packed and this architecture is
+        not known to keep samples apart.
         """
         super().__init__()
         self.model = model
         chosen = attention_of(model.config)
         if packed and chosen.packing == "rows":
-            raise JobError(
-                f"packing would let samples of {model.config.model_type!r} models attend to each other",
-                where="data.packing",
-                fix="set data.packing: false",
-            )
+            what = f"packing would let samples of {model.config.model_type!r} models attend to each other"
+            raise JobError(what, where="data.packing", fix="set data.packing: false")
         self.packing = chosen.packing
         self.windowed = chosen.windowed
         if chosen.implementation is not None:
@@ -81,9 +75,8 @@ class CausalLM(Objective):
         inputs["position_ids"] = batch.position_ids
         if self.packing == "mask":
             dtype = self.model.get_input_embeddings().weight.dtype
-            inputs["attention_mask"] = attention.block_causal_mask(
-                batch.input_ids.shape, batch.cu_seqlens, dtype
-            )
+            rows = batch.input_ids.shape
+            inputs["attention_mask"] = attention.block_causal_mask(rows, batch.cu_seqlens, dtype)
         if self.packing == "varlen":
             inputs["input_ids"] = batch.input_ids.reshape(1, -1)
             inputs["position_ids"] = batch.position_ids.reshape(1, -1)
@@ -93,11 +86,8 @@ class CausalLM(Objective):
     def _segments(self, batch: MicroBatch) -> dict[str, Any]:
         """Borders of the segments for `attention.varlen_attention`, under transformers' names."""
         borders, single = batch.cu_seqlens, 0
-        if (
-            batch.single_segment_rows
-            and not self.windowed
-            and attention.single_segments_are_faster(borders.device)
-        ):
+        faster = not self.windowed and attention.single_segments_are_faster(borders.device)
+        if batch.single_segment_rows and faster:
             single = batch.single_segment_rows
             borders = borders[single:] - single * batch.max_seqlen
         lengths = {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}

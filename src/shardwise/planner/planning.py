@@ -191,7 +191,7 @@ class _Planning:
     def __init__(self, job: Job, hardware: Hardware, vocab_size: int | None) -> None:
         with _no_collection():
             from shardwise.kernels.target import Target
-            from shardwise.models.config import check_length
+            from shardwise.models.build import check_length
             from shardwise.models.tokenizer import expected_rows
             from shardwise.objective import objective_of
             from shardwise.trace.trace import Tracer

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from shardwise.trace.layout import Layout
 
 GROUPS = 4
+_TENSOR_AT = {ALLOC: 1, FREE: 1, GRADIENT: 2}
+_UNIT_EVENTS = (FORWARD, FORWARD_END, BACKWARD, BACKWARD_END)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,22 +125,13 @@ def _alike(parts: _Parts, period: int, move: _Move) -> bool:
     """Whether the second and the third group did the same, relative to each one's place."""
     seen = []
     for g in (1, 2):
+        neighbours = parts.forward[g - 1], parts.forward[g], parts.backward[g + 1], parts.backward[g]
         labels: dict[int, Any] = {}
-        neighbours = {
-            "previous": parts.forward[g - 1],
-            "forward": parts.forward[g],
-            "next": parts.backward[g + 1],
-            "backward": parts.backward[g],
-        }
-        for label, events in neighbours.items():
+        for label, events in enumerate(neighbours):
             labels |= {tensor: (label, index) for tensor, index in _made(events).items()}
-
         both = [*parts.forward[g], *parts.backward[g]]
         seen.append([_renamed(move(event, -g * period), labels) for event in both])
     return seen[0] == seen[1]
-
-
-_TENSOR_AT = {ALLOC: 1, FREE: 1, GRADIENT: 2}
 
 
 class _Move:
@@ -162,37 +155,25 @@ class _Move:
         return shift - self._gap if block >= self._last else shift
 
 
-_UNIT_EVENTS = (FORWARD, FORWARD_END, BACKWARD, BACKWARD_END)
-
-
 def _assemble(parts: _Parts, folding: Folding, move: _Move) -> list[Event]:
     """Join all groups in order, with copies of the third between the third and the last."""
     everything = [*parts.before, *(e for f in parts.forward for e in f), *parts.middle]
     everything += [*(e for b in parts.backward for e in b), *parts.after]
     numbers = count(1 + max(e[1] for e in everything if e[0] == ALLOC))
     copies, p = folding.copies, folding.period
-    made_forward, made_backward = _made(parts.forward[2]), _made(parts.backward[2])
-    last = _made(parts.backward[3])
     # tensors by group and index; the third group is 2, its copies are 3 to 2 + copies
-    forward = {1: list(_made(parts.forward[1])), 2: list(made_forward)}
-    backward = {2: list(made_backward), 3 + copies: list(last)}
+    forward = {g: list(_made(parts.forward[g])) for g in (1, 2)}
+    backward = {2: list(_made(parts.backward[2])), 3 + copies: list(_made(parts.backward[3]))}
     for g in range(3, 3 + copies):
-        forward[g] = [next(numbers) for _ in made_forward]
-        backward[g] = [next(numbers) for _ in made_backward]
-
-    def renaming(g: int) -> dict[int, int]:
-        """Names in group g of the tensors of the third group and of its neighbours."""
-        pairs = [
-            (forward[1], forward[g - 1]),
-            (forward[2], forward[g]),
-            (backward[2], backward[g]),
-            # the last group may have allocated more, which no other group refers to
-            (backward[3 + copies], backward[g + 1]),
-        ]
-        return {old: new for olds, news in pairs for old, new in zip(olds, news, strict=False)}
+        forward[g] = [next(numbers) for _ in forward[2]]
+        backward[g] = [next(numbers) for _ in backward[2]]
 
     def copy(events: list[Event], g: int) -> list[Event]:
-        names = renaming(g)
+        """The third group's events as group g's, with g's names of its tensors and its neighbours'."""
+        pairs = [(forward[1], forward[g - 1]), (forward[2], forward[g]), (backward[2], backward[g])]
+        # the last group may have allocated more, which no other group refers to
+        pairs.append((backward[3 + copies], backward[g + 1]))
+        names = {old: new for olds, news in pairs for old, new in zip(olds, news, strict=False)}
         return [_renamed(move(e, (g - 2) * p), names) for e in events]
 
     seen_from_the_last = dict(zip(forward[2], forward[2 + copies], strict=True))

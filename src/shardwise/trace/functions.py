@@ -1,16 +1,31 @@
-"""Functions that CUDA runs as one kernel; on meta tensors torch would decompose them, and save more."""
+"""Functions that CUDA runs as one kernel; on meta tensors torch would decompose them, and save more.
+
+And stand-ins for Liger's kernels: what they allocate, save and compute, without Triton or a GPU, after
+liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, 0.8.5. Planning does not need Liger: `traced_kernels` puts
+them where `kernels.fused` would put Liger's.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
+from shardwise.kernels.fused import fuse_lora
 from shardwise.kernels.target import HOPPER, target
+from shardwise.models.families import family_of, liger_kernels
 from shardwise.trace.recorder import record_pass
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @contextmanager
@@ -21,63 +36,53 @@ def cuda_functions() -> Iterator[None]:
     where there is no mask, memory-efficient attention. All but the last need half precision. The functions
     replace torch's: a function mode would not be active while a checkpointed block is recomputed.
     """
-    stand_ins = {"scaled_dot_product_attention": _attention, "dropout": _dropout, "rms_norm": _rms_norm}
-    replaced = {name: getattr(functional, name) for name in stand_ins}
-    for name, function in stand_ins.items():
-        setattr(functional, name, function)
-    try:
+    stand_ins: dict[str, Any] = {"dropout": _dropout, "rms_norm": _rms_norm}
+    with patch.multiple(functional, scaled_dot_product_attention=_attention, **stand_ins):
         yield
-    finally:
-        for name, function in replaced.items():
-            setattr(functional, name, function)
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     half = query.dtype in (torch.bfloat16, torch.float16)
-    aten = torch.ops.aten
-    options: dict[str, Any] = {"scale": scale}
+    aten: Any = torch.ops.aten
+    how = dropout_p, is_causal
     if half and target().capability >= HOPPER.capability:
-        return aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, True, dropout_p, is_causal, False, **options
-        )[0]
+        cudnn = aten._scaled_dot_product_cudnn_attention
+        return cudnn(query, key, value, attn_mask, True, *how, False, scale=scale)[0]  # type: ignore[no-any-return]
     if half and attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
-            query, key, value, dropout_p, is_causal, False, **options
-        )[0]
+        flash = aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, *how, False, scale=scale)[0]  # type: ignore[no-any-return]
     if enable_gqa:
         repeats = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # convert_boolean_attn_mask
         attn_mask = torch.where(attn_mask, 0.0, torch.full((), -torch.inf, dtype=query.dtype, device="meta"))
-    return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
-        query, key, value, attn_mask, True, dropout_p, is_causal, **options
-    )[0]
+    efficient = aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, *how, scale=scale)[0]  # type: ignore[no-any-return]
 
 
 def _dropout(
-    input: torch.Tensor,  # noqa: A002 - torch's name
+    input: Tensor,  # noqa: A002 - torch's name
     p: float = 0.5,
     training: bool = True,
     inplace: bool = False,  # noqa: ARG001 - no model here uses it
-) -> torch.Tensor:
+) -> Tensor:
     if not training or p == 0.0:
         return input
     return torch.native_dropout(input, p, True)[0]
 
 
 def _rms_norm(
-    input: torch.Tensor,  # noqa: A002 - torch's name
+    input: Tensor,  # noqa: A002 - torch's name
     normalized_shape: Any,
-    weight: torch.Tensor | None = None,
+    weight: Tensor | None = None,
     eps: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     if weight is None or weight.dtype != input.dtype:  # torch has no kernel for these either
         return _UNFUSED_RMS_NORM(input, normalized_shape, weight, eps)
-    out: torch.Tensor = _RmsNorm.apply(input, weight)
-    return out
+    return _RmsNorm.apply(input, weight)  # type: ignore[no-any-return]
 
 
 _UNFUSED_RMS_NORM = functional.rms_norm
@@ -87,7 +92,7 @@ class _RmsNorm(torch.autograd.Function):
     """CUDA's `_fused_rms_norm`, missing for meta tensors: saves its input and a number for each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
         y = torch.empty_like(x)
         scale = x.new_empty(*x.shape[:-1], 1)
         record_pass("rms_norm", [x, weight], [y, scale])
@@ -95,10 +100,104 @@ class _RmsNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, scale = ctx.saved_tensors
         dx = torch.empty_like(x)
         dweight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         written = [dx] if dweight is None else [dx, dweight]
         record_pass("rms_norm_backward", [dy, x, weight, scale], written)
         return dx, dweight
+
+
+@contextmanager
+def traced_kernels(model: PreTrainedModel) -> Iterator[None]:
+    """Put the stand-ins into `model`, and within the context into its type's rotary embedding."""
+    kernels = liger_kernels(model.config)
+    fuse_lora(model)
+    in_place = family_of(model.config).norm_in_place
+    for module in model.modules():
+        name = type(module).__name__
+        if "rms_norm" in kernels and name.endswith("RMSNorm"):
+            module.forward = partial(_norm_forward, module, in_place=in_place)
+        if kernels & {"swiglu", "geglu"} and name.endswith("MLP"):
+            module.forward = MethodType(_gated_forward, module)  # type: ignore[method-assign]
+    code = sys.modules[type(model).__module__]
+    with patch.object(code, "apply_rotary_pos_emb", _rotate) if "rope" in kernels else nullcontext():
+        yield
+
+
+def _norm_forward(self: nn.Module, hidden: Tensor, *, in_place: bool) -> Tensor:
+    return _LigerNorm.apply(hidden, self.weight, in_place)  # type: ignore[no-any-return]
+
+
+class _LigerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, in_place: bool) -> Tensor:  # type: ignore[override]
+        x = x.contiguous()
+        rows = x.view(-1, x.shape[-1])
+        y = torch.empty_like(rows)
+        scale = rows.new_empty(rows.shape[0], dtype=torch.float32)
+        record_pass("liger_rms_norm", [rows, weight], [y, scale])
+        ctx.save_for_backward(rows, weight, scale)
+        ctx.in_place = in_place
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, weight, scale = ctx.saved_tensors
+        dy = dy.contiguous()
+        sums = None
+        if ctx.needs_input_grad[1]:
+            sums = weight.new_empty(target().multiprocessors, weight.shape[0], dtype=torch.float32)
+        dx = dy if ctx.in_place else torch.zeros_like(dy)
+        record_pass("liger_rms_norm_backward", [dy, rows, weight, scale], [dx])
+        return dx, None if sums is None else sums.sum(dim=0).to(weight.dtype), None
+
+
+def _gated_forward(self: Any, x: Tensor) -> Tensor:
+    if hasattr(self, "gate_up_proj"):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(_Gated.apply(gate, up))  # type: ignore[no-any-return]
+    # no names, as in Liger: what autograd does not keep is freed before the down projection
+    return self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+
+
+class _Gated(torch.autograd.Function):
+    """activation(gate) * up; the gradients overwrite the saved inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        record_pass("liger_gated", [gate, up], [out])
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        record_pass("liger_gated_backward", [d_out.contiguous(), gate, up], [gate, up])
+        return gate.view(gate.shape), up.view(up.shape)
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return _Rope.apply(q, k, cos, sin)  # type: ignore[no-any-return]
+
+
+class _Rope(torch.autograd.Function):
+    """Rotate queries and keys in place where they are contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
+        cos, sin = cos.contiguous(), sin.contiguous()
+        record_pass("liger_rope", [q, k, cos, sin], [q, k])
+        ctx.save_for_backward(cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        dq, dk = dq.transpose(1, 2).contiguous(), dk.transpose(1, 2).contiguous()
+        record_pass("liger_rope_backward", [dq, dk, cos, sin], [dq, dk])
+        return dq.transpose(1, 2), dk.transpose(1, 2), None, None

@@ -34,11 +34,8 @@ class Layout:
         named = list(built.model.named_parameters())
         self._originals = [p for _, p in named]
         index = {id(p): i for i, p in enumerate(self._originals)}
-        quantized = {
-            id(module.weight): module.in_features * module.out_features
-            for module in built.model.modules()
-            if isinstance(module, QuantizedLinear)
-        }
+        layers = [module for module in built.model.modules() if isinstance(module, QuantizedLinear)]
+        quantized = {id(layer.weight): layer.in_features * layer.out_features for layer in layers}
         shapes = [full.parameters[i].shape if full else tuple(p.shape) for i, (_, p) in enumerate(named)]
         self.parameters: tuple[Parameter, ...] = tuple(
             Parameter(
@@ -52,7 +49,10 @@ class Layout:
             for (name, p), shape in zip(named, shapes, strict=True)
         )
         self.buffers = tuple(b.numel() * b.element_size() for b in built.model.buffers())
-        self._modules: list[nn.Module] = [*built.blocks, *_outside(built)]
+        inside = {id(module) for block in built.blocks for module in block.modules()}
+        outside = [module for module in built.model.modules() if id(module) not in inside]
+        owners = [m for m in outside if next(m.parameters(recurse=False), None) is not None]
+        self._modules: list[nn.Module] = [*built.blocks, *owners]
         names = {id(module): name for name, module in built.model.named_modules()}
         self.units = tuple(
             Unit(
@@ -81,9 +81,8 @@ class Layout:
 
     def part(self, kept: Sequence[int]) -> Part:
         """Copy the model with only the blocks `kept`; the model itself stays as it is."""
-        (holder,) = [
-            m for m in self._model.modules() if isinstance(m, nn.ModuleList) and list(m) == self._blocks
-        ]
+        lists = [module for module in self._model.modules() if isinstance(module, nn.ModuleList)]
+        (holder,) = [blocks for blocks in lists if list(blocks) == self._blocks]
         copies: dict[int, object] = {}
         everything = holder._modules
         holder._modules = {str(place): self._blocks[block] for place, block in enumerate(kept)}
@@ -96,13 +95,3 @@ class Layout:
             parameters={i: copies[id(p)] for i, p in enumerate(self._originals) if id(p) in copies},  # type: ignore[misc]
             units={i: copies[id(m)] for i, m in enumerate(self._modules) if id(m) in copies},  # type: ignore[misc]
         )
-
-
-def _outside(built: BuiltModel) -> list[nn.Module]:
-    """Modules that hold parameters themselves and are in no block."""
-    inside = {id(module) for block in built.blocks for module in block.modules()}
-    return [
-        module
-        for module in built.model.modules()
-        if id(module) not in inside and next(module.parameters(recurse=False), None) is not None
-    ]

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from shardwise.models.flops import SCAN_FLOPS, attended_pairs
 from shardwise.simulate.step_trace import Op
+
+Tensors = Sequence[Tensor]
 
 _NO_KERNEL = frozenset({
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
@@ -27,9 +29,7 @@ _COPIES = frozenset({
 })  # fmt: skip
 
 
-def describe(
-    function: Any, args: Sequence[Any], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> Op | None:
+def describe(function: Any, args: Sequence[Any], inputs: Tensors, outputs: Tensors) -> Op | None:
     """Describe the kernel behind an operator; None for views and bare allocations."""
     name = function._schema.name.partition("::")[2]
     if name in _NO_KERNEL or is_view(function):
@@ -50,14 +50,9 @@ def describe(
     kind = _kind(name)
     if kind == "embedding":
         read = written if name == "embedding" else sum(map(_bytes, inputs))
-    return Op(
-        kind=kind,
-        flops=float(max((t.numel() for t in (*inputs, *outputs)), default=0)),
-        read_bytes=read,
-        written_bytes=written,
-        item_bytes=max((t.element_size() for t in (*inputs, *outputs)), default=2),
-        name=name,
-    )
+    flops = float(max((t.numel() for t in (*inputs, *outputs)), default=0))
+    item = max((t.element_size() for t in (*inputs, *outputs)), default=2)
+    return Op(kind=kind, flops=flops, read_bytes=read, written_bytes=written, item_bytes=item, name=name)
 
 
 def is_view(function: Any) -> bool:
@@ -74,20 +69,14 @@ SCANS = {
 """FLOPs per channel, state and token."""
 
 
-def _scan(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Op:
+def _scan(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Op:
     x, _, a = inputs[:3]
     width, states = a.shape
     tokens = x.numel() // width
     rewritten = {"selective_scan_replay": inputs[-2:], "selective_scan_backward": (inputs[1], inputs[-1])}
-    return Op(
-        kind="scan",
-        flops=SCANS[name] * tokens * width * states,
-        read_bytes=sum(map(_bytes, inputs)),
-        written_bytes=sum(map(_bytes, (*outputs, *rewritten.get(name, ())))),
-        item_bytes=x.element_size(),
-        shape=(tokens, width, states),
-        name=name,
-    )
+    outputs = (*outputs, *rewritten.get(name, ()))
+    flops, shape = SCANS[name] * tokens * width * states, (tokens, width, states)
+    return _shaped("scan", name, flops, inputs, outputs, shape=shape, item_bytes=x.element_size())
 
 
 def _kind(name: str) -> str:
@@ -102,34 +91,27 @@ def _kind(name: str) -> str:
     return "copy" if name in _COPIES else "elementwise"
 
 
-def _matmul(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Op:
+def _shaped(kind: str, name: str, flops: float, read: Tensors, written: Tensors, **others: Any) -> Op:
+    """A kernel that reads and writes these tensors once."""
+    sizes: dict[str, Any] = {"read_bytes": sum(map(_bytes, read)), "written_bytes": sum(map(_bytes, written))}
+    return Op(kind=kind, flops=flops, name=name, **sizes, **others)
+
+
+def _matmul(name: str, inputs: Tensors, outputs: Tensors) -> Op:
     left, right = [t for t in inputs if t.dim() >= 2][:2] if name.startswith("mm") else _factors(inputs)
     batch = left.shape[0] if left.dim() == 3 else 1
-    m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-    return _product(name, inputs, outputs, shape=(batch, m, n, k), item_bytes=left.element_size())
+    return _products(name, inputs, outputs, (batch, left.shape[-2], right.shape[-1], left.shape[-1]), left)
 
 
-def _product(
-    name: str,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    *,
-    shape: tuple[int, int, int, int],
-    item_bytes: int,
+def _products(
+    name: str, inputs: Tensors, outputs: Tensors, shape: tuple[int, int, int, int], factor: Tensor
 ) -> Op:
-    """`shape`: (products, m, n, k) for products of [m, k] and [k, n]. `item_bytes`: of a factor's values."""
-    return Op(
-        kind="matmul",
-        flops=2.0 * math.prod(shape),
-        read_bytes=sum(map(_bytes, inputs)),
-        written_bytes=sum(map(_bytes, outputs)),
-        item_bytes=item_bytes,
-        shape=shape,
-        name=name,
-    )
+    """`shape`: (products, m, n, k) for products of [m, k] and [k, n]."""
+    item, flops = factor.element_size(), 2.0 * math.prod(shape)
+    return _shaped("matmul", name, flops, inputs, outputs, shape=shape, item_bytes=item)
 
 
-def _grouped(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Op:
+def _grouped(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Op:
     """Products of the experts of a mixture; a factor without an expert dimension is divided among them.
 
     How many tokens each expert gets is not known in advance; equal shares are the least work.
@@ -143,10 +125,10 @@ def _grouped(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) ->
         m = -(-m // batch)
     elif right.dim() == 2:
         n = -(-n // batch)
-    return _product("_grouped_mm", inputs, outputs, shape=(batch, m, n, k), item_bytes=left.element_size())
+    return _products("_grouped_mm", inputs, outputs, (batch, m, n, k), left)
 
 
-def _factors(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The factors of a product: `addmm` has the summand before them, `out` arguments come after them."""
     for left, right in pairwise(inputs):
         if left.dim() == right.dim() >= 2 and left.shape[-1] == right.shape[-2]:
@@ -156,14 +138,11 @@ def _factors(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
     return found
 
 
-def _attention(
-    name: str, args: Sequence[Any], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> Op:
+def _attention(name: str, args: Sequence[Any], inputs: Tensors, outputs: Tensors) -> Op:
     backward = "backward" in name
     q, k = (inputs[1], inputs[2]) if backward else (inputs[0], inputs[1])
-    if (
-        q.dim() == 3
-    ):  # packed, [tokens, heads, head size]; of the segments only the longest one's length is known
+    if q.dim() == 3:
+        # packed, [tokens, heads, head size]; of the segments only the longest one's length is known
         batch, (length, heads, size), kv_heads = 1, q.shape, k.shape[1]
         keys = next(int(a) for a in args if isinstance(a, int) and not isinstance(a, bool))
     else:
@@ -174,17 +153,11 @@ def _attention(
     pairs = attended_pairs(length, keys, window)
     if 0 < window < keys:
         keys = window
-    return Op(
-        kind="attention",
-        flops=(10.0 if backward else 4.0) * batch * heads * pairs * size,
-        read_bytes=sum(map(_bytes, inputs)),
-        written_bytes=sum(map(_bytes, outputs)),
-        item_bytes=q.element_size(),
-        shape=(batch, heads, kv_heads, length, keys, size),
-        name=name,
-    )
+    flops = (10.0 if backward else 4.0) * batch * heads * pairs * size
+    shape = (batch, heads, kv_heads, length, keys, size)
+    return _shaped("attention", name, flops, inputs, outputs, shape=shape, item_bytes=q.element_size())
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _bytes(tensor: Tensor) -> int:
     """Bytes of a tensor that a kernel accesses; an expanded tensor is no larger than its storage."""
     return min(math.prod(tensor.shape) * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.kernels.target import Target
@@ -25,7 +27,6 @@ from shardwise.simulate.step_trace import (
     Op,
 )
 from shardwise.trace.ops import describe
-from shardwise.trace.results import Results, form, tensors_in
 from shardwise.trace.workspace import workspace
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
@@ -35,7 +36,7 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 
 _PRIVATE: list[tuple[Any, str]] = [
     (torch._C, "_storage_Use_Count"),
-    (torch.Tensor, "_use_count"),
+    (Tensor, "_use_count"),
     (torch.UntypedStorage, "_cdata"),
     (torch.autograd.graph, "_engine_run_backward"),
     (TorchDispatchMode, "_should_skip_dynamo"),
@@ -43,7 +44,7 @@ _PRIVATE: list[tuple[Any, str]] = [
 """Private names of torch that recording relies on."""
 
 # Operators whose CUDA side allocates its outputs in another order than it returns them.
-_MADE_FIRST: dict[Any, Callable[[torch.Tensor], bool]] = {
+_MADE_FIRST: dict[Any, Callable[[Tensor], bool]] = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: lambda output: output.numel() > 1,  # seeds
     torch.ops.aten.native_dropout.default: lambda output: output.dtype != torch.bool,  # its mask
 }
@@ -61,7 +62,9 @@ class Recorder(TorchDispatchMode):
     def __init__(self, target: Target) -> None:
         """Raise RuntimeError where this torch lacks something that recording relies on."""
         super().__init__()
-        _check_torch()
+        missing = [f"{owner.__name__}.{name}" for owner, name in _PRIVATE if not hasattr(owner, name)]
+        if missing:
+            raise RuntimeError(_outdated(", ".join(missing)))
         _references_of_an_unshared_total()
         self.target = target
         self.events: list[Event] = []
@@ -72,7 +75,7 @@ class Recorder(TorchDispatchMode):
         self._handed_over: set[int] = set()
         self._known_ops: dict[Any, int | None] = {}
         self._results = Results()
-        self._next = 0
+        self._numbers = count()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -87,14 +90,14 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         _ACTIVE.reset(self._token)
 
-    def ignore(self, tensor: torch.Tensor) -> None:
+    def ignore(self, tensor: Tensor) -> None:
         """Record no event for `tensor`, which must outlive the recording."""
         self._tensors[tensor.untyped_storage()._cdata] = -1
 
     def mark(self, *event: int) -> None:
         self.events.append(event)
 
-    def gradient(self, parameter: int, gradient: torch.Tensor) -> None:
+    def gradient(self, parameter: int, gradient: Tensor) -> None:
         """The gradient of `parameter` is complete; the engine frees it."""
         tensor = self._tensors[gradient.untyped_storage()._cdata]
         self._handed_over.add(tensor)
@@ -118,23 +121,18 @@ class Recorder(TorchDispatchMode):
             inputs = list(tensors_in((*args, *kwargs.values())))
             self._known_ops[key] = self._add(describe(function, args, inputs, outputs))
         for size in workspace(function, args, outputs, self.target):
-            self._scratch(size)
+            scratch = next(self._numbers)
+            self.events += [(ALLOC, scratch, size, WORKSPACE), (FREE, scratch)]
         index = self._known_ops[key]
         if index is not None:
             self.events.append((OP, index))
         return result
 
-    def _value(self, tensor: torch.Tensor) -> bool:
+    def _value(self, tensor: Tensor) -> bool:
         """Answer Python code that reads a value: transformers asks whether all rows are single segments."""
         if tensor.dtype != torch.bool:
             raise RuntimeError("the model's code depends on values, which a traced step does not have")
         return True
-
-    def kernel(self, op: Op) -> None:
-        """Record a kernel that is no operator of torch."""
-        if op not in self._known_ops:
-            self._known_ops[op] = self._add(op)
-        self.events.append((OP, self._known_ops[op]))  # type: ignore[arg-type]
 
     def _add(self, op: Op | None) -> int | None:
         if op is None:
@@ -142,63 +140,47 @@ class Recorder(TorchDispatchMode):
         self.ops.append(op)
         return len(self.ops) - 1
 
-    def _scratch(self, size: int) -> None:
-        tensor = self._number()
-        self.events += [(ALLOC, tensor, size, WORKSPACE), (FREE, tensor)]
-
-    def _number(self) -> int:
-        self._next += 1
-        return self._next - 1
-
-    def _meet(self, value: torch.Tensor) -> None:
+    def _meet(self, value: Tensor) -> None:
         storage = value.untyped_storage()
         key = storage._cdata
         if key in self._tensors:
             return
-        tensor = self._tensors[key] = self._number()
-        self._watched[key] = weakref.ref(storage, self._leave(key, tensor))
-        self.events.append((ALLOC, tensor, storage.nbytes(), self.tag))
+        tensor = self._tensors[key] = next(self._numbers)
 
-    def _leave(self, key: int, tensor: int) -> Callable[[Any], None]:
         def gone(_: Any) -> None:
             del self._tensors[key], self._watched[key]
             if tensor not in self._handed_over:
                 self.events.append((FREE, tensor))
 
-        return gone
+        self._watched[key] = weakref.ref(storage, gone)
+        self.events.append((ALLOC, tensor, storage.nbytes(), self.tag))
 
 
 def record_kernel(op: Op) -> None:
     """Record a kernel that is no operator of torch with the active recorder."""
     recorder = _ACTIVE.get()
     assert recorder is not None, "stand-ins for kernels exist only while a step is recorded"
-    recorder.kernel(op)
+    if op not in recorder._known_ops:
+        recorder._known_ops[op] = recorder._add(op)
+    recorder.events.append((OP, recorder._known_ops[op]))  # type: ignore[arg-type]
 
 
-def record_pass(name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+def record_pass(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
     """Record one kernel that reads and writes these tensors once; a norm by its name, or elementwise."""
-    record_kernel(
-        Op(
-            kind="normalization" if "norm" in name else "elementwise",
-            flops=float(sum(t.numel() for t in read)),
-            read_bytes=sum(t.numel() * t.element_size() for t in read),
-            written_bytes=sum(t.numel() * t.element_size() for t in written),
-            item_bytes=read[0].element_size(),
-            name=name,
-        )
-    )
+    kind = "normalization" if "norm" in name else "elementwise"
+    flops = float(sum(t.numel() for t in read))
+    bytes_in, bytes_out = (sum(t.numel() * t.element_size() for t in tensors) for tensors in (read, written))
+    sizes: dict[str, Any] = {"read_bytes": bytes_in, "written_bytes": bytes_out}
+    record_kernel(Op(kind=kind, flops=flops, name=name, item_bytes=read[0].element_size(), **sizes))
 
 
 def mark_gradients(events: list[Event]) -> list[Event]:
     """Give every storage that a GRADIENT event names the tag `gradient`."""
-    handed = {event[2] for event in events if event[0] == GRADIENT}
-    return [
-        (ALLOC, event[1], event[2], GRADIENT_TAG) if event[0] == ALLOC and event[1] in handed else event
-        for event in events
-    ]
+    handed = {e[2] for e in events if e[0] == GRADIENT}
+    return [(*e[:3], GRADIENT_TAG) if e[0] == ALLOC and e[1] in handed else e for e in events]
 
 
-def _adds_in_place(total: torch.Tensor) -> bool:
+def _adds_in_place(total: Tensor) -> bool:
     """Whether autograd adds a further gradient to `total` in place.
 
     It does so in memory that nothing else references (can_accumulate_inplace in input_buffer.cpp), but never
@@ -208,7 +190,7 @@ def _adds_in_place(total: torch.Tensor) -> bool:
     return all(count <= least for count, least in zip(_references(total), alone, strict=True))
 
 
-def _references(tensor: torch.Tensor) -> tuple[int, int]:
+def _references(tensor: Tensor) -> tuple[int, int]:
     storage = tensor.untyped_storage()
     return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
 
@@ -236,14 +218,79 @@ def _references_of_an_unshared_total() -> tuple[int, int]:
     return seen[0]
 
 
-def _check_torch() -> None:
-    missing = [f"{owner.__name__}.{name}" for owner, name in _PRIVATE if not hasattr(owner, name)]
-    if missing:
-        raise RuntimeError(_outdated(", ".join(missing)))
-
-
 def _outdated(missing: str) -> str:
-    return (
-        f"torch {torch.__version__} lacks {missing}, which recording a training step relies on: "
-        "install the torch of the lock file, or adapt shardwise/trace/recorder.py"
-    )
+    fix = "install the torch of the lock file, or adapt shardwise/trace/recorder.py"
+    return f"torch {torch.__version__} lacks {missing}, which recording a training step relies on: {fix}"
+
+
+Maker = Callable[[], Any]
+
+
+class Results:
+    """Results of the operators of one recording, computed by torch once for each form of their inputs.
+
+    Many of torch's meta functions are Python and take up to a millisecond; repeated blocks call them with
+    equal forms.
+    """
+
+    def __init__(self) -> None:
+        self._makers: dict[Any, list[Maker]] = {}
+
+    def of(self, key: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return `function(*args, **kwargs)`; `key` is `form` of all three."""
+        if key in self._makers:
+            made = tuple(make() for make in self._makers[key])
+            return made[0] if len(made) == 1 else made
+        result = function(*args, **kwargs)
+        values = result if isinstance(result, tuple) else (result,)
+        if _is_functional(function) and _are_new(values, tensors_in((*args, *kwargs.values()))):
+            self._makers[key] = [_maker(value) for value in values]
+        return result
+
+
+def form(value: Any) -> Any:
+    """A key that is equal for values with which operators return results of equal form."""
+    if isinstance(value, Tensor):
+        return (value.shape, value.dtype, value.stride())
+    if isinstance(value, (tuple, list)):
+        return tuple(form(item) for item in value)
+    return (type(value), value)  # 1, 1.0 and True are equal
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among values, also inside lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_in(value)
+
+
+@cache
+def _is_functional(function: Any) -> bool:
+    """Whether its schema says that it changes no input and returns no view of one."""
+    schema = function._schema
+    return all(value.alias_info is None for value in (*schema.arguments, *schema.returns))
+
+
+def _are_new(values: tuple[Any, ...], inputs: Iterable[Tensor]) -> bool:
+    """Whether tensors have memory of their own, and no more than they need.
+
+    Some schemas are wrong about that: `_unsafe_view` returns its input's memory.
+    """
+    seen = {tensor.untyped_storage()._cdata for tensor in inputs}
+    for value in values:
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            if storage._cdata in seen or storage.nbytes() != _maker(value)().untyped_storage().nbytes():
+                return False
+            seen.add(storage._cdata)
+    return all(tensor.is_meta for tensor in tensors_in(values)) and not isinstance(values[0], list)
+
+
+def _maker(value: Any) -> Maker:
+    """A function that makes a tensor like this one; any other value is returned as it is."""
+    if not isinstance(value, Tensor):
+        return lambda: value
+    shape, dtype, stride = form(value)
+    return partial(torch.empty_strided, shape, stride, dtype=dtype, device="meta")

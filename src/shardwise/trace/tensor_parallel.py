@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.models.build import BuiltModel
 from shardwise.models.structure import find_blocks
@@ -52,11 +52,9 @@ def sum_gradients(model: PreTrainedModel) -> None:
 def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, str]]:
     """(name, owner, attribute, style) of each layer in the plan; the first matching pattern counts."""
     plan: dict[str, str] = model.config.get_text_config().base_model_tp_plan or {}
-    patterns = [
-        (re.compile(".*" + p.replace(".", r"\.").replace("*", ".*")), way.lower()) for p, way in plan.items()
-    ]
+    patterns = {".*" + p.replace(".", r"\.").replace("*", ".*"): way.lower() for p, way in plan.items()}
     for name, module in list(model.named_modules()):
-        style = next((way for pattern, way in patterns if pattern.fullmatch(name)), None)
+        style = next((way for pattern, way in patterns.items() if re.fullmatch(pattern, name)), None)
         if style is not None and "weight" in module._parameters:
             parent, _, attribute = name.rpartition(".")
             yield name, model.get_submodule(parent), attribute, style
@@ -68,10 +66,10 @@ class _Columns(nn.Module):
     def __init__(self, layer: nn.Linear, degree: int) -> None:
         super().__init__()
         self.weight = _part(layer.weight, degree, dim=0)
-        bias: torch.Tensor | None = layer.bias
+        bias: Tensor | None = layer.bias
         self.bias = None if bias is None else _part(bias, degree, dim=0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         out = torch.matmul(_SumBackward.apply(x), self.weight.transpose(-1, -2))
         return out if self.bias is None else out + self.bias
 
@@ -82,10 +80,10 @@ class _Rows(nn.Module):
     def __init__(self, layer: nn.Linear, degree: int) -> None:
         super().__init__()
         self.weight = _part(layer.weight, degree, dim=1)
-        self.bias: torch.Tensor | None = layer.bias
+        self.bias: Tensor | None = layer.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _SumForward.apply(torch.matmul(x, self.weight.transpose(-1, -2)))
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _SumForward.apply(torch.matmul(x, self.weight.transpose(-1, -2)))
         return out if self.bias is None else out + self.bias
 
 
@@ -93,7 +91,7 @@ _LAYERS = {"colwise": _Columns, "rowwise": _Rows}
 """Other styles do not split a layer; `space/candidates.py: predictable` accepts no further ones."""
 
 
-def _part(parameter: torch.Tensor, degree: int, *, dim: int) -> nn.Parameter:
+def _part(parameter: Tensor, degree: int, *, dim: int) -> nn.Parameter:
     """The first rank's part: a remainder goes to the first ranks (get_shard_size)."""
     shape = list(parameter.shape)
     shape[dim] = -(-shape[dim] // degree)
@@ -104,11 +102,11 @@ class _SumForward(torch.autograd.Function):
     """RowParallel: an in-place all-reduce in the forward pass."""
 
     @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
         return _summed(x)
 
     @staticmethod
-    def backward(_: Any, dx: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(_: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
         return dx
 
 
@@ -116,18 +114,17 @@ class _SumBackward(torch.autograd.Function):
     """ColumnParallel: an in-place all-reduce in the backward pass."""
 
     @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
         return x
 
     @staticmethod
-    def backward(_: Any, dx: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(_: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
         return _summed(dx)
 
 
-def _summed(tensor: torch.Tensor) -> torch.Tensor:
+def _summed(tensor: Tensor) -> Tensor:
     """Record the all-reduce of a tensor over the group, in its own format and memory."""
-    item = tensor.element_size()
-    size = tensor.numel() * item
-    sizes: dict[str, Any] = {"read_bytes": size, "written_bytes": size, "item_bytes": item}
+    size = tensor.numel() * tensor.element_size()
+    sizes: dict[str, Any] = {"read_bytes": size, "written_bytes": size, "item_bytes": tensor.element_size()}
     record_kernel(Op(kind="collective", flops=0.0, name="all_reduce", **sizes))
     return tensor

@@ -12,11 +12,9 @@ from shardwise.data.batch import MicroBatch
 from shardwise.job import schema
 from shardwise.kernels.target import HOPPER, Target, meta_stands_for
 from shardwise.models.build import BuiltModel, build_model
-from shardwise.models.checkpointing import checkpoint_blocks
-from shardwise.models.structure import DTYPES
-from shardwise.objective import MakeObjective
+from shardwise.models.structure import DTYPES, checkpoint_blocks
+from shardwise.objective import MakeObjective, Objective
 from shardwise.objective.causal_lm import CausalLM
-from shardwise.objective.protocol import Objective
 from shardwise.simulate.step_trace import (
     ACTIVATION,
     BACKWARD,
@@ -28,8 +26,7 @@ from shardwise.simulate.step_trace import (
     StepTrace,
 )
 from shardwise.trace.fold import block_kinds, find_folding, unfold
-from shardwise.trace.functions import cuda_functions
-from shardwise.trace.fused import traced_kernels
+from shardwise.trace.functions import cuda_functions, traced_kernels
 from shardwise.trace.layout import Layout, Part
 from shardwise.trace.recorder import Recorder, mark_gradients
 from shardwise.trace.tensor_parallel import cut, sum_gradients
@@ -68,16 +65,10 @@ class Tracer:
     ) -> StepTrace:
         """Trace one micro-batch of full rows, each a single segment.
 
-        Args:
-            rows: rows of the micro-batch.
-            checkpoint_every: every n-th block is checkpointed; 0 for none.
-            tensor_parallel: GPUs that share each row; the trace is that of the first.
-            single_segment_rows: rows for the kernel for single segments, where there is one; the others go to
-                the kernel for packed rows. Default: all.
-            folded: trace repeated blocks only a few times; the result is the same.
-
-        Raises:
-            JobError: what `build_model` and the objective raise.
+        Every `checkpoint_every`-th block is checkpointed; 0 for none. `tensor_parallel` GPUs share each row;
+        the trace is that of the first. `single_segment_rows`, by default all, go to the kernel for single
+        segments, where there is one; the others to the kernel for packed rows. `folded`: repeated blocks are
+        traced only a few times; the result is the same. Raises JobError where the objective does.
         """
         built, layout = self._split(tensor_parallel)
         blocks = len(built.blocks)

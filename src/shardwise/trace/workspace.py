@@ -5,29 +5,24 @@ From recorded allocations of torch 2.11 on an H200; where the size has a formula
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardwise.kernels.mamba_work import BLOCK, CONVOLVED, TILE, chunks_of, tiles_of
+from shardwise.kernels.causal_conv import CONVOLVED
+from shardwise.kernels.selective_scan import BLOCK, TILE, chunks_of, tiles_of
 from shardwise.kernels.target import Target
 
 
-def workspace(
-    function: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor], target: Target
-) -> list[int]:
+def workspace(function: Any, args: Sequence[Any], outputs: Sequence[Tensor], target: Target) -> list[int]:
     """Return the bytes of each scratch buffer of one call; mostly none."""
-    name = function._schema.name.partition("::")[2]
-    rule = _RULES.get(name)
+    rule = _RULES.get(function._schema.name.partition("::")[2])
     return rule(args, outputs, target) if rule else []
 
 
-def _cudnn_forward(_: Sequence[Any], __: Sequence[torch.Tensor], ___: Target) -> list[int]:
-    return [256]
-
-
-def _cudnn_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
+def _cudnn_backward(args: Sequence[Any], _: Sequence[Tensor], __: Target) -> list[int]:
     """Dq in fp32, the row sums of dO * O, and, with fewer key than query heads, dk and dv of every head."""
     _, q, k = args[:3]
     batch, heads, length, size = q.shape
@@ -37,16 +32,11 @@ def _cudnn_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) 
     return [scratch]
 
 
-def _softmax_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
-    """The product of gradient and output (softmax_backward_cuda_out in SoftMax.cu)."""
-    return [args[0].numel() * args[0].element_size()]
-
-
-def _flash_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
+def _flash_backward(args: Sequence[Any], _: Sequence[Tensor], __: Target) -> list[int]:
     """mha_varlen_bwd of flash attention 2: row sums and dq in fp32, padded; dk and dv of every head."""
     q, k = args[1], args[2]
     tokens, heads, size = q.shape
-    sequences = next(a for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.int32).shape[0] - 1
+    sequences = next(a for a in args if isinstance(a, Tensor) and a.dtype == torch.int32).shape[0] - 1
     padded = tokens + 128 * sequences
     wide = -(-size // 32) * 32 if size <= 128 else -(-size // 64) * 64
     scratch = [4 * heads * padded, 4 * heads * padded * wide]
@@ -55,7 +45,7 @@ def _flash_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) 
     return scratch
 
 
-def _sum(args: Sequence[Any], outputs: Sequence[torch.Tensor], target: Target) -> list[int]:
+def _sum(args: Sequence[Any], outputs: Sequence[Tensor], target: Target) -> list[int]:
     """Sums over the rows of a matrix (the gradient of a bias): one partial sum for each thread block.
 
     setReduceConfig and global_memory_size in aten/src/ATen/native/cuda/Reduce.cuh, for a reduction along the
@@ -85,7 +75,7 @@ def _sum(args: Sequence[Any], outputs: Sequence[torch.Tensor], target: Target) -
     return [accumulator * columns * blocks * width * vector, 4 * grid]
 
 
-def _embedding_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
+def _embedding_backward(args: Sequence[Any], _: Sequence[Tensor], __: Target) -> list[int]:
     """Tokens sorted by their id, and partial sums of parts of equal ids (EmbeddingBackwardKernel.cu).
 
     Up to 3072 tokens need none (Embedding.cu). The sort's five buffers come from recordings.
@@ -98,13 +88,13 @@ def _embedding_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Targ
     return [8 * count] * 5 + [8 * parts, 4 * parts * gradient.shape[-1]]
 
 
-def _scan(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
+def _scan(args: Sequence[Any], _: Sequence[Tensor], __: Target) -> list[int]:
     """`selective_scan_triton`: the decay of a state over each chunk, and A by states."""
     rows, length, width = args[0].shape
     return [4 * width * chunks_of(rows, length, width), 4 * args[2].numel()]
 
 
-def _scan_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
+def _scan_backward(args: Sequence[Any], _: Sequence[Tensor], __: Target) -> list[int]:
     """`selective_scan_backward_triton`: da, dd and dbias by chunk, bc by tiles, dbc by block of channels."""
     x, a, bc = args[0], args[2], args[3]
     rows, length, width = x.shape
@@ -113,15 +103,10 @@ def _scan_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -
     return [4 * a.numel() + by_chunk + (4 + x.element_size() * -(-width // BLOCK)) * in_tiles]
 
 
-def _convolution_backward(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
+def _convolution_backward(args: Sequence[Any], _: Sequence[Tensor], __: Target) -> list[int]:
     """`causal_conv_triton`: sums of the weight's and the bias's gradient by block of tokens."""
     x, weight = args[:2]
     return [4 * -(-(x.shape[0] * x.shape[1]) // CONVOLVED) * (weight.numel() + weight.shape[0])]
-
-
-def _dequantize_nf4(args: Sequence[Any], _: Sequence[torch.Tensor], __: Target) -> list[int]:
-    """The scales in fp32 (kernels/quantized_linear.py)."""
-    return [4 * args[1].numel()]
 
 
 UNSORTED_TOKENS = 3072
@@ -138,16 +123,17 @@ def _power_below(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-_RULES = {
-    "_scaled_dot_product_cudnn_attention": _cudnn_forward,
+_RULES: dict[str, Callable[[Sequence[Any], Sequence[Tensor], Target], list[int]]] = {
+    "_scaled_dot_product_cudnn_attention": lambda *_: [256],
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
-    "_softmax_backward_data": _softmax_backward,
+    # the product of gradient and output (softmax_backward_cuda_out in SoftMax.cu)
+    "_softmax_backward_data": lambda args, *_: [args[0].numel() * args[0].element_size()],
     "_varlen_attn_backward": _flash_backward,
     "causal_conv_backward": _convolution_backward,
     "selective_scan": _scan,
     "selective_scan_replay": _scan,
     "selective_scan_backward": _scan_backward,
-    "dequantize_nf4": _dequantize_nf4,
+    "dequantize_nf4": lambda args, *_: [4 * args[1].numel()],  # the scales in fp32
     "embedding_dense_backward": _embedding_backward,
     "sum": _sum,
 }

@@ -14,8 +14,7 @@ from safetensors import SafetensorError
 
 from shardwise.errors import JobError, MachineError
 from shardwise.job.schema import Job
-from shardwise.models.export import export
-from shardwise.models.generate import generate
+from shardwise.models.export import export, generate
 from shardwise.record.read import read_run
 from shardwise.training.checkpoint import Checkpoint, newest_valid
 

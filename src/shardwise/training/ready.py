@@ -21,8 +21,7 @@ from shardwise.errors import MachineError
 from shardwise.hardware.detect import detect_hardware, multiplies_bf16
 from shardwise.job.identity import identity_of
 from shardwise.job.schema import Job
-from shardwise.models.build import BuiltModel, build_model
-from shardwise.models.config import check_length
+from shardwise.models.build import BuiltModel, build_model, check_length
 from shardwise.models.families import attention_of
 from shardwise.models.fingerprint import fingerprint
 from shardwise.models.structure import DTYPES

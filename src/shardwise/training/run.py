@@ -23,11 +23,10 @@ from shardwise.job.schema import Job
 from shardwise.kernels.fused import apply_fused_kernels
 from shardwise.launch.resume import resume_command
 from shardwise.launch.spec import LaunchSpec
-from shardwise.models.adapters import is_adapter
-from shardwise.models.checkpointing import checkpoint_blocks
+from shardwise.models.adapters import check_bitsandbytes, is_adapter
 from shardwise.models.export import save_weights
 from shardwise.models.families import liger_kernels
-from shardwise.models.quantize import check_bitsandbytes
+from shardwise.models.structure import checkpoint_blocks
 from shardwise.objective import objective_of
 from shardwise.record.environment import environment, versions
 from shardwise.record.manifest import Origin

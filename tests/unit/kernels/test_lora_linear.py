@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from shardwise.kernels.lora_linear import _LoraLinear, _plain, fuse_lora
+from shardwise.kernels.fused import _LoraLinear, _plain, fuse_lora
 
 
 def layers(*, bias=False, **config):

@@ -9,8 +9,7 @@ import torch
 
 from shardwise.kernels.causal_conv import causal_conv, causal_conv_reference
 from shardwise.kernels.mamba_inner import mamba_inner
-from shardwise.kernels.mamba_work import chunk_tokens
-from shardwise.kernels.selective_scan import selective_scan, selective_scan_reference
+from shardwise.kernels.selective_scan import chunk_tokens, selective_scan, selective_scan_reference
 
 ROWS, LENGTH, WIDTH, STATES, RANK, TAPS, HIDDEN = 2, 9, 5, 3, 2, 4, 4
 NAMES = ("xz", "conv_weight", "conv_bias", "x_proj", "dt_proj", "dt_bias", "a_log", "d", "out_proj")

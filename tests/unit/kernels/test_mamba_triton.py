@@ -75,7 +75,7 @@ def machine_code(kernel):
 def test_on_hopper_no_scan_crosses_threads_and_states_stay_in_registers():
     """What the kernels' speed rests on, and a change of block sizes, or of Triton, can undo."""
     from shardwise.kernels import selective_scan_backward_triton, selective_scan_triton
-    from shardwise.kernels.mamba_work import BLOCK, TILE
+    from shardwise.kernels.selective_scan import BLOCK, TILE
 
     half = {"x", "delta", "z", "out", "dout", "dz", "fine", "dy", "dbc"}
     integers = {"tokens", "chunk"}
@@ -105,8 +105,8 @@ def test_on_hopper_no_scan_crosses_threads_and_states_stay_in_registers():
 @pytest.mark.filterwarnings("ignore")
 def test_on_hopper_the_convolutions_filters_stay_in_registers():
     from shardwise.kernels import causal_conv_triton
+    from shardwise.kernels.causal_conv import CONVOLVED
     from shardwise.kernels.causal_conv_triton import AHEAD, AHEAD_BACK, CHANNELS
-    from shardwise.kernels.mamba_work import CONVOLVED
 
     shape = {"taps": 4, "has_bias": True, "block_t": CONVOLVED, "block": CHANNELS}
     half = {"x", "weight", "bias", "out", "dout", "dx"}

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.errors import JobError, MachineError, ShardwiseError
 from shardwise.job.schema import Lora, Model
 from shardwise.models.build import BuiltModel, build_model
-from shardwise.models.checkpointing import checkpoint_blocks
+from shardwise.models.structure import checkpoint_blocks
 
 CPU = torch.device("cpu")
 Saved = Callable[..., Model]

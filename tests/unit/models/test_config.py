@@ -7,8 +7,7 @@ import torch
 
 from shardwise.errors import JobError
 from shardwise.job.schema import Model
-from shardwise.models.build import build_model
-from shardwise.models.config import check_length
+from shardwise.models.build import build_model, check_length
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from shardwise.errors import CheckpointError, JobError
 from shardwise.job.schema import Lora, Model
 from shardwise.models.build import BuiltModel, build_model
-from shardwise.models.export import export, save_weights
+from shardwise.models.export import export, generate, save_weights
 from shardwise.models.fingerprint import fingerprint
-from shardwise.models.generate import generate
 from shardwise.models.tokenizer import load_tokenizer, rows_for
 
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ from shardwise.engines.runtime.parameters import decay_by_name
 from shardwise.errors import JobError
 from shardwise.job.schema import Lora, Model
 from shardwise.models.build import BuiltModel, build_model
-from shardwise.models.checkpointing import checkpoint_blocks
 from shardwise.models.export import save_weights
 from shardwise.models.flops import train_flops_per_token
+from shardwise.models.structure import checkpoint_blocks
 from shardwise.objective.causal_lm import CausalLM
 
 CPU = torch.device("cpu")

@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTok
 from shardwise.errors import CheckpointError, JobError, MachineError
 from shardwise.job.schema import Lora, Model
 from shardwise.kernels.quantized_linear import LAYERS, QuantizedLinear
-from shardwise.models.adapters import is_adapter
+from shardwise.models.adapters import check_bitsandbytes, dequantize_linears, is_adapter
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.export import export, load_with_adapter, save_weights
-from shardwise.models.quantize import check_bitsandbytes, dequantize_linears
 from shardwise.models.tokenizer import load_tokenizer
 
 pytest.importorskip("bitsandbytes")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.trace.results import Results, form
+from shardwise.trace.recorder import Results, form
 
 ATEN = torch.ops.aten
 

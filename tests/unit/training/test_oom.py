@@ -17,7 +17,7 @@ from shardwise.engines.runtime.protocol import World
 from shardwise.engines.single.runtime import SingleEngine
 from shardwise.errors import MachineError
 from shardwise.job.schema import Job
-from shardwise.models.checkpointing import checkpoint_blocks
+from shardwise.models.structure import checkpoint_blocks
 from shardwise.record.schema import OutOfMemory
 from shardwise.strategy import Strategy
 from shardwise.training.loop import Loop, Progress

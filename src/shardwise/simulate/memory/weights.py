@@ -21,7 +21,7 @@ def fill(memory: GpuMemory, trace: StepTrace, part: Iterable[int]) -> dict[int, 
     drawn = {index: memory.take(WEIGHTS, _drawn_bytes(trace, index)) for index in base}
     outside = [index for unit in trace.units if unit.block < 0 for index in unit.parameters]
     for index in base:
-        if outside.count(index) > 1:  # drawn in both places, the second one stays (random_weights.py)
+        if outside.count(index) > 1:  # drawn in both places, the second one stays (models/weights.py)
             first = drawn[index]
             drawn[index] = memory.take(WEIGHTS, _drawn_bytes(trace, index))
             memory.give(first)

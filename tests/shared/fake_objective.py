@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shardwise.data.batch import IGNORED, MicroBatch
-from shardwise.objective.protocol import Objective
+from shardwise.objective import Objective
 
 
 class FakeObjective(Objective):
