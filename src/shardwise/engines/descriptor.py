@@ -15,9 +15,8 @@ from shardwise.errors import JobError, Problem
 from shardwise.hardware.hardware import Hardware
 from shardwise.job import schema
 from shardwise.job.strategies import Parts
-from shardwise.simulate.fp32_params import WithFp32Parameters, fp32_parameters, without
-from shardwise.simulate.memory.engine import EngineMemory
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.memory.engine import EngineMemory, WithFp32Parameters
+from shardwise.simulate.step_trace import StepTrace, fp32_parameters, without
 from shardwise.simulate.time.schedule import Schedule
 from shardwise.strategy import Strategy
 

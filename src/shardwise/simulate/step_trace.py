@@ -23,10 +23,12 @@ Tensor numbers are unique within a trace. Everything allocated is freed or hande
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
+
+from shardwise.strategy import Precision
 
 FP32, FP64 = 4, 8
 """Bytes of an element."""
@@ -153,3 +155,23 @@ class StepTrace:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_derived"}
+
+
+def fp32_parameters(trace: StepTrace, precision: Precision) -> frozenset[int]:
+    """Indices of the parameters that are kept in fp32; none where everything is computed in fp32."""
+    if precision == "fp32":
+        return frozenset()
+    return frozenset(index for index, p in enumerate(trace.parameters) if p.item_bytes == FP32)
+
+
+def without(trace: StepTrace, apart: frozenset[int]) -> StepTrace:
+    """The trace of a module without those parameters, as its engine sees it; indices stay."""
+    parameters = tuple(
+        replace(p, shape=(0,), trainable=False) if index in apart else p
+        for index, p in enumerate(trace.parameters)
+    )
+    units = tuple(
+        replace(unit, parameters=tuple(index for index in unit.parameters if index not in apart))
+        for unit in trace.units
+    )
+    return replace(trace, parameters=parameters, units=units)

@@ -150,6 +150,6 @@ RULES: tuple[Rule, ...] = (
         reason="Mamba's A_log, D and dt's bias are stepped outside DeepSpeed, which alone scales fp16's loss",
         where="train.precision",
         fix="train.precision: bf16, or strategy: fsdp2",
-        source="shardwise.engines.runtime.fp32_params",
+        source="shardwise.engines.runtime.parameters",
     ),
 )

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardwise.engines.deepspeed import time
-from shardwise.engines.deepspeed.config import NEVER_RELEASE, RELEASE_AT
-from shardwise.engines.deepspeed.files import accelerate_config, own_config, trainer_config
-from shardwise.engines.deepspeed.memory.zero0 import Zero0Memory
+from shardwise.engines.deepspeed.config import (
+    NEVER_RELEASE,
+    RELEASE_AT,
+    accelerate_config,
+    own_config,
+    trainer_config,
+)
+from shardwise.engines.deepspeed.memory.zero012 import Zero0Memory, Zero12Memory
 from shardwise.engines.deepspeed.memory.zero3 import Zero3Memory
-from shardwise.engines.deepspeed.memory.zero12 import Zero12Memory
 from shardwise.engines.deepspeed.rules import RULES
 from shardwise.engines.descriptor import MIB, NCCL_BYTES, EngineSpec, ScriptFiles, Shards
 from shardwise.hardware.hardware import Hardware

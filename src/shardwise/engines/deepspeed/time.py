@@ -1,29 +1,92 @@
 """Time of DeepSpeed's ZeRO as `runtime/engine.py` uses it, read from deepspeed 0.19.8 (runtime/zero).
 
-What is gathered, released and reduced when is `policy.py`; how many bytes that moves is `traffic.py`.
+What is gathered, released and reduced when is `policy.py`. The functions before the schedules add up the GPU
+memory traffic of the kernels around a collective, without the computation: `item` is the bytes of an element
+in the computation's format; `elements` are those of a bucket or unit, `own` this rank's share.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from shardwise.engines.deepspeed import policy, traffic
+from shardwise.engines.deepspeed import policy
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.step_trace import FP32, StepTrace
+from shardwise.simulate.step_trace import FP32, FP64, StepTrace
 from shardwise.simulate.time import collectives as communication
-from shardwise.simulate.time.schedule import Schedule, cpu_seconds, nvme_seconds, pageable_seconds
-from shardwise.simulate.time.segments import Segment
-from shardwise.simulate.time.streams import NEVER, REDUCED, event
-from shardwise.simulate.time.traffic import (
+from shardwise.simulate.time.schedule import (
     ADAMW_BYTES,
     DEEPSPEED_CPU_ADAMW_BYTES,
     NORM_BYTES,
     NVME_ADAMW_BYTES,
+    Schedule,
     added,
     converted,
     copied,
+    cpu_seconds,
+    nvme_seconds,
+    pageable_seconds,
 )
+from shardwise.simulate.time.segments import Segment
+from shardwise.simulate.time.streams import NEVER, REDUCED, event
 from shardwise.strategy import Strategy
+
+
+def zero0_reduce(num_bytes: float) -> float:
+    """Gradients are concatenated, scaled and copied back (runtime/engine.py: allreduce_and_copy)."""
+    return 3 * copied(1) * num_bytes
+
+
+def zero12_reduce(item: int, elements: float, own: float, *, ranks: int, fp32_sum: bool) -> float:
+    """One bucket of stages 1 and 2 (stage_1_and_2.py: average_tensor).
+
+    All of it is scaled (allreduce_bucket). This rank's share is concatenated, copied back
+    (allreduce_and_copy_with_multiple_ranks) and copied to its partition (copy_grads_in_partition); on one
+    rank only the last. With `fp32_sum` it is added to the fp32 sum, too (_add_to_grad_partition_buffer).
+
+    Concatenating the other ranks' shares, one more copy, is not counted.
+    """
+    copies = 3 if ranks > 1 else 1
+    moved = copied(item) * elements + copies * copied(item) * own
+    return moved + added(item, FP32) * own if fp32_sum else moved
+
+
+def zero3_reduce(item: int, elements: float, own: float, *, adds: bool) -> float:
+    """One bucket of stage 3 (stage3.py: __reduce_and_partition_ipg_grads).
+
+    All of it is laid out by rank and scaled (reduce_scatter_coalesced), this rank's share copied to its
+    buffer, and added to it (`adds`) after the first micro-batch (partition_grads).
+    """
+    moved = 2 * copied(item) * elements + copied(item) * own
+    return moved + added(FP32, FP32) * own if adds else moved
+
+
+def zero3_gather(item: int, elements: float, *, ranks: int) -> float:
+    """This rank's shares are concatenated (_all_gather_dtype), all parameters copied out.
+
+    partition_parameters.py: AllGatherCoalescedHandle.wait.
+    """
+    return copied(item) * elements * (1 + 1 / ranks)
+
+
+def collective(item: int, elements: float, *, ranks: int) -> float:
+    """A collective reads and writes its buffer; on one rank there is none."""
+    return copied(item) * elements if ranks > 1 else 0.0
+
+
+def norm_with_infinities(item: int) -> tuple[int, int, int]:
+    """Norms of single gradients under tensor parallelism, per element: bytes of three kernels.
+
+    The smallest and the largest value (has_overflow), a copy in fp64, the copy's norm (get_grad_norm_direct).
+    """
+    return 2 * item, converted(item, FP64), FP64
+
+
+def zero3_offload(item: int, own: float, *, last: bool) -> float:
+    """Gradients to their sums on the host and back, in the end once more for their norm.
+
+    stage3.py: partition_grads, _offload_grad_partition_at_boundary. `item`: bytes of an element of the sum.
+    """
+    return 2 * item * own + (FP32 * own if last else 0.0)
 
 
 class Zero0(Schedule):
@@ -40,9 +103,9 @@ class Zero0(Schedule):
                 self.streams.move(added(self.item, self.item) * segment.learned, kernels=hooks)
         if last and self.ranks > 1:
             num_bytes = self.trainable * self.item
-            self.streams.move(traffic.zero0_reduce(num_bytes), "foreach_copy")
+            self.streams.move(zero0_reduce(num_bytes), "foreach_copy")
             seconds = communication.all_reduce(num_bytes, self.group)
-            moved = traffic.collective(1, num_bytes, ranks=self.ranks)
+            moved = collective(1, num_bytes, ranks=self.ranks)
             self.streams.compute_waits(self.streams.communicate(seconds, moved, after_compute=True))
 
     def update(self) -> None:
@@ -141,7 +204,7 @@ class _Buckets(Schedule):
         assumed to need as long for a gradient as stage 0 does for nearly the same.
         """
         streams, parameters = self.streams, -(-len(self.trace.trainable) // self.ranks)
-        search, convert, norm = traffic.norm_with_infinities(self.item)
+        search, convert, norm = norm_with_infinities(self.item)
         issue = parameters * self.host.seconds("zero0_parameter")
         streams.move(search * self.part, "foreach_norm", kernels=2 * parameters, issue=issue)
         streams.sum_over_peers(2 * communication.all_reduce(FP32, self.peers), 0.0)
@@ -182,10 +245,10 @@ class Zero12(_Buckets):
         streams, own = self.streams, elements / self.ranks
         streams.compute_waits(REDUCED)
         fp32_sum = self.strategy.accumulation > 1 and self.strategy.stage == 2
-        moved = traffic.zero12_reduce(self.item, elements, own, ranks=self.ranks, fp32_sum=fp32_sum)
+        moved = zero12_reduce(self.item, elements, own, ranks=self.ranks, fp32_sum=fp32_sum)
         seconds = streams.moving(moved, "foreach_copy")
         seconds += communication.all_reduce(self.item * elements, self.group)
-        moved += traffic.collective(self.item, elements, ranks=self.ranks)
+        moved += collective(self.item, elements, ranks=self.ranks)
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
         if self.offload:  # with accumulation, earlier gradients come back to be added to
             if not first:
@@ -276,7 +339,7 @@ class Zero3(_Buckets):
         if self.ranks == 1 or not elements:
             return
         streams.communication_waits(self.arriving[unit])
-        moved = traffic.zero3_gather(self.item, elements, ranks=self.ranks)
+        moved = zero3_gather(self.item, elements, ranks=self.ranks)
         seconds = streams.moving(moved, "foreach_copy")
         seconds += communication.all_gather(self.item * elements, self.group)
         moved += self.item * elements
@@ -285,15 +348,15 @@ class Zero3(_Buckets):
     def reduce(self, elements: float, *, first: bool, last: bool) -> None:
         """Reduce-scatter a bucket and add it to this rank's part."""
         streams, own = self.streams, elements / self.ranks
-        moved = traffic.zero3_reduce(self.item, elements, own, adds=not first)
+        moved = zero3_reduce(self.item, elements, own, adds=not first)
         seconds = streams.moving(moved, "foreach_copy")
         seconds += communication.reduce_scatter(self.item * elements, self.group)
-        moved += traffic.collective(self.item, elements, ranks=self.ranks)
+        moved += collective(self.item, elements, ranks=self.ranks)
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
         if self.offload:
             # Under fp16 counted in fp32, as in `Zero12.reduce`.
             item = FP32 if self.strategy.accumulation > 1 and self.mixed else self.item
-            streams.copy(traffic.zero3_offload(item, own, last=last), after=REDUCED, done=REDUCED)
+            streams.copy(zero3_offload(item, own, last=last), after=REDUCED, done=REDUCED)
 
     def update(self) -> None:
         if self.offload:

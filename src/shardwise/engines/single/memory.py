@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise.simulate.memory.engine import EngineMemory
+from shardwise.simulate.memory.engine import EngineMemory, fill
 from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import fill
 from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.strategy import Strategy
 

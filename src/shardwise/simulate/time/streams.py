@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.energy import Draw
-from shardwise.simulate.time.host import Host
-from shardwise.simulate.time.roofline import Roofline, table
+from shardwise.simulate.time.roofline import Draw, Host, Roofline, table
 
 COMPUTE, COMMUNICATE, COMPUTE_WAITS, COPY, ISSUE = range(5)
 HOST_READS, HOST_WAITS, COMMUNICATION_WAITS, SETTLE, PEERS = range(5, 10)

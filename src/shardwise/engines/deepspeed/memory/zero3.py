@@ -6,10 +6,9 @@ from shardwise.engines.deepspeed import policy
 from shardwise.engines.deepspeed.config import NVME_BUFFER, sums_in_fp32
 from shardwise.engines.deepspeed.memory.coordinator import Coordinator
 from shardwise.simulate.memory.allocator import DeferredFree
-from shardwise.simulate.memory.engine import EngineMemory
+from shardwise.simulate.memory.engine import EngineMemory, fill, pinned
 from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import fill, pinned
 from shardwise.simulate.step_trace import ALLOC, BACKWARD, FP32, FP64, FREE, GRADIENT, StepTrace
 from shardwise.strategy import Strategy
 

@@ -32,15 +32,16 @@ from shardwise.engines.deepspeed.runtime.extensions import needed_operators, wai
 from shardwise.engines.deepspeed.runtime.patches import (
     drop_first_batch_check,
     join_norm,
+    release_in_order,
     skip_shared_memory_transport,
     use_joint_norms,
 )
-from shardwise.engines.deepspeed.runtime.release import release_in_order
 from shardwise.engines.deepspeed.runtime.tensor_parallel import check_same_rows, cut_by_plan, gathered
 from shardwise.engines.runtime.adamw import AdamW
-from shardwise.engines.runtime.fp32_params import Fp32Parameters
+from shardwise.engines.runtime.base import load_state, save_state
 from shardwise.engines.runtime.parameters import (
     Fill,
+    Fp32Parameters,
     chosen,
     decay_by_name,
     move_buffers,
@@ -49,7 +50,6 @@ from shardwise.engines.runtime.parameters import (
     trainable,
 )
 from shardwise.engines.runtime.protocol import StepResult, World
-from shardwise.engines.runtime.state import load_state, save_state
 from shardwise.errors import CheckpointError
 from shardwise.job import schema
 from shardwise.strategy import Strategy
