@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.engines.facts import Rule
-from shardwise.errors import JobError, Problem
+from shardwise.errors import Problem
 from shardwise.hardware.hardware import Hardware
 from shardwise.job import schema
 from shardwise.job.strategies import Parts
@@ -157,8 +157,3 @@ class EngineSpec:
     def slurm_exports(self) -> list[str]:
         """Lines for a batch script on several nodes."""
         return []
-
-
-def refuse(what: str, *, where: str, fix: str) -> NoReturn:
-    """Raise JobError: a launcher cannot start the engine."""
-    raise JobError(what, where=where, fix=fix)

@@ -103,8 +103,7 @@ class Group:
             return
         inputs = self._copy_in(memory)
         self._output = memory.take(BUFFERS, self._gathered_bytes, COPY_IN)
-        for block in inputs:
-            memory.give(block)
+        memory.give(*inputs)
 
     def _copy_in(self, memory: GpuMemory) -> list[Block]:
         """This process's shards in the computation's format (_get_param_all_gather_inputs)."""
@@ -127,9 +126,8 @@ class Group:
         if self._world_size == 1:
             self._copy(memory)
             return None
-        for shard in self.shards:
-            size = self._world_size * shard.item_bytes * shard.numel
-            self._gathered.append(memory.take(BUFFERS, size))
+        sizes = [self._world_size * shard.item_bytes * shard.numel for shard in self.shards]
+        self._gathered = [memory.take(BUFFERS, size) for size in sizes]
         output, self._output = self._output, None
         return output
 
@@ -145,16 +143,13 @@ class Group:
                     memory.give(loaded)
             elif shard.cast:
                 cast = memory.take(BUFFERS, shard.size_bytes)
-            if previous is not None:
-                memory.give(previous)
+            memory.give(previous)
             self._gathered.append(memory.take(BUFFERS, shard.size_bytes))
-        if cast is not None:
-            memory.give(cast)
+        memory.give(cast)
 
     def reshard(self, memory: GpuMemory) -> None:
         """Free all but the shards."""
-        for block in self._gathered:
-            memory.give(block)
+        memory.give(*self._gathered)
         self._gathered.clear()
 
     def reduce(self, memory: GpuMemory, gradients: Mapping[int, Block]) -> Block | None:
@@ -170,12 +165,10 @@ class Group:
         memory.scratch(BUFFERS, _chunk_cat_bytes(shards))
         blocks = [gradients[shard.index] for shard in shards]
         held = blocks.pop() if self._world_size > 1 else None  # by a loop's variable
-        for block in reversed(blocks):
-            memory.give(block)
+        memory.give(*reversed(blocks))
         reduced = memory.take(GRADIENTS, FP32 * numel, REDUCE)
-        if held is not None:
-            memory.give(held)
-        else:
+        memory.give(held)
+        if held is None:
             memory.scratch(BUFFERS, FP32 * numel, stream=REDUCE)  # a divided copy
         if self._reduced is None and not self._offload:
             self._reduced = reduced
@@ -185,14 +178,12 @@ class Group:
 
     def forget(self, memory: GpuMemory) -> None:
         """Free a buffer whose parameters were not used (finalize_backward)."""
-        if self._output is not None:
-            memory.give(self._output)
-            self._output = None
+        memory.give(self._output)
+        self._output = None
 
     def drop_gradients(self, memory: GpuMemory) -> None:
-        if self._reduced is not None:
-            memory.give(self._reduced)
-            self._reduced = None
+        memory.give(self._reduced)
+        self._reduced = None
 
 
 def shard_part(memory: GpuMemory, shards: list[Shard], weights: dict[int, Block], *, offload: bool) -> Block:
@@ -210,8 +201,7 @@ def shard_part(memory: GpuMemory, shards: list[Shard], weights: dict[int, Block]
         split = memory.take(WEIGHTS, shard.shard_bytes)
         if offload:
             memory.give(split)
-    for shard in shards[:-1]:
-        memory.give(weights[shard.index])
+    memory.give(*[weights[shard.index] for shard in shards[:-1]])
     return weights[shards[-1].index]
 
 
@@ -255,11 +245,9 @@ class Fsdp2Memory(EngineMemory):
         held: Block | None = None
         for part, group in zip(self._trace.parts, [*self._blocks, self._root], strict=True):
             weights = fill(memory, self._trace, part)
-            if held is not None:
-                memory.give(held)
-            held = shard_part(memory, group.shards, weights, offload=self._offload)
-        if held is not None:
             memory.give(held)
+            held = shard_part(memory, group.shards, weights, offload=self._offload)
+        memory.give(held)
         if self._offload:
             memory.host_bytes += self._host_bytes()
         for shard in [] if self._offload else self._trained:
@@ -292,9 +280,8 @@ class Fsdp2Memory(EngineMemory):
             self._gathered = output
 
     def _release(self, memory: GpuMemory) -> None:
-        if self._gathered is not None:
-            memory.give(self._gathered)
-            self._gathered = None
+        memory.give(self._gathered)
+        self._gathered = None
 
     def forward_end(self, memory: GpuMemory, unit: int) -> None:
         block = self._trace.units[unit].block
@@ -304,46 +291,36 @@ class Fsdp2Memory(EngineMemory):
             self._blocks[block].reshard(memory)
 
     def backward(self, memory: GpuMemory, unit: int) -> None:
-        self._begin_backward(memory)
-        self._reduce_blocks(memory)
+        if not self._in_backward:  # the root's forward pass ends, its backward pass begins
+            self._in_backward = True
+            self._release(memory)
+            self._root.awaited = True
+            self._gather_ahead(memory, len(self._blocks), backward=True)
+        for (
+            group
+        ) in self._blocks:  # a block is done when the gradient of its input is there, before the hooks
+            if group.awaited:  # of the block below
+                self._reduce(memory, group)
         block = self._trace.units[unit].block
         if block < 0:
             return
         group = self._blocks[block]
         group.gather(memory)
-        output = group.copy_out(memory)
-        if output is not None:
-            memory.give(output)
+        memory.give(group.copy_out(memory))
         group.awaited = True
         self._gather_ahead(memory, block, backward=True)
-
-    def _begin_backward(self, memory: GpuMemory) -> None:
-        """The root's forward pass ends, its backward pass begins."""
-        if self._in_backward:
-            return
-        self._in_backward = True
-        self._release(memory)
-        self._root.awaited = True
-        self._gather_ahead(memory, len(self._blocks), backward=True)
 
     def backward_end(self, memory: GpuMemory, unit: int) -> None:
         block = self._trace.units[unit].block
         if block >= 0 and self._blocks[block].awaited:
             self._reduce(memory, self._blocks[block])
 
-    def _reduce_blocks(self, memory: GpuMemory) -> None:
-        """A block is done when the gradient of its input is there, before the hooks of the block below."""
-        for group in self._blocks:
-            if group.awaited:
-                self._reduce(memory, group)
-
     def _reduce(self, memory: GpuMemory, group: Group) -> None:
         """After a group's backward pass (post_backward)."""
         group.awaited = False
         if released(self._strategy, backward=True, last=self._last):
             group.reshard(memory)
-        if self._reducing is not None:
-            memory.give(self._reducing)
+        memory.give(self._reducing)
         self._reducing = group.reduce(memory, self._gradients)
         for shard in group.shards:
             self._gradients.pop(shard.index, None)
@@ -357,9 +334,8 @@ class Fsdp2Memory(EngineMemory):
             if group.awaited:
                 self._reduce(memory, group)
             group.forget(memory)
-        if self._reducing is not None:
-            memory.give(self._reducing)
-            self._reducing = None
+        memory.give(self._reducing)
+        self._reducing = None
 
     def step(self, memory: GpuMemory) -> None:
         if self._trained and not self._offload:

@@ -121,7 +121,6 @@ class Fsdp2Schedule(Schedule):
             streams.issue(cpu_seconds(num_bytes, self.neighbours, by="torch"))
             return
         streams.move(NORM_BYTES * part, "foreach_norm")
-        streams.compute_waits(
-            streams.communicate(communication.all_reduce(2 * FP32, self.group), 0.0, after_compute=True)
-        )
+        seconds = communication.all_reduce(2 * FP32, self.group)
+        streams.compute_waits(streams.communicate(seconds, 0.0, after_compute=True))
         streams.move(ADAMW_BYTES * part, "fused_adamw")

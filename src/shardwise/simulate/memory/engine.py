@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from shardwise.simulate.memory.gpu import GRADIENTS, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.step_trace import FP32, Parameter, StepTrace
+from shardwise.simulate.step_trace import FP32, StepTrace
 
 
 class EngineMemory:
@@ -69,18 +69,13 @@ def _rounded(memory: GpuMemory, trace: StepTrace, index: int, drawn: Block) -> B
     parameter = trace.parameters[index]
     if parameter.item_bytes == FP32 and not parameter.made_of:
         return drawn
-    rounded = [memory.take(WEIGHTS, size) for size in _before_quantising(parameter)]
+    # Copies in the computation's format, and for int8 in fp16 (kernels/quantized_linear.py).
+    items = [parameter.item_bytes] if parameter.item_bytes != FP32 else []
+    items += [FP16] if parameter.size_bytes == parameter.made_of else []
+    rounded = [memory.take(WEIGHTS, item * parameter.made_of) for item in items if parameter.made_of]
     weight = memory.take(WEIGHTS, parameter.item_bytes * parameter.uncut_numel)
-    for block in (*rounded, drawn):
-        memory.give(block)
+    memory.give(*rounded, drawn)
     return weight
-
-
-def _before_quantising(parameter: Parameter) -> list[int]:
-    """Bytes of the copies in the computation's format, and for int8 in fp16 (kernels/quantized_linear.py)."""
-    copies = [parameter.item_bytes] if parameter.item_bytes != FP32 else []
-    copies += [FP16] if parameter.size_bytes == parameter.made_of else []
-    return [item * parameter.made_of for item in copies] if parameter.made_of else []
 
 
 def cut(memory: GpuMemory, trace: StepTrace, weights: dict[int, Block]) -> dict[int, Block]:
@@ -108,8 +103,9 @@ class WithFp32Parameters(EngineMemory):
     """
 
     def __init__(self, engine: EngineMemory, trace: StepTrace, apart: frozenset[int]) -> None:
-        self._engine = engine
-        self._apart = apart
+        self._engine, self._apart = engine, apart
+        for moment in ("begin", "forward", "forward_end", "backward", "backward_end", "end"):
+            setattr(self, moment, getattr(engine, moment))  # nothing happens to these parameters
         self._sizes = {index: FP32 * trace.parameters[index].numel for index in sorted(apart)}
         self._trained = [index for index in self._sizes if trace.parameters[index].trainable]
         self._gradients: dict[int, Block] = {}
@@ -132,26 +128,7 @@ class WithFp32Parameters(EngineMemory):
     def step(self, memory: GpuMemory) -> None:
         """Concatenate the gradients and sum them over the ranks; free them after AdamW's step."""
         total = memory.take(GRADIENTS, sum(self._sizes[index] for index in self._trained))
-        for block in self._gradients.values():
-            memory.give(block)
+        memory.give(*self._gradients.values())
         self._gradients.clear()
         self._engine.step(memory)
         memory.give(total)
-
-    def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
-        self._engine.begin(memory, micro_batch, last=last)
-
-    def forward(self, memory: GpuMemory, unit: int) -> None:
-        self._engine.forward(memory, unit)
-
-    def forward_end(self, memory: GpuMemory, unit: int) -> None:
-        self._engine.forward_end(memory, unit)
-
-    def backward(self, memory: GpuMemory, unit: int) -> None:
-        self._engine.backward(memory, unit)
-
-    def backward_end(self, memory: GpuMemory, unit: int) -> None:
-        self._engine.backward_end(memory, unit)
-
-    def end(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
-        self._engine.end(memory, micro_batch, last=last)

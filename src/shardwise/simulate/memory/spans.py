@@ -101,10 +101,6 @@ def _span(run: Sequence[tuple[int, int, int]]) -> Span:
         allocated=allocated,
         requested=sum(accounts.values()),
         most=most,
-        accounts=_changed(accounts),
-        accounts_at_most=_changed(at_most),
+        accounts=tuple((account, size) for account, size in accounts.items() if size),
+        accounts_at_most=tuple((account, size) for account, size in at_most.items() if size),
     )
-
-
-def _changed(accounts: dict[int, int]) -> tuple[tuple[int, int], ...]:
-    return tuple((account, size) for account, size in accounts.items() if size)

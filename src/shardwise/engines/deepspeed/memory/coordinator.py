@@ -116,7 +116,7 @@ class Coordinator:
             self._copy_out(memory, gathering)
         for gathering in coming:
             gathering.awaited -= 1
-            if not gathering.awaited and gathering.buffer is not None and len(gathering.parameters) > 1:
+            if not gathering.awaited and len(gathering.parameters) > 1:
                 memory.give(gathering.buffer)
         if self._complete:
             self._forget_queued(wanted)
@@ -124,8 +124,7 @@ class Coordinator:
         self._step += 1
 
     def _give_earlier(self, memory: GpuMemory) -> None:
-        for block in self._earlier:
-            memory.give(block)
+        memory.give(*self._earlier)
         self._earlier = []
 
     def _forget_queued(self, wanted: Iterable[int]) -> None:
@@ -168,8 +167,7 @@ class Coordinator:
     def _copy_in(self, memory: GpuMemory, parameters: Iterable[int]) -> None:
         """Partitions from the host, those of persistent parameters excepted."""
         sizes = [self._item[p] * self.part(p) for p in parameters if p not in self.persistent]
-        for block in [memory.take(WEIGHTS, size, GATHER) for size in sizes]:
-            memory.give(block)
+        memory.give(*[memory.take(WEIGHTS, size, GATHER) for size in sizes])
 
     def _copy_out(self, memory: GpuMemory, gathering: _Gathering) -> None:
         if gathering.done:

@@ -116,8 +116,7 @@ class Zero0Memory(EngineMemory):
         low = [memory.take(GRADIENTS, size) for size in sizes]
         high = [memory.take(GRADIENTS, FP32 * numel) for numel in self._numel]
         self._take_states(memory)
-        for block in low + high:
-            memory.give(block)
+        memory.give(*low, *high)
 
     def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         if parameter in self._gradients:
@@ -146,10 +145,7 @@ class Zero0Memory(EngineMemory):
                 memory.scratch(OPTIMIZER, FP32 * numel)
             high = [memory.take(GRADIENTS, FP32 * numel) for numel in self._numel]
         self._take_states(memory)
-        for block in high:
-            memory.give(block)
-        for block in self._gradients.values():
-            memory.give(block)
+        memory.give(*high, *self._gradients.values())
         self._gradients.clear()
 
     def _take_states(self, memory: GpuMemory) -> None:
@@ -208,8 +204,8 @@ class Zero12Memory(EngineMemory):
         weights = cut(memory, trace, weights)
         memory.allocator.empty_cache()
         memory.take(WEIGHTS, self._item * flat.numel)
-        for index in trace.trainable:  # views of the flat buffer from here on (_update_model_bit16_weights)
-            memory.give(weights[index])
+        # views of the flat buffer from here on (_update_model_bit16_weights)
+        memory.give(*[weights[index] for index in trace.trainable])
         copy = memory.take(OPTIMIZER, self._item * flat.partition)
         if self._offload:
             memory.give(copy)
@@ -266,8 +262,7 @@ class Zero12Memory(EngineMemory):
                 for rank, numel in together:
                     if rank == self._rank:  # _add_to_grad_partition_buffer
                         memory.scratch(BUFFERS, FP32 * numel, stream=REDUCTION)
-            if copy is not None:
-                memory.give(copy)
+            memory.give(copy)
         for parameter in self._bucket.parameters:
             if parameter in self._owned:
                 self._keep(memory, parameter)
@@ -313,15 +308,13 @@ class Zero12Memory(EngineMemory):
             else:
                 memory.give(self._reduced)
             self._reduced = None
-        for block in self._buffers:
-            memory.give(block)
+        memory.give(*self._buffers)
         self._buffers.clear()
 
     def step(self, memory: GpuMemory) -> None:
         if self._offload:
-            if self._sum is not None:
-                memory.give(self._sum)
-                self._sum = None
+            memory.give(self._sum)
+            self._sum = None
             return
         if self._strategy.tensor_parallel > 1:  # each gradient in fp64, for its norm (get_grad_norm_direct)
             for index in sorted(self._owned):
@@ -341,11 +334,9 @@ class Zero12Memory(EngineMemory):
         flat = memory.take(OPTIMIZER, self._item * self._flat.partition) if len(self._owned) > 1 else None
         if flat is None or self._item != FP32:
             gradient = memory.take(GRADIENTS, size)
-            if flat is not None:
-                memory.give(flat)
+            memory.give(flat)
         else:
             gradient = flat
-        if self._sum is not None:
-            memory.give(self._sum)
-            self._sum = None
+        memory.give(self._sum)
+        self._sum = None
         return gradient

@@ -83,8 +83,7 @@ class Zero3Memory(EngineMemory):
         if self._offload_parameters:
             memory.host_bytes += self._parameter_host_bytes()
         else:  # moved into one buffer by way of the host (defragment)
-            for block in partitions:
-                memory.give(block)
+            memory.give(*partitions)
             memory.allocator.empty_cache()
             memory.take(WEIGHTS, self._item * total)
         if self._offload:
@@ -103,11 +102,9 @@ class Zero3Memory(EngineMemory):
         converted: Block | None = None
         for numel in self._numels():
             before, converted = converted, memory.take(OPTIMIZER, FP32 * numel)
-            if before is not None:
-                memory.give(before)
+            memory.give(before)
             memory.take(OPTIMIZER, FP32 * numel)
-        if converted is not None:
-            memory.give(converted)
+        memory.give(converted)
 
     def _shard(self, memory: GpuMemory) -> list[Block]:
         """Partition part by part (engines/deepspeed/runtime/engine.py: _shard); return the trained ones."""
@@ -239,14 +236,12 @@ class Zero3Memory(EngineMemory):
         fp32_parts: list[Block] = []
         if self._sum_item != self._item:
             fp32_parts = [memory.take(BUFFERS, self._sum_item * numel, REDUCTION) for numel in parts]
-            if flat is not None:
-                memory.give(flat)
-                flat = None
+            memory.give(flat)
+            flat = None
         if self._offload:
             for numel in parts:
                 self._to_host(memory, numel)
-        for block in [*fp32_parts, *([flat] if flat is not None else [])]:
-            memory.give(block)
+        memory.give(*fp32_parts, flat)
         self._free_later(memory, self._oversized)
         self._oversized.clear()
         self._bucket.clear()
@@ -281,13 +276,11 @@ class Zero3Memory(EngineMemory):
         gradient = memory.take(OPTIMIZER, self._sum_item * numel) if count > 1 else None
         if self._sum_item != FP32:
             converted = memory.take(OPTIMIZER, FP32 * numel)
-            if gradient is not None:
-                memory.give(gradient)
+            memory.give(gradient)
             gradient = converted
         if not self._states:
             memory.take_adamw_state(FP32 * numel)
-        if gradient is not None:
-            memory.give(gradient)
+        memory.give(gradient)
 
 
 def _output_gradient_bytes(trace: StepTrace) -> int:
