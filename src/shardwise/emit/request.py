@@ -109,18 +109,13 @@ class Predicted:
                 raise ValueError(value)
 
     def __str__(self) -> str:
-        return (
-            f"predicted: {gib(self.needed_bytes)} of {gib(self.capacity_bytes)} on the fullest GPU, "
-            f"{self.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"
-        )
+        memory = f"{gib(self.needed_bytes)} of {gib(self.capacity_bytes)} on the fullest GPU"
+        return f"predicted: {memory}, {self.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A strategy, where it runs and for which job.
-
-    Raises ValueError for an invalid job name or count.
-    """
+    """A strategy, where it runs and for which job. ValueError for an invalid job name or count."""
 
     name: str
     """Of the job; letters, digits, `.`, `_` and `-`."""
@@ -152,12 +147,8 @@ class Request:
         """Lines at the head of every file that takes comments."""
         gpus = self.nodes * self.gpus_per_node
         spread = f"{self.name}: {self.strategy.name} on {gpus} GPU{'' if gpus == 1 else 's'}"
-        return (
-            spread,
-            str(self.predicted),
-            "It holds for a script that",
-            *(f"- {duty}" for duty in self.duties),
-        )
+        duties = [f"- {duty}" for duty in self.duties]
+        return spread, str(self.predicted), "It holds for a script that", *duties
 
     @property
     def duties(self) -> tuple[str, ...]:
@@ -170,16 +161,11 @@ class Request:
 
     @classmethod
     def of_plan(
-        cls,
-        plan: Mapping[str, Any],
-        folder: str,
-        *,
-        job: schema.Job | None = None,
+        cls, plan: Mapping[str, Any], folder: str, *, job: schema.Job | None = None
     ) -> Request | None:
         """The choice of a plan's JSON; None where nothing fits. `job`: the plan's, where more of it is known.
 
-        Raises:
-            KeyError, TypeError, ValueError, OverflowError: it is no such JSON.
+        KeyError, TypeError, ValueError or OverflowError where it is no such JSON.
         """
         chosen, hardware, planned = plan["chosen"], plan["hardware"], plan["job"]
         if chosen is None:

@@ -106,14 +106,8 @@ def candidates(
         )
         broken = broken_rules(facts)
         refused += [
-            Refused(
-                strategy=facts.strategy,
-                rule=rule.name,
-                reason=problem.what,
-                where=problem.where,
-                fix=problem.fix,
-            )
-            for rule, problem in broken
+            Refused(strategy=variants[0], rule=rule.name, reason=found.what, where=found.where, fix=found.fix)
+            for rule, found in broken
         ]
         if not broken:
             accepted += variants

@@ -44,12 +44,8 @@ TENSOR_AND_DATA_BYTES = 486 * MIB
 """What two tensor-parallel groups of two GPUs each add, Llama and Qwen3: there are three groups, of all, of
 the same rows, of the same part of the model."""
 
-_MEMORY: tuple[Callable[[StepTrace, Strategy], EngineMemory], ...] = (
-    Zero0Memory,
-    Zero12Memory,
-    Zero12Memory,
-    Zero3Memory,
-)
+_MEMORY: tuple[Callable[[StepTrace, Strategy], EngineMemory], ...]
+_MEMORY = (Zero0Memory, Zero12Memory, Zero12Memory, Zero3Memory)
 _TIME: tuple[type[Schedule], ...] = (time.Zero0, time.Zero12, time.Zero12, time.Zero3)
 
 

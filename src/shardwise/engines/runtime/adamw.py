@@ -91,12 +91,8 @@ class AdamW:
         self.apply(learning_rate, norm=norm, skipped=skipped, loss_scale=loss_scale)
         if self.fp16:
             torch._amp_update_scale_(self.loss_scale, self.growth, bad, GROWTH, BACKOFF, GROWTH_INTERVAL)
-        return StepResult(
-            loss=total_loss,
-            grad_norm=norm,
-            skipped=skipped,
-            loss_scale=loss_scale if self.fp16 else None,
-        )
+        scale = loss_scale if self.fp16 else None
+        return StepResult(loss=total_loss, grad_norm=norm, skipped=skipped, loss_scale=scale)
 
     def _sum_of_squares(self) -> torch.Tensor:
         counted = (p for name, p in self.parameters.items() if name not in self._not_counted)
@@ -146,9 +142,7 @@ class AdamW:
             name for name in live if live[name].shape != saved[name].shape
         )
         if differing:
-            raise CheckpointError(
-                f"the checkpoint holds other tensors than this model has, such as {differing[0]}",
-                fix="resume with the model and strategy the run was started with",
-            )
+            what = f"the checkpoint holds other tensors than this model has, such as {differing[0]}"
+            raise CheckpointError(what, fix="resume with the model and strategy the run was started with")
         for name, tensor in live.items():
             tensor.copy_(saved[name])

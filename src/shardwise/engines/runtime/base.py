@@ -48,17 +48,12 @@ def load_state(directory: Path, world: World) -> dict[str, torch.Tensor]:
             ranks = int(json.loads(file.metadata()["layout"])["ranks"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"this rank's part of the checkpoint cannot be read: {error}",
-            where=str(path),
-            fix="resume from an older checkpoint, with the number of processes that wrote it",
-        ) from error
+        what = f"this rank's part of the checkpoint cannot be read: {error}"
+        fix = "resume from an older checkpoint, with the number of processes that wrote it"
+        raise CheckpointError(what, where=str(path), fix=fix) from error
     if ranks != world.size:
-        raise CheckpointError(
-            f"the checkpoint was written by {ranks} processes and this run has {world.size}",
-            where=str(path),
-            fix=f"resume with --processes {ranks}",
-        )
+        what = f"the checkpoint was written by {ranks} processes and this run has {world.size}"
+        raise CheckpointError(what, where=str(path), fix=f"resume with --processes {ranks}")
     return tensors
 
 

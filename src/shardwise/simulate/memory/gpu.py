@@ -78,10 +78,11 @@ class GpuMemory:
         """Free what another stream still uses; no allocation gets its memory until `complete`."""
         return self.allocator.give_later(block) if block.requested_bytes else DeferredFree(block, 0)
 
-    def complete(self, deferred: DeferredFree) -> None:
-        """The other stream no longer uses it."""
-        self.allocator.complete(deferred)
-        self.accounts[deferred.block.account] -= deferred.block.requested_bytes
+    def complete(self, *frees: DeferredFree) -> None:
+        """The other stream no longer uses them."""
+        for deferred in frees:
+            self.allocator.complete(deferred)
+            self.accounts[deferred.block.account] -= deferred.block.requested_bytes
 
     def take_adamw_state(self, size_bytes: int) -> None:
         """Allocate what torch's AdamW keeps of one tensor: its step count and two moments of its size."""

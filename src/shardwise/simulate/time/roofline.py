@@ -206,14 +206,11 @@ class Draw:
         if op.kind not in self._flop:
             return self.moving(num_bytes)
         per_flop = self._flop[op.kind] if op.item_bytes < 4 else self._fp32
-        return self._computed(op) * per_flop + num_bytes * self._operand_byte
-
-    def _computed(self, op: Op) -> float:
-        """FLOPs of a product; of attention with heads filled up to its kernel's size."""
-        if op.kind != "attention":
-            return op.flops
-        kernel = "cudnn" if "cudnn" in op.name else "flash"
-        return op.flops * filled(op.shape[5], table()["attention"][kernel]["heads"])
+        flops = op.flops
+        if op.kind == "attention":  # with heads filled up to its kernel's size
+            kernel = "cudnn" if "cudnn" in op.name else "flash"
+            flops *= filled(op.shape[5], table()["attention"][kernel]["heads"])
+        return flops * per_flop + num_bytes * self._operand_byte
 
     def moving(self, num_bytes: float) -> float:
         """Joules of kernels that read and write `num_bytes` and compute little."""

@@ -72,9 +72,8 @@ class Schedule:
         self.ranks = strategy.data_parallel
         self.neighbours = min(hardware.gpus_per_node, strategy.world_size)
         assert trace.tensor_parallel == strategy.tensor_parallel, "a trace is that of one degree"
-        self.segments = [
-            without_gradients(segment, trace, of=apart) for segment in segments(trace, hardware.gpu)
-        ]
+        cut = segments(trace, hardware.gpu)
+        self.segments = [without_gradients(segment, trace, of=apart) for segment in cut]
         self.apart = [float(trace.parameters[index].numel) for index in trace.trainable if index in apart]
         """Elements of the trained parameters that are kept in fp32, apart from the engine."""
         self.trainable = sum(self.elements(index) for index in trace.trainable)
@@ -110,7 +109,7 @@ class Schedule:
 
     @cached_property
     def _update(self) -> list[Work]:
-        return self._recorded(self.update if not self.apart else self._update_both)
+        return self._recorded(self._update_both if self.apart else self.update)
 
     def _update_both(self) -> None:
         """The engine's update between those of fp32 parameters: sum over ranks, norm, AdamW."""
@@ -176,11 +175,9 @@ def cpu_seconds(num_bytes: float, processes: int, *, by: str) -> float:
 
 def pageable_seconds(num_bytes: float) -> float:
     """Seconds of a copy to the GPU from host memory that is not page-locked."""
-    rate: float = table()["cpu"]["pageable_bytes_per_second"]
-    return num_bytes / rate
+    return num_bytes / float(table()["cpu"]["pageable_bytes_per_second"])
 
 
 def nvme_seconds(num_bytes: float, processes: int) -> float:
     """Seconds in which a node's drive reads or writes `num_bytes` for each of its `processes`."""
-    rate: float = table()["cpu"]["nvme_bytes_per_second"]
-    return num_bytes * processes / rate
+    return num_bytes * processes / float(table()["cpu"]["nvme_bytes_per_second"])

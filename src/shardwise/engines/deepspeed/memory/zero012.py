@@ -68,12 +68,9 @@ class Flat:
         return [index for index in self.offsets if any(owner == rank for owner, _ in self.pieces(index))]
 
     def slices(self, bucket: Iterable[int], *, joined: bool, rank: int) -> list[tuple[int, int]]:
-        """(rank, elements) of the slices of a bucket that are reduced for one rank (average_tensor).
+        """(rank, elements) of a bucket's slices that are reduced for one rank (average_tensor), in order.
 
-        Args:
-            bucket: parameters in the order of their gradients.
-            joined: adjacent slices of `rank` are one, as those of other ranks always are.
-            rank: whose memory is modelled.
+        `joined`: adjacent slices of `rank`, whose memory is modelled, are one, as other ranks' always are.
         """
         found: list[tuple[int, int]] = []
         for index in bucket:
@@ -125,11 +122,9 @@ class Zero0Memory(EngineMemory):
             self._gradients[parameter] = memory.move(block, GRADIENTS)
 
     def end(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
-        if not last:
-            return
         together: list[int] = []
         numel = 0
-        for index in self._trace.trainable:
+        for index in self._trace.trainable if last else ():
             parameter = self._trace.parameters[index]
             together.append(parameter.size_bytes)
             numel += parameter.numel
@@ -149,11 +144,9 @@ class Zero0Memory(EngineMemory):
         self._gradients.clear()
 
     def _take_states(self, memory: GpuMemory) -> None:
-        if self._states:
-            return
-        self._states = True
-        for numel in self._numel:
+        for numel in [] if self._states else self._numel:
             memory.take_adamw_state(FP32 * numel)
+        self._states = True
 
 
 def _reduce(memory: GpuMemory, sizes: list[int]) -> None:
@@ -258,10 +251,9 @@ class Zero12Memory(EngineMemory):
             # Several are reduced in a copy, a single one in its own memory (allreduce_bucket).
             numel = sum(numel for _, numel in together)
             copy = memory.take(BUFFERS, self._item * numel, REDUCTION) if len(together) > 1 else None
-            if self._fp32_sum:
-                for rank, numel in together:
-                    if rank == self._rank:  # _add_to_grad_partition_buffer
-                        memory.scratch(BUFFERS, FP32 * numel, stream=REDUCTION)
+            for rank, part in together:
+                if self._fp32_sum and rank == self._rank:  # _add_to_grad_partition_buffer
+                    memory.scratch(BUFFERS, FP32 * part, stream=REDUCTION)
             memory.give(copy)
         for parameter in self._bucket.parameters:
             if parameter in self._owned:
@@ -299,15 +291,13 @@ class Zero12Memory(EngineMemory):
         if not policy.reduces(self._strategy, last=last):
             return
         self._reduce(memory)
-        for deferred in self._deferred:
-            memory.complete(deferred)
+        memory.complete(*self._deferred)
         self._deferred.clear()
-        if self._reduced is not None:
-            if self._sum is None:
-                self._sum = self._reduced
-            else:
-                memory.give(self._reduced)
-            self._reduced = None
+        if self._sum is None:
+            self._sum = self._reduced
+        else:
+            memory.give(self._reduced)
+        self._reduced = None
         memory.give(*self._buffers)
         self._buffers.clear()
 

@@ -35,13 +35,11 @@ class Zero3Memory(EngineMemory):
         self._world = strategy.data_parallel
         self._item = FP32 if strategy.precision == "fp32" else 2
         self._places = (strategy.offload_optimizer, strategy.offload_parameters)
-        self._offload = strategy.offload_optimizer != "none"
-        self._offload_parameters = strategy.offload_parameters != "none"
+        self._offload, self._offload_parameters = (place != "none" for place in self._places)
         self._sum_item = FP32 if sums_in_fp32(strategy) else self._item
         self._coordinator = Coordinator(trace, strategy)
-        self._unit_of = {
-            p: i for i, unit in enumerate(trace.units) if unit.block >= 0 for p in unit.parameters
-        }
+        blocks = [(i, unit) for i, unit in enumerate(trace.units) if unit.block >= 0]
+        self._unit_of = {parameter: i for i, unit in blocks for parameter in unit.parameters}
         self._output_gradient = _output_gradient_bytes(trace)
         self._groups = self._sub_groups()
         self._bucket = policy.Bucket(trace, strategy)
@@ -49,9 +47,7 @@ class Zero3Memory(EngineMemory):
         self._oversized: list[Block] = []  # gradients larger than a bucket
         self._deferred: list[DeferredFree] = []
         self._running: list[int] = []
-        self._in_backward = False
-        self._last = True
-        self._states = False
+        self._in_backward, self._last, self._states = False, True, False
 
     def _part(self, parameter: int) -> int:
         return self._coordinator.part(parameter)
@@ -88,14 +84,17 @@ class Zero3Memory(EngineMemory):
             memory.take(WEIGHTS, self._item * total)
         if self._offload:
             memory.host_bytes += self._optimizer_host_bytes()
-        elif self._item != FP32 or self._offload_parameters:
-            self._make_masters(memory)
-        if not self._offload:
+        else:
+            if self._item != FP32 or self._offload_parameters:
+                self._make_masters(memory)
             memory.scratch(OPTIMIZER, FP32 * max(self._numels()))  # initialize_optimizer_states
         memory.take(BUFFERS, self._item * self._bucket.size)
         if not self._offload:
             memory.take(GRADIENTS, self._sum_item * total)  # grad_partitions_flat_buffer
-        self._make_hooks(memory)
+        for index in self._trace.trainable:  # gathered and released (create_reduce_and_remove_grad_hooks)
+            size = self._item * self._part(index)
+            if self._world > 1:
+                memory.scratch(WEIGHTS, self._world * size, *([size] if self._offload_parameters else []))
 
     def _make_masters(self, memory: GpuMemory) -> None:
         """Convert weights, then copy them (_create_fp32_partitions); the last conversion is freed late."""
@@ -120,13 +119,6 @@ class Zero3Memory(EngineMemory):
                         partitions.append(block)
                 memory.give(weights[index])
         return partitions
-
-    def _make_hooks(self, memory: GpuMemory) -> None:
-        """Gather each trainable parameter and release it (create_reduce_and_remove_grad_hooks)."""
-        for index in self._trace.trainable:
-            size = self._item * self._part(index)
-            if self._world > 1:
-                memory.scratch(WEIGHTS, self._world * size, *([size] if self._offload_parameters else []))
 
     def _parameter_host_bytes(self) -> int:
         """Single partitions (_partition_param), which torch keeps for reuse, and all trained ones together.
@@ -176,8 +168,7 @@ class Zero3Memory(EngineMemory):
         self._deferred += [memory.give_later(block) for block in blocks]
 
     def _complete(self, memory: GpuMemory) -> None:
-        for deferred in self._deferred:
-            memory.complete(deferred)
+        memory.complete(*self._deferred)
         self._deferred.clear()
 
     def _next_unit(self, memory: GpuMemory) -> None:

@@ -148,7 +148,9 @@ class DeepSpeedEngine:
             self._engine.backward(loss * factor, scale_wrt_gas=False)
             if not last:
                 self._engine.step()  # counts the micro-batch; the weights change at the last one only
-        loss = self._mean_loss(loss_sum, target_tokens)
+        loss = loss_sum / (target_tokens * self._strategy.tensor_parallel)  # its ranks hold the same one
+        if self.world.size > 1:
+            dist.all_reduce(loss)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._fp32.reduce(divisor=self.world.data_size)
@@ -181,15 +183,12 @@ class DeepSpeedEngine:
             save_state(directory, self.world, self._fp32_adamw.state())
 
     def load(self, directory: Path) -> None:
-        path, client_state = self._engine.load_checkpoint(
-            str(directory), tag=TAG, load_module_strict=not self._frozen
-        )
+        strict = not self._frozen
+        path, client_state = self._engine.load_checkpoint(str(directory), tag=TAG, load_module_strict=strict)
         if path is None:
-            raise CheckpointError(
-                "DeepSpeed found no state in the checkpoint",
-                where=str(directory / TAG),
-                fix="resume with the strategy that the run was started with",
-            )
+            fix = "resume with the strategy that the run was started with"
+            what = "DeepSpeed found no state in the checkpoint"
+            raise CheckpointError(what, where=str(directory / TAG), fix=fix)
         self._diverged = bool(client_state["shardwise_diverged"])
         if self._fp32_adamw is not None:
             self._fp32_adamw.restore(load_state(directory, self.world))
@@ -211,13 +210,6 @@ class DeepSpeedEngine:
     def _scalar(self, value: float) -> torch.Tensor:
         """A number filled in on the device: a copy from the host would wait for the step to end."""
         return torch.full((), value, device=self.world.device)
-
-    def _mean_loss(self, loss_sum: torch.Tensor, target_tokens: int) -> torch.Tensor:
-        """Loss per target token of all data-parallel ranks; tensor-parallel ranks hold the same one."""
-        loss = loss_sum / (target_tokens * self._strategy.tensor_parallel)
-        if self.world.size > 1:
-            dist.all_reduce(loss)
-        return loss
 
     def _apply(self) -> tuple[float | torch.Tensor, bool]:
         """The optimizer step: the gradient norm before clipping, and whether the step was skipped."""

@@ -57,11 +57,9 @@ def rely_on(owner: Any, name: str) -> Any:
 def require(feature: str) -> None:
     """Raise MachineError where DeepSpeed's version is not supported and `feature` would train wrongly."""
     if not supported(DEEPSPEED):
-        raise MachineError(
-            f"{feature} relies on changes to DeepSpeed that are not made to this version",
-            where="deepspeed",
-            fix=f"pip install 'deepspeed{DEEPSPEED.versions}', or another strategy such as fsdp2",
-        )
+        what = f"{feature} relies on changes to DeepSpeed that are not made to this version"
+        fix = f"pip install 'deepspeed{DEEPSPEED.versions}', or another strategy such as fsdp2"
+        raise MachineError(what, where="deepspeed", fix=fix)
 
 
 def _read(owner: Any, name: str) -> str:
