@@ -116,11 +116,8 @@ def trainer_flags(
         ]
     if optimizer is not None:
         flags += [
-            ("learning_rate", str(optimizer.learning_rate)),
-            ("weight_decay", str(optimizer.weight_decay)),
-            ("adam_beta1", str(optimizer.beta1)),
-            ("adam_beta2", str(optimizer.beta2)),
-            ("adam_epsilon", str(optimizer.epsilon)),
+            *((name, str(getattr(optimizer, name))) for name in ("learning_rate", "weight_decay")),
+            *((f"adam_{name}", str(getattr(optimizer, name))) for name in ("beta1", "beta2", "epsilon")),
             *_schedule(optimizer),
         ]
     if train is not None:  # transformers would go through the data three times
@@ -158,8 +155,7 @@ class Emitted:
 
     files: Mapping[str, str]
     notes: tuple[str, ...] = ()
-    start: tuple[str, ...] = ()
-    """Commands that begin a training."""
+    start: tuple[str, ...] = ()  # Commands that begin a training
 
 
 def emit(target: Target, request: Request) -> Emitted:

@@ -31,8 +31,7 @@ class Script:
 
     sequence_length: int
     lora_rank: int | None
-    lora_targets: str = ""
-    """In words; empty where only the plan is known."""
+    lora_targets: str = ""  # In words; empty where only the plan is known
     quantization: str = "none"
 
     @classmethod
@@ -87,10 +86,8 @@ def _recomputation(strategy: Strategy) -> str:
 class Predicted:
     """The plan's prediction for the strategy. ValueError for impossible numbers."""
 
-    needed_bytes: int
-    """Of the fullest GPU."""
-    capacity_bytes: int
-    """What a process may use of it."""
+    needed_bytes: int  # Of the fullest GPU
+    capacity_bytes: int  # What a process may use of it
     tokens_per_second_per_gpu: float
 
     @classmethod
@@ -117,20 +114,16 @@ class Predicted:
 class Request:
     """A strategy, where it runs and for which job. ValueError for an invalid job name or count."""
 
-    name: str
-    """Of the job; letters, digits, `.`, `_` and `-`."""
+    name: str  # Of the job; letters, digits, `.`, `_` and `-`
     strategy: Strategy
     nodes: int
     gpus_per_node: int
     trainable_parameters: int
     predicted: Predicted
     script: Script
-    folder: str
-    """Where the files will lie; an absolute path."""
-    optimizer: schema.Optimizer | None = None
-    """None where only the plan is known: the script decides."""
-    train: schema.Train | None = None
-    """None where only the plan is known."""
+    folder: str  # Where the files will lie; an absolute path
+    optimizer: schema.Optimizer | None = None  # None where only the plan is known: the script decides
+    train: schema.Train | None = None  # None where only the plan is known
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

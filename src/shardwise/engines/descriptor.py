@@ -45,27 +45,20 @@ class Shards(NamedTuple):
 class ScriptFiles:
     """Configuration files for a user's own training script, and the flags that name them."""
 
-    files: Mapping[str, Mapping[str, Any]]
-    """JSON values by file name."""
-    flags: tuple[tuple[str, str], ...] = ()
-    """Name and value; a value of `$here/NAME` is a file of these."""
+    files: Mapping[str, Mapping[str, Any]]  # JSON values by file name
+    flags: tuple[tuple[str, str], ...] = ()  # Name and value; a value of `$here/NAME` is a file of these
 
 
 class EngineSpec:
     """An engine's descriptor; methods that a subclass leaves out stand for an engine without that feature."""
 
-    name: str
-    """Its key in `job.strategies.ENGINES`."""
-    rules: tuple[Rule, ...] = ()
-    """What it cannot combine."""
-    default_stage: int | None = None
-    """ZeRO stage of a job that names none; None for an engine without stages."""
-    tensor_parallel = False
-    """Whether it can split layers over GPUs."""
+    name: str  # Its key in `job.strategies.ENGINES`
+    rules: tuple[Rule, ...] = ()  # What it cannot combine
+    default_stage: int | None = None  # ZeRO stage of a job that names none; None for an engine without stages
+    tensor_parallel = False  # Whether it can split layers over GPUs
     sets_checkpointing = False
     """Whether its own settings turn activation checkpointing on, in a script of Hugging Face's Trainer."""
-    accelerate_type: str | None = None
-    """`distributed_type` of Accelerate's YAML; None: it does not run there."""
+    accelerate_type: str | None = None  # `distributed_type` of Accelerate's YAML; None: it does not run there
 
     # From a job and back
 

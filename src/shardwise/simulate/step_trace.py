@@ -51,11 +51,9 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    item_bytes: int
-    """Of the format it is computed in."""
+    item_bytes: int  # Of the format it is computed in
     trainable: bool
-    made_of: int = 0
-    """Values that a quantised weight represents; 0 for any other."""
+    made_of: int = 0  # Values that a quantised weight represents; 0 for any other
     cut_from: tuple[int, ...] | None = None
     """The full shape, where `shape` is the part of one rank of a tensor-parallel group."""
 
@@ -78,10 +76,8 @@ class Unit:
     """A module whose parameters are gathered together: a transformer block, or a leaf module outside them."""
 
     name: str
-    block: int
-    """Which transformer block it is; -1 for the embeddings, the last norm and the output head."""
-    parameters: tuple[int, ...]
-    """Indices into the trace's parameters; a tied one is in several units."""
+    block: int  # Which transformer block it is; -1 for the embeddings, the last norm and the output head
+    parameters: tuple[int, ...]  # Indices into the trace's parameters; a tied one is in several units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,17 +87,14 @@ class Op:
     kind: str
     """`matmul`, `attention`, `scan`, `elementwise`, `reduction`, `normalization`, `loss`, `embedding`,
     `copy`, or `collective`: a sum over the tensor-parallel group, in place, that what follows waits for."""
-    flops: float
-    """Multiplications and additions; of causal attention only those that its mask keeps."""
+    flops: float  # Multiplications and additions; of causal attention only those that its mask keeps
     read_bytes: int
     written_bytes: int
-    item_bytes: int = 2
-    """Of its inputs' format."""
+    item_bytes: int = 2  # Of its inputs' format
     shape: tuple[int, ...] = ()
     """matmul: (batch, m, n, k). attention: (batch, heads, key-value heads, queries, keys, head size).
     scan: (tokens, channels, states)."""
-    name: str = ""
-    """torch's name of the operator."""
+    name: str = ""  # torch's name of the operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +102,10 @@ class StepTrace:
     """One micro-batch of a model on a GPU, in training."""
 
     parameters: tuple[Parameter, ...]
-    buffers: tuple[int, ...]
-    """Bytes of each buffer on the GPU that is no parameter."""
-    units: tuple[Unit, ...]
-    """The blocks in order, then the modules outside them."""
+    buffers: tuple[int, ...]  # Bytes of each buffer on the GPU that is no parameter
+    units: tuple[Unit, ...]  # The blocks in order, then the modules outside them
     events: tuple[Event, ...]
-    ops: tuple[Op, ...]
-    """Distinct ones; events name them by index, repeatedly."""
+    ops: tuple[Op, ...]  # Distinct ones; events name them by index, repeatedly
     rows: int
     sequence_length: int
     checkpoint_every: int

@@ -59,8 +59,7 @@ class Refused:
     strategy: Strategy
     rule: str
     reason: str
-    where: str
-    """The job's keys that say so."""
+    where: str  # The job's keys that say so
     fix: str
 
 

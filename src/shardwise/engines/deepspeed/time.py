@@ -233,8 +233,7 @@ class Zero3(_Buckets):
         """Elements of each unit that are gathered."""
         self.uses = [(segment.unit, n) for n, segment in enumerate(self.segments) if segment.unit >= 0]
         self.queue: deque[tuple[int, int]] = deque()
-        self.released: set[int] = set()
-        """Segments after which their unit's weights are released."""
+        self.released: set[int] = set()  # Segments after which their unit's weights are released
         for place, (unit, number) in enumerate(self.uses):
             later = (([other], self.sizes[other]) for other, _ in self.uses[place + 1 :])
             if policy.released([unit], later, limit=self.limit):

@@ -48,17 +48,12 @@ have an int64 for each tensor, two of them one more, and another list has the te
 class Shard:
     """One parameter, and what each process holds of it."""
 
-    index: int
-    """In the trace."""
+    index: int  # In the trace
     trainable: bool
-    size_bytes: int
-    """Of the gathered parameter in the computation's format."""
-    item_bytes: int
-    """Of the computation's format."""
-    shard_item_bytes: int
-    """fp32 of a trained parameter, the computation's format of a frozen one."""
-    numel: int
-    """Of a shard, padding included."""
+    size_bytes: int  # Of the gathered parameter in the computation's format
+    item_bytes: int  # Of the computation's format
+    shard_item_bytes: int  # fp32 of a trained parameter, the computation's format of a frozen one
+    numel: int  # Of a shard, padding included
 
     @property
     def cast(self) -> bool:
@@ -87,15 +82,13 @@ class Group:
 
     def __init__(self, shards: list[Shard], *, world_size: int, offload: bool) -> None:
         self.shards = shards
-        self._world_size = world_size
-        self._offload = offload
+        self._world_size, self._offload = world_size, offload
         self._copied_bytes = sum(s.item_bytes * s.numel for s in shards if s.cast)
         self._gathered_bytes = world_size * sum(s.item_bytes * s.numel for s in shards)
         self._output: Block | None = None
         self._gathered: list[Block] = []
         self._reduced: Block | None = None
-        self.awaited = False
-        """In the backward pass: its gradients are not reduced yet."""
+        self.awaited = False  # In the backward pass: its gradients are not reduced yet
 
     def gather(self, memory: GpuMemory) -> None:
         """Start to gather the parameters unless they are gathered or on their way (unshard)."""
@@ -225,10 +218,8 @@ class Fsdp2Memory(EngineMemory):
         self._strategy = strategy
         self._offload = strategy.offload_parameters == "cpu"
         shards = [shard_of(i, p, strategy.data_parallel) for i, p in enumerate(trace.parameters)]
-        groups = [
-            Group([shards[i] for i in part], world_size=strategy.data_parallel, offload=self._offload)
-            for part in trace.parts
-        ]
+        parts = [[shards[i] for i in part] for part in trace.parts]
+        groups = [Group(part, world_size=strategy.data_parallel, offload=self._offload) for part in parts]
         self._blocks, self._root = groups[:-1], groups[-1]
         self._trained = [shard for shard in shards if shard.trainable]
         self._gradients: dict[int, Block] = {}
@@ -236,8 +227,7 @@ class Fsdp2Memory(EngineMemory):
         """The buffer of the last gathering in the forward pass (FSDPCommContext.all_gather_state)."""
         self._reducing: Block | None = None
         """The input of the last reduction (FSDPCommContext.reduce_scatter_states)."""
-        self._in_backward = False
-        self._last = True
+        self._in_backward, self._last = False, True
 
     def build(self, memory: GpuMemory) -> None:
         for size in self._trace.buffers:
@@ -256,16 +246,14 @@ class Fsdp2Memory(EngineMemory):
             memory.take(OPTIMIZER, FP32)
 
     def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
-        self._last = last
-        self._in_backward = False
+        self._in_backward, self._last = False, last
         self._await(memory, self._root)
 
     def forward(self, memory: GpuMemory, unit: int) -> None:
         block = self._trace.units[unit].block
-        if block < 0 or self._in_backward:
-            return
-        self._await(memory, self._blocks[block])
-        self._gather_ahead(memory, block, backward=False)
+        if block >= 0 and not self._in_backward:
+            self._await(memory, self._blocks[block])
+            self._gather_ahead(memory, block, backward=False)
 
     def _gather_ahead(self, memory: GpuMemory, block: int, *, backward: bool) -> None:
         for other in gathered_ahead(block, len(self._blocks), backward=backward):
@@ -296,10 +284,9 @@ class Fsdp2Memory(EngineMemory):
             self._release(memory)
             self._root.awaited = True
             self._gather_ahead(memory, len(self._blocks), backward=True)
-        for (
-            group
-        ) in self._blocks:  # a block is done when the gradient of its input is there, before the hooks
-            if group.awaited:  # of the block below
+        # A block is done when the gradient of its input is there, before the hooks of the block below.
+        for group in self._blocks:
+            if group.awaited:
                 self._reduce(memory, group)
         block = self._trace.units[unit].block
         if block < 0:

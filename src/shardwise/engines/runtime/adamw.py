@@ -44,10 +44,8 @@ class AdamW:
     ) -> None:
         # A rank may hold nothing of a small tensor.
         self.parameters = {name: p for name, p in parameters.items() if p.numel() > 0}
-        self.clip_norm = clip_norm
-        self.fp16 = fp16
-        self.sharded = sharded
-        self.device = device
+        self.clip_norm, self.device = clip_norm, device
+        self.fp16, self.sharded = fp16, sharded
         self._not_counted = frozenset(replicated if sharded and dist.get_rank() != 0 else ())
         """Rank 0 counts these into the norm."""
         self.torch_optimizer = torch.optim.AdamW(
@@ -123,11 +121,7 @@ class AdamW:
 
     def state(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint by name, not copied."""
-        tensors = {
-            "guard/stopped": self.stopped,
-            "guard/loss_scale": self.loss_scale,
-            "guard/growth": self.growth,
-        }
+        tensors = {f"guard/{name}": getattr(self, name) for name in ("stopped", "loss_scale", "growth")}
         for name, p in self.parameters.items():
             tensors[f"parameter/{name}"] = p.detach()
             for key in ("step", *MOMENTS):

@@ -64,8 +64,7 @@ def _path(directory: Path, rank: int) -> Path:
 class TorchEngine:
     """Trains `module`; subclasses decide where weights, gradients and fp32 masters are."""
 
-    sharded = False
-    """Whether each rank holds a part of every tensor that AdamW steps."""
+    sharded = False  # Whether each rank holds a part of every tensor that AdamW steps
 
     def __init__(
         self,
@@ -76,10 +75,8 @@ class TorchEngine:
         optimizer: schema.Optimizer,
         world: World,
     ) -> None:
-        self.world = world
-        self.module = module
-        self._strategy = strategy
-        self._settings = optimizer
+        self.world, self.module = world, module
+        self._strategy, self._settings = strategy, optimizer
         decay = decay_by_name(module, optimizer.weight_decay)
         move_buffers(module, world.device)
         tensors, replicated = self._prepare(blocks, fill)

@@ -86,8 +86,7 @@ class Fp32Parameters:
     """
 
     def __init__(self, module: nn.Module, *, precision: str) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        """By their name in the module; filled by `take`."""
+        self.tensors: dict[str, torch.Tensor] = {}  # By their name in the module; filled by `take`
         self._names = {
             (owner, attribute): f"{prefix}.{attribute}"
             for prefix, owner in module.named_modules()

@@ -146,13 +146,12 @@ class CachingAllocator:
 
     def complete(self, deferred: DeferredFree) -> None:
         """Finish a deferred free, unless it was finished when memory was short."""
-        if deferred not in self._deferred:
-            return
-        del self._deferred[deferred]
-        pool, address, requested, _ = deferred.block
-        self._deferred_bytes -= deferred.size
-        self.requested_bytes -= requested
-        pool.put_back(address, deferred.size)
+        if deferred in self._deferred:
+            del self._deferred[deferred]
+            pool, address, requested, _ = deferred.block
+            self._deferred_bytes -= deferred.size
+            self.requested_bytes -= requested
+            pool.put_back(address, deferred.size)
 
     def empty_cache(self) -> None:
         """Give back every page without a block in use (emptyCache, release_cached_blocks)."""

@@ -26,8 +26,7 @@ class GpuMemory:
     allocator: CachingAllocator
     accounts: list[int] = field(default_factory=lambda: [0] * 6)
     fullest: list[int] = field(default_factory=lambda: [0] * 6)
-    host_bytes: int = 0
-    """Of this process: what the engine keeps in host memory."""
+    host_bytes: int = 0  # Of this process: what the engine keeps in host memory
     _most: int = 0
     _where: str = "model"
     _most_here: int = 0

@@ -25,10 +25,8 @@ class Block(NamedTuple):
 
     pool: Pool
     address: int
-    requested_bytes: int
-    """Before rounding; 0 for a tensor without elements, which has no memory."""
-    account: int
-    """What the caller uses it for."""
+    requested_bytes: int  # Before rounding; 0 for a tensor without elements, which has no memory
+    account: int  # What the caller uses it for
 
 
 class Pool:

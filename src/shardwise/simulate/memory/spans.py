@@ -28,16 +28,12 @@ class Span:
 
     moves: tuple[tuple[int, int, bool], ...]
     """A tensor; its rounded size if it is allocated, 0 if it is freed; whether it is in the small pool."""
-    allocated: int
-    """What the span adds to the allocated bytes, in rounded sizes."""
-    requested: int
-    """The same before rounding."""
-    most: int
-    """The most that it adds at any moment of it; NEVER where nothing is allocated."""
+    allocated: int  # What the span adds to the allocated bytes, in rounded sizes
+    requested: int  # The same before rounding
+    most: int  # The most that it adds at any moment of it; NEVER where nothing is allocated
     accounts: tuple[tuple[int, int], ...]
     """What it adds to each account, before rounding: pairs of account and bytes."""
-    accounts_at_most: tuple[tuple[int, int], ...]
-    """The same up to the first moment of the most."""
+    accounts_at_most: tuple[tuple[int, int], ...]  # The same up to the first moment of the most
 
 
 Step = tuple[Span | None, Event]

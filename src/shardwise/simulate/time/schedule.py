@@ -55,13 +55,11 @@ class Schedule:
     where these are the same again, the recorded work is used again.
     """
 
-    sums_over_ranks = True
-    """Whether gradients of fp32 parameters are concatenated and summed over the ranks."""
+    sums_over_ranks = True  # Whether gradients of fp32 parameters are concatenated and summed over the ranks
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         apart = fp32_parameters(trace, strategy.precision)
-        self.trace = without(trace, apart) if apart else trace
-        """As the engine sees it."""
+        self.trace = without(trace, apart) if apart else trace  # As the engine sees it
         self.strategy = strategy
         self.streams = Streams(hardware, trace.precision)
         self.host = Host()
@@ -79,8 +77,7 @@ class Schedule:
         self.trainable = sum(self.elements(index) for index in trace.trainable)
         self.arriving: dict[int, int] = {}
         """Sharded weights on their way: whose, and the event of their arrival."""
-        self.gathered: set[int] = set()
-        """Sharded weights that are gathered."""
+        self.gathered: set[int] = set()  # Sharded weights that are gathered
         self._known: dict[Any, tuple[list[Work], dict[int, int], set[int]]] = {}
 
     def step(self, clocks: Clocks) -> None:

@@ -25,8 +25,7 @@ MOST_PLAYED = 64
 class Played:
     """One GPU's step in the steady state."""
 
-    seconds: float
-    """At full clock."""
+    seconds: float  # At full clock
     totals: Totals
 
 

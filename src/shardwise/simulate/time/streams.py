@@ -44,8 +44,7 @@ class Totals:
     compute: float = 0.0
     communication: float = 0.0
     exposed: float = 0.0
-    exposed_to_peers: float = 0.0
-    """The share of that for sums over the tensor-parallel group."""
+    exposed_to_peers: float = 0.0  # The share of that for sums over the tensor-parallel group
     exposed_to_copies: float = 0.0
     """Waiting for copies between host and GPU, by the computation or by a collective it waits for."""
     copy: float = 0.0

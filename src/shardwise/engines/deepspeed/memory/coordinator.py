@@ -34,8 +34,7 @@ class _Gathering:
 
     buffer: Block | None
     parameters: list[int]
-    awaited: int
-    """How many of them no module has waited for yet."""
+    awaited: int  # How many of them no module has waited for yet
     done: bool = False
     """Whether the parameters have been copied out of the buffer, all at once (AllGatherCoalescedHandle)."""
 

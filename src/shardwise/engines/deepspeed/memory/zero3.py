@@ -144,8 +144,7 @@ class Zero3Memory(EngineMemory):
         return total + masters + gradients + 2 * masters
 
     def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
-        self._last = last
-        self._in_backward = False
+        self._in_backward, self._last = False, last
         self._coordinator.begin(memory)
 
     def forward(self, memory: GpuMemory, unit: int) -> None:

@@ -69,8 +69,7 @@ class DeepSpeedEngine:
         optimizer: schema.Optimizer,
         world: World,
     ) -> None:
-        self.world = world
-        self._strategy = strategy
+        self.world, self._strategy = world, strategy
         self._diverged = False
         decay = decay_by_name(module, optimizer.weight_decay)
         self._config = deepspeed_config(
