@@ -204,7 +204,7 @@ def _chunk_cat_bytes(shards: list[Shard]) -> int:
 
 
 GUARDS = 3
-"""Scalars that stay on the GPU: the fields of engines/runtime/adamw.py's Guard."""
+"""Scalars that stay on the GPU: the guard's state in engines/runtime/adamw.py."""
 
 NORM_CHUNK = 65536
 """Elements that one block of a foreach kernel sums (kChunkSize in MultiTensorApply.cuh)."""

@@ -97,7 +97,7 @@ class AdamW:
         gradients = [p.grad for p in counted if p.grad is not None]
         if not gradients:
             return torch.zeros((), device=self.device)
-        # offloaded shards are on the host, parameters kept in fp32 (fp32_params.py) on the GPU
+        # offloaded shards are on the host, parameters kept in fp32 (parameters.py) on the GPU
         places = {gradient.device for gradient in gradients}
         by_place = [[g for g in gradients if g.device == place] for place in places]
         norms = [torch.stack(torch._foreach_norm(alike)).square().sum() for alike in by_place]

@@ -71,7 +71,7 @@ class Coordinator:
         self._released_at: dict[tuple[int, int], frozenset[int]] = {}
         self._latest: list[Block | None] = []
         self._earlier: list[Block | None] = []
-        """Released since the latest module began, and before that (engines/deepspeed/runtime/release.py)."""
+        """Released since the latest module began, and before that (engines/deepspeed/runtime/patches.py)."""
 
     def _direct(self, call: int) -> Sequence[int]:
         return sorted(self._trace.units[call].parameters, key=self._ids.__getitem__) if call >= 0 else ()
