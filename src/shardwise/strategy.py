@@ -23,8 +23,7 @@ class Strategy:
     `global_batch = micro_batch * accumulation * data_parallel` (rows per optimizer step).
     """
 
-    engine: str
-    """A key of `job.strategies.ENGINES`."""
+    engine: str  # A key of `job.strategies.ENGINES`
     stage: int = 0
     offload_optimizer: Place = "none"
     offload_parameters: Place = "none"
@@ -35,10 +34,8 @@ class Strategy:
     micro_batch: int = 1
     accumulation: int = 1
     precision: Precision = "bf16"
-    checkpoint_every: int = 0
-    """Recompute the activations of every n-th block; 0: of none, 1: of all."""
-    clip_norm: float = 1.0
-    """Largest global gradient norm; 0.0: no clipping."""
+    checkpoint_every: int = 0  # Recompute the activations of every n-th block; 0: of none, 1: of all
+    clip_norm: float = 1.0  # Largest global gradient norm; 0.0: no clipping
     bucket: int = BUCKET
     """Elements that DeepSpeed reduces, and below ZeRO-3 gathers, at once. ZeRO-1 and 2 have two buckets."""
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from engine_scenarios import DEEPSPEED, same, snapshot
 
-from shardwise.engines.deepspeed.runtime.release import NO_LIMIT, release_in_order
+from shardwise.engines.deepspeed.runtime.patches import NO_LIMIT, release_in_order
 from shardwise.engines.runtime.protocol import Engine, World
 
 

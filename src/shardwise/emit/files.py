@@ -4,20 +4,145 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import yaml
 
-from shardwise.emit.hugging_face import trainer_flags
-from shardwise.emit.launch import HERE, PORT, command, shell_script, slurm_script
 from shardwise.emit.request import Request
 from shardwise.engines import descriptor
 from shardwise.errors import JobError
+from shardwise.job import schema
 from shardwise.strategy import Strategy
 
 Target = Literal["deepspeed", "accelerate", "torchrun", "slurm"]
+
+PORT = 29500
+HERE = "$here"
+"""In a script: the folder that it and its files lie in, wherever it is started from."""
+
+
+def command(
+    launcher: Target, *, nodes: int, gpus_per_node: int, configs: Sequence[tuple[str, str]] = ()
+) -> str:
+    """What starts one process a GPU; the script and its arguments follow it.
+
+    `configs`: flags of Accelerate that name its files. On several nodes HEAD_NODE has to be set, or HOSTFILE
+    for deepspeed.
+    """
+    if launcher == "accelerate":
+        return " ".join(["accelerate launch", *_flags(configs)])
+    if launcher == "deepspeed":
+        hosts = '--hostfile "${HOSTFILE:?lines of: host slots=GPUs}" ' if nodes > 1 else ""
+        return f"deepspeed {hosts}--num_gpus {gpus_per_node}"
+    if nodes == 1:
+        return f"torchrun --standalone --nproc_per_node {gpus_per_node}"
+    head = "$HEAD_NODE" if launcher == "slurm" else "${HEAD_NODE:?the name of the first node}"
+    group = ' --rdzv_id "$SLURM_JOB_ID"' if launcher == "slurm" else ""
+    return (
+        f"torchrun --nnodes {nodes} --nproc_per_node {gpus_per_node}{group} --rdzv_backend c10d "
+        f'--rdzv_endpoint "{head}:{PORT}"'
+    )
+
+
+def shell_script(title: Sequence[str], start: str, flags: Sequence[tuple[str, str]] = ()) -> str:
+    """A script that starts `start`, the script in its arguments, and the flags."""
+    call = f"exec {_call(start, flags)}"
+    here = ['here=$(dirname "$(realpath "$0")")'] if HERE in call else []
+    return _script("bash", title, ["set -euo pipefail", *here, call])
+
+
+def slurm_script(request: Request, start: str, flags: Sequence[tuple[str, str]] = ()) -> str:
+    """A batch script: one torchrun a node, which starts a process for each of its GPUs."""
+    # one task a node would be bound to one core, and all of its processes with it
+    call = f"srun --cpu-bind=none {_call(start, flags)}"
+    lines = [
+        f"#SBATCH --job-name={request.name}",
+        f"#SBATCH --nodes={request.nodes}",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --gpus-per-node={request.gpus_per_node}",
+        "#SBATCH --exclusive",
+        "#SBATCH --output=%x-%j.log",
+        "set -euo pipefail",
+    ]
+    if HERE in call:
+        lines.append("# Slurm runs a copy of this script: if this folder moves, write its new place here")
+        lines.append(f"here={shlex.quote(request.folder)}")
+    if request.nodes > 1:
+        # sed reads to the end: head would close the pipe on a long list, and pipefail end the job
+        lines.append("""HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)""")
+        lines += descriptor(request.strategy).slurm_exports()
+    return _script("sbatch", request.title, [*lines, call])
+
+
+def _script(run: str, title: Sequence[str], lines: Sequence[str]) -> str:
+    usage = f"Usage: {run} this-file train.py [its arguments]"
+    return "\n".join(["#!/bin/bash", *(f"# {line}" for line in (*title, usage)), *lines]) + "\n"
+
+
+def _call(start: str, flags: Sequence[tuple[str, str]]) -> str:
+    return " \\\n    ".join([f'{start} "$@"', *_flags(flags)])
+
+
+def _flags(flags: Sequence[tuple[str, str]]) -> list[str]:
+    return [f"--{name} {_quoted(value)}".rstrip() for name, value in flags]
+
+
+def _quoted(value: str) -> str:
+    if value.startswith(HERE):
+        return f'"{value}"'  # in quotes that let the shell put the folder in
+    return shlex.quote(value) if value else ""
+
+
+def trainer_flags(
+    strategy: Strategy, optimizer: schema.Optimizer | None, train: schema.Train | None = None
+) -> list[tuple[str, str]]:
+    """TrainingArguments, as flags and their values; of a job's settings those that are known."""
+    flags = [
+        ("per_device_train_batch_size", str(strategy.micro_batch)),
+        ("gradient_accumulation_steps", str(strategy.accumulation)),
+        ("max_grad_norm", str(strategy.clip_norm)),
+    ]
+    if strategy.precision != "fp32":
+        flags.append((strategy.precision, "true"))
+    every = 0 if descriptor(strategy).sets_checkpointing else strategy.checkpoint_every
+    if every == 1:
+        flags.append(("gradient_checkpointing", "true"))
+    elif every > 1:
+        flags += [
+            ("activation_checkpointing", "true"),
+            ("activation_checkpointing_kwargs", f'{{"every_n_layers": {every}}}'),
+        ]
+    if optimizer is not None:
+        flags += [
+            *((name, str(getattr(optimizer, name))) for name in ("learning_rate", "weight_decay")),
+            *((f"adam_{name}", str(getattr(optimizer, name))) for name in ("beta1", "beta2", "epsilon")),
+            *_schedule(optimizer),
+        ]
+    if train is not None:  # transformers would go through the data three times
+        epochs = ("num_train_epochs", str(train.epochs or 1.0))
+        flags.append(epochs if train.steps is None else ("max_steps", str(train.steps)))
+    return flags
+
+
+def _schedule(optimizer: schema.Optimizer) -> list[tuple[str, str]]:
+    """The same curve in transformers' names, which go down to nothing unless a further one is taken.
+
+    A `warmup_steps` below 1 is a share of all steps. How many those are is the script's to say.
+    """
+    unset = optimizer.warmup_steps is None
+    warmup = ("warmup_steps", str(schema.WARMUP_SHARE if unset else optimizer.warmup_steps))
+    last = optimizer.final_fraction
+    names: dict[str, tuple[str, dict[str, float]]] = {
+        "constant": ("constant_with_warmup", {}),
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": last}) if last else ("cosine", {}),
+        "linear": ("polynomial", {"lr_end": last * optimizer.learning_rate}) if last else ("linear", {}),
+    }
+    name, options = names[optimizer.schedule]
+    flags = [("lr_scheduler_type", name), warmup]
+    return [*flags, ("lr_scheduler_kwargs", json.dumps(options))] if options else flags
+
 
 YAML = "accelerate.yaml"
 _HEAD_NODE = "HEAD-NODE"
@@ -30,39 +155,22 @@ class Emitted:
 
     files: Mapping[str, str]
     notes: tuple[str, ...] = ()
-    start: tuple[str, ...] = ()
-    """Commands that begin a training."""
+    start: tuple[str, ...] = ()  # Commands that begin a training
 
 
 def emit(target: Target, request: Request) -> Emitted:
-    """The files for a launcher.
-
-    Raises:
-        JobError: the strategy cannot be run with it.
-    """
-    _refuse(target, request.strategy)
-    files = _accelerate(request) if target == "accelerate" else _plain(target, request)
-    suffix = "sbatch" if target == "slurm" else "sh"
-    run = "sbatch" if target == "slurm" else "bash"
-    return Emitted(
-        files=files,
-        notes=tuple(_notes(target, request)),
-        start=(
-            f"{run} {shlex.quote(request.path(f'launch.{suffix}'))} train.py",
-            f"{run} {shlex.quote(request.path(f'launch-trainer.{suffix}'))} train.py  "
-            "# one that takes TrainingArguments",
-        ),
-    )
-
-
-def _refuse(target: Target, strategy: Strategy) -> None:
+    """The files for a launcher. JobError where the strategy cannot be run with it."""
+    strategy = request.strategy
     descriptor(strategy).check_launcher(target, strategy)
     if strategy.offload_parameters == "nvme":
-        raise JobError(
-            "parameters on NVMe need buffers for the model's largest one, which is not known here",
-            where="strategy.offload_parameters",
-            fix="offload_parameters: cpu, or `shardwise train`, which measures it",
-        )
+        what = "parameters on NVMe need buffers for the model's largest one, which is not known here"
+        fix = "offload_parameters: cpu, or `shardwise train`, which measures it"
+        raise JobError(what, where="strategy.offload_parameters", fix=fix)
+    files = _accelerate(request) if target == "accelerate" else _plain(target, request)
+    run, suffix = ("sbatch", "sbatch") if target == "slurm" else ("bash", "sh")
+    own, trainer = (shlex.quote(request.path(f"{name}.{suffix}")) for name in ("launch", "launch-trainer"))
+    start = (f"{run} {own} train.py", f"{run} {trainer} train.py  # one that takes TrainingArguments")
+    return Emitted(files=files, notes=tuple(_notes(target, request)), start=start)
 
 
 def _plain(target: Target, request: Request) -> dict[str, str]:

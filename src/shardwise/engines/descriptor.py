@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.engines.facts import Rule
-from shardwise.errors import JobError, Problem
+from shardwise.errors import Problem
 from shardwise.hardware.hardware import Hardware
 from shardwise.job import schema
 from shardwise.job.strategies import Parts
-from shardwise.simulate.fp32_params import WithFp32Parameters, fp32_parameters, without
-from shardwise.simulate.memory.engine import EngineMemory
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.memory.engine import EngineMemory, WithFp32Parameters
+from shardwise.simulate.step_trace import StepTrace, fp32_parameters, without
 from shardwise.simulate.time.schedule import Schedule
 from shardwise.strategy import Strategy
 
@@ -46,27 +45,20 @@ class Shards(NamedTuple):
 class ScriptFiles:
     """Configuration files for a user's own training script, and the flags that name them."""
 
-    files: Mapping[str, Mapping[str, Any]]
-    """JSON values by file name."""
-    flags: tuple[tuple[str, str], ...] = ()
-    """Name and value; a value of `$here/NAME` is a file of these."""
+    files: Mapping[str, Mapping[str, Any]]  # JSON values by file name
+    flags: tuple[tuple[str, str], ...] = ()  # Name and value; a value of `$here/NAME` is a file of these
 
 
 class EngineSpec:
     """An engine's descriptor; methods that a subclass leaves out stand for an engine without that feature."""
 
-    name: str
-    """Its key in `job.strategies.ENGINES`."""
-    rules: tuple[Rule, ...] = ()
-    """What it cannot combine."""
-    default_stage: int | None = None
-    """ZeRO stage of a job that names none; None for an engine without stages."""
-    tensor_parallel = False
-    """Whether it can split layers over GPUs."""
+    name: str  # Its key in `job.strategies.ENGINES`
+    rules: tuple[Rule, ...] = ()  # What it cannot combine
+    default_stage: int | None = None  # ZeRO stage of a job that names none; None for an engine without stages
+    tensor_parallel = False  # Whether it can split layers over GPUs
     sets_checkpointing = False
     """Whether its own settings turn activation checkpointing on, in a script of Hugging Face's Trainer."""
-    accelerate_type: str | None = None
-    """`distributed_type` of Accelerate's YAML; None: it does not run there."""
+    accelerate_type: str | None = None  # `distributed_type` of Accelerate's YAML; None: it does not run there
 
     # From a job and back
 
@@ -158,8 +150,3 @@ class EngineSpec:
     def slurm_exports(self) -> list[str]:
         """Lines for a batch script on several nodes."""
         return []
-
-
-def refuse(what: str, *, where: str, fix: str) -> NoReturn:
-    """Raise JobError: a launcher cannot start the engine."""
-    raise JobError(what, where=where, fix=fix)

@@ -28,16 +28,12 @@ PLAN_STYLES = frozenset(
 class Architecture:
     """Properties of a model's shape that decide which strategies are possible."""
 
-    blocks: int
-    """Transformer blocks."""
+    blocks: int  # Transformer blocks
     key_value_heads: int
     """As many as attention heads, or fewer under grouped-query attention; 0 where nothing attends."""
-    flash_attention: bool
-    """Whether half precision attends through torch's flash attention (packing `varlen`)."""
-    attends: bool = True
-    """Whether the model has attention heads."""
-    fp32_parameters: bool = False
-    """Whether it holds some parameters in fp32 under every precision."""
+    flash_attention: bool  # Whether half precision attends through torch's flash attention (packing `varlen`)
+    attends: bool = True  # Whether the model has attention heads
+    fp32_parameters: bool = False  # Whether it holds some parameters in fp32 under every precision
     plan_styles: frozenset[str] = frozenset()
     """How transformers' tensor-parallel plan splits layers; empty without a plan."""
     unplanned_weights: bool = False
@@ -70,8 +66,7 @@ class Facts:
     world_size: int
     global_batch: int
     lora: bool
-    micro_batch: int | None = None
-    """As the job names it; None where it was chosen for the user."""
+    micro_batch: int | None = None  # As the job names it; None where it was chosen for the user
     architecture: Architecture | None = None
     capability: tuple[int, int] | None = None
     """CUDA compute capability of the GPUs; None on CPUs and on other makers' GPUs."""
@@ -102,8 +97,7 @@ class Rule:
     reason: Words
     where: str
     fix: Words
-    source: str
-    """Where it says so: a package's source, its documentation, or arithmetic."""
+    source: str  # Where it says so: a package's source, its documentation, or arithmetic
     versions: str = ""
     """The library and the range of its versions that the rule holds for (PEP 440); empty where it depends on
     none."""

@@ -12,15 +12,11 @@ class MemoryTerms:
 
     weights_bytes: int
     gradients_bytes: int
-    optimizer_bytes: int
-    """Master weights, moments, and temporary memory of the optimizer's step."""
+    optimizer_bytes: int  # Master weights, moments, and temporary memory of the optimizer's step
     activations_bytes: int
-    loss_bytes: int
-    """Logits and other memory of the output head."""
-    engine_buffers_bytes: int
-    """Buckets, gathered parameters, communication and library workspaces."""
-    fragmentation_bytes: int
-    """Peak reserved bytes that no tensor uses when most is allocated."""
+    loss_bytes: int  # Logits and other memory of the output head
+    engine_buffers_bytes: int  # Buckets, gathered parameters, communication and library workspaces
+    fragmentation_bytes: int  # Peak reserved bytes that no tensor uses when most is allocated
 
     @property
     def total_bytes(self) -> int:
@@ -31,8 +27,7 @@ class MemoryTerms:
 class Moment:
     """The most memory allocated while one part of the step ran."""
 
-    where: str
-    """`block 12 backward`, `optimizer`, `output head`, ..."""
+    where: str  # `block 12 backward`, `optimizer`, `output head`, ..
     allocated_bytes: int
 
 
@@ -40,13 +35,10 @@ class Moment:
 class Memory:
     """Memory of the fullest GPU, from the start of the process on, and of its node's host."""
 
-    peak_reserved_bytes: int
-    """The most that torch's allocator takes from the GPU."""
+    peak_reserved_bytes: int  # The most that torch's allocator takes from the GPU
     peak_allocated_bytes: int
-    outside_allocator_bytes: int
-    """CUDA context, kernels, NCCL."""
-    capacity_bytes: int
-    """GPU memory that the process may use: torch sees less than the label says."""
+    outside_allocator_bytes: int  # CUDA context, kernels, NCCL
+    capacity_bytes: int  # GPU memory that the process may use: torch sees less than the label says
     cache_flushes: int = 0
     """How often in a step the allocator finds the GPU full and gives its cache back, as torch's
     `num_alloc_retries` counts. The GPU waits meanwhile; that time is not predicted."""
@@ -70,23 +62,17 @@ class Time:
     """Of one optimizer step; seconds."""
 
     step_seconds: float
-    compute_seconds: float
-    """The GPU's kernels alone."""
-    communication_seconds: float
-    """All collectives, overlapped or not."""
-    exposed_communication_seconds: float
-    """How long the step waits for communication."""
+    compute_seconds: float  # The GPU's kernels alone
+    communication_seconds: float  # All collectives, overlapped or not
+    exposed_communication_seconds: float  # How long the step waits for communication
     exposed_to_peers_seconds: float = 0.0
     """The share of that for sums of the tensor-parallel group; the rest is for the data-parallel one."""
     exposed_to_copies_seconds: float = 0.0
     """How long the step waits for copies between host and GPU, in addition."""
-    copy_seconds: float
-    """Copies between host and GPU, overlapped or not."""
+    copy_seconds: float  # Copies between host and GPU, overlapped or not
     optimizer_seconds: float
-    launch_seconds: float
-    """Time in which the host issues the step; a step is no faster than this."""
-    tokens_per_step: int
-    """Of all GPUs."""
+    launch_seconds: float  # Time in which the host issues the step; a step is no faster than this
+    tokens_per_step: int  # Of all GPUs
     world_size: int
 
     @property
@@ -103,8 +89,7 @@ class Energy:
     """Of one optimizer step, all GPUs; joules."""
 
     joules_per_step: float
-    idle_joules: float
-    """The GPUs' constant draw."""
+    idle_joules: float  # The GPUs' constant draw
     tokens_per_step: int
 
     @property
@@ -122,13 +107,12 @@ class Prediction:
 
     def to_json(self) -> dict[str, Any]:
         """The `prediction` of a plan; bytes, seconds, joules."""
-        memory = {key: value for key, value in asdict(self.memory).items() if key != "timeline"}
+        memory, time, energy = asdict(self.memory), asdict(self.time), asdict(self.energy)
+        del memory["timeline"]
+        for name in ("tokens_per_second_per_gpu", "exposed_communication_fraction"):
+            time[name] = getattr(self.time, name)
         return {
             "memory": memory,
-            "time": {
-                **asdict(self.time),
-                "tokens_per_second_per_gpu": self.time.tokens_per_second_per_gpu,
-                "exposed_communication_fraction": self.time.exposed_communication_fraction,
-            },
-            "energy": {**asdict(self.energy), "joules_per_token": self.energy.joules_per_token},
+            "time": time,
+            "energy": {**energy, "joules_per_token": self.energy.joules_per_token},
         }

@@ -23,10 +23,12 @@ Tensor numbers are unique within a trace. Everything allocated is freed or hande
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
+
+from shardwise.strategy import Precision
 
 FP32, FP64 = 4, 8
 """Bytes of an element."""
@@ -49,11 +51,9 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    item_bytes: int
-    """Of the format it is computed in."""
+    item_bytes: int  # Of the format it is computed in
     trainable: bool
-    made_of: int = 0
-    """Values that a quantised weight represents; 0 for any other."""
+    made_of: int = 0  # Values that a quantised weight represents; 0 for any other
     cut_from: tuple[int, ...] | None = None
     """The full shape, where `shape` is the part of one rank of a tensor-parallel group."""
 
@@ -76,10 +76,8 @@ class Unit:
     """A module whose parameters are gathered together: a transformer block, or a leaf module outside them."""
 
     name: str
-    block: int
-    """Which transformer block it is; -1 for the embeddings, the last norm and the output head."""
-    parameters: tuple[int, ...]
-    """Indices into the trace's parameters; a tied one is in several units."""
+    block: int  # Which transformer block it is; -1 for the embeddings, the last norm and the output head
+    parameters: tuple[int, ...]  # Indices into the trace's parameters; a tied one is in several units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +87,14 @@ class Op:
     kind: str
     """`matmul`, `attention`, `scan`, `elementwise`, `reduction`, `normalization`, `loss`, `embedding`,
     `copy`, or `collective`: a sum over the tensor-parallel group, in place, that what follows waits for."""
-    flops: float
-    """Multiplications and additions; of causal attention only those that its mask keeps."""
+    flops: float  # Multiplications and additions; of causal attention only those that its mask keeps
     read_bytes: int
     written_bytes: int
-    item_bytes: int = 2
-    """Of its inputs' format."""
+    item_bytes: int = 2  # Of its inputs' format
     shape: tuple[int, ...] = ()
     """matmul: (batch, m, n, k). attention: (batch, heads, key-value heads, queries, keys, head size).
     scan: (tokens, channels, states)."""
-    name: str = ""
-    """torch's name of the operator."""
+    name: str = ""  # torch's name of the operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,13 +102,10 @@ class StepTrace:
     """One micro-batch of a model on a GPU, in training."""
 
     parameters: tuple[Parameter, ...]
-    buffers: tuple[int, ...]
-    """Bytes of each buffer on the GPU that is no parameter."""
-    units: tuple[Unit, ...]
-    """The blocks in order, then the modules outside them."""
+    buffers: tuple[int, ...]  # Bytes of each buffer on the GPU that is no parameter
+    units: tuple[Unit, ...]  # The blocks in order, then the modules outside them
     events: tuple[Event, ...]
-    ops: tuple[Op, ...]
-    """Distinct ones; events name them by index, repeatedly."""
+    ops: tuple[Op, ...]  # Distinct ones; events name them by index, repeatedly
     rows: int
     sequence_length: int
     checkpoint_every: int
@@ -153,3 +145,23 @@ class StepTrace:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_derived"}
+
+
+def fp32_parameters(trace: StepTrace, precision: Precision) -> frozenset[int]:
+    """Indices of the parameters that are kept in fp32; none where everything is computed in fp32."""
+    if precision == "fp32":
+        return frozenset()
+    return frozenset(index for index, p in enumerate(trace.parameters) if p.item_bytes == FP32)
+
+
+def without(trace: StepTrace, apart: frozenset[int]) -> StepTrace:
+    """The trace of a module without those parameters, as its engine sees it; indices stay."""
+    parameters = tuple(
+        replace(p, shape=(0,), trainable=False) if index in apart else p
+        for index, p in enumerate(trace.parameters)
+    )
+    units = tuple(
+        replace(unit, parameters=tuple(index for index in unit.parameters if index not in apart))
+        for unit in trace.units
+    )
+    return replace(trace, parameters=parameters, units=units)

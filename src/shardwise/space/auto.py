@@ -105,12 +105,10 @@ def resolve(
 
 def _parts(spec: str | schema.StrategySpec, situation: Situation, why: list[str]) -> Parts:
     """Engine, stage and places."""
-    if isinstance(spec, schema.StrategySpec):
-        why.append("the strategy's parts are named in the job")
-        return parts_of(spec)
     if spec == "auto":
         return parts_of(_choose(situation, why))
-    why.append(f"{spec} is named in the job")
+    named = f"{spec} is" if isinstance(spec, str) else "the strategy's parts are"
+    why.append(f"{named} named in the job")
     return parts_of(spec)
 
 
@@ -162,15 +160,11 @@ def _batch(train: schema.Train, data_parallel: int, situation: Situation, why: l
     rows = train.global_batch // data_parallel
     micro_batch = train.micro_batch
     if micro_batch is None:
-        micro_batch = max(n for n in range(1, _most_rows(situation) + 1) if max(rows, 1) % n == 0)
+        most = 2 if (situation.device_memory_bytes or 0) >= 79e9 else 1
+        most = 4 if situation.devices == "cpu" else most
+        micro_batch = max(n for n in range(1, most + 1) if max(rows, 1) % n == 0)
         why.append(f"micro_batch {micro_batch}: of {rows} rows a process and step")
     return micro_batch, max(1, rows // micro_batch)
-
-
-def _most_rows(situation: Situation) -> int:
-    if situation.devices == "cpu":
-        return 4
-    return 2 if (situation.device_memory_bytes or 0) >= 79e9 else 1
 
 
 def _checkpoint_every(train: schema.Train, parts: Parts, situation: Situation, why: list[str]) -> int:
@@ -178,12 +172,9 @@ def _checkpoint_every(train: schema.Train, parts: Parts, situation: Situation, w
 
     Large means 40 GB or more, room that the model states take at most a third.
     """
-    if train.checkpointing == "none":
-        return 0
-    if train.checkpointing == "full":
-        return 1
-    if isinstance(train.checkpointing, int):
-        return train.checkpointing
+    if train.checkpointing != "auto":
+        named = {"none": 0, "full": 1}
+        return named[train.checkpointing] if isinstance(train.checkpointing, str) else train.checkpointing
     memory = situation.device_memory_bytes
     if situation.devices == "cpu" or memory is None:
         return 0

@@ -59,8 +59,7 @@ class Refused:
     strategy: Strategy
     rule: str
     reason: str
-    where: str
-    """The job's keys that say so."""
+    where: str  # The job's keys that say so
     fix: str
 
 
@@ -106,14 +105,8 @@ def candidates(
         )
         broken = broken_rules(facts)
         refused += [
-            Refused(
-                strategy=facts.strategy,
-                rule=rule.name,
-                reason=problem.what,
-                where=problem.where,
-                fix=problem.fix,
-            )
-            for rule, problem in broken
+            Refused(strategy=variants[0], rule=rule.name, reason=found.what, where=found.where, fix=found.fix)
+            for rule, found in broken
         ]
         if not broken:
             accepted += variants

@@ -21,11 +21,12 @@ AMPERE = (8, 0)
 
 def broken_rules(facts: Facts) -> list[tuple[Rule, Problem]]:
     """Every rule that the strategy breaks, with the problem to show."""
-    return [
-        (rule, Problem(what=_text(rule.reason, facts), where=rule.where, fix=_text(rule.fix, facts)))
-        for rule in (*RULES, *_engine(facts).rules)
-        if rule.broken(facts)
-    ]
+
+    def text(words: Words) -> str:
+        return words if isinstance(words, str) else words(facts)
+
+    rules = [rule for rule in (*RULES, *_engine(facts).rules) if rule.broken(facts)]
+    return [(r, Problem(what=text(r.reason), where=r.where, fix=text(r.fix))) for r in rules]
 
 
 def violations(facts: Facts) -> list[Problem]:
@@ -33,21 +34,17 @@ def violations(facts: Facts) -> list[Problem]:
     return [problem for _, problem in broken_rules(facts)]
 
 
-def _text(words: Words, facts: Facts) -> str:
-    return words if isinstance(words, str) else words(facts)
-
-
 def _engine(facts: Facts) -> EngineSpec:
     return descriptor(facts.strategy)
 
 
-def _before_ampere(facts: Facts) -> bool:
-    return facts.capability is not None and facts.capability < AMPERE
+def _before_ampere(facts: Facts, precision: str) -> bool:
+    old = facts.capability is not None and facts.capability < AMPERE
+    return old and facts.strategy.precision == precision
 
 
-def _needs_flash_attention(facts: Facts) -> bool:
-    shape = facts.architecture
-    return shape is not None and shape.flash_attention and facts.strategy.precision == "fp16"
+def _flash_attention(facts: Facts) -> bool:
+    return facts.architecture is not None and facts.architecture.flash_attention
 
 
 def _capability(facts: Facts) -> str:
@@ -56,12 +53,8 @@ def _capability(facts: Facts) -> str:
 
 
 def _bf16_fix(facts: Facts) -> str:
-    flash = facts.architecture is not None and facts.architecture.flash_attention
-    return f"train.precision: {'fp32' if flash else 'fp16 or fp32'}, or a GPU of compute capability 8.0"
-
-
-def _batch_is_uneven(facts: Facts) -> bool:
-    return facts.strategy.global_batch != facts.global_batch
+    others = "fp32" if _flash_attention(facts) else "fp16 or fp32"
+    return f"train.precision: {others}, or a GPU of compute capability 8.0"
 
 
 def _uneven_reason(facts: Facts) -> str:
@@ -164,7 +157,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="bf16-needs-ampere",
-        broken=lambda f: f.strategy.precision == "bf16" and _before_ampere(f),
+        broken=lambda f: _before_ampere(f, "bf16"),
         reason=lambda f: f"{_capability(f)} have no bf16 arithmetic",
         where="train.precision",
         fix=_bf16_fix,
@@ -173,7 +166,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="flash-attention-needs-ampere",
-        broken=lambda f: _needs_flash_attention(f) and _before_ampere(f),
+        broken=lambda f: _before_ampere(f, "fp16") and _flash_attention(f),
         reason=lambda f: f"{_capability(f)} have no flash attention, which this model attends with in fp16",
         where="train.precision",
         fix="train.precision: fp32, or a GPU of compute capability 8.0",
@@ -182,7 +175,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="global-batch-divides",
-        broken=_batch_is_uneven,
+        broken=lambda f: f.strategy.global_batch != f.global_batch,
         reason=_uneven_reason,
         where="train.global_batch",
         fix=_uneven_fix,

@@ -16,8 +16,7 @@ import yaml
 
 from shardwise.cli import main
 from shardwise.emit.files import Emitted, Target, emit
-from shardwise.emit.request import Predicted, Request
-from shardwise.emit.script import Script
+from shardwise.emit.request import Predicted, Request, Script
 from shardwise.errors import JobError
 from shardwise.job.schema import Lora, Optimizer
 from shardwise.lint.check import check, load

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from shardwise.emit.hugging_face import trainer_flags
+from shardwise.emit.files import trainer_flags
 from shardwise.job.schema import Optimizer, Train
 from shardwise.strategy import Strategy
 from shardwise.training.loop import learning_rate

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.engines.deepspeed.runtime import patches, release
+from shardwise.engines.deepspeed.runtime import patches
 from shardwise.errors import MachineError
 from shardwise.patch import hash_of, supported
 
@@ -58,7 +58,7 @@ def in_order() -> Any:
     offload = SimpleNamespace(
         _DeepSpeedZeRoOffload__allgather_stream=Streams(), get_param_coordinator=lambda: coordinator
     )
-    release.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
+    patches.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
     return coordinator
 
 
@@ -97,10 +97,10 @@ def again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is changed for the entire process is restored, and made again by the next test."""
     for place, name in ((PARTITION, "free_param"), (TRANSPORT, "build_shm_op")):
         monkeypatch.setattr(owner(place), name, getattr(owner(place), name))
-    release._free_by_engine.cache_clear()
+    patches._free_by_engine.cache_clear()
     supported.cache_clear()
     yield
-    release._free_by_engine.cache_clear()
+    patches._free_by_engine.cache_clear()
     supported.cache_clear()
 
 
@@ -109,7 +109,7 @@ def test_a_renamed_function_is_an_error(
     apply: Callable[[], Any], place: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apply()
-    release._free_by_engine.cache_clear()
+    patches._free_by_engine.cache_clear()
     monkeypatch.undo()
     monkeypatch.delattr(owner(place), name)
     with pytest.raises(MachineError, match=f"{name}, which does not exist"):
@@ -144,10 +144,10 @@ def test_a_renamed_limit_or_stream_is_an_error() -> None:
         _DeepSpeedZeRoOffload__allgather_stream=Streams(), get_param_coordinator=lambda: coordinator
     )
     with pytest.raises(MachineError, match="max_ongoing_fetch_events, which does not exist"):
-        release.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
+        patches.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
     del offload._DeepSpeedZeRoOffload__allgather_stream
     with pytest.raises(MachineError, match="allgather_stream, which does not exist"):
-        release.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
+        patches.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
 
 
 def test_another_version_is_not_changed(
@@ -279,7 +279,7 @@ class Streams:
 
 def test_memory_is_reused_when_the_next_module_but_one_begins() -> None:
     streams = Streams()
-    released = release._Released(streams, streams)
+    released = patches._Released(streams, streams)
     released.advance()
     memory = torch.ones(3)
     alive = weakref.ref(memory)
@@ -297,7 +297,7 @@ def test_memory_is_reused_when_the_next_module_but_one_begins() -> None:
 
 def test_memory_that_no_module_released_and_all_at_the_end_wait_for_the_computation() -> None:
     streams = Streams()
-    released = release._Released(streams, streams)
+    released = patches._Released(streams, streams)
     memory = torch.ones(3)
     alive = weakref.ref(memory)
     released.add(memory)
@@ -324,7 +324,7 @@ def test_each_engine_frees_its_own_parameters_and_leaves_others_to_deepspeed(
     logs = []
     for p in (first, second):
         streams = Streams()
-        p._shardwise_released = release._Released(streams, streams)
+        p._shardwise_released = patches._Released(streams, streams)
         logs.append(streams.log)
     free(second)
     assert logs == [[], ["wait for computation"]]

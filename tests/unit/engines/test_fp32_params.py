@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.engines.runtime.fp32_params import Fp32Parameters
+from shardwise.engines.runtime.parameters import Fp32Parameters
 
 
 def model() -> nn.Module:

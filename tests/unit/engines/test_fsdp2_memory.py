@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.engines.fsdp2.group import _chunk_cat_bytes, shard_of, shard_part
 from shardwise.engines.fsdp2.memory import Fsdp2Memory as Fsdp2
+from shardwise.engines.fsdp2.memory import _chunk_cat_bytes, shard_of, shard_part
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Model
 from shardwise.planner.simulate import predict_memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.engines.fsdp2 import policy
+from shardwise.engines.fsdp2 import memory
 from shardwise.strategy import Strategy
 
 
@@ -16,13 +16,13 @@ from shardwise.strategy import Strategy
     ],
 )
 def test_the_next_block_in_this_direction_is_gathered(block: int, backward: bool, ahead: list[int]) -> None:
-    assert list(policy.gathered_ahead(block, 3, backward=backward)) == ahead
+    assert list(memory.gathered_ahead(block, 3, backward=backward)) == ahead
 
 
 @pytest.mark.parametrize("last", [False, True])
 def test_without_resharding_groups_stay_until_the_last_backward_pass(last: bool) -> None:
     kept, resharded = (Strategy(engine="fsdp2", reshard=flag) for flag in (False, True))
-    assert policy.released(resharded, backward=False, last=last)
-    assert policy.released(resharded, backward=True, last=last)
-    assert not policy.released(kept, backward=False, last=last)
-    assert policy.released(kept, backward=True, last=last) is last
+    assert memory.released(resharded, backward=False, last=last)
+    assert memory.released(resharded, backward=True, last=last)
+    assert not memory.released(kept, backward=False, last=last)
+    assert memory.released(kept, backward=True, last=last) is last

@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from shardwise.engines.runtime.base import load_state, save_state
 from shardwise.engines.runtime.protocol import World
-from shardwise.engines.runtime.state import load_state, save_state
 from shardwise.errors import CheckpointError
 
 WORLD = World(rank=1, size=2, local_rank=1, device=torch.device("cpu"), data_rank=1, data_size=2)

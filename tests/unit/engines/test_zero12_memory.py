@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 from shardwise.engines import descriptor
-from shardwise.engines.deepspeed.memory import zero0
-from shardwise.engines.deepspeed.memory.flat import Flat
-from shardwise.engines.deepspeed.memory.zero12 import Zero12Memory as Partitioned
+from shardwise.engines.deepspeed.memory import zero012
+from shardwise.engines.deepspeed.memory.zero012 import Flat
+from shardwise.engines.deepspeed.memory.zero012 import Zero12Memory as Partitioned
 from shardwise.simulate.memory.allocator import CachingAllocator
-from shardwise.simulate.memory.engine import EngineMemory
+from shardwise.simulate.memory.engine import EngineMemory, pinned
 from shardwise.simulate.memory.gpu import GRADIENTS, GpuMemory
-from shardwise.simulate.memory.weights import pinned
 from shardwise.simulate.step_trace import Parameter, StepTrace, Unit
 from shardwise.strategy import Strategy
 
@@ -266,7 +265,7 @@ def test_stage_0_in_fp32_is_torchs_optimizer_alone() -> None:
 
 
 def test_stage_0_reduces_several_gradients_in_a_copy_until_they_are_too_many(monkeypatch) -> None:
-    monkeypatch.setattr(zero0, "REDUCED_AT_ONCE", NUMEL[0])
+    monkeypatch.setattr(zero012, "REDUCED_AT_ONCE", NUMEL[0])
     run = _run(0)
     run.memory.allocator.reset_peaks()
     before = run.backward()

@@ -10,8 +10,8 @@ from shardwise.engines.deepspeed.memory import zero3
 from shardwise.engines.deepspeed.memory.coordinator import Coordinator, calls_of
 from shardwise.engines.deepspeed.memory.zero3 import Zero3Memory as Zero3
 from shardwise.simulate.memory.allocator import CachingAllocator
+from shardwise.simulate.memory.engine import pinned
 from shardwise.simulate.memory.gpu import GRADIENTS, Block, GpuMemory
-from shardwise.simulate.memory.weights import pinned
 from shardwise.simulate.step_trace import (
     ALLOC,
     BACKWARD,

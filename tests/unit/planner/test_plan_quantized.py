@@ -12,8 +12,8 @@ from shardwise.job.schema import Lora, Model
 from shardwise.planner.planning import make_plan, nearest_change
 from shardwise.planner.sketch import sketch
 from shardwise.simulate.memory.allocator import CachingAllocator
+from shardwise.simulate.memory.engine import fill
 from shardwise.simulate.memory.gpu import GpuMemory
-from shardwise.simulate.memory.weights import fill
 from shardwise.simulate.step_trace import ALLOC, BACKWARD, FREE, OP, StepTrace
 from shardwise.trace.trace import Tracer
 

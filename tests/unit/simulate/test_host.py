@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.simulate.step_trace import Op
-from shardwise.simulate.time.host import Host
+from shardwise.simulate.time.roofline import Host
 
 
 def _op(name: str) -> Op:

@@ -40,15 +40,9 @@ def look_ahead(
 ) -> tuple[list[tuple[T, int]], list[T]]:
     """Take uses from the queue until enough is gathered ahead (fetch_sub_module).
 
-    Args:
-        queue: what is used next, each with the number of the use.
-        live: elements that are gathered or on their way.
-        limit: as `live_limit`.
-        numel: elements of what is gathered.
-        available: whether it is gathered or on its way.
-
-    Returns:
-        The uses that were taken, and what of them has to be gathered, in order.
+    Returns the uses that were taken, and what of them has to be gathered, in order. `queue`: what is used
+    next, each with the number of the use. `live`: elements that are gathered or on their way. `limit`: as
+    `live_limit`. `numel`: elements of what is gathered. `available`: whether it is, or is on its way.
     """
     room = min(PREFETCH, limit - live)
     taken: list[tuple[T, int]] = []

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from shardwise.engines.facts import PLAN_STYLES, Facts, Rule
+from shardwise.engines.facts import PLAN_STYLES, Architecture, Facts, Rule
 
 DEEPSPEED = "deepspeed>=0.19,<0.20"
 
 
+def _cut(facts: Facts) -> Architecture | None:
+    """The model, where tensor parallelism would cut it and its architecture is known."""
+    return facts.architecture if facts.strategy.tensor_parallel > 1 else None
+
+
 def _lacks_a_plan(facts: Facts) -> bool:
-    shape = facts.architecture
-    if not facts.strategy.tensor_parallel > 1 or shape is None or not facts.attends:
-        return False
-    return not shape.plan_styles or bool(shape.plan_styles - PLAN_STYLES)
+    shape = _cut(facts)
+    return bool(shape and shape.attends and (not shape.plan_styles or shape.plan_styles - PLAN_STYLES))
 
 
 def _plan_reason(facts: Facts) -> str:
@@ -23,15 +26,13 @@ def _plan_reason(facts: Facts) -> str:
     return f"transformers' plan for this architecture cuts layers in ways AutoTP does not know: {ways}"
 
 
-def _has_unplanned_weights(facts: Facts) -> bool:
-    shape = facts.architecture
-    return facts.strategy.tensor_parallel > 1 and shape is not None and shape.unplanned_weights
+def _keeps_fp32(facts: Facts) -> bool:
+    return facts.architecture is not None and facts.architecture.fp32_parameters
 
 
 def _splits_a_head(facts: Facts) -> bool:
-    if not facts.strategy.tensor_parallel > 1 or facts.architecture is None or not facts.attends:
-        return False
-    return facts.architecture.key_value_heads % facts.strategy.tensor_parallel != 0
+    shape = _cut(facts)
+    return bool(shape and shape.attends and shape.key_value_heads % facts.strategy.tensor_parallel)
 
 
 def _heads_reason(facts: Facts) -> str:
@@ -45,11 +46,6 @@ def _heads_fix(facts: Facts) -> str:
     heads = facts.architecture.key_value_heads
     degree = max(n for n in range(1, facts.strategy.tensor_parallel + 1) if heads % n == 0)
     return f"tensor_parallel: {degree}"
-
-
-def _fp16_and_fp32_parameters(facts: Facts) -> bool:
-    shape = facts.architecture
-    return facts.strategy.precision == "fp16" and shape is not None and shape.fp32_parameters
 
 
 RULES: tuple[Rule, ...] = (
@@ -109,7 +105,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="tensor-parallel-and-unplanned-weights",
-        broken=_has_unplanned_weights,
+        broken=lambda f: bool((shape := _cut(f)) and shape.unplanned_weights),
         reason="weights between the cut layers, such as a norm of query and key, are not in transformers' "
         "plan for this model: AutoTP would not sum their gradients, and each GPU train them differently",
         where="strategy.tensor_parallel",
@@ -146,10 +142,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="fp16-and-parameters-in-fp32",
-        broken=_fp16_and_fp32_parameters,
+        broken=lambda f: f.strategy.precision == "fp16" and _keeps_fp32(f),
         reason="Mamba's A_log, D and dt's bias are stepped outside DeepSpeed, which alone scales fp16's loss",
         where="train.precision",
         fix="train.precision: bf16, or strategy: fsdp2",
-        source="shardwise.engines.runtime.fp32_params",
+        source="shardwise.engines.runtime.parameters",
     ),
 )

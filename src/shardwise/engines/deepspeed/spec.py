@@ -7,11 +7,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardwise.engines.deepspeed import time
-from shardwise.engines.deepspeed.config import NEVER_RELEASE, RELEASE_AT
-from shardwise.engines.deepspeed.files import accelerate_config, own_config, trainer_config
-from shardwise.engines.deepspeed.memory.zero0 import Zero0Memory
+from shardwise.engines.deepspeed.config import (
+    NEVER_RELEASE,
+    RELEASE_AT,
+    accelerate_config,
+    own_config,
+    trainer_config,
+)
+from shardwise.engines.deepspeed.memory.zero012 import Zero0Memory, Zero12Memory
 from shardwise.engines.deepspeed.memory.zero3 import Zero3Memory
-from shardwise.engines.deepspeed.memory.zero12 import Zero12Memory
 from shardwise.engines.deepspeed.rules import RULES
 from shardwise.engines.descriptor import MIB, NCCL_BYTES, EngineSpec, ScriptFiles, Shards
 from shardwise.hardware.hardware import Hardware
@@ -40,12 +44,8 @@ TENSOR_AND_DATA_BYTES = 486 * MIB
 """What two tensor-parallel groups of two GPUs each add, Llama and Qwen3: there are three groups, of all, of
 the same rows, of the same part of the model."""
 
-_MEMORY: tuple[Callable[[StepTrace, Strategy], EngineMemory], ...] = (
-    Zero0Memory,
-    Zero12Memory,
-    Zero12Memory,
-    Zero3Memory,
-)
+_MEMORY: tuple[Callable[[StepTrace, Strategy], EngineMemory], ...]
+_MEMORY = (Zero0Memory, Zero12Memory, Zero12Memory, Zero3Memory)
 _TIME: tuple[type[Schedule], ...] = (time.Zero0, time.Zero12, time.Zero12, time.Zero3)
 
 

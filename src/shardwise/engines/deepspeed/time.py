@@ -1,29 +1,39 @@
 """Time of DeepSpeed's ZeRO as `runtime/engine.py` uses it, read from deepspeed 0.19.8 (runtime/zero).
 
-What is gathered, released and reduced when is `policy.py`; how many bytes that moves is `traffic.py`.
+What is gathered, released and reduced when is `policy.py`. `moved` adds up the GPU memory traffic of the
+kernels around a collective, whose functions stand in parentheses: `elements` are those of a bucket or unit,
+`own` this rank's share.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from shardwise.engines.deepspeed import policy, traffic
+from shardwise.engines.deepspeed import policy
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.step_trace import FP32, StepTrace
+from shardwise.simulate.step_trace import FP32, FP64, StepTrace
 from shardwise.simulate.time import collectives as communication
-from shardwise.simulate.time.schedule import Schedule, cpu_seconds, nvme_seconds, pageable_seconds
-from shardwise.simulate.time.segments import Segment
-from shardwise.simulate.time.streams import NEVER, REDUCED, event
-from shardwise.simulate.time.traffic import (
+from shardwise.simulate.time.schedule import (
     ADAMW_BYTES,
     DEEPSPEED_CPU_ADAMW_BYTES,
     NORM_BYTES,
     NVME_ADAMW_BYTES,
+    Schedule,
     added,
     converted,
     copied,
+    cpu_seconds,
+    nvme_seconds,
+    pageable_seconds,
 )
+from shardwise.simulate.time.segments import Segment
+from shardwise.simulate.time.streams import NEVER, REDUCED, event
 from shardwise.strategy import Strategy
+
+
+def collective(item: int, elements: float, *, ranks: int) -> float:
+    """A collective reads and writes its buffer; on one rank there is none."""
+    return copied(item) * elements if ranks > 1 else 0.0
 
 
 class Zero0(Schedule):
@@ -40,9 +50,10 @@ class Zero0(Schedule):
                 self.streams.move(added(self.item, self.item) * segment.learned, kernels=hooks)
         if last and self.ranks > 1:
             num_bytes = self.trainable * self.item
-            self.streams.move(traffic.zero0_reduce(num_bytes), "foreach_copy")
+            # concatenated, scaled and copied back (runtime/engine.py: allreduce_and_copy)
+            self.streams.move(3 * copied(1) * num_bytes, "foreach_copy")
             seconds = communication.all_reduce(num_bytes, self.group)
-            moved = traffic.collective(1, num_bytes, ranks=self.ranks)
+            moved = collective(1, num_bytes, ranks=self.ranks)
             self.streams.compute_waits(self.streams.communicate(seconds, moved, after_compute=True))
 
     def update(self) -> None:
@@ -129,25 +140,23 @@ class _Buckets(Schedule):
             self._norm_of_each()
         else:
             streams.move(self.item * self.part, "foreach_norm")
-        streams.compute_waits(
-            streams.communicate(communication.all_reduce(FP32, self.group), 0.0, after_compute=True)
-        )
+        seconds = communication.all_reduce(FP32, self.group)
+        streams.compute_waits(streams.communicate(seconds, 0.0, after_compute=True))
         streams.host_waits()
 
     def _norm_of_each(self) -> None:
         """DeepSpeed's own under tensor parallelism: `has_overflow`, then `get_grad_norm_direct`.
 
-        The first looks for infinities in each gradient and waits, the second copies each to fp64. The host is
-        assumed to need as long for a gradient as stage 0 does for nearly the same.
+        The first looks for the smallest and the largest value of each gradient and waits, the second copies
+        each to fp64. The host is assumed to need as long for one as stage 0 does for nearly the same.
         """
         streams, parameters = self.streams, -(-len(self.trace.trainable) // self.ranks)
-        search, convert, norm = traffic.norm_with_infinities(self.item)
         issue = parameters * self.host.seconds("zero0_parameter")
-        streams.move(search * self.part, "foreach_norm", kernels=2 * parameters, issue=issue)
+        streams.move(2 * self.item * self.part, "foreach_norm", kernels=2 * parameters, issue=issue)
         streams.sum_over_peers(2 * communication.all_reduce(FP32, self.peers), 0.0)
         streams.host_waits()
-        streams.move(convert * self.part, "mixed", kernels=parameters)
-        streams.move(norm * self.part, "foreach_norm", kernels=parameters)
+        streams.move(converted(self.item, FP64) * self.part, "mixed", kernels=parameters)
+        streams.move(FP64 * self.part, "foreach_norm", kernels=parameters)
 
     def step_on_host(self) -> None:
         """Clipping, DeepSpeedCPUAdam and the cast over the part in host memory, while the GPU waits."""
@@ -174,18 +183,23 @@ class Zero12(_Buckets):
             self.end_pass(first=first, last=last)
 
     def reduce(self, elements: float, *, first: bool, last: bool) -> None:
-        """All-reduce a bucket, of which each rank keeps its part, after the bucket before it.
+        """All-reduce a bucket, of which each rank keeps its part, after the one before it (average_tensor).
 
         Under fp16 the sum over micro-batches is counted in fp32, too. DeepSpeed adds it in fp16 then
         (`config.sums_in_fp32`). To tell the formats apart here would change predictions.
         """
         streams, own = self.streams, elements / self.ranks
         streams.compute_waits(REDUCED)
-        fp32_sum = self.strategy.accumulation > 1 and self.strategy.stage == 2
-        moved = traffic.zero12_reduce(self.item, elements, own, ranks=self.ranks, fp32_sum=fp32_sum)
+        # All of it is scaled (allreduce_bucket). This rank's share is concatenated, copied back
+        # (allreduce_and_copy_with_multiple_ranks) and copied to its partition (copy_grads_in_partition);
+        # on one rank only the last. Concatenating the other ranks' shares, one more copy, is not counted.
+        copies = 3 if self.ranks > 1 else 1
+        moved = copied(self.item) * elements + copies * copied(self.item) * own
+        if self.strategy.accumulation > 1 and self.strategy.stage == 2:  # _add_to_grad_partition_buffer
+            moved += added(self.item, FP32) * own
         seconds = streams.moving(moved, "foreach_copy")
         seconds += communication.all_reduce(self.item * elements, self.group)
-        moved += traffic.collective(self.item, elements, ranks=self.ranks)
+        moved += collective(self.item, elements, ranks=self.ranks)
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
         if self.offload:  # with accumulation, earlier gradients come back to be added to
             if not first:
@@ -217,20 +231,13 @@ class Zero3(_Buckets):
             for unit in self.trace.units
         ]
         """Elements of each unit that are gathered."""
-        self.uses = [
-            (segment.unit, number) for number, segment in enumerate(self.segments) if segment.unit >= 0
-        ]
+        self.uses = [(segment.unit, n) for n, segment in enumerate(self.segments) if segment.unit >= 0]
         self.queue: deque[tuple[int, int]] = deque()
-        self.released = {
-            number
-            for place, (unit, number) in enumerate(self.uses)
-            if policy.released(
-                [unit],
-                (([other], self.sizes[other]) for other, _ in self.uses[place + 1 :]),
-                limit=self.limit,
-            )
-        }
-        """Segments after which their unit's weights are released."""
+        self.released: set[int] = set()  # Segments after which their unit's weights are released
+        for place, (unit, number) in enumerate(self.uses):
+            later = (([other], self.sizes[other]) for other, _ in self.uses[place + 1 :])
+            if policy.released([unit], later, limit=self.limit):
+                self.released.add(number)
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
         self.queue = deque(self.uses)
@@ -276,24 +283,30 @@ class Zero3(_Buckets):
         if self.ranks == 1 or not elements:
             return
         streams.communication_waits(self.arriving[unit])
-        moved = traffic.zero3_gather(self.item, elements, ranks=self.ranks)
+        # _all_gather_dtype; partition_parameters.py: AllGatherCoalescedHandle.wait
+        moved = copied(self.item) * elements * (1 + 1 / self.ranks)
         seconds = streams.moving(moved, "foreach_copy")
         seconds += communication.all_gather(self.item * elements, self.group)
         moved += self.item * elements
         self.arriving[unit] = streams.communicate(seconds, moved, after_compute=False, done=event(unit))
 
     def reduce(self, elements: float, *, first: bool, last: bool) -> None:
-        """Reduce-scatter a bucket and add it to this rank's part."""
+        """Reduce-scatter a bucket and add it to this rank's part (__reduce_and_partition_ipg_grads)."""
         streams, own = self.streams, elements / self.ranks
-        moved = traffic.zero3_reduce(self.item, elements, own, adds=not first)
+        # laid out by rank, scaled (reduce_scatter_coalesced); the share copied, then added (partition_grads)
+        moved = 2 * copied(self.item) * elements + copied(self.item) * own
+        moved += 0.0 if first else added(FP32, FP32) * own
         seconds = streams.moving(moved, "foreach_copy")
         seconds += communication.reduce_scatter(self.item * elements, self.group)
-        moved += traffic.collective(self.item, elements, ranks=self.ranks)
+        moved += collective(self.item, elements, ranks=self.ranks)
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
         if self.offload:
             # Under fp16 counted in fp32, as in `Zero12.reduce`.
             item = FP32 if self.strategy.accumulation > 1 and self.mixed else self.item
-            streams.copy(traffic.zero3_offload(item, own, last=last), after=REDUCED, done=REDUCED)
+            # to their sums and back, in the end once more for their norm (partition_grads,
+            # _offload_grad_partition_at_boundary)
+            num_bytes = 2 * item * own + (FP32 * own if last else 0.0)
+            streams.copy(num_bytes, after=REDUCED, done=REDUCED)
 
     def update(self) -> None:
         if self.offload:

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engines.runtime.adamw import MOMENTS
 from shardwise.engines.runtime.base import TorchEngine
-from shardwise.engines.runtime.fp32_params import Fp32Parameters
-from shardwise.engines.runtime.parameters import Fill, chosen, public_name, trainable
+from shardwise.engines.runtime.parameters import Fill, Fp32Parameters, chosen, public_name, trainable
 from shardwise.models.structure import DTYPES
 
 

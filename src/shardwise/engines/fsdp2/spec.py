@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise.engines.descriptor import EngineSpec, ScriptFiles, Shards, refuse
+from shardwise.engines.descriptor import EngineSpec, ScriptFiles, Shards
 from shardwise.engines.facts import Rule
 from shardwise.engines.fsdp2.memory import Fsdp2Memory
 from shardwise.engines.fsdp2.time import Fsdp2Schedule
+from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job import schema
 from shardwise.job.strategies import Parts
@@ -74,7 +75,7 @@ class Fsdp2(EngineSpec):
     def check_launcher(self, target: str, strategy: Strategy) -> None:
         if target == "deepspeed":
             what = "the strategy is FSDP2, which is no part of DeepSpeed"
-            refuse(what, where="--to deepspeed", fix="--to accelerate or --to torchrun")
+            raise JobError(what, where="--to deepspeed", fix="--to accelerate or --to torchrun")
 
     def script_files(
         self, strategy: Strategy, optimizer: schema.Optimizer | None, trainable_parameters: int

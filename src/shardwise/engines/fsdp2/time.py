@@ -1,26 +1,27 @@
 """Time of FSDP2 as `runtime.py` uses it: blocks gathered one ahead, gradients summed over ranks in fp32.
 
 torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.11 to 2.13, whose functions stand in
-parentheses. What is gathered and released when is `policy.py`.
+parentheses. What is gathered and released when is in `memory.py`.
 """
 
 from __future__ import annotations
 
-from shardwise.engines.fsdp2 import policy
+from shardwise.engines.fsdp2.memory import gathered_ahead, released
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.simulate.time import collectives as communication
-from shardwise.simulate.time.schedule import Schedule, cpu_seconds
-from shardwise.simulate.time.segments import Segment
-from shardwise.simulate.time.streams import event
-from shardwise.simulate.time.traffic import (
+from shardwise.simulate.time.schedule import (
     ADAMW_BYTES,
     NORM_BYTES,
     TORCH_CPU_ADAMW_BYTES,
+    Schedule,
     added,
     converted,
     copied,
+    cpu_seconds,
 )
+from shardwise.simulate.time.segments import Segment
+from shardwise.simulate.time.streams import event
 from shardwise.strategy import Strategy
 
 
@@ -43,16 +44,16 @@ class Fsdp2Schedule(Schedule):
             block = self._group(segment)
             if block != self.root:
                 self._need(block)
-                for other in policy.gathered_ahead(block, self.root, backward=segment.backward):
+                for other in gathered_ahead(block, self.root, backward=segment.backward):
                     self._gather(other)
             self.run(segment)
             if block != self.root:
                 if segment.backward:
                     self._reduce(block, first=first)
-                if policy.released(self.strategy, backward=segment.backward, last=last):
+                if released(self.strategy, backward=segment.backward, last=last):
                     self.gathered.discard(block)
         self._reduce(self.root, first=first)
-        if policy.released(self.strategy, backward=True, last=last):
+        if released(self.strategy, backward=True, last=last):
             self.gathered.discard(self.root)
         self.streams.settle()
         if self.offload:
@@ -120,7 +121,6 @@ class Fsdp2Schedule(Schedule):
             streams.issue(cpu_seconds(num_bytes, self.neighbours, by="torch"))
             return
         streams.move(NORM_BYTES * part, "foreach_norm")
-        streams.compute_waits(
-            streams.communicate(communication.all_reduce(2 * FP32, self.group), 0.0, after_compute=True)
-        )
+        seconds = communication.all_reduce(2 * FP32, self.group)
+        streams.compute_waits(streams.communicate(seconds, 0.0, after_compute=True))
         streams.move(ADAMW_BYTES * part, "fused_adamw")

@@ -44,10 +44,8 @@ class AdamW:
     ) -> None:
         # A rank may hold nothing of a small tensor.
         self.parameters = {name: p for name, p in parameters.items() if p.numel() > 0}
-        self.clip_norm = clip_norm
-        self.fp16 = fp16
-        self.sharded = sharded
-        self.device = device
+        self.clip_norm, self.device = clip_norm, device
+        self.fp16, self.sharded = fp16, sharded
         self._not_counted = frozenset(replicated if sharded and dist.get_rank() != 0 else ())
         """Rank 0 counts these into the norm."""
         self.torch_optimizer = torch.optim.AdamW(
@@ -91,19 +89,15 @@ class AdamW:
         self.apply(learning_rate, norm=norm, skipped=skipped, loss_scale=loss_scale)
         if self.fp16:
             torch._amp_update_scale_(self.loss_scale, self.growth, bad, GROWTH, BACKOFF, GROWTH_INTERVAL)
-        return StepResult(
-            loss=total_loss,
-            grad_norm=norm,
-            skipped=skipped,
-            loss_scale=loss_scale if self.fp16 else None,
-        )
+        scale = loss_scale if self.fp16 else None
+        return StepResult(loss=total_loss, grad_norm=norm, skipped=skipped, loss_scale=scale)
 
     def _sum_of_squares(self) -> torch.Tensor:
         counted = (p for name, p in self.parameters.items() if name not in self._not_counted)
         gradients = [p.grad for p in counted if p.grad is not None]
         if not gradients:
             return torch.zeros((), device=self.device)
-        # offloaded shards are on the host, parameters kept in fp32 (fp32_params.py) on the GPU
+        # offloaded shards are on the host, parameters kept in fp32 (parameters.py) on the GPU
         places = {gradient.device for gradient in gradients}
         by_place = [[g for g in gradients if g.device == place] for place in places]
         norms = [torch.stack(torch._foreach_norm(alike)).square().sum() for alike in by_place]
@@ -127,11 +121,7 @@ class AdamW:
 
     def state(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint by name, not copied."""
-        tensors = {
-            "guard/stopped": self.stopped,
-            "guard/loss_scale": self.loss_scale,
-            "guard/growth": self.growth,
-        }
+        tensors = {f"guard/{name}": getattr(self, name) for name in ("stopped", "loss_scale", "growth")}
         for name, p in self.parameters.items():
             tensors[f"parameter/{name}"] = p.detach()
             for key in ("step", *MOMENTS):
@@ -146,9 +136,7 @@ class AdamW:
             name for name in live if live[name].shape != saved[name].shape
         )
         if differing:
-            raise CheckpointError(
-                f"the checkpoint holds other tensors than this model has, such as {differing[0]}",
-                fix="resume with the model and strategy the run was started with",
-            )
+            what = f"the checkpoint holds other tensors than this model has, such as {differing[0]}"
+            raise CheckpointError(what, fix="resume with the model and strategy the run was started with")
         for name, tensor in live.items():
             tensor.copy_(saved[name])

@@ -1,27 +1,70 @@
-"""What the engines in plain PyTorch share: the loop over micro-batches, AdamW, one file per rank."""
+"""What engines share: a state file for each rank, and in plain PyTorch the loop over micro-batches and AdamW.
+
+A rank's state is a safetensors file without pickle: reading one cannot run code. The header has the number of
+ranks and the global shapes of sharded tensors. Rows are split as `torch.chunk` does, so each file's part
+follows from its rank (decision 0032).
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.runtime.adamw import AdamW
 from shardwise.engines.runtime.parameters import Fill, decay_by_name, move_buffers
 from shardwise.engines.runtime.protocol import StepResult, World
-from shardwise.engines.runtime.state import load_state, save_state
+from shardwise.errors import CheckpointError
 from shardwise.job import schema
 from shardwise.strategy import Strategy
+
+
+def save_state(
+    directory: Path,
+    world: World,
+    tensors: Mapping[str, torch.Tensor],
+    sharded: Mapping[str, torch.Size] | None = None,
+) -> None:
+    """Write this rank's tensors into an existing folder; `sharded` maps names to global shapes."""
+    layout = {"ranks": world.size, "sharded": {name: list(shape) for name, shape in (sharded or {}).items()}}
+    save_file(
+        {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
+        _path(directory, world.rank),
+        metadata={"layout": json.dumps(layout)},
+    )
+
+
+def load_state(directory: Path, world: World) -> dict[str, torch.Tensor]:
+    """Read on the CPU what this rank saved. Raises CheckpointError."""
+    path = _path(directory, world.rank)
+    try:
+        with safe_open(path, framework="pt") as file:
+            ranks = int(json.loads(file.metadata()["layout"])["ranks"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        what = f"this rank's part of the checkpoint cannot be read: {error}"
+        fix = "resume from an older checkpoint, with the number of processes that wrote it"
+        raise CheckpointError(what, where=str(path), fix=fix) from error
+    if ranks != world.size:
+        what = f"the checkpoint was written by {ranks} processes and this run has {world.size}"
+        raise CheckpointError(what, where=str(path), fix=f"resume with --processes {ranks}")
+    return tensors
+
+
+def _path(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank:05d}.safetensors"
 
 
 class TorchEngine:
     """Trains `module`; subclasses decide where weights, gradients and fp32 masters are."""
 
-    sharded = False
-    """Whether each rank holds a part of every tensor that AdamW steps."""
+    sharded = False  # Whether each rank holds a part of every tensor that AdamW steps
 
     def __init__(
         self,
@@ -32,10 +75,8 @@ class TorchEngine:
         optimizer: schema.Optimizer,
         world: World,
     ) -> None:
-        self.world = world
-        self.module = module
-        self._strategy = strategy
-        self._settings = optimizer
+        self.world, self.module = world, module
+        self._strategy, self._settings = strategy, optimizer
         decay = decay_by_name(module, optimizer.weight_decay)
         move_buffers(module, world.device)
         tensors, replicated = self._prepare(blocks, fill)

@@ -35,12 +35,10 @@ class StepResult:
 
     loss: torch.Tensor
     """Cross entropy in nats per target token, over all ranks and micro-batches; fp32 scalar."""
-    grad_norm: torch.Tensor
-    """Global L2 norm of the gradient of that loss, before clipping; fp32 scalar."""
+    grad_norm: torch.Tensor  # Global L2 norm of the gradient of that loss, before clipping; fp32 scalar
     skipped: torch.Tensor
     """1.0 where the optimizer step was not applied because a value was not finite; fp32 scalar."""
-    loss_scale: torch.Tensor | None = None
-    """fp16's loss scale, fp32 scalar; None otherwise."""
+    loss_scale: torch.Tensor | None = None  # fp16's loss scale, fp32 scalar; None otherwise
 
 
 class Engine(Protocol):

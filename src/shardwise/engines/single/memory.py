@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise.simulate.memory.engine import EngineMemory
+from shardwise.simulate.memory.engine import EngineMemory, fill
 from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import fill
 from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.strategy import Strategy
 
@@ -14,8 +13,7 @@ class SingleMemory(EngineMemory):
     """Weights in the computation's format; masters, moments and gradients in fp32."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
-        self._trace = trace
-        self._masters = strategy.precision != "fp32"
+        self._trace, self._masters = trace, strategy.precision != "fp32"
         self._gradients: dict[int, Block] = {}
 
     def build(self, memory: GpuMemory) -> None:
@@ -43,6 +41,5 @@ class SingleMemory(EngineMemory):
 
     def step(self, memory: GpuMemory) -> None:
         memory.scratch(OPTIMIZER, *[FP32] * len(self._gradients))  # the norm of each
-        for block in self._gradients.values():
-            memory.give(block)
+        memory.give(*self._gradients.values())
         self._gradients.clear()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.engines.descriptor import EngineSpec, refuse
+from shardwise.engines.descriptor import EngineSpec
 from shardwise.engines.facts import Rule
 from shardwise.engines.single.memory import SingleMemory
 from shardwise.engines.single.time import SingleSchedule
+from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.memory.engine import EngineMemory
 from shardwise.simulate.step_trace import StepTrace
@@ -55,4 +56,4 @@ class Single(EngineSpec):
     def check_launcher(self, target: str, strategy: Strategy) -> None:
         if target != "torchrun":
             what = f"{strategy.name} runs in one process and needs no configuration"
-            refuse(what, where="--to", fix="--to torchrun, or `python train.py`")
+            raise JobError(what, where="--to", fix="--to torchrun, or `python train.py`")

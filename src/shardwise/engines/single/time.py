@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shardwise.simulate.step_trace import FP32
-from shardwise.simulate.time.schedule import Schedule
-from shardwise.simulate.time.traffic import ADAMW_BYTES, NORM_BYTES, added, converted
+from shardwise.simulate.time.schedule import ADAMW_BYTES, NORM_BYTES, Schedule, added, converted
 
 
 class SingleSchedule(Schedule):

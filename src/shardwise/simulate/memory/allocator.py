@@ -89,10 +89,7 @@ class CachingAllocator:
     def take(self, size_bytes: int, stream: int = 0, account: int = 0) -> Block:
         """Allocate more than 0 bytes for use on a stream (malloc, alloc_found_block).
 
-        `account` comes back in the block.
-
-        Raises:
-            OutOfMemoryError: neither the cache nor the device has room. The cache has then been given back.
+        `account` comes back in the block. OutOfMemoryError: neither the cache nor the device has room.
         """
         size = (size_bytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES
         pool = (self._small if size <= SMALL_BYTES else self._large).get(stream) or self.pool(size, stream)
@@ -123,17 +120,11 @@ class CachingAllocator:
         self.requested_bytes += span.requested
 
     def _note_peaks(self, allocated: int) -> None:
-        if allocated > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = allocated
-        if allocated + self._deferred_bytes > self.peak_active_bytes:
-            self.peak_active_bytes = allocated + self._deferred_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
+        self.peak_active_bytes = max(self.peak_active_bytes, allocated + self._deferred_bytes)
 
     def give(self, block: Block) -> None:
-        """Free a block (free, free_block).
-
-        Raises:
-            KeyError: it was freed already.
-        """
+        """Free a block (free, free_block). KeyError: it was freed already."""
         pool, address, requested, _ = block
         size = pool.live.pop(address)
         self.allocated_bytes -= size
@@ -145,9 +136,6 @@ class CachingAllocator:
 
         It counts as active until `complete` says that those streams have passed the point of this call, or
         until memory is short and torch waits for them (synchronize_and_free_events).
-
-        Raises:
-            KeyError: it was freed already.
         """
         size = block.pool.live.pop(block.address)
         deferred = DeferredFree(block, size)
@@ -158,13 +146,12 @@ class CachingAllocator:
 
     def complete(self, deferred: DeferredFree) -> None:
         """Finish a deferred free, unless it was finished when memory was short."""
-        if deferred not in self._deferred:
-            return
-        del self._deferred[deferred]
-        pool, address, requested, _ = deferred.block
-        self._deferred_bytes -= deferred.size
-        self.requested_bytes -= requested
-        pool.put_back(address, deferred.size)
+        if deferred in self._deferred:
+            del self._deferred[deferred]
+            pool, address, requested, _ = deferred.block
+            self._deferred_bytes -= deferred.size
+            self.requested_bytes -= requested
+            pool.put_back(address, deferred.size)
 
     def empty_cache(self) -> None:
         """Give back every page without a block in use (emptyCache, release_cached_blocks)."""
@@ -177,19 +164,17 @@ class CachingAllocator:
         """The pool that serves requests of so many bytes (get_pool)."""
         small = size <= SMALL_BYTES
         pools = self._small if small else self._large
-        try:
-            return pools[stream]
-        except KeyError:
-            pools[stream] = pool = Pool(page_bytes=SMALL_PAGE_BYTES if small else LARGE_PAGE_BYTES)
-            return pool
+        if stream not in pools:
+            pools[stream] = Pool(page_bytes=SMALL_PAGE_BYTES if small else LARGE_PAGE_BYTES)
+        return pools[stream]
 
     def _obtain(self, pool: Pool, size: int, size_bytes: int) -> int:
-        """Use a block after growing the pool, if need be after giving the cache back (malloc)."""
-        address = self._from_device(pool, size)
+        """Use a block after growing the pool, maybe after giving the cache back (malloc, alloc_block)."""
+        address = pool.grow(size, self._reserve)
         if address < 0:
             self.empty_cache()
             self.alloc_retries += 1
-            address = self._from_device(pool, size)
+            address = pool.grow(size, self._reserve)
         if address < 0:
             raise OutOfMemoryError(
                 requested_bytes=size_bytes,
@@ -197,10 +182,6 @@ class CachingAllocator:
                 reserved_bytes=self.reserved_bytes,
             )
         return address
-
-    def _from_device(self, pool: Pool, size: int) -> int:
-        """The address of a block in a segment that grew, or -1 (alloc_block)."""
-        return pool.grow(size, self._reserve)
 
     def _reserve(self, size: int) -> bool:
         if self.reserved_bytes + size > self._capacity:

@@ -26,19 +26,14 @@ class GpuMemory:
     allocator: CachingAllocator
     accounts: list[int] = field(default_factory=lambda: [0] * 6)
     fullest: list[int] = field(default_factory=lambda: [0] * 6)
-    host_bytes: int = 0
-    """Of this process: what the engine keeps in host memory."""
+    host_bytes: int = 0  # Of this process: what the engine keeps in host memory
     _most: int = 0
     _where: str = "model"
     _most_here: int = 0
     _largest: dict[str, int] = field(default_factory=dict)
 
     def take(self, account: int, size_bytes: int, stream: int = 0) -> Block:
-        """Allocate. A stream other than 0 has memory of its own.
-
-        Raises:
-            OutOfMemoryError: the GPU is full.
-        """
+        """Allocate; a stream other than 0 has memory of its own. OutOfMemoryError: the GPU is full."""
         if not size_bytes:
             return _EMPTY
         allocator = self.allocator
@@ -52,11 +47,12 @@ class GpuMemory:
                 self.fullest = self.accounts.copy()
         return block
 
-    def give(self, block: Block) -> None:
-        """Free a block."""
-        if block.requested_bytes:
-            self.allocator.give(block)
-        self.accounts[block.account] -= block.requested_bytes
+    def give(self, *blocks: Block | None) -> None:
+        """Free blocks one after the other; None is nothing to free."""
+        for block in blocks:
+            if block is not None and block.requested_bytes:
+                self.allocator.give(block)
+                self.accounts[block.account] -= block.requested_bytes
 
     def run(self, span: Span, addresses: dict[int, int]) -> None:
         """Allocate and free what a span does; `addresses` are those of the trace's tensors."""
@@ -81,10 +77,11 @@ class GpuMemory:
         """Free what another stream still uses; no allocation gets its memory until `complete`."""
         return self.allocator.give_later(block) if block.requested_bytes else DeferredFree(block, 0)
 
-    def complete(self, deferred: DeferredFree) -> None:
-        """The other stream no longer uses it."""
-        self.allocator.complete(deferred)
-        self.accounts[deferred.block.account] -= deferred.block.requested_bytes
+    def complete(self, *frees: DeferredFree) -> None:
+        """The other stream no longer uses them."""
+        for deferred in frees:
+            self.allocator.complete(deferred)
+            self.accounts[deferred.block.account] -= deferred.block.requested_bytes
 
     def take_adamw_state(self, size_bytes: int) -> None:
         """Allocate what torch's AdamW keeps of one tensor: its step count and two moments of its size."""
@@ -93,8 +90,7 @@ class GpuMemory:
 
     def scratch(self, account: int, *sizes: int, stream: int = 0) -> None:
         """Allocate all of `sizes` at once, and free them."""
-        for block in [self.take(account, size, stream) for size in sizes]:
-            self.give(block)
+        self.give(*[self.take(account, size, stream) for size in sizes])
 
     def move(self, block: Block, account: int) -> Block:
         """Count the same memory on another account."""
@@ -111,10 +107,7 @@ class GpuMemory:
     def timeline(self) -> tuple[Moment, ...]:
         """The most that was allocated while each part ran, in the order of their first runs.
 
-        Without parts that allocated nothing, such as a frozen norm's backward pass or an optimizer on the
-        host: what was held then was not noted.
+        Without parts that allocated nothing: what was held then was not noted.
         """
         self._largest[self._where] = self._most_here
-        return tuple(
-            Moment(where=where, allocated_bytes=size) for where, size in self._largest.items() if size
-        )
+        return tuple(Moment(where=at, allocated_bytes=size) for at, size in self._largest.items() if size)

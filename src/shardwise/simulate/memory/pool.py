@@ -25,32 +25,22 @@ class Block(NamedTuple):
 
     pool: Pool
     address: int
-    requested_bytes: int
-    """Before rounding; 0 for a tensor without elements, which has no memory."""
-    account: int
-    """What the caller uses it for."""
+    requested_bytes: int  # Before rounding; 0 for a tensor without elements, which has no memory
+    account: int  # What the caller uses it for
 
 
 class Pool:
-    """The memory of one stream and one size class: one expandable segment. All numbers are bytes.
-
-    Attributes:
-        free: the free blocks (size, address), by size, then by address (BlockComparatorSizeCounterAddress).
-        starts, ends: the free blocks by the addresses at which they begin, and by those at which they end.
-        live: the sizes of the blocks in use by their addresses.
-        unmapped: the sizes of ranges of addresses without memory by the addresses at which they begin.
-        page_bytes: what the segment grows by.
-    """
+    """The memory of one stream and one size class: one expandable segment. All numbers are bytes."""
 
     __slots__ = ("ends", "free", "live", "page_bytes", "starts", "unmapped")
 
     def __init__(self, *, page_bytes: int) -> None:
-        self.free: list[Free] = []
-        self.starts: dict[int, Free] = {}
-        self.ends: dict[int, Free] = {}
-        self.live: dict[int, int] = {}
-        self.unmapped: dict[int, int] = {0: ADDRESSES}
-        self.page_bytes = page_bytes
+        self.page_bytes = page_bytes  # what the segment grows by
+        self.free: list[Free] = []  # by size, then by address (BlockComparatorSizeCounterAddress)
+        self.starts: dict[int, Free] = {}  # the free blocks by the addresses at which they begin
+        self.ends: dict[int, Free] = {}  # and by those at which they end
+        self.live: dict[int, int] = {}  # sizes of the blocks in use by their addresses
+        self.unmapped: dict[int, int] = {0: ADDRESSES}  # sizes of ranges without memory by their addresses
 
     def take(self, size: int) -> int:
         """Use the smallest free block that fits (get_free_block, alloc_found_block).

@@ -15,14 +15,7 @@ from shardwise.simulate.memory.engine import EngineMemory
 from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GpuMemory
 from shardwise.simulate.memory.spans import PRODUCT, steps
 from shardwise.simulate.prediction import Memory, MemoryTerms
-from shardwise.simulate.step_trace import (
-    BACKWARD,
-    BACKWARD_END,
-    FORWARD,
-    FORWARD_END,
-    GRADIENT,
-    StepTrace,
-)
+from shardwise.simulate.step_trace import BACKWARD, BACKWARD_END, FORWARD, FORWARD_END, GRADIENT, StepTrace
 from shardwise.strategy import Strategy
 
 STEPS = 2
@@ -37,30 +30,21 @@ thread of the forward pass has one, and that of the backward pass; they stay."""
 PLENTY = 1 << 90
 """Capacity of a replay that goes on where the GPU would be full, to say by how much."""
 
-MakeEngine = Callable[[], EngineMemory]
-
 
 def peak_memory(
     trace: StepTrace,
     strategy: Strategy,
     hardware: Hardware,
     *,
-    engine: MakeEngine,
+    engine: Callable[[], EngineMemory],
     outside_allocator_bytes: int,
     capacity_bytes: int,
 ) -> Memory:
-    """Memory of the fullest GPU.
+    """Memory of the fullest GPU, whose process may use `capacity_bytes`, context included.
 
-    Args:
-        trace: of one micro-batch.
-        strategy: what is run.
-        hardware: where it is run.
-        engine: makes the engine's allocations, before anything is built.
-        outside_allocator_bytes: GPU memory of the process outside torch's allocator.
-        capacity_bytes: GPU memory that the process may use, context included.
-
-    Where the GPU has room for all tensors but not for the allocator's cache, the memory is that of a run
-    whose allocator gives its cache back, if that is enough.
+    `engine` makes the engine's allocations, before anything is built. `outside_allocator_bytes`: GPU memory
+    of the process outside torch's allocator. Where the GPU has room for all tensors but not for the
+    allocator's cache, the memory is that of a run whose allocator gives its cache back, if that is enough.
     """
     memory, flushes = _run(trace, strategy, hardware, engine(), allocator_bytes=PLENTY)
     room = capacity_bytes - outside_allocator_bytes
@@ -94,14 +78,14 @@ def _run(
 ) -> tuple[GpuMemory, int]:
     """The memory after it was built and two steps, and how often the second gave the allocator's cache back.
 
-    Raises:
-        OutOfMemoryError: `allocator_bytes` is not enough.
+    OutOfMemoryError: `allocator_bytes` is not enough.
     """
     memory = GpuMemory(CachingAllocator(capacity_bytes=allocator_bytes))
     engine.build(memory)
-    for size in _batch_bytes(trace, strategy):
-        memory.take(ACTIVATIONS, size)
-    workspace = _workspace_bytes(hardware)
+    for _ in range(3 * strategy.accumulation):  # token ids, labels and positions of a step's micro-batches
+        memory.take(ACTIVATIONS, 8 * trace.tokens)
+    new = float(hardware.gpu.compute_capability or 0) >= HOPPER
+    workspace = WORKSPACE_BYTES if new else SMALL_WORKSPACE_BYTES
     before = 0
     for number in range(STEPS):
         before = memory.allocator.alloc_retries
@@ -139,13 +123,3 @@ def _replay(trace: StepTrace, memory: GpuMemory, engine: EngineMemory, workspace
             engine.backward_end(memory, event[1])
         elif kind == PRODUCT and workspace:
             memory.take(BUFFERS, workspace)
-
-
-def _batch_bytes(trace: StepTrace, strategy: Strategy) -> list[int]:
-    """Token ids, labels and positions of a step's micro-batches."""
-    return [8 * trace.tokens] * 3 * strategy.accumulation
-
-
-def _workspace_bytes(hardware: Hardware) -> int:
-    new = float(hardware.gpu.compute_capability or 0) >= HOPPER
-    return WORKSPACE_BYTES if new else SMALL_WORKSPACE_BYTES

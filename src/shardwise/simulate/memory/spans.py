@@ -28,16 +28,12 @@ class Span:
 
     moves: tuple[tuple[int, int, bool], ...]
     """A tensor; its rounded size if it is allocated, 0 if it is freed; whether it is in the small pool."""
-    allocated: int
-    """What the span adds to the allocated bytes, in rounded sizes."""
-    requested: int
-    """The same before rounding."""
-    most: int
-    """The most that it adds at any moment of it; NEVER where nothing is allocated."""
+    allocated: int  # What the span adds to the allocated bytes, in rounded sizes
+    requested: int  # The same before rounding
+    most: int  # The most that it adds at any moment of it; NEVER where nothing is allocated
     accounts: tuple[tuple[int, int], ...]
     """What it adds to each account, before rounding: pairs of account and bytes."""
-    accounts_at_most: tuple[tuple[int, int], ...]
-    """The same up to the first moment of the most."""
+    accounts_at_most: tuple[tuple[int, int], ...]  # The same up to the first moment of the most
 
 
 Step = tuple[Span | None, Event]
@@ -101,10 +97,6 @@ def _span(run: Sequence[tuple[int, int, int]]) -> Span:
         allocated=allocated,
         requested=sum(accounts.values()),
         most=most,
-        accounts=_changed(accounts),
-        accounts_at_most=_changed(at_most),
+        accounts=tuple((account, size) for account, size in accounts.items() if size),
+        accounts_at_most=tuple((account, size) for account, size in at_most.items() if size),
     )
-
-
-def _changed(accounts: dict[int, int]) -> tuple[tuple[int, int], ...]:
-    return tuple((account, size) for account, size in accounts.items() if size)

@@ -1,7 +1,7 @@
-"""Seconds of one operator on a GPU: for its computation or for its bytes, whichever is longer.
+"""What one operator costs: seconds and joules of the GPU, and seconds in which the host issues it.
 
-The roofline model (Williams, Waterman, Patterson 2009), at the shares of the GPU's peaks that kernels really
-reach (`efficiency.toml`).
+The roofline model (Williams, Waterman, Patterson 2009) takes the computation or the bytes, whichever is
+longer, at the shares of the GPU's peaks that kernels really reach (`efficiency.toml`).
 """
 
 from __future__ import annotations
@@ -142,3 +142,80 @@ def bandwidth_key(op: Op) -> str:
     if op.kind == "elementwise" and op.read_bytes > op.written_bytes and op.read_bytes % op.written_bytes:
         return "mask" if op.name == "add" and op.item_bytes == 4 else "broadcast"
     return op.kind if op.kind in table()["bandwidth"] else "elementwise"
+
+
+class Host:
+    """Seconds in which the host issues a call (`[host]` of `efficiency.toml`): Python and torch's dispatcher.
+
+    They bind a small model. They depend on the processor far less than on the number of calls, so all
+    processors are alike here.
+    """
+
+    def __init__(self) -> None:
+        self._rules: dict[str, float] = table()["host"]
+
+    def forward(self, op: Op) -> float:
+        """An operator called from Python, through modules and the dispatcher, recorded by autograd."""
+        return self._rules[_own(op) or "forward"]
+
+    def backward(self, op: Op) -> float:
+        """An operator called by autograd's thread; what is Python in the forward pass is Python here, too."""
+        return self._rules[_own(op) or "backward"]
+
+    def seconds(self, what: str) -> float:
+        """A row of `[host]`."""
+        return self._rules[what]
+
+
+def _own(op: Op) -> str:
+    """The row of `[host]` for this operator alone, if any."""
+    if op.name.startswith(_TRITON):
+        return "triton"
+    if op.name.startswith("dequantize_"):
+        return op.name
+    return "cudnn" if op.name.startswith("_scaled_dot_product_cudnn") else ""
+
+
+_TRITON = ("liger_", "causal_conv", "selective_scan")
+"""Prefixes of operators that are Triton kernels, Liger's or our own."""
+
+
+class Draw:
+    """Energy that one GPU draws (`[energy]` of `efficiency.toml`).
+
+    E = constant watts x seconds + joules per FLOP x FLOPs + joules per byte x bytes moved, as in the roofline
+    model of energy (Choi, Bedard, Fowler, Vuduc 2013, IPDPS). GPUs only, without CPUs, network and power
+    supplies. Constant draw and FLOPs are shares of its power limit; a byte costs as much as on the H200.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        rules = table()["energy"]
+        half = max(gpu.flops.get("bf16", 0.0), gpu.flops.get("fp16", 0.0), gpu.flops["fp32"])
+        self.constant_watts: float = rules["constant"] * gpu.power_watts
+        self.limit_watts: float = rules["limit"] * gpu.power_watts
+        self._flop: dict[str, float] = {
+            kind: rules[kind] * gpu.power_watts / half for kind in ("matmul", "attention")
+        }
+        self._fp32: float = rules["fp32"] * gpu.power_watts / gpu.flops["fp32"]
+        self._byte: float = rules["joules_per_byte"]
+        self._operand_byte: float = rules["joules_per_operand_byte"]
+
+    def joules(self, op: Op) -> float:
+        """Joules of one operator, without the constant draw."""
+        num_bytes = op.read_bytes + op.written_bytes
+        if op.kind not in self._flop:
+            return self.moving(num_bytes)
+        per_flop = self._flop[op.kind] if op.item_bytes < 4 else self._fp32
+        flops = op.flops
+        if op.kind == "attention":  # with heads filled up to its kernel's size
+            kernel = "cudnn" if "cudnn" in op.name else "flash"
+            flops *= filled(op.shape[5], table()["attention"][kernel]["heads"])
+        return flops * per_flop + num_bytes * self._operand_byte
+
+    def moving(self, num_bytes: float) -> float:
+        """Joules of kernels that read and write `num_bytes` and compute little."""
+        return num_bytes * self._byte
+
+    def powered_seconds(self, joules: float) -> float:
+        """Least seconds of work of so many joules: above its power limit the GPU lowers its clock."""
+        return joules / (self.limit_watts - self.constant_watts)

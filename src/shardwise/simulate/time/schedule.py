@@ -1,4 +1,4 @@
-"""The part of an optimizer step's schedule that all engines share: a trace on the streams of one GPU."""
+"""What engines share of an optimizer step's schedule: a trace on one GPU's streams, and bytes of kernels."""
 
 from __future__ import annotations
 
@@ -7,15 +7,45 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.fp32_params import fp32_parameters, without
-from shardwise.simulate.step_trace import FP32, StepTrace
+from shardwise.simulate.step_trace import FP32, StepTrace, fp32_parameters, without
 from shardwise.simulate.time import collectives as communication
-from shardwise.simulate.time import traffic
-from shardwise.simulate.time.host import Host
-from shardwise.simulate.time.roofline import table
+from shardwise.simulate.time.roofline import Host, table
 from shardwise.simulate.time.segments import Segment, segments, without_gradients
 from shardwise.simulate.time.streams import Clocks, Streams, Work
 from shardwise.strategy import Strategy
+
+
+def copied(item: int) -> int:
+    """Read and written once: a copy, or a value scaled in place. `item`: bytes of an element."""
+    return 2 * item
+
+
+def converted(source: int, target: int) -> int:
+    """Read in one format and written in another."""
+    return source + target
+
+
+def added(item: int, total: int) -> int:
+    """Read and added to a sum of `total` bytes, which is read and written."""
+    return item + 2 * total
+
+
+NORM_BYTES = FP32
+"""A norm reads each fp32 gradient (torch._foreach_norm)."""
+
+ADAMW_BYTES = 7 * FP32
+"""torch's fused AdamW reads weight, gradient and both moments in fp32, and writes all but the gradient
+(FusedAdamKernel.cu)."""
+
+TORCH_CPU_ADAMW_BYTES = ADAMW_BYTES + FP32
+"""In host memory, with the clipped gradient written back by torch as it goes."""
+
+DEEPSPEED_CPU_ADAMW_BYTES = ADAMW_BYTES + copied(FP32)
+"""In host memory, after DeepSpeed has clipped the gradient in place (unscale_and_clip_grads)."""
+
+NVME_ADAMW_BYTES = 7 * FP32
+"""On a drive: weight, moments and gradient are read, all but the gradient are written
+(pipelined_optimizer_swapper.py)."""
 
 
 class Schedule:
@@ -25,13 +55,11 @@ class Schedule:
     where these are the same again, the recorded work is used again.
     """
 
-    sums_over_ranks = True
-    """Whether gradients of fp32 parameters are concatenated and summed over the ranks."""
+    sums_over_ranks = True  # Whether gradients of fp32 parameters are concatenated and summed over the ranks
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         apart = fp32_parameters(trace, strategy.precision)
-        self.trace = without(trace, apart) if apart else trace
-        """As the engine sees it."""
+        self.trace = without(trace, apart) if apart else trace  # As the engine sees it
         self.strategy = strategy
         self.streams = Streams(hardware, trace.precision)
         self.host = Host()
@@ -42,16 +70,14 @@ class Schedule:
         self.ranks = strategy.data_parallel
         self.neighbours = min(hardware.gpus_per_node, strategy.world_size)
         assert trace.tensor_parallel == strategy.tensor_parallel, "a trace is that of one degree"
-        self.segments = [
-            without_gradients(segment, trace, of=apart) for segment in segments(trace, hardware.gpu)
-        ]
+        cut = segments(trace, hardware.gpu)
+        self.segments = [without_gradients(segment, trace, of=apart) for segment in cut]
         self.apart = [float(trace.parameters[index].numel) for index in trace.trainable if index in apart]
         """Elements of the trained parameters that are kept in fp32, apart from the engine."""
         self.trainable = sum(self.elements(index) for index in trace.trainable)
         self.arriving: dict[int, int] = {}
         """Sharded weights on their way: whose, and the event of their arrival."""
-        self.gathered: set[int] = set()
-        """Sharded weights that are gathered."""
+        self.gathered: set[int] = set()  # Sharded weights that are gathered
         self._known: dict[Any, tuple[list[Work], dict[int, int], set[int]]] = {}
 
     def step(self, clocks: Clocks) -> None:
@@ -76,25 +102,25 @@ class Schedule:
     def _passes(self, *, first: bool, last: bool) -> None:
         self.micro_batch(first=first, last=last)
         if self.apart and not first:  # autograd adds to the gradients
-            self.streams.move(traffic.added(FP32, FP32) * sum(self.apart), kernels=len(self.apart))
+            self.streams.move(added(FP32, FP32) * sum(self.apart), kernels=len(self.apart))
 
     @cached_property
     def _update(self) -> list[Work]:
-        return self._recorded(self.update if not self.apart else self._update_both)
+        return self._recorded(self._update_both if self.apart else self.update)
 
     def _update_both(self) -> None:
         """The engine's update between those of fp32 parameters: sum over ranks, norm, AdamW."""
         streams, elements = self.streams, sum(self.apart)
-        if self.sums_over_ranks:  # runtime/fp32_params.py: concatenated, summed, divided
-            streams.move(traffic.copied(FP32) * elements, "foreach_copy")
+        if self.sums_over_ranks:  # runtime/parameters.py: concatenated, summed, divided
+            streams.move(copied(FP32) * elements, "foreach_copy")
             seconds = communication.all_reduce(FP32 * elements, self.group)
             if self.ranks > 1:
-                moved = traffic.copied(FP32) * elements
+                moved = copied(FP32) * elements
                 streams.compute_waits(streams.communicate(seconds, moved, after_compute=True))
-            streams.move(traffic.copied(FP32) * elements)
-        streams.move(traffic.NORM_BYTES * elements, "foreach_norm")
+            streams.move(copied(FP32) * elements)
+        streams.move(NORM_BYTES * elements, "foreach_norm")
         self.update()
-        streams.move(traffic.ADAMW_BYTES * elements, "fused_adamw")
+        streams.move(ADAMW_BYTES * elements, "fused_adamw")
 
     @cached_property
     def _between(self) -> list[Work]:
@@ -146,11 +172,9 @@ def cpu_seconds(num_bytes: float, processes: int, *, by: str) -> float:
 
 def pageable_seconds(num_bytes: float) -> float:
     """Seconds of a copy to the GPU from host memory that is not page-locked."""
-    rate: float = table()["cpu"]["pageable_bytes_per_second"]
-    return num_bytes / rate
+    return num_bytes / float(table()["cpu"]["pageable_bytes_per_second"])
 
 
 def nvme_seconds(num_bytes: float, processes: int) -> float:
     """Seconds in which a node's drive reads or writes `num_bytes` for each of its `processes`."""
-    rate: float = table()["cpu"]["nvme_bytes_per_second"]
-    return num_bytes * processes / rate
+    return num_bytes * processes / float(table()["cpu"]["nvme_bytes_per_second"])

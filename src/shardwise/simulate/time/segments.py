@@ -6,33 +6,23 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shardwise.hardware.catalog import Gpu
-from shardwise.simulate.energy import Draw
 from shardwise.simulate.step_trace import BACKWARD, FORWARD, FORWARD_END, GRADIENT, OP, StepTrace
-from shardwise.simulate.time.host import Host
-from shardwise.simulate.time.roofline import Roofline
+from shardwise.simulate.time.roofline import Draw, Host, Roofline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """The operators between the start of one unit's pass and that of the next unit's."""
 
-    unit: int
-    """Index into the trace's units; -1 before the first and between forward and backward pass."""
+    unit: int  # Index into the trace's units; -1 before the first and between forward and backward pass
     backward: bool
-    seconds: float
-    """The GPU's kernels, at full clock."""
-    joules: float
-    """Joules of the kernels, without the GPU's constant draw."""
-    host_seconds: float
-    """Time in which the host issues them."""
-    read_back: bool
-    """Whether the process waits at its beginning, to read a number that the segment computes."""
-    passes: int
-    """Forward and backward passes in it: 2 where a backward pass computes the forward pass again."""
-    gradients: tuple[int, ...] = ()
-    """Parameters whose gradient it completes."""
-    learned: float = 0.0
-    """Their elements on this GPU."""
+    seconds: float  # The GPU's kernels, at full clock
+    joules: float  # Joules of the kernels, without the GPU's constant draw
+    host_seconds: float  # Time in which the host issues them
+    read_back: bool  # Whether the process waits at its beginning, to read a number that the segment computes
+    passes: int  # Forward and backward passes in it: 2 where a backward pass computes the forward pass again
+    gradients: tuple[int, ...] = ()  # Parameters whose gradient it completes
+    learned: float = 0.0  # Their elements on this GPU
     sums: tuple[int, ...] = ()
     """Bytes of each sum over the tensor-parallel group in it; they are not in `seconds` and `joules`."""
 

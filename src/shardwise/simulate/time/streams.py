@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.energy import Draw
-from shardwise.simulate.time.host import Host
-from shardwise.simulate.time.roofline import Roofline, table
+from shardwise.simulate.time.roofline import Draw, Host, Roofline, table
 
 COMPUTE, COMMUNICATE, COMPUTE_WAITS, COPY, ISSUE = range(5)
 HOST_READS, HOST_WAITS, COMMUNICATION_WAITS, SETTLE, PEERS = range(5, 10)
@@ -46,8 +44,7 @@ class Totals:
     compute: float = 0.0
     communication: float = 0.0
     exposed: float = 0.0
-    exposed_to_peers: float = 0.0
-    """The share of that for sums over the tensor-parallel group."""
+    exposed_to_peers: float = 0.0  # The share of that for sums over the tensor-parallel group
     exposed_to_copies: float = 0.0
     """Waiting for copies between host and GPU, by the computation or by a collective it waits for."""
     copy: float = 0.0
@@ -96,25 +93,20 @@ class Streams:
 
     def moving(self, num_bytes: float, key: str = "elementwise", kernels: int = 1) -> float:
         """Seconds of such kernels."""
-        one = self.roofline.moving(num_bytes / max(kernels, 1), key)
-        return one * kernels
+        return self.roofline.moving(num_bytes / max(kernels, 1), key) * kernels
 
     def communicate(
         self, seconds: float, num_bytes: float, *, after_compute: bool, done: int = LATEST
     ) -> int:
         """A collective after those before it; returns `done`, the event of its end.
 
-        `num_bytes`: what it reads and writes of this GPU's memory. `after_compute`: it needs the computation
-        so far.
+        `num_bytes`: read and written in this GPU's memory. `after_compute`: it needs the computation so far.
         """
         self.work.append((COMMUNICATE, seconds, self.draw.moving(num_bytes), after_compute, done))
         return done
 
     def sum_over_peers(self, seconds: float, num_bytes: float) -> None:
-        """Collectives of the tensor-parallel group, which run on the stream of the computation itself.
-
-        `seconds`: with the links to themselves. `num_bytes`: what they read and write of this GPU's memory.
-        """
+        """Collectives of the tensor-parallel group, on the computation's own stream, in all `seconds`."""
         self.work.append((PEERS, seconds, self.draw.moving(num_bytes)))
 
     def communication_waits(self, until: int) -> None:

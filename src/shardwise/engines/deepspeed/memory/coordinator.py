@@ -34,8 +34,7 @@ class _Gathering:
 
     buffer: Block | None
     parameters: list[int]
-    awaited: int
-    """How many of them no module has waited for yet."""
+    awaited: int  # How many of them no module has waited for yet
     done: bool = False
     """Whether the parameters have been copied out of the buffer, all at once (AllGatherCoalescedHandle)."""
 
@@ -64,17 +63,15 @@ class Coordinator:
         """The order in which they were partitioned (ds_id), in which they are gathered."""
         self._calls = calls_of(trace)
         self._uses = [(p, step) for step, call in enumerate(self._calls) for p in self._direct(call)]
-        self._passes = 0
-        self._step = 0
+        self._passes = self._step = self._live = 0
         self._queue: deque[tuple[int, int]] = deque()
         self._fetched_at: dict[int, int] = {}  # __most_recent_step_id_param_fetched_for
-        self._live = 0
         self._gathered: dict[int, Block | None] = {}
         self._coming: dict[int, _Gathering] = {}
         self._released_at: dict[tuple[int, int], frozenset[int]] = {}
-        self._latest: list[Block] = []
-        self._earlier: list[Block] = []
-        """Released since the latest module began, and before that (engines/deepspeed/runtime/release.py)."""
+        self._latest: list[Block | None] = []
+        self._earlier: list[Block | None] = []
+        """Released since the latest module began, and before that (engines/deepspeed/runtime/patches.py)."""
 
     def _direct(self, call: int) -> Sequence[int]:
         return sorted(self._trace.units[call].parameters, key=self._ids.__getitem__) if call >= 0 else ()
@@ -90,8 +87,7 @@ class Coordinator:
     def begin(self, memory: GpuMemory) -> None:
         """A forward pass begins (reset_step)."""
         self._passes += 1
-        self._step = 0
-        self._live = 0
+        self._step = self._live = 0
         self._fetched_at = {}
         self._queue = deque(self._uses) if self._complete else deque()
         self._call_others(memory)
@@ -107,7 +103,6 @@ class Coordinator:
 
     def _fetch(self, memory: GpuMemory, call: int) -> None:
         self._give_earlier(memory)
-        self._earlier, self._latest = self._latest, []
         wanted = self._direct(call)
         self._gather(memory, wanted)
         # DeepSpeed iterates over a set, in any order. Here buffers are freed last.
@@ -116,7 +111,7 @@ class Coordinator:
             self._copy_out(memory, gathering)
         for gathering in coming:
             gathering.awaited -= 1
-            if not gathering.awaited and gathering.buffer is not None and len(gathering.parameters) > 1:
+            if not gathering.awaited and len(gathering.parameters) > 1:
                 memory.give(gathering.buffer)
         if self._complete:
             self._forget_queued(wanted)
@@ -124,9 +119,8 @@ class Coordinator:
         self._step += 1
 
     def _give_earlier(self, memory: GpuMemory) -> None:
-        for block in self._earlier:
-            memory.give(block)
-        self._earlier = []
+        memory.give(*self._earlier)
+        self._earlier, self._latest = self._latest, []
 
     def _forget_queued(self, wanted: Iterable[int]) -> None:
         new = {p for p in wanted if self._fetched_at.get(p, NEVER) < self._step}
@@ -159,17 +153,12 @@ class Coordinator:
         if self._world > 1:
             parts = [self._item[p] * self.part(p) for p in missing]
             buffer = memory.take(WEIGHTS, self._world * sum(parts), GATHER)
-            if self._offload:
-                self._copy_in(memory, missing)
+            if self._offload:  # partitions from the host, those of persistent parameters excepted
+                sizes = [self._item[p] * self.part(p) for p in missing if p not in self.persistent]
+                memory.give(*[memory.take(WEIGHTS, size, GATHER) for size in sizes])
         gathering = _Gathering(buffer, missing, len(missing))
         for parameter in missing:
             self._coming[parameter] = gathering
-
-    def _copy_in(self, memory: GpuMemory, parameters: Iterable[int]) -> None:
-        """Partitions from the host, those of persistent parameters excepted."""
-        sizes = [self._item[p] * self.part(p) for p in parameters if p not in self.persistent]
-        for block in [memory.take(WEIGHTS, size, GATHER) for size in sizes]:
-            memory.give(block)
 
     def _copy_out(self, memory: GpuMemory, gathering: _Gathering) -> None:
         if gathering.done:
@@ -178,14 +167,10 @@ class Coordinator:
         if len(gathering.parameters) == 1 and self._world > 1:
             self._gathered[gathering.parameters[0]] = gathering.buffer  # _all_gather_sequential
             return
+        in_place = self._world == 1 and not self._offload  # on one GPU its partition, unless on the host
         for parameter in gathering.parameters:
-            self._gathered[parameter] = self._own(memory, parameter)
-
-    def _own(self, memory: GpuMemory, parameter: int) -> Block | None:
-        """A gathered parameter's own memory; on one GPU that is its partition, unless it is on the host."""
-        if self._world == 1 and not self._offload:
-            return None
-        return memory.take(WEIGHTS, self._item[parameter] * self._numel[parameter], GATHER)
+            size = self._item[parameter] * self._numel[parameter]
+            self._gathered[parameter] = None if in_place else memory.take(WEIGHTS, size, GATHER)
 
     def part(self, parameter: int) -> int:
         """Elements of a parameter on each rank (_aligned_size)."""
@@ -195,32 +180,25 @@ class Coordinator:
         """A unit's forward or backward pass is over (release_sub_module)."""
         wanted = self._trace.units[unit].parameters
         going = self._not_needed_soon(unit) if self._complete else frozenset(wanted)
-        for parameter in wanted:
-            if parameter in going:
-                self._drop(parameter)
+        self._drop(parameter for parameter in wanted if parameter in going)
 
-    def _drop(self, parameter: int) -> None:
-        if parameter in self._gathered:
-            block = self._gathered.pop(parameter)
-            self._live -= self._numel[parameter]
-            if block is not None:
-                self._latest.append(block)
+    def _drop(self, parameters: Iterable[int]) -> None:
+        for parameter in parameters:
+            if parameter in self._gathered:
+                self._latest.append(self._gathered.pop(parameter))
+                self._live -= self._numel[parameter]
 
     def _not_needed_soon(self, unit: int) -> frozenset[int]:
         """Parameters to release: not persistent, and not used again soon (__params_to_release)."""
         key = (unit, self._step)
         if key not in self._released_at:
-            candidates = {
-                p
-                for p in self._trace.units[unit].parameters
-                if p not in self.persistent and self._fetched_at.get(p, NEVER) <= self._step
-            }
+            mine = self._trace.units[unit].parameters
+            fetched = {p for p in mine if self._fetched_at.get(p, NEVER) <= self._step}
             # A block has no direct parameters: they belong to its layers.
             uses = self._below if self._trace.units[unit].block >= 0 else self._own_of
-            later = (
-                (used, sum(self._numel[p] for p in used)) for used in map(uses, self._calls[self._step :])
-            )
-            self._released_at[key] = policy.released(candidates, later, limit=self._limit)
+            used = map(uses, self._calls[self._step :])
+            later = ((parameters, sum(self._numel[p] for p in parameters)) for parameters in used)
+            self._released_at[key] = policy.released(fetched - self.persistent, later, limit=self._limit)
         return self._released_at[key]
 
     def _own_of(self, call: int) -> Sequence[int]:
@@ -228,10 +206,8 @@ class Coordinator:
 
     def release_all(self, memory: GpuMemory) -> None:
         """Before the optimizer's step (partition_all_parameters)."""
-        for parameter in list(self._gathered):
-            self._drop(parameter)
+        self._drop(list(self._gathered))
         self._give_earlier(memory)
-        self._earlier, self._latest = self._latest, []
         self._give_earlier(memory)
 
     def gather_persistent(self, memory: GpuMemory) -> None:

@@ -6,10 +6,9 @@ from shardwise.engines.deepspeed import policy
 from shardwise.engines.deepspeed.config import NVME_BUFFER, sums_in_fp32
 from shardwise.engines.deepspeed.memory.coordinator import Coordinator
 from shardwise.simulate.memory.allocator import DeferredFree
-from shardwise.simulate.memory.engine import EngineMemory
+from shardwise.simulate.memory.engine import EngineMemory, fill, pinned
 from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import fill, pinned
 from shardwise.simulate.step_trace import ALLOC, BACKWARD, FP32, FP64, FREE, GRADIENT, StepTrace
 from shardwise.strategy import Strategy
 
@@ -36,13 +35,11 @@ class Zero3Memory(EngineMemory):
         self._world = strategy.data_parallel
         self._item = FP32 if strategy.precision == "fp32" else 2
         self._places = (strategy.offload_optimizer, strategy.offload_parameters)
-        self._offload = strategy.offload_optimizer != "none"
-        self._offload_parameters = strategy.offload_parameters != "none"
+        self._offload, self._offload_parameters = (place != "none" for place in self._places)
         self._sum_item = FP32 if sums_in_fp32(strategy) else self._item
         self._coordinator = Coordinator(trace, strategy)
-        self._unit_of = {
-            p: i for i, unit in enumerate(trace.units) if unit.block >= 0 for p in unit.parameters
-        }
+        blocks = [(i, unit) for i, unit in enumerate(trace.units) if unit.block >= 0]
+        self._unit_of = {parameter: i for i, unit in blocks for parameter in unit.parameters}
         self._output_gradient = _output_gradient_bytes(trace)
         self._groups = self._sub_groups()
         self._bucket = policy.Bucket(trace, strategy)
@@ -50,9 +47,7 @@ class Zero3Memory(EngineMemory):
         self._oversized: list[Block] = []  # gradients larger than a bucket
         self._deferred: list[DeferredFree] = []
         self._running: list[int] = []
-        self._in_backward = False
-        self._last = True
-        self._states = False
+        self._in_backward, self._last, self._states = False, True, False
 
     def _part(self, parameter: int) -> int:
         return self._coordinator.part(parameter)
@@ -84,31 +79,31 @@ class Zero3Memory(EngineMemory):
         if self._offload_parameters:
             memory.host_bytes += self._parameter_host_bytes()
         else:  # moved into one buffer by way of the host (defragment)
-            for block in partitions:
-                memory.give(block)
+            memory.give(*partitions)
             memory.allocator.empty_cache()
             memory.take(WEIGHTS, self._item * total)
         if self._offload:
             memory.host_bytes += self._optimizer_host_bytes()
-        elif self._item != FP32 or self._offload_parameters:
-            self._make_masters(memory)
-        if not self._offload:
+        else:
+            if self._item != FP32 or self._offload_parameters:
+                self._make_masters(memory)
             memory.scratch(OPTIMIZER, FP32 * max(self._numels()))  # initialize_optimizer_states
         memory.take(BUFFERS, self._item * self._bucket.size)
         if not self._offload:
             memory.take(GRADIENTS, self._sum_item * total)  # grad_partitions_flat_buffer
-        self._make_hooks(memory)
+        for index in self._trace.trainable:  # gathered and released (create_reduce_and_remove_grad_hooks)
+            size = self._item * self._part(index)
+            if self._world > 1:
+                memory.scratch(WEIGHTS, self._world * size, *([size] if self._offload_parameters else []))
 
     def _make_masters(self, memory: GpuMemory) -> None:
         """Convert weights, then copy them (_create_fp32_partitions); the last conversion is freed late."""
         converted: Block | None = None
         for numel in self._numels():
             before, converted = converted, memory.take(OPTIMIZER, FP32 * numel)
-            if before is not None:
-                memory.give(before)
+            memory.give(before)
             memory.take(OPTIMIZER, FP32 * numel)
-        if converted is not None:
-            memory.give(converted)
+        memory.give(converted)
 
     def _shard(self, memory: GpuMemory) -> list[Block]:
         """Partition part by part (engines/deepspeed/runtime/engine.py: _shard); return the trained ones."""
@@ -124,13 +119,6 @@ class Zero3Memory(EngineMemory):
                         partitions.append(block)
                 memory.give(weights[index])
         return partitions
-
-    def _make_hooks(self, memory: GpuMemory) -> None:
-        """Gather each trainable parameter and release it (create_reduce_and_remove_grad_hooks)."""
-        for index in self._trace.trainable:
-            size = self._item * self._part(index)
-            if self._world > 1:
-                memory.scratch(WEIGHTS, self._world * size, *([size] if self._offload_parameters else []))
 
     def _parameter_host_bytes(self) -> int:
         """Single partitions (_partition_param), which torch keeps for reuse, and all trained ones together.
@@ -156,8 +144,7 @@ class Zero3Memory(EngineMemory):
         return total + masters + gradients + 2 * masters
 
     def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
-        self._last = last
-        self._in_backward = False
+        self._in_backward, self._last = False, last
         self._coordinator.begin(memory)
 
     def forward(self, memory: GpuMemory, unit: int) -> None:
@@ -180,8 +167,7 @@ class Zero3Memory(EngineMemory):
         self._deferred += [memory.give_later(block) for block in blocks]
 
     def _complete(self, memory: GpuMemory) -> None:
-        for deferred in self._deferred:
-            memory.complete(deferred)
+        memory.complete(*self._deferred)
         self._deferred.clear()
 
     def _next_unit(self, memory: GpuMemory) -> None:
@@ -240,14 +226,12 @@ class Zero3Memory(EngineMemory):
         fp32_parts: list[Block] = []
         if self._sum_item != self._item:
             fp32_parts = [memory.take(BUFFERS, self._sum_item * numel, REDUCTION) for numel in parts]
-            if flat is not None:
-                memory.give(flat)
-                flat = None
+            memory.give(flat)
+            flat = None
         if self._offload:
             for numel in parts:
                 self._to_host(memory, numel)
-        for block in [*fp32_parts, *([flat] if flat is not None else [])]:
-            memory.give(block)
+        memory.give(*fp32_parts, flat)
         self._free_later(memory, self._oversized)
         self._oversized.clear()
         self._bucket.clear()
@@ -282,13 +266,11 @@ class Zero3Memory(EngineMemory):
         gradient = memory.take(OPTIMIZER, self._sum_item * numel) if count > 1 else None
         if self._sum_item != FP32:
             converted = memory.take(OPTIMIZER, FP32 * numel)
-            if gradient is not None:
-                memory.give(gradient)
+            memory.give(gradient)
             gradient = converted
         if not self._states:
             memory.take_adamw_state(FP32 * numel)
-        if gradient is not None:
-            memory.give(gradient)
+        memory.give(gradient)
 
 
 def _output_gradient_bytes(trace: StepTrace) -> int:

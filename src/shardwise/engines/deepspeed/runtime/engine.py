@@ -32,15 +32,16 @@ from shardwise.engines.deepspeed.runtime.extensions import needed_operators, wai
 from shardwise.engines.deepspeed.runtime.patches import (
     drop_first_batch_check,
     join_norm,
+    release_in_order,
     skip_shared_memory_transport,
     use_joint_norms,
 )
-from shardwise.engines.deepspeed.runtime.release import release_in_order
 from shardwise.engines.deepspeed.runtime.tensor_parallel import check_same_rows, cut_by_plan, gathered
 from shardwise.engines.runtime.adamw import AdamW
-from shardwise.engines.runtime.fp32_params import Fp32Parameters
+from shardwise.engines.runtime.base import load_state, save_state
 from shardwise.engines.runtime.parameters import (
     Fill,
+    Fp32Parameters,
     chosen,
     decay_by_name,
     move_buffers,
@@ -49,7 +50,6 @@ from shardwise.engines.runtime.parameters import (
     trainable,
 )
 from shardwise.engines.runtime.protocol import StepResult, World
-from shardwise.engines.runtime.state import load_state, save_state
 from shardwise.errors import CheckpointError
 from shardwise.job import schema
 from shardwise.strategy import Strategy
@@ -69,8 +69,7 @@ class DeepSpeedEngine:
         optimizer: schema.Optimizer,
         world: World,
     ) -> None:
-        self.world = world
-        self._strategy = strategy
+        self.world, self._strategy = world, strategy
         self._diverged = False
         decay = decay_by_name(module, optimizer.weight_decay)
         self._config = deepspeed_config(
@@ -148,7 +147,9 @@ class DeepSpeedEngine:
             self._engine.backward(loss * factor, scale_wrt_gas=False)
             if not last:
                 self._engine.step()  # counts the micro-batch; the weights change at the last one only
-        loss = self._mean_loss(loss_sum, target_tokens)
+        loss = loss_sum / (target_tokens * self._strategy.tensor_parallel)  # its ranks hold the same one
+        if self.world.size > 1:
+            dist.all_reduce(loss)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._fp32.reduce(divisor=self.world.data_size)
@@ -181,15 +182,12 @@ class DeepSpeedEngine:
             save_state(directory, self.world, self._fp32_adamw.state())
 
     def load(self, directory: Path) -> None:
-        path, client_state = self._engine.load_checkpoint(
-            str(directory), tag=TAG, load_module_strict=not self._frozen
-        )
+        strict = not self._frozen
+        path, client_state = self._engine.load_checkpoint(str(directory), tag=TAG, load_module_strict=strict)
         if path is None:
-            raise CheckpointError(
-                "DeepSpeed found no state in the checkpoint",
-                where=str(directory / TAG),
-                fix="resume with the strategy that the run was started with",
-            )
+            fix = "resume with the strategy that the run was started with"
+            what = "DeepSpeed found no state in the checkpoint"
+            raise CheckpointError(what, where=str(directory / TAG), fix=fix)
         self._diverged = bool(client_state["shardwise_diverged"])
         if self._fp32_adamw is not None:
             self._fp32_adamw.restore(load_state(directory, self.world))
@@ -211,13 +209,6 @@ class DeepSpeedEngine:
     def _scalar(self, value: float) -> torch.Tensor:
         """A number filled in on the device: a copy from the host would wait for the step to end."""
         return torch.full((), value, device=self.world.device)
-
-    def _mean_loss(self, loss_sum: torch.Tensor, target_tokens: int) -> torch.Tensor:
-        """Loss per target token of all data-parallel ranks; tensor-parallel ranks hold the same one."""
-        loss = loss_sum / (target_tokens * self._strategy.tensor_parallel)
-        if self.world.size > 1:
-            dist.all_reduce(loss)
-        return loss
 
     def _apply(self) -> tuple[float | torch.Tensor, bool]:
         """The optimizer step: the gradient norm before clipping, and whether the step was skipped."""

@@ -47,13 +47,10 @@ def _check_layout(module: nn.Module) -> None:
             if not (isinstance(inside, LinearLayer | LinearAllreduce) or summed):
                 lost.append(f"{owner_name}.{name}")
     if lost or not cut:
-        raise JobError(
-            f"each rank would train {lost[0]} on its own heads only, and differently"
-            if lost
-            else "AutoTP found no layer to split in this model",
-            where="strategy.tensor_parallel",
-            fix="tensor_parallel: 1; zero3 and fsdp2 also spread a model over GPUs",
-        )
+        differs = f"each rank would train {lost[0]} on its own heads only, and differently" if lost else ""
+        what = differs or "AutoTP found no layer to split in this model"
+        fix = "tensor_parallel: 1; zero3 and fsdp2 also spread a model over GPUs"
+        raise JobError(what, where="strategy.tensor_parallel", fix=fix)
 
 
 def check_same_rows(micro_batches: Sequence[MicroBatch]) -> None:
@@ -64,11 +61,9 @@ def check_same_rows(micro_batches: Sequence[MicroBatch]) -> None:
     digests = [""] * dist.get_world_size(group)
     dist.all_gather_object(digests, digest_of(micro_batches), group=group)
     if len(set(digests)) > 1:
-        raise MachineError(
-            "the processes of a tensor-parallel group have different rows",
-            where="strategy.tensor_parallel",
-            fix="give all processes the same job, data and seed; consecutive ranks share their rows",
-        )
+        what = "the processes of a tensor-parallel group have different rows"
+        fix = "give all processes the same job, data and seed; consecutive ranks share their rows"
+        raise MachineError(what, where="strategy.tensor_parallel", fix=fix)
 
 
 def digest_of(micro_batches: Sequence[MicroBatch]) -> str:

@@ -1,17 +1,159 @@
-"""Memory of ZeRO-1 and 2, DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py; functions in parentheses."""
+"""Memory of ZeRO-0, 1 and 2, DeepSpeed 0.19.8; functions in parentheses.
+
+Stage 0 in bf16 and fp16 is fp16/unfused_optimizer.py: FP16_UnfusedOptimizer; in fp32 torch's optimizer alone.
+Stages 1 and 2 are runtime/zero/stage_1_and_2.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
 from shardwise.engines.deepspeed import policy
 from shardwise.engines.deepspeed.config import sums_in_fp32
-from shardwise.engines.deepspeed.memory.flat import Flat
 from shardwise.simulate.memory.allocator import DeferredFree
-from shardwise.simulate.memory.engine import EngineMemory
+from shardwise.simulate.memory.engine import EngineMemory, cut, fill, pinned
 from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.weights import cut, fill, pinned
 from shardwise.simulate.step_trace import FP32, FP64, StepTrace
 from shardwise.strategy import Strategy
+
+ALIGNMENT = 2
+"""Elements a partition's size is a multiple of (stage_1_and_2.py: nccl_start_alignment_factor)."""
+
+
+@dataclass(frozen=True)
+class Flat:
+    """ZeRO-1 and 2's flat buffer: trainable parameters, padded so that `world` equal partitions result.
+
+    Modelled is one parameter group. Weight decay makes two (engines/runtime/parameters.py), laid out alike.
+    """
+
+    trace: StepTrace
+    world: int
+
+    @cached_property
+    def offsets(self) -> dict[int, int]:
+        """First element of each trainable parameter."""
+        offsets: dict[int, int] = {}
+        end = 0
+        for index in self.trace.trainable:
+            offsets[index] = end
+            end += self.trace.parameters[index].numel
+        return offsets
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the flat buffer (flatten_dense_tensors_aligned)."""
+        total = sum(self.trace.parameters[index].numel for index in self.trace.trainable)
+        step = ALIGNMENT * self.world
+        return -(-total // step) * step
+
+    @property
+    def partition(self) -> int:
+        """Elements of a rank's part."""
+        return self.numel // self.world
+
+    def pieces(self, index: int) -> list[tuple[int, int]]:
+        """(rank, elements) of the partitions that a parameter lies in (initialize_gradient_partition)."""
+        start = self.offsets[index]
+        end = start + self.trace.parameters[index].numel
+        size = self.partition
+        ranks = range(start // size, (end - 1) // size + 1)
+        return [(rank, min(end, (rank + 1) * size) - max(start, rank * size)) for rank in ranks]
+
+    def owned(self, rank: int) -> list[int]:
+        """Parameters that are at least partly in a rank's partition (get_partition_info)."""
+        return [index for index in self.offsets if any(owner == rank for owner, _ in self.pieces(index))]
+
+    def slices(self, bucket: Iterable[int], *, joined: bool, rank: int) -> list[tuple[int, int]]:
+        """(rank, elements) of a bucket's slices that are reduced for one rank (average_tensor), in order.
+
+        `joined`: adjacent slices of `rank`, whose memory is modelled, are one, as other ranks' always are.
+        """
+        found: list[tuple[int, int]] = []
+        for index in bucket:
+            for owner, numel in self.pieces(index):
+                if found and found[-1][0] == owner and (joined or owner != rank):
+                    found[-1] = (owner, found[-1][1] + numel)
+                else:
+                    found.append((owner, numel))
+        return found
+
+
+REDUCED_AT_ONCE = 500_000_000
+"""Elements from which gradients are reduced together (runtime/engine.py: buffered_allreduce_fallback)."""
+
+
+class Zero0Memory(EngineMemory):
+    """Weights, masters, moments and both formats of the gradients, parameter by parameter."""
+
+    def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
+        self._trace = trace
+        self._masters = strategy.precision != "fp32"
+        self._numel = [trace.parameters[index].numel for index in trace.trainable]
+        self._gradients: dict[int, Block] = {}
+        self._states = False
+
+    def build(self, memory: GpuMemory) -> None:
+        trace = self._trace
+        for size in trace.buffers:
+            memory.take(WEIGHTS, size)
+        for part in trace.parts:
+            fill(memory, trace, part)
+        if not self._masters:
+            return
+        sizes = [trace.parameters[index].size_bytes for index in trace.trainable]
+        for numel, size in zip(self._numel, sizes, strict=True):
+            copy = memory.take(OPTIMIZER, size)
+            memory.take(OPTIMIZER, FP32 * numel)
+            memory.give(copy)
+        # A step with zero gradients of both formats (initialize_optimizer_states).
+        low = [memory.take(GRADIENTS, size) for size in sizes]
+        high = [memory.take(GRADIENTS, FP32 * numel) for numel in self._numel]
+        self._take_states(memory)
+        memory.give(*low, *high)
+
+    def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
+        if parameter in self._gradients:
+            memory.give(block)
+        else:
+            self._gradients[parameter] = memory.move(block, GRADIENTS)
+
+    def end(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
+        together: list[int] = []
+        numel = 0
+        for index in self._trace.trainable if last else ():
+            parameter = self._trace.parameters[index]
+            together.append(parameter.size_bytes)
+            numel += parameter.numel
+            if numel > REDUCED_AT_ONCE:
+                _reduce(memory, together)
+                together, numel = [], 0
+        _reduce(memory, together)
+
+    def step(self, memory: GpuMemory) -> None:
+        high: list[Block] = []
+        if self._masters:
+            for numel in self._numel:  # each gradient in fp32, for its norm (utils.py: get_weight_norm)
+                memory.scratch(OPTIMIZER, FP32 * numel)
+            high = [memory.take(GRADIENTS, FP32 * numel) for numel in self._numel]
+        self._take_states(memory)
+        memory.give(*high, *self._gradients.values())
+        self._gradients.clear()
+
+    def _take_states(self, memory: GpuMemory) -> None:
+        for numel in [] if self._states else self._numel:
+            memory.take_adamw_state(FP32 * numel)
+        self._states = True
+
+
+def _reduce(memory: GpuMemory, sizes: list[int]) -> None:
+    """Copy several gradients; a single one is reduced in its own memory (allreduce_bucket)."""
+    if len(sizes) > 1:
+        memory.scratch(BUFFERS, sum(sizes))
+
 
 REDUCTION = 1
 """The stream on which gradients are reduced and copied, with memory of its own (reduction_stream)."""
@@ -55,8 +197,8 @@ class Zero12Memory(EngineMemory):
         weights = cut(memory, trace, weights)
         memory.allocator.empty_cache()
         memory.take(WEIGHTS, self._item * flat.numel)
-        for index in trace.trainable:  # views of the flat buffer from here on (_update_model_bit16_weights)
-            memory.give(weights[index])
+        # views of the flat buffer from here on (_update_model_bit16_weights)
+        memory.give(*[weights[index] for index in trace.trainable])
         copy = memory.take(OPTIMIZER, self._item * flat.partition)
         if self._offload:
             memory.give(copy)
@@ -109,12 +251,10 @@ class Zero12Memory(EngineMemory):
             # Several are reduced in a copy, a single one in its own memory (allreduce_bucket).
             numel = sum(numel for _, numel in together)
             copy = memory.take(BUFFERS, self._item * numel, REDUCTION) if len(together) > 1 else None
-            if self._fp32_sum:
-                for rank, numel in together:
-                    if rank == self._rank:  # _add_to_grad_partition_buffer
-                        memory.scratch(BUFFERS, FP32 * numel, stream=REDUCTION)
-            if copy is not None:
-                memory.give(copy)
+            for rank, part in together:
+                if self._fp32_sum and rank == self._rank:  # _add_to_grad_partition_buffer
+                    memory.scratch(BUFFERS, FP32 * part, stream=REDUCTION)
+            memory.give(copy)
         for parameter in self._bucket.parameters:
             if parameter in self._owned:
                 self._keep(memory, parameter)
@@ -151,24 +291,20 @@ class Zero12Memory(EngineMemory):
         if not policy.reduces(self._strategy, last=last):
             return
         self._reduce(memory)
-        for deferred in self._deferred:
-            memory.complete(deferred)
+        memory.complete(*self._deferred)
         self._deferred.clear()
-        if self._reduced is not None:
-            if self._sum is None:
-                self._sum = self._reduced
-            else:
-                memory.give(self._reduced)
-            self._reduced = None
-        for block in self._buffers:
-            memory.give(block)
+        if self._sum is None:
+            self._sum = self._reduced
+        else:
+            memory.give(self._reduced)
+        self._reduced = None
+        memory.give(*self._buffers)
         self._buffers.clear()
 
     def step(self, memory: GpuMemory) -> None:
         if self._offload:
-            if self._sum is not None:
-                memory.give(self._sum)
-                self._sum = None
+            memory.give(self._sum)
+            self._sum = None
             return
         if self._strategy.tensor_parallel > 1:  # each gradient in fp64, for its norm (get_grad_norm_direct)
             for index in sorted(self._owned):
@@ -188,11 +324,9 @@ class Zero12Memory(EngineMemory):
         flat = memory.take(OPTIMIZER, self._item * self._flat.partition) if len(self._owned) > 1 else None
         if flat is None or self._item != FP32:
             gradient = memory.take(GRADIENTS, size)
-            if flat is not None:
-                memory.give(flat)
+            memory.give(flat)
         else:
             gradient = flat
-        if self._sum is not None:
-            memory.give(self._sum)
-            self._sum = None
+        memory.give(self._sum)
+        self._sum = None
         return gradient
