@@ -32,7 +32,7 @@ def test_every_path_in_a_guide_exists(guide: Path) -> None:
 
 
 def test_a_path_that_does_not_exist_is_found() -> None:
-    assert missing("see `src/shardwise/device/seam.py`, `pyproject.toml` and `tests/shared/machines/`") == []
+    assert missing("see `src/shardwise/device/nvml.py`, `pyproject.toml` and `tests/shared/machines/`") == []
     assert missing("`src/shardwise/device/<vendor>.py`, `a/b` in prose is a path") == ["a/b", "a/b"]
     assert missing("`src/shardwise/none/<vendor>.py` and `nothing.md`") == [
         "src/shardwise/none/<vendor>.py",

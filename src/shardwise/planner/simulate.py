@@ -7,10 +7,11 @@ from functools import partial
 from shardwise.engines import descriptor
 from shardwise.hardware.catalog import Gpu
 from shardwise.hardware.hardware import Hardware
+from shardwise.simulate.energy import predict_energy
 from shardwise.simulate.memory.replay import peak_memory
 from shardwise.simulate.prediction import Memory, Prediction
 from shardwise.simulate.step_trace import StepTrace
-from shardwise.simulate.time.step import Played, play_steps, predict_energy, predict_time
+from shardwise.simulate.time.step import Played, play_steps, predict_time
 from shardwise.strategy import Strategy
 
 DRIVER_BYTES = 400 * 1024**2

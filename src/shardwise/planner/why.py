@@ -9,9 +9,9 @@ from shardwise.errors import DoesNotFitError
 from shardwise.hardware.hardware import Hardware
 from shardwise.planner.changes import binds, published
 from shardwise.planner.plan import Objective, Option, Plan, in_words
+from shardwise.simulate.energy import Draw
 from shardwise.simulate.prediction import Memory, Time
 from shardwise.simulate.time.collectives import group
-from shardwise.simulate.time.roofline import Draw
 from shardwise.strategy import Strategy
 from shardwise.units import duration, gib
 

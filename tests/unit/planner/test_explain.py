@@ -11,8 +11,8 @@ from rich.console import Console
 
 from shardwise.planner.explain import folded, next_better, show_explanation
 from shardwise.planner.why import reasons
+from shardwise.simulate.energy import Draw
 from shardwise.simulate.prediction import Moment
-from shardwise.simulate.time.roofline import Draw
 
 
 def shown(plan, width: int = 80) -> str:

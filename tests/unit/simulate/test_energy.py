@@ -6,10 +6,10 @@ import pytest
 
 from shardwise.hardware.parse import parse_hardware
 from shardwise.planner.simulate import play
+from shardwise.simulate.energy import Draw, predict_energy
 from shardwise.simulate.prediction import Energy, Time
 from shardwise.simulate.step_trace import Op, StepTrace
-from shardwise.simulate.time.roofline import Draw
-from shardwise.simulate.time.step import predict_energy, predict_time
+from shardwise.simulate.time.step import predict_time
 from shardwise.strategy import Strategy
 
 HARDWARE = parse_hardware("4xH200")

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shardwise.hardware.catalog import Gpu
+from shardwise.simulate.energy import Draw
 from shardwise.simulate.step_trace import BACKWARD, FORWARD, FORWARD_END, GRADIENT, OP, StepTrace
-from shardwise.simulate.time.roofline import Draw, Host, Roofline
+from shardwise.simulate.time.roofline import Host, Roofline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from shardwise.hardware.catalog import Gpu
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.prediction import Energy, Time
+from shardwise.simulate.energy import Draw
+from shardwise.simulate.prediction import Time
 from shardwise.simulate.step_trace import StepTrace
-from shardwise.simulate.time.roofline import Draw
 from shardwise.simulate.time.schedule import Schedule
 from shardwise.simulate.time.streams import Clocks, Totals
 from shardwise.strategy import Strategy
@@ -75,14 +74,4 @@ def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, playe
         launch_seconds=totals.issue,
         tokens_per_step=trace.tokens * strategy.accumulation * strategy.data_parallel,
         world_size=strategy.world_size,
-    )
-
-
-def predict_energy(gpu: Gpu, time: Time, *, work_joules: float, gpus: int) -> Energy:
-    """Energy of one optimizer step on all `gpus`; `work_joules`: one GPU's, without the constant draw."""
-    idle = Draw(gpu).constant_watts * time.step_seconds
-    return Energy(
-        joules_per_step=(idle + work_joules) * gpus,
-        idle_joules=idle * gpus,
-        tokens_per_step=time.tokens_per_step,
     )

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.time.roofline import Draw, Host, Roofline, table
+from shardwise.simulate.energy import Draw
+from shardwise.simulate.time.roofline import Host, Roofline, table
 
 COMPUTE, COMMUNICATE, COMPUTE_WAITS, COPY, ISSUE = range(5)
 HOST_READS, HOST_WAITS, COMMUNICATION_WAITS, SETTLE, PEERS = range(5, 10)
