@@ -96,7 +96,7 @@ def test_a_cpu_is_measured_as_far_as_it_goes(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     gpus = Gpus()
     with children() as family:
-        ranks = _ranks(family, gpus, "measure", limit_seconds=120.0)
+        ranks = _ranks(family, gpus, "measure", limit=120.0)
         family.wait()
     found, check = calibrate.measured(gpus, [child.answers["measure"] for child in ranks])
     assert check.status == "ok", check.finding
