@@ -130,18 +130,7 @@ class Row:
     def resolved(self, *, devices: str = "cuda") -> Strategy:
         """The complete strategy; raises JobError where the rules refuse it."""
         job = self.job(source=self.model, text="text.txt", output="runs")
-        strategy, _ = resolve(
-            job.strategy,
-            train=job.train,
-            clip_norm=job.optimizer.clip_norm,
-            world_size=self.gpus,
-            devices=devices,  # type: ignore[arg-type]
-            trainable_parameters=0,  # sizes matter to `auto` only
-            total_parameters=0,
-            device_memory_bytes=None,
-            lora=self.lora > 0,
-            quantization=job.model.quantization,
-        )
+        strategy, _ = resolve(job, world_size=self.gpus, devices=devices)  # type: ignore[arg-type]
         return strategy
 
     def to_json(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.hardware.parse import parse_hardware
-from shardwise.job.schema import Model, StrategySpec, Train
+from shardwise.job.schema import Job, Model, StrategySpec
 from shardwise.planner.plan import Option
 from shardwise.planner.search import MARGIN, predict, rank
 from shardwise.planner.simulate import simulate
@@ -65,10 +65,15 @@ def best(spec: StrategySpec, gpus: str, *, length: int, rows: int, cap: int | No
     variants: list[Strategy] = []
     for checkpointing in ("none", "full"):
         found, refused = candidates(
-            spec,
-            train=Train(global_batch=rows, checkpointing=checkpointing),
-            clip_norm=1.0,
-            lora=False,
+            Job.model_validate(
+                {
+                    "name": "predicted",
+                    "model": {"source": MODEL, "weights": "random"},
+                    "data": {"train": "text.txt"},
+                    "train": {"global_batch": rows, "checkpointing": checkpointing},
+                    "strategy": spec.model_dump(),
+                }
+            ),
             world_size=hardware.world_size,
             gpus_per_node=hardware.gpus_per_node,
         )

@@ -13,7 +13,7 @@ from shardwise.hardware.detect import gpu_count
 from shardwise.job.load import LoadedJob
 from shardwise.job.schema import Job
 from shardwise.launch.local import launch
-from shardwise.launch.resume import check_same_job, job_file, processes_of, resume_command
+from shardwise.launch.resume import check_same_job, job_file, last_choice, processes_of, resume_command
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.read import is_run_folder
 from shardwise.space.auto import resolve
@@ -89,6 +89,7 @@ def train(
         as_json=as_json,
         memory_cap_bytes=cap_in_bytes(memory_cap, gpus),
         on_oom=on_oom,
+        chosen=last_choice(folder, asked, processes) if resume else None,
         debug=debug,
         command=list(command),
     )
@@ -100,20 +101,8 @@ def _check_strategy(loaded: LoadedJob, processes: int, gpus: int) -> None:
 
     The workers resolve the strategy again; they know the model's size and the GPU's memory.
     """
-    job = loaded.job
     try:
-        resolve(
-            job.strategy,
-            train=job.train,
-            clip_norm=job.optimizer.clip_norm,
-            world_size=processes,
-            devices="cuda" if gpus else "cpu",
-            trainable_parameters=0,
-            total_parameters=0,
-            device_memory_bytes=None,
-            lora=job.model.lora is not None,
-            quantization=job.model.quantization,
-        )
+        resolve(loaded.job, world_size=processes, devices="cuda" if gpus else "cpu")
     except JobError as error:
         raise loaded.located(error) from None
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from shardwise.models.families import family_of, has_unplanned_weights
+from shardwise.models.families import attention_of, family_of, has_unplanned_weights
 from shardwise.strategy import Strategy
 
 Devices = Literal["cpu", "cuda"]
@@ -40,16 +40,21 @@ class Architecture:
     """Whether weights outside the plan act between layers that it splits, on a rank's own part."""
 
     @classmethod
-    def of(cls, config: object, *, flash_attention: bool) -> Architecture:
-        """Read a Hugging Face config of a decoder; AttributeError where it is none."""
-        family = family_of(config)
-        heads: int = config.num_attention_heads if family.attends else 0  # type: ignore[attr-defined]
-        blocks: int = config.num_hidden_layers  # type: ignore[attr-defined]
+    def of(cls, config: Any) -> Architecture | None:
+        """Read a Hugging Face config; None where it is no decoder's that the rules know."""
+        try:
+            flash = attention_of(config).packing == "varlen"
+            config = config.get_text_config()
+            family = family_of(config)
+            heads: int = config.num_attention_heads if family.attends else 0
+            blocks: int = config.num_hidden_layers
+        except AttributeError:
+            return None
         plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
         return cls(
             blocks=blocks,
             key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-            flash_attention=flash_attention,
+            flash_attention=flash,
             attends=family.attends,
             fp32_parameters=family.fp32_parameters,
             plan_styles=frozenset(plan.values()),

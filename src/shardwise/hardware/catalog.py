@@ -62,6 +62,12 @@ class Gpu:
     source: str  # where the numbers were published
     assumed_from: str | None = None  # the catalogued GPU that stands in, where only the memory is known
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """CUDA's compute capability; Ampere's where the GPU has none or it is not known."""
+        major, _, minor = (self.compute_capability or "8.0").partition(".")
+        return int(major), int(minor)
+
 
 @cache
 def gpus() -> tuple[Gpu, ...]:

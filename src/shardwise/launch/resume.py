@@ -1,4 +1,4 @@
-"""What `--resume` uses: the job in the run folder, and the run's number of processes."""
+"""What `--resume` uses of the run folder: the job, the number of processes, the strategy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import CheckpointError, JobError, Problem
 from shardwise.job import validate
@@ -15,6 +16,7 @@ from shardwise.job.load import LoadedJob, differences
 from shardwise.job.schema import Job
 from shardwise.job.source import read_file
 from shardwise.record.read import JOB, PLAN, is_run_folder, read_run
+from shardwise.strategy import Strategy
 
 _LENGTH = ("train.steps", "train.epochs")
 
@@ -45,6 +47,31 @@ def processes_of(run_dir: Path) -> int | None:
     """Processes the run was started with; None if it never started."""
     heads = [event for event in read_run(run_dir).events if event.get("kind") == "run"]
     return heads[0]["processes"] if heads else None
+
+
+def last_choice(run_dir: Path, job: Job, processes: int) -> dict[str, Any] | None:
+    """The strategy that the run was last run with, as plan.json's `chosen`; None where the job decides.
+
+    A resumed run keeps its last strategy: `auto` might choose another now, and the one that the job names may
+    have run out of memory. A changed micro-batch or checkpointing in the job counts.
+    """
+    record = read_run(run_dir)
+    then = Job.model_validate(record.job)
+    try:
+        strategy = Strategy.from_json(record.plan["chosen"]["strategy"])
+    except (KeyError, TypeError, ValueError):
+        what, fix = "it does not say the strategy that the run was last run with", "restore it from a copy"
+        raise CheckpointError(what, where=f"{run_dir}/{PLAN}", fix=fix) from None
+    if strategy.world_size != processes or job.strategy != then.strategy:
+        return None
+    micro_batch, asked = job.train.micro_batch, job.train.checkpointing
+    if micro_batch not in (None, then.train.micro_batch):
+        rows = strategy.micro_batch * strategy.accumulation
+        strategy = replace(strategy, micro_batch=micro_batch, accumulation=max(1, rows // micro_batch))
+    if asked not in ("auto", then.train.checkpointing):
+        every = {"none": 0, "full": 1}[asked] if isinstance(asked, str) else asked
+        strategy = replace(strategy, checkpoint_every=every)
+    return {"strategy": strategy.to_json(), "why": ["the strategy the run was last run with"]}
 
 
 def check_same_job(loaded: LoadedJob, run_dir: Path) -> None:

@@ -37,7 +37,7 @@ class LaunchSpec:
     on_oom: Literal["stop", "retry"] = "stop"
     """After a process ran out of GPU memory: end, or go on with a strategy that needs less."""
     chosen: Mapping[str, Any] | None = None
-    """The launcher's choice for a retry, as plan.json's `chosen`: it holds whatever the job says."""
+    """The choice for a resumed run or a retry, as plan.json's `chosen`: it holds whatever the job says."""
     command: Sequence[str] | None = None
     """What the user typed; for the run's record."""
     debug: bool = False

@@ -37,10 +37,7 @@ def _strategy(document: Document, setup: Setup, loaded: LoadedJob) -> Iterator[F
     least = job.strategy.tensor_parallel if isinstance(job.strategy, StrategySpec) else 1
     world = setup.asked_world_size or least
     accepted, refused = candidates(
-        job.strategy,
-        train=job.train,
-        clip_norm=job.optimizer.clip_norm,
-        lora=job.model.lora is not None,
+        job,
         world_size=world,
         gpus_per_node=setup.gpus_per_node or world,
         architecture=architecture_of(job.model.source),

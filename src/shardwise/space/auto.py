@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from shardwise.engines import ENGINES, parts_of, spec_problems
 from shardwise.engines.facts import Architecture, Devices, Facts
 from shardwise.errors import JobError
-from shardwise.job import schema
+from shardwise.job.schema import Job, StrategySpec, Train
 from shardwise.job.strategies import NAMED, Parts
 from shardwise.space.rules import violations
 from shardwise.strategy import Strategy
@@ -46,31 +46,30 @@ class Situation:
 
 
 def resolve(
-    spec: str | schema.StrategySpec,
+    job: Job,
     *,
-    train: schema.Train,
-    clip_norm: float,
     world_size: int,
     devices: Devices,
-    trainable_parameters: int,
-    total_parameters: int,
-    device_memory_bytes: int | None,
-    lora: bool,
-    quantization: schema.Quantization,
+    trainable_parameters: int = 0,
+    total_parameters: int = 0,
+    device_memory_bytes: int | None = None,
     architecture: Architecture | None = None,
     capability: tuple[int, int] | None = None,
 ) -> tuple[Strategy, list[str]]:
     """The strategy and the reasons for it. Raises JobError with everything that is wrong.
 
-    Rules that need an unknown architecture or compute capability are not checked.
+    Sizes matter only to `auto` on GPUs. Rules that need an unknown architecture or compute capability are not
+    checked.
     """
+    spec, train = job.strategy, job.train
+    unquantised = 4 if train.precision == "fp32" else 2
     situation = Situation(
         world_size=world_size,
         devices=devices,
         device_memory_bytes=device_memory_bytes,
         trainable_parameters=trainable_parameters,
         total_parameters=total_parameters,
-        bytes_per_weight=QUANTIZED_BYTES.get(quantization) or (4 if train.precision == "fp32" else 2),
+        bytes_per_weight=QUANTIZED_BYTES.get(job.model.quantization, unquantised),
     )
     why: list[str] = []
     parts = _parts(spec, situation, why)
@@ -84,7 +83,7 @@ def resolve(
         accumulation=accumulation,
         precision=train.precision,
         checkpoint_every=_checkpoint_every(train, parts, situation, why),
-        clip_norm=clip_norm,
+        clip_norm=job.optimizer.clip_norm,
     )
     problems = spec_problems(spec) + violations(
         Facts(
@@ -92,7 +91,7 @@ def resolve(
             devices=devices,
             world_size=world_size,
             global_batch=train.global_batch,
-            lora=lora,
+            lora=job.model.lora is not None,
             micro_batch=train.micro_batch,
             architecture=architecture,
             capability=capability,
@@ -103,7 +102,7 @@ def resolve(
     return strategy, why
 
 
-def _parts(spec: str | schema.StrategySpec, situation: Situation, why: list[str]) -> Parts:
+def _parts(spec: str | StrategySpec, situation: Situation, why: list[str]) -> Parts:
     """Engine, stage and places."""
     if spec == "auto":
         return parts_of(_choose(situation, why))
@@ -152,7 +151,7 @@ def states_bytes(parts: Parts, situation: Situation) -> float:
     )
 
 
-def _batch(train: schema.Train, data_parallel: int, situation: Situation, why: list[str]) -> tuple[int, int]:
+def _batch(train: Train, data_parallel: int, situation: Situation, why: list[str]) -> tuple[int, int]:
     """Rows a GPU takes at a time, and how often in a step.
 
     Unset, the largest divisor of a GPU's rows that is at most 4 on CPUs, 2 on GPUs from 80 GB, else 1.
@@ -167,7 +166,7 @@ def _batch(train: schema.Train, data_parallel: int, situation: Situation, why: l
     return micro_batch, max(1, rows // micro_batch)
 
 
-def _checkpoint_every(train: schema.Train, parts: Parts, situation: Situation, why: list[str]) -> int:
+def _checkpoint_every(train: Train, parts: Parts, situation: Situation, why: list[str]) -> int:
     """Recompute every n-th block; `auto`: none on CPUs and on large GPUs with room, else all.
 
     Large means 40 GB or more, room that the model states take at most a third.

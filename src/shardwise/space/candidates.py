@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from shardwise.engines import parts_of, spec_problems
 from shardwise.engines.facts import Architecture, Devices, Facts
 from shardwise.errors import JobError
-from shardwise.job import schema
+from shardwise.hardware.hardware import Hardware
+from shardwise.job.schema import Job
 from shardwise.job.strategies import NAMED, Parts
 from shardwise.space.rules import broken_rules
 from shardwise.strategy import Strategy
@@ -64,11 +65,8 @@ class Refused:
 
 
 def candidates(
-    spec: str | schema.StrategySpec,
+    job: Job,
     *,
-    train: schema.Train,
-    clip_norm: float,
-    lora: bool,
     world_size: int,
     gpus_per_node: int,
     devices: Devices = "cuda",
@@ -77,13 +75,14 @@ def candidates(
 ) -> tuple[list[Strategy], list[Refused]]:
     """All strategies that the job leaves open: those to predict, and the refused ones.
 
-    `spec` is the job's strategy: `auto` means all of SHAPES, and DeepSpeed's AutoTP within a node; anything
-    else is kept, as are a named micro-batch and checkpointing. Order: by shape, then checkpointing (none to
-    all), then micro-batch (ascending).
+    `strategy: auto` means all of SHAPES, and DeepSpeed's AutoTP within a node; anything else is kept, as are
+    a named micro-batch and checkpointing. Order: by shape, then checkpointing (none to all), then micro-batch
+    (ascending).
 
     A refused strategy stands for all its micro-batches, once per broken rule. Raises JobError where the
     job's own parts contradict each other.
     """
+    spec, train = job.strategy, job.train
     problems = spec_problems(spec)
     if problems:
         raise JobError("the strategy does not work", problems=problems)
@@ -92,13 +91,13 @@ def candidates(
     refused: list[Refused] = []
     for parts in shapes:
         thin = spec == "auto" and parts.get("tensor_parallel", 1) > 1
-        variants = list(_variants(parts, train, clip_norm, world_size, architecture, thin=thin))
+        variants = list(_variants(parts, job, world_size, architecture, thin=thin))
         facts = Facts(
             strategy=variants[0],  # no rule tells them apart: all micro-batches divide, or the job's does not
             devices=devices,
             world_size=world_size,
             global_batch=train.global_batch,
-            lora=lora,
+            lora=job.model.lora is not None,
             micro_batch=train.micro_batch,
             architecture=architecture,
             capability=capability,
@@ -114,12 +113,19 @@ def candidates(
 
 
 def predictable(
-    accepted: list[Strategy], refused: list[Refused], architecture: Architecture | None
+    job: Job, hardware: Hardware, architecture: Architecture | None
 ) -> tuple[list[Strategy], list[Refused]]:
-    """The strategies of `candidates` that can be simulated.
+    """The `candidates` on all GPUs of a hardware that can be simulated, and the other ones.
 
     The trace of a split model cannot have layers whose outputs are gathered.
     """
+    accepted, refused = candidates(
+        job,
+        world_size=hardware.world_size,
+        gpus_per_node=hardware.gpus_per_node,
+        capability=hardware.gpu.capability,
+        architecture=architecture,
+    )
     if architecture is None or not architecture.plan_styles & GATHERED_STYLES:
         return accepted, refused
     parallel = {one.name: one for one in reversed(accepted) if one.tensor_parallel > 1}
@@ -170,15 +176,10 @@ def _shapes(world_size: int, gpus_per_node: int) -> list[Parts]:
 
 
 def _variants(
-    parts: Parts,
-    train: schema.Train,
-    clip_norm: float,
-    world_size: int,
-    architecture: Architecture | None,
-    *,
-    thin: bool,
+    parts: Parts, job: Job, world_size: int, architecture: Architecture | None, *, thin: bool
 ) -> Iterator[Strategy]:
     """A shape with every checkpointing and micro-batch that the job leaves open; `thin`: with some."""
+    train = job.train
     data_parallel = max(1, world_size // parts.get("tensor_parallel", 1))
     rows = train.global_batch // data_parallel
     sizes = [train.micro_batch] if train.micro_batch else micro_batches(rows) or [1]
@@ -197,7 +198,7 @@ def _variants(
                 accumulation=max(1, rows // micro_batch),
                 precision=train.precision,
                 checkpoint_every=checkpoint_every,
-                clip_norm=clip_norm,
+                clip_norm=job.optimizer.clip_norm,
             )
 
 

@@ -22,7 +22,6 @@ from shardwise.hardware.detect import detect_hardware, multiplies_bf16
 from shardwise.job.identity import identity_of
 from shardwise.job.schema import Job
 from shardwise.models.build import BuiltModel, build_model, check_length
-from shardwise.models.families import attention_of
 from shardwise.models.fingerprint import fingerprint
 from shardwise.models.structure import DTYPES
 from shardwise.models.tokenizer import load_tokenizer, rows_for
@@ -46,7 +45,7 @@ class Ready:
     plan: Plan | None = None
     """What the strategy was chosen from, where it was."""
     chosen: Mapping[str, Any] | None = None
-    """The launcher's choice for a retry, as plan.json has it."""
+    """The choice for a resumed run or a retry, as plan.json has it."""
 
     def to_json(self) -> dict[str, Any]:
         """The run folder's plan.json."""
@@ -62,13 +61,12 @@ def get_ready(
     *,
     processes: int,
     memory_cap_bytes: int | None = None,
-    resumed: Strategy | None = None,
     chosen: Mapping[str, Any] | None = None,
 ) -> Ready:
     """Tokenizer, model on the meta device, data (tokenised once, by one process), strategy.
 
-    On GPUs `strategy: auto` is the plan's choice; DoesNotFitError where nothing fits. `resumed`: the strategy
-    of the run that goes on, or of a retry, for which `chosen` has the reasons and the prediction.
+    On GPUs `strategy: auto` is the plan's choice; DoesNotFitError where nothing fits. `chosen`: see
+    LaunchSpec.
     """
     tokenizer = load_tokenizer(job.model, corpus=lambda: documents(job))
     built = build_model(
@@ -83,9 +81,8 @@ def get_ready(
     if data.chat_template is not None:
         tokenizer.chat_template = data.chat_template  # saved with the weights: asked as it was trained
     ready = partial(Ready, job=job, tokenizer=tokenizer, built=built, data=data)
-    if resumed is not None:
-        why = ["the strategy the run was last run with"] if chosen is None else list(chosen["why"])
-        return ready(strategy=resumed, why=why, chosen=chosen)
+    if chosen is not None:
+        return ready(strategy=Strategy.from_json(chosen["strategy"]), why=list(chosen["why"]), chosen=chosen)
     if job.strategy == "auto" and torch.cuda.is_available():
         plan = _plan(job, built, data, processes, memory_cap_bytes)
         assert plan.chosen is not None
@@ -115,30 +112,17 @@ def _plan(job: Job, built: BuiltModel, data: Prepared, processes: int, memory_ca
 def _resolve(job: Job, built: BuiltModel, processes: int) -> tuple[Strategy, list[str]]:
     cuda = torch.cuda.is_available()
     strategy, why = resolve(
-        job.strategy,
-        train=job.train,
-        clip_norm=job.optimizer.clip_norm,
+        job,
         world_size=processes,
         devices="cuda" if cuda else "cpu",
         trainable_parameters=built.trainable,
         total_parameters=built.total,
         device_memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else None,
-        lora=job.model.lora is not None,
-        quantization=job.model.quantization,
-        architecture=_architecture(built),
+        architecture=Architecture.of(built.config),
     )
     if not cuda and job.train.precision == "bf16" and not multiplies_bf16():
         why = [*why, "this processor has no instructions for bf16: train.precision: fp32 is faster on it"]
     return strategy, why
-
-
-def _architecture(built: BuiltModel) -> Architecture | None:
-    """None where the config is no decoder's that the rules know."""
-    flash = attention_of(built.config).packing == "varlen"
-    try:
-        return Architecture.of(built.config.get_text_config(), flash_attention=flash)
-    except AttributeError:
-        return None
 
 
 def count_steps(ready: Ready) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import yaml
 
 from shardwise.engines import descriptor
 from shardwise.engines.runtime.protocol import Engine, World, build_engine
-from shardwise.errors import CheckpointError, DoesNotFitError, StoppedError
+from shardwise.errors import DoesNotFitError, StoppedError
 from shardwise.job.schema import Job
 from shardwise.kernels.fused import apply_fused_kernels
 from shardwise.launch.resume import resume_command
@@ -30,7 +29,7 @@ from shardwise.models.structure import checkpoint_blocks
 from shardwise.objective import objective_of
 from shardwise.record.environment import environment, versions
 from shardwise.record.manifest import Origin
-from shardwise.record.read import EVENTS, read_events, read_run
+from shardwise.record.read import EVENTS, read_events
 from shardwise.record.write import RunFolder
 from shardwise.strategy import Strategy
 from shardwise.training.announce import announce, header, speed
@@ -56,7 +55,6 @@ def run(spec: LaunchSpec) -> None:
         job,
         processes=spec.processes if spec.dry_run else size,
         memory_cap_bytes=spec.memory_cap_bytes,
-        resumed=resumed_strategy(spec),
         chosen=spec.chosen,
     )
     total_steps = count_steps(ready)
@@ -147,35 +145,6 @@ def _left_of_the_cap(cap_bytes: int | None, strategy: Strategy) -> int | None:
         what = f"{gib(cap_bytes)} is less than CUDA and NCCL take by themselves"
         raise DoesNotFitError(what, where="--memory-cap", fix=f"more than {gib(cap_bytes - left)}")
     return left
-
-
-def resumed_strategy(spec: LaunchSpec) -> Strategy | None:
-    """The strategy of a retry or of the resumed run; None where the job decides.
-
-    A resumed run keeps its last strategy: `auto` might choose another now, and the one that the job names may
-    have run out of memory. A changed micro-batch or checkpointing in the job counts.
-    """
-    if spec.chosen is not None:
-        return Strategy.from_json(spec.chosen["strategy"])
-    if not spec.resume:
-        return None
-    record = read_run(Path(spec.run_dir))
-    then, now = Job.model_validate(record.job), Job.model_validate(spec.job)
-    try:
-        strategy = Strategy.from_json(record.plan["chosen"]["strategy"])
-    except (KeyError, TypeError, ValueError):
-        what, fix = "it does not say the strategy that the run was last run with", "restore it from a copy"
-        raise CheckpointError(what, where=f"{spec.run_dir}/plan.json", fix=fix) from None
-    if strategy.world_size != spec.processes or now.strategy != then.strategy:
-        return None
-    micro_batch, asked = now.train.micro_batch, now.train.checkpointing
-    if micro_batch not in (None, then.train.micro_batch):
-        rows = strategy.micro_batch * strategy.accumulation
-        strategy = replace(strategy, micro_batch=micro_batch, accumulation=max(1, rows // micro_batch))
-    if asked not in ("auto", then.train.checkpointing):
-        every = {"none": 0, "full": 1}[asked] if isinstance(asked, str) else asked
-        strategy = replace(strategy, checkpoint_every=every)
-    return strategy
 
 
 def make_engine(ready: Ready, world: World) -> Engine:

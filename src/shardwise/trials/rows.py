@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.device import Unavailable
 from shardwise.engines import settings_of
+from shardwise.engines.facts import Devices
 from shardwise.errors import JobError, Problem, ShardwiseError
 from shardwise.job.schema import Job, StrategySpec
 from shardwise.job.strategies import Parts
@@ -183,20 +184,9 @@ class _Making:
             return replace(self._row(strategy, why), refused=_said(error))
 
     def _resolved(self, spec: str | StrategySpec) -> Strategy:
-        job = self._point.job
-        strategy, _ = resolve(
-            spec,
-            train=job.train,
-            clip_norm=job.optimizer.clip_norm,
-            world_size=self._processes,
-            devices="cpu" if self._plan_for is None else "cuda",
-            trainable_parameters=0,  # sizes matter to `auto` on GPUs only, which the plan decides
-            total_parameters=0,
-            device_memory_bytes=None,
-            lora=job.model.lora is not None,
-            quantization=job.model.quantization,
-        )
-        return strategy
+        job = self._point.job.model_copy(update={"strategy": spec})
+        devices: Devices = "cpu" if self._plan_for is None else "cuda"
+        return resolve(job, world_size=self._processes, devices=devices)[0]
 
     def _row(self, strategy: Strategy, option: Option | Unavailable) -> Row:
         job = _pinned(self._point.job, strategy)

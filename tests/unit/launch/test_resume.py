@@ -12,6 +12,7 @@ from shardwise.job.load import load_job
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.schema import RunEvent
 from shardwise.record.write import RunFolder, to_line
+from shardwise.strategy import Strategy
 
 
 @pytest.fixture
@@ -25,7 +26,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     job = load_job("job.yaml", ["train.steps=60"]).job.model_dump(mode="json", exclude_defaults=True)
     path = Path("runs") / "a.b"
-    RunFolder.create(path, job_yaml=yaml.safe_dump(job), plan={}, environment={}).close()
+    strategy = Strategy(engine="deepspeed", stage=2, data_parallel=2).to_json()
+    plan = {"schema": 1, "chosen": {"strategy": strategy, "why": []}}
+    RunFolder.create(path, job_yaml=yaml.safe_dump(job), plan=plan, environment={}).close()
     header = RunEvent(
         name="a.b",
         strategy="zero2",
@@ -65,6 +68,8 @@ def test_a_run_folder_is_resumed_with_its_own_job_and_processes(
     assert (spec.run_dir, spec.resume, spec.processes) == ("runs/a.b", True, 2)
     assert spec.job["train"]["steps"] == 60
     assert spec.job["model"]["lora"]["rank"] == 8
+    assert spec.chosen is not None
+    assert spec.chosen["strategy"]["stage"] == 2
 
 
 @pytest.mark.parametrize("debug", [[], ["--debug"]])

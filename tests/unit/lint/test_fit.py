@@ -54,10 +54,7 @@ def planner(need: Need) -> Callable[[Job, Hardware], Plan]:
 
     def make_plan(job: Job, hardware: Hardware) -> Plan:
         strategies, refused = candidates(
-            job.strategy,
-            train=job.train,
-            clip_norm=job.optimizer.clip_norm,
-            lora=job.model.lora is not None,
+            job,
             world_size=hardware.world_size,
             gpus_per_node=hardware.gpus_per_node,
         )

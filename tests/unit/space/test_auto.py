@@ -16,20 +16,26 @@ SEVEN_B = 6_738_415_616
 
 
 def pick(
-    spec: Any = "auto", *, train: schema.Train | None = None, **changes: Any
+    spec: Any = "auto",
+    *,
+    train: schema.Train | None = None,
+    lora: bool = False,
+    quantization: str = "none",
+    **changes: Any,
 ) -> tuple[Strategy, list[str]]:
+    values = {"name": "a", "model": {"source": "m"}, "data": {"train": "t"}}
+    job = schema.Job.model_validate(values | ({"model": {"source": "m", "lora": {}}} if lora else {}))
+    model = job.model.model_copy(update={"quantization": quantization})
+    job = job.model_copy(update={"strategy": spec, "train": train or schema.Train(), "model": model})
     arguments: dict[str, Any] = {
-        "clip_norm": 1.0,
         "world_size": 4,
         "devices": "cuda",
         "trainable_parameters": SEVEN_B,
         "total_parameters": SEVEN_B,
         "device_memory_bytes": 80 * GB,
-        "lora": False,
-        "quantization": "none",
         **changes,
     }
-    return resolve(spec, train=train or schema.Train(), **arguments)
+    return resolve(job, **arguments)
 
 
 @pytest.mark.parametrize(

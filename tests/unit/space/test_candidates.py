@@ -7,6 +7,7 @@ import pytest
 
 from shardwise.engines.facts import Architecture, Facts
 from shardwise.errors import JobError
+from shardwise.hardware.parse import parse_hardware
 from shardwise.job import schema
 from shardwise.job.strategies import NAMED
 from shardwise.space.candidates import Refused, candidates, micro_batches, predictable
@@ -17,19 +18,29 @@ PLAN = frozenset({"colwise", "rowwise"})
 LLAMA_8B = Architecture(blocks=32, key_value_heads=8, flash_attention=True, plan_styles=PLAN)
 
 
+def job_of(spec: Any, train: schema.Train | None = None, *, lora: bool = False) -> schema.Job:
+    model = {"source": "m", "lora": {}} if lora else {"source": "m"}
+    job = schema.Job.model_validate({"name": "a", "model": model, "data": {"train": "t"}})
+    return job.model_copy(update={"strategy": spec, "train": train or schema.Train(global_batch=128)})
+
+
+def planned(
+    spec: Any = "auto", architecture: Architecture = LLAMA_8B
+) -> tuple[list[Strategy], list[Refused]]:
+    return predictable(job_of(spec), parse_hardware("8xH100"), architecture)
+
+
 def space(
-    spec: Any = "auto", *, train: schema.Train | None = None, **changes: Any
+    spec: Any = "auto", *, train: schema.Train | None = None, lora: bool = False, **changes: Any
 ) -> tuple[list[Strategy], list[Refused]]:
     arguments: dict[str, Any] = {
-        "clip_norm": 1.0,
-        "lora": False,
         "world_size": 8,
         "gpus_per_node": 8,
         "capability": (9, 0),
         "architecture": LLAMA_8B,
         **changes,
     }
-    return candidates(spec, train=train or schema.Train(global_batch=128), **arguments)
+    return candidates(job_of(spec, train, lora=lora), **arguments)
 
 
 def names(strategies: list[Strategy]) -> set[str]:
@@ -128,7 +139,7 @@ def test_tensor_parallelism_is_tried_within_a_node_and_where_it_divides_one() ->
 
 
 def test_tensor_parallelism_is_planned_thinly_by_auto_and_in_full_where_it_is_named() -> None:
-    found, refused = predictable(*space(), LLAMA_8B)
+    found, refused = planned()
     parallel = [one for one in found if one.tensor_parallel > 1]
     assert refused == [one for one in refused if one.strategy.tensor_parallel == 1]
     assert [*dict.fromkeys(one.name for one in parallel)] == [
@@ -145,7 +156,7 @@ def test_tensor_parallelism_is_planned_thinly_by_auto_and_in_full_where_it_is_na
     assert all(s.global_batch == 128 and s.world_size == 8 for s in parallel)
 
     spec = schema.StrategySpec(engine="deepspeed", stage=2, tensor_parallel=8)
-    named, _ = predictable(*space(spec), LLAMA_8B)
+    named, _ = planned(spec)
     assert names(named) == {"autotp8-zero2"}
     assert {s.checkpoint_every for s in named} == {0, 1, 2, 4}
     assert {s.micro_batch for s in named} == {1, 2, 4, 8, 16, 32, 64, 128}
@@ -165,8 +176,8 @@ def test_gathered_outputs_are_trained_with_and_not_planned() -> None:
     found, refused = space(spec, architecture=gathers)
     assert names(found) == {"autotp2-zero1"}
     assert refused == []
-    planned, [only] = predictable(found, refused, gathers)
-    assert planned == []
+    left, [only] = planned(spec, gathers)
+    assert left == []
     assert (only.strategy, only.rule) == (found[0], "gathered-layers-are-not-simulated")
 
 
@@ -202,7 +213,7 @@ def test_parts_are_kept_with_what_the_job_fixes() -> None:
         bucket=50_000_000,
     )
     train = schema.Train(global_batch=64, micro_batch=4, checkpointing=3, precision="fp16")
-    [only], refused = space(spec, train=train, clip_norm=0.5)
+    [only], refused = space(spec, train=train)
     assert only.to_json() == {
         "name": "zero3-nvme",
         "engine": "deepspeed",
@@ -217,7 +228,7 @@ def test_parts_are_kept_with_what_the_job_fixes() -> None:
         "accumulation": 2,
         "precision": "fp16",
         "checkpoint_every": 3,
-        "clip_norm": 0.5,
+        "clip_norm": 1.0,
         "bucket": 50_000_000,
     }
     assert refused == []

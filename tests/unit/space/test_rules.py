@@ -183,7 +183,8 @@ def test_an_architecture_is_known_from_its_config(
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(model_type, **changes)
-    architecture = Architecture.of(config, flash_attention=True)
+    architecture = Architecture.of(config)
+    assert architecture is not None
     found = broken_rules(facts(tensor_parallel=2, data_parallel=2, architecture=architecture))
     assert {rule.name for rule, _ in found} == broken
     attends = model_type != "mamba"
@@ -218,16 +219,27 @@ def test_a_rule_about_a_library_says_which_versions_it_is_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "blocks", "heads"),
+    ("model_type", "config", "expected"),
     [
-        ({"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}, 32, 8),
-        ({"num_hidden_layers": 12, "num_attention_heads": 12}, 12, 12),
-        ({"num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": None}, 12, 12),
+        ("llama", {"num_hidden_layers": 32, "num_key_value_heads": 8}, (32, 8, True)),
+        ("llama", {"num_hidden_layers": 12, "num_key_value_heads": None}, (12, 32, True)),
+        ("llama", {"num_hidden_layers": 12, "attention_dropout": 0.1}, (12, 32, False)),
+        ("gpt2", {"n_layer": 12}, (12, 12, False)),
+        ("mamba", {"num_hidden_layers": 3}, (3, 0, False)),
     ],
 )
-def test_an_architecture_is_read_from_a_config(config: dict[str, Any], blocks: int, heads: int) -> None:
-    read = Architecture.of(SimpleNamespace(**config), flash_attention=False)
-    assert (read.blocks, read.key_value_heads) == (blocks, heads)
+def test_an_architecture_is_read_from_a_config(
+    model_type: str, config: dict[str, Any], expected: tuple[int, int, bool]
+) -> None:
+    from transformers import AutoConfig
+
+    read = Architecture.of(AutoConfig.for_model(model_type, **config))
+    assert read is not None
+    assert (read.blocks, read.key_value_heads, read.flash_attention) == expected
+
+
+def test_a_config_that_is_no_decoders_has_no_architecture() -> None:
+    assert Architecture.of(SimpleNamespace(hidden_size=64)) is None
 
 
 def test_all_violations_come_at_once_each_with_key_and_fix() -> None:

@@ -82,11 +82,15 @@ def test_where_nothing_fits_nothing_starts(job: Job, gpus: pytest.MonkeyPatch) -
         get_ready(job, processes=2, memory_cap_bytes=100 * 1024**2)
 
 
-def test_a_resumed_run_keeps_its_strategy(job: Job, gpus: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", ["auto", "zero3"])
+def test_the_launchers_choice_holds_whatever_the_job_says(
+    job: Job, gpus: pytest.MonkeyPatch, asked: str
+) -> None:
     began = Strategy(engine="deepspeed", stage=1, data_parallel=2, micro_batch=1, accumulation=4)
-    found = get_ready(job, processes=2, resumed=began)
-    assert found.strategy == began
-    assert found.plan is None
+    chosen = {"strategy": began.to_json(), "why": ["less"]}
+    found = get_ready(job.model_copy(update={"strategy": asked}), processes=2, chosen=chosen)
+    assert (found.strategy, found.why, found.plan) == (began, ["less"], None)
+    assert found.to_json() == {"schema": 1, "chosen": chosen}
 
 
 def test_on_cpus_auto_stays_a_rule(job: Job) -> None:

@@ -77,18 +77,7 @@ def test_a_row_run_again_from_its_job_is_the_same_strategy(job: Path) -> None:
     for row in rows:
         assert row.job.train.micro_batch == row.strategy.micro_batch == 4, "the rule of thumb's, now named"
         assert row.job.train.checkpointing == "none"
-        strategy, _ = resolve(
-            row.job.strategy,
-            train=row.job.train,
-            clip_norm=row.job.optimizer.clip_norm,
-            world_size=2,
-            devices="cpu",
-            trainable_parameters=0,
-            total_parameters=0,
-            device_memory_bytes=None,
-            lora=False,
-            quantization="none",
-        )
+        strategy, _ = resolve(row.job, world_size=2, devices="cpu")
         assert strategy == row.strategy
 
 

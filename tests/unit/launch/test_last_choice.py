@@ -12,11 +12,10 @@ import yaml
 
 from shardwise.errors import CheckpointError
 from shardwise.job.schema import Job
-from shardwise.launch.spec import LaunchSpec
+from shardwise.launch.resume import last_choice
 from shardwise.record.manifest import Manifest, Origin
 from shardwise.record.write import RunFolder
 from shardwise.strategy import Strategy
-from shardwise.training.run import resumed_strategy
 from shardwise.training.snapshot import check_origin
 
 RETRIED = Strategy(engine="deepspeed", stage=2, data_parallel=2, micro_batch=2, accumulation=4)
@@ -43,10 +42,9 @@ def run(tmp_path: Path, kind: str) -> Path:
     return path
 
 
-def resumed(run: Path, job: dict[str, Any], **changes: Any) -> Strategy | None:
-    return resumed_strategy(
-        LaunchSpec(**{"job": job, "run_dir": str(run), "processes": 2, "resume": True, **changes})
-    )
+def resumed(run: Path, job: dict[str, Any], processes: int = 2) -> Strategy | None:
+    chosen = last_choice(run, Job.model_validate(job), processes)
+    return None if chosen is None else Strategy.from_json(chosen["strategy"])
 
 
 def test_a_run_that_was_retried_does_not_run_out_of_memory_again(run: Path, kind: str) -> None:
@@ -63,14 +61,6 @@ def test_what_is_new_in_the_job_counts(run: Path, kind: str) -> None:
 def test_another_kind_or_number_of_processes_is_for_the_job_to_say(run: Path, kind: str) -> None:
     assert resumed(run, values("zero3")) is None
     assert resumed(run, values(kind), processes=4) is None
-    assert resumed(run, values(kind), resume=False) is None
-
-
-def test_the_launchers_choice_holds_whatever_the_job_says(run: Path, kind: str) -> None:
-    other = replace(RETRIED, stage=3)
-    chosen = {"strategy": other.to_json(), "why": ["less"]}
-    for resume in (True, False):
-        assert resumed(run, values(kind, micro_batch=1), chosen=chosen, resume=resume) == other
 
 
 def test_the_run_folder_keeps_what_it_goes_on_with(run: Path, kind: str) -> None:
@@ -98,4 +88,4 @@ def test_checkpoints_that_name_their_micro_batch_are_read_with_another() -> None
 def test_a_plan_without_a_strategy_is_a_damaged_run(run: Path, kind: str, plan: str) -> None:
     (run / "plan.json").write_text(plan)
     with pytest.raises(CheckpointError, match="does not say the strategy"):
-        resumed_strategy(LaunchSpec(job=values(kind), run_dir=str(run), processes=2, resume=True))
+        resumed(run, values(kind))
