@@ -10,6 +10,7 @@ import codecs
 import hashlib
 import json
 import re
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -237,8 +238,7 @@ class _Window:
             more = self._file.read(max(self.CHUNK, len(self._text)))
         except UnicodeDecodeError:
             faults = Findings("", "")
-            for _ in _lines(self._path, faults):
-                pass
+            deque(_lines(self._path, faults), maxlen=0)
             fix = f"convert it: iconv -t utf-8 {self._path}"
             raise DataError(faults.first[0].what, where=faults.first[0].where, fix=fix) from None
         self._text += more
