@@ -11,18 +11,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
 
 from shardwise.data.formats import Conversation
 from shardwise.data.render import Rendered, Span, time_limit
 from shardwise.data.sources import Text
 from shardwise.errors import DataError, MachineError, Problem
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Tokens = npt.NDArray[np.uint32]
 Mask = npt.NDArray[np.uint8]

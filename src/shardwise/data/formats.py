@@ -108,21 +108,14 @@ class Reader:
                 return
             self.read += begins
             try:
-                format_ = "text" if isinstance(item, Text) else format_ or self._detect(item)
+                format_ = "text" if isinstance(item, Text) else format_ or detect(item)
                 if format_ not in self.formats:
                     self.formats.append(format_)
                 yield item if isinstance(item, Text) else convert(item, format_, system=self.data.system)
-            except SampleError as error:
+            except (SampleError, UnknownFormatError) as error:
+                if isinstance(error, UnknownFormatError) and not self.data.skip_bad:
+                    raise
                 self.bad.add(item.where if isinstance(item, Text) else item[0], str(error))
-
-    def _detect(self, record: Record) -> Format:
-        """Detect a source's format; with `skip_bad` a record without one is a bad sample."""
-        try:
-            return detect(record)
-        except UnknownFormatError as error:
-            if self.data.skip_bad:
-                raise SampleError(str(error)) from None
-            raise
 
 
 def convert(record: Record, format_: Format, *, system: str | None = None) -> Sample:

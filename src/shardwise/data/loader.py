@@ -25,6 +25,7 @@ from shardwise.data.packing import Indices, Rows, deal, rows_of_epoch
 from shardwise.errors import DataError, JobError
 
 ROUND = 8  # unpacked rows are as long as a multiple of this, as tensor cores need it
+PREFETCH = 2  # steps that a background thread prepares ahead
 
 
 class Position(NamedTuple):
@@ -65,7 +66,6 @@ class BatchStream(_Stream, Iterator[StepBatch]):
     global_batch: int
     seed: int
     worst_case_first: bool
-    prefetch: int = 2  # steps that a background thread prepares ahead; 0 prepares each when it is asked for
 
     def __post_init__(self) -> None:
         if len(self.dataset) == 0:
@@ -83,16 +83,13 @@ class BatchStream(_Stream, Iterator[StepBatch]):
         self._pending: deque[Future[tuple[StepBatch, Position]]] = deque()
         # Pinning uses the thread's current GPU; a new thread starts with GPU 0, which is another rank's.
         device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if self.pin_memory else ()
-        self._worker = ThreadPoolExecutor(1, "batches", *device) if self.prefetch else None
+        self._worker = ThreadPoolExecutor(1, "batches", *device)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> StepBatch:
-        if self._worker is None:
-            batch, self._consumed = self._produce()
-            return batch
-        while len(self._pending) <= self.prefetch:
+        while len(self._pending) <= PREFETCH:
             self._pending.append(self._worker.submit(self._produce))
         batch, self._consumed = self._pending.popleft().result()
         self._pending.append(self._worker.submit(self._produce))
@@ -107,8 +104,7 @@ class BatchStream(_Stream, Iterator[StepBatch]):
 
     def close(self) -> None:
         self._drop_pending()
-        if self._worker is not None:
-            self._worker.shutdown()
+        self._worker.shutdown()
 
     def rows_per_epoch(self, epoch: int) -> int:
         if epoch not in self._row_counts:

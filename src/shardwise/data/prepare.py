@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
 
 from shardwise import folders
 from shardwise.data.cache import FORMAT, Entry, TokenDataset, Writer, load_or_build
@@ -22,9 +23,6 @@ from shardwise.data.render import Rendered
 from shardwise.data.sources import Findings, Source, Text, open_sources
 from shardwise.errors import DataError
 from shardwise.job.schema import Data, Job
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 BATCH_SAMPLES = 256
 BATCH_CHARS = 2 << 20  # samples are tokenised together up to these numbers, which bounds the memory

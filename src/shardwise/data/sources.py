@@ -10,14 +10,15 @@ import codecs
 import hashlib
 import json
 import re
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from shardwise.errors import DataError, Problem
+from shardwise.job.paths import DATA_SUFFIXES
 
-SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
 PART_CHARS = 4 << 20  # a longer document is read in parts of about this many characters
 
 Record = tuple[str, dict[str, Any]]  # where the record stands (`file:line`), and its fields
@@ -102,16 +103,16 @@ def open_sources(spec: str | list[str], *, split: str, key: str) -> list[Source]
     if not entries:
         raise DataError("no data is named", where=key, fix="name a file, a folder or a hub dataset")
     name = entries[0] if len(entries) == 1 else ""
-    local = name.lower().endswith(SUFFIXES) or Path(name).exists()
+    local = name.lower().endswith(DATA_SUFFIXES) or Path(name).exists()
     if not local and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         return [_hub(name, split=split, key=key)]
     return [FileSource(path) for entry in entries for path in _local(Path(entry), key=key)]
 
 
 def _local(path: Path, *, key: str) -> list[Path]:
-    kinds = ", ".join(SUFFIXES)
+    kinds = ", ".join(DATA_SUFFIXES)
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in SUFFIXES)
+        files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in DATA_SUFFIXES)
         files = [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
         if not files:
             raise DataError(f"the folder {path} holds no data", where=key, fix=f"put files into it: {kinds}")
@@ -119,7 +120,7 @@ def _local(path: Path, *, key: str) -> list[Path]:
     if not path.exists():
         parent = next(p for p in path.absolute().parents if p.exists())
         raise DataError(f"there is no file {path}", where=key, fix=f"look into {parent}, which exists")
-    if path.suffix.lower() not in SUFFIXES:
+    if path.suffix.lower() not in DATA_SUFFIXES:
         kind = path.suffix or "no suffix"
         raise DataError(f"{path} is of an unknown kind ({kind})", where=key, fix=f"use one of {kinds}")
     return [path]
@@ -237,8 +238,7 @@ class _Window:
             more = self._file.read(max(self.CHUNK, len(self._text)))
         except UnicodeDecodeError:
             faults = Findings("", "")
-            for _ in _lines(self._path, faults):
-                pass
+            deque(_lines(self._path, faults), maxlen=0)
             fix = f"convert it: iconv -t utf-8 {self._path}"
             raise DataError(faults.first[0].what, where=faults.first[0].where, fix=fix) from None
         self._text += more

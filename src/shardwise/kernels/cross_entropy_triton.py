@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    import torch
 
 BLOCK = 8192
 """Vocabulary entries held in registers at a time: 16 per thread of 16 warps."""

@@ -43,8 +43,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: float, ignore_index: int, wanted: tuple[bool, bool, bool],
     ) -> Tensor:  # fmt: skip
         hidden, labels = hidden.contiguous(), labels.contiguous()
-        losses = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
-        gradients = _Gradients(hidden, weight, wanted)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        losses = hidden.new_empty(hidden.shape[0], dtype=dtype)
+        d_hidden = torch.empty_like(hidden) if wanted[0] else None
+        d_weight: Tensor | None = None
+        d_bias: Tensor | None = None
         rows = chunk_rows(hidden.shape[0], weight.shape[0] * weight.element_size())
         buffer = hidden.new_empty(rows, weight.shape[0])  # one buffer, reused by every chunk
         for start in range(0, hidden.shape[0], rows):
@@ -54,9 +57,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(hidden[chunk], weight.t(), out=logits)
             else:
                 torch.addmm(bias, hidden[chunk], weight.t(), out=logits)
+            # it leaves the gradient of the logits in their place
             cross_entropy_(logits, labels[chunk], losses[chunk], softcap, scale, ignore_index, any(wanted))
-            gradients.add(chunk, logits)
-        ctx.gradients, ctx.dtype = (gradients.hidden, gradients.weight, gradients.bias), weight.dtype
+            if d_hidden is not None:
+                torch.mm(logits, weight, out=d_hidden[chunk])
+            if wanted[1] and rows == hidden.shape[0]:
+                d_weight = torch.mm(logits.t(), hidden)  # one chunk: the product's own fp32 sum is enough
+            elif wanted[1]:
+                d_weight = _add_product(d_weight, logits.t(), hidden[chunk])
+            if wanted[2]:
+                d_bias = _add(d_bias, logits.sum(0, dtype=dtype))
+        ctx.gradients, ctx.dtype = (d_hidden, d_weight, d_bias), weight.dtype
         return losses.sum()
 
     @staticmethod
@@ -68,36 +79,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*scaled, None, None, None, None, None)
 
 
-class _Gradients:
-    """The gradients for hidden, weight and bias, gathered chunk by chunk; weight and bias in fp32."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]) -> None:
-        self.inputs = hidden, weight
-        self.hidden = torch.empty_like(hidden) if wanted[0] else None
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-        self.wanted = wanted
-
-    def add(self, chunk: slice, logits_gradient: Tensor) -> None:
-        hidden, weight = self.inputs
-        if self.hidden is not None:
-            torch.mm(logits_gradient, weight, out=self.hidden[chunk])
-        if self.wanted[1]:
-            transposed = logits_gradient.t()
-            if chunk.stop - chunk.start == hidden.shape[0]:
-                self.weight = torch.mm(transposed, hidden)  # one chunk: the product's own fp32 sum is enough
-            else:
-                self.weight = _add_product(self.weight, transposed, hidden[chunk])
-        if self.wanted[2]:
-            total = logits_gradient.sum(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
-            self.bias = total if self.bias is None else self.bias.add_(total)
-
-
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`gradient * factor` in `dtype`, multiplied in fp32: a factor rounded to bf16 would scale them all."""
     if gradient.dtype == factor.dtype:
         return gradient.mul_(factor).to(dtype)  # in place: no second weight-sized tensor
     return (gradient.to(factor.dtype) * factor).to(dtype)
+
+
+def _add(total: Tensor | None, more: Tensor) -> Tensor:
+    return more if total is None else total.add_(more)
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class _MambaInner(torch.autograd.Function):
             xz, positions, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, a, d, out_proj, small, states
         ) = ctx.saved_tensors  # fmt: skip
         call = _calls(xz)
-        needed = dict(zip(_INPUTS, ctx.needs_input_grad, strict=True))
+        *_, wants_x_proj, wants_dt_proj, _, _, _, wants_out_proj = ctx.needs_input_grad
         x, z = xz.chunk(2, dim=-1)
         dxz = torch.empty_like(xz)
         dx, dz = dxz.chunk(2, dim=-1)
@@ -76,7 +76,7 @@ class _MambaInner(torch.autograd.Function):
         delta, bc = _delta_and_bc(small, dt_proj)
         dout = grad @ out_proj
         gated, fine, adjoints = call.replay(u, delta, a, bc, d, z, dt_bias, positions, states, dout, dz)
-        d_out_proj = _weight_gradient(grad, gated) if needed["out_proj"] else None
+        d_out_proj = _weight_gradient(grad, gated) if wants_out_proj else None
         del gated
         da, dbc, dd, d_dt_bias = call.backward(u, delta, a, bc, d, dt_bias, positions, fine, adjoints, dout)
         del fine, adjoints, bc
@@ -86,19 +86,14 @@ class _MambaInner(torch.autograd.Function):
         dsmall = torch.empty_like(small)
         dsmall[..., rank:] = dbc
         dsmall[..., :rank] = ddelta @ dt_proj
-        d_dt_proj = _weight_gradient(ddelta, small[..., :rank]) if needed["dt_proj"] else None
-        d_x_proj = _weight_gradient(dsmall, u) if needed["x_proj"] else None
+        d_dt_proj = _weight_gradient(ddelta, small[..., :rank]) if wants_dt_proj else None
+        d_x_proj = _weight_gradient(dsmall, u) if wants_x_proj else None
         del u, delta, ddelta
         du.view(-1, du.shape[-1]).addmm_(dsmall.view(-1, dsmall.shape[-1]), x_proj)
         dconv = call.conv_backward(x, conv_weight, conv_bias, positions, du, dx).to(conv_weight.dtype)
         d_conv_bias = None if conv_bias is None else dconv[:, -1].contiguous()
         d_conv = dconv[:, :-1].contiguous()
         return dxz, None, d_conv, d_conv_bias, d_x_proj, d_dt_proj, d_dt_bias, da, dd, d_out_proj
-
-
-_INPUTS = (
-    "xz", "positions", "conv_weight", "conv_bias", "x_proj", "dt_proj", "dt_bias", "a", "d", "out_proj"
-)  # fmt: skip
 
 
 _Calls = namedtuple("_Calls", "conv conv_backward scan replay backward")

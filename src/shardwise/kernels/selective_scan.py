@@ -126,9 +126,8 @@ def selective_scan(
     one stride. In `scan_dtype` are `a`, negative [W, N]; `bc`, [B, T, 2 N] and contiguous: B, then C; `d` and
     `bias` (delta's), [W]. `positions`, int32 [B, T], are 0 at the first token of a row and of every sample.
 
-    Returns:
-        out: [B, T, W] in x's format.
-        states: [chunks, N, W] in `scan_dtype`, before the first token of each chunk; on the CPU empty.
+    Returns the output, [B, T, W] in x's format, and the states before the first token of each chunk,
+    [chunks, N, W] in `scan_dtype`; on the CPU empty.
     """
     y = selective_scan_reference(x, delta, a, bc, d, bias, positions)
     return (y * functional.silu(z.to(y.dtype))).to(x.dtype), y.new_empty(0)

@@ -22,7 +22,6 @@ from shardwise.models.families import family_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel
 
 ADAPTER = "default"
 """PEFT's name of the one adapter."""

@@ -18,13 +18,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 
 from shardwise.errors import JobError
 from shardwise.job.schema import Model
-from shardwise.models.adapters import (
-    add_lora,
-    has_stacked_experts,
-    is_adapter,
-    quantize_linears,
-    taken_for_experts,
-)
+from shardwise.models import adapters
 from shardwise.models.families import REFUSED, attention_for, family_code, family_of
 from shardwise.models.file_weights import open_weights
 from shardwise.models.rotary import fix_frequencies
@@ -78,11 +72,9 @@ def build_model(
     `vocab_size` for random weights with a new tokenizer. Rotary frequencies are fixed (`rotary`) for rows of
     at most `sequence_length` tokens; None lets transformers choose them at each call, as for generating.
 
-    Raises:
-        JobError: there is no such model, its config is refused, an adapter's target does not exist, or its
-            rotary frequencies cannot be fixed.
-        MachineError: it must be downloaded, and the hub cannot be reached.
-        CheckpointError: the files do not hold the weights of this shape.
+    Raises JobError where there is no such model, its config is refused, an adapter's target does not exist,
+    or its rotary frequencies cannot be fixed; MachineError where it must be downloaded, and the hub cannot be
+    reached; CheckpointError where the files do not hold the weights of this shape.
     """
     found = find_source(model)
     config = read_config(model, found, vocab_size)
@@ -103,18 +95,18 @@ def build_model(
             unused = f"{len(source.unused)} of the files' tensors, e.g. {source.unused[0]}"
             notes.append(f"the model has no place for {unused}")
     if model.quantization != "none":
-        quantize_linears(built, model.quantization)
+        adapters.quantize_linears(built, model.quantization)
     peft = None
     if model.lora is not None:
-        peft = add_lora(built, model.lora, source=model.source, revision=model.revision)
+        peft = adapters.add_lora(built, model.lora, source=model.source, revision=model.revision)
         notes += _expert_notes(skeleton, model)
-    adapters = sum(p.numel() for name, p in built.named_parameters() if is_adapter(name))
+    in_adapters = [p.numel() for name, p in built.named_parameters() if adapters.is_adapter(name)]
     return BuiltModel(
         model=built,
         blocks=blocks,
         weights=Weights(built, source, seed=seed),
         config=built.config,
-        total=count_parameters(skeleton) + adapters,
+        total=count_parameters(skeleton) + sum(in_adapters),
         trainable=count_parameters(built, trainable=True),
         trainable_shapes={name: p.shape for name, p in built.named_parameters() if p.requires_grad},
         source=f"{found.description}, {'random' if model.weights == 'random' else 'pretrained'} weights",
@@ -128,10 +120,10 @@ def build_model(
 
 def _expert_notes(skeleton: PreTrainedModel, model: Model) -> list[str]:
     """What LoRA and quantisation leave out of a mixture of experts."""
-    if not has_stacked_experts(skeleton):
+    if not adapters.has_stacked_experts(skeleton):
         return []
     notes = ["the experts get no adapter: they are not linear modules"]
-    if taken := taken_for_experts(skeleton):
+    if taken := adapters.taken_for_experts(skeleton):
         notes.append(f"nor do {', '.join(sorted(taken))}: PEFT takes these names for the experts'")
     if model.quantization != "none":
         notes.append("the experts are not quantised: they are not linear modules")

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,9 +23,6 @@ from shardwise.models.families import attention_for
 from shardwise.models.file_weights import quiet
 from shardwise.models.fingerprint import check_base
 from shardwise.models.structure import join
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -90,13 +87,9 @@ def export(
     was trained on, and writes a full model in the adapter's format; its logits on fixed prompts are compared
     with those of base and adapter.
 
-    Returns:
-        `kind` (model, adapter, merged), `dtype` (`bfloat16`), `out`, and for a merged model the largest
-        difference of a logit and the largest logit.
-
-    Raises:
-        JobError: there is nothing to merge.
-        CheckpointError: the adapter is damaged, its base is another now, or merging changed the logits.
+    Returns `kind` (model, adapter, merged), `dtype` (`bfloat16`), `out`, and for a merged model the largest
+    difference of a logit and the largest logit. Raises JobError where there is nothing to merge,
+    CheckpointError where the adapter is damaged, its base is another now, or merging changed the logits.
     """
     kind, logits = "model", {}
     if (model_dir / ADAPTER_CONFIG).is_file():
@@ -104,11 +97,11 @@ def export(
     elif merge:
         what = "there is no adapter to merge: the run trained all weights"
         raise JobError(what, where="--merge", fix="leave --merge out")
+    if kind == "adapter":
+        read_adapter(model_dir)  # to find out whether it is damaged
     if kind == "merged":
         logits = _merge(model_dir, out, base, trained_on)
     else:
-        if kind == "adapter":
-            read_adapter(model_dir)  # to find out whether it is damaged
         # new files get the umask's permissions, not those of the checkpoint's
         shutil.copytree(model_dir, out, dirs_exist_ok=True, copy_function=shutil.copyfile)
     return {"kind": kind, "dtype": _dtype(out), "out": str(out), **logits}
@@ -226,7 +219,7 @@ def _check(state: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> N
         raise CheckpointError(what, where="trained weights", fix=fix)
 
 
-def _persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+def _persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
     return {
         join(prefix, name): buffer.cpu()
         for prefix, module in model.named_modules()
@@ -287,12 +280,9 @@ def generate(
     answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     if not answer.strip():
         tokens = output.shape[1] - ids.shape[1]
-        ended = "the model ended the text at once"
-        what = (
-            ended
-            if tokens == 1 < max_new_tokens
-            else f"the output contains no visible text (tokens: {tokens})"
-        )
+        what = f"the output contains no visible text (tokens: {tokens})"
+        if tokens == 1 < max_new_tokens:
+            what = "the model ended the text at once"
         fix = "try a prompt like the training data, or --temperature 0.8; if neither helps, train longer"
         print(f"note: {what}\n  fix: {fix}", file=sys.stderr)
     return answer

@@ -92,11 +92,9 @@ class SafetensorsWeights(WeightSource):
                         # a copy: what safetensors returns on the CPU may still be the file's pages
                         found[name] = tensor.to(device, copy=True)
                     elif not torch.equal(found[name], tensor.to(device)):
-                        first, fix = (
-                            self._keys[name][0],
-                            "set tie_word_embeddings to false in the model's config.json",
-                        )
-                        what = f"the config ties {key} to {first}, and the file holds two different tensors"
+                        what = f"the config ties {key} to {self._keys[name][0]}, "
+                        what += "and the file holds two different tensors"
+                        fix = "set tie_word_embeddings to false in the model's config.json"
                         raise CheckpointError(what, where=key, fix=fix)
         return found
 
@@ -155,12 +153,7 @@ def _read_headers(files: Sequence[Path]) -> dict[str, _Stored]:
 
 def _file_names(names: Sequence[str], stored: Mapping[str, object], base: str) -> Callable[[str], str]:
     """Map names in the model to the files', which may lack the base model's prefix or repeat it."""
-    prefix = f"{base}."
-    ways: list[Callable[[str], str]] = [
-        str,
-        lambda name: name.removeprefix(prefix),
-        lambda name: prefix + name,
-    ]
+    ways: list[Callable[[str], str]] = [str, lambda n: n.removeprefix(f"{base}."), lambda n: f"{base}.{n}"]
     return max(ways, key=lambda way: sum(way(name) in stored for name in names))
 
 

@@ -11,7 +11,7 @@ Names and shapes of weights stay Hugging Face's. Called with positions, as in tr
 from __future__ import annotations
 
 import math
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,16 +101,11 @@ EMBEDDING_STD = 0.02
 
 def prepare(model: PreTrainedModel) -> None:
     """Install our modules and initialisation; A_log, D and dt's bias become fp32 and never decay."""
-    layers = model.config.num_hidden_layers
-
-    def init_weights(_: PreTrainedModel, module: nn.Module) -> None:
-        initialise(module, layers=layers)
-
     for module in model.modules():
         if type(module) in CLASSES:
             module.__class__ = CLASSES[type(module)]
         if isinstance(module, PreTrainedModel):
-            module._init_weights = MethodType(init_weights, module)  # type: ignore[method-assign]
+            module._init_weights = partial(initialise, layers=model.config.num_hidden_layers)  # type: ignore[method-assign]
         if isinstance(module, Mixer):
             for parameter in (module.A_log, module.D, module.dt_proj.bias):
                 if parameter.dtype != torch.float64:

@@ -91,9 +91,8 @@ def download(
 ) -> Path:
     """Download the files of a hub repository that match `patterns`, or find them in the cache.
 
-    Raises:
-        JobError: there is no such repository or revision, or the account has no access.
-        MachineError: the hub cannot be reached and the files are not in the cache.
+    Raises JobError where there is no such repository or revision, or the account has no access;
+    MachineError where the hub cannot be reached and the files are not in the cache.
     """
     copies = ["*/*", "consolidated*"]  # of the weights, in other formats
     wanted: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": copies}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -112,14 +112,11 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], *, every: int) -> None:
     Call it once, before the engine is built.
     """
     for block in blocks[::every] if every else ():
-        block.forward = _recomputed(block, block.forward)  # type: ignore[method-assign]
+        checkpointed = partial(_checkpointed, block, block.forward)
+        block.forward = wraps(block.forward)(checkpointed)  # type: ignore[method-assign]
 
 
-def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if not block.training:
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return checkpointed
+def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not block.training:
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

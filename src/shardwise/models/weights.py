@@ -102,10 +102,6 @@ class Weights:
             compared += 1
         return compared
 
-    def release(self) -> None:
-        """Free the host memory that the source keeps for further parts of the model."""
-        self.source.release()
-
     def _slots(self, module: nn.Module) -> list[_Slot]:
         below = set(module.modules())
         slots: dict[int, _Slot] = {}

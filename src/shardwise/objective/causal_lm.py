@@ -7,11 +7,11 @@ called as modules, because ZeRO-3 and FSDP2 gather weights in hooks on those cal
 from __future__ import annotations
 
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from shardwise.data.batch import IGNORED, MicroBatch
 from shardwise.errors import JobError
@@ -19,9 +19,6 @@ from shardwise.kernels import attention
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwise.models.families import VARLEN, attention_of, family_of, logits_after
 from shardwise.objective import Objective
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # Deliberately without a mask function of this name: transformers then makes no mask at all, and does not read
 # the position ids back from the GPU to look for packed samples.

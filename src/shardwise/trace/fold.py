@@ -11,26 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.models.build import BuiltModel
-from shardwise.simulate.step_trace import (
-    ALLOC,
-    BACKWARD,
-    BACKWARD_END,
-    FORWARD,
-    FORWARD_END,
-    FREE,
-    GRADIENT,
-    Event,
-)
-
-if TYPE_CHECKING:
-    from shardwise.trace.layout import Layout
+from shardwise.simulate import step_trace
+from shardwise.simulate.step_trace import Event
+from shardwise.trace.layout import Layout
 
 GROUPS = 4
-_TENSOR_AT = {ALLOC: 1, FREE: 1, GRADIENT: 2}
-_UNIT_EVENTS = (FORWARD, FORWARD_END, BACKWARD, BACKWARD_END)
+_TENSOR_AT = {step_trace.ALLOC: 1, step_trace.FREE: 1, step_trace.GRADIENT: 2}
+_UNIT_EVENTS = (step_trace.FORWARD, step_trace.FORWARD_END, step_trace.BACKWARD, step_trace.BACKWARD_END)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +92,8 @@ class _Parts:
 def _split(events: list[Event], folding: Folding, blocks: int) -> _Parts:
     p = folding.period
     first = [folding.head + g * p for g in range(GROUPS - 1)] + [blocks - p]
-    starts = {e[1]: i for i, e in enumerate(events) if e[0] == FORWARD and e[1] < blocks}
-    turns = {e[1]: i for i, e in enumerate(events) if e[0] == BACKWARD and e[1] < blocks}
+    starts = {e[1]: i for i, e in enumerate(events) if e[0] == step_trace.FORWARD and e[1] < blocks}
+    turns = {e[1]: i for i, e in enumerate(events) if e[0] == step_trace.BACKWARD and e[1] < blocks}
     begin = [starts[block] for block in first]
     # the backward pass starts with the last block of a group
     turn = [turns[block + p - 1] for block in first]
@@ -118,7 +108,7 @@ def _split(events: list[Event], folding: Folding, blocks: int) -> _Parts:
 
 def _made(events: list[Event]) -> dict[int, int]:
     """Index of each tensor among those that these events allocate."""
-    return {event[1]: index for index, event in enumerate(e for e in events if e[0] == ALLOC)}
+    return {event[1]: index for index, event in enumerate(e for e in events if e[0] == step_trace.ALLOC)}
 
 
 def _alike(parts: _Parts, period: int, move: _Move) -> bool:
@@ -144,7 +134,7 @@ class _Move:
     def __call__(self, event: Event, shift: int) -> Event:
         """Return the event `shift` blocks later; tensors keep their numbers."""
         kind = event[0]
-        if kind == GRADIENT:
+        if kind == step_trace.GRADIENT:
             near = self._nearer(shift, self._places.block(event[1]))
             return (kind, self._places.further(event[1], near), event[2])
         if kind in _UNIT_EVENTS and event[1] < self._blocks:
@@ -159,7 +149,7 @@ def _assemble(parts: _Parts, folding: Folding, move: _Move) -> list[Event]:
     """Join all groups in order, with copies of the third between the third and the last."""
     everything = [*parts.before, *(e for f in parts.forward for e in f), *parts.middle]
     everything += [*(e for b in parts.backward for e in b), *parts.after]
-    numbers = count(1 + max(e[1] for e in everything if e[0] == ALLOC))
+    numbers = count(1 + max(e[1] for e in everything if e[0] == step_trace.ALLOC))
     copies, p = folding.copies, folding.period
     # tensors by group and index; the third group is 2, its copies are 3 to 2 + copies
     forward = {g: list(_made(parts.forward[g])) for g in (1, 2)}

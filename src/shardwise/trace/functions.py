@@ -12,20 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from shardwise.kernels.fused import fuse_lora
 from shardwise.kernels.target import HOPPER, target
 from shardwise.models.families import family_of, liger_kernels
 from shardwise.trace.recorder import record_pass
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @contextmanager
@@ -63,26 +61,16 @@ def _attention(
     return efficient(query, key, value, attn_mask, True, *how, scale=scale)[0]  # type: ignore[no-any-return]
 
 
-def _dropout(
-    input: Tensor,  # noqa: A002 - torch's name
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,  # noqa: ARG001 - no model here uses it
-) -> Tensor:
-    if not training or p == 0.0:
-        return input
-    return torch.native_dropout(input, p, True)[0]
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if training and p != 0.0 else x
 
 
 def _rms_norm(
-    input: Tensor,  # noqa: A002 - torch's name
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    eps: float | None = None,
+    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    if weight is None or weight.dtype != input.dtype:  # torch has no kernel for these either
-        return _UNFUSED_RMS_NORM(input, normalized_shape, weight, eps)
-    return _RmsNorm.apply(input, weight)  # type: ignore[no-any-return]
+    if weight is None or weight.dtype != x.dtype:  # torch has no kernel for these either
+        return _UNFUSED_RMS_NORM(x, normalized_shape, weight, eps)
+    return _RmsNorm.apply(x, weight)  # type: ignore[no-any-return]
 
 
 _UNFUSED_RMS_NORM = functional.rms_norm

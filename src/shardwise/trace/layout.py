@@ -20,9 +20,8 @@ class Part:
 
     model: PreTrainedModel
     parameters: Mapping[int, nn.Parameter]
-    """By their index in the full model."""
     units: Mapping[int, nn.Module]
-    """By their index in the full model."""
+    """Both by their index in the full model."""
 
 
 class Layout:

@@ -48,8 +48,8 @@ def describe(function: Any, args: Sequence[Any], inputs: Tensors, outputs: Tenso
     if name == "cross_entropy_":
         written += _bytes(inputs[0])  # the gradient replaces the logits
     kind = _kind(name)
-    if kind == "embedding":
-        read = written if name == "embedding" else sum(map(_bytes, inputs))
+    if name == "embedding":
+        read = written
     flops = float(max((t.numel() for t in (*inputs, *outputs)), default=0))
     item = max((t.element_size() for t in (*inputs, *outputs)), default=2)
     return Op(kind=kind, flops=flops, read_bytes=read, written_bytes=written, item_bytes=item, name=name)
@@ -76,7 +76,7 @@ def _scan(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Op:
     rewritten = {"selective_scan_replay": inputs[-2:], "selective_scan_backward": (inputs[1], inputs[-1])}
     outputs = (*outputs, *rewritten.get(name, ()))
     flops, shape = SCANS[name] * tokens * width * states, (tokens, width, states)
-    return _shaped("scan", name, flops, inputs, outputs, shape=shape, item_bytes=x.element_size())
+    return one_pass("scan", name, flops, inputs, outputs, shape=shape, item_bytes=x.element_size())
 
 
 def _kind(name: str) -> str:
@@ -91,7 +91,7 @@ def _kind(name: str) -> str:
     return "copy" if name in _COPIES else "elementwise"
 
 
-def _shaped(kind: str, name: str, flops: float, read: Tensors, written: Tensors, **others: Any) -> Op:
+def one_pass(kind: str, name: str, flops: float, read: Tensors, written: Tensors, **others: Any) -> Op:
     """A kernel that reads and writes these tensors once."""
     sizes: dict[str, Any] = {"read_bytes": sum(map(_bytes, read)), "written_bytes": sum(map(_bytes, written))}
     return Op(kind=kind, flops=flops, name=name, **sizes, **others)
@@ -108,7 +108,7 @@ def _products(
 ) -> Op:
     """`shape`: (products, m, n, k) for products of [m, k] and [k, n]."""
     item, flops = factor.element_size(), 2.0 * math.prod(shape)
-    return _shaped("matmul", name, flops, inputs, outputs, shape=shape, item_bytes=item)
+    return one_pass("matmul", name, flops, inputs, outputs, shape=shape, item_bytes=item)
 
 
 def _grouped(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Op:
@@ -155,7 +155,7 @@ def _attention(name: str, args: Sequence[Any], inputs: Tensors, outputs: Tensors
         keys = window
     flops = (10.0 if backward else 4.0) * batch * heads * pairs * size
     shape = (batch, heads, kv_heads, length, keys, size)
-    return _shaped("attention", name, flops, inputs, outputs, shape=shape, item_bytes=q.element_size())
+    return one_pass("attention", name, flops, inputs, outputs, shape=shape, item_bytes=q.element_size())
 
 
 def _bytes(tensor: Tensor) -> int:

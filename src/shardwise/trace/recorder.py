@@ -15,18 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.kernels.target import Target
-from shardwise.simulate.step_trace import (
-    ACTIVATION,
-    ALLOC,
-    FREE,
-    GRADIENT,
-    GRADIENT_TAG,
-    OP,
-    WORKSPACE,
-    Event,
-    Op,
-)
-from shardwise.trace.ops import describe
+from shardwise.simulate import step_trace
+from shardwise.simulate.step_trace import ALLOC, FREE, GRADIENT, OP, Event, Op
+from shardwise.trace.ops import describe, one_pass
 from shardwise.trace.workspace import workspace
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
@@ -69,7 +60,7 @@ class Recorder(TorchDispatchMode):
         self.target = target
         self.events: list[Event] = []
         self.ops: list[Op] = []
-        self.tag = ACTIVATION
+        self.tag = step_trace.ACTIVATION
         self._tensors: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._handed_over: set[int] = set()
@@ -108,7 +99,9 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if function is _ITEM:
-            return self._value(*args)
+            if args[0].dtype != torch.bool:
+                raise RuntimeError("the model's code depends on values, which a traced step does not have")
+            return True  # transformers asks whether all rows are single segments
         from_engine = sys._getframe(1).f_code.co_name == "_engine_run_backward"
         if from_engine and function is _ADD and _adds_in_place(args[0]):
             function = _ADD_IN_PLACE
@@ -122,17 +115,11 @@ class Recorder(TorchDispatchMode):
             self._known_ops[key] = self._add(describe(function, args, inputs, outputs))
         for size in workspace(function, args, outputs, self.target):
             scratch = next(self._numbers)
-            self.events += [(ALLOC, scratch, size, WORKSPACE), (FREE, scratch)]
+            self.events += [(ALLOC, scratch, size, step_trace.WORKSPACE), (FREE, scratch)]
         index = self._known_ops[key]
         if index is not None:
             self.events.append((OP, index))
         return result
-
-    def _value(self, tensor: Tensor) -> bool:
-        """Answer Python code that reads a value: transformers asks whether all rows are single segments."""
-        if tensor.dtype != torch.bool:
-            raise RuntimeError("the model's code depends on values, which a traced step does not have")
-        return True
 
     def _add(self, op: Op | None) -> int | None:
         if op is None:
@@ -169,15 +156,13 @@ def record_pass(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) ->
     """Record one kernel that reads and writes these tensors once; a norm by its name, or elementwise."""
     kind = "normalization" if "norm" in name else "elementwise"
     flops = float(sum(t.numel() for t in read))
-    bytes_in, bytes_out = (sum(t.numel() * t.element_size() for t in tensors) for tensors in (read, written))
-    sizes: dict[str, Any] = {"read_bytes": bytes_in, "written_bytes": bytes_out}
-    record_kernel(Op(kind=kind, flops=flops, name=name, item_bytes=read[0].element_size(), **sizes))
+    record_kernel(one_pass(kind, name, flops, read, written, item_bytes=read[0].element_size()))
 
 
 def mark_gradients(events: list[Event]) -> list[Event]:
     """Give every storage that a GRADIENT event names the tag `gradient`."""
     handed = {e[2] for e in events if e[0] == GRADIENT}
-    return [(*e[:3], GRADIENT_TAG) if e[0] == ALLOC and e[1] in handed else e for e in events]
+    return [(*e[:3], step_trace.GRADIENT_TAG) if e[0] == ALLOC and e[1] in handed else e for e in events]
 
 
 def _adds_in_place(total: Tensor) -> bool:

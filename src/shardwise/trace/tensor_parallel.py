@@ -12,28 +12,25 @@ import copy
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from shardwise.models.build import BuiltModel
 from shardwise.models.structure import find_blocks
 from shardwise.simulate.step_trace import Op
 from shardwise.trace.recorder import record_kernel
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 def cut(built: BuiltModel, degree: int) -> BuiltModel:
     """Copy a model with a rank's parts of the linear layers in the plan; everything else stays complete."""
     model = copy.deepcopy(built.model)
-    for name, owner, attribute, style in _planned(model):
-        layer = owner._modules[attribute]
-        if style in _LAYERS:
+    for name, layer, style in _planned(model):
+        if style in _SPLIT:
             assert isinstance(layer, nn.Linear), name
-            owner._modules[attribute] = _LAYERS[style](layer, degree)
+            model.set_submodule(name, _Part(layer, degree, columns=style == "colwise"))
     return replace(built, model=model, blocks=find_blocks(model))
 
 
@@ -42,53 +39,44 @@ def sum_gradients(model: PreTrainedModel) -> None:
 
     As DeepSpeed's register_replicated_grad_hooks.
     """
-    for _, owner, attribute, style in _planned(model):
-        if style == "replicated_with_grad_allreduce":
-            weight = owner._modules[attribute]._parameters["weight"]  # type: ignore[union-attr]
-            if weight is not None and weight.requires_grad:
-                weight.register_hook(_summed)
+    for _, layer, style in _planned(model):
+        weight = layer._parameters["weight"]
+        if style == "replicated_with_grad_allreduce" and weight is not None and weight.requires_grad:
+            weight.register_hook(_summed)
 
 
-def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, str]]:
-    """(name, owner, attribute, style) of each layer in the plan; the first matching pattern counts."""
+def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, layer, style) of each layer in the plan; the first matching pattern counts."""
     plan: dict[str, str] = model.config.get_text_config().base_model_tp_plan or {}
     patterns = {".*" + p.replace(".", r"\.").replace("*", ".*"): way.lower() for p, way in plan.items()}
     for name, module in list(model.named_modules()):
         style = next((way for pattern, way in patterns.items() if re.fullmatch(pattern, name)), None)
         if style is not None and "weight" in module._parameters:
-            parent, _, attribute = name.rpartition(".")
-            yield name, model.get_submodule(parent), attribute, style
+            yield name, module, style
 
 
-class _Columns(nn.Module):
-    """A rank's outputs of a linear layer (LinearLayer); the gradient of the input is summed."""
-
-    def __init__(self, layer: nn.Linear, degree: int) -> None:
-        super().__init__()
-        self.weight = _part(layer.weight, degree, dim=0)
-        bias: Tensor | None = layer.bias
-        self.bias = None if bias is None else _part(bias, degree, dim=0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.matmul(_SumBackward.apply(x), self.weight.transpose(-1, -2))
-        return out if self.bias is None else out + self.bias
-
-
-class _Rows(nn.Module):
-    """A rank's inputs of a linear layer (LinearAllreduce); outputs are summed before the bias is added."""
-
-    def __init__(self, layer: nn.Linear, degree: int) -> None:
-        super().__init__()
-        self.weight = _part(layer.weight, degree, dim=1)
-        self.bias: Tensor | None = layer.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _SumForward.apply(torch.matmul(x, self.weight.transpose(-1, -2)))
-        return out if self.bias is None else out + self.bias
-
-
-_LAYERS = {"colwise": _Columns, "rowwise": _Rows}
+_SPLIT = ("colwise", "rowwise")
 """Other styles do not split a layer; `space/candidates.py: predictable` accepts no further ones."""
+
+
+class _Part(nn.Module):
+    """A rank's `columns`, outputs of a linear layer (LinearLayer): the gradient of the input is summed.
+
+    Or its rows, inputs of the layer (LinearAllreduce): outputs are summed before the bias is added.
+    """
+
+    def __init__(self, layer: nn.Linear, degree: int, *, columns: bool) -> None:
+        super().__init__()
+        self.columns = columns
+        self.weight = _part(layer.weight, degree, dim=0 if columns else 1)
+        bias: Any = layer.bias
+        self.bias = _part(bias, degree, dim=0) if columns and bias is not None else bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _Sum.apply(x, False) if self.columns else x
+        out: Tensor = torch.matmul(x, self.weight.transpose(-1, -2))
+        out = out if self.columns else _Sum.apply(out, True)
+        return out if self.bias is None else out + self.bias
 
 
 def _part(parameter: Tensor, degree: int, *, dim: int) -> nn.Parameter:
@@ -98,28 +86,17 @@ def _part(parameter: Tensor, degree: int, *, dim: int) -> nn.Parameter:
     return nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
 
 
-class _SumForward(torch.autograd.Function):
-    """RowParallel: an in-place all-reduce in the forward pass."""
+class _Sum(torch.autograd.Function):
+    """An in-place all-reduce, in the forward pass (RowParallel) or in the backward pass (ColumnParallel)."""
 
     @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return _summed(x)
+    def forward(ctx: Any, x: Tensor, in_forward: bool) -> Tensor:  # type: ignore[override]
+        ctx.in_forward = in_forward
+        return _summed(x) if in_forward else x
 
     @staticmethod
-    def backward(_: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
-        return dx
-
-
-class _SumBackward(torch.autograd.Function):
-    """ColumnParallel: an in-place all-reduce in the backward pass."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x
-
-    @staticmethod
-    def backward(_: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
-        return _summed(dx)
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return dx if ctx.in_forward else _summed(dx), None
 
 
 def _summed(tensor: Tensor) -> Tensor:

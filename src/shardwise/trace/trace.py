@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,16 +15,8 @@ from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.structure import DTYPES, checkpoint_blocks
 from shardwise.objective import MakeObjective, Objective
 from shardwise.objective.causal_lm import CausalLM
-from shardwise.simulate.step_trace import (
-    ACTIVATION,
-    BACKWARD,
-    BACKWARD_END,
-    FORWARD,
-    FORWARD_END,
-    LOSS,
-    Event,
-    StepTrace,
-)
+from shardwise.simulate import step_trace
+from shardwise.simulate.step_trace import StepTrace
 from shardwise.trace.fold import block_kinds, find_folding, unfold
 from shardwise.trace.functions import cuda_functions, traced_kernels
 from shardwise.trace.layout import Layout, Part
@@ -73,7 +65,7 @@ class Tracer:
         built, layout = self._split(tensor_parallel)
         blocks = len(built.blocks)
         folding = find_folding(block_kinds(built, checkpoint_every)) if folded else None
-        kept = list(range(blocks)) if folding is None else folding.kept(blocks)
+        kept = folding.kept(blocks) if folding else list(range(blocks))
         part = layout.part(kept)
         if checkpoint_every:
             checkpoint_blocks([part.units[i] for i in kept if i % checkpoint_every == 0], every=1)
@@ -84,17 +76,16 @@ class Tracer:
             single = rows if single_segment_rows is None else single_segment_rows
             batch = objective.batch_kind.on_meta(rows, self._sequence_length, single_segment_rows=single)
             recorder = _record(objective, part, batch, self._target)
-        events: list[Event] | None = mark_gradients(recorder.events)
-        if folding is not None:
-            events = unfold(events or [], folding, blocks, layout)
-            if events is None:
-                shared: Any = {"tensor_parallel": tensor_parallel, "single_segment_rows": single_segment_rows}
-                return self.trace(rows=rows, checkpoint_every=checkpoint_every, folded=False, **shared)
+        marked = mark_gradients(recorder.events)
+        events = unfold(marked, folding, blocks, layout) if folding else marked
+        if events is None:
+            shared: Any = {"tensor_parallel": tensor_parallel, "single_segment_rows": single_segment_rows}
+            return self.trace(rows=rows, checkpoint_every=checkpoint_every, folded=False, **shared)
         return StepTrace(
             parameters=layout.parameters,
             buffers=layout.buffers,
             units=layout.units,
-            events=tuple(events or []),
+            events=tuple(events),
             ops=tuple(recorder.ops),
             rows=rows,
             sequence_length=self._sequence_length,
@@ -118,7 +109,7 @@ def _record(objective: Objective, part: Part, batch: MicroBatch, target: Target)
         recorder.ignore(tensor)
     for index, parameter in part.parameters.items():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_hand_over(recorder, index))
+            parameter.register_post_accumulate_grad_hook(partial(_hand_over, recorder, index))
     head = part.model.get_output_embeddings()
     for unit, owner in part.units.items():
         _mark(owner, unit, recorder, is_head=owner is head)
@@ -131,13 +122,10 @@ def _record(objective: Objective, part: Part, batch: MicroBatch, target: Target)
     return recorder
 
 
-def _hand_over(recorder: Recorder, index: int) -> Any:
-    def hook(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        recorder.gradient(index, parameter.grad)
-        parameter.grad = None
-
-    return hook
+def _hand_over(recorder: Recorder, index: int, parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    recorder.gradient(index, parameter.grad)
+    parameter.grad = None
 
 
 def _mark(module: nn.Module, unit: int, recorder: Recorder, *, is_head: bool) -> None:
@@ -147,23 +135,23 @@ def _mark(module: nn.Module, unit: int, recorder: Recorder, *, is_head: bool) ->
     """
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorder.mark(FORWARD, unit)
+        recorder.mark(step_trace.FORWARD, unit)
         if is_head:
-            recorder.tag = LOSS
+            recorder.tag = step_trace.LOSS
         hidden = args[0] if args else kwargs.get("hidden_states")
         if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             hidden.register_hook(end)
 
     def end(_: torch.Tensor) -> None:
-        recorder.mark(BACKWARD_END, unit)
+        recorder.mark(step_trace.BACKWARD_END, unit)
         if is_head:
-            recorder.tag = ACTIVATION
+            recorder.tag = step_trace.ACTIVATION
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
-        recorder.mark(FORWARD_END, unit)
+        recorder.mark(step_trace.FORWARD_END, unit)
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
-            hidden.register_hook(lambda _: recorder.mark(BACKWARD, unit))
+            hidden.register_hook(lambda _: recorder.mark(step_trace.BACKWARD, unit))
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)

@@ -82,7 +82,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     ranks = Ranks(world)
     engine = make_engine(ready, world)
     check_weights(ready, engine)
-    ready.built.weights.release()
+    ready.built.weights.source.release()
     stream, evaluation = make_streams(ready, world)
     _seed(job, world)
     strategy, about = ready.strategy.to_json(), identity(ready)

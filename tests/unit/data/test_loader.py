@@ -37,7 +37,6 @@ def stream(dataset: TokenDataset, **changes: Any) -> BatchStream:
         "packing": True,
         "pad_id": 0,
         "worst_case_first": True,
-        "prefetch": 0,
     }
     return BatchStream(dataset, **(options | changes))
 
@@ -114,8 +113,8 @@ def test_the_position_is_kept_at_every_step_and_with_prefetching(dataset: TokenD
         expected.append(rows(next(whole)))
         states.append(whole.state_dict())
     for step, state in enumerate(states[:-1]):
-        resumed = stream(dataset, prefetch=2, data_size=2, data_rank=0, micro_batch=4)
-        other = stream(dataset, prefetch=2, data_size=2, data_rank=1, micro_batch=4)
+        resumed = stream(dataset, data_size=2, data_rank=0, micro_batch=4)
+        other = stream(dataset, data_size=2, data_rank=1, micro_batch=4)
         for part in (resumed, other):
             next(part)  # what was prefetched before has to be forgotten
             part.load_state_dict(state)
@@ -130,7 +129,7 @@ def test_the_position_is_kept_at_every_step_and_with_prefetching(dataset: TokenD
 def test_a_position_is_loaded_after_the_batch_that_is_being_prepared(
     dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = stream(dataset, prefetch=1)
+    batches = stream(dataset)
     take = batches._take
 
     def slowly(*given: Any) -> Any:

@@ -75,7 +75,7 @@ def test_file_weights_are_what_from_pretrained_loads(saved: Saved, name: str, dt
     assert built.weights.verify(built.model.named_parameters()) == len(list(theirs.parameters()))
     kept = [weakref.ref(tensor) for tensor in (getattr(built.weights.source, "_state", None) or {}).values()]
     assert bool(kept) == (name in ("gpt_neox", "mixtral")), "what transformers converts is kept whole"
-    built.weights.release()
+    built.weights.source.release()
     gc.collect()
     assert [ref for ref in kept if ref() is not None] == []
 
