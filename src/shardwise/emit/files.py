@@ -19,8 +19,7 @@ from shardwise.strategy import Strategy
 Target = Literal["deepspeed", "accelerate", "torchrun", "slurm"]
 
 PORT = 29500
-HERE = "$here"
-"""In a script: the folder that it and its files lie in, wherever it is started from."""
+HERE = "$here"  # in a script: the folder that it and its files lie in, wherever it is started from
 
 
 def command(
@@ -145,8 +144,7 @@ def _schedule(optimizer: schema.Optimizer) -> list[tuple[str, str]]:
 
 
 YAML = "accelerate.yaml"
-_HEAD_NODE = "HEAD-NODE"
-"""Stands for the first node's address where nothing tells it."""
+_HEAD_NODE = "HEAD-NODE"  # stands for the first node's address where nothing tells it
 
 
 @dataclass(frozen=True, kw_only=True)

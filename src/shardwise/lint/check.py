@@ -58,10 +58,8 @@ def load(files: Sequence[Path]) -> tuple[tuple[Document, ...], tuple[Finding, ..
 
 def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
     """Return every finding, in the order of files, severity and lines."""
-    findings = list(broken)
-    for document in setup.documents:
-        findings += findings_of(document, setup)
     order = {document.name: index for index, document in enumerate(setup.documents)}
+    findings = [*broken, *(one for document in setup.documents for one in findings_of(document, setup))]
     findings.sort(key=lambda one: (order.get(one.file, -1), SEVERITIES.index(one.severity), one.line))
     return Checked(setup=setup, findings=tuple(findings))
 
@@ -78,20 +76,10 @@ def findings_of(document: Document, setup: Setup) -> list[Finding]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Corrected:
-    """A document after its fixes."""
-
-    document: Document
-    fixed: tuple[Finding, ...]
-    left: tuple[Finding, ...]
-    """Findings that --fix cannot fix."""
-
-
-def correct(document: Document, setup: Setup) -> Corrected:
+def correct(document: Document, setup: Setup) -> tuple[Document, list[Finding]]:
     """Apply every fix that helps: a fix that adds an error, or fixes nothing, is left out.
 
-    Only errors and warnings are fixed: the setting of a note works.
+    Only errors and warnings are fixed: the setting of a note works. Return also what was fixed.
     """
     fixed: list[Finding] = []
     tried: set[tuple[str, str, str]] = set()
@@ -101,7 +89,7 @@ def correct(document: Document, setup: Setup) -> Corrected:
         worth = (one for one in open_ if one.fixable and one.severity != "note")
         candidate = next((one for one in worth if _id(one) not in tried), None)
         if candidate is None:
-            return Corrected(document=document, fixed=tuple(fixed), left=tuple(open_))
+            return document, fixed
         tried.add(_id(candidate))
         try:
             after = edited(document, candidate.changes)
@@ -125,11 +113,11 @@ def fix_files(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding
         editable = document.syntax in ("json", "yaml") and document.kind != "job"
         if document.name not in names or not editable:
             continue
-        corrected = correct(document, setup)
-        if corrected.fixed:
-            write(corrected.document)
-            setup = _with(setup, corrected.document)
-            fixed += corrected.fixed
+        corrected, done = correct(document, setup)
+        if done:
+            write(corrected)
+            setup = _with(setup, corrected)
+            fixed += done
     return setup, tuple(fixed)
 
 

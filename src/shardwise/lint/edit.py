@@ -115,15 +115,12 @@ def _strict(document: Document) -> str:
     text = document.text
     pieces = [(position, position + 1) for position in document.trailing_commas] + list(document.comments)
     for start, end in sorted(pieces, reverse=True):
-        first, last = start, end
-        if text[start] != ",":
-            before = re.search(r"[ \t]*$", text[:start])
-            assert before is not None
-            alone = before.start() == 0 or text[before.start() - 1] == "\n"
-            ends_line = text[end : end + 1] in ("", "\n")
-            first = before.start() if ends_line else start
-            last = end + (1 if alone and ends_line and end < len(text) else 0)
-        text = _replace(text, first, last, "")
+        before, after = text[:start], text[end:]
+        if text[start] != "," and after[:1] in ("", "\n"):
+            before = before.rstrip(" \t")
+            if before[-1:] in ("", "\n"):  # the comment was alone on its line
+                after = after[1:]
+        text = before + after
     return text
 
 

@@ -23,8 +23,7 @@ BYTE_ORDER_MARK = "\ufeff"
 _ACCELERATE = frozenset(names("accelerate_files"))
 _TRAINING = frozenset(names("training_files"))
 _TRAINERS_FSDP = {"auto_wrap_policy", "reshard_after_forward", "transformer_layer_cls_to_wrap"}
-_IN_BOTH = {"gradient_accumulation_steps", "bf16", "fp16"}
-"""Keys that both DeepSpeed and the Trainer have."""
+_IN_BOTH = {"gradient_accumulation_steps", "bf16", "fp16"}  # keys that both DeepSpeed and the Trainer have
 WHAT = (
     "a DeepSpeed JSON, an accelerate config, a training script, its arguments or launch command, a job file"
 )

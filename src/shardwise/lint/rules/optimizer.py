@@ -1,4 +1,4 @@
-"""Optimizer, clipping and learning-rate schedule."""
+"""Optimizer, clipping, schedule."""
 
 from __future__ import annotations
 
