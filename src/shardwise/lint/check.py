@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.errors import JobError, Problem
+from shardwise.job.load import LoadedJob, load_job
+from shardwise.job.schema import StrategySpec
 from shardwise.lint.document import Document, UnreadableError
 from shardwise.lint.edit import CannotEditError, edited
 from shardwise.lint.finding import SEVERITIES, Finding, finding, holds_for
-from shardwise.lint.job_file import job_findings
+from shardwise.lint.model import architecture_of
 from shardwise.lint.read import found, read, referred, text_of
 from shardwise.lint.rules import RULES
 from shardwise.lint.setup import READER_NAMES, Setup
+from shardwise.space.candidates import candidates
+from shardwise.space.rules import EVERY_RULE
 
+_WHERE = re.compile(r":(?P<line>\d+)(?:: (?P<key>[\w.]+))?")
 _UNREADABLE = Finding(rule="unreadable", severity="error", file="", what="", fix="")
 
 
@@ -67,13 +74,65 @@ def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
 def findings_of(document: Document, setup: Setup) -> list[Finding]:
     """Return the findings of the rules for the document's kind."""
     if document.kind == "job":
-        return job_findings(document, setup)
+        return _job_findings(document, setup)
     return [
         finding(rule, document, hit)
         for rule in RULES
         if rule.kind == document.kind and holds_for(rule.versions, "deepspeed", setup.deepspeed)
         for hit in rule.find(document, setup)
     ]
+
+
+def _job_findings(document: Document, setup: Setup) -> list[Finding]:
+    try:
+        loaded = load_job(Path(document.name))
+    except JobError as error:
+        return [_of_problem(document, "job-file", problem) for problem in error.problems]
+    try:
+        return list(_broken_by_strategy(document, setup, loaded))
+    except JobError as error:
+        return [_of_problem(document, "job-strategy", problem) for problem in error.problems]
+
+
+def _broken_by_strategy(document: Document, setup: Setup, loaded: LoadedJob) -> Iterator[Finding]:
+    job = loaded.job
+    named = job.strategy if isinstance(job.strategy, StrategySpec) else None
+    world = setup.asked_world_size or (named.tensor_parallel if named else 1)
+    accepted, refused = candidates(
+        job.strategy,
+        train=job.train,
+        clip_norm=job.optimizer.clip_norm,
+        lora=job.model.lora is not None,
+        world_size=world,
+        gpus_per_node=setup.gpus_per_node or world,
+        architecture=architecture_of(job.model.source),
+    )
+    if accepted:
+        return
+    rules = {rule.name: rule for rule in EVERY_RULE}
+    for name in dict.fromkeys(one.rule for one in refused):
+        one = next(one for one in refused if one.rule == name)
+        rule = rules[name]
+        keys = [key for key in rule.where.split(", ") if key in loaded.origins] or ["strategy"]
+        problem = Problem(what=one.reason, where=loaded.where(keys[0] if named else "strategy"), fix=one.fix)
+        yield _of_problem(document, name, problem, source=rule.source, versions=rule.versions)
+
+
+def _of_problem(
+    document: Document, rule: str, problem: Problem, *, source: str = "shardwise.job", versions: str = ""
+) -> Finding:
+    match = _WHERE.search(problem.where.removeprefix(document.name))
+    return Finding(
+        rule=rule,
+        severity="error",
+        file=document.name,
+        line=int(match["line"]) if match else 1,
+        key=(match["key"] or "") if match else "",
+        what=problem.what,
+        fix=problem.fix,
+        source=source,
+        versions=versions,
+    )
 
 
 def correct(document: Document, setup: Setup) -> tuple[Document, list[Finding]]:

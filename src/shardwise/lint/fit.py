@@ -28,8 +28,7 @@ class Fit:
     """The simulator's prediction."""
 
     unavailable: str = ""  # why there is no prediction; empty if there is one
-    option: Option | None = None
-    """The configuration with the best choices for its open settings; or the option nearest to fitting."""
+    option: Option | None = None  # with the best choices for open settings; or the nearest to fitting
     file: str = ""
     gpus: str = ""
     assumed: tuple[str, ...] = ()
@@ -131,8 +130,7 @@ def _nearest(plan: Plan, other: Plan) -> str:
     return "" if near is None else f"{near.what}: {in_words(near.option.strategy)} fits"
 
 
-LEFT_OPEN = ("strategy", "train.micro_batch", "train.checkpointing")
-"""Keys of a job that change how a step is computed, not its rows."""
+LEFT_OPEN = ("strategy", "train.micro_batch", "train.checkpointing")  # how a step is computed, not its rows
 
 
 def cheapest(asked: Strategy, options: Iterable[Option]) -> Option | None:

@@ -55,16 +55,14 @@ def _config(name: str) -> Mapping[str, Any]:
     return config
 
 
-_PART = re.compile("_(text|vision)(_model)?$")
-"""The suffix of a part's type, whose classes are in the file of its model."""
+_PART = re.compile("_(text|vision)(_model)?$")  # of a part's type, whose classes are in its model's file
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Names of a model's classes."""
 
-    blocks: tuple[str, ...]
-    """The names in `_no_split_modules`, which FSDP wraps by default; empty if transformers has none."""
+    blocks: tuple[str, ...]  # of `_no_split_modules`, which FSDP wraps by default; empty if there are none
     classes: frozenset[str]  # all classes of the model's files
 
 

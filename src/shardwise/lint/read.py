@@ -16,8 +16,7 @@ from shardwise.lint.script_text import is_command, is_python, read_python, read_
 from shardwise.lint.text import read_json, read_yaml
 
 LARGEST_FILE_BYTES = 1_000_000
-_VARIABLE = re.compile(r"^\$\{?\w+\}?/")
-"""`$here/`: a folder that only the shell knows, usually the script's own."""
+_VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 BYTE_ORDER_MARK = "\ufeff"
 
 _ACCELERATE = frozenset(names("accelerate_files"))

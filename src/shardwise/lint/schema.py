@@ -86,9 +86,10 @@ def _kind(text: str) -> KeyKind:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most similar to `name`; None if none is."""
-    found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.8)
-    return found[0] if found else None
+    """The known name that is most similar to `name`, in any case; None if none is."""
+    lower = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.8)
+    return lower[found[0]] if found else None
 
 
 def as_number(value: Any) -> float | int | None:

@@ -23,8 +23,7 @@ _COMMAND = re.compile(
 _FLAGS_WITHOUT_VALUE = {"deepspeed", "module", "no_python", "no_ssh", "standalone", "bf16", "fp16"}
 _CALLS = names("calls")
 LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
-STEPPED = "optimizer.step"
-"""The key for a call that steps an optimizer instead of DeepSpeed's engine: a `Stepped`."""
+STEPPED = "optimizer.step"  # the key for a step of an optimizer instead of DeepSpeed's engine: `Stepped`
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ READ_BY_NOTHING: dict[Key, str] = {
     ("vocabulary_size",): "it only causes a warning in the log",
 }
 SMALLEST_BUCKET = 4_194_304  # elements of a 2048 x 2048 matrix, the smallest projections of a 1B model
-LARGE_MATRIX = 1 << 24
-"""A gradient of this size, 32 MiB in bf16, saturates a link: larger buckets gain nothing."""
+LARGE_MATRIX = 1 << 24  # a gradient of 32 MiB in bf16 saturates a link: larger buckets gain nothing
 
 _CONFIG = "deepspeed/runtime/zero/config.py"
 _ENGINE = "deepspeed/runtime/engine.py: _configure_zero_optimizer"
