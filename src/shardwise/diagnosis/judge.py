@@ -241,9 +241,8 @@ def hub(answer: Answer | None) -> Check:
     """Whether models and data can be fetched; None where the environment says not to."""
     name = "hub"
     if answer is None:
-        return Check(
-            name, "skipped", f"not asked: {offline()} is set, so models and data are local or cached"
-        )
+        finding = f"not asked: {offline()} is set, so models and data are local or cached"
+        return Check(name, "skipped", finding)
     facts = answer.facts or {}
     if answer.facts is None or "failed" in facts:
         reason = facts.get("failed", answer.why)

@@ -49,10 +49,7 @@ class Document:
     comments: tuple[Span, ...] = ()  # comments in a JSON text
     trailing_commas: tuple[int, ...] = ()  # positions of commas that JSON does not allow
     duplicates: tuple[tuple[Key, int], ...] = ()
-    """Keys that are given twice in a section, and the line of the first.
-
-    `values` and `marks` are those of the last, the only one that any reader uses.
-    """
+    """Keys given twice in a section, and the line of the first; any reader uses the last, as `values` do."""
     marked: bool = False  # whether the file begins with a byte order mark, which `text` does not include
     uses: frozenset[str] = frozenset()  # names that a Python script calls
 
