@@ -35,7 +35,6 @@ class Checked:
 
     @property
     def failed(self) -> bool:
-        """Whether a finding is an error."""
         return any(one.severity == "error" for one in self.findings)
 
 

@@ -77,7 +77,6 @@ def _nearest(document: Document, key: Key, value: Any) -> tuple[Key, Any]:
 
 
 def _place(document: Document, key: Key) -> tuple[Span, Span]:
-    """Where a key and its value stand."""
     mark = document.marks.get(key)
     if mark is None or mark.key is None:
         raise CannotEditError(".".join(key))
@@ -90,7 +89,6 @@ def _siblings(document: Document, section: Key) -> list[Key]:
 
 
 def _changed(document: Document, change: Change) -> str:
-    """The text after one change."""
     is_json = document.syntax == "json"
     if isinstance(change, Strict):
         return _strict(document) if is_json else document.text

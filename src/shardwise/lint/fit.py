@@ -58,7 +58,6 @@ class Fit:
         return replace(checked, findings=(one, *checked.findings))
 
     def lines(self) -> list[str]:
-        """The lines for the terminal."""
         if self.option is None:
             return [f"fit: not known: {self.unavailable}"]
         memory, time = self.option.prediction.memory, self.option.prediction.time

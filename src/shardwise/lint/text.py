@@ -66,7 +66,6 @@ class _Reader:
         return self.text[self.at : self.at + 1]
 
     def _skip(self) -> None:
-        """Skip white space and comments."""
         while True:
             self.at = _SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
             comment = _COMMENT.match(self.text, self.at)
