@@ -17,21 +17,17 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from shardwise.cli import (
-    bench,
-    check,
-    config,
-    demo,
-    doctor,
-    emit,
-    export,
-    generate,
-    init,
-    plan,
-    report,
-    train,
-)
+from shardwise.cli.bench import bench
+from shardwise.cli.check import check
+from shardwise.cli.demo import demo
+from shardwise.cli.doctor import doctor
+from shardwise.cli.emit import emit
+from shardwise.cli.jobs import config, init
+from shardwise.cli.models import export, generate
 from shardwise.cli.options import write_no_more
+from shardwise.cli.plan import plan
+from shardwise.cli.report import report
+from shardwise.cli.train import train
 from shardwise.errors import WRITE_ERRORS, JobError, ShardwiseError, render, unwritten
 
 INTERRUPTED = 130
@@ -50,7 +46,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 for _verb in (demo, init, config, plan, train, bench, check, emit, report, export, generate, doctor):
-    app.command()(getattr(_verb, _verb.__name__.rpartition(".")[2]))
+    app.command()(_verb)
 
 
 def _print_version(wanted: bool) -> None:

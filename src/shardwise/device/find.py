@@ -14,11 +14,9 @@ from shardwise.device import Device, NoDevice, Replay
 from shardwise.device.nvml import open_nvml
 from shardwise.errors import MachineError
 
-VENDORS: tuple[Callable[[], Device], ...] = (open_nvml,)
-"""Each opens its vendor's driver, or returns a NoDevice with the reason why it cannot."""
+VENDORS: tuple[Callable[[], Device], ...] = (open_nvml,)  # each opens a driver, or says why it cannot
 
-REPLAY = "SHARDWISE_DEVICE"
-"""Environment variable: a JSON file of `record` that stands in for this machine's GPUs, or `none`."""
+REPLAY = "SHARDWISE_DEVICE"  # a JSON file of `record` that stands in for this machine's GPUs, or `none`
 
 LIMIT_SECONDS = 30.0  # a driver that takes longer to open hangs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,10 +70,10 @@ def examine(
     start = time.perf_counter()
     gpus = gpu_checks.look()
     with children(module=module, limit_seconds=limit_seconds) as family:
-        probes = _Probes(family, gpus)
+        judged = _probe(family, gpus)
         local = [*gpu_checks.checks(gpus), *machine.checks(gpus=gpus.count, cache=cache, runs=runs)]
         family.wait()
-        checks = [*local, *probes.checks()]
+        checks = [*local, *judged()]
         if calibrate and not count(checks)["problem"]:
             ranks = _ranks(family, gpus, "measure", MEASURE_SECONDS)
             family.wait()
@@ -88,32 +88,30 @@ def examine(
     return Report(checks=(*checks, check), gpus=gpus, calibration=found, seconds=seconds)
 
 
-class _Probes:
-    """The probes that run in children, all started at once."""
+def _probe(family: Children, gpus: Gpus) -> Callable[[], Iterator[Check]]:
+    """Start all probes at once; return what judges their answers after all children have ended."""
+    environment = _environment(max(1, gpus.count))
+    ranks = _ranks(family, gpus, "collective")
+    liger = find_spec("liger_kernel") is not None
+    ours, others = ["cross_entropy", "mamba"], ["attention", *(["liger"] if liger else [])]
+    formats = ["torch", "formats", *(["bitsandbytes"] if find_spec("bitsandbytes") else [])]
+    engine = ["deepspeed"] if find_spec("deepspeed") else []
+    # compiling kernels takes a GPU machine's time, importing torch several times that of one without
+    groups = [formats, ours, others, engine] if gpus.count else [[*formats, *ours, *others, *engine]]
+    several = [family.ask(*names, environment=environment) for names in groups if names]
+    hub = None if judge.offline() else family.ask("hub", limit=HUB_SECONDS)
 
-    def __init__(self, family: Children, gpus: Gpus) -> None:
-        self._gpus = gpus
-        environment = _environment(max(1, gpus.count))
-        self._ranks = _ranks(family, gpus, "collective")
-        self._liger = find_spec("liger_kernel") is not None
-        ours, others = ["cross_entropy", "mamba"], ["attention", *(["liger"] if self._liger else [])]
-        formats = ["torch", "formats", *(["bitsandbytes"] if find_spec("bitsandbytes") else [])]
-        engine = ["deepspeed"] if find_spec("deepspeed") else []
-        # compiling kernels takes a GPU machine's time, importing torch several times that of one without
-        groups = [formats, ours, others, engine] if gpus.count else [[*formats, *ours, *others, *engine]]
-        self._several = [family.ask(*names, environment=environment) for names in groups if names]
-        self._hub = None if judge.offline() else family.ask("hub", limit=HUB_SECONDS)
-
-    def checks(self) -> Iterator[Check]:
-        """What was answered; call it after all children have ended."""
-        answers = {name: answer for child in self._several for name, answer in child.answers.items()}
-        yield judge.torch_build(answers["torch"], self._gpus)
-        yield judge.collective([child.answers["collective"] for child in self._ranks])
+    def judged() -> Iterator[Check]:
+        answers = {name: answer for child in several for name, answer in child.answers.items()}
+        yield judge.torch_build(answers["torch"], gpus)
+        yield judge.collective([child.answers["collective"] for child in ranks])
         yield from judge.formats(answers["formats"])
-        yield from judge.kernels(answers, liger=self._liger)
+        yield from judge.kernels(answers, liger=liger)
         yield from judge.deepspeed(answers.get("deepspeed"))
         yield judge.bitsandbytes(answers.get("bitsandbytes"))
-        yield judge.hub(None if self._hub is None else self._hub.answers["hub"])
+        yield judge.hub(None if hub is None else hub.answers["hub"])
+
+    return judged
 
 
 def _ranks(family: Children, gpus: Gpus, probe: str, limit: float = 0.0) -> list[Child]:

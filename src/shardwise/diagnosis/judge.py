@@ -241,8 +241,8 @@ def hub(answer: Answer | None) -> Check:
     """Whether models and data can be fetched; None where the environment says not to."""
     name = "hub"
     if answer is None:
-        said = next(filter(_is_set, OFFLINE))
-        return Check(name, "skipped", f"not asked: {said} is set, so models and data are local or cached")
+        finding = f"not asked: {offline()} is set, so models and data are local or cached"
+        return Check(name, "skipped", finding)
     facts = answer.facts or {}
     if answer.facts is None or "failed" in facts:
         reason = facts.get("failed", answer.why)
@@ -260,14 +260,9 @@ def hub(answer: Answer | None) -> Check:
     return Check(name, "ok", f"{endpoint} answers, {token}", facts=facts)
 
 
-def offline() -> bool:
-    """Whether the environment forbids Hugging Face's libraries to use the network."""
-    return any(map(_is_set, OFFLINE))
-
-
-def _is_set(key: str) -> bool:
-    """As huggingface_hub.constants reads it."""
-    return os.environ.get(key, "").upper() in {"1", "ON", "YES", "TRUE"}
+def offline() -> str:
+    """The variable that forbids the use of the network, as huggingface_hub.constants reads it; or nothing."""
+    return next((key for key in OFFLINE if os.environ.get(key, "").upper() in {"1", "ON", "YES", "TRUE"}), "")
 
 
 def cpu_adam(answer: Answer) -> Check:

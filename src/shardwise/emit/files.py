@@ -19,44 +19,44 @@ from shardwise.strategy import Strategy
 Target = Literal["deepspeed", "accelerate", "torchrun", "slurm"]
 
 PORT = 29500
-HERE = "$here"
-"""In a script: the folder that it and its files lie in, wherever it is started from."""
+HERE = "$here"  # in a script: the folder that it and its files lie in, wherever it is started from
 
 
-def command(
-    launcher: Target, *, nodes: int, gpus_per_node: int, configs: Sequence[tuple[str, str]] = ()
-) -> str:
+def _start(target: Target, request: Request, configs: Sequence[tuple[str, str]]) -> str:
     """What starts one process a GPU; the script and its arguments follow it.
 
     `configs`: flags of Accelerate that name its files. On several nodes HEAD_NODE has to be set, or HOSTFILE
     for deepspeed.
     """
-    if launcher == "accelerate":
+    nodes, gpus = request.nodes, request.gpus_per_node
+    if target == "accelerate":
         return " ".join(["accelerate launch", *_flags(configs)])
-    if launcher == "deepspeed":
+    if target == "deepspeed":
         hosts = '--hostfile "${HOSTFILE:?lines of: host slots=GPUs}" ' if nodes > 1 else ""
-        return f"deepspeed {hosts}--num_gpus {gpus_per_node}"
+        return f"deepspeed {hosts}--num_gpus {gpus}"
     if nodes == 1:
-        return f"torchrun --standalone --nproc_per_node {gpus_per_node}"
-    head = "$HEAD_NODE" if launcher == "slurm" else "${HEAD_NODE:?the name of the first node}"
-    group = ' --rdzv_id "$SLURM_JOB_ID"' if launcher == "slurm" else ""
-    return (
-        f"torchrun --nnodes {nodes} --nproc_per_node {gpus_per_node}{group} --rdzv_backend c10d "
-        f'--rdzv_endpoint "{head}:{PORT}"'
-    )
+        return f"torchrun --standalone --nproc_per_node {gpus}"
+    head = "$HEAD_NODE" if target == "slurm" else "${HEAD_NODE:?the name of the first node}"
+    group = ' --rdzv_id "$SLURM_JOB_ID"' if target == "slurm" else ""
+    meeting = f'{group} --rdzv_backend c10d --rdzv_endpoint "{head}:{PORT}"'
+    return f"torchrun --nnodes {nodes} --nproc_per_node {gpus}{meeting}"
 
 
-def shell_script(title: Sequence[str], start: str, flags: Sequence[tuple[str, str]] = ()) -> str:
+def _script(target: Target, request: Request, start: str, flags: Sequence[tuple[str, str]]) -> str:
     """A script that starts `start`, the script in its arguments, and the flags."""
-    call = f"exec {_call(start, flags)}"
-    here = ['here=$(dirname "$(realpath "$0")")'] if HERE in call else []
-    return _script("bash", title, ["set -euo pipefail", *here, call])
+    run, call = "bash", " \\\n    ".join([f'{start} "$@"', *_flags(flags)])
+    if target == "slurm":
+        # one task a node would be bound to one core, and all of its processes with it
+        run, lines = "sbatch", _slurm_lines(request, f"srun --cpu-bind=none {call}")
+    else:
+        here = ['here=$(dirname "$(realpath "$0")")'] if HERE in call else []
+        lines = ["set -euo pipefail", *here, f"exec {call}"]
+    head = (*request.title, f"Usage: {run} this-file train.py [its arguments]")
+    return "\n".join(["#!/bin/bash", *(f"# {line}" for line in head), *lines]) + "\n"
 
 
-def slurm_script(request: Request, start: str, flags: Sequence[tuple[str, str]] = ()) -> str:
+def _slurm_lines(request: Request, call: str) -> list[str]:
     """A batch script: one torchrun a node, which starts a process for each of its GPUs."""
-    # one task a node would be bound to one core, and all of its processes with it
-    call = f"srun --cpu-bind=none {_call(start, flags)}"
     lines = [
         f"#SBATCH --job-name={request.name}",
         f"#SBATCH --nodes={request.nodes}",
@@ -73,16 +73,7 @@ def slurm_script(request: Request, start: str, flags: Sequence[tuple[str, str]] 
         # sed reads to the end: head would close the pipe on a long list, and pipefail end the job
         lines.append("""HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)""")
         lines += descriptor(request.strategy).slurm_exports()
-    return _script("sbatch", request.title, [*lines, call])
-
-
-def _script(run: str, title: Sequence[str], lines: Sequence[str]) -> str:
-    usage = f"Usage: {run} this-file train.py [its arguments]"
-    return "\n".join(["#!/bin/bash", *(f"# {line}" for line in (*title, usage)), *lines]) + "\n"
-
-
-def _call(start: str, flags: Sequence[tuple[str, str]]) -> str:
-    return " \\\n    ".join([f'{start} "$@"', *_flags(flags)])
+    return [*lines, call]
 
 
 def _flags(flags: Sequence[tuple[str, str]]) -> list[str]:
@@ -145,8 +136,7 @@ def _schedule(optimizer: schema.Optimizer) -> list[tuple[str, str]]:
 
 
 YAML = "accelerate.yaml"
-_HEAD_NODE = "HEAD-NODE"
-"""Stands for the first node's address where nothing tells it."""
+_HEAD_NODE = "HEAD-NODE"  # stands for the first node's address where nothing tells it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,38 +156,30 @@ def emit(target: Target, request: Request) -> Emitted:
         what = "parameters on NVMe need buffers for the model's largest one, which is not known here"
         fix = "offload_parameters: cpu, or `shardwise train`, which measures it"
         raise JobError(what, where="strategy.offload_parameters", fix=fix)
-    files = _accelerate(request) if target == "accelerate" else _plain(target, request)
     run, suffix = ("sbatch", "sbatch") if target == "slurm" else ("bash", "sh")
-    own, trainer = (shlex.quote(request.path(f"{name}.{suffix}")) for name in ("launch", "launch-trainer"))
-    start = (f"{run} {own} train.py", f"{run} {trainer} train.py  # one that takes TrainingArguments")
-    return Emitted(files=files, notes=tuple(_notes(target, request)), start=start)
+    own, trainer = (f"{name}.{suffix}" for name in ("launch", "launch-trainer"))
+    starts = [f"{run} {shlex.quote(request.path(name))} train.py" for name in (own, trainer)]
+    return Emitted(
+        files=_files(target, request, own, trainer),
+        notes=tuple(_notes(target, request)),
+        start=(starts[0], f"{starts[1]}  # one that takes TrainingArguments"),
+    )
 
 
-def _plain(target: Target, request: Request) -> dict[str, str]:
-    """For deepspeed, torchrun and Slurm: scripts that call the engine, and scripts of the Trainer."""
+def _files(target: Target, request: Request, own: str, trainer: str) -> dict[str, str]:
+    """Configurations, `own`, a script that calls the engine, and `trainer`, one of the Trainer."""
     strategy = request.strategy
-    own = descriptor(strategy).script_files(strategy, request.optimizer, request.trainable_parameters)
-    files = {name: _json(values) for name, values in own.files.items()}
-    flags = [*own.flags, *trainer_flags(strategy, request.optimizer, request.train)]
-    start = command(target, nodes=request.nodes, gpus_per_node=request.gpus_per_node)
-    for name, of_script in (("launch", []), ("launch-trainer", flags)):
-        if target == "slurm":
-            files[f"{name}.sbatch"] = slurm_script(request, start, of_script)
-        else:
-            files[f"{name}.sh"] = shell_script(request.title, start, of_script)
-    return files
-
-
-def _accelerate(request: Request) -> dict[str, str]:
-    strategy = request.strategy
-    own = descriptor(strategy).accelerate_files(strategy, request.trainable_parameters)
-    files = {YAML: _yaml(request), **{name: _json(values) for name, values in own.files.items()}}
-    configs = [("config_file", f"{HERE}/{YAML}"), *own.flags]
-    start = command("accelerate", nodes=request.nodes, gpus_per_node=request.gpus_per_node, configs=configs)
-    flags = trainer_flags(strategy, request.optimizer, request.train)
-    files["launch.sh"] = shell_script(request.title, start)
-    files["launch-trainer.sh"] = shell_script(request.title, start, flags)
-    return files
+    of_trainer, configs = trainer_flags(strategy, request.optimizer, request.train), []
+    if target == "accelerate":
+        made = descriptor(strategy).accelerate_files(strategy, request.trainable_parameters)
+        files, configs = {YAML: _yaml(request)}, [("config_file", f"{HERE}/{YAML}"), *made.flags]
+    else:
+        made = descriptor(strategy).script_files(strategy, request.optimizer, request.trainable_parameters)
+        files, of_trainer = {}, [*made.flags, *of_trainer]
+    files |= {name: _json(values) for name, values in made.files.items()}
+    start = _start(target, request, configs)
+    scripts = {own: [], trainer: of_trainer}
+    return files | {name: _script(target, request, start, flags) for name, flags in scripts.items()}
 
 
 def _yaml(request: Request) -> str:

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Annotated, Any
+
+from pydantic import Field, StrictInt, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from shardwise.engines import descriptor
 from shardwise.job import schema
 from shardwise.strategy import Precision, Strategy
 from shardwise.units import count, gib
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-_MOST = 2**53
-"""Counts below this are exact as floats."""
-
-
-def _check_counts(*counts: object) -> None:
-    """Raise ValueError: a plan's JSON may hold anything, and these stand in shell scripts."""
-    for number in counts:
-        if not isinstance(number, int) or not 0 < number < _MOST:
-            raise ValueError(number)
+# a plan's JSON may hold anything, and these stand in shell scripts; below 2**53 they are exact as floats
+Count = Annotated[StrictInt, Field(gt=0, lt=2**53)]
+Amount = Annotated[float, Field(ge=0, lt=2**53, allow_inf_nan=False)]
+Name = Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+_IN_SCRIPTS = TypeAdapter(tuple[Count, Count, StrictInt, Precision])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
     """Settings that were simulated and that no launcher sets. ValueError for impossible values."""
 
-    sequence_length: int
-    lora_rank: int | None
+    sequence_length: Count
+    lora_rank: Count | None
     lora_targets: str = ""  # In words; empty where only the plan is known
-    quantization: str = "none"
+    quantization: schema.Quantization = "none"
 
     @classmethod
     def of_plan(cls, job: Mapping[str, Any], lora: schema.Lora | None) -> Script:
@@ -44,16 +39,9 @@ class Script:
             quantization=job.get("quantization", "none"),
         )
 
-    def __post_init__(self) -> None:
-        _check_counts(self.sequence_length, 1 if self.lora_rank is None else self.lora_rank)
-        if self.quantization not in get_args(schema.Quantization):
-            raise ValueError(self.quantization)
-
-    def duties(self, strategy: Strategy, *, trainable_parameters: int) -> tuple[str, ...]:
+    def duties(self, strategy: Strategy, *, trainable_parameters: int) -> Iterator[str]:
         """What the script does, a phrase each."""
-        return tuple(self._duties(strategy, f"({count(trainable_parameters)} parameters)"))
-
-    def _duties(self, strategy: Strategy, trained: str) -> Iterator[str]:
+        trained = f"({count(trainable_parameters)} parameters)"
         if self.lora_rank is None:
             yield f"trains all weights {trained}"
         else:
@@ -86,9 +74,9 @@ def _recomputation(strategy: Strategy) -> str:
 class Predicted:
     """The plan's prediction for the strategy. ValueError for impossible numbers."""
 
-    needed_bytes: int  # Of the fullest GPU
-    capacity_bytes: int  # What a process may use of it
-    tokens_per_second_per_gpu: float
+    needed_bytes: Amount  # Of the fullest GPU
+    capacity_bytes: Amount  # What a process may use of it
+    tokens_per_second_per_gpu: Amount
 
     @classmethod
     def of_json(cls, prediction: Mapping[str, Any]) -> Predicted:
@@ -97,13 +85,8 @@ class Predicted:
         return cls(
             needed_bytes=memory["peak_reserved_bytes"] + memory["outside_allocator_bytes"],
             capacity_bytes=memory["capacity_bytes"],
-            tokens_per_second_per_gpu=float(time["tokens_per_second_per_gpu"]),
+            tokens_per_second_per_gpu=time["tokens_per_second_per_gpu"],
         )
-
-    def __post_init__(self) -> None:
-        for value in (self.needed_bytes, self.capacity_bytes, self.tokens_per_second_per_gpu):
-            if not 0 <= value < _MOST:
-                raise ValueError(value)
 
     def __str__(self) -> str:
         memory = f"{gib(self.needed_bytes)} of {gib(self.capacity_bytes)} on the fullest GPU"
@@ -114,11 +97,11 @@ class Predicted:
 class Request:
     """A strategy, where it runs and for which job. ValueError for an invalid job name or count."""
 
-    name: str  # Of the job; letters, digits, `.`, `_` and `-`
+    name: Name  # Of the job; letters, digits, `.`, `_` and `-`
     strategy: Strategy
-    nodes: int
-    gpus_per_node: int
-    trainable_parameters: int
+    nodes: Count
+    gpus_per_node: Count
+    trainable_parameters: Count
     predicted: Predicted
     script: Script
     folder: str  # Where the files will lie; an absolute path
@@ -126,14 +109,8 @@ class Request:
     train: schema.Train | None = None  # None where only the plan is known
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(self.name)
-        strategy = self.strategy
-        _check_counts(self.nodes, self.gpus_per_node, self.trainable_parameters)
-        _check_counts(strategy.micro_batch, strategy.accumulation)
-        every: object = strategy.checkpoint_every
-        if not (isinstance(every, int) and strategy.precision in get_args(Precision)):
-            raise ValueError((every, strategy.precision))
+        one = self.strategy
+        _IN_SCRIPTS.validate_python((one.micro_batch, one.accumulation, one.checkpoint_every, one.precision))
 
     @property
     def title(self) -> tuple[str, ...]:
@@ -146,7 +123,7 @@ class Request:
     @property
     def duties(self) -> tuple[str, ...]:
         """What the script has to do for the prediction to hold."""
-        return self.script.duties(self.strategy, trainable_parameters=self.trainable_parameters)
+        return tuple(self.script.duties(self.strategy, trainable_parameters=self.trainable_parameters))
 
     def path(self, file: str) -> str:
         """Where a file will lie."""

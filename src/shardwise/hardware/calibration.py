@@ -59,12 +59,10 @@ class Calibration:
     driver: str | None
     date: str  # of the measurement, as 2026-08-31
     versions: Mapping[str, str]
-    link: str | None
-    """What joined the GPUs, as `Link.name`: other GPUs of the machine may be joined differently."""
+    link: str | None  # what joined the GPUs, as `Link.name`; others may be joined differently
     between: Rate | None  # between the GPUs, fitted to the all-gathers and reduce-scatters; None for one GPU
     host: Rate | None  # between pinned host memory and each GPU, fitted to the copies in both directions
-    memory_bytes_per_second: float
-    """Read and written by a copy within the GPU's memory, or the host's on a CPU."""
+    memory_bytes_per_second: float  # read and written by a copy within the GPU's memory, or the host's
     host_call_seconds: float  # one call of torch on the CPU, an addition of two numbers
     products: tuple[Product, ...]
     samples: tuple[Sample, ...]

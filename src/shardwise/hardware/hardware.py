@@ -17,8 +17,7 @@ class Link:
 
     name: str
     latency_seconds: float  # of one message; a ring all-reduce over N GPUs sends 2 (N - 1) of them
-    bytes_per_second: float
-    """What one GPU sends, and at the same time receives, while all GPUs that share the link do so."""
+    bytes_per_second: float  # what one GPU sends, and also receives, while all that share it do so
     source: str
     measured: bool = False  # measured on this machine by `doctor --calibrate`; otherwise the catalog's
 

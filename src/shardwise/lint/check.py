@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.errors import JobError, Problem
+from shardwise.job.load import LoadedJob, load_job
+from shardwise.job.schema import StrategySpec
 from shardwise.lint.document import Document, UnreadableError
 from shardwise.lint.edit import CannotEditError, edited
 from shardwise.lint.finding import SEVERITIES, Finding, finding, holds_for
-from shardwise.lint.job_file import job_findings
+from shardwise.lint.model import architecture_of
 from shardwise.lint.read import found, read, referred, text_of
 from shardwise.lint.rules import RULES
 from shardwise.lint.setup import READER_NAMES, Setup
+from shardwise.space.candidates import candidates
+from shardwise.space.rules import EVERY_RULE
 
+_WHERE = re.compile(r":(?P<line>\d+)(?:: (?P<key>[\w.]+))?")
 _UNREADABLE = Finding(rule="unreadable", severity="error", file="", what="", fix="")
 
 
@@ -28,7 +35,6 @@ class Checked:
 
     @property
     def failed(self) -> bool:
-        """Whether a finding is an error."""
         return any(one.severity == "error" for one in self.findings)
 
 
@@ -58,10 +64,8 @@ def load(files: Sequence[Path]) -> tuple[tuple[Document, ...], tuple[Finding, ..
 
 def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
     """Return every finding, in the order of files, severity and lines."""
-    findings = list(broken)
-    for document in setup.documents:
-        findings += findings_of(document, setup)
     order = {document.name: index for index, document in enumerate(setup.documents)}
+    findings = [*broken, *(one for document in setup.documents for one in findings_of(document, setup))]
     findings.sort(key=lambda one: (order.get(one.file, -1), SEVERITIES.index(one.severity), one.line))
     return Checked(setup=setup, findings=tuple(findings))
 
@@ -69,7 +73,7 @@ def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
 def findings_of(document: Document, setup: Setup) -> list[Finding]:
     """Return the findings of the rules for the document's kind."""
     if document.kind == "job":
-        return job_findings(document, setup)
+        return _job_findings(document, setup)
     return [
         finding(rule, document, hit)
         for rule in RULES
@@ -78,20 +82,59 @@ def findings_of(document: Document, setup: Setup) -> list[Finding]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Corrected:
-    """A document after its fixes."""
+def _job_findings(document: Document, setup: Setup) -> list[Finding]:
+    try:
+        loaded = load_job(Path(document.name))
+    except JobError as error:
+        return [_of_problem(document, "job-file", problem) for problem in error.problems]
+    try:
+        return list(_broken_by_strategy(document, setup, loaded))
+    except JobError as error:
+        return [_of_problem(document, "job-strategy", problem) for problem in error.problems]
 
-    document: Document
-    fixed: tuple[Finding, ...]
-    left: tuple[Finding, ...]
-    """Findings that --fix cannot fix."""
+
+def _broken_by_strategy(document: Document, setup: Setup, loaded: LoadedJob) -> Iterator[Finding]:
+    job = loaded.job
+    named = job.strategy if isinstance(job.strategy, StrategySpec) else None
+    world = setup.asked_world_size or (named.tensor_parallel if named else 1)
+    accepted, refused = candidates(
+        job,
+        world_size=world,
+        gpus_per_node=setup.gpus_per_node or world,
+        architecture=architecture_of(job.model.source),
+    )
+    if accepted:
+        return
+    rules = {rule.name: rule for rule in EVERY_RULE}
+    for name in dict.fromkeys(one.rule for one in refused):
+        one = next(one for one in refused if one.rule == name)
+        rule = rules[name]
+        keys = [key for key in rule.where.split(", ") if key in loaded.origins] or ["strategy"]
+        problem = Problem(what=one.reason, where=loaded.where(keys[0] if named else "strategy"), fix=one.fix)
+        yield _of_problem(document, name, problem, source=rule.source, versions=rule.versions)
 
 
-def correct(document: Document, setup: Setup) -> Corrected:
+def _of_problem(
+    document: Document, rule: str, problem: Problem, *, source: str = "shardwise.job", versions: str = ""
+) -> Finding:
+    match = _WHERE.search(problem.where.removeprefix(document.name))
+    return Finding(
+        rule=rule,
+        severity="error",
+        file=document.name,
+        line=int(match["line"]) if match else 1,
+        key=(match["key"] or "") if match else "",
+        what=problem.what,
+        fix=problem.fix,
+        source=source,
+        versions=versions,
+    )
+
+
+def correct(document: Document, setup: Setup) -> tuple[Document, list[Finding]]:
     """Apply every fix that helps: a fix that adds an error, or fixes nothing, is left out.
 
-    Only errors and warnings are fixed: the setting of a note works.
+    Only errors and warnings are fixed: the setting of a note works. Return also what was fixed.
     """
     fixed: list[Finding] = []
     tried: set[tuple[str, str, str]] = set()
@@ -101,7 +144,7 @@ def correct(document: Document, setup: Setup) -> Corrected:
         worth = (one for one in open_ if one.fixable and one.severity != "note")
         candidate = next((one for one in worth if _id(one) not in tried), None)
         if candidate is None:
-            return Corrected(document=document, fixed=tuple(fixed), left=tuple(open_))
+            return document, fixed
         tried.add(_id(candidate))
         try:
             after = edited(document, candidate.changes)
@@ -125,11 +168,11 @@ def fix_files(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding
         editable = document.syntax in ("json", "yaml") and document.kind != "job"
         if document.name not in names or not editable:
             continue
-        corrected = correct(document, setup)
-        if corrected.fixed:
-            write(corrected.document)
-            setup = _with(setup, corrected.document)
-            fixed += corrected.fixed
+        corrected, done = correct(document, setup)
+        if done:
+            write(corrected)
+            setup = _with(setup, corrected)
+            fixed += done
     return setup, tuple(fixed)
 
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardwise.job.source import Key, nearest
 
-Span = tuple[int, int]
-"""Offsets in the text: the first character, and the one after the last."""
+Span = tuple[int, int]  # offsets in the text: the first character, and the one after the last
 
 Kind = Literal["deepspeed", "accelerate", "training", "job"]
 Syntax = Literal["json", "yaml", "python", "shell"]
 
-LONGEST_NUMBER = 100
-"""Digits: the product of three such numbers is still a float."""
+LONGEST_NUMBER = 100  # digits: the product of three such numbers is still a float
 
-AUTO = "auto"
-"""The value that Hugging Face's Trainer and Accelerate fill in; DeepSpeed has no such value."""
+AUTO = "auto"  # the value that Hugging Face's Trainer and Accelerate fill in; DeepSpeed has no such value
 
 
 class UnreadableError(Exception):
@@ -34,11 +31,9 @@ class UnreadableError(Exception):
 class Mark:
     """The place of a key and its value."""
 
-    line: int
-    """Counted from 1."""
-    key: Span | None
-    """The key as written, with its quotes; None for items of a list."""
-    value: Span
+    line: int  # counted from 1
+    key: Span | None = None  # the key as written, with its quotes; None for items of a list, and in scripts
+    value: Span = (0, 0)  # in JSON and YAML, the texts that can be edited
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +46,12 @@ class Document:
     values: Mapping[str, Any]
     marks: Mapping[Key, Mark]
     kind: Kind = "deepspeed"
-    comments: tuple[Span, ...] = ()
-    """Comments in a JSON text."""
-    trailing_commas: tuple[int, ...] = ()
-    """Positions of commas that JSON does not allow."""
+    comments: tuple[Span, ...] = ()  # comments in a JSON text
+    trailing_commas: tuple[int, ...] = ()  # positions of commas that JSON does not allow
     duplicates: tuple[tuple[Key, int], ...] = ()
-    """Keys that are given twice in a section, and the line of the first.
-
-    `values` and `marks` are those of the last, the only one that any reader uses.
-    """
-    marked: bool = False
-    """Whether the file begins with a byte order mark, which `text` does not include."""
-    uses: frozenset[str] = field(default=frozenset())
-    """Names that a Python script calls."""
+    """Keys given twice in a section, and the line of the first; any reader uses the last, as `values` do."""
+    marked: bool = False  # whether the file begins with a byte order mark, which `text` does not include
+    uses: frozenset[str] = frozenset()  # names that a Python script calls
 
     def get(self, *key: str) -> Any:
         """The value, or None if the key, or a section above it, is absent."""

@@ -77,7 +77,6 @@ def _nearest(document: Document, key: Key, value: Any) -> tuple[Key, Any]:
 
 
 def _place(document: Document, key: Key) -> tuple[Span, Span]:
-    """Where a key and its value stand."""
     mark = document.marks.get(key)
     if mark is None or mark.key is None:
         raise CannotEditError(".".join(key))
@@ -90,7 +89,6 @@ def _siblings(document: Document, section: Key) -> list[Key]:
 
 
 def _changed(document: Document, change: Change) -> str:
-    """The text after one change."""
     is_json = document.syntax == "json"
     if isinstance(change, Strict):
         return _strict(document) if is_json else document.text
@@ -115,15 +113,12 @@ def _strict(document: Document) -> str:
     text = document.text
     pieces = [(position, position + 1) for position in document.trailing_commas] + list(document.comments)
     for start, end in sorted(pieces, reverse=True):
-        first, last = start, end
-        if text[start] != ",":
-            before = re.search(r"[ \t]*$", text[:start])
-            assert before is not None
-            alone = before.start() == 0 or text[before.start() - 1] == "\n"
-            ends_line = text[end : end + 1] in ("", "\n")
-            first = before.start() if ends_line else start
-            last = end + (1 if alone and ends_line and end < len(text) else 0)
-        text = _replace(text, first, last, "")
+        before, after = text[:start], text[end:]
+        if text[start] != "," and after[:1] in ("", "\n"):
+            before = before.rstrip(" \t")
+            if before[-1:] in ("", "\n"):  # the comment was alone on its line
+                after = after[1:]
+        text = before + after
     return text
 
 

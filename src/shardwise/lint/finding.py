@@ -18,8 +18,7 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """The run fails or silently does something else; it costs speed, memory or safety; good to know."""
 
-DEEPSPEED = "deepspeed>=0.19,<0.20"
-"""The versions whose source the rules were read from (0.19.0 to 0.19.8)."""
+DEEPSPEED = "deepspeed>=0.19,<0.20"  # the versions whose source the rules were read from (0.19.0 to 0.19.8)
 
 
 @dataclass(frozen=True)
@@ -27,14 +26,10 @@ class Hit:
     """A place that breaks a rule."""
 
     key: Key
-    what: str = ""
-    """What the file says and what really happens; empty means the rule's `happens`."""
-    fix: str = ""
-    """Empty means the first of `changes`, in words."""
-    changes: tuple[Change, ...] = ()
-    """What --fix does; empty if only the owner can decide."""
-    severity: Severity | None = None
-    """If it differs from the rule's."""
+    what: str = ""  # what the file says and what really happens; empty means the rule's `happens`
+    fix: str = ""  # empty means the first of `changes`, in words
+    changes: tuple[Change, ...] = ()  # what --fix does; empty if only the owner can decide
+    severity: Severity | None = None  # if it differs from the rule's
     line: int | None = None
 
 
@@ -47,13 +42,10 @@ class Rule:
 
     name: str
     severity: Severity
-    kind: Kind
-    """The kind of files that it looks at."""
-    happens: str
-    """What really happens when the rule is broken."""
+    kind: Kind  # the kind of files that it looks at
+    happens: str  # what really happens when the rule is broken
     source: str
-    versions: str
-    """The library and the range of its versions (PEP 440); empty if it depends on none."""
+    versions: str  # the library and the range of its versions (PEP 440); empty if it depends on none
     find: Find
 
 

@@ -27,16 +27,13 @@ OWN_LOOP = "shardwise's own training loop: fused loss, packed rows; a script tha
 class Fit:
     """The simulator's prediction."""
 
-    unavailable: str = ""
-    """Why there is no prediction; empty if there is one."""
-    option: Option | None = None
-    """The configuration with the best choices for its open settings; or the option nearest to fitting."""
+    unavailable: str = ""  # why there is no prediction; empty if there is one
+    option: Option | None = None  # with the best choices for open settings; or the nearest to fitting
     file: str = ""
     gpus: str = ""
     assumed: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
-    nearest: str = ""
-    """The cheapest change that makes it fit."""
+    nearest: str = ""  # the cheapest change that makes it fit
 
     @property
     def fits(self) -> bool:
@@ -61,7 +58,6 @@ class Fit:
         return replace(checked, findings=(one, *checked.findings))
 
     def lines(self) -> list[str]:
-        """The lines for the terminal."""
         if self.option is None:
             return [f"fit: not known: {self.unavailable}"]
         memory, time = self.option.prediction.memory, self.option.prediction.time
@@ -133,8 +129,7 @@ def _nearest(plan: Plan, other: Plan) -> str:
     return "" if near is None else f"{near.what}: {in_words(near.option.strategy)} fits"
 
 
-LEFT_OPEN = ("strategy", "train.micro_batch", "train.checkpointing")
-"""Keys of a job that change how a step is computed, not its rows."""
+LEFT_OPEN = ("strategy", "train.micro_batch", "train.checkpointing")  # how a step is computed, not its rows
 
 
 def cheapest(asked: Strategy, options: Iterable[Option]) -> Option | None:
@@ -148,23 +143,23 @@ def cheapest(asked: Strategy, options: Iterable[Option]) -> Option | None:
         other = option.strategy
         return (
             option.fit == "tight",
-            sum(one != wanted for one, wanted in zip(_offloads(other), _offloads(asked), strict=True)),
+            (other.offload_optimizer != asked.offload_optimizer)
+            + (other.offload_parameters != asked.offload_parameters),
             (other.stage, other.reshard) != (asked.stage, asked.reshard),
             other.micro_batch != asked.micro_batch,
             other.checkpoint_every != asked.checkpoint_every,
             -option.prediction.time.tokens_per_second_per_gpu,
         )
 
-    kept, fits = (asked.engine, asked.tensor_parallel), [one for one in options if one.fit != "no"]
-    fitting = [one for one in fits if (one.strategy.engine, one.strategy.tensor_parallel) == kept]
-    return min(fitting, key=price, default=None)
+    kept = (asked.engine, asked.tensor_parallel)
+    alike = (one for one in options if (one.strategy.engine, one.strategy.tensor_parallel) == kept)
+    return min((one for one in alike if one.fit != "no"), key=price, default=None)
 
 
 def as_settings(asked: Strategy, option: Option) -> str:
     """The changes from the request to the option, in the terms of the checked files."""
     other, changes = option.strategy, []
-    if other.checkpoint_every != asked.checkpoint_every:
-        every = other.checkpoint_every
+    if (every := other.checkpoint_every) != asked.checkpoint_every:
         how = {0: "none", 1: "all blocks"}.get(every, f"one block in {every}")
         changes.append(f"activation checkpointing (gradient_checkpointing) of {how}")
     if other.micro_batch != asked.micro_batch:
@@ -174,7 +169,3 @@ def as_settings(asked: Strategy, option: Option) -> str:
     barely = " (barely)" if option.fit == "tight" else ""
     host = f" and {gib(memory.host_bytes)} of each host's memory" if memory.host_bytes else ""
     return f"{', '.join(changes)}: fits{barely}, in {gib(memory.needed_bytes)}{host} (predicted)"
-
-
-def _offloads(strategy: Strategy) -> tuple[str, str]:
-    return strategy.offload_optimizer, strategy.offload_parameters

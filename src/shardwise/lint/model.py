@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -54,66 +55,45 @@ def _config(name: str) -> Mapping[str, Any]:
     return config
 
 
-_SUFFIXES = ("", "_text", "_text_model", "_vision", "_vision_model")
-"""Suffixes of the types of a model's parts, whose classes are in the model's file."""
+_PART = re.compile("_(text|vision)(_model)?$")  # of a part's type, whose classes are in its model's file
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Blocks:
     """Names of a model's classes."""
 
-    blocks: tuple[str, ...]
-    """The names in `_no_split_modules`, which FSDP wraps by default; empty if transformers has none."""
-    classes: frozenset[str]
-    """All classes of the model's files."""
+    blocks: tuple[str, ...]  # of `_no_split_modules`, which FSDP wraps by default; empty if there are none
+    classes: frozenset[str]  # all classes of the model's files
 
 
-def blocks_of(model_types: Iterable[str]) -> Blocks | None:
+@cache
+def blocks_of(model_types: tuple[str, ...]) -> Blocks | None:
     """The blocks of a model with these `model_type`s, its own and its parts'; None if one is unknown.
 
     No module is imported: transformers would load torch.
     """
-    parts = [_of_type(name) for name in model_types]
-    known = [part for part in parts if part is not None]
-    if not parts or len(known) < len(parts):
-        return None
-    return Blocks(
-        blocks=tuple(dict.fromkeys(name for part in known for name in part.blocks)),
-        classes=frozenset().union(*(part.classes for part in known)),
-    )
-
-
-@cache
-def _of_type(model_type: str) -> Blocks | None:
-    file = _file(model_type.replace("-", "_"))
-    if file is None:
-        return None
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return None
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    return Blocks(
-        blocks=tuple(dict.fromkeys(name for one in classes for name in _unsplit(one))),
-        classes=frozenset({one.name for one in classes} | imported),
-    )
+    blocks: dict[str, None] = {}
+    classes: set[str] = set()
+    for model_type in model_types:
+        file = _file(model_type.replace("-", "_"))
+        if file is None:
+            return None
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                classes.add(node.name)
+                blocks |= dict.fromkeys(_unsplit(node))
+            elif isinstance(node, ast.ImportFrom) and node.col_offset == 0:
+                classes |= {alias.name for alias in node.names}
+    return Blocks(tuple(blocks), frozenset(classes)) if model_types else None
 
 
 def _file(model_type: str) -> Path | None:
-    """`transformers/models/llama/modeling_llama.py` for `llama`."""
-    if not model_type.isidentifier():
-        return None
-    try:
-        package = find_spec("transformers")
-    except ValueError:
-        return None
-    folders = package.submodule_search_locations if package else None
-    for folder in folders or ():
-        for suffix in _SUFFIXES:
-            name = model_type.removesuffix(suffix)
+    """`transformers/models/llama/modeling_llama.py` for `llama`, and for its part `llama_text`."""
+    package = find_spec("transformers") if model_type.isidentifier() else None
+    for folder in (package and package.submodule_search_locations) or ():
+        for name in (model_type, _PART.sub("", model_type)):
             file = Path(folder) / "models" / name / f"modeling_{name}.py"
-            if model_type.endswith(suffix) and file.is_file():
+            if file.is_file():
                 return file
     return None
 

@@ -27,7 +27,8 @@ which the simulator predicts.
 def page() -> str:
     """Return the page as Markdown."""
     lines = _HEAD.format(version=deepspeed_schema().version, count=len(RULES), fit=RULE).splitlines()
-    for module, subject in SUBJECTS.items():
+    for module in SUBJECTS:
+        subject = str(module.__doc__).partition(":")[0].rstrip(".")
         lines += ["", f"## {subject}", ""]
         lines += ["| rule | severity | what happens | holds for | source |", "|---|---|---|---|---|"]
         lines += [_row(rule) for rule in RULES if rule.find.__module__ == module.__name__]

@@ -16,15 +16,13 @@ from shardwise.lint.script_text import is_command, is_python, read_python, read_
 from shardwise.lint.text import read_json, read_yaml
 
 LARGEST_FILE_BYTES = 1_000_000
-_VARIABLE = re.compile(r"^\$\{?\w+\}?/")
-"""`$here/`: a folder that only the shell knows, usually the script's own."""
+_VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 BYTE_ORDER_MARK = "\ufeff"
 
 _ACCELERATE = frozenset(names("accelerate_files"))
 _TRAINING = frozenset(names("training_files"))
 _TRAINERS_FSDP = {"auto_wrap_policy", "reshard_after_forward", "transformer_layer_cls_to_wrap"}
-_IN_BOTH = {"gradient_accumulation_steps", "bf16", "fp16"}
-"""Keys that both DeepSpeed and the Trainer have."""
+_IN_BOTH = {"gradient_accumulation_steps", "bf16", "fp16"}  # keys that both DeepSpeed and the Trainer have
 WHAT = (
     "a DeepSpeed JSON, an accelerate config, a training script, its arguments or launch command, a job file"
 )

@@ -19,11 +19,9 @@ from shardwise.job.source import Key
 class KeyKind:
     """The values that a key accepts."""
 
-    kind: str
-    """int, float, bool, str, list, object, any, or words with `|` between."""
+    kind: str  # int, float, bool, str, list, object, any, or words with `|` between
     nullable: bool
-    bounds: tuple[tuple[str, float], ...]
-    """(comparison, limit); all hold."""
+    bounds: tuple[tuple[str, float], ...]  # (comparison, limit); all hold
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -34,8 +32,7 @@ class KeyKind:
 class Section:
     """A part of the configuration."""
 
-    refuses: bool
-    """Whether an unknown key stops DeepSpeed; else it is ignored."""
+    refuses: bool  # whether an unknown key stops DeepSpeed; else it is ignored
     keys: Mapping[str, KeyKind]
 
 
@@ -47,10 +44,6 @@ class Schema:
     def homes(self, name: str) -> list[Key]:
         """The sections that have a key of this name, outermost first."""
         return sorted((key for key, section in self.sections.items() if name in section.keys), key=len)
-
-
-_TEXT = re.compile(r"(?P<kind>[^ ?]+)(?P<null>\??)(?P<bounds>.*)")
-_BOUND = re.compile(r"(>=|<=|>|<)([-0-9.]+)")
 
 
 @cache
@@ -87,16 +80,16 @@ def _table(file: str) -> dict[str, Any]:
 
 
 def _kind(text: str) -> KeyKind:
-    match = _TEXT.fullmatch(text)
-    assert match is not None, text
-    bounds = tuple((sign, float(limit)) for sign, limit in _BOUND.findall(match["bounds"]))
-    return KeyKind(kind=match["kind"], nullable=bool(match["null"]), bounds=bounds)
+    kind, _, bounds = text.partition(" ")
+    limits = tuple((sign, float(limit)) for sign, limit in re.findall(r"([<>]=?)([-0-9.]+)", bounds))
+    return KeyKind(kind=kind.removesuffix("?"), nullable=kind.endswith("?"), bounds=limits)
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most similar to `name`; None if none is."""
-    found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.8)
-    return found[0] if found else None
+    """The known name that is most similar to `name`, in any case; None if none is."""
+    lower = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.8)
+    return lower[found[0]] if found else None
 
 
 def as_number(value: Any) -> float | int | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -21,18 +22,15 @@ _COMMAND = re.compile(
 )
 _FLAGS_WITHOUT_VALUE = {"deepspeed", "module", "no_python", "no_ssh", "standalone", "bf16", "fp16"}
 _CALLS = names("calls")
-LORA = "lora_rank"
-"""The key for `LoraConfig(r=...)`."""
-STEPPED = "optimizer.step"
-"""The key for a call that steps an optimizer instead of DeepSpeed's engine: a `Stepped`."""
+LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
+STEPPED = "optimizer.step"  # the key for a step of an optimizer instead of DeepSpeed's engine: `Stepped`
 
 
 @dataclass(frozen=True)
 class Stepped:
     """A call of `optimizer.step()` that should be a step of `engine`."""
 
-    optimizer: str
-    """The optimizer that deepspeed.initialize was `given`, or else returned."""
+    optimizer: str  # the optimizer that deepspeed.initialize was `given`, or else returned
     engine: str
     given: bool
 
@@ -73,20 +71,13 @@ def read_python(text: str, name: str) -> Document:
             value = _literal(argument.value)
             if value is not None and key and key not in values:
                 values[key] = value
-                marks[key,] = Mark(line=argument.value.lineno, key=None, value=(0, 0))
+                marks[key,] = Mark(line=argument.value.lineno)
     stepped = next(_stepped(program), None)
     if stepped is not None:
         values[STEPPED], line = stepped
-        marks[STEPPED,] = Mark(line=line, key=None, value=(0, 0))
-    return Document(
-        name=name,
-        text=text,
-        syntax="python",
-        values=values,
-        marks=marks,
-        kind="training",
-        uses=frozenset(uses),
-    )
+        marks[STEPPED,] = Mark(line=line)
+    found = Document(name=name, text=text, syntax="python", values=values, marks=marks, kind="training")
+    return replace(found, uses=frozenset(uses))
 
 
 def _stepped(program: ast.Module) -> Iterator[tuple[Stepped, int]]:
@@ -137,24 +128,22 @@ def read_shell(text: str, name: str) -> Document:
         raise UnreadableError("it has no deepspeed, torchrun or accelerate command", line=1, fix="")
     values: dict[str, Any] = {"launcher": start[1].split()[0]}
     first = text.count("\n", 0, start.start(1)) + 1
-    marks: dict[tuple[str, ...], Mark] = {("launcher",): Mark(line=first, key=None, value=(0, 0))}
-    words = list(_words(text, start.start()))
-    index = 0
-    while index < len(words):
-        word, line = words[index]
-        index += 1
+    marks: dict[tuple[str, ...], Mark] = {("launcher",): Mark(line=first)}
+    words = deque(_words(text, start.start()))
+    while words:
+        word, line = words.popleft()
         assigned = re.fullmatch(r"([A-Z_]+)=(.*)", word)
         if assigned:
             key, value = assigned[1], assigned[2]
         elif word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             if not equals:
-                value = words[index][0] if index < len(words) else "--"
+                value = words[0][0] if words else "--"
                 fits = value.endswith(".json") if key == "deepspeed" else value.lower() in ("true", "false")
                 if value.startswith("-") or (key in _FLAGS_WITHOUT_VALUE and not fits):
                     value = "true"
                 else:
-                    index += 1
+                    words.popleft()
         elif word.endswith(".py") and "script" not in values:
             key, value = "script", word
         else:
@@ -162,7 +151,7 @@ def read_shell(text: str, name: str) -> Document:
         key = key.replace("-", "_")
         if key not in values:
             values[key] = _scalar(value)
-            marks[key,] = Mark(line=line, key=None, value=(0, 0))
+            marks[key,] = Mark(line=line)
     return Document(name=name, text=text, syntax="shell", values=values, marks=marks, kind="training")
 
 

@@ -12,14 +12,13 @@ from shardwise.lint.schema import deepspeed_schema
 from shardwise.lint.script_text import LORA
 
 Reader = Literal["trainer", "accelerate", "deepspeed"]
-READERS: tuple[Reader, ...] = ("trainer", "accelerate", "deepspeed")
 READER_NAMES: dict[Reader, str] = {
     "trainer": "the Hugging Face Trainer",
     "accelerate": "Accelerate",
     "deepspeed": "DeepSpeed itself",
 }
-MOST = 2**31
-"""Upper limit of a model's hidden size and number of heads."""
+READERS = tuple(READER_NAMES)
+MOST = 2**31  # upper limit of a model's hidden size and number of heads
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
 _HALF = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
 
@@ -41,11 +40,9 @@ class ModelFacts:
     name: str
     hidden_size: int | None = None
     key_value_heads: int | None = None
-    precision: str | None = None
-    """bf16 or fp16 if the weights are published in that format."""
+    precision: str | None = None  # bf16 or fp16 if the weights are published in that format
     model_type: str = ""
-    model_types: tuple[str, ...] = ()
-    """Its own type and its parts'; empty if its code is not in transformers."""
+    model_types: tuple[str, ...] = ()  # its own type and its parts'; empty if its code is not in transformers
     experts: bool = False
 
     @classmethod
@@ -81,12 +78,10 @@ class Setup:
 
     documents: tuple[Document, ...] = ()
     asked_reader: Reader | None = None
-    asked_world_size: int | None = None
-    """From --gpus."""
+    asked_world_size: int | None = None  # from --gpus
     gpus_per_node: int | None = None
     model: ModelFacts | None = None
-    deepspeed: str = deepspeed_schema().version
-    """The version of DeepSpeed that the run would use."""
+    deepspeed: str = deepspeed_schema().version  # the version of DeepSpeed that the run would use
 
     def of(self, kind: Kind) -> tuple[Document, ...]:
         return tuple(document for document in self.documents if document.kind == kind)

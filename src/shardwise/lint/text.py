@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -66,7 +66,6 @@ class _Reader:
         return self.text[self.at : self.at + 1]
 
     def _skip(self) -> None:
-        """Skip white space and comments."""
         while True:
             self.at = _SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
             comment = _COMMENT.match(self.text, self.at)
@@ -80,30 +79,19 @@ class _Reader:
         for _ in self._items("}"):
             start = self.at
             name = self._string("a key must be in double quotes")
-            key_span = (start, self.at)
+            key, span = (*above, name), (start, self.at)
             self._skip()
             if self._next() != ":":
                 raise self._wrong(f"there is no `:` after the key {name!r}", f'"{name}": value')
             self.at += 1
             self._skip()
-            key, line = (*above, name), line_at(self.text, start)
             if name in values:
                 self.duplicates.append((key, self.marks[key].line))
                 drop(key, self.marks)
-            value_start = self.at
-            values[name] = self._value(key)
-            self.marks[key] = Mark(line=line, key=key_span, value=(value_start, self.at))
+            values[name] = self._marked(key, span)
         return values
 
-    def _list(self, above: Key) -> list[Any]:
-        values: list[Any] = []
-        for index in self._items("]"):
-            key, start = (*above, str(index)), self.at
-            values.append(self._value(key))
-            self.marks[key] = Mark(line=line_at(self.text, start), key=None, value=(start, self.at))
-        return values
-
-    def _items(self, closing: str) -> Sequence[int] | Any:
+    def _items(self, closing: str) -> Iterator[int]:
         """Yield at the start of each item of an object or a list; stop after the closing bracket."""
         opened = self.at
         self.at += 1
@@ -140,6 +128,14 @@ class _Reader:
             what = f"{match[0]} has an escape that JSON does not allow"
             raise self._wrong(what, "write \\\\ for a \\") from None
 
+    def _marked(self, key: Key, span: Span | None = None) -> Any:
+        """The value, with a mark for it and its key, which stands at `span`."""
+        start = self.at
+        value = self._value(key)
+        line = line_at(self.text, span[0] if span else start)
+        self.marks[key] = Mark(line=line, key=span, value=(start, self.at))
+        return value
+
     def _value(self, key: Key) -> Any:
         if len(key) > DEEPEST:
             raise self._wrong(f"more than {DEEPEST} levels of nesting", "")
@@ -147,7 +143,7 @@ class _Reader:
         if character == "{":
             return self._object(key)
         if character == "[":
-            return self._list(key)
+            return [self._marked((*key, str(index))) for index in self._items("]")]
         if character == '"':
             return self._string("text must end with a double quote on the same line")
         word = _WORD.match(self.text, self.at)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +18,8 @@ from shardwise.lint.script_text import LORA
 from shardwise.lint.setup import Setup
 from shardwise.units import processes
 
-FOREVER = 10**12
-"""From this many elements on, ZeRO-3's limits release nothing of any model."""
-ACCELERATE_STAGE = 2
-"""The stage of `auto`, or of no stage, in Accelerate."""
+FOREVER = 10**12  # from this many elements on, ZeRO-3's limits release nothing of any model
+ACCELERATE_STAGE = 2  # the stage of `auto`, or of no stage, in Accelerate
 
 _NOT_SIMULATED = (
     (ZERO, "zenflow"),
@@ -43,10 +41,8 @@ class Translated:
 
     file: str
     changes: tuple[str, ...] = ()
-    assumed: tuple[str, ...] = ()
-    """Values that are assumed because the files do not give them."""
-    left_out: tuple[str, ...] = ()
-    """Settings that are simulated with another value, or not simulated."""
+    assumed: tuple[str, ...] = ()  # values that are assumed because the files do not give them
+    left_out: tuple[str, ...] = ()  # settings that are simulated with another value, or not simulated
 
 
 def translate(setup: Setup) -> Translated | None:
@@ -131,15 +127,8 @@ def _translated(
 ) -> Translated:
     if "nvme" in strategy.values():
         strategy["nvme_path"] = "."  # the folder does not change a prediction
-    all_changes = (f"strategy={_flow(strategy)}", f"train.precision={precision}", *changes)
+    all_changes = (f"strategy={json.dumps(strategy)}", f"train.precision={precision}", *changes)
     return Translated(file=document.name, changes=all_changes, assumed=tuple(assumed))
-
-
-def _flow(values: Mapping[str, Any]) -> str:
-    """A section in the form of `--set`."""
-    words = {True: "true", False: "false"}
-    inner = (f"{k}: {words.get(v, v) if isinstance(v, bool) else v}" for k, v in values.items())
-    return "{" + ", ".join(inner) + "}"
 
 
 def _word(document: Document) -> str:
@@ -159,9 +148,8 @@ def _precision(document: Document, setup: Setup, assumed: list[str]) -> str:
             if setup.training(name) is True or name in launched:
                 return name
     if auto:
-        name = auto[0]
-        assumed.append(f"{name}, which the Trainer's arguments decide")
-        return name
+        assumed.append(f"{auto[0]}, which the Trainer's arguments decide")
+        return auto[0]
     return "fp32"
 
 
@@ -194,7 +182,7 @@ def _batch(
     return [f"train.micro_batch={int(micro)}", f"train.global_batch={rows}"]
 
 
-def _number(setup: Setup, *names: str) -> float | None:
+def _number(setup: Setup, *names: str) -> int | None:
     value = setup.training(*names)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
@@ -208,12 +196,9 @@ def _script(setup: Setup, assumed: list[str], *, checkpointing: bool = False) ->
     elif not checkpointing:
         assumed.append("the best activation checkpointing: no file says whether the script uses it")
     rank = _number(setup, LORA, "lora_r", "lora_rank")
-    if rank is not None:
-        changes.append(f"model.lora.rank={int(rank)}")
     length = _number(setup, "max_seq_length", "max_length", "cutoff_len", "sequence_len")
-    if length is not None:
-        changes.append(f"data.sequence_length={int(length)}")
-    return changes
+    counts = {"model.lora.rank": rank, "data.sequence_length": length}
+    return changes + [f"{key}={count}" for key, count in counts.items() if count is not None]
 
 
 def _left_out(document: Document, stage: int, bucket: int) -> list[str]:

@@ -16,8 +16,7 @@ from shardwise.units import GIB, count, steps
 
 Row = Mapping[str, Any]
 Pair = tuple[float | None, float | None]  # (predicted, measured)
-Column = tuple[str, str, Callable[[float], str]]
-"""A column's title, its quantity as `pair` names it, and how a value is written."""
+Column = tuple[str, str, Callable[[float], str]]  # title, quantity as `pair` names it, text of a value
 
 ABSENT, NEEDED = "-", "needed_bytes"
 PART_OF_PREDICTION = {

@@ -12,14 +12,11 @@ from shardwise.errors import JobError
 from shardwise.record.manifest import check_sizes, read_manifest, step_folders
 from shardwise.record.read import RunRecord, is_being_written, read_run
 
-WARM_UP_STEPS = 5
-"""Steps at the start of a launch that throughput leaves out (compilation, allocator, caches)."""
+WARM_UP_STEPS = 5  # of a launch, which throughput leaves out (compilation, allocator, caches)
 
-MOST_SPREAD = 0.05
-"""A measurement is noisy where its steps spread, drift or are skewed by more than this share."""
+MOST_SPREAD = 0.05  # steps that spread, drift or are skewed by a larger share are noisy
 FEWEST_STEPS = 5
-LEAST_ENERGY_SECONDS = 1.0
-"""Over less time, a counter that moves every 20 to 100 ms can be wrong by more than a fifth."""
+LEAST_ENERGY_SECONDS = 1.0  # over less, a counter that moves every 20 to 100 ms is off by over a fifth
 
 BY_RANK = {
     "peak_allocated_bytes": "peak_memory_allocated_bytes",

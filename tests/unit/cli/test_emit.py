@@ -282,7 +282,7 @@ def test_what_the_script_has_to_do_is_said_at_the_head_and_in_a_note(target: Tar
 
 
 def test_what_a_plan_does_not_know_of_the_script_is_left_out() -> None:
-    known = Script.of_plan(LORA_JOB, None).duties(request("zero1").strategy, trainable_parameters=5)
+    known = [*Script.of_plan(LORA_JOB, None).duties(request("zero1").strategy, trainable_parameters=5)]
     assert known[0] == "trains LoRA adapters of rank 16 (5 parameters)"
     assert known[4] == "recomputes the activations of one block in 2"
     whole = emit("torchrun", request("zero3")).notes[0]

@@ -122,17 +122,17 @@ def test_blocks_are_those_that_transformers_does_not_split(model_type: str) -> N
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, num_hidden_layers=2))
-    found = blocks_of([model_type])
+    found = blocks_of((model_type,))
     assert found is not None
     assert set(model._no_split_modules) <= set(found.blocks)
     assert {type(module).__name__ for module in model.modules()} >= set(model._no_split_modules)
 
 
 def test_a_model_that_is_not_known_has_no_blocks() -> None:
-    assert blocks_of([]) is None
-    assert blocks_of(["llama", "somebody_s_own"]) is None
-    assert blocks_of(["../../llama"]) is None
-    parts = blocks_of(["llava", "llama", "clip_vision_model"])
+    assert blocks_of(()) is None
+    assert blocks_of(("llama", "somebody_s_own")) is None
+    assert blocks_of(("../../llama",)) is None
+    parts = blocks_of(("llava", "llama", "clip_vision_model"))
     assert parts is not None
     assert "LlamaDecoderLayer" in parts.blocks
 

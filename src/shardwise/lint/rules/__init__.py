@@ -18,20 +18,8 @@ from shardwise.lint.rules import (
     zero,
 )
 
-SUBJECTS = {
-    reader: "How the file is written, and who reads it",
-    keys: "Names of keys, kinds of values",
-    batch: "Batch sizes",
-    zero: "ZeRO",
-    offload: "Offloading",
-    precision: "Number formats",
-    optimizer: "Optimizer, clipping, schedule",
-    parallel: "Tensor parallelism, groups, experts",
-    sections: "Other sections",
-    accelerate: "Accelerate's file",
-    fsdp: "FSDP in Accelerate's file",
-    training: "Scripts, arguments, launch commands",
-}
-"""The modules of rules, in the order of the page of all rules."""
+SUBJECTS = [reader, keys, batch, zero, offload, precision, optimizer, parallel]
+SUBJECTS += [sections, accelerate, fsdp, training]
+"""The modules of rules, in the order of the page of all rules; a docstring begins with its subject."""
 
 RULES = tuple(one for module in SUBJECTS for one in vars(module).values() if isinstance(one, Rule))

@@ -1,4 +1,4 @@
-"""Accelerate's YAML: launch, DeepSpeed plugin, FSDP."""
+"""Accelerate's file: launch, DeepSpeed plugin, FSDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP in Accelerate's YAML."""
+"""FSDP in Accelerate's file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of keys and kinds of values, against DeepSpeed's schema."""
+"""Names of keys, kinds of values: those of DeepSpeed's schema."""
 
 from __future__ import annotations
 
@@ -26,30 +26,25 @@ _ELSEWHERE: dict[Key, str] = {
 }
 """The meant key for names that are not near any known one."""
 
-REMOVED_TOP = {
-    "nebula": (">=0.19.7", "checkpoints use torch.save"),
-    "compression_training": (">=0.19.7", "DeepSpeed no longer compresses"),
-    "quantize_training": (">=0.19.7", "DeepSpeed no longer quantises in training"),
-    "sparse_attention": (">=0.19.7", "use the model's own attention"),
-    "amp": (">=0.19.8", "use bf16, fp16 or torch_autocast"),
-    "sparse_gradients": (">=0.19.8", "build the embedding with sparse=True"),
-    "eigenvalue": (">=0.19.8", "only the removed quantize_training used it"),
-    "elasticity": (">=0.19.8", "give the batch sizes directly"),
-    "graph_harvesting": (">=0.19.8", "there is no replacement"),
-    "curriculum_learning": (">=0.19.8", "use data_efficiency.data_sampling.curriculum_learning"),
-    "progressive_layer_drop": (">=0.19.8", "there is no replacement"),
+REMOVED: dict[Key, tuple[str, str]] = {
+    ("nebula",): (">=0.19.7", "checkpoints use torch.save"),
+    ("compression_training",): (">=0.19.7", "DeepSpeed no longer compresses"),
+    ("quantize_training",): (">=0.19.7", "DeepSpeed no longer quantises in training"),
+    ("sparse_attention",): (">=0.19.7", "use the model's own attention"),
+    ("amp",): (">=0.19.8", "use bf16, fp16 or torch_autocast"),
+    ("sparse_gradients",): (">=0.19.8", "build the embedding with sparse=True"),
+    ("eigenvalue",): (">=0.19.8", "only the removed quantize_training used it"),
+    ("elasticity",): (">=0.19.8", "give the batch sizes directly"),
+    ("graph_harvesting",): (">=0.19.8", "there is no replacement"),
+    ("curriculum_learning",): (">=0.19.8", "use data_efficiency.data_sampling.curriculum_learning"),
+    ("progressive_layer_drop",): (">=0.19.8", "there is no replacement"),
+    (ZERO, "mics_shard_size"): (">=0.19.7", "use zero_hpz_partition_size"),
+    (ZERO, "mics_hierarchical_params_gather"): (">=0.19.7", "use zero_hpz_partition_size"),
+    (ZERO, "zeropp_loco_param"): (">=0.19.8", "zero_quantized_gradients works without it"),
 }
-REMOVED_ZERO = {
-    "mics_shard_size": (">=0.19.7", "use zero_hpz_partition_size"),
-    "mics_hierarchical_params_gather": (">=0.19.7", "use zero_hpz_partition_size"),
-    "zeropp_loco_param": (">=0.19.8", "zero_quantized_gradients works without it"),
-}
-_REMOVED: dict[Key, tuple[str, str]] = {(name,): row for name, row in REMOVED_TOP.items()}
-_REMOVED |= {(ZERO, name): row for name, row in REMOVED_ZERO.items()}
 _HOMES: tuple[Key, ...] = ((), (ZERO,))
 """Sections that a misplaced key may be moved to; others have names that are too common, such as `verbose`."""
-_INTEGER = re.compile(r"[+-]?[0-9]+(\.0*)?", re.ASCII)
-"""Text that pydantic accepts as an integer."""
+_INTEGER = re.compile(r"[+-]?[0-9]+(\.0*)?", re.ASCII)  # text that pydantic accepts as an integer
 _PLAIN = {"object": (Mapping, "a section in braces"), "list": (list | str, "a list"), "str": (str, "a text")}
 _COMPARE = {">=": ge, "<=": le, ">": gt, "<": lt}
 WORDS = dict.fromkeys(("true", "yes", "on", "t", "y"), True)
@@ -68,7 +63,7 @@ def _unknown(document: Document, *, refuses: bool) -> Iterator[tuple[Key, Sectio
     for above, section, values in _sections(document):
         for name in values if section.refuses == refuses else ():
             key = (*above, name)
-            if name not in section.keys and key not in _REMOVED:
+            if name not in section.keys and key not in REMOVED:
                 yield key, section
 
 
@@ -117,7 +112,7 @@ def refused_key(document: Document, _: Setup) -> Iterator[Hit]:
 @rule("error", "deepspeed/runtime/config.py: _reject_removed_config_keys", "deepspeed>=0.19.7")
 def removed_key(document: Document, setup: Setup) -> Iterator[Hit]:
     """Sections of removed features stop DeepSpeed, even with `enabled: false`."""
-    for key, (versions, instead) in _REMOVED.items():
+    for key, (versions, instead) in REMOVED.items():
         if document.has(*key) and holds_for(f"deepspeed{versions}", "deepspeed", setup.deepspeed):
             version = versions.removeprefix(">=")
             what = f"`{key[-1]}` was removed in DeepSpeed {version}, which stops even if it is switched off"

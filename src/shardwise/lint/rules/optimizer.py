@@ -1,4 +1,4 @@
-"""Optimizer, clipping and learning-rate schedule."""
+"""Optimizer, clipping, schedule."""
 
 from __future__ import annotations
 
@@ -41,14 +41,13 @@ def _name(document: Document) -> str:
 def unknown_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
     """DeepSpeed stops; that includes the 1-bit optimizers, which were removed."""
     name = document.get(*_TYPE)
-    known = {n.lower(): n for n in DEEPSPEED_OPTIMIZERS}
+    known = {one.lower() for one in DEEPSPEED_OPTIMIZERS}
     if not isinstance(name, str) or name.lower() in known or name in TORCH_OPTIMIZERS:
         return
     if name.lower() in REMOVED:
         yield Hit(_TYPE, f"{name} was removed in DeepSpeed 0.19.7: it stops", '"type": "AdamW"')
         return
-    every = {n.lower(): n for n in TORCH_OPTIMIZERS} | known
-    near = every.get(closest(name, every) or "")
+    near = closest(name, (*TORCH_OPTIMIZERS, *DEEPSPEED_OPTIMIZERS))
     what = f"DeepSpeed and torch.optim have no optimizer {name!r}: DeepSpeed stops with an AssertionError"
     fix = f"did you mean {near}?" if near else '"type": "AdamW"'
     yield Hit(_TYPE, what, fix, (Put(_TYPE, near),) if near else ())
@@ -136,10 +135,10 @@ def clipping_default(document: Document, setup: Setup) -> Iterator[Hit]:
 @rule("error", f"{_SCHEDULES}: VALID_LR_SCHEDULES; run with 0.19.8")
 def unknown_schedule(document: Document, _: Setup) -> Iterator[Hit]:
     """DeepSpeed stops with an AssertionError."""
-    key, lower = ("scheduler", "type"), {n.lower(): n for n in SCHEDULES}
+    key = ("scheduler", "type")
     name = document.get(*key)
     if isinstance(name, str) and name not in SCHEDULES:
-        near = lower.get(closest(name, lower) or "")
+        near = closest(name, SCHEDULES)
         fix = f"did you mean {near}?" if near else f"one of {', '.join(SCHEDULES)}"
         changes = (Put(key, near),) if near else ()
         yield Hit(key, f"DeepSpeed has no schedule {name!r}: it stops", fix, changes)

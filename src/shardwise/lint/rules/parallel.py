@@ -1,4 +1,4 @@
-"""Tensor parallelism (AutoTP), ZeRO++ groups and experts, against the machines and the model."""
+"""Tensor parallelism, groups, experts: AutoTP and ZeRO++ against the machines and the model."""
 
 from __future__ import annotations
 

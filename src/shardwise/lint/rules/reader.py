@@ -1,4 +1,4 @@
-"""How the file is written, and which library reads it."""
+"""How the file is written, and who reads it."""
 
 from __future__ import annotations
 

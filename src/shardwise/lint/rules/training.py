@@ -1,4 +1,4 @@
-"""A training script, its arguments or its launch command, against the configuration it runs with."""
+"""Scripts, arguments, launch commands: against the configuration that they run with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of `zero_optimization` against its stage."""
+"""ZeRO: settings of `zero_optimization` against its stage."""
 
 from __future__ import annotations
 
@@ -38,10 +38,8 @@ READ_BY_NOTHING: dict[Key, str] = {
     ("disable_allgather",): "DeepSpeed parses the setting and never reads it",
     ("vocabulary_size",): "it only causes a warning in the log",
 }
-SMALLEST_BUCKET = 4_194_304
-"""Elements of a 2048 x 2048 matrix, the smallest projections of a 1B model."""
-LARGE_MATRIX = 1 << 24
-"""A gradient of this size, 32 MiB in bf16, saturates a link: larger buckets gain nothing."""
+SMALLEST_BUCKET = 4_194_304  # elements of a 2048 x 2048 matrix, the smallest projections of a 1B model
+LARGE_MATRIX = 1 << 24  # a gradient of 32 MiB in bf16 saturates a link: larger buckets gain nothing
 
 _CONFIG = "deepspeed/runtime/zero/config.py"
 _ENGINE = "deepspeed/runtime/engine.py: _configure_zero_optimizer"
@@ -123,11 +121,10 @@ def small_reduce_bucket(document: Document, setup: Setup) -> Iterator[Hit]:
     if not stage or bucket is None or not 0 < bucket < least:
         return
     matrix = f"{hidden} x {hidden} matrix of {model.name}" if hidden and model else "matrix of a 1B model"
-    effect = (
-        "at stage 3 every larger gradient is reduced alone: one collective per matrix, and nothing collected"
-        if stage == 3
-        else "every larger gradient is reduced alone: many small collectives"
-    )
+    effect = "every larger gradient is reduced alone: many small collectives"
+    if stage == 3:
+        effect = "at stage 3 every larger gradient is reduced alone: one collective per matrix, "
+        effect += "and nothing collected"
     what = f"{bucket:,.0f} elements are less than one {matrix} ({least:,}): {effect}"
     fix = "remove it (500,000,000: 1 GB in bf16), or about 50,000,000 if memory is short"
     yield Hit(key, what, fix, (Put(key, 50_000_000),))

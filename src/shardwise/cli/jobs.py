@@ -1,13 +1,15 @@
-"""`shardwise init [PRESET]`: a commented job file to start from, with sample data and the editor's schema."""
+"""`shardwise init [PRESET]`: a commented job file to start from; `config JOB`: where its values come from."""
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shardwise.cli.options import AsJson, Changes, JobFile
 from shardwise.errors import JobError
 
 
@@ -40,3 +42,18 @@ def init(
         # Paths in it count from the working directory, where its sample data lies, too.
         go = "" if out.parent.resolve() == Path.cwd() else f"cd {shlex.quote(str(out.parent))} && "
         print(f"next: {go}shardwise train {shlex.quote(out.name)}")
+
+
+def config(job: JobFile, changes: Changes = [], as_json: AsJson = False) -> None:
+    """Show the resolved job and where each value comes from."""
+    from shardwise.job.load import load_job, resolved
+
+    settings = resolved(load_job(job, changes))
+    if as_json:
+        rows = [{"key": row.key, "value": row.value, "origin": row.origin} for row in settings]
+        print(json.dumps({"settings": rows}, ensure_ascii=False))
+        return
+    texts = [json.dumps(row.value, ensure_ascii=False) for row in settings]
+    widths = max(len(row.key) for row in settings), min(40, max(map(len, texts)))
+    for row, text in zip(settings, texts, strict=True):
+        print(f"{row.key:<{widths[0]}}  {text:<{widths[1]}}  {row.origin}")

@@ -1,4 +1,4 @@
-"""`shardwise export RUN`: the trained weights in Hugging Face's format."""
+"""`shardwise export RUN`, the trained weights in Hugging Face's format; `generate RUN`, text from them."""
 
 from __future__ import annotations
 
@@ -43,3 +43,20 @@ def _lines(written: Mapping[str, Any]) -> Iterator[str]:
         yield f"  merging moved logits by at most {difference:.2g}; the largest is {largest:.3g}"
     loader = "peft.AutoPeftModelForCausalLM" if written["kind"] == "adapter" else "AutoModelForCausalLM"
     yield f"  load it with {loader}.from_pretrained; `shardwise generate` takes the run"
+
+
+def generate(
+    run: RunFolder,
+    prompt: Annotated[str, typer.Option(help="What the model is asked.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest token; higher is more varied.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
+) -> None:
+    """Let the trained model answer a prompt."""
+    from shardwise.app.models import generate as write
+
+    with stdout_to_stderr():
+        answer = write(run, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    print(answer.rstrip())
