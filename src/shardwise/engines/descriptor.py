@@ -6,9 +6,9 @@ A new engine is a folder with a `spec.py` that subclasses `EngineSpec`, and a li
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from shardwise.engines.facts import Rule
 from shardwise.errors import Problem
@@ -19,9 +19,6 @@ from shardwise.simulate.memory.engine import EngineMemory, WithFp32Parameters
 from shardwise.simulate.step_trace import StepTrace, fp32_parameters, without
 from shardwise.simulate.time.schedule import Schedule
 from shardwise.strategy import Strategy
-
-if TYPE_CHECKING:
-    from shardwise.engines.runtime.protocol import Engine
 
 MIB = 1024**2
 
@@ -53,9 +50,14 @@ class EngineSpec:
     """An engine's descriptor; methods that a subclass leaves out stand for an engine without that feature."""
 
     name: str  # Its key in `job.strategies.ENGINES`
+    memories: ClassVar[tuple[Callable[[StepTrace, Strategy], EngineMemory], ...]]
+    """By ZeRO stage, a single one without stages: the engine's allocations, before anything is built."""
+    schedules: tuple[type[Schedule], ...]  # By ZeRO stage: the engine's work on the streams of one GPU
+    runtime: str  # `module:class` that trains, which imports torch
     rules: tuple[Rule, ...] = ()  # What it cannot combine
     default_stage: int | None = None  # ZeRO stage of a job that names none; None for an engine without stages
     tensor_parallel = False  # Whether it can split layers over GPUs
+    keeps_fp32 = False  # Whether it trains fp32 parameters among others; if not, they are kept apart from it
     sets_checkpointing = False
     """Whether its own settings turn activation checkpointing on, in a script of Hugging Face's Trainer."""
     accelerate_type: str | None = None  # `distributed_type` of Accelerate's YAML; None: it does not run there
@@ -96,19 +98,13 @@ class EngineSpec:
         return False
 
     def memory(self, trace: StepTrace, strategy: Strategy) -> EngineMemory:
-        """The engine's allocations, before anything is built."""
-        apart = fp32_parameters(trace, strategy.precision)
-        if not apart:
-            return self._memory(trace, strategy)
-        return WithFp32Parameters(self._memory(without(trace, apart), strategy), trace, apart)
-
-    def _memory(self, trace: StepTrace, strategy: Strategy) -> EngineMemory:
-        """The same, for a trace without parameters that are kept in fp32 apart from the engine."""
-        raise NotImplementedError
+        make, apart = self.memories[strategy.stage], fp32_parameters(trace, strategy.precision)
+        if self.keeps_fp32 or not apart:
+            return make(trace, strategy)
+        return WithFp32Parameters(make(without(trace, apart), strategy), trace, apart)
 
     def schedule(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Schedule:
-        """The engine's work on the streams of one GPU."""
-        raise NotImplementedError
+        return self.schedules[strategy.stage](trace, strategy, hardware)
 
     def outside_allocator_bytes(self, strategy: Strategy) -> int:
         """GPU memory of a training process that torch's allocator does not know: context, kernels, NCCL.
@@ -119,10 +115,6 @@ class EngineSpec:
         nodes are assumed to be alike until they are measured.
         """
         return CONTEXT_BYTES + (NCCL_BYTES if strategy.world_size > 1 else 0)
-
-    def runtime(self) -> type[Engine]:
-        """The class that trains; imports torch."""
-        raise NotImplementedError
 
     # Files for a user's own script
 

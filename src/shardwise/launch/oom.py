@@ -20,11 +20,10 @@ from shardwise.launch.spec import Ending, Launcher, LaunchSpec
 from shardwise.record.manifest import step_folders
 from shardwise.record.read import is_run_folder
 from shardwise.record.schema import OUT_OF_MEMORY
+from shardwise.record.write import replace_json
 
-MOST_RETRIES = 3
-"""Each needs less than all before; where three do not help, the cause is not the strategy."""
-POST_MORTEM_SECONDS = 600.0
-"""Planning takes seconds; a model of thousands of blocks on one core, minutes."""
+MOST_RETRIES = 3  # Each needs less than all before; where three do not help, the cause is not the strategy
+POST_MORTEM_SECONDS = 600.0  # Planning takes seconds; a model of thousands of blocks on one core, minutes
 
 
 class RetryError(DoesNotFitError):
@@ -81,8 +80,7 @@ class OomHandling:
     def write(self) -> None:
         """Write `out_of_memory.json`, if there is a run folder and something to write."""
         if self._failures and is_run_folder(self._run_dir):
-            record = {"schema": 1, "failures": self._failures}
-            (self._run_dir / OUT_OF_MEMORY).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            replace_json(self._run_dir / OUT_OF_MEMORY, {"schema": 1, "failures": self._failures})
 
     def _ask(self, spec: LaunchSpec, saved: int | None) -> dict[str, Any] | None:
         """The post-mortem's answer; None where it gave none, which is explained on stderr."""

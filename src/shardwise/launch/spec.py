@@ -10,26 +10,22 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shardwise.errors import ShardwiseError
+from shardwise.record.write import replace_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
     """A job, where its run folder is, and how it is to be run."""
 
-    job: Mapping[str, Any]
-    """The resolved job, as JSON values."""
+    job: Mapping[str, Any]  # The resolved job, as JSON values
     run_dir: str
-    processes: int
-    """Worker processes on this machine, one per GPU."""
+    processes: int  # Worker processes on this machine, one per GPU
     resume: bool = False
     max_steps: int | None = None
     """Stop after this step even if the job has more; the schedule stays the job's."""
-    dry_run: bool = False
-    """Show what would be run, with one process; write and train nothing."""
-    as_json: bool = False
-    """Print the plan of a dry run on stdout, as one JSON object."""
-    memory_cap_bytes: int | None = None
-    """Use no more than this much of each GPU."""
+    dry_run: bool = False  # Show what would be run, with one process; write and train nothing
+    as_json: bool = False  # Print the plan of a dry run on stdout, as one JSON object
+    memory_cap_bytes: int | None = None  # Use no more than this much of each GPU
     measure_steps: int | None = None
     """Only measure: run so many steps whatever the job's length, evaluate and save nothing."""
     profile: str | None = None
@@ -38,10 +34,8 @@ class LaunchSpec:
     """After a process ran out of GPU memory: end, or go on with a strategy that needs less."""
     chosen: Mapping[str, Any] | None = None
     """The choice for a resumed run or a retry, as plan.json's `chosen`: it holds whatever the job says."""
-    command: Sequence[str] | None = None
-    """What the user typed; for the run's record."""
-    debug: bool = False
-    """Print the traceback of the rank that failed."""
+    command: Sequence[str] | None = None  # What the user typed; for the run's record
+    debug: bool = False  # Print the traceback of the rank that failed
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,8 +66,7 @@ class Worker:
     rank: int
     process: Process
     folder: Path
-    failed_at: float | None = None
-    """Unix seconds; None while it has not failed."""
+    failed_at: float | None = None  # Unix seconds; None while it has not failed
     report: Mapping[str, Any] | None = None
     """The error it left: {"exit_code", "headline", "problems": [{"what", "where", "fix"}], "traceback"};
     after GPU memory ran out also "out_of_memory": `record.schema.OutOfMemory`."""
@@ -124,11 +117,9 @@ class Ending:
     error: ShardwiseError | None = None
     out_of_memory: Mapping[str, Any] | None = None
     """`record.schema.OutOfMemory` of the worker that failed first, if that is the cause."""
-    requested: bool = False
-    """The user asked the run to stop."""
+    requested: bool = False  # The user asked the run to stop
     traceback: str = ""
-    log: Path | None = None
-    """The failed worker's log, which is kept."""
+    log: Path | None = None  # The failed worker's log, which is kept
 
 
 class Launcher(Protocol):
@@ -157,6 +148,4 @@ def report_path(folder: Path, rank: int) -> Path:
 
 def write_report(folder: Path, rank: int, report: Mapping[str, Any]) -> None:
     """Leave a worker's error for the launcher, which never sees half of the file."""
-    path = report_path(folder, rank)
-    path.with_suffix(".tmp").write_text(json.dumps(report), encoding="utf-8")
-    path.with_suffix(".tmp").rename(path)
+    replace_json(report_path(folder, rank), report)

@@ -34,8 +34,7 @@ STOPPED = StoppedError.exit_code
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _LOOK_EVERY_SECONDS = 0.02
 _STOP_SECONDS = 3.0  # from the request to the kill, for the survivors of a failure
-_DOUBLED_SECONDS = 1.0
-"""SIGTERMs closer than this are one request; after as long, the wait is explained."""
+_DOUBLED_SECONDS = 1.0  # SIGTERMs closer than this are one request; after as long, the wait is explained
 _STOPPING = "stopping: the current step is finished first, then the state is saved; Ctrl-C or SIGTERM again "
 _STOPPING += "ends the run at once and loses what came after the last checkpoint"
 _OUT_OF_MEMORY_SECONDS = 2.0  # for ranks with the same load, which run out a moment later, to report it too
@@ -43,8 +42,7 @@ _OUT_OF_MEMORY_SECONDS = 2.0  # for ranks with the same load, which run out a mo
 
 class _Request(NamedTuple):
     signal: int
-    at: float
-    """By `time.monotonic`."""
+    at: float  # By `time.monotonic`
 
 
 def supervise(

@@ -70,8 +70,7 @@ class BenchRecord:
     """Content of a bench's folder."""
 
     path: Path
-    head: Mapping[str, Any]
-    """The job, processes, steps, machine, and the strategies that were left out."""
+    head: Mapping[str, Any]  # The job, processes, steps, machine, and the strategies that were left out
     rows: list[dict[str, Any]]
     """In the order of the head's `order`; of a row that was measured again, the newest."""
 

@@ -24,8 +24,7 @@ class Origin:
     """The run that a checkpoint belongs to: only a run of the same origin loads it."""
 
     world_size: int
-    strategy: Mapping[str, Any]
-    """`Strategy.to_json()`."""
+    strategy: Mapping[str, Any]  # `Strategy.to_json()`
     identity: Mapping[str, Any]
     """Fields that identify the job: model, data, sequence length, precision, seed, ..."""
     versions: Mapping[str, str]

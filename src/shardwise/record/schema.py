@@ -19,8 +19,7 @@ class RunEvent:
     strategy: str
     processes: int
     total_steps: int
-    global_batch: int
-    """Rows per optimizer step."""
+    global_batch: int  # Rows per optimizer step
     sequence_length: int
     parameters: int
     trainable_parameters: int
@@ -39,23 +38,18 @@ class StepEvent:
     epoch: int
     loss: float
     learning_rate: float
-    grad_norm: float
-    """Before clipping."""
-    skipped: bool
-    """The weights were not updated because a value was not finite."""
-    tokens: int
-    """Tokens of this step without padding."""
+    grad_norm: float  # Before clipping
+    skipped: bool  # The weights were not updated because a value was not finite
+    tokens: int  # Tokens of this step without padding
     target_tokens: int
     seconds: float
     tokens_per_second: float
-    tokens_per_second_per_gpu: float
-    """Per process, where there is no GPU."""
+    tokens_per_second_per_gpu: float  # Per process, where there is no GPU
     tflops_per_gpu: float | None = None
     mfu: float | None = None
     """Model FLOP/s as a share of the GPU's peak; null with `mfu_unavailable` saying why."""
     mfu_unavailable: str | None = None
-    loss_scale: float | None = None
-    """fp16 only."""
+    loss_scale: float | None = None  # fp16 only
     memory_allocated_bytes: list[int] = field(default_factory=list)
     memory_reserved_bytes: list[int] = field(default_factory=list)
     peak_memory_allocated_bytes: list[int] = field(default_factory=list)
@@ -63,15 +57,13 @@ class StepEvent:
     outside_allocator_bytes: list[int] | None = None
     """GPU memory outside torch's allocator: the CUDA context, loaded kernels, NCCL. Read in the first steps,
     then every 50th. Null where there is no GPU."""
-    host_memory_bytes: list[int] = field(default_factory=list)
-    """Resident set of each process."""
+    host_memory_bytes: list[int] = field(default_factory=list)  # Resident set of each process
     pinned_memory_bytes: list[int] | None = None
     """Page-locked host memory of torch, as last read; null where there is no GPU."""
     joules: float | None = None
     """Energy of all GPUs in this step, without the host. It is counted from the launch of the step before to
     the launch of this one. The counter moves every 20 to 100 ms: add up several short steps."""
-    joules_unavailable: str | None = None
-    """Why `joules` is null."""
+    joules_unavailable: str | None = None  # Why `joules` is null
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +101,8 @@ class StopEvent:
 
     kind: ClassVar[str] = "stop"
     step: int
-    status: str
-    """`finished` (all steps), `paused` (at --max-steps), `stopped` (on request) or `failed`."""
-    seconds: float
-    """Wall seconds of this launch, from its first line."""
+    status: str  # `finished` (all steps), `paused` (at --max-steps), `stopped` (on request) or `failed`
+    seconds: float  # Wall seconds of this launch, from its first line
 
 
 Event = RunEvent | StepEvent | EvalEvent | SaveEvent | ResumeEvent | StopEvent
@@ -127,34 +117,24 @@ class OutOfMemory:
     """How one process ran out of GPU memory. Bytes that are not known are null: on a CPU, all are."""
 
     rank: int
-    ranks: tuple[int, ...]
-    """All ranks that ran out of memory before the run ended, this one first."""
+    ranks: tuple[int, ...]  # All ranks that ran out of memory before the run ended, this one first
     phase: str
     """`building`, `restoring`, `batch`, `forward`, `backward`, `optimizer`, `evaluation`, `saving`, or
     `other`."""
-    step: int | None
-    """The current optimizer step; in an evaluation or a save, the last finished one."""
+    step: int | None  # The current optimizer step; in an evaluation or a save, the last finished one
     module: str | None
     """Name of the innermost module; in a backward pass, the block whose gradient was computed."""
-    call: str
-    """The innermost line of Python: `stage3.py:812 in partition_grads`."""
-    message: str
-    """First line of the error of the allocator or the library."""
-    strategy: dict[str, object]
-    """`Strategy.to_json()`."""
-    vocab_size: int | None
-    """Rows of the embedding, where a new tokenizer sets them."""
+    call: str  # The innermost line of Python: `stage3.py:812 in partition_grads`
+    message: str  # First line of the error of the allocator or the library
+    strategy: dict[str, object]  # `Strategy.to_json()`
+    vocab_size: int | None  # Rows of the embedding, where a new tokenizer sets them
     asked_bytes: int | None
-    allocated_bytes: int | None
-    """In tensors at that moment."""
+    allocated_bytes: int | None  # In tensors at that moment
     resident_bytes: int | None
     """Part of `allocated_bytes` that outlives the step: weights, optimizer, gradients so far, buffers."""
     reserved_bytes: int | None
     """Held by torch's allocator; what exceeds `allocated_bytes` are fragments too small for the request."""
-    process_bytes: int | None
-    """GPU memory of this process, CUDA's context and NCCL included."""
+    process_bytes: int | None  # GPU memory of this process, CUDA's context and NCCL included
     free_bytes: int | None
-    total_bytes: int | None
-    """Of the GPU."""
-    allowed_bytes: int | None
-    """Limit of torch's allocator under --memory-cap; null without one."""
+    total_bytes: int | None  # Of the GPU
+    allowed_bytes: int | None  # Limit of torch's allocator under --memory-cap; null without one

@@ -24,8 +24,7 @@ class RunFolder:
     """A run folder that this process writes to, and no other: it holds the folder's lock until `close`."""
 
     path: Path
-    _lock: int
-    """Descriptor of the locked file."""
+    _lock: int  # Descriptor of the locked file
 
     @property
     def events(self) -> Path:

@@ -44,8 +44,7 @@ T = TypeVar("T")
 Agree = Callable[[object], list[Any]]
 """Gives every rank the values of all, by rank, and returns on none before all have called it."""
 
-ANSWER_SECONDS = 60.0
-"""How long a rank that failed waits for the others to hear of it."""
+ANSWER_SECONDS = 60.0  # How long a rank that failed waits for the others to hear of it
 
 _TEMPORARY = ".tmp-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -97,8 +96,7 @@ class Checkpoint:
     step: int
     path: Path
     manifest: Manifest
-    damaged: tuple[Problem, ...] = ()
-    """Newer ones that were skipped, and why."""
+    damaged: tuple[Problem, ...] = ()  # Newer ones that were skipped, and why
 
     def warn_of_damaged(self) -> None:
         """Name on stderr what was skipped."""

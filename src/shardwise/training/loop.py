@@ -37,12 +37,10 @@ class StepReport:
     seconds: float
     skipped: bool
     loss_scale: float | None
-    memory: dict[str, list[int]]
-    """By rank: the values of `meter.MEMORY_FIELDS`."""
+    memory: dict[str, list[int]]  # By rank: the values of `meter.MEMORY_FIELDS`
 
 
-LEAST_LOSS_SCALE = 1.0
-"""Of fp16: DeepSpeed's least, too."""
+LEAST_LOSS_SCALE = 1.0  # Of fp16: DeepSpeed's least, too
 START_AGAIN = "lower optimizer.learning_rate or lengthen optimizer.warmup_steps, and start under another name"
 
 
@@ -91,8 +89,7 @@ class Loop:
     save_state: Callable[[Progress], int] | None
     progress: Progress
     total_steps: int
-    evaluated: bool = False
-    """Whether the step that `progress` begins with has been evaluated already."""
+    evaluated: bool = False  # Whether the step that `progress` begins with has been evaluated already
     _issued: _Issued | None = field(default=None, init=False)
     _stop_agreed: bool = field(default=False, init=False)
 

@@ -28,8 +28,7 @@ MEMORY_FIELDS = (
 )
 """What the ranks exchange about themselves with each step."""
 
-UNKNOWN = -1.0
-"""Stands for what cannot be measured here: ranks exchange plain numbers."""
+UNKNOWN = -1.0  # Stands for what cannot be measured here: ranks exchange plain numbers
 
 _EVERY_READING = 3
 _THEN_EVERY = 50
@@ -122,8 +121,7 @@ def _gpu(index: int) -> Gpu | Unavailable:
     return find_gpu(str(torch.cuda.get_device_properties(index).uuid))
 
 
-Mark = float | torch.cuda.Event
-"""A moment, by a stopwatch."""
+Mark = float | torch.cuda.Event  # A moment, by a stopwatch
 
 
 class Stopwatch:
@@ -158,8 +156,7 @@ class Stopwatch:
         self._since = self.mark()
 
 
-PROFILED_STEPS = 2
-"""The first prepares the profiler, which takes seconds; the second is recorded."""
+PROFILED_STEPS = 2  # The first prepares the profiler, which takes seconds; the second is recorded
 
 
 def profile_steps(engine: Engine, *, after: int, trace: Path) -> None:

@@ -20,8 +20,7 @@ from shardwise.training.loop import StepReport
 from shardwise.training.meter import UNKNOWN, sources, why_no_energy
 from shardwise.units import count, duration, gib
 
-QUIET_SECONDS = 10.0
-"""Seconds between two lines where there is no terminal."""
+QUIET_SECONDS = 10.0  # Seconds between two lines where there is no terminal
 
 
 class Display:
@@ -65,17 +64,12 @@ class Display:
             self._spoke = now
             self.say(f"step {report.step}/{self.total_steps}  {text}")
 
-    def evaluation(self, *, step: int, loss: float, seconds: float) -> None:
-        numbers = f"evaluation loss {loss:.4f} (perplexity {math.exp(min(loss, 50.0)):.4g})"
-        self.say(f"step {step}: {numbers}, {duration(seconds)}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
     """What turns tokens per second into FLOP/s and MFU."""
 
-    gpus: int
-    """Processes, where there is no GPU."""
+    gpus: int  # Processes, where there is no GPU
     flops_per_token: float
     peak_flops: float | None
     why_no_peak: str | None
@@ -170,7 +164,8 @@ class Recorder:
         self._joules.interrupt()
         self._events.write(EvalEvent(step=step, loss=loss, target_tokens=target_tokens, seconds=seconds))
         self._trackers.log(step, {"eval/loss": loss})
-        self._display.evaluation(step=step, loss=loss, seconds=seconds)
+        numbers = f"evaluation loss {loss:.4f} (perplexity {math.exp(min(loss, 50.0)):.4g})"
+        self._display.say(f"step {step}: {numbers}, {duration(seconds)}")
 
     def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None:
         self._joules.interrupt()

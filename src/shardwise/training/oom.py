@@ -74,8 +74,7 @@ class Place(NamedTuple):
     step: int | None
     module: str | None
     call: str
-    loop: Loop | None
-    """The running loop, and with it the engine."""
+    loop: Loop | None  # The running loop, and with it the engine
 
 
 class FailureLocation:

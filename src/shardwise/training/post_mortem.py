@@ -27,13 +27,13 @@ from shardwise.planner.planning import make_plan, nearest_change, predict_strate
 from shardwise.planner.relief import flags, following, leaner_unpredicted, reliefs, same_state
 from shardwise.planner.search import MARGIN
 from shardwise.record.schema import OutOfMemory
+from shardwise.record.write import replace_json
 from shardwise.simulate.prediction import Memory
 from shardwise.strategy import Strategy
 from shardwise.training.oom import headline, memory_in_words, size
 from shardwise.units import gib
 
-WORTH_NAMING = 0.005
-"""Excesses below this share of the GPU are left out."""
+WORTH_NAMING = 0.005  # Excesses below this share of the GPU are left out
 HARDER = "shorter rows (data.sequence_length), LoRA (model.lora), another strategy (zero3, zero3-offload), "
 HARDER += "more GPUs or larger ones"
 
@@ -110,10 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
         hardware = detect_hardware()
     if hardware is not None:
         hardware = replace(hardware, gpus_per_node=request["spec"]["processes"])
-    answer = Path(request["answer"])
-    partial = answer.with_suffix(".partial")
-    partial.write_text(json.dumps(post_mortem(request, hardware)), encoding="utf-8")
-    partial.rename(answer)
+    replace_json(Path(request["answer"]), post_mortem(request, hardware))
     return 0
 
 

@@ -42,10 +42,8 @@ class Ready:
     data: Prepared
     strategy: Strategy
     why: list[str]
-    plan: Plan | None = None
-    """What the strategy was chosen from, where it was."""
-    chosen: Mapping[str, Any] | None = None
-    """The choice for a resumed run or a retry, as plan.json has it."""
+    plan: Plan | None = None  # What the strategy was chosen from, where it was
+    chosen: Mapping[str, Any] | None = None  # For a resumed run or a retry, as plan.json has it
 
     def to_json(self) -> dict[str, Any]:
         """The run folder's plan.json."""

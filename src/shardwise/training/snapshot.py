@@ -154,11 +154,9 @@ class TrainerState:
 
     step: int
     total_steps: int
-    tokens: int
-    """Trained on so far, without padding."""
+    tokens: int  # Trained on so far, without padding
     target_tokens: int
-    data: Mapping[str, Any]
-    """The loader's own position."""
+    data: Mapping[str, Any]  # The loader's own position
 
 
 def save_state(folder: Path, state: TrainerState) -> None:

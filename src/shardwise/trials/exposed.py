@@ -14,21 +14,17 @@ Event = dict[str, Any]
 
 STEP = "ProfilerStep#"
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-GPU = 1
-"""`Device Type` of a GPU in a memory event (c10/core/DeviceType.h)."""
-MOST_POINTS = 240
-"""Of the memory curve that is kept; the trace has every allocation."""
+GPU = 1  # `Device Type` of a GPU in a memory event (c10/core/DeviceType.h)
+MOST_POINTS = 240  # Of the memory curve that is kept; the trace has every allocation
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledStep:
     """One step of rank 0 under the profiler; seconds and bytes."""
 
-    step_seconds: float
-    """On a GPU from the first kernel to the end of the last."""
+    step_seconds: float  # On a GPU from the first kernel to the end of the last
     communication_seconds: float
-    exposed_communication_seconds: float
-    """Communication ran and nothing else did."""
+    exposed_communication_seconds: float  # Communication ran and nothing else did
     idle_seconds: float | None
     """The GPU ran nothing: it waited for the host, which the profiler slows. None without a GPU."""
     memory: list[tuple[float, int, int]]

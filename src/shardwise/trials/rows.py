@@ -30,14 +30,11 @@ PlanFor = Callable[[Job], Plan]
 class Row:
     """One strategy on one variant of the job."""
 
-    job: Job
-    """Complete: it always gives this strategy."""
+    job: Job  # Complete: it always gives this strategy
     strategy: Strategy
     sweep: Mapping[str, str]
-    option: Option | Unavailable
-    """The prediction."""
-    refused: str | None = None
-    """Why it cannot be run at all."""
+    option: Option | Unavailable  # The prediction
+    refused: str | None = None  # Why it cannot be run at all
 
     @property
     def label(self) -> str:

@@ -21,8 +21,7 @@ from shardwise.units import duration
 
 MEASURED, OUT_OF_MEMORY, TIMED_OUT = "measured", "out of memory", "timed out"
 FAILED, REFUSED = "failed", "refused"
-FINAL = (MEASURED, OUT_OF_MEMORY)
-"""A row that ended so is not run again in the same folder."""
+FINAL = (MEASURED, OUT_OF_MEMORY)  # A row that ended so is not run again in the same folder
 _NO_RESULT = {"measured": None, "trace": None}
 _TAIL_LINES = 25
 
@@ -34,10 +33,8 @@ class Settings:
     folder: Path
     processes: int
     warmup: int
-    steps: int
-    """Steady steps, after the warm-up's."""
-    timeout_seconds: float
-    """Of a row, from its start; then it is ended."""
+    steps: int  # Steady steps, after the warm-up's
+    timeout_seconds: float  # Of a row, from its start; then it is ended
     memory_cap_bytes: int | None = None
     profile: bool = True
 

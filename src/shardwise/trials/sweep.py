@@ -18,23 +18,19 @@ from shardwise.space.candidates import SHAPES, TENSOR_PARALLEL, TENSOR_PARALLEL_
 from shardwise.strategy import Strategy
 
 ALL = "all"
-OWN = "strategy."
-"""Keys that are parts of a job's own strategy begin so."""
+OWN = "strategy."  # Keys that are parts of a job's own strategy begin so
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """One combination of the swept values."""
 
-    values: Mapping[str, str]
-    """Key to value, as typed."""
+    values: Mapping[str, str]  # Key to value, as typed
     job: Job
-    parts: Mapping[str, Any]
-    """Swept parts of the strategy, which take the place of the strategy's own."""
+    parts: Mapping[str, Any]  # Swept parts of the strategy, which take the place of the strategy's own
 
 
-Load = Callable[[Sequence[str]], Job]
-"""The job with more changes (`key=value`)."""
+Load = Callable[[Sequence[str]], Job]  # The job with more changes (`key=value`)
 
 
 def points(load: Load, sweeps: Sequence[str]) -> list[Point]:

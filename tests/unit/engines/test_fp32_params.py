@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.engines.runtime.parameters import Fp32Parameters
+from shardwise.engines.runtime.parameters import Fp32Parameters, chosen
 
 
 def model() -> nn.Module:
@@ -39,8 +39,8 @@ def test_a_model_in_fp32_and_a_frozen_parameter() -> None:
     fp32.take(module)
     assert set(fp32.tensors) == {"0.bias", "1.scale"}
     assert set(fp32.trainable) == {"0.bias"}
-    assert [name for name, _ in fp32.chosen(None)] == ["0.bias"]
-    assert [name for name, _ in fp32.chosen(["1.scale"])] == ["1.scale"]
+    assert list(chosen(fp32.tensors.items(), None)) == ["0.bias"]
+    assert list(chosen(fp32.tensors.items(), ["1.scale"])) == ["1.scale"]
 
 
 def test_the_norm_is_of_all_their_gradients() -> None:

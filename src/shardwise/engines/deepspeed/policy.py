@@ -16,8 +16,7 @@ from shardwise.engines.deepspeed.config import NEVER_RELEASE, PERSIST, PREFETCH,
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy import Strategy
 
-T = TypeVar("T")
-"""What is gathered: a parameter in memory, a unit in time."""
+T = TypeVar("T")  # What is gathered: a parameter in memory, a unit in time
 
 
 def persists(numel: float) -> bool:

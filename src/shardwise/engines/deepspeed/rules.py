@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from shardwise.engines.facts import PLAN_STYLES, Architecture, Facts, Rule
 
 DEEPSPEED = "deepspeed>=0.19,<0.20"
+_of_deepspeed = partial(Rule, versions=DEEPSPEED)
 
 
 def _cut(facts: Facts) -> Architecture | None:
@@ -49,61 +52,55 @@ def _heads_fix(facts: Facts) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
+    _of_deepspeed(
         name="parameter-offload-needs-stage-3",
         broken=lambda f: f.strategy.offload_parameters != "none" and f.strategy.stage < 3,
         reason="parameters can be offloaded only by ZeRO-3; DeepSpeed ignores the request at other stages",
         where="strategy.offload_parameters",
         fix="strategy.stage: 3, or offload_parameters: none",
         source="deepspeed/runtime/zero/config.py: offload_param, valid only with stage 3",
-        versions=DEEPSPEED,
     ),
-    Rule(
+    _of_deepspeed(
         name="optimizer-offload-needs-zero",
         broken=lambda f: f.strategy.offload_optimizer != "none" and f.strategy.stage == 0,
         reason="the optimizer can be offloaded only from ZeRO-1 on; DeepSpeed ignores the request at stage 0",
         where="strategy.offload_optimizer",
         fix="strategy.stage: 2, or offload_optimizer: none",
         source="deepspeed/runtime/zero/config.py: offload_optimizer, valid with stages 1, 2, 3",
-        versions=DEEPSPEED,
     ),
-    Rule(
+    _of_deepspeed(
         name="nvme-needs-stage-3",
         broken=lambda f: f.uses_nvme and f.strategy.stage < 3,
         reason="only ZeRO-3 offloads to NVMe; at other stages DeepSpeed takes host memory instead",
         where="strategy.offload_optimizer",
         fix="strategy.stage: 3, or offload_optimizer: cpu",
         source="deepspeed/runtime/zero/stage_1_and_2.py: any device but `none` is the CPU",
-        versions=DEEPSPEED,
     ),
-    Rule(
+    _of_deepspeed(
         name="tensor-parallel-divides-key-value-heads",
         broken=_splits_a_head,
         reason=_heads_reason,
         where="strategy.tensor_parallel",
         fix=_heads_fix,
         source="deepspeed/module_inject/tp_shard.py: get_shard_size, which knows no heads without the config",
-        versions=DEEPSPEED,
     ),
-    Rule(
+    _of_deepspeed(
         name="tensor-parallel-needs-heads",
         broken=lambda f: f.strategy.tensor_parallel > 1 and not f.attends,
         reason="AutoTP would cut Mamba's input projection across its two halves, and knows no Mamba",
         where="strategy.tensor_parallel",
         fix="tensor_parallel: 1; zero2, zero3 and fsdp2 train Mamba",
         source="deepspeed/module_inject: no policy names Mamba, whose in_proj has rows of x, then of z",
-        versions=DEEPSPEED,
     ),
-    Rule(
+    _of_deepspeed(
         name="tensor-parallel-needs-a-plan",
         broken=_lacks_a_plan,
         reason=_plan_reason,
         where="strategy.tensor_parallel",
         fix="tensor_parallel: 1; zero3 and fsdp2 spread a model over GPUs, too",
         source="deepspeed/module_inject/tp_plan_converter.py; transformers: base_model_tp_plan of a config",
-        versions=DEEPSPEED,
     ),
-    Rule(
+    _of_deepspeed(
         name="tensor-parallel-and-unplanned-weights",
         broken=lambda f: bool((shape := _cut(f)) and shape.unplanned_weights),
         reason="weights between the cut layers, such as a norm of query and key, are not in transformers' "
@@ -111,7 +108,6 @@ RULES: tuple[Rule, ...] = (
         where="strategy.tensor_parallel",
         fix="tensor_parallel: 1; zero3 and fsdp2 spread a model over GPUs, too",
         source="deepspeed/module_inject/auto_tp.py: register_replicated_grad_hooks, for what the plan names",
-        versions=DEEPSPEED,
     ),
     Rule(
         name="tensor-parallel-is-for-zero-1-and-2",
@@ -122,23 +118,21 @@ RULES: tuple[Rule, ...] = (
         fix="strategy.stage: 1, or tensor_parallel: 1",
         source="shardwise.engines.deepspeed.runtime.engine",
     ),
-    Rule(
+    _of_deepspeed(
         name="fp16-needs-a-gpu",
         broken=lambda f: f.strategy.precision == "fp16" and f.devices == "cpu",
         reason="DeepSpeed does not train in fp16 on CPUs without fp16 arithmetic",
         where="train.precision",
         fix="train.precision: bf16 or fp32",
         source="deepspeed/accelerator/cpu_accelerator.py: is_fp16_supported",
-        versions=DEEPSPEED,
     ),
-    Rule(
+    _of_deepspeed(
         name="fp16-needs-zero",
         broken=lambda f: f.strategy.precision == "fp16" and f.strategy.stage == 0,
         reason="at stage 0 DeepSpeed divides fp16 gradients by a loss scale that it never multiplied in",
         where="strategy.stage",
         fix="strategy: zero1 or zero2, or train.precision: bf16",
         source="deepspeed/runtime/engine.py 0.19.8: backward scales the loss for ZeRO's optimizers only",
-        versions=DEEPSPEED,
     ),
     Rule(
         name="fp16-and-parameters-in-fp32",

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardwise.engines.deepspeed import time
 from shardwise.engines.deepspeed.config import (
     NEVER_RELEASE,
     RELEASE_AT,
@@ -17,21 +15,14 @@ from shardwise.engines.deepspeed.config import (
 from shardwise.engines.deepspeed.memory.zero012 import Zero0Memory, Zero12Memory
 from shardwise.engines.deepspeed.memory.zero3 import Zero3Memory
 from shardwise.engines.deepspeed.rules import RULES
+from shardwise.engines.deepspeed.time import Zero0, Zero3, Zero12
 from shardwise.engines.descriptor import MIB, NCCL_BYTES, EngineSpec, ScriptFiles, Shards
-from shardwise.hardware.hardware import Hardware
 from shardwise.job import schema
-from shardwise.simulate.memory.engine import EngineMemory
-from shardwise.simulate.step_trace import StepTrace
-from shardwise.simulate.time.schedule import Schedule
 from shardwise.strategy import Strategy
-
-if TYPE_CHECKING:
-    from shardwise.engines.runtime.protocol import Engine
 
 OWN, FOR_TRAINER = "deepspeed.json", "deepspeed.auto.json"
 
-TIMEOUT_MINUTES = 60
-"""How long ranks wait for those of a node that loads later; DeepSpeed's default is 10."""
+TIMEOUT_MINUTES = 60  # How long ranks wait for those of a node that loads later; DeepSpeed's default is 10
 
 PROCESS_BYTES = 104 * MIB
 """What every row with DeepSpeed on one GPU has, at any stage and with any offload, in addition to NCCL, which
@@ -44,15 +35,14 @@ TENSOR_AND_DATA_BYTES = 486 * MIB
 """What two tensor-parallel groups of two GPUs each add, Llama and Qwen3: there are three groups, of all, of
 the same rows, of the same part of the model."""
 
-_MEMORY: tuple[Callable[[StepTrace, Strategy], EngineMemory], ...]
-_MEMORY = (Zero0Memory, Zero12Memory, Zero12Memory, Zero3Memory)
-_TIME: tuple[type[Schedule], ...] = (time.Zero0, time.Zero12, time.Zero12, time.Zero3)
-
 
 class DeepSpeed(EngineSpec):
     """ZeRO shards the optimizer from stage 1 on, gradients from 2 on, parameters at 3."""
 
     name = "deepspeed"
+    memories = (Zero0Memory, Zero12Memory, Zero12Memory, Zero3Memory)
+    schedules = (Zero0, Zero12, Zero12, Zero3)
+    runtime = "shardwise.engines.deepspeed.runtime.engine:DeepSpeedEngine"
     rules = RULES
     default_stage = 2
     tensor_parallel = True
@@ -77,12 +67,6 @@ class DeepSpeed(EngineSpec):
     def has_buckets(self, stage: int) -> bool:
         return stage > 0
 
-    def _memory(self, trace: StepTrace, strategy: Strategy) -> EngineMemory:
-        return _MEMORY[strategy.stage](trace, strategy)
-
-    def schedule(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Schedule:
-        return _TIME[strategy.stage](trace, strategy, hardware)
-
     def outside_allocator_bytes(self, strategy: Strategy) -> int:
         """There is as much as NCCL takes on top with several GPUs, but not under ZeRO-3 with offloading.
 
@@ -100,11 +84,6 @@ class DeepSpeed(EngineSpec):
         if strategy.tensor_parallel > 1 and strategy.data_parallel > 1:
             total += TENSOR_AND_DATA_BYTES
         return total
-
-    def runtime(self) -> type[Engine]:
-        from shardwise.engines.deepspeed.runtime.engine import DeepSpeedEngine
-
-        return DeepSpeedEngine
 
     def script_files(
         self, strategy: Strategy, optimizer: schema.Optimizer | None, trainable_parameters: int

@@ -203,11 +203,9 @@ def _chunk_cat_bytes(shards: list[Shard]) -> int:
     return INT64 * (blocks + CHUNK_CAT_VECTORS * len(shards) + 2)
 
 
-GUARDS = 3
-"""Scalars that stay on the GPU: the guard's state in engines/runtime/adamw.py."""
+GUARDS = 3  # Scalars that stay on the GPU: the guard's state in engines/runtime/adamw.py
 
-NORM_CHUNK = 65536
-"""Elements that one block of a foreach kernel sums (kChunkSize in MultiTensorApply.cuh)."""
+NORM_CHUNK = 65536  # Elements that one block of a foreach kernel sums (kChunkSize in MultiTensorApply.cuh)
 
 
 class Fsdp2Memory(EngineMemory):

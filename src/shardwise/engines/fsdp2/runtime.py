@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engines.runtime.adamw import MOMENTS
 from shardwise.engines.runtime.base import TorchEngine
-from shardwise.engines.runtime.parameters import Fill, Fp32Parameters, chosen, public_name, trainable
+from shardwise.engines.runtime.parameters import Fill, Fp32Parameters, chosen, trainable
 from shardwise.models.structure import DTYPES
 
 
@@ -63,15 +63,15 @@ class FsdpEngine(TorchEngine):
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         dtype = DTYPES[self._strategy.precision]
         self._reshard()
-        for name, p in chosen(self.module, names).items():
+        for name, p in chosen(self.module.named_parameters(), names).items():
             assert isinstance(p, DTensor)
             shard = p.to_local().to(self.world.device, dtype)
             full = DTensor.from_local(
                 shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
             ).full_tensor()
-            yield public_name(name), full.cpu() if self.world.rank == 0 else torch.empty(0)
-        for name, tensor in self._fp32.chosen(names):
-            yield public_name(name), tensor.detach().cpu() if self.world.rank == 0 else torch.empty(0)
+            yield name, full.cpu() if self.world.rank == 0 else torch.empty(0)
+        for name, tensor in chosen(self._fp32.tensors.items(), names).items():
+            yield name, tensor.detach().cpu() if self.world.rank == 0 else torch.empty(0)
 
     def _reshard(self) -> None:
         """Free parameters that an evaluation left gathered."""

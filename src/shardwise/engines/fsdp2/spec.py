@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.engines.descriptor import EngineSpec, ScriptFiles, Shards
 from shardwise.engines.facts import Rule
 from shardwise.engines.fsdp2.memory import Fsdp2Memory
 from shardwise.engines.fsdp2.time import Fsdp2Schedule
 from shardwise.errors import JobError
-from shardwise.hardware.hardware import Hardware
 from shardwise.job import schema
 from shardwise.job.strategies import Parts
-from shardwise.simulate.memory.engine import EngineMemory
-from shardwise.simulate.step_trace import StepTrace
-from shardwise.simulate.time.schedule import Schedule
 from shardwise.strategy import Strategy
 
-if TYPE_CHECKING:
-    from shardwise.engines.runtime.protocol import Engine
-
-TORCH = "torch>=2.10,<2.14"
-"""Versions whose sources were read."""
+TORCH = "torch>=2.10,<2.14"  # Versions whose sources were read
 
 FILE = "fsdp.json"
 
@@ -30,6 +22,8 @@ class Fsdp2(EngineSpec):
     """Shards parameters, gradients and optimizer over all ranks."""
 
     name = "fsdp2"
+    memories, schedules = (Fsdp2Memory,), (Fsdp2Schedule,)
+    runtime = "shardwise.engines.fsdp2.runtime:FsdpEngine"
     sets_checkpointing = True
     accelerate_type = "FSDP"
     rules = (
@@ -60,17 +54,6 @@ class Fsdp2(EngineSpec):
 
     def shards(self, stage: int) -> Shards:
         return Shards(optimizer=True, gradients=True, parameters=True)
-
-    def _memory(self, trace: StepTrace, strategy: Strategy) -> EngineMemory:
-        return Fsdp2Memory(trace, strategy)
-
-    def schedule(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Schedule:
-        return Fsdp2Schedule(trace, strategy, hardware)
-
-    def runtime(self) -> type[Engine]:
-        from shardwise.engines.fsdp2.runtime import FsdpEngine
-
-        return FsdpEngine
 
     def check_launcher(self, target: str, strategy: Strategy) -> None:
         if target == "deepspeed":

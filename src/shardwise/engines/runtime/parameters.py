@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+T = TypeVar("T", bound=torch.Tensor)
 
 
 class Fill(Protocol):
@@ -33,16 +35,10 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
-def chosen(module: nn.Module, names: Collection[str] | None) -> dict[str, nn.Parameter]:
-    """Parameters for `Engine.weights`: all trainable ones, or those with a public name in `names`."""
-    if names is None:
-        return trainable(module)
-    return {name: p for name, p in module.named_parameters() if public_name(name) in names}
-
-
-def public_name(name: str) -> str:
-    """The name in the Hugging Face model, which the loss module holds as `model`."""
-    return name.removeprefix("model.")
+def chosen(tensors: Iterable[tuple[str, T]], names: Collection[str] | None) -> dict[str, T]:
+    """For `Engine.weights`, by name in the Hugging Face model, which the loss module holds as `model`."""
+    public = ((name.removeprefix("model."), tensor) for name, tensor in tensors)
+    return {name: t for name, t in public if (t.requires_grad if names is None else name in names)}
 
 
 def decay_by_name(module: nn.Module, weight_decay: float) -> dict[str, float]:
@@ -109,13 +105,6 @@ class Fp32Parameters:
     @property
     def trainable(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
-
-    def chosen(self, names: Collection[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors for `Engine.weights`: the trainable ones, or those with a public name in `names`."""
-        if names is None:
-            yield from self.trainable.items()
-        else:
-            yield from ((n, t) for n, t in self.tensors.items() if public_name(n) in names)
 
     @torch.no_grad()
     def reduce(self, *, divisor: int = 1) -> None:

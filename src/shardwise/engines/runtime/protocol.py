@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import torch
@@ -90,5 +91,7 @@ def build_engine(
     scalar. `blocks` are its repeated layers. They are filled and sharded one after the other, so that no
     device ever holds more than its share and one block.
     """
-    engine = ENGINES[strategy.engine].runtime()
-    return engine(strategy, module, blocks, fill, optimizer, world)  # type: ignore[call-arg]
+    engine: Engine = resolve_name(ENGINES[strategy.engine].runtime)(
+        strategy, module, blocks, fill, optimizer, world
+    )
+    return engine

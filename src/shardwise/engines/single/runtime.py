@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.engines.runtime.base import TorchEngine
-from shardwise.engines.runtime.parameters import Fill, chosen, public_name, trainable
+from shardwise.engines.runtime.parameters import Fill, chosen, trainable
 
 
 class SingleEngine(TorchEngine):
@@ -25,8 +25,8 @@ class SingleEngine(TorchEngine):
         return self._masters, ()
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in chosen(self.module, names).items():
-            yield public_name(name), weight.detach().cpu()
+        for name, weight in chosen(self.module.named_parameters(), names).items():
+            yield name, weight.detach().cpu()
 
     def config(self) -> dict[str, Any]:
         return {

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shardwise.engines.descriptor import EngineSpec
 from shardwise.engines.facts import Rule
 from shardwise.engines.single.memory import SingleMemory
 from shardwise.engines.single.time import SingleSchedule
 from shardwise.errors import JobError
-from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.memory.engine import EngineMemory
-from shardwise.simulate.step_trace import StepTrace
-from shardwise.simulate.time.schedule import Schedule
 from shardwise.strategy import Strategy
-
-if TYPE_CHECKING:
-    from shardwise.engines.runtime.protocol import Engine
 
 
 class Single(EngineSpec):
     """One process; torch's AdamW over fp32 weights."""
 
     name = "single"
+    memories, schedules = (SingleMemory,), (SingleSchedule,)
+    runtime = "shardwise.engines.single.runtime:SingleEngine"
+    keeps_fp32 = True
     rules = (
         Rule(
             name="single-is-one-process",
@@ -41,17 +35,6 @@ class Single(EngineSpec):
             source="shardwise.engines.single.runtime",
         ),
     )
-
-    def memory(self, trace: StepTrace, strategy: Strategy) -> EngineMemory:
-        return SingleMemory(trace, strategy)
-
-    def schedule(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Schedule:
-        return SingleSchedule(trace, strategy, hardware)
-
-    def runtime(self) -> type[Engine]:
-        from shardwise.engines.single.runtime import SingleEngine
-
-        return SingleEngine
 
     def check_launcher(self, target: str, strategy: Strategy) -> None:
         if target != "torchrun":

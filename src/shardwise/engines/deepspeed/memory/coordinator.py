@@ -18,14 +18,12 @@ from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.step_trace import BACKWARD, FORWARD, StepTrace
 from shardwise.strategy import Strategy
 
-GATHER = 1
-"""The stream on which parameters are gathered, with memory of its own (allgather_stream)."""
+GATHER = 1  # The stream on which parameters are gathered, with memory of its own (allgather_stream)
 
 ROOT, MODEL, EMPTY = -1, -2, -3
 """Calls of modules that are no unit: the loss; the base model; one without any parameters."""
 
-NEVER = -(10**10)
-"""The step of a parameter that was not fetched yet."""
+NEVER = -(10**10)  # The step of a parameter that was not fetched yet
 
 
 @dataclass

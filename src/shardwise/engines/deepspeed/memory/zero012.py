@@ -19,8 +19,7 @@ from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.step_trace import FP32, FP64, StepTrace
 from shardwise.strategy import Strategy
 
-ALIGNMENT = 2
-"""Elements a partition's size is a multiple of (stage_1_and_2.py: nccl_start_alignment_factor)."""
+ALIGNMENT = 2  # Elements a partition's size is a multiple of (stage_1_and_2.py: nccl_start_alignment_factor)
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,13 @@ from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.step_trace import ALLOC, BACKWARD, FP32, FP64, FREE, GRADIENT, StepTrace
 from shardwise.strategy import Strategy
 
-NORM = FP64
-"""Bytes of an element in the norm of an offloaded gradient (get_norm_dtype: fp64)."""
-NORM_AT_ONCE = 250_000_000
-"""Elements (_constant_buffered_norm2)."""
+NORM = FP64  # Bytes of an element in the norm of an offloaded gradient (get_norm_dtype: fp64)
+NORM_AT_ONCE = 250_000_000  # Elements (_constant_buffered_norm2)
 
 REDUCTION = 2
 """The stream on which gradients are reduced, with memory of its own (reduce_and_partition_stream)."""
 
-PARAMETER_BUFFERS, OPTIMIZER_BUFFERS = 5, 4
-"""Defaults of buffer_count (zero/offload_config.py)."""
+PARAMETER_BUFFERS, OPTIMIZER_BUFFERS = 5, 4  # Defaults of buffer_count (zero/offload_config.py)
 
 SUB_GROUP = 1_000_000_000
 """Elements of a rank that are stepped at once: sub_group_size's default (zero/config.py)."""

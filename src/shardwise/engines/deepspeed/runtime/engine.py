@@ -46,7 +46,6 @@ from shardwise.engines.runtime.parameters import (
     decay_by_name,
     move_buffers,
     parameter_groups,
-    public_name,
     trainable,
 )
 from shardwise.engines.runtime.protocol import StepResult, World
@@ -196,12 +195,12 @@ class DeepSpeedEngine:
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         import deepspeed
 
-        for name, p in chosen(self._engine.module, names).items():
+        for name, p in chosen(self._engine.module.named_parameters(), names).items():
             with deepspeed.zero.GatheredParameters([p], enabled=self._strategy.stage == 3), gathered(p):
                 full = p.detach().to("cpu", copy=True) if self.world.rank == 0 else torch.empty(0)
-            yield public_name(name), full
-        for name, tensor in self._fp32.chosen(names):
-            yield public_name(name), tensor.detach().cpu() if self.world.rank == 0 else torch.empty(0)
+            yield name, full
+        for name, tensor in chosen(self._fp32.tensors.items(), names).items():
+            yield name, tensor.detach().cpu() if self.world.rank == 0 else torch.empty(0)
 
     def config(self) -> dict[str, Any]:
         return self._config

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from shardwise.strategy import Strategy
 
-STALE_SECONDS = 10 * 60
-"""Well beyond the one to two minutes that an operator takes to compile on two cores."""
+STALE_SECONDS = 10 * 60  # Well beyond the one to two minutes that an operator takes to compile on two cores
 
 logger = logging.getLogger(__name__)
 

@@ -39,8 +39,7 @@ READ = {
 }
 """`shardwise.patch.hash_of` each function that is replaced or relied on, in DeepSpeed 0.19.8."""
 
-INVALID = -1.0
-"""The norm of a group of gradients that DeepSpeed's optimizers take as not finite."""
+INVALID = -1.0  # The norm of a group of gradients that DeepSpeed's optimizers take as not finite
 
 
 def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
@@ -165,17 +164,15 @@ def skip_shared_memory_transport() -> None:
     replace(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", _no_operator)
 
 
-def _no_operator() -> None:
+def _no_operator() -> None:  # one function: to set the same again has no effect
     return None
 
 
 NO_LIMIT = 10**9
 _STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
-_LIMIT = "_PartitionedParameterCoordinator__max_ongoing_fetch_events"
-"""Of gathers; read by fetch_sub_module."""
+_LIMIT = "_PartitionedParameterCoordinator__max_ongoing_fetch_events"  # Of gathers; read by fetch_sub_module
 
-_RELEASED = "_shardwise_released"
-"""Attribute of a parameter: the `_Released` of its engine."""
+_RELEASED = "_shardwise_released"  # Attribute of a parameter: the `_Released` of its engine
 
 
 def release_in_order(optimizer: Any, parameters: Iterable[Any], streams: Any = torch.cuda) -> None:
