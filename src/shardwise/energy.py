@@ -6,8 +6,6 @@ difference over one second may be off by a fifth, one over ten seconds by a fift
 integrated instead. Both cover the entire GPU, whoever uses it, without host, network and power supply.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

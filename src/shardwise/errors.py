@@ -12,8 +12,6 @@ ShardwiseError
 Anything else that reaches the command line is a bug in shardwise and ends with exit code 1.
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Where shardwise keeps what it can make again: tokenised data, tokenizers, traces, plans, calibrations."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Replace attributes of other libraries, and only those whose source was read (decision 0033)."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.metadata

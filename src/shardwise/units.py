@@ -1,7 +1,5 @@
 """Units: bytes, seconds, tokens and FLOPs inside; converted only where a person reads them."""
 
-from __future__ import annotations
-
 GIB = 1024**3
 
 

@@ -1,7 +1,5 @@
 """Strategies side by side on this machine: measured, and compared with what was predicted."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Callable, Sequence

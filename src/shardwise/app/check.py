@@ -1,7 +1,5 @@
 """A training's configuration files and scripts, checked together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Engine files and launch scripts for a user's own training script."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What a caller may name: a job as a file or a value, GPUs as text or a value, sizes as text or a number."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is done with a trained model: export its weights, let it write."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A job and a hardware to a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace

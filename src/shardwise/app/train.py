@@ -1,7 +1,5 @@
 """A job to a run: check what can be checked without a model, start the processes, wait for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Verbs import what they need when they run: `shardwise --help` loads neither pydantic nor rich nor torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import io

@@ -1,7 +1,5 @@
 """`shardwise bench JOB`: strategies side by side on this machine, measured and predicted."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

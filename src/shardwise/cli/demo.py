@@ -1,7 +1,5 @@
 """`shardwise demo`: trains a small model on packaged text, with the commands a user would type."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """`shardwise doctor`: whether this machine can train, what is wrong with it, and what it is capable of."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated
 

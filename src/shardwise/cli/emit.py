@@ -1,7 +1,5 @@
 """`shardwise emit JOB|PLAN`: engine files and launch scripts for a training script of your own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """`shardwise init [PRESET]`: a commented job file to start from; `config JOB`: where its values come from."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

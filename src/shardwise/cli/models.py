@@ -1,7 +1,5 @@
 """`shardwise export RUN`, the trained weights in Hugging Face's format; `generate RUN`, text from them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

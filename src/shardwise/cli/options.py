@@ -1,7 +1,5 @@
 """Options that several verbs share, and what they do with stdout and stderr."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """`shardwise plan [JOB]`: what fits the GPUs, how fast each strategy is, and which to choose."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """`shardwise report RUN...`: what runs did, side by side; or a bench."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`shardwise train JOB`: starts the processes that train, and waits for them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

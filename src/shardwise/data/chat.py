@@ -1,7 +1,5 @@
 """Conversations to text, by a chat template that runs in another process; text to tokens, trained or not."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

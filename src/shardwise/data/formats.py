@@ -4,8 +4,6 @@ Each file is in one format, found by the fields of its first record. Every recor
 converted; a fault is described in one sentence.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

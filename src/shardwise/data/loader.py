@@ -6,8 +6,6 @@ takes rows (j*data_size + r)*micro_batch … of the step; packed rows are first 
 ranks equal work.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ The rows of an epoch are a function of (seed, epoch, lengths, sequence_length, p
 position in the data is two numbers, and every process computes the same rows by itself.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass

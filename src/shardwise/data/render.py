@@ -12,8 +12,6 @@ answer is trained inside it. Some templates render earlier turns differently fro
 without reasoning: such a conversation becomes several samples, each trained exactly as the model will see it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import resource

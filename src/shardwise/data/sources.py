@@ -4,8 +4,6 @@ A source yields records `(where, fields)`, or the parts of a txt file's one docu
 record, one parquet batch or one part of a document in memory. Faults are counted in `Findings`.
 """
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The seam to real GPUs: what a vendor's driver answers; and no driver: recorded values, or none."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, get_args

@@ -1,7 +1,5 @@
 """Which device this machine has."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

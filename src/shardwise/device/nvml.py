@@ -1,7 +1,5 @@
 """NVIDIA GPUs by their management library (NVML). It makes no CUDA context and waits for no GPU."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from collections import Counter

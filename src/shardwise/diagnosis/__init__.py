@@ -1,7 +1,5 @@
 """Whether this machine can train: checks as values, each with its finding and how to fix it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal

@@ -6,8 +6,6 @@ seconds and a copy a + n / b. Both are c + d n; c and d minimise the squares of 
 message of 4 KiB counts as much as one of 512 MiB.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
 

@@ -5,8 +5,6 @@ each event (probes/__main__.py). If it ends or stays silent for too long, its cu
 and another child continues with the rest.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

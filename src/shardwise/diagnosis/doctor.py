@@ -1,7 +1,5 @@
 """All checks of this machine, by its driver, its file system and probes in children; and their report."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What the driver reports about the GPUs: which there are, how they are joined, and what limits them."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """From what probes answered to checks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What can be checked without starting a process: Python, compilers, memory, disks, ports."""
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

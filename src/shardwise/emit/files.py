@@ -1,7 +1,5 @@
 """Everything that a training script of the user's own needs to run with a strategy: files and commands."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The registry of engines: each has a folder with a descriptor (`spec.py`), free of torch."""
 
-from __future__ import annotations
-
 from shardwise.engines.deepspeed.spec import DeepSpeed
 from shardwise.engines.descriptor import EngineSpec
 from shardwise.engines.fsdp2.spec import Fsdp2

@@ -4,8 +4,6 @@ A new engine is a folder with a `spec.py` that subclasses `EngineSpec`, and a li
 (`engines/__init__.py`). Nothing outside compares the name of an engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple

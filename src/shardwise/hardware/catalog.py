@@ -1,7 +1,5 @@
 """What is known of each GPU model: speed, memory, bandwidth, links and power, each row with its source."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

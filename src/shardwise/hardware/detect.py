@@ -1,7 +1,5 @@
 """What this machine has: its GPUs by the device seam, and memory and cores within its control group."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """Latency and rate of each kind of link, from `links.toml`."""
 
-from __future__ import annotations
-
 import tomllib
 from functools import cache
 from importlib import resources

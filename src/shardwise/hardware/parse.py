@@ -13,8 +13,6 @@ NETWORK  between nodes, in Gbit/s: `ib100`, `ib200`, `ib400`, `eth10`, `eth25`, 
 MEMORY   of each node's host, as 128GiB or 128GB. Without it, whether offloading fits there is not known.
 """
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import re

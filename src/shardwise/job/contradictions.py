@@ -4,8 +4,6 @@ Each check sees the complete job and the keys that the user gave, so that a sett
 instead of ignored. What an engine can and cannot combine is in `strategy.rules`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

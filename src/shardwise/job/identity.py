@@ -3,8 +3,6 @@
 Every key of a job is in one of these four sets; a section stands for all its keys.
 """
 
-from __future__ import annotations
-
 from functools import reduce
 from operator import getitem
 from typing import Any

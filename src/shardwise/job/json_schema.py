@@ -1,7 +1,5 @@
 """The job's JSON Schema: for editors (`docs/job.schema.json`) and for naming what a key accepts."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from typing import Any

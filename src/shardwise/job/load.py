@@ -1,7 +1,5 @@
 """From a job file and `--set` flags to a `Job`, or to everything that is wrong with it, at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

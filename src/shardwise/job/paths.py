@@ -5,8 +5,6 @@ One rule: a relative path counts from the working directory, as for every other 
 or has more than one `/`; otherwise it is a name on a hub or in the catalog.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 from pathlib import Path

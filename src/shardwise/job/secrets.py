@@ -1,7 +1,5 @@
 """Find access keys in a job, which is kept in the run folder and sent to trackers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ are text, dates are text. Anchors, aliases and tags are refused. So are keys wit
 everything below it commented out would silently mean "no LoRA".
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field

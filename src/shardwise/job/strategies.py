@@ -3,8 +3,6 @@
 This table is all that a job knows of an engine. What an engine does is in its descriptor (`engines/`).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 Parts = dict[str, Any]

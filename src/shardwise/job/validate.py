@@ -1,7 +1,5 @@
 """Check a document's keys and types against the schema; word each problem for the user."""
 
-from __future__ import annotations
-
 import copy
 import difflib
 import json

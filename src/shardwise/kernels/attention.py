@@ -3,8 +3,6 @@
 `models.families` says which models use it, and how the others keep samples apart.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import cache
 from itertools import pairwise

@@ -7,8 +7,6 @@
 The CPU side is plain PyTorch; the CUDA side is in `causal_conv_triton`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ the next tokens before it computes on the current ones.
 # mypy: ignore-errors, Triton is not installed without a GPU and its kernels carry no types
 # ruff: noqa: RUF005, which would unpack tuples: Triton only adds them
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,8 +1,6 @@
 """The CUDA side of `cross_entropy_`: one program per row, two passes over the vocabulary, in place."""
 # mypy: ignore-errors, Triton is not installed without a GPU and its kernels carry no types
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

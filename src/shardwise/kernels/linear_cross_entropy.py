@@ -5,8 +5,6 @@ exist, and saved for the backward pass, which only multiplies them by the incomi
 of Liger Kernel's fused linear cross entropy (Hsu et al. 2024, arXiv:2410.10989).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

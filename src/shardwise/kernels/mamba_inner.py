@@ -10,8 +10,6 @@ rest. Unlike there, it recomputes the scan's output too, which takes more memory
 from. Temporary tensors of the backward pass overwrite each other.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from typing import Any
 

@@ -9,8 +9,6 @@ that shards. Here autograd saves only the stored weight, and the full one exists
 Codes are stored as if they were numbers of the computation's format, which every engine shards.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache, partial

@@ -13,8 +13,6 @@ Between these two the caller may use the recomputed output, and free it. The CPU
 time and memory linear in the tokens; the CUDA side is in `selective_scan_triton` (decision 0018).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ same bits every time.
 """
 # mypy: ignore-errors, Triton is not installed without a GPU and its kernels carry no types
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ Rows are joined end to end. Three passes: the state that each chunk adds, the st
 # mypy: ignore-errors, Triton is not installed without a GPU and its kernels carry no types
 # ruff: noqa: RUF005, which would unpack tuples: Triton only adds them
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

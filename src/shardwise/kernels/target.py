@@ -1,7 +1,5 @@
 """The GPU that meta tensors stand for: kernels that look at the device treat them as tensors on that GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

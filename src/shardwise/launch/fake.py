@@ -1,7 +1,5 @@
 """A launcher that starts no process: it calls functions in their place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The launcher of this machine: one process for each GPU, which meet on the loopback device."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -4,8 +4,6 @@ Strategies that need less are found by simulation, which needs torch. So another
 workers have ended: `shardwise.training.post_mortem`. A retry starts new processes with one spec.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

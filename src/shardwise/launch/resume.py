@@ -1,7 +1,5 @@
 """What `--resume` uses of the run folder: the job, the number of processes, the strategy."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ systems send one request twice. When a worker fails, the others get a grace peri
 may report a better cause), then they are asked to stop, then killed.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

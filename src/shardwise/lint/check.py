@@ -1,7 +1,5 @@
 """Apply the rules to files, fix the files, and word the findings for the terminal."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

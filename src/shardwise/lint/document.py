@@ -1,7 +1,5 @@
 """A file after reading: its values, and the place of each in the text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Changes to a JSON or YAML text that keep everything else as it is."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A rule, the places that break it, and the findings that a user reads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Whether a configuration fits the GPUs and how fast it is, as predicted for the equivalent job."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

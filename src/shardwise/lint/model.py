@@ -1,7 +1,5 @@
 """Facts about a model that need no network: its config.json, else the catalog, and its blocks' classes."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The page of all rules, docs/check.md: `python -m shardwise.lint.page > docs/check.md`."""
 
-from __future__ import annotations
-
 from shardwise.lint.finding import Rule
 from shardwise.lint.fit import RULE
 from shardwise.lint.rules import RULES, SUBJECTS

@@ -1,7 +1,5 @@
 """Find out what a file is from its content, and read it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The sections, keys and kinds of values of DeepSpeed and accelerate, from the TOML files."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import tomllib

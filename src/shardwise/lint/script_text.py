@@ -1,7 +1,5 @@
 """Read the settings in a training script or its launch command, without running anything."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

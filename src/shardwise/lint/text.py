@@ -4,8 +4,6 @@ JSON comments and trailing commas are noted instead of refused. YAML values are 
 bare `no` is False.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Translate a configuration to a job to plan, and list the settings that the simulator ignores."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Known model shapes: a job can be planned, and trained from random weights, without a network."""
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from collections.abc import Mapping

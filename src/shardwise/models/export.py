@@ -1,7 +1,5 @@
 """Trained weights in Hugging Face's format: written at every checkpoint, exported, and used for text."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 import sys

@@ -4,8 +4,6 @@ A family without a row is planned and trained, too: unpacked, without fused part
 has it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module

@@ -3,8 +3,6 @@
 A checkpoint of adapters holds a hash of the base instead of its weights.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -8,8 +8,6 @@ Names and shapes of weights stay Hugging Face's. Called with positions, as in tr
 - The residual stream is normalised in fp32 before it is rounded, as in mamba_ssm; transformers rounds first.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ row of `data.sequence_length` tokens, in every row and for short samples too. vL
 longest text it accepts. Up to the length that the model was first trained with nothing changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

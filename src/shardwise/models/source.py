@@ -1,7 +1,5 @@
 """Find a model's source: a folder, a hub repository, or a shape of the catalog; refuse unsafe ones."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parts of a Hugging Face model: tensors, blocks, modules in order of initialisation, buffers, seeds."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The tokenizer of a job: the model's own, another one, or one learned from the data."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import shutil

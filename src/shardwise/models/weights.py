@@ -4,8 +4,6 @@ Engines call `Weights.fill`. A source provides the values by name: `RandomWeight
 a published model's files (`file_weights`). Adapters are in no source: they start from PEFT's initialisation.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

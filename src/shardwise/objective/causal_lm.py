@@ -4,8 +4,6 @@ The backbone returns hidden states, and the output head turns them into the loss
 called as modules, because ZeRO-3 and FSDP2 gather weights in hooks on those calls.
 """
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 

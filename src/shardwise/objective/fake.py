@@ -1,7 +1,5 @@
 """An objective small enough to check by hand, for tests of engines and of the tracer's seam."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

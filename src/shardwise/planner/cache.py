@@ -1,7 +1,5 @@
 """Plans cached on disk, keyed by everything that the answer depends on. Free of torch."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

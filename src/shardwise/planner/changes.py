@@ -1,7 +1,5 @@
 """Small changes to try, in a fixed order, where nothing fits."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`plan --explain`: where the choice's memory and time go, and what would make a better one fit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The failure corrects the plan: what a process used beyond its prediction is adde
 That is the best guess: they share the model, the kernels and whatever else is on the GPU.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

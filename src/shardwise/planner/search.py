@@ -1,7 +1,5 @@
 """From allowed strategies to a plan: each is simulated, unless a leaner one already fails."""
 
-from __future__ import annotations
-
 import pickle
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence

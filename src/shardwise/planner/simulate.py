@@ -1,7 +1,5 @@
 """A strategy on a hardware: memory, time and energy from one trace."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from shardwise.engines import descriptor

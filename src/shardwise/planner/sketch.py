@@ -1,7 +1,5 @@
 """A job from a model's name and a few flags, for a plan without a job file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

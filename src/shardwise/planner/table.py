@@ -1,7 +1,5 @@
 """A plan as a table for the terminal, its memory as stacked bars; readable without colour in 80 columns."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Why a strategy was chosen, and why the others were not: sentences with numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 

@@ -1,7 +1,5 @@
 """The folder of a bench: its settings in `bench.json`, a line for each finished row in `rows.jsonl`."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

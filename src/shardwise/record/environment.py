@@ -1,7 +1,5 @@
 """Versions, machine and command of a run, read without importing the libraries."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

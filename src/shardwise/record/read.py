@@ -1,7 +1,5 @@
 """Reading a run folder, from any process and at any time: during the run, or after it was killed."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -4,8 +4,6 @@ Losses are nats per target token, `time` is Unix seconds, lists have one value p
 the names. A number that is not finite is written as null and listed in `not_finite`: {"grad_norm": "inf"}.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 A client is imported only when the job names it. Keys come from the service's environment variables.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping

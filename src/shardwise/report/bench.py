@@ -1,7 +1,5 @@
 """A bench on the terminal and as JSON: predicted compared with measured, row by row."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Numbers of a run folder, and measurements of its steps with the units and names of the accuracy ledger."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs on the terminal: one in full, several in a table. Text from a run is never read as markup."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Energy of a step: what a GPU draws for being on, what each operator adds, and their sum."""
 
-from __future__ import annotations
-
 from shardwise.hardware.catalog import Gpu
 from shardwise.simulate.prediction import Energy, Time
 from shardwise.simulate.step_trace import Op

@@ -1,7 +1,5 @@
 """Predictions of the simulator for a strategy, term by term."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -20,8 +20,6 @@ An event is a tuple of integers whose first is its kind:
 Tensor numbers are unique within a trace. Everything allocated is freed or handed over by GRADIENT.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -14,8 +14,6 @@ The first of the list that takes at most 60 % of a GPU is chosen; the rest is fo
 buffers. On CPUs: `single` for one process, `zero2` for several.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from shardwise.engines import ENGINES, parts_of, spec_problems

@@ -1,7 +1,5 @@
 """The strategies that a job allows, and those that a rule refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

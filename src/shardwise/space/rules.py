@@ -4,8 +4,6 @@ A rule is a value: a reason, a source, the versions it holds for. Sources were r
 torch 2.13.
 """
 
-from __future__ import annotations
-
 from shardwise.engines import ENGINES, descriptor
 from shardwise.engines.deepspeed.rules import DEEPSPEED
 from shardwise.engines.descriptor import EngineSpec

@@ -5,8 +5,6 @@ liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, 0.8.5. Planning does not need 
 them where `kernels.fused` would put Liger's.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

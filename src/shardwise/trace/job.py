@@ -1,7 +1,5 @@
 """A job's model as it is planned: its traces, and what decides which strategies it allows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The cost of an operator: kind, FLOPs and bytes, from its name and the shapes of its tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

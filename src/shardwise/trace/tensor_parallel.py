@@ -6,8 +6,6 @@ rank of a group has the largest parts, and is the one that is built. Its collect
 `collective`.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator

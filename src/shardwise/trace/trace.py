@@ -1,7 +1,5 @@
 """From a model to its StepTrace: forward and backward pass of one micro-batch, on tensors without values."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 From recorded allocations of torch 2.11 on an H200; where the size has a formula, its source is named.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

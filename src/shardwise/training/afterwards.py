@@ -1,7 +1,5 @@
 """After training: export a run's weights, generate text with them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Shows model, data, strategy and one rendered sample before the first step."""
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -11,8 +11,6 @@ After every phase the ranks exchange their results, so that a failure on one is 
 is left waiting. There is no pointer file: the newest folder that verifies is used.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -5,8 +5,6 @@ already running. That is safe because a step with a non-finite loss or gradient 
 weights: the engines guard it on the device, so noticing one step later loses nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Measure a run without waiting for the GPU: this process's memory, its GPU's energy, a step's seconds."""
 
-from __future__ import annotations
-
 import resource
 import time
 from functools import cache

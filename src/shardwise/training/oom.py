@@ -5,8 +5,6 @@ modules: a hook on each block notes when it begins (cost: docs/out-of-memory.md)
 was in tensors at that moment stands only in the allocator's message; all else are torch's own counters.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 import traceback

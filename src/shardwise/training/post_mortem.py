@@ -4,8 +4,6 @@ The launcher starts it when all workers have ended (launch/oom.py). It uses no G
 what was short, which term exceeds its prediction, what would help, and what to retry with.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping

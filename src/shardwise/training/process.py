@@ -1,7 +1,5 @@
 """This process and the other ranks: joining them, exchanging values, stopping."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -3,8 +3,6 @@
 Every mistake in the job, the data and the model is found here, before anything is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -3,8 +3,6 @@
 The run folder is written only after the job, the data and the model have been checked.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections import deque

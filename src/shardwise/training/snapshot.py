@@ -3,8 +3,6 @@
 A checkpoint belongs to this run where the job, the strategy and the number of processes are the same.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import random

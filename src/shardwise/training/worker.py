@@ -1,7 +1,5 @@
 """One training process: `python -m shardwise.training.worker SPEC.json`, for a launcher or torchrun."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What a Chrome trace of one step says: how long it waited, and for what; how its memory went."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@
 PARENT, which has started it; its workers do not outlive it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

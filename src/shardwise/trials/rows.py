@@ -1,7 +1,5 @@
 """The rows of a bench: one complete strategy each, with its prediction."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Runs the rows of a bench one after the other; a row that fails is a result as well."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator, Sequence

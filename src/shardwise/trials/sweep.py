@@ -1,7 +1,5 @@
 """`--sweep key=v1,v2` and `--strategies a,b`: which variants of a job are asked for."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import json

@@ -6,8 +6,6 @@
 {"probe": "collective", "error": "RuntimeError: ..."}    it raised
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -4,8 +4,6 @@ On a GPU the kernels are our Triton kernels, flash attention and Liger; on a CPU
 They run forward and backward and are compared with plain float64.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Sequence

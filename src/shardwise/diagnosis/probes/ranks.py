@@ -5,8 +5,6 @@ in a training step: GPUs that share a link, or the host's memory, get their shar
 call among several in a row, the median over rounds.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

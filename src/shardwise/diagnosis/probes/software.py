@@ -1,7 +1,5 @@
 """DeepSpeed's compiled operators (which can be compiled here, and which load), and the Hugging Face hub."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import shutil

@@ -7,8 +7,6 @@ In files for a user's own script, what the Trainer or Accelerate fill in is `aut
 the script builds its own, and Accelerate refuses a second one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.job import schema

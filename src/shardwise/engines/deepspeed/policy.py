@@ -6,8 +6,6 @@ that compute. So in memory parameters that persist count as live and as distance
 traverse all parameters; in time they do not. To make that common would change predictions (decision 0031).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """What DeepSpeed cannot combine, read in DeepSpeed 0.19.8."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from shardwise.engines.facts import PLAN_STYLES, Architecture, Facts, Rule

@@ -1,7 +1,5 @@
 """DeepSpeed: ZeRO-0 to 3, offloading to host memory and NVMe, and AutoTP. Read in 0.19.8."""
 
-from __future__ import annotations
-
 import posixpath
 from typing import Any
 

@@ -5,8 +5,6 @@ kernels around a collective, whose functions stand in parentheses: `elements` ar
 `own` this rank's share.
 """
 
-from __future__ import annotations
-
 from collections import deque
 
 from shardwise.engines.deepspeed import policy

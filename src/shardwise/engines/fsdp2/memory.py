@@ -6,8 +6,6 @@ along its first dimension in equal shards, the last ones padded (torch.chunk). T
 are those of torch's _fully_shard package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

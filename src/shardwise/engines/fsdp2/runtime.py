@@ -5,8 +5,6 @@ ranks in fp32. The optimizer steps this rank's shards as plain tensors, with the
 Frozen parameters (the base of LoRA) are shards in the computation's format.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """PyTorch's FSDP2 (`fully_shard`): every block is a group, gathered while it runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.engines.descriptor import EngineSpec, ScriptFiles, Shards

@@ -4,8 +4,6 @@ torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.11 to 2.13, wh
 parentheses. What is gathered and released when is in `memory.py`.
 """
 
-from __future__ import annotations
-
 from shardwise.engines.fsdp2.memory import gathered_ahead, released
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.step_trace import FP32, StepTrace

@@ -4,8 +4,6 @@ Torch's fused kernel reads two scalars on the device. It divides the gradients b
 the loss scale. It skips the step if `found_inf` is 1: the guard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 import torch

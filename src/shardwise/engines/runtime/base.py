@@ -5,8 +5,6 @@ ranks and the global shapes of sharded tensors. Rows are split as `torch.chunk` 
 follows from its rank (decision 0032).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path

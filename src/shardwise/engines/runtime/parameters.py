@@ -1,7 +1,5 @@
 """A module's parameters as every engine sees them: filling, names, weight decay, and those kept in fp32."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar

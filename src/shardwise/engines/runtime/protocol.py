@@ -1,7 +1,5 @@
 """The protocol that all engines follow."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One process, nothing sharded: engines/single/runtime.py and engines/runtime/adamw.py."""
 
-from __future__ import annotations
-
 from shardwise.simulate.memory.engine import EngineMemory, fill
 from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block

@@ -1,7 +1,5 @@
 """One process, nothing sharded: weights in the computation's format, AdamW on fp32 masters."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The engine that runs in one process and shards nothing."""
 
-from __future__ import annotations
-
 from shardwise.engines.descriptor import EngineSpec
 from shardwise.engines.facts import Rule
 from shardwise.engines.single.memory import SingleMemory

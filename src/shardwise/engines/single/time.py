@@ -1,7 +1,5 @@
 """One optimizer step of a single process."""
 
-from __future__ import annotations
-
 from shardwise.simulate.step_trace import FP32
 from shardwise.simulate.time.schedule import ADAMW_BYTES, NORM_BYTES, Schedule, added, converted
 

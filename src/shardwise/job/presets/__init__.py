@@ -1,7 +1,5 @@
 """Commented job files to start from: one YAML file each next to this module, with their sample data."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """All rules, by subject. A rule is a function with the decorator `finding.rule`."""
 
-from __future__ import annotations
-
 from shardwise.lint.finding import Rule
 from shardwise.lint.rules import (
     accelerate,

@@ -1,7 +1,5 @@
 """Accelerate's file: launch, DeepSpeed plugin, FSDP."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path

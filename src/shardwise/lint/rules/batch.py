@@ -1,7 +1,5 @@
 """Batch sizes: DeepSpeed asserts `train_batch_size = micro-batch x accumulation x GPUs` at the start."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.lint.document import AUTO, Document

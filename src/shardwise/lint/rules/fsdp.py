@@ -1,7 +1,5 @@
 """FSDP in Accelerate's file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.lint.document import Document

@@ -1,7 +1,5 @@
 """Names of keys, kinds of values: those of DeepSpeed's schema."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from math import isfinite

@@ -1,7 +1,5 @@
 """Offloading: what works, and what DeepSpeed silently ignores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.lint.document import Document

@@ -1,7 +1,5 @@
 """Optimizer, clipping, schedule."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensor parallelism, groups, experts: AutoTP and ZeRO++ against the machines and the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.lint.document import Document

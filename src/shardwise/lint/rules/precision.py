@@ -1,7 +1,5 @@
 """Number formats: bf16, fp16, autocast, and the format in which gradients are accumulated and sent."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.lint.document import AUTO, Document

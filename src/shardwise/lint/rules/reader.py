@@ -1,7 +1,5 @@
 """How the file is written, and who reads it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.job.source import Key

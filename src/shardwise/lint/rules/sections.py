@@ -1,7 +1,5 @@
 """Other sections: checkpointing, compilation, profiling, logging."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.lint.document import Document

@@ -1,7 +1,5 @@
 """Scripts, arguments, launch commands: against the configuration that they run with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """ZeRO: settings of `zero_optimization` against its stage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import isfinite
 from typing import Any

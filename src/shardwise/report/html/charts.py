@@ -3,8 +3,6 @@
 So the page's text keeps its size at any width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Numbers as the page writes them; the filters of its templates."""
 
-from __future__ import annotations
-
 from shardwise.units import GIB
 
 NONE = "–"

@@ -1,7 +1,5 @@
 """HTML pages of a bench and of runs: the values of each, and the policy that lets a page load nothing."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import shlex

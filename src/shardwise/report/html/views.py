@@ -1,7 +1,5 @@
 """The values that a page's templates show: tables and charts of what was predicted and measured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The moments of a replay at which an engine allocates and frees, and what engines do alike."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from shardwise.simulate.memory.gpu import GRADIENTS, WEIGHTS, GpuMemory

@@ -4,8 +4,6 @@ Building the model and the optimizer is replayed, then two optimizer steps; the 
 first has left it. Of many micro-batches two are replayed: a third would repeat the second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 

@@ -4,8 +4,6 @@ A block in an expandable segment is as large as what was asked for, rounded up. 
 any moment of a span follows from the trace alone: it is counted once for all strategies that share the trace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ all-reduces NCCL takes its tree, a chain within a node and a binary tree between
 ncclTopoTuneModel, NCCL 2.30). Not modelled: NVLink SHARP and other reductions in a switch.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

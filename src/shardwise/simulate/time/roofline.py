@@ -4,8 +4,6 @@ The roofline model (Williams, Waterman, Patterson 2009) takes the computation or
 longer, at the shares of the GPU's peaks that kernels really reach (`efficiency.toml`).
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What engines share of an optimizer step's schedule: a trace on one GPU's streams, and bytes of kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any

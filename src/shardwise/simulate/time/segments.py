@@ -1,7 +1,5 @@
 """A trace cut at the borders of its units: the GPU's computation and the host's time in each segment."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Seconds of an optimizer step: a trace replayed on the streams of one GPU as the engine would issue it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 

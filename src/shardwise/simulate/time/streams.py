@@ -7,8 +7,6 @@ The work of a schedule does not depend on the clocks. It is recorded once (`Stre
 as often as it repeats: most micro-batches are alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

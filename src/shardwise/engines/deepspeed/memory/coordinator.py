@@ -6,8 +6,6 @@ modules are called; later passes gather ahead by that record. Units of the trace
 and each call gathers ahead: the loss, the base model, its rotary embedding.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Stage 0 in bf16 and fp16 is fp16/unfused_optimizer.py: FP16_UnfusedOptimizer; in
 Stages 1 and 2 are runtime/zero/stage_1_and_2.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property

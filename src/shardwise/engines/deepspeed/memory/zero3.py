@@ -1,7 +1,5 @@
 """Memory of ZeRO-3, DeepSpeed 0.19.8: stage3.py, partition_parameters.py; functions in parentheses."""
 
-from __future__ import annotations
-
 from shardwise.engines.deepspeed import policy
 from shardwise.engines.deepspeed.config import NVME_BUFFER, sums_in_fp32
 from shardwise.engines.deepspeed.memory.coordinator import Coordinator

@@ -10,8 +10,6 @@
 | rounds all parameters to the computation's format | those kept in fp32 have an AdamW of their own |
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

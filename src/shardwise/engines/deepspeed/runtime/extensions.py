@@ -4,8 +4,6 @@ The process that compiles holds the file `lock` in the operator's folder (torch/
 others wait until it is removed: forever, if that process was killed.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable

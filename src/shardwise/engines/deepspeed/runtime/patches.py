@@ -1,7 +1,5 @@
 """Everything that shardwise replaces in DeepSpeed, with the source that was read (decision 0033)."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Iterable

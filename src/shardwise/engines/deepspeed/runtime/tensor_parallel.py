@@ -6,8 +6,6 @@ query and key norms then differ between ranks. No plan contains embeddings and t
 all of them, and computes the same loss.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
