@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles its CPU kernels with ninja, which it looks up on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo test newest check format schema lock clean
+.PHONY: setup operators demo test test-distributed test-others newest check format schema lock clean
 
 ## setup: create .venv with everything pinned in constraints.txt
 setup: .venv/.ready
@@ -35,12 +35,16 @@ operators: .venv/.operators
 demo: setup
 	$(BIN)/shardwise demo
 
-## test: everything that needs no GPU; the tests in tests/distributed start several processes each, and the
-## golden ones are a single file that takes as long as a quarter of the others, so they come first
+## test: everything that needs no GPU. The tests in tests/distributed start several processes each and often
+## wait for them: a core is theirs, and the others take the rest meanwhile
 test: setup operators
-	$(BIN)/python -m pytest -m 'not gpu' --numprocesses logical --dist loadfile --no-loadscope-reorder \
-		tests/golden tests/unit
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-distributed test-others
+
+test-distributed: setup operators
 	$(BIN)/python -m pytest -m 'not gpu' tests/distributed
+
+test-others: setup operators
+	$(BIN)/python -m pytest -m 'not gpu' --numprocesses $$(($$(nproc) - 1)) --dist loadfile tests/golden tests/unit
 
 ## newest: test with the newest releases, without pins, in .venv-newest; by hand or on a schedule, not in CI
 NEWEST := .venv-newest/bin/python
