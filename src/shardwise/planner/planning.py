@@ -139,10 +139,15 @@ def _other_processes(job: Job) -> Iterator[Executor | None]:
         yield None
         return
     # new interpreters, which import the simulator only: a fork would inherit torch's threads
-    with ProcessPoolExecutor(cores, get_context("spawn"), initializer=gc.disable) as executor:
+    with ProcessPoolExecutor(cores, get_context("spawn"), initializer=_start_worker) as executor:
         for _ in range(cores):  # a worker starts with its first task: do not wait for a trace
             executor.submit(os.getpid)
         yield executor
+
+
+def _start_worker() -> None:
+    """In a new process: importing this module has imported the simulator."""
+    gc.disable()
 
 
 @contextmanager
