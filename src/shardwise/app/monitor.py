@@ -10,7 +10,7 @@ from shardwise.device.find import find
 from shardwise.errors import JobError
 from shardwise.record.follow import newest_running
 from shardwise.report.live.machine import Machine
-from shardwise.report.live.run import LiveRun
+from shardwise.report.live.run import ACTIVE, LiveRun
 
 SCHEMA = 1
 EVERY_SECONDS = 2.0
@@ -22,7 +22,10 @@ LOOK_SECONDS = 10.0
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-def monitor(run: Path | None = None, *, every_seconds: float = EVERY_SECONDS) -> Generator[dict[str, Any], None, None]:
+Samples = Generator[dict[str, Any], None, None]
+
+
+def monitor(run: Path | None = None, *, every_seconds: float = EVERY_SECONDS) -> Samples:
     """Yield samples of this machine and of a run: one now, then one every `every_seconds`.
 
     Ends after SIGINT or SIGTERM: they wait while a sample is used, so no row is written by halves. The GPUs
@@ -71,5 +74,5 @@ class _Watched:
         if self._run is None:
             return {"run": None, "run_unavailable": f"none is running in {RUNS}/; name its folder"}
         seen = self._run.look(now)
-        self._ended = seen["status"] not in ("running", "starting")
+        self._ended = seen["status"] not in ACTIVE
         return {"run": seen, "run_unavailable": None}

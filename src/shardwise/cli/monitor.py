@@ -16,7 +16,7 @@ from shardwise.cli.options import AsJson, placed
 from shardwise.errors import JobError
 
 if TYPE_CHECKING:
-    from shardwise.report.live.rows import Csv, JsonLines
+    from shardwise.report.live.rows import RowFile
 
 Show = Callable[[Mapping[str, Any]], None]
 
@@ -25,7 +25,9 @@ def monitor(
     run: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RUN]", help="Run folder.  [default: the newest running one in runs/]", show_default=False
+            metavar="[RUN]",
+            help="Run folder.  [default: the newest running one in runs/]",
+            show_default=False,
         ),
     ] = None,
     every: Annotated[float, typer.Option(metavar="SECONDS", help="From one sample to the next.")] = 2.0,
@@ -61,15 +63,13 @@ def monitor(
                 break
 
 
-def _files(csv: Path | None, jsonl: Path | None) -> Iterator[Csv | JsonLines]:
-    from shardwise.report.live.rows import Csv, JsonLines
+def _files(csv: Path | None, jsonl: Path | None) -> Iterator[RowFile]:
+    from shardwise.report.live.rows import RowFile
 
-    if csv is not None:
-        with placed(csv, "--csv"):
-            yield Csv(csv)
-    if jsonl is not None:
-        with placed(jsonl, "--jsonl"):
-            yield JsonLines(jsonl)
+    for flag, path in (("--csv", csv), ("--jsonl", jsonl)):
+        if path is not None:
+            with placed(path, flag):
+                yield RowFile(path, as_csv=flag == "--csv")
 
 
 def _once(*, as_json: bool) -> Show:

@@ -30,14 +30,14 @@ class Follower:
         try:
             with self._path.open("rb") as file:
                 found = self._new(file)
-            self.problem = self._damage
-            return found
         except FileNotFoundError:
             again, self._inode, self._offset = self._offset > 0, 0, 0
             return again, []
         except OSError as error:
             self.problem = f"{self._path.name} cannot be read: {error.strerror}"
             return False, []
+        self.problem = self._damage
+        return found
 
     def is_written(self, now: float) -> bool:
         """Whether a process holds the folder's lock, at the time `now` (seconds of any clock)."""

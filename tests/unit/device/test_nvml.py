@@ -193,8 +193,9 @@ def test_the_clock_bits_that_mean_trouble_are_nvmls() -> None:
     bits = ("ApplicationsClocksSetting", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown",
             "HwPowerBrakeSlowdown")  # fmt: skip
     assert set(Nvml.clock_reasons) == {getattr(pynvml, f"nvmlClocksEventReason{bit}") for bit in bits}
-    bits = ("GpuIdle", "SwPowerCap", "SyncBoost", "DisplayClockSetting")
-    assert set(Nvml.ordinary_clock_reasons) == {getattr(pynvml, f"nvmlClocksEventReason{bit}") for bit in bits}
+    ordinary = ("GpuIdle", "SwPowerCap", "SyncBoost", "DisplayClockSetting")
+    named = {getattr(pynvml, f"nvmlClocksEventReason{bit}") for bit in ordinary}
+    assert set(Nvml.ordinary_clock_reasons) == named
 
 
 def test_a_reading_that_fails_has_a_reason_and_the_others_are_read() -> None:

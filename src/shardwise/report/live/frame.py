@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.report.live.run import ACTIVE
 from shardwise.report.terminal import sparkline
 from shardwise.units import GIB, count, duration, gib
 
@@ -25,12 +26,11 @@ def frame(sample: Values, *, width: int, note: str = "") -> RenderableType:
     """All of a sample, for a terminal of `width` columns; `note` follows the time."""
     when = datetime.fromtimestamp(sample["time"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     parts: list[RenderableType] = [Text.assemble(("shardwise monitor", "bold"), f"  {when}", note)]
-    parts += [Text(""), *_machine(sample, wide=width >= WIDE), _host(sample["host"]), Text("")]
-    run = sample["run"]
-    if run is None:
-        parts.append(Text(f"no run: {sample['run_unavailable']}"))
-    else:
-        parts += _run(run, width=width)
+    run, none = sample["run"], sample.get("run_unavailable")
+    parts += [Text(""), *_machine(sample, wide=width >= WIDE), Text("")]
+    parts += [Text(f"no run: {none}")] if run is None else _run(run, width=width)
+    # last, what a low terminal may cut off
+    parts += [Text(""), _host(sample["host"]), *_processes(sample["gpus"])]
     return Group(*parts)
 
 
@@ -39,9 +39,10 @@ def line(sample: Values) -> str:
     parts = [datetime.fromtimestamp(sample["time"]).astimezone().strftime("%H:%M:%S")]
     gpus, run = sample["gpus"], sample["run"]
     if gpus:
+        busy, held = _each(gpus, "utilization_fraction", 0.01), [gpu for gpu in gpus if gpu["clock_trouble"]]
         parts += [f"{_plural(len(gpus))} {_watts(gpus)}", f"{_each(gpus, 'memory_used_bytes', GIB)} GiB"]
-        parts += [f"{_each(gpus, 'temperature_celsius')} °C", f"busy {_each(gpus, 'utilization_fraction', 0.01)}%"]
-        parts += [f"GPU {gpu['index']}: {', '.join(gpu['clock_trouble'])}" for gpu in gpus if gpu["clock_trouble"]]
+        parts += [f"{_each(gpus, 'temperature_celsius')} °C", f"busy {busy}%"]
+        parts += [f"GPU {gpu['index']}: {', '.join(gpu['clock_trouble'])}" for gpu in held]
     else:
         parts.append(f"no GPU, CPU {sample['host']['cpu_fraction']:.0%}")
     if run is not None:
@@ -60,7 +61,7 @@ def _machine(sample: Values, *, wide: bool) -> Iterator[RenderableType]:
         return
     driver = f", driver {sample['driver']}" if sample["driver"] else ""
     yield Text.assemble((_models(gpus), "bold"), f"{driver}, {_watts(gpus)}")
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("GPU", justify="right")
     for title, most in (("memory GiB", False), ("power W", False), ("°C", False), ("SM MHz", False),
                         ("memory MHz", True), ("limits W", True), ("busy", False)):  # fmt: skip
@@ -71,7 +72,6 @@ def _machine(sample: Values, *, wide: bool) -> Iterator[RenderableType]:
         table.add_row(*_row(gpu, wide=wide))
     yield table
     yield from map(Text, _remarks(gpus))
-    yield from _processes(gpus)
 
 
 def _row(gpu: Values, *, wide: bool) -> Iterator[Text]:
@@ -98,7 +98,9 @@ def _remarks(gpus: Sequence[Values]) -> Iterator[str]:
     for gpu in gpus:
         limit, default = gpu["power_limit_watts"], gpu["power_default_watts"]
         if None not in (limit, default) and abs(limit - default) > 1:
-            found.setdefault(f"power limit {limit:.0f} W; the default is {default:.0f} W", []).append(gpu["index"])
+            found.setdefault(f"power limit {limit:.0f} W; the default is {default:.0f} W", []).append(
+                gpu["index"]
+            )
         by_reason: dict[str, list[str]] = {}
         for key, reason in gpu["unavailable"].items():
             by_reason.setdefault(reason, []).append(_WORDS.get(key, key))
@@ -126,12 +128,12 @@ _WORDS = {
 def _processes(gpus: Sequence[Values]) -> Iterator[Text]:
     for gpu in gpus:
         found = sorted(gpu["processes"] or (), key=lambda one: -(one["memory_bytes"] or 0))
-        texts = [f"{one['name'] or 'process'} {one['pid']} {_size(one['memory_bytes'])}" for one in found]
+        texts = [f"{one['name'] or 'process'} ({one['pid']}) {_size(one['memory_bytes'])}" for one in found]
         more = [f"{len(texts) - MOST_PROCESSES} more"] if len(texts) > MOST_PROCESSES else []
         if texts:
-            yield Text(f"GPU {gpu['index']}: {', '.join(texts[:MOST_PROCESSES] + more)}")
+            yield Text(f"GPU {gpu['index']} runs {', '.join(texts[:MOST_PROCESSES] + more)}")
         elif gpu["processes"] is not None and (gpu["memory_used_bytes"] or 0) > LOST_BYTES:
-            yield Text(f"GPU {gpu['index']}: its processes are not visible here, as in a container")
+            yield Text(f"GPU {gpu['index']}: the driver lists no process here, as in a container")
 
 
 def _host(host: Values) -> Text:
@@ -145,12 +147,16 @@ def _host(host: Values) -> Text:
 def _run(run: Values, *, width: int) -> Iterator[RenderableType]:
     on = f", {run['strategy']} on {run['processes']}" if run["strategy"] else ""
     style = {"running": "green", "failed": "bold red", "interrupted": "bold red"}.get(run["status"], "")
-    yield Text.assemble((str(run["name"]), "bold"), "  ", (run["status"], style), f"{on}  ({run['path']})")
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    held = ", a process holds the folder" if run["in_use"] and run["status"] not in ACTIVE else ""
+    rest = f"{held}{on}, {run['path']}"
+    yield Text.assemble((str(run["name"]), "bold"), "  ", (run["status"], style), rest)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    rows = [("progress", _progress(run, width)), ("loss", _losses(run)), ("speed", _speed(run))]
-    rows += [("energy", _energy(run)), ("memory", _memory(run))]
+    rows = [("progress", _progress(run, width)), ("loss", f"{_loss(run)}  {sparkline(run['recent_losses'])}")]
+    if run["eval_loss"] is not None:
+        rows.append(("eval", f"{run['eval_loss']:.4f} after step {run['eval_step']}"))
+    rows += [("speed", _speed(run)), ("energy", _energy(run)), ("memory", _memory(run))]
     for label, text in rows:
         table.add_row(Text(label), Text(text))
     yield table
@@ -174,13 +180,6 @@ def _progress(run: Values, width: int) -> str:
     return text
 
 
-def _losses(run: Values) -> str:
-    text = f"{_loss(run)}  {sparkline(run['recent_losses'], 32)}".rstrip()
-    if run["eval_loss"] is not None:
-        text += f"  evaluation {run['eval_loss']:.4f} after step {run['eval_step']}"
-    return text
-
-
 def _speed(run: Values) -> str:
     if run["tokens_per_second"] is None:
         return "-"
@@ -195,9 +194,9 @@ def _energy(run: Values) -> str:
         return f"- ({run['unavailable']['joules_per_token']})"
     text = f"{run['joules_per_token']:.3g} J/token"
     text += _predicted(run, "joules_per_token", lambda value: f"{value:.3g}")
-    text += f", {run['run_watts']:.0f} W, {run['joules_in_steps'] / 3.6e6:.3g} kWh in steps so far"
-    without = run["steps_without_joules"]
-    return f"{text} ({without} without a reading)" if without else text
+    done, without = run["steps_recorded"], run["steps_without_joules"]
+    steps = f"{done - without}/{done}" if without else str(done)
+    return f"{text}, {run['run_watts']:.0f} W, {run['joules_in_steps'] / 3.6e6:.3g} kWh in {steps} steps"
 
 
 def _memory(run: Values) -> str:

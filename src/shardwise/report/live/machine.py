@@ -7,7 +7,7 @@ from typing import Any, get_args
 import psutil
 
 from shardwise.device import Card, Device, NoDevice, Reading, Unavailable
-from shardwise.hardware.detect import cpu_cores, host_memory_bytes
+from shardwise.hardware.detect import host_memory_bytes
 
 CONSTANT: tuple[Reading, ...] = (
     "power_default_watts",
@@ -21,7 +21,7 @@ SAMPLED: tuple[Reading, ...] = tuple(
     what for what in get_args(Reading) if what not in CONSTANT and what != "clock_reasons"
 )
 
-NAMELESS = Unavailable(reason="this process may not see its name")
+NAMELESS = Unavailable(reason="no such process is visible here, as in a container")
 
 
 class Machine:
@@ -35,7 +35,7 @@ class Machine:
         self._names: dict[int, str] = {}  # of processes, by their ids
         psutil.cpu_percent()  # a difference: the first call only begins it
         self._asked = time.monotonic()
-        self._cores, self._allowed_bytes = cpu_cores(), host_memory_bytes()
+        self._allowed_bytes = host_memory_bytes()
 
     def sample(self) -> dict[str, Any]:
         """`gpus`, `gpus_unavailable`, `driver` and `host`; units are in the names."""
@@ -52,14 +52,10 @@ class Machine:
         }
 
     def _gpu(self, card: Card) -> dict[str, Any]:
-        read: dict[str, Any] = {"memory_bytes": card.memory_bytes}
-        read |= {what: self._device.read(card.uuid, what) for what in SAMPLED}
-        read |= self._constant[card.uuid]
-        read |= self._clocks(card.uuid)
+        read: dict[str, Any] = {what: self._device.read(card.uuid, what) for what in SAMPLED}
+        read |= {"memory_bytes": card.memory_bytes, **self._constant[card.uuid], **self._clocks(card.uuid)}
         read["processes"] = self._processes(card.uuid)
-        missing = {key: value.reason for key, value in read.items() if isinstance(value, Unavailable)}
-        known = {key: None if key in missing else value for key, value in read.items()}
-        return {"index": card.index, "uuid": card.uuid, "name": card.name, **known, "unavailable": missing}
+        return {"index": card.index, "uuid": card.uuid, "name": card.name, **_known(read)}
 
     def _clocks(self, uuid: str) -> dict[str, Any]:
         """All words for what limits the clocks, and of these the ones that mean trouble."""
@@ -76,17 +72,14 @@ class Machine:
         found = self._device.processes(uuid)
         if isinstance(found, Unavailable):
             return found
-        return [
-            {"pid": pid, "name": self._name(pid), "memory_bytes": None if isinstance(size, Unavailable) else size}
-            for pid, size in found.items()
-        ]
+        return [_known({"pid": pid, "name": self._name(pid), "memory_bytes": found[pid]}) for pid in found]
 
-    def _name(self, pid: int) -> str | None:
+    def _name(self, pid: int) -> str | Unavailable:
         if pid not in self._names:
             try:
                 self._names[pid] = psutil.Process(pid).name()
             except (psutil.Error, OSError):
-                return None
+                return NAMELESS
         return self._names[pid]
 
     def _host(self) -> dict[str, Any]:
@@ -100,8 +93,7 @@ class Machine:
             "cpu_cores": psutil.cpu_count(),
             "memory_used_bytes": int(memory.total - memory.available),
             "memory_bytes": int(memory.total),
-            "allowed_cpu_cores": self._cores,  # to this process, by its control group and its affinity
-            "allowed_memory_bytes": self._allowed_bytes,
+            "allowed_memory_bytes": self._allowed_bytes,  # less in a container with a limit
         }
 
 
@@ -111,3 +103,8 @@ FIRST_SECONDS = 0.1
 
 def _words(bits: int, words: Mapping[int, str]) -> list[str]:
     return [text for bit, text in words.items() if bits & bit]
+
+
+def _known(read: Mapping[str, Any]) -> dict[str, Any]:
+    missing = {key: value.reason for key, value in read.items() if isinstance(value, Unavailable)}
+    return {**read, **dict.fromkeys(missing), "unavailable": missing}

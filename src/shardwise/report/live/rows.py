@@ -1,9 +1,10 @@
-"""Samples kept in files: one row a GPU and sample, as CSV or as JSON lines. A machine without GPUs has one row."""
+"""Samples kept in files: one row a GPU and sample, or one a sample where there is no GPU."""
 
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,57 +49,42 @@ def rows(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"time": round(sample["time"], 3), **own, **shared, "unavailable": {**reasons, **missing}}
 
 
-class Csv:
-    """Appends to a CSV file with a header; an empty field is a value that cannot be read."""
+class RowFile:
+    """Appends the rows of samples: as CSV with a header, an empty field for None; or as JSON lines."""
 
-    def __init__(self, path: Path) -> None:
-        """JobError where the file holds something else; OSError where it cannot be written."""
+    def __init__(self, path: Path, *, as_csv: bool) -> None:
+        """JobError where a CSV file has other columns; OSError where the file cannot be written."""
+        self._csv = as_csv
+        size = path.stat().st_size if path.exists() else 0
         header = _csv_line(COLUMNS)
-        if path.exists() and path.stat().st_size:
+        if as_csv and size:
             with path.open(encoding="utf-8", errors="replace", newline="") as file:
                 if file.readline() != header:
                     what, fix = "the file does not begin with the columns of this version", "name a new file"
                     raise JobError(what, where=f"--csv {path}", fix=fix)
-            header = ""
-        self._file = _opened(path)
-        self._file.write(header)
+        torn = False  # by a crash in its last line
+        if size:
+            with path.open("rb") as before:
+                before.seek(-1, os.SEEK_END)
+                torn = before.read() != b"\n"
+        self._file = path.open("ab")
+        self._file.write(b"\n" if torn else header.encode() if as_csv and not size else b"")
         self._file.flush()
 
     def write(self, sample: Mapping[str, Any]) -> None:
+        """A sample's rows are in the file when this returns."""
         for row in rows(sample):
             held = row["gpu_clocks_held_by"]
-            row["gpu_clocks_held_by"] = None if held is None else "; ".join(held)
-            self._file.write(_csv_line([row[name] for name in COLUMNS]))
+            shown = {**row, "gpu_clocks_held_by": None if held is None else "; ".join(held)}
+            text = _csv_line([shown[name] for name in COLUMNS]) if self._csv else json.dumps(row) + "\n"
+            self._file.write(text.encode())
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
-class JsonLines:
-    """Appends one JSON object a row."""
-
-    def __init__(self, path: Path) -> None:
-        """OSError where the file cannot be written."""
-        self._file = _opened(path)
-
-    def write(self, sample: Mapping[str, Any]) -> None:
-        self._file.writelines(json.dumps(row) + "\n" for row in rows(sample))
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _opened(path: Path) -> io.TextIOWrapper:
-    """The file to append to, at the beginning of a line: a crash may have cut off its last one."""
-    torn = path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n"
-    file = path.open("a", encoding="utf-8", newline="")
-    file.write("\n" if torn else "")
-    return file
-
-
-def _csv_line(values: Any) -> str:
+def _csv_line(values: Iterable[Any]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(values)
     return text.getvalue()

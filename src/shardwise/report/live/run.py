@@ -16,6 +16,9 @@ from shardwise.units import duration
 RECENT_SECONDS = 30.0
 """Speed and energy are of the newest steps that took so long together."""
 
+ACTIVE = ("starting", "running")
+"""The status of a run that will write events."""
+
 CURVE_STEPS = 240  # of `recent_losses`
 
 QUIET_SECONDS, QUIET_STEPS = 60.0, 10
@@ -63,7 +66,7 @@ class LiveRun:
         self._step: Mapping[str, Any] = {}  # the newest step
         self._eval: Mapping[str, Any] = {}
         self._resumed_step: int | None = None
-        self._tokens, self._joules, self._without_joules = 0, 0.0, 0
+        self._tokens, self._joules, self._steps, self._without_joules = 0, 0.0, 0, 0
         self._curve = deque[float](maxlen=CURVE_STEPS)
         self._bad = ""
         self._launch()
@@ -107,7 +110,7 @@ class LiveRun:
         self._step, self._in_launch = event, self._in_launch + 1
         self._tokens += step.tokens
         self._joules += step.joules or 0.0
-        self._without_joules += step.joules is None
+        self._steps, self._without_joules = self._steps + 1, self._without_joules + (step.joules is None)
         if event["loss"] is not None:
             self._curve.append(float(event["loss"]))
         if self._in_launch == WARM_UP_STEPS + 1:
@@ -121,9 +124,11 @@ class LiveRun:
 
     def _values(self, now: float) -> dict[str, Any]:
         reasons: dict[str, str] = {}
+        in_use = self._follower.is_written(now)  # by a process that trains, starts or ends
         steps, total = int(self._step.get("step", self._resumed_step or 0)), self._head.get("total_steps")
         found = {
-            "status": self._status(now),
+            "status": self._status(in_use),
+            "in_use": in_use,
             "strategy": self._head.get("strategy"),
             "processes": self._head.get("processes"),
             "resumed_step": self._resumed_step,
@@ -146,13 +151,12 @@ class LiveRun:
                 reasons[key] = _WITHOUT.get(key, "no step is done yet")
         return {**found, "predicted": self._predicted, "unavailable": reasons}
 
-    def _status(self, now: float) -> str:
+    def _status(self, in_use: bool) -> str:
         if self._last.get("kind") == "stop":
             return str(self._last.get("status"))
-        written = self._follower.is_written(now)
         if not self._last:
-            return "starting" if written else "not started"
-        return "running" if written else "interrupted"
+            return "starting" if in_use else "not started"
+        return "running" if in_use else "interrupted"
 
     def _speed(self, reasons: dict[str, str]) -> dict[str, Any]:
         rate = each = middle = None
@@ -186,6 +190,7 @@ class LiveRun:
             "joules_per_token": joules / tokens if enough else None,
             "run_watts": joules / seconds if enough else None,
             "joules_in_steps": self._joules,
+            "steps_recorded": self._steps,
             "steps_without_joules": self._without_joules,
         }
 
