@@ -41,9 +41,9 @@ def monitor(run: Path | None = None, *, every_seconds: float = EVERY_SECONDS) ->
     if not LEAST_SECONDS <= every_seconds <= MOST_SECONDS:
         fix = f"{LEAST_SECONDS:g} to {MOST_SECONDS:.0f} seconds"
         raise JobError("samples cannot be taken so often or so rarely", where="--every", fix=fix)
+    watched, machine = _Watched(run), Machine(find())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
-        watched, machine = _Watched(run), Machine(find())
         began, number = time.monotonic(), 0
         while True:
             now = time.time()
@@ -65,14 +65,18 @@ class _Watched:
         self._run = None if named is None else LiveRun(named)
         self._searched: float | None = None
         self._ended = True  # the run of the last look, if there was one
+        self._why = f"none is running in {RUNS}/; name its folder"
 
     def look(self, now: float) -> dict[str, Any]:
         if self._search and self._ended and (self._searched is None or now - self._searched >= LOOK_SECONDS):
             self._searched, found = now, newest_running(RUNS)
             if found is not None and (self._run is None or found != self._run.path):
-                self._run = LiveRun(found)
+                try:
+                    self._run = LiveRun(found)
+                except JobError as error:  # its files are being written: the next search finds it again
+                    self._why = str(error)
         if self._run is None:
-            return {"run": None, "run_unavailable": f"none is running in {RUNS}/; name its folder"}
+            return {"run": None, "run_unavailable": self._why}
         seen = self._run.look(now)
         self._ended = seen["status"] not in ACTIVE
         return {"run": seen, "run_unavailable": None}

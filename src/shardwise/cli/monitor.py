@@ -30,7 +30,9 @@ def monitor(
             show_default=False,
         ),
     ] = None,
-    every: Annotated[float, typer.Option(metavar="SECONDS", help="From one sample to the next.")] = 2.0,
+    every: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="From one sample to the next.  [default: 2]")
+    ] = None,
     csv: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Append one row a GPU and sample to a CSV file.")
     ] = None,
@@ -45,16 +47,23 @@ def monitor(
     A terminal shows a live view; otherwise one line a sample is printed. Ctrl-C and SIGTERM end it with exit
     code 0. The GPUs are only asked, through the driver: nothing of them is used or changed.
     """
+    from shardwise.app.monitor import EVERY_SECONDS
     from shardwise.app.monitor import monitor as samples_of
 
     if as_json and not once:
         fix = "add --once; --jsonl FILE records a row for each GPU and sample"
         raise JobError("--json shows one sample", where="--json", fix=fix)
-    with contextlib.closing(samples_of(run, every_seconds=every)) as samples, contextlib.ExitStack() as stack:
+    if once and every is not None:
+        raise JobError("--once takes one sample", where="--every", fix="leave out --every or --once")
+    seconds = EVERY_SECONDS if every is None else every
+    with (
+        contextlib.closing(samples_of(run, every_seconds=seconds)) as samples,
+        contextlib.ExitStack() as stack,
+    ):
         first = next(samples)  # what is wrong with RUN is known before a file is made
         files = [stack.enter_context(contextlib.closing(file)) for file in _files(csv, jsonl)]
         kept = "".join(f", recorded in {path}" for path in (csv, jsonl) if path is not None)
-        shown = _once(as_json=as_json) if once else stack.enter_context(_live(f"  every {every:g} s{kept}"))
+        shown = _once(as_json=as_json) if once else stack.enter_context(_live(f"  every {seconds:g} s{kept}"))
         for sample in itertools.chain([first], samples):
             for file in files:
                 file.write(sample)

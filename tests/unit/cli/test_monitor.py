@@ -76,7 +76,7 @@ def test_once_json_is_one_object_with_units_in_its_keys(
     assert (shown["schema"], shown["driver"], len(shown["gpus"])) == (1, "580.95.05", 2)
     assert shown["gpus"][1]["power_limit_watts"] == 600.0
     assert (shown["run"]["status"], shown["run"]["joules_per_token"]) == ("running", 0.8)
-    assert shown["run"]["unavailable"]["eval_loss"] == "no evaluation is done yet"
+    assert shown["run"]["unavailable"]["eval_loss"] == "it is not finite, or no evaluation is done yet"
 
 
 def test_without_a_gpu_and_a_run_it_says_so(
@@ -97,6 +97,7 @@ def test_without_a_gpu_and_a_run_it_says_so(
         (["--json"], "--json"),
         (["--every", "0"], "--every"),
         (["--every", "nan"], "--every"),
+        (["--once", "--every", "5"], "--every"),
         (["--once", "--csv", "none/a.csv"], "--csv"),
     ],
 )
@@ -219,6 +220,20 @@ def test_a_run_that_starts_later_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         assert next(samples)["run"]["status"] == "not started"
     samples.close()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+def test_a_run_that_is_being_set_up_is_taken_once_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "LOOK_SECONDS", 0.0)
+    folder = RunFolder.create(Path("runs/a"), job_yaml="name: a\n", plan={}, environment={})
+    content = (folder.path / "environment.json").read_text()
+    (folder.path / "environment.json").write_text("{")
+    samples = app.monitor(every_seconds=0.1)
+    first = next(samples)
+    assert (first["run"], first["run_unavailable"][:16]) == (None, "environment.json")
+    (folder.path / "environment.json").write_text(content)
+    assert next(samples)["run"]["status"] == "starting"
+    samples.close()
+    folder.close()
 
 
 def test_samples_keep_their_times() -> None:

@@ -161,16 +161,18 @@ def test_a_resumed_run_counts_no_step_twice_and_warms_up_again(tmp_path: Path) -
 def test_a_loss_that_is_not_finite_and_damaged_events_are_shown(tmp_path: Path) -> None:
     run = run_of(tmp_path / "a", [HEAD, *steps(1, 3), replace(STEP, step=4, loss=float("nan"))])
     with run.events.open("a") as file:
-        file.write('{"kind": "step", "time": 1, "step": "x", "loss": 1, "tokens": 1, "seconds": 1}\n???\n')
+        for bad in ('"step": "x", "loss": 1', '"step": 9, "loss": "x"', '"step": 9, "loss": 1, "mfu": []'):
+            file.write(f'{{"kind": "step", "time": 1, "tokens": 1, "seconds": 1, {bad}}}\n')
+        file.write('{"kind": "run", "time": 1, "processes": 2, "total_steps": {}}\n???\n')
         file.write(to_line(replace(STEP, step=5, loss=float("nan")), now=T0 + 10)[:40])
     seen = look(run, T0 + 10)
     assert (seen["step"], seen["loss"], seen["loss_not_finite"]) == (4, None, "nan")
     assert seen["recent_losses"] == [2.5] * 3
-    assert seen["problems"][0] == "events.jsonl:7 is not an event and was skipped"
+    assert seen["problems"][0] == "events.jsonl:10 is not an event and was skipped"
     assert "no number" in seen["problems"][1]
     text = shown({"time": T0, **Machine(NoDevice("none")).sample(), "run": seen}, 80)
     assert "loss      nan" in text
-    assert "warning: events.jsonl:7" in text
+    assert "warning: events.jsonl:10" in text
 
 
 def test_what_the_plan_predicted_stands_next_to_it(tmp_path: Path) -> None:
@@ -325,8 +327,9 @@ def test_csv_rows_are_appended_under_one_header(tmp_path: Path) -> None:
     for _ in range(2):
         file = RowFile(path, as_csv=True)
         file.write(sample)
-        assert path.read_text().endswith("\n"), "it is in the file before it is closed"
+        written = len(path.read_text().splitlines())
         file.close()
+        assert written == len(path.read_text().splitlines()), "a row is in the file before it is closed"
     found = list(csv.DictReader(io.StringIO(path.read_text())))
     assert len(found) == 4
     assert tuple(found[0]) == COLUMNS

@@ -167,7 +167,7 @@ def _run(run: Values, *, width: int) -> Iterator[RenderableType]:
 def _progress(run: Values, width: int) -> str:
     done, total = run["step"], run["total_steps"]
     if not total:
-        return run["unavailable"]["total_steps"]
+        return str(run["unavailable"]["total_steps"])
     full = max(10, min(40, width - 60))
     filled = round(full * min(1.0, done / total))
     text = f"{'━' * filled}{'╌' * (full - filled)} step {_steps(run)} ({done / total:.0%})"

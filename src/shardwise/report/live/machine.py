@@ -29,7 +29,7 @@ class Machine:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._constant = {
+        self._constant: dict[str, dict[str, Any]] = {
             card.uuid: {what: device.read(card.uuid, what) for what in CONSTANT} for card in device.cards
         }
         self._names: dict[int, str] = {}  # of processes, by their ids
@@ -53,8 +53,9 @@ class Machine:
 
     def _gpu(self, card: Card) -> dict[str, Any]:
         read: dict[str, Any] = {what: self._device.read(card.uuid, what) for what in SAMPLED}
-        read |= {"memory_bytes": card.memory_bytes, **self._constant[card.uuid], **self._clocks(card.uuid)}
-        read["processes"] = self._processes(card.uuid)
+        read |= self._constant[card.uuid]
+        read |= self._clocks(card.uuid)
+        read |= {"memory_bytes": card.memory_bytes, "processes": self._processes(card.uuid)}
         return {"index": card.index, "uuid": card.uuid, "name": card.name, **_known(read)}
 
     def _clocks(self, uuid: str) -> dict[str, Any]:

@@ -31,21 +31,26 @@ class _Step:
     tokens: int
     seconds: float
     time: float
+    loss: float | None
     joules: float | None
-    joules_unavailable: str | None
+    mfu: float | None
+    peak_bytes: int | None  # the worst rank's
 
     @staticmethod
     def of(event: Mapping[str, Any]) -> _Step:
         """TypeError or ValueError where a value is no number."""
-        joules = event.get("joules")
         return _Step(
             number=int(event["step"]),
             tokens=int(event["tokens"]),
             seconds=float(event["seconds"]),
             time=float(event["time"]),
-            joules=None if joules is None else float(joules),
-            joules_unavailable=event.get("joules_unavailable"),
+            **{name: _float(event.get(name)) for name in ("loss", "joules", "mfu")},
+            peak_bytes=max(map(int, event.get("peak_memory_reserved_bytes") or [0])) or None,
         )
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 class LiveRun:
@@ -63,7 +68,8 @@ class LiveRun:
     def _begin(self) -> None:
         self._head: Mapping[str, Any] = {}
         self._last: Mapping[str, Any] = {}  # event, of any kind
-        self._step: Mapping[str, Any] = {}  # the newest step
+        self._event: Mapping[str, Any] = {}  # of the newest step
+        self._step: _Step | None = None  # the newest
         self._eval: Mapping[str, Any] = {}
         self._resumed_step: int | None = None
         self._tokens, self._joules, self._steps, self._without_joules = 0, 0.0, 0, 0
@@ -96,23 +102,26 @@ class LiveRun:
         kind = event["kind"]
         float(event["time"])
         if kind == "step":
-            self._add_step(event, _Step.of(event))
+            self._add_step(_Step.of(event))
+            self._event = event
         elif kind == "run":
+            _ = int(event["processes"]), int(event["total_steps"])
             self._head = event
         elif kind == "eval":
+            _float(event["loss"])
             self._eval = event
         if kind in ("run", "resume"):
             self._resumed_step = event.get("step")
             self._launch()
         self._last = event
 
-    def _add_step(self, event: Mapping[str, Any], step: _Step) -> None:
-        self._step, self._in_launch = event, self._in_launch + 1
+    def _add_step(self, step: _Step) -> None:
+        self._step, self._in_launch = step, self._in_launch + 1
         self._tokens += step.tokens
         self._joules += step.joules or 0.0
         self._steps, self._without_joules = self._steps + 1, self._without_joules + (step.joules is None)
-        if event["loss"] is not None:
-            self._curve.append(float(event["loss"]))
+        if step.loss is not None:
+            self._curve.append(step.loss)
         if self._in_launch == WARM_UP_STEPS + 1:
             self._recent, self._recent_seconds = deque(), 0.0
         if self._in_launch == WARM_UP_STEPS:
@@ -125,24 +134,24 @@ class LiveRun:
     def _values(self, now: float) -> dict[str, Any]:
         reasons: dict[str, str] = {}
         in_use = self._follower.is_written(now)  # by a process that trains, starts or ends
-        steps, total = int(self._step.get("step", self._resumed_step or 0)), self._head.get("total_steps")
+        step = self._step
         found = {
             "status": self._status(in_use),
             "in_use": in_use,
             "strategy": self._head.get("strategy"),
             "processes": self._head.get("processes"),
             "resumed_step": self._resumed_step,
-            "step": steps,
-            "total_steps": total,
+            "step": self._resumed_step or 0 if step is None else step.number,
+            "total_steps": self._head.get("total_steps"),
             "tokens": self._tokens,
-            "loss": self._step.get("loss"),
-            "loss_not_finite": self._step.get("not_finite", {}).get("loss"),
+            "loss": step and step.loss,
+            "loss_not_finite": self._event.get("not_finite", {}).get("loss"),
             "recent_losses": list(self._curve),
             "eval_loss": self._eval.get("loss"),
             "eval_step": self._eval.get("step"),
             **self._speed(reasons),
             **self._energy(reasons),
-            "peak_memory_reserved_bytes": max(self._step.get("peak_memory_reserved_bytes") or [0]) or None,
+            "peak_memory_reserved_bytes": step and step.peak_bytes,
             "quiet_seconds": max(0.0, now - self._last["time"]) if self._last else None,
         }
         found["eta_seconds"] = self._eta(found, reasons)
@@ -165,13 +174,13 @@ class LiveRun:
             rate = sum(step.tokens for step in self._recent) / seconds if seconds else None
             middle = seconds / len(self._recent)
             each = None if rate is None else rate / int(self._head.get("processes") or 1)
-        if self._step.get("mfu") is None and self._step.get("mfu_unavailable"):
-            reasons["mfu"] = str(self._step["mfu_unavailable"])
+        if self._event.get("mfu_unavailable"):
+            reasons["mfu"] = str(self._event["mfu_unavailable"])
         return {
             "tokens_per_second": rate,
             "tokens_per_second_per_gpu": each,
             "step_seconds": middle,
-            "mfu": self._step.get("mfu"),
+            "mfu": self._step and self._step.mfu,
         }
 
     def _energy(self, reasons: dict[str, str]) -> dict[str, Any]:
@@ -183,7 +192,7 @@ class LiveRun:
         if known and not enough:
             reasons["joules_per_token"] = f"{duration(seconds)} of steps are too short for the counter"
         elif not known and self._recent:
-            reasons["joules_per_token"] = self._recent[-1].joules_unavailable or "no reading"
+            reasons["joules_per_token"] = str(self._event.get("joules_unavailable") or "no reading")
         if not enough and "joules_per_token" in reasons:
             reasons["run_watts"] = reasons["joules_per_token"]
         return {
@@ -209,16 +218,18 @@ class LiveRun:
         if quiet > max(QUIET_SECONDS, QUIET_STEPS * pace):
             reasons["eta_seconds"] = f"no event for {duration(quiet)}"
             return None
-        return max(0.0, (found["total_steps"] - last.number) * pace - quiet)
+        left = int(found["total_steps"]) - last.number
+        return max(0.0, left * pace - quiet)
 
 
 _WITHOUT = {
     "resumed_step": "the run was not resumed",
     "loss": "it is not finite, or no step is done yet",
     "loss_not_finite": "the loss is finite, or no step is done yet",
-    "eval_loss": "no evaluation is done yet",
+    "eval_loss": "it is not finite, or no evaluation is done yet",
     "eval_step": "no evaluation is done yet",
     "mfu": "the GPU's peak is not known, or no step is done yet",
+    "peak_memory_reserved_bytes": "it is not recorded, or no step is done yet",
     **dict.fromkeys(("strategy", "processes", "total_steps", "quiet_seconds"), "no event is written yet"),
 }
 
