@@ -161,18 +161,23 @@ def test_a_resumed_run_counts_no_step_twice_and_warms_up_again(tmp_path: Path) -
 def test_a_loss_that_is_not_finite_and_damaged_events_are_shown(tmp_path: Path) -> None:
     run = run_of(tmp_path / "a", [HEAD, *steps(1, 3), replace(STEP, step=4, loss=float("nan"))])
     with run.events.open("a") as file:
-        for bad in ('"step": "x", "loss": 1', '"step": 9, "loss": "x"', '"step": 9, "loss": 1, "mfu": []'):
+        for bad in (
+            '"step": "x", "loss": 1',
+            '"step": 9, "loss": "x"',
+            '"step": 9, "loss": 1, "mfu": []',
+            '"step": 1e999',
+        ):
             file.write(f'{{"kind": "step", "time": 1, "tokens": 1, "seconds": 1, {bad}}}\n')
         file.write('{"kind": "run", "time": 1, "processes": 2, "total_steps": {}}\n???\n')
         file.write(to_line(replace(STEP, step=5, loss=float("nan")), now=T0 + 10)[:40])
     seen = look(run, T0 + 10)
     assert (seen["step"], seen["loss"], seen["loss_not_finite"]) == (4, None, "nan")
     assert seen["recent_losses"] == [2.5] * 3
-    assert seen["problems"][0] == "events.jsonl:10 is not an event and was skipped"
+    assert seen["problems"][0] == "events.jsonl:11 is not an event and was skipped"
     assert "no number" in seen["problems"][1]
     text = shown({"time": T0, **Machine(NoDevice("none")).sample(), "run": seen}, 80)
     assert "loss      nan" in text
-    assert "warning: events.jsonl:10" in text
+    assert "warning: events.jsonl:11" in text
 
 
 def test_what_the_plan_predicted_stands_next_to_it(tmp_path: Path) -> None:

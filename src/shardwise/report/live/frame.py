@@ -94,13 +94,12 @@ def _row(gpu: Values, *, wide: bool) -> Iterator[Text]:
 
 def _remarks(gpus: Sequence[Values]) -> Iterator[str]:
     """Limits that are not the default, and reasons of values that are missing, each with its GPUs."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[int]] = {}
     for gpu in gpus:
         limit, default = gpu["power_limit_watts"], gpu["power_default_watts"]
         if None not in (limit, default) and abs(limit - default) > 1:
-            found.setdefault(f"power limit {limit:.0f} W; the default is {default:.0f} W", []).append(
-                gpu["index"]
-            )
+            text = f"power limit {limit:.0f} W; the default is {default:.0f} W"
+            found.setdefault(text, []).append(gpu["index"])
         by_reason: dict[str, list[str]] = {}
         for key, reason in gpu["unavailable"].items():
             by_reason.setdefault(reason, []).append(_WORDS.get(key, key))

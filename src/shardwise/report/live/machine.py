@@ -32,6 +32,8 @@ class Machine:
         self._constant: dict[str, dict[str, Any]] = {
             card.uuid: {what: device.read(card.uuid, what) for what in CONSTANT} for card in device.cards
         }
+        driver = device.driver_version()
+        self._driver = None if isinstance(driver, Unavailable) else driver
         self._names: dict[int, str] = {}  # of processes, by their ids
         psutil.cpu_percent()  # a difference: the first call only begins it
         self._asked = time.monotonic()
@@ -40,14 +42,13 @@ class Machine:
     def sample(self) -> dict[str, Any]:
         """`gpus`, `gpus_unavailable`, `driver` and `host`; units are in the names."""
         gpus = [self._gpu(card) for card in self._device.cards]
-        driver = self._device.driver_version()
         shown = {process["pid"] for gpu in gpus for process in gpu["processes"] or ()}
         self._names = {pid: name for pid, name in self._names.items() if pid in shown}
         missing = self._device.reason if isinstance(self._device, NoDevice) else "the driver shows no GPU"
         return {
             "gpus": gpus,
             "gpus_unavailable": None if gpus else missing,
-            "driver": None if isinstance(driver, Unavailable) else driver,
+            "driver": self._driver,
             "host": self._host(),
         }
 

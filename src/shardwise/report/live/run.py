@@ -68,6 +68,7 @@ class LiveRun:
     def _begin(self) -> None:
         self._head: Mapping[str, Any] = {}
         self._last: Mapping[str, Any] = {}  # event, of any kind
+        self._last_time = 0.0
         self._event: Mapping[str, Any] = {}  # of the newest step
         self._step: _Step | None = None  # the newest
         self._eval: Mapping[str, Any] = {}
@@ -93,14 +94,14 @@ class LiveRun:
         for event in events:
             try:
                 self._add(event)
-            except (TypeError, ValueError, KeyError) as error:
+            except (TypeError, ValueError, KeyError, OverflowError) as error:
                 self._bad = f"an event has a value that is no number ({error})"
         problems = [text for text in (self._follower.problem, self._bad) if text]
         return {"path": str(self.path), "name": self._name, **self._values(now), "problems": problems}
 
     def _add(self, event: Mapping[str, Any]) -> None:
         kind = event["kind"]
-        float(event["time"])
+        now = float(event["time"])
         if kind == "step":
             self._add_step(_Step.of(event))
             self._event = event
@@ -113,7 +114,7 @@ class LiveRun:
         if kind in ("run", "resume"):
             self._resumed_step = event.get("step")
             self._launch()
-        self._last = event
+        self._last, self._last_time = event, now
 
     def _add_step(self, step: _Step) -> None:
         self._step, self._in_launch = step, self._in_launch + 1
@@ -145,14 +146,14 @@ class LiveRun:
             "total_steps": self._head.get("total_steps"),
             "tokens": self._tokens,
             "loss": step and step.loss,
-            "loss_not_finite": self._event.get("not_finite", {}).get("loss"),
+            "loss_not_finite": (self._event.get("not_finite") or {}).get("loss"),
             "recent_losses": list(self._curve),
             "eval_loss": self._eval.get("loss"),
             "eval_step": self._eval.get("step"),
             **self._speed(reasons),
             **self._energy(reasons),
             "peak_memory_reserved_bytes": step and step.peak_bytes,
-            "quiet_seconds": max(0.0, now - self._last["time"]) if self._last else None,
+            "quiet_seconds": max(0.0, now - self._last_time) if self._last else None,
         }
         found["eta_seconds"] = self._eta(found, reasons)
         for key, value in found.items():
