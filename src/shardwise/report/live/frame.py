@@ -49,7 +49,7 @@ def line(sample: Values) -> str:
         parts += [f"{run['name']} {run['status']}", f"step {_steps(run)}", f"loss {_loss(run)}"]
         parts += [f"{_count(run['tokens_per_second'])} tokens/s"]
         parts += [f"{run['joules_per_token']:.3g} J/token"] if run["joules_per_token"] is not None else []
-        parts += [f"ETA {duration(run['eta_seconds'])}"] if run["eta_seconds"] is not None else []
+        parts += [f"ETA {duration(round(run['eta_seconds']))}"] if run["eta_seconds"] is not None else []
         parts += run["problems"]
     return " | ".join(parts)
 
@@ -171,7 +171,7 @@ def _progress(run: Values, width: int) -> str:
     filled = round(full * min(1.0, done / total))
     text = f"{'━' * filled}{'╌' * (full - filled)} step {_steps(run)} ({done / total:.0%})"
     if run["eta_seconds"] is not None:
-        text += f", ETA {duration(run['eta_seconds'])}"
+        text += f", ETA {duration(round(run['eta_seconds']))}"
     elif run["status"] == "running":
         text += f"; {run['unavailable']['eta_seconds']}"
     if run["resumed_step"] is not None:
