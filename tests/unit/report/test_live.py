@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import io
 import json
 import os
@@ -19,13 +18,11 @@ import pytest
 from rich.console import Console
 
 from shardwise.device import NoDevice, Reading, Replay, Unavailable
-from shardwise.errors import JobError
 from shardwise.record.schema import EvalEvent, Event, ResumeEvent, RunEvent, StepEvent, StopEvent
 from shardwise.record.write import RunFolder, to_line
 from shardwise.report.compare import summary
 from shardwise.report.live.frame import frame, line
 from shardwise.report.live.machine import Machine
-from shardwise.report.live.rows import COLUMNS, RowFile, rows
 from shardwise.report.live.run import LiveRun
 from shardwise.units import GIB
 
@@ -325,51 +322,6 @@ def shown(sample: dict[str, Any], width: int) -> str:
     console.print(frame(sample, width=width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
-
-
-def test_csv_rows_are_appended_under_one_header(tmp_path: Path) -> None:
-    path, sample = tmp_path / "a.csv", sample_of(machine())
-    for _ in range(2):
-        file = RowFile(path, as_csv=True)
-        file.write(sample)
-        written = len(path.read_text().splitlines())
-        file.close()
-        assert written == len(path.read_text().splitlines()), "a row is in the file before it is closed"
-    found = list(csv.DictReader(io.StringIO(path.read_text())))
-    assert len(found) == 4
-    assert tuple(found[0]) == COLUMNS
-    assert [row["gpu_index"] for row in found] == ["0", "1", "0", "1"]
-    row = found[1]
-    assert (float(row["gpu_power_watts"]), row["gpu_clocks_held_by"]) == (598.7, "power limit")
-    assert (row["run_step"], float(row["time"])) == ("", T0)
-
-
-def test_a_row_that_a_crash_cut_off_stays_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"time": 1')
-    file = RowFile(path, as_csv=False)
-    file.write(sample_of(machine(power_watts=None)))
-    file.close()
-    torn, first, _ = path.read_text().splitlines()
-    assert torn == '{"time": 1'
-    row = json.loads(first)
-    assert (row["gpu_power_watts"], row["gpu_clocks_held_by"]) == (None, [])
-    assert row["unavailable"] == {"gpu_power_watts": "not recorded", "run_name": "none is running"}
-
-
-def test_a_csv_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("mine\n")
-    with pytest.raises(JobError, match="columns"):
-        RowFile(path, as_csv=True)
-    assert path.read_text() == "mine\n"
-
-
-def test_a_machine_without_gpus_still_has_a_row(tmp_path: Path) -> None:
-    run = look(run_of(tmp_path / "a", [HEAD, *steps(1, 9)]), T0 + 18)
-    (row,) = rows(sample_of(Machine(NoDevice("there is no driver")), run))
-    assert (row["gpu_index"], row["unavailable"]["gpu_index"]) == (None, "there is no driver")
-    assert (row["run_step"], row["run_joules_per_token"]) == (9, 0.8)
 
 
 @pytest.mark.parametrize("width", [80, 120])
