@@ -22,6 +22,7 @@ from shardwise.cli.doctor import doctor
 from shardwise.cli.emit import emit
 from shardwise.cli.jobs import config, init
 from shardwise.cli.models import export, generate
+from shardwise.cli.monitor import monitor
 from shardwise.cli.options import write_no_more
 from shardwise.cli.plan import plan
 from shardwise.cli.report import report
@@ -43,7 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _verb in (demo, init, config, plan, train, bench, check, emit, report, export, generate, doctor):
+for _verb in (demo, init, config, plan, train, monitor, bench, check, emit, report, export, generate, doctor):
     app.command()(_verb)
 
 

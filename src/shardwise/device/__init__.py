@@ -12,6 +12,11 @@ Reading = Literal[
     "power_default_watts",
     "power_min_watts",
     "power_max_watts",
+    "temperature_celsius",
+    "sm_clock_mhz",
+    "sm_clock_max_mhz",  # of this model of GPU
+    "memory_clock_mhz",
+    "utilization_fraction",  # share of the driver's last sample period (up to 1 s) in which a kernel ran
     "clock_reasons",  # what limits the clocks now, as bits; see Device.clock_reasons
 ]
 
@@ -49,6 +54,7 @@ class Device(Protocol):
 
     visible_variable: str  # the environment variable that selects GPUs, as CUDA_VISIBLE_DEVICES does
     clock_reasons: Mapping[int, str]  # the bits of the reading `clock_reasons` that mean trouble, in words
+    ordinary_clock_reasons: Mapping[int, str]  # its other bits: idle, the power limit
     cards: Sequence[Card]
 
     def driver_version(self) -> str | Unavailable: ...
@@ -67,7 +73,8 @@ FACTS = [field.name for field in fields(Card) if field.name != "index"]
 class Replay:
     """Answers as the recorded machine did; null, and what was not recorded, is Unavailable.
 
-    {"driver": "580.95.05", "clock_reasons": {"2": "words"}, "paths": ["X NV18", "NV18 X"],
+    {"driver": "580.95.05", "clock_reasons": {"2": "words"}, "ordinary_clock_reasons": {"1": "idle"},
+     "paths": ["X NV18", "NV18 X"],
      "gpus": [{"uuid": ..., "name": ..., and other fields of `Card`,
                "readings": {READING: number, or a list to give one by one, the last one again and again},
                "processes": {PID: bytes}}]}
@@ -79,8 +86,8 @@ class Replay:
         """`values` may be changed between readings. KeyError or TypeError where a card lacks its name."""
         self._values, self._missing = values, Unavailable(reason=missing)
         self._gpus = {gpu["uuid"]: gpu for gpu in values["gpus"]}
-        reasons = values.get("clock_reasons", {})
-        self.clock_reasons: Mapping[int, str] = {int(bit): words for bit, words in reasons.items()}
+        self.clock_reasons = _words(values.get("clock_reasons", {}))
+        self.ordinary_clock_reasons = _words(values.get("ordinary_clock_reasons", {}))
         self.cards: Sequence[Card] = [
             Card(index=index, **{fact: gpu[fact] for fact in FACTS if gpu.get(fact) is not None})
             for index, gpu in enumerate(self._gpus.values())
@@ -125,9 +132,14 @@ def record(device: Device) -> dict[str, Any]:
     return {
         "driver": device.driver_version() if _known(device.driver_version()) else None,
         "clock_reasons": {str(bit): words for bit, words in device.clock_reasons.items()},
+        "ordinary_clock_reasons": {str(bit): words for bit, words in device.ordinary_clock_reasons.items()},
         "paths": [" ".join(paths.get((i, j), "X") for j in numbers) for i in numbers],
         "gpus": [{fact: value for fact, value in gpu.items() if _known(value)} for gpu in gpus],
     }
+
+
+def _words(recorded: Mapping[str, str]) -> Mapping[int, str]:
+    return {int(bit): words for bit, words in recorded.items()}
 
 
 def _known(value: Any) -> bool:

@@ -22,7 +22,14 @@ CLOCK_REASONS = {
     0x40: "heat (hardware slowdown)",
     0x80: "power brake of the chassis",
 }
-"""nvmlClocksEventReasons but for the ordinary ones: idle, power cap, sync boost, display."""
+"""nvmlClocksEventReasons that mean trouble."""
+
+ORDINARY_CLOCK_REASONS = {
+    0x01: "idle",
+    0x04: "power limit",
+    0x10: "sync boost with a slower GPU",
+    0x100: "display clocks",
+}
 
 READINGS: Mapping[Reading, Callable[[Any, Any], float]] = {
     # version 2 leaves out what the driver reserves for itself
@@ -33,6 +40,11 @@ READINGS: Mapping[Reading, Callable[[Any, Any], float]] = {
     "power_default_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1000,
     "power_min_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerManagementLimitConstraints(gpu)[0] / 1000,
     "power_max_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerManagementLimitConstraints(gpu)[1] / 1000,
+    "temperature_celsius": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    "sm_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "sm_clock_max_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "memory_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+    "utilization_fraction": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
     # drivers before 535 know only this name of it
     "clock_reasons": lambda nvml, gpu: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)),
 }
@@ -60,6 +72,7 @@ class Nvml:
 
     visible_variable = "CUDA_VISIBLE_DEVICES"
     clock_reasons: Mapping[int, str] = CLOCK_REASONS
+    ordinary_clock_reasons: Mapping[int, str] = ORDINARY_CLOCK_REASONS
 
     def __init__(self, library: Any) -> None:
         """`library` is the module pynvml, after nvmlInit. NVMLError where a GPU is lost."""

@@ -36,7 +36,7 @@ def is_run_folder(path: Path) -> bool:
     return (path / JOB).is_file() and (path / PLAN).is_file()
 
 
-def read_run(path: Path) -> RunRecord:
+def read_run(path: Path, *, with_events: bool = True) -> RunRecord:
     """Read all but the checkpoints. JobError where `path` is no run folder or a file in it is broken."""
     if not path.is_dir():
         raise JobError(f"there is no folder {path}", where=str(path), fix=_known_runs(path.parent))
@@ -47,7 +47,7 @@ def read_run(path: Path) -> RunRecord:
         job=_read(path / JOB),
         plan=_read(path / PLAN),
         environment=_read(path / ENVIRONMENT),
-        events=read_events(path / EVENTS) if (path / EVENTS).exists() else [],
+        events=read_events(path / EVENTS) if with_events and (path / EVENTS).exists() else [],
     )
 
 
@@ -62,15 +62,22 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 break  # still being written, or torn
-            try:
-                event = json.loads(line)
-            except ValueError:
-                event = None
-            if not isinstance(event, dict) or not _NEEDED.get(str(event.get("kind")), set()) <= event.keys():
+            event = parse_event(line)
+            if event is None:
                 fix = "remove the line, or restore the file from a copy"
                 raise JobError("this line is not an event", where=f"{path}:{number}", fix=fix)
             events.append(event)
     return events
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """The event that a line holds, with the keys that every reader needs; None where it holds none."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    known = isinstance(event, dict) and _NEEDED.get(str(event.get("kind")), set()) <= event.keys()
+    return event if known else None
 
 
 def is_being_written(path: Path) -> bool:
@@ -98,7 +105,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _no_run(folder: Path) -> JobError:
     """The error for a folder that is no run folder: it names the runs in it, or how to run its job file."""
-    if (folder / JOB).is_file() and not _runs_in(folder):
+    if (folder / JOB).is_file() and not runs_in(folder):
         place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
         what = f"nothing has been run in {folder} yet: it holds a job file and no run"
         fix = f"`{place}shardwise train {JOB}`, then name the run folder that it writes"
@@ -108,11 +115,11 @@ def _no_run(folder: Path) -> JobError:
 
 def _known_runs(folder: Path) -> str:
     """Advice that names the run folders in `folder`."""
-    runs = ", ".join(str(run) for run in _runs_in(folder)[:5])
+    runs = ", ".join(str(run) for run in runs_in(folder)[:5])
     return f"name one of these: {runs}" if runs else "name a run folder, e.g. runs/NAME"
 
 
-def _runs_in(folder: Path) -> list[Path]:
+def runs_in(folder: Path) -> list[Path]:
     """Run folders in `folder` and in its subfolders, such as `runs`, that this user may enter."""
     inside = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
     return sorted(path for path in inside if os.access(path, os.X_OK) and is_run_folder(path))

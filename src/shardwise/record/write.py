@@ -139,12 +139,15 @@ def _lock(path: Path) -> int:
 def locked(path: Path) -> int | None:
     """The descriptor of a file that is locked while it is open; None where another process has locked it."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    for _ in range(3):  # who asks whether it is locked, as `monitor` does, holds it for microseconds
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)
+        else:
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 HIDDEN = "[hidden]"

@@ -33,6 +33,7 @@ VERBS = {
         "--processes", "--resume", "--max-steps", "--dry-run", "--set", "--memory-cap", "--on-oom",
         "--json",
     },
+    "monitor": {"--every", "--csv", "--jsonl", "--once", "--json"},
     "bench": {
         "--strategies", "--sweep", "--processes", "--steps", "--warmup", "--timeout", "--profile", "--out",
         "--set", "--memory-cap", "--json",

@@ -24,6 +24,9 @@ class FakeNvml:
     NVML_NVLINK_MAX_LINKS = 36
     NVML_NVLINK_DEVICE_TYPE_SWITCH = 2
     NVML_ERROR_NO_PERMISSION = 4
+    NVML_TEMPERATURE_GPU = 0
+    NVML_CLOCK_SM = 1
+    NVML_CLOCK_MEM = 2
     NVML_ERROR_LIBRARY_NOT_FOUND = 12
     nvmlMemory_v2 = 2  # noqa: N815
 
@@ -103,6 +106,18 @@ class FakeNvml:
     def nvmlDeviceGetPowerManagementLimitConstraints(self, gpu: int) -> list[int]:
         return [200000, 710000]
 
+    def nvmlDeviceGetTemperature(self, gpu: int, sensor: int) -> int:
+        return {0: 61}[sensor]
+
+    def nvmlDeviceGetClockInfo(self, gpu: int, clock: int) -> int:
+        return {1: 1755, 2: 3201}[clock]
+
+    def nvmlDeviceGetMaxClockInfo(self, gpu: int, clock: int) -> int:
+        return {1: 1980}[clock]
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: int) -> Any:
+        return SimpleNamespace(gpu=98, memory=40)
+
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: int) -> int:
         return 0x21
 
@@ -164,6 +179,11 @@ def test_readings_have_the_units_of_their_names() -> None:
         "power_default_watts": 700.0,
         "power_min_watts": 200.0,
         "power_max_watts": 710.0,
+        "temperature_celsius": 61,
+        "sm_clock_mhz": 1755,
+        "sm_clock_max_mhz": 1980,
+        "memory_clock_mhz": 3201,
+        "utilization_fraction": 0.98,
         "clock_reasons": 0x21,
     }
 
@@ -173,6 +193,9 @@ def test_the_clock_bits_that_mean_trouble_are_nvmls() -> None:
     bits = ("ApplicationsClocksSetting", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown",
             "HwPowerBrakeSlowdown")  # fmt: skip
     assert set(Nvml.clock_reasons) == {getattr(pynvml, f"nvmlClocksEventReason{bit}") for bit in bits}
+    ordinary = ("GpuIdle", "SwPowerCap", "SyncBoost", "DisplayClockSetting")
+    named = {getattr(pynvml, f"nvmlClocksEventReason{bit}") for bit in ordinary}
+    assert set(Nvml.ordinary_clock_reasons) == named
 
 
 def test_a_reading_that_fails_has_a_reason_and_the_others_are_read() -> None:
@@ -276,6 +299,7 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_real_library_has_every_name_that_is_used() -> None:
     pynvml = pytest.importorskip("pynvml")
     names = [name for name in vars(FakeNvml) if name.lower().startswith("nvml")]
+    assert (pynvml.NVML_TEMPERATURE_GPU, pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM) == (0, 1, 2)
     assert len(names) > 25
     assert [name for name in names if not hasattr(pynvml, name)] == []
 

@@ -1,0 +1,81 @@
+"""Following a run while it runs: each look reads only what was written since the last one."""
+
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shardwise.record.read import EVENTS, is_being_written, parse_event, runs_in
+
+FREE_SECONDS = 10.0
+"""A lock that was found free is not tried again for so long: trying it holds it for microseconds."""
+
+
+class Follower:
+    """The events of one run folder, and whether a process writes to it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._path = run_dir, run_dir / EVENTS
+        self._inode, self._offset, self._lines = 0, 0, 0
+        self._free_since: float | None = None
+        self._damage = ""
+        self.problem = ""
+        """Why the file cannot be read, or which of its lines are no events; empty where all is well."""
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+        """New events; True before them where the file is another one: then they are all events.
+
+        A resumed run replaces its file. A last line without its end is left for the next look; a line that
+        is no event is skipped, and `problem` names it.
+        """
+        try:
+            with self._path.open("rb") as file:
+                found = self._new(file)
+        except FileNotFoundError:
+            again, self._inode, self._offset = self._offset > 0, 0, 0
+            return again, []
+        except OSError as error:
+            self.problem = f"{self._path.name} cannot be read: {error.strerror}"
+            return False, []
+        self.problem = self._damage
+        return found
+
+    def is_written(self, now: float) -> bool:
+        """Whether a process holds the folder's lock, at the time `now` (seconds of any clock)."""
+        if self._free_since is not None and now - self._free_since < FREE_SECONDS:
+            return False
+        held = is_being_written(self._run_dir)
+        self._free_since = None if held else now
+        return held
+
+    def _new(self, file: BinaryIO) -> tuple[bool, list[dict[str, Any]]]:
+        found = os.fstat(file.fileno())
+        again = self._inode != 0 and (found.st_ino != self._inode or found.st_size < self._offset)
+        if again or self._inode == 0:
+            self._inode, self._offset, self._lines, self._damage = found.st_ino, 0, 0, ""
+        if found.st_size == self._offset:
+            return again, []
+        file.seek(self._offset)
+        events = []
+        for line in file:
+            if not line.endswith(b"\n"):
+                break  # still being written, or torn
+            self._offset, self._lines = self._offset + len(line), self._lines + 1
+            event = parse_event(line)
+            if event is None:
+                self._damage = f"{EVENTS}:{self._lines} is not an event and was skipped"
+            else:
+                events.append(event)
+        self._free_since = None if events else self._free_since
+        return again, events
+
+
+def newest_running(folder: Path) -> Path | None:
+    """The run folder within `folder` that changed last, of those that a process writes to."""
+
+    def written(run: Path) -> float:
+        try:
+            return max(path.stat().st_mtime for path in (run / EVENTS, run) if path.exists())
+        except (OSError, ValueError):  # removed meanwhile
+            return 0.0
+
+    return next(filter(is_being_written, sorted(runs_in(folder), key=written, reverse=True)), None)
