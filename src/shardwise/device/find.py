@@ -40,6 +40,12 @@ def find() -> Device:
     return min(map(_opened, VENDORS), key=lambda one: 2 - one.broken if isinstance(one, NoDevice) else 0)
 
 
+def fake_file() -> Path | None:
+    """The state of the fake driver, where SHARDWISE_DEVICE names one: nothing computes on its cards."""
+    stand_in = os.environ.get(REPLAY, "")
+    return Path(stand_in.removeprefix(FAKE)) if stand_in.startswith(FAKE) else None
+
+
 def _opened(vendor: Callable[[], Device]) -> Device:
     """The vendor's device, waited for in a thread: a call of a hanging driver never returns."""
     answers: list[Device] = []
