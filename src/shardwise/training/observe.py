@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from shardwise.device import Unavailable
 from shardwise.energy import END_SECONDS, StepJoules
@@ -112,24 +113,22 @@ class Recorder:
         stop: Callable[[], object] = lambda: None,
     ) -> None:
         """`cards`, `first`: UUIDs and energy counters by rank, as they are now. `stop` asks the loop to."""
+        energy, outside = sources()
+        self.no_energy, self._simulated = why_no_energy(), energy == "simulated"
+        self._earlier = _earlier(folder, simulated=self._simulated, measured=self.no_energy is None)
         self.speed, self._folder = speed, folder
         self.step, self._total_steps = resumed_step or 0, header.total_steps
-        self._began = time.monotonic()
+        self._began, self._written = time.monotonic(), -math.inf
         self._events = EventWriter(folder.events, resumed_step=resumed_step)
         self._trackers = Trackers(job["tracking"], run_dir=folder.path, job=job)
         self._display = Display(first_step=self.step, total_steps=header.total_steps)
-        energy, outside = sources()
         header = replace(header, energy_source=energy, outside_allocator_source=outside)
         self._events.write(header if resumed_step is None else ResumeEvent(step=resumed_step))
-        self.no_energy = why_no_energy()
         self._joules = StepJoules(self.no_energy, cards=cards, first=_known(first), lag=lag())
         self.last_joules: float | None = None
+        self._stop, self._budget_kwh = stop, (job.get("energy") or {}).get("budget_kwh")
         self.stopping: str | None = None
         """Why the run is asked to stop by its own record: its budget is used up."""
-        self._stop, self._budget_kwh = stop, (job.get("energy") or {}).get("budget_kwh")
-        self._simulated = energy == "simulated"
-        self._earlier = _earlier(folder, simulated=self._simulated, measured=self.no_energy is None)
-        self._written = -math.inf
         self._finished = False
 
     def __enter__(self) -> Recorder:
@@ -194,8 +193,8 @@ class Recorder:
         self._events.write(event)
 
     def say(self, text: str) -> None:
-        """Show a line or a block to the user."""
-        self._display.say(text)
+        """Show a block to the user, as it is."""
+        self._display.console.print(Text(text), soft_wrap=True)
 
     def finish(self, *, step: int, status: str, millijoules: Sequence[float] = ()) -> None:
         """`millijoules`: energy counters by rank, after all that the run does."""
