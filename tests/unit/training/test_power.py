@@ -1,9 +1,11 @@
-"""A run chooses its power limit: on a scripted machine, whose energy and time follow the fake driver's limits."""
+"""A run chooses its power limit, on a scripted machine whose energy and time follow the fake driver's limits."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +236,7 @@ def test_a_set_that_fails_at_any_call_leaves_a_run_that_measures(
         deadline = 40
         while machine.limits() != [700.0, 700.0] and deadline:
             deadline -= 1
-            __import__("time").sleep(0.5)
+            time.sleep(0.5)
     assert len(machine.events("measure")) == 1
     assert machine.events("choice") == []
 
@@ -379,7 +381,7 @@ def spans(*watts: tuple[float, float, float]) -> dict[str, PowerRange]:
 def test_levels_are_about_25_watts_apart_and_end_at_the_present_limit() -> None:
     found, notes = levels("auto", spans((200, 700, 650)))
     assert (found[0], found[-1], len(found)) == (200, 650, 19)
-    assert {b - a for a, b in zip(found, found[1:], strict=False)} == {25}
+    assert {b - a for a, b in pairwise(found)} == {25}
     assert notes == []
     assert levels("auto", spans((100, 320, 320)))[0][:3] == [100, 124, 149]
     assert levels("auto", spans((300, 300, 300)))[0] == [300]
