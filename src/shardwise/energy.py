@@ -10,15 +10,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from shardwise.device import Device, NoDevice, Unavailable
-from shardwise.device.find import find
+from shardwise.device.find import fake_file, find
 
-EnergySource = Literal["counter", "power samples"]
+EnergySource = Literal["counter", "power samples", "simulated"]
 
 SAMPLE_SECONDS = 0.1
+END_SECONDS = 0.2
+"""A window's joules are off by at most so many seconds of its power: at each end, a reading is up to one
+sample and one step of the counter old."""
+
+PHASES = ("start", "training", "evaluation", "saving")
 FIRST = "no reading before the first step of a launch"
 INTERRUPTED = "an evaluation or a save lies between the readings"
 
@@ -27,7 +33,7 @@ class Gpu:
     """One GPU, its energy sampled by a thread."""
 
     def __init__(self, device: Device, uuid: str) -> None:
-        self._device, self._uuid = device, uuid
+        self._device, self.uuid = device, uuid
         self.energy_source: EnergySource | Unavailable = "counter"
         read: Callable[[], float | Unavailable] = partial(device.read, uuid, "energy_joules")
         self._last = read()
@@ -39,6 +45,8 @@ class Gpu:
                 return
             self._last, self.energy_source = 0.0, "power samples"
             read = _PowerIntegral(device, uuid, power)
+        if fake_file() is not None:
+            self.energy_source = "simulated"
         threading.Thread(target=self._sample, args=(read,), name="gpu-energy", daemon=True).start()
 
     def joules(self) -> float | Unavailable:
@@ -47,7 +55,7 @@ class Gpu:
 
     def process_bytes(self) -> int | Unavailable:
         """GPU memory of this process; Unavailable in containers with their own process ids."""
-        found = self._device.processes(self._uuid)
+        found = self._device.processes(self.uuid)
         missing = Unavailable(reason="the driver does not list this process")
         return found if isinstance(found, Unavailable) else found.get(os.getpid(), missing)
 
@@ -84,30 +92,102 @@ def find_gpu(uuid: str, device: Device | None = None) -> Gpu | Unavailable:
 
 
 class StepJoules:
-    """Differences between the energy counters of all GPUs at one step and at the next one."""
+    """Energy of steps and phases of a run, from the energy counters of all GPUs at each step."""
 
-    def __init__(self, unavailable: str | None = None) -> None:
-        """`unavailable`: why there are no readings at all, where that is known."""
-        self._unavailable = unavailable
-        self._before: list[int] | None = None
-        self._gap = FIRST
+    def __init__(
+        self,
+        unavailable: str | None = None,
+        *,
+        cards: Sequence[str | None] = (),
+        first: Sequence[int | None] = (),
+        lag: int = 0,
+    ) -> None:
+        """`unavailable`: why there are no readings at all, where that is known.
+
+        `cards`: UUIDs by rank, so that a GPU of several ranks is counted once. `first`: readings of the
+        launch, in millijoules by rank. `lag`: readings after an interruption that do not stand one step
+        apart, because the host is ahead of the GPU there.
+        """
+        self._unavailable, self._lag, self._left = unavailable, lag, lag
+        self._ranks = None if not cards else distinct(cards)
+        self._before = {rank: reading for rank, reading in enumerate(first) if reading is not None}
+        self._gap: str | None = FIRST
+        self.phases = dict.fromkeys(PHASES, 0.0)  # joules of all GPUs
+        self._steps = 0
+        self._stretch = _Stretch({"start": 1.0})
 
     def of_step(self, millijoules: Sequence[int | None]) -> float | Unavailable:
         """Energy of all GPUs since the step before. `millijoules` by rank; None: that GPU has no counter."""
         if self._unavailable is not None:
             return Unavailable(reason=self._unavailable)
-        now = [reading for reading in millijoules if reading is not None]
-        if len(now) < len(millijoules):
-            self._before, self._gap = None, "the step before has no reading"
-            return Unavailable(reason=f"rank {list(millijoules).index(None)} has no reading")
-        before, self._before = self._before, now
-        if before is None:
-            return Unavailable(reason=self._gap)
-        differences = [after - start for start, after in zip(before, now, strict=True)]
-        if min(differences) < 0:
-            return Unavailable(reason="an energy counter went backwards")
-        return sum(differences) / 1000.0
+        used, wrong = self._since(millijoules)
+        gap = wrong or self._gap
+        if self._left:
+            self._left -= 1
+        else:
+            self._gap = None
+        if gap is None:
+            self.phases["training"] += used
+            self._steps += 1
+            self._settle()
+            return used
+        self._stretch.joules += used
+        self._stretch.steps += 1
+        return Unavailable(reason=gap)
 
-    def interrupt(self) -> None:
-        """Forget the last readings: what used energy since is not the next step."""
-        self._before, self._gap = None, INTERRUPTED
+    def interrupt(self, phase: str = "evaluation", seconds: float = 1.0) -> None:
+        """What used energy since is not the next step, but a phase that took `seconds`."""
+        self._gap, self._left = INTERRUPTED, self._lag
+        self._stretch.phases.pop("start", None)
+        self._stretch.phases[phase] = self._stretch.phases.get(phase, 0.0) + seconds
+
+    def finish(self, millijoules: Sequence[int | None]) -> None:
+        """The last readings, after all steps. `phases` is complete then."""
+        if self._unavailable is None:
+            self._stretch.joules += self._since(millijoules)[0]
+            self._stretch.steps += self._lag
+            self._settle()
+
+    @property
+    def joules(self) -> float:
+        """Of all GPUs, since the readings of the launch."""
+        return sum(self.phases.values()) + self._stretch.joules
+
+    def _since(self, millijoules: Sequence[int | None]) -> tuple[float, str | None]:
+        """Joules of all cards since their last readings, and what is wrong with these."""
+        used, wrong = 0.0, None
+        for rank in range(len(millijoules)) if self._ranks is None else self._ranks:
+            now, before = millijoules[rank], self._before.get(rank)
+            if now is None:
+                wrong, self._gap = f"rank {rank} has no reading", "the step before has no reading"
+                self._left = max(1, self._left)
+                continue
+            self._before[rank] = now
+            if before is not None and now < before:
+                wrong = wrong or "an energy counter went backwards"
+            elif before is not None:
+                used += (now - before) / 1000.0
+        return used, wrong
+
+    def _settle(self) -> None:
+        """Charge a stretch: its steps as others, the rest to what lay between, by their seconds."""
+        stretch, self._stretch = self._stretch, _Stretch({})
+        each = self.phases["training"] / self._steps if self._steps else 0.0
+        steps = min(stretch.joules, stretch.steps * each) if stretch.phases else stretch.joules
+        self.phases["training"] += steps
+        for phase, seconds in stretch.phases.items():
+            self.phases[phase] += (stretch.joules - steps) * seconds / sum(stretch.phases.values())
+
+
+@dataclass
+class _Stretch:
+    """Readings that do not stand one step apart."""
+
+    phases: dict[str, float]  # seconds of what lay between
+    joules: float = 0.0
+    steps: int = 0
+
+
+def distinct(cards: Sequence[str | None]) -> list[int]:
+    """The first rank of each card; a rank without a card stands for itself."""
+    return [rank for rank, card in enumerate(cards) if card is None or cards.index(card) == rank]

@@ -6,6 +6,7 @@ ShardwiseError
 │   └── DivergedError   2   the loss or the gradient norm is not finite
 ├── DoesNotFitError     3   the job does not fit; `fix` names the nearest change that would
 ├── MachineError        4   the machine is not able: driver, port, permission, disk, missing package
+│   └── PowerBusyError  4   another run controls the power limits of these GPUs
 ├── CheckpointError     5   a checkpoint is damaged or belongs to another job
 └── StoppedError       75   stopped on request, state saved, `--resume` goes on
 
@@ -60,6 +61,10 @@ class DoesNotFitError(ShardwiseError):
 
 class MachineError(ShardwiseError):
     exit_code = 4
+
+
+class PowerBusyError(MachineError):
+    pass
 
 
 class CheckpointError(ShardwiseError):

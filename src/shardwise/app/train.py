@@ -1,11 +1,17 @@
 """A job to a run: check what can be checked without a model, start the processes, wait for them."""
 
-from collections.abc import Sequence
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.app.jobs import AnyJob, cap_in_bytes, read
+from shardwise.device.fake import create
+from shardwise.device.find import FAKE, REPLAY
 from shardwise.errors import JobError
 from shardwise.hardware.detect import gpu_count
 from shardwise.job.load import LoadedJob
@@ -13,6 +19,8 @@ from shardwise.job.schema import Job
 from shardwise.launch.local import launch
 from shardwise.launch.resume import check_same_job, job_file, last_choice, processes_of, resume_command
 from shardwise.launch.spec import LaunchSpec
+from shardwise.power.lease import FOLDER as LEASES
+from shardwise.record.energy import read_used
 from shardwise.record.read import is_run_folder
 from shardwise.space.auto import resolve
 
@@ -43,6 +51,7 @@ def train(
     memory_cap: str | int | None = None,
     on_oom: Literal["stop", "retry"] = "stop",
     as_json: bool = False,
+    simulate_power: bool = False,
     debug: bool = False,
     command: Sequence[str] = ("shardwise.train",),
 ) -> Run:
@@ -58,6 +67,7 @@ def train(
         memory_cap: use no more of each GPU; bytes, or `16GiB`.
         on_oom: after a GPU ran out of memory: stop, or retry with a strategy that needs less.
         as_json: a dry run prints its plan as one JSON object.
+        simulate_power: rehearse power limits on the CPU, with a fake GPU for each process.
         debug: print the traceback of a process that fails.
         command: what the user typed, for the run's record.
 
@@ -74,8 +84,12 @@ def train(
         _check_folder(folder, resume=resume)
     if resume:
         check_same_job(loaded, folder)
+        _check_budget(asked, folder)
         processes = processes or processes_of(folder)
     processes = processes or (1 if asked.strategy == "single" else max(1, gpus))
+    if simulate_power and gpus:
+        what = "--simulate-power rehearses on the CPU, and there are GPUs here"
+        raise JobError(what, where="--simulate-power", fix="hide them: set CUDA_VISIBLE_DEVICES to nothing")
     _check_strategy(loaded, processes, gpus)
     spec = LaunchSpec(
         job=asked.model_dump(mode="json"),
@@ -91,7 +105,34 @@ def train(
         debug=debug,
         command=list(command),
     )
-    return Run(folder=folder, exit_code=launch(spec))
+    with _simulated(processes) if simulate_power and not dry_run else nullcontext():
+        return Run(folder=folder, exit_code=launch(spec))
+
+
+@contextmanager
+def _simulated(processes: int) -> Iterator[None]:
+    """Within, this machine has a fake GPU for each process. They and their leases are temporary files."""
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-power-"))
+    fake = create(folder / "gpus.json", cards=processes)
+    new = {REPLAY: f"{FAKE}{fake}", LEASES: str(folder / "leases")}
+    before = {name: os.environ.get(name) for name in new}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        if not any(folder.glob("leases/*.json")):  # a guardian needs them a moment longer
+            shutil.rmtree(folder)
+
+
+def _check_budget(job: Job, folder: Path) -> None:
+    """JobError where a run to resume has used its energy up."""
+    used, budget = read_used(folder), job.energy.budget_kwh
+    if used is not None and budget is not None and used.kwh >= budget:
+        what = f"the run has used {used.kwh:.4g} kWh of its {budget:g} kWh"
+        fix = "give it more: --set energy.budget_kwh=KWH"
+        raise JobError(what, where="energy.budget_kwh", fix=fix)
 
 
 def _check_strategy(loaded: LoadedJob, processes: int, gpus: int) -> None:

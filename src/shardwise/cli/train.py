@@ -39,6 +39,10 @@ def train(
         Literal["stop", "retry"],
         typer.Option(help="After a GPU ran out of memory: stop, or retry with a strategy that needs less."),
     ] = "stop",
+    simulate_power: Annotated[
+        bool,
+        typer.Option("--simulate-power", help="Rehearse power limits on the CPU with fake GPUs; slow."),
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Train a model as the job file says."""
@@ -55,6 +59,7 @@ def train(
             changes=changes,
             memory_cap=memory_cap,
             on_oom=on_oom,
+            simulate_power=simulate_power,
             as_json=as_json,
             debug=bool(context.obj),
             command=["shardwise", *sys.argv[1:]],

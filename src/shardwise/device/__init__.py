@@ -32,6 +32,11 @@ class Unavailable:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoPermission(Unavailable):
+    """The driver refuses this process what it may do for another user."""
+
+
 NOT_REPORTED = Unavailable(reason="the driver does not report it")
 
 
@@ -65,6 +70,9 @@ class Device(Protocol):
 
     def processes(self, uuid: str) -> Mapping[int, int | Unavailable] | Unavailable:
         """GPU memory in bytes by process id; a container with its own process ids sees none."""
+
+    def limit_power(self, uuid: str, watts: float) -> Unavailable | None:
+        """Set a card's power limit; None once it is set. Only `power/`, which puts it back, calls this."""
 
 
 FACTS = [field.name for field in fields(Card) if field.name != "index"]
@@ -111,6 +119,10 @@ class Replay:
         if found is None:
             return self._missing
         return {int(pid): self._missing if size is None else size for pid, size in found.items()}
+
+    def limit_power(self, uuid: str, watts: float) -> Unavailable | None:  # noqa: ARG002
+        recorded = Unavailable(reason="it is recorded, so nothing can be set")
+        return recorded if uuid in self._gpus else self._missing
 
 
 class NoDevice(Replay):

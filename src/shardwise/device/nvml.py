@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from shardwise.device import Card, Device, NoDevice, Paths, Reading, Unavailable
+from shardwise.device import Card, Device, NoDevice, NoPermission, Paths, Reading, Unavailable
 
 T = TypeVar("T")
 
@@ -94,6 +94,12 @@ class Nvml:
         unknown = Unavailable(reason="NVML does not show this process's memory")
         return {one.pid: unknown if one.usedGpuMemory is None else one.usedGpuMemory for one in found}
 
+    def limit_power(self, uuid: str, watts: float) -> Unavailable | None:
+        def limit(nvml: Any, gpu: Any) -> None:
+            nvml.nvmlDeviceSetPowerManagementLimit(gpu, round(watts * 1000))
+
+        return self._of(uuid, limit)
+
     def paths(self) -> Paths:
         """NVLinks where two GPUs have them, directly or through switches; else their PCIe topology."""
         nvml, gpus, found = self._nvml, list(self._handles.values()), {}
@@ -156,4 +162,5 @@ class Nvml:
         try:
             return question()
         except self._nvml.NVMLError as error:
-            return Unavailable(reason=f"NVML: {error}")
+            refused = error.value == self._nvml.NVML_ERROR_NO_PERMISSION
+            return (NoPermission if refused else Unavailable)(reason=f"NVML: {error}")

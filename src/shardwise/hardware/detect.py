@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from shardwise.device import Card, Device, Paths, Unavailable
-from shardwise.device.find import find, unseen_vendor
+from shardwise.device.find import fake_file, find, unseen_vendor
 from shardwise.errors import MachineError
 from shardwise.hardware import catalog, links
 from shardwise.hardware.calibration import calibrated
@@ -40,8 +40,8 @@ def detect_hardware() -> Hardware | None:
 
 
 def gpu_count() -> int:
-    """GPUs, or parts of them, that a process started here would use; 0 without a driver."""
-    return len(visible(find()))
+    """GPUs, or parts of them, that a process started here would use; 0 without a real driver."""
+    return 0 if fake_file() is not None else len(visible(find()))
 
 
 def deepspeed_accelerator() -> str | None:

@@ -17,7 +17,7 @@ def find(job: Job, given: frozenset[str]) -> Iterator[Problem]:
 
     `given` has the dotted keys with a value in the file or a flag.
     """
-    for part in (_training, _model, _data):
+    for part in (_training, _model, _data, _energy):
         yield from part(job, given)
 
 
@@ -97,3 +97,20 @@ def _data(job: Job, given: frozenset[str]) -> Iterator[Problem]:
     if data.format == "text" and keys and not (keys == chat[:1] and data.loss_on == "all"):
         what = f"{names} {'are' if len(keys) > 1 else 'is'} for conversations, and data.format is text"
         yield Problem(what=what, where=names, fix="remove, or choose the format of the conversations")
+
+
+def _energy(job: Job, given: frozenset[str]) -> Iterator[Problem]:
+    """Numbers that the objective needs, and those that it would ignore; None stands for all but `measure`."""
+    energy = job.energy
+    prices = ("price_per_kwh", "price_per_gpu_hour")
+    needed = {"eta": ("eta",), "cost": prices}.get(energy.objective, ())
+    for key in needed:
+        if getattr(energy, key) is None:
+            what = f"objective {energy.objective} needs energy.{key}"
+            yield Problem(what=what, where=f"energy.{key}, energy.objective", fix=f"set energy.{key}")
+    for key, objective in (("eta", "eta"), ("max_slowdown", "max-slowdown"), ("power_limits", None)):
+        used = energy.objective != "measure" if objective is None else energy.objective == objective
+        if f"energy.{key}" in given and not used:
+            what = f"energy.{key} has no effect with objective: {energy.objective}"
+            fix = f"remove it, or set energy.objective: {objective or 'energy'}"
+            yield Problem(what=what, where=f"energy.{key}, energy.objective", fix=fix)

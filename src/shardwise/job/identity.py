@@ -41,6 +41,7 @@ FREE = (
     "name",
     "output",
     "strategy",  # compared as the state's layout: training/snapshot.py
+    "energy",
     "tracking",
     "train.micro_batch",
     "train.checkpointing",

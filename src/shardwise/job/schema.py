@@ -182,6 +182,30 @@ class StrategySpec(Section):
     """Elements of gradients that DeepSpeed reduces at once. Smaller ones take less memory."""
 
 
+Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Energy(Section):
+    """GPU energy: what the power limit is chosen for while training, what may be used, what it costs."""
+
+    objective: Literal["measure", "energy", "time", "eta", "cost", "max-slowdown"] = "measure"
+    """`measure` sets nothing. `energy`: least energy a step; `max-slowdown`: the same, not much slower."""
+    eta: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Of `objective: eta`, Zeus' cost `eta*E + (1-eta)*P_max*T`: 1 is energy alone, 0 time alone."""
+    max_slowdown: Fraction = 0.05
+    """Of `objective: max-slowdown`: how much longer than at the present limit a step may take."""
+    power_limits: Literal["auto"] | Annotated[list[Positive], Field(min_length=1)] = "auto"
+    """Limits to try in watts a GPU, `auto`: each 25 W. The present limit is always one, none is above it."""
+    budget_kwh: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """When all GPUs have used so much, the state is saved and the run ends with 75; resuming counts on."""
+    price_per_kwh: Price | None = None
+    """In your currency."""
+    price_per_gpu_hour: Price | None = None
+    """In the same currency, energy not included."""
+    carbon_g_per_kwh: Price | None = None
+    """Grams of CO2 equivalent for each kWh of your grid."""
+
+
 class Job(Section):
     """A training job. See `shardwise init` for a commented example."""
 
@@ -195,5 +219,6 @@ class Job(Section):
     train: Train = Train()
     strategy: StrategyName | StrategySpec = "auto"
     """How the work is spread. `auto` picks (see `shardwise train --dry-run`); or a name; or its parts."""
+    energy: Energy = Energy()
     tracking: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = ["tensorboard"]
     """Where metrics go in addition to events.jsonl. A service's key is read from its environment variable."""

@@ -22,7 +22,8 @@ class RunEvent:
     parameters: int
     trainable_parameters: int
     energy_source: str | None = None
-    """Source of `joules`: NVML's energy `counter` or `power samples`; null where there is none."""
+    """Source of `joules`: NVML's energy `counter` or `power samples`; null where there is none. `simulated`:
+    nothing about energy and power is measured in this run, and its steps are slowed down on purpose."""
     outside_allocator_source: str | None = None
     """`process`: NVML counts this process's memory; `device`: it counts all processes on the GPU."""
 
@@ -94,6 +95,27 @@ class ResumeEvent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PowerEvent:
+    """What was done about the power limit after `step`."""
+
+    kind: ClassVar[str] = "power"
+    step: int
+    what: str
+    """`begin`, `level` (a limit was set), `window` (measured at it), `choice`, `drift` (searched again),
+    `measure` (nothing is set any more), `end` (all is put back)."""
+    reasons: list[str]  # Sentences
+    watts: int | None = None  # The limit of each GPU, where its range allows it
+    limits_watts: dict[str, float] | None = None  # By UUID, as they were set
+    steps: int | None = None  # Of a window; of the search, for a choice
+    seconds: float | None = None
+    joules: float | None = None
+    held: bool | None = None  # Whether the limit held clocks down; null if that is not known
+    saved_joules: float | None = None  # Against the present limit at the start; what the search cost is in it
+    saved_seconds: float | None = None
+    simulated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopEvent:
     """The last line of a launch."""
 
@@ -101,9 +123,12 @@ class StopEvent:
     step: int
     status: str  # `finished` (all steps), `paused` (at --max-steps), `stopped` (on request) or `failed`
     seconds: float  # Wall seconds of this launch, from its first line
+    kwh: float | None = None
+    """Energy of all GPUs in all launches, without the host: see record/energy.py."""
+    kwh_unavailable: str | None = None
 
 
-Event = RunEvent | StepEvent | EvalEvent | SaveEvent | ResumeEvent | StopEvent
+Event = RunEvent | StepEvent | EvalEvent | SaveEvent | ResumeEvent | PowerEvent | StopEvent
 
 OUT_OF_MEMORY = "out_of_memory.json"
 """Written next to events.jsonl where a process ran out of GPU memory: {"schema": 1, "failures": [...]}.

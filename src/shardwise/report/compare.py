@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.errors import JobError
 from shardwise.record.manifest import check_sizes, read_manifest, step_folders
 from shardwise.record.read import RunRecord, is_being_written, read_run
+from shardwise.report.energy import energy
 
 WARM_UP_STEPS = 5  # of a launch, which throughput leaves out (compilation, allocator, caches)
 
@@ -41,6 +42,7 @@ def summary(run_dir: str | Path) -> dict[str, Any]:
     head, steps = heads[-1], _of_kind(run.events, "step")
     losses = [(event["loss"], event["step"]) for event in _with_loss(run.events)]
     best_loss, best_step = min(losses, default=(None, None))
+    steady, seconds = _steady(run.events), _wall_seconds(run.events)
     return {
         "name": run.job.get("name"),
         "path": str(run.path),
@@ -56,10 +58,11 @@ def summary(run_dir: str | Path) -> dict[str, Any]:
         "best_loss_step": best_step,
         "skipped_steps": sum(bool(event.get("skipped")) for event in steps),
         "evaluations": [{key: one[key] for key in ("step", "loss")} for one in _of_kind(run.events, "eval")],
-        **_throughput(_steady(run.events), int(head.get("processes") or 1)),
+        **_throughput(steady, int(head.get("processes") or 1)),
         "peak_memory_reserved_bytes": _peak(steps, "peak_memory_reserved_bytes"),
         "peak_memory_allocated_bytes": _peak(steps, "peak_memory_allocated_bytes"),
-        "wall_seconds": _wall_seconds(run.events),
+        "wall_seconds": seconds,
+        "energy": energy(run, steady, seconds=seconds),
         "checkpoints": _checkpoints(run.path / "checkpoints"),
     }
 
@@ -80,6 +83,8 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
         for name in ("tokens_per_second_per_gpu", "step_seconds", "mfu"):
             found[name] = numbers[name]
         found["step_numbers"] = [step["step"] for step in steps]
+        if numbers["energy"]["simulated"]:
+            found |= {"joules_per_token": None, "joules_unavailable": "simulated, not measured"}
         found |= {"exposed_communication_fraction": None, "memory_in_step": []}
         found["exposed_unavailable"] = "a run is not profiled: `shardwise bench` is"
         found["evaluations"] = [(one["step"], one["loss"]) for one in numbers["evaluations"]]

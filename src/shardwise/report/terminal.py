@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.report.compare import losses, summary
+from shardwise.report.energy import lines
 from shardwise.units import count, duration, gib
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -44,6 +45,8 @@ def _show_one(run: dict[str, Any], curve: Sequence[float], console: Console) -> 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, read in _ROWS:
         table.add_row(label, Text(read(run)))
+    for label, text in lines(run["energy"]).items():
+        table.add_row(label, Text(text))
     console.print(table)
     if curve:
         console.print(f"loss  {sparkline(curve)}", highlight=False)
@@ -68,6 +71,10 @@ def _show_several(runs: Sequence[dict[str, Any]], console: Console) -> None:
     table.add_row("steps", *(f"{run['steps']}/{run['total_steps']}" for run in runs))
     for label, read in _ROWS:
         table.add_row(label, *(Text(read(run)) for run in runs))
+    energies = [lines(run["energy"]) for run in runs]
+    for label in ("energy", "energy used", "power limit"):
+        if any(label in one for one in energies):
+            table.add_row(label, *(Text(one.get(label, "-")) for one in energies))
     console.print(table)
 
 

@@ -11,8 +11,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwise.device import Unavailable
+from shardwise.device.find import fake_file, find
 from shardwise.energy import Gpu, find_gpu
 from shardwise.engines.runtime.protocol import Engine, StepResult
+from shardwise.errors import MachineError
+from shardwise.training.process import place
 
 MEMORY_FIELDS = (
     "allocated_bytes",
@@ -26,6 +29,7 @@ MEMORY_FIELDS = (
 )
 """What the ranks exchange about themselves with each step."""
 
+CPU = torch.device("cpu")
 UNKNOWN = -1.0  # Stands for what cannot be measured here: ranks exchange plain numbers
 
 _EVERY_READING = 3
@@ -43,12 +47,12 @@ def memory(device: torch.device) -> list[float]:
     if device.type != "cuda":
         # the kernel's peak lags a little behind what is resident now
         peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0)
-        return [resident, resident, peak, peak, UNKNOWN, resident, UNKNOWN, UNKNOWN]
+        return [resident, resident, peak, peak, UNKNOWN, resident, UNKNOWN, millijoules(device)]
     stats = torch.cuda.memory_stats(device)  # once: collecting them takes longer than a kernel launch
     keys = ("allocated_bytes", "reserved_bytes")
     allocator = [float(stats.get(f"{key}.all.{when}", 0)) for when in ("current", "peak") for key in keys]
     outside = _outside(device).read(reserved_bytes=allocator[1])
-    return [*allocator, outside.device_bytes, resident, outside.pinned_bytes, _millijoules(device)]
+    return [*allocator, outside.device_bytes, resident, outside.pinned_bytes, millijoules(device)]
 
 
 def sources() -> tuple[str | None, str | None]:
@@ -56,24 +60,37 @@ def sources() -> tuple[str | None, str | None]:
 
     See `RunEvent.energy_source` and `RunEvent.outside_allocator_source`; None where nothing measures it.
     """
-    gpu = _current_gpu()
+    gpu, outside = gpu_of(_device()), "device" if torch.cuda.is_available() else None
     if isinstance(gpu, Unavailable):
-        return None, "device" if torch.cuda.is_available() else None
+        return None, outside
     energy = None if isinstance(gpu.energy_source, Unavailable) else gpu.energy_source
-    return energy, "device" if isinstance(gpu.process_bytes(), Unavailable) else "process"
+    return energy, outside if isinstance(gpu.process_bytes(), Unavailable) else "process"
 
 
 def why_no_energy() -> str | None:
     """The reason why this process's GPU has no joules; None if it has."""
-    gpu = _current_gpu()
+    gpu = gpu_of(_device())
     found = gpu if isinstance(gpu, Unavailable) else gpu.energy_source
     return found.reason if isinstance(found, Unavailable) else None
 
 
-def _current_gpu() -> Gpu | Unavailable:
-    if not torch.cuda.is_available():
-        return Unavailable(reason="no GPU")
-    return _gpu(torch.cuda.current_device())
+def lag() -> int:
+    """Readings that do not stand one step apart after an interruption.
+
+    The host issues the second step before the first has ended, so its reading is early; with the third it
+    waits for the GPU again.
+    """
+    return 2 if torch.cuda.is_available() else 0
+
+
+def card_of(device: torch.device) -> str | None:
+    """The UUID of this process's GPU, as the driver has it; None where there is none."""
+    gpu = gpu_of(device)
+    return None if isinstance(gpu, Unavailable) else gpu.uuid
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
 class _Reading(NamedTuple):
@@ -100,7 +117,7 @@ _outside = cache(_Outside)
 
 def _used_bytes(device: torch.device) -> float:
     """GPU memory in use: by this process where the driver reports it, else by all processes on the GPU."""
-    gpu = _gpu(device.index)
+    gpu = gpu_of(device)
     used = gpu if isinstance(gpu, Unavailable) else gpu.process_bytes()
     if not isinstance(used, Unavailable):
         return float(used)
@@ -108,15 +125,25 @@ def _used_bytes(device: torch.device) -> float:
     return float(total - free)
 
 
-def _millijoules(device: torch.device) -> float:
-    gpu = _gpu(device.index)
+def millijoules(device: torch.device) -> float:
+    """The energy counter of this process's GPU; UNKNOWN where there is none."""
+    gpu = gpu_of(device)
     joules = gpu if isinstance(gpu, Unavailable) else gpu.joules()
     return UNKNOWN if isinstance(joules, Unavailable) else joules * 1000.0
 
 
 @cache
-def _gpu(index: int) -> Gpu | Unavailable:
-    return find_gpu(str(torch.cuda.get_device_properties(index).uuid))
+def gpu_of(device: torch.device) -> Gpu | Unavailable:
+    """This process's GPU; in a rehearsal, where ranks compute on the CPU, the fake card of its number."""
+    if device.type == "cuda":
+        return find_gpu(str(torch.cuda.get_device_properties(device).uuid))
+    if fake_file() is None:
+        return Unavailable(reason="no GPU")
+    driver, (rank, size, _) = find(), place()
+    if rank >= len(driver.cards):
+        what = f"{size} processes rehearse on {len(driver.cards)} fake cards"
+        raise MachineError(what, where="SHARDWISE_DEVICE", fix="make a fake with a card for each process")
+    return find_gpu(driver.cards[rank].uuid, driver)
 
 
 Mark = float | torch.cuda.Event  # A moment, by a stopwatch

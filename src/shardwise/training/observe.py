@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from shardwise.device import Unavailable
-from shardwise.energy import StepJoules
-from shardwise.record.schema import EvalEvent, ResumeEvent, RunEvent, SaveEvent, StepEvent, StopEvent
+from shardwise.energy import END_SECONDS, StepJoules
+from shardwise.errors import JobError
+from shardwise.record.energy import WRITE_SECONDS, Used, read_used, write_used
+from shardwise.record.schema import EvalEvent, Event, ResumeEvent, RunEvent, SaveEvent, StepEvent, StopEvent
 from shardwise.record.trackers import Trackers
 from shardwise.record.write import EventWriter, RunFolder
 from shardwise.training.loop import StepReport
-from shardwise.training.meter import UNKNOWN, sources, why_no_energy
+from shardwise.training.meter import UNKNOWN, lag, sources, why_no_energy
 from shardwise.units import count, duration, gib
 
 QUIET_SECONDS = 10.0  # Seconds between two lines where there is no terminal
@@ -78,6 +81,8 @@ class Speed:
 class Quiet:
     """The observer of the other ranks."""
 
+    stopping: str | None = None
+
     def __enter__(self) -> Quiet:
         return self
 
@@ -89,7 +94,7 @@ class Quiet:
 
     def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None: ...
 
-    def finish(self, *, step: int, status: str) -> None: ...
+    def finish(self, *, step: int, status: str, millijoules: Sequence[float] = ()) -> None: ...
 
 
 class Recorder:
@@ -103,42 +108,53 @@ class Recorder:
         header: RunEvent,
         speed: Speed,
         resumed_step: int | None,
+        cards: Sequence[str | None] = (),
+        first: Sequence[float] = (),
+        stop: Callable[[], object] = lambda: None,
     ) -> None:
+        """`cards`, `first`: UUIDs and energy counters by rank, as they are now. `stop` asks the loop to."""
+        energy, outside = sources()
+        self.no_energy, self._simulated = why_no_energy(), energy == "simulated"
+        self._earlier = _earlier(folder, simulated=self._simulated, measured=self.no_energy is None)
         self.speed, self._folder = speed, folder
-        self._step, self._total_steps = resumed_step or 0, header.total_steps
-        self._began = time.monotonic()
+        self.step, self._total_steps = resumed_step or 0, header.total_steps
+        self._began, self._written = time.monotonic(), -math.inf
         self._events = EventWriter(folder.events, resumed_step=resumed_step)
         self._trackers = Trackers(job["tracking"], run_dir=folder.path, job=job)
-        self._display = Display(first_step=self._step, total_steps=header.total_steps)
-        energy, outside = sources()
+        self._display = Display(first_step=self.step, total_steps=header.total_steps)
         header = replace(header, energy_source=energy, outside_allocator_source=outside)
         self._events.write(header if resumed_step is None else ResumeEvent(step=resumed_step))
-        self._joules = StepJoules(why_no_energy())
+        self._joules = StepJoules(self.no_energy, cards=cards, first=_known(first), lag=lag())
+        self.last_joules: float | None = None
+        self._stop, self._budget_kwh = stop, (job.get("energy") or {}).get("budget_kwh")
+        self.stopping: str | None = None
+        """Why the run is asked to stop by its own record: its budget is used up."""
         self._finished = False
 
     def __enter__(self) -> Recorder:
         self._display.__enter__()
-        if self._step:
-            over = self._step >= self._total_steps
+        if self.step:
+            over = self.step >= self._total_steps
             said = "nothing is left to train after" if over else "going on after"
-            self._display.say(f"{said} step {self._step} of {self._total_steps}")
+            self._display.say(f"{said} step {self.step} of {self._total_steps}")
         return self
 
     def __exit__(self, *exception: object) -> None:
         if not self._finished:
-            self.finish(step=self._step, status="failed")
+            self.finish(step=self.step, status="failed")
         self._display.__exit__()
         self._trackers.close()
         self._events.close()
         self._folder.close()
 
     def on_step(self, report: StepReport) -> None:
-        self._step = report.step
+        self.step = report.step
         per_second = report.tokens / report.seconds
         per_gpu = per_second / self.speed.gpus
         flops, peak = per_gpu * self.speed.flops_per_token, self.speed.peak_flops
         memory = report.memory
-        joules = self._joules.of_step([None if mj == UNKNOWN else mj for mj in memory["energy_millijoules"]])
+        joules = self._joules.of_step(_known(memory["energy_millijoules"]))
+        self.last_joules = None if isinstance(joules, Unavailable) else joules
         event = StepEvent(
             **{name: value for name, value in vars(report).items() if name != "memory"},
             tokens_per_second=per_second,
@@ -153,34 +169,88 @@ class Recorder:
             outside_allocator_bytes=_all_known(memory["outside_allocator_bytes"]),
             host_memory_bytes=memory["host_memory_bytes"],
             pinned_memory_bytes=_all_known(memory["pinned_memory_bytes"]),
-            joules=None if isinstance(joules, Unavailable) else joules,
+            joules=self.last_joules,
             joules_unavailable=joules.reason if isinstance(joules, Unavailable) else None,
         )
         self._events.write(event)
         self._trackers.log(report.step, _numbers(event))
         self._display.step(report)
+        self._count()
 
     def on_eval(self, *, step: int, loss: float, target_tokens: int, seconds: float) -> None:
-        self._joules.interrupt()
+        self._joules.interrupt("evaluation", seconds)
         self._events.write(EvalEvent(step=step, loss=loss, target_tokens=target_tokens, seconds=seconds))
         self._trackers.log(step, {"eval/loss": loss})
         numbers = f"evaluation loss {loss:.4f} (perplexity {math.exp(min(loss, 50.0)):.4g})"
         self._display.say(f"step {step}: {numbers}, {duration(seconds)}")
 
     def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None:
-        self._joules.interrupt()
+        self._joules.interrupt("saving", seconds)
         self._events.write(SaveEvent(step=step, seconds=seconds, bytes=size_bytes))
 
-    def finish(self, *, step: int, status: str) -> None:
+    def record(self, event: Event) -> None:
+        """Write an event of another observer."""
+        self._events.write(event)
+
+    def say(self, text: str) -> None:
+        """Show a block to the user, as it is."""
+        self._display.console.print(Text(text), soft_wrap=True)
+
+    def finish(self, *, step: int, status: str, millijoules: Sequence[float] = ()) -> None:
+        """`millijoules`: energy counters by rank, after all that the run does."""
         self._finished = True
-        seconds = time.monotonic() - self._began
-        self._events.write(StopEvent(step=step, status=status, seconds=seconds))
+        if millijoules:
+            self._joules.finish(_known(millijoules))
+        self._written = -math.inf
+        self._count()
+        kwh, seconds = None if self.no_energy else self._used().kwh, time.monotonic() - self._began
+        self._events.write(
+            StopEvent(step=step, status=status, seconds=seconds, kwh=kwh, kwh_unavailable=self.no_energy)
+        )
         advice = {
             "finished": f"next: shardwise report {self._folder.path}",
             "paused": f"shardwise train {self._folder.path} --resume goes on",
         }
         if status in advice:
             self._display.say(f"{status} after step {step} of {self._total_steps}; {advice[status]}")
+
+    def _used(self) -> Used:
+        """By all launches so far."""
+        seconds, joules = time.monotonic() - self._began, self._joules.joules
+        now = Used(
+            joules=joules,
+            error_joules=END_SECONDS * joules / seconds,
+            seconds=seconds,
+            phases=self._joules.phases,
+            simulated=self._simulated,
+        )
+        return self._earlier.plus(now)
+
+    def _count(self) -> None:
+        """Write the meter if it is due, and ask to stop once the budget is used up."""
+        if self.no_energy is not None:
+            return
+        used, now = self._used(), time.monotonic()
+        if now - self._written >= WRITE_SECONDS:
+            self._written = now
+            write_used(self._folder.path, used)
+        if self._budget_kwh is not None and used.kwh >= self._budget_kwh and self.stopping is None:
+            self.stopping = f"energy.budget_kwh {self._budget_kwh:g} is used up"
+            self._stop()
+
+
+def _earlier(folder: RunFolder, *, simulated: bool, measured: bool) -> Used:
+    """What the launches before this one have used. JobError where that is simulated and this is not."""
+    found = read_used(folder.path)
+    if found is not None and measured and found.simulated != simulated:
+        kind, flag = ("simulated", "with") if found.simulated else ("measured", "without")
+        what = f"the energy of this run was {kind} so far, and would not be from here on"
+        raise JobError(what, where=str(folder.path), fix=f"resume {flag} --simulate-power")
+    return found or Used()
+
+
+def _known(millijoules: Sequence[float]) -> list[int | None]:
+    return [None if one == UNKNOWN else int(one) for one in millijoules]
 
 
 def _numbers(event: StepEvent) -> dict[str, float]:
@@ -198,6 +268,8 @@ def _numbers(event: StepEvent) -> dict[str, float]:
         numbers["speed/mfu"] = event.mfu
     if event.joules is not None:
         numbers["energy/joules_per_token"] = event.joules / event.tokens
+        numbers["energy/joules_per_step"] = event.joules
+        numbers["energy/watts"] = event.joules / event.seconds
     return numbers
 
 

@@ -137,5 +137,9 @@ class StopSignal:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._remember)
 
+    def ask(self) -> None:
+        """As a signal does."""
+        self.requested = True
+
     def _remember(self, _number: int, _frame: FrameType | None) -> None:
         self.requested = True

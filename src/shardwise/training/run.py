@@ -6,16 +6,18 @@ The run folder is written only after the job, the data and the model have been c
 import os
 import random
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import yaml
 
+from shardwise.device.find import fake_file, find
 from shardwise.engines import descriptor
 from shardwise.engines.runtime.protocol import Engine, World, build_engine
-from shardwise.errors import DoesNotFitError, StoppedError
+from shardwise.errors import DoesNotFitError, JobError, StoppedError
 from shardwise.job.schema import Job
 from shardwise.kernels.fused import apply_fused_kernels
 from shardwise.launch.resume import resume_command
@@ -33,11 +35,13 @@ from shardwise.strategy import Strategy
 from shardwise.training.announce import announce, header, speed
 from shardwise.training.checkpoint import CheckpointStore
 from shardwise.training.loop import Loop, Progress, check_warmup
-from shardwise.training.meter import PROFILED_STEPS, profile_steps
+from shardwise.training.meter import PROFILED_STEPS, UNKNOWN, card_of, millijoules, profile_steps
 from shardwise.training.observe import Quiet, Recorder
 from shardwise.training.oom import explained
+from shardwise.training.power import PowerTuner
 from shardwise.training.process import Ranks, StopSignal, join, place, settled
 from shardwise.training.ready import Ready, count_steps, get_ready, identity, make_streams
+from shardwise.training.rehearsal import NOTICE, rehearsal
 from shardwise.training.snapshot import Snapshots
 from shardwise.units import gib
 
@@ -97,12 +101,15 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
         total_steps=total_steps,
     )
     progress = snapshots.restore() if spec.resume else Progress()
-    observer = make_observer(ready, spec, engine, progress) if world.rank == 0 else Quiet()
+    cards, first = zip(*ranks.gather((card_of(world.device), millijoules(world.device))), strict=True)
+    _check_meter(job, first)
+    gpus = GpusOfRanks(cards, first)
+    observer = make_observer(ready, spec, engine, progress, gpus, stop) if world.rank == 0 else Quiet()
     ranks.barrier()  # the run folder exists now, for every rank
     evaluated = spec.resume and ranks.gather(world.rank == 0 and _evaluated(run_dir, progress.step))[0]
     if spec.profile is not None and spec.measure_steps is not None:
         profile_steps(engine, after=spec.measure_steps, trace=Path(spec.profile))
-    with observer:
+    with rehearsal(engine, cards[world.rank]), observer:
         loop = Loop(
             job=job,
             engine=engine,
@@ -121,10 +128,27 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             arrived = loop.run(last_step)
         done = progress.step >= (last_step if measuring else total_steps)
         status = "finished" if done else "paused" if arrived else "stopped"
-        observer.finish(step=progress.step, status=status)
+        ends = ranks.gather((millijoules(world.device), observer.stopping))
+        observer.finish(step=progress.step, status=status, millijoules=[end for end, _ in ends])
     if not arrived:
-        what = f"on request after step {progress.step} of {total_steps}; the state is saved"
-        raise StoppedError(what, where=spec.run_dir, fix=f"`{resume_command(run_dir)}` goes on from here")
+        why, resume = ends[0][1], resume_command(run_dir)
+        what = f"{why or 'on request'} after step {progress.step} of {total_steps}; the state is saved"
+        more = " with a larger one: --set energy.budget_kwh=KWH" if why else ""
+        raise StoppedError(what, where=spec.run_dir, fix=f"`{resume}` goes on from here{more}")
+
+
+class GpusOfRanks(NamedTuple):
+    """By rank, before the first step."""
+
+    cards: Sequence[str | None]  # UUIDs
+    millijoules: Sequence[float]  # energy counters, or UNKNOWN
+
+
+def _check_meter(job: Job, first: Sequence[float]) -> None:
+    """A budget needs a meter. The same error on every rank."""
+    if job.energy.budget_kwh is not None and UNKNOWN in first:
+        what = f"rank {first.index(UNKNOWN)} has no GPU whose energy can be read, so a budget cannot be kept"
+        raise JobError(what, where="energy.budget_kwh", fix="remove it, or see `shardwise doctor`")
 
 
 def _steps_to_measure(spec: LaunchSpec) -> int:
@@ -170,7 +194,9 @@ def check_weights(ready: Ready, engine: Engine) -> None:
         deque(gathered, maxlen=0)  # gathering is collective
 
 
-def make_observer(ready: Ready, spec: LaunchSpec, engine: Engine, progress: Progress) -> Recorder:
+def make_observer(
+    ready: Ready, spec: LaunchSpec, engine: Engine, progress: Progress, gpus: GpusOfRanks, stop: StopSignal
+) -> Recorder | PowerTuner:
     """Rank 0's observer; creates the run folder, or opens it again."""
     path, plan = Path(spec.run_dir), ready.to_json()
     if spec.resume:
@@ -183,12 +209,27 @@ def make_observer(ready: Ready, spec: LaunchSpec, engine: Engine, progress: Prog
         about = environment(gpus=_gpus(), command=spec.command)
         folder = RunFolder.create(path, job_yaml=job_yaml, plan=plan, environment=about)
     folder.write_engine_config(f"{ready.strategy.engine}.json", engine.config())
-    return Recorder(
+    recorder = Recorder(
         folder,
         job=ready.job.model_dump(mode="json"),
         header=header(ready, total_steps=count_steps(ready)),
         speed=speed(ready),
         resumed_step=progress.step if spec.resume else None,
+        cards=gpus.cards,
+        first=gpus.millijoules,
+        stop=stop.ask,
+    )
+    if fake_file() is not None:
+        recorder.say(NOTICE)
+    if ready.job.energy.objective == "measure" or spec.measure_steps is not None:
+        return recorder
+    return PowerTuner(
+        recorder,
+        energy=ready.job.energy,
+        device=find(),
+        cards=gpus.cards,
+        key={"job": identity(ready), "strategy": ready.strategy.to_json(), "versions": versions()},
+        folder=path,
     )
 
 

@@ -31,7 +31,7 @@ VERBS = {
     },
     "train": {
         "--processes", "--resume", "--max-steps", "--dry-run", "--set", "--memory-cap", "--on-oom",
-        "--json",
+        "--simulate-power", "--json",
     },
     "monitor": {"--every", "--csv", "--jsonl", "--once", "--json"},
     "bench": {

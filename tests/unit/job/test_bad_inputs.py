@@ -151,6 +151,17 @@ CASES = [
     Case("split-of-file", data("split: test"), ["belongs to a hub dataset"]),
     Case("chat-keys-of-text", data("format: text", "system: hi"), ["data.system is for conversations"]),
     Case("tracker-twice", with_("tracking: [wandb, wandb]"), ["names a tracker twice"]),
+    Case("no-eta", with_("energy: {objective: eta}"), ["job.yaml:8", "needs energy.eta"]),
+    Case("one-price", with_("energy: {objective: cost, price_per_kwh: 1}"), ["needs energy.price_per_gpu_h"]),
+    Case("eta-unused", with_("energy: {eta: 0.5}"), ["job.yaml:8", "has no effect with objective: measure"]),
+    Case(
+        "slowdown-unused",
+        with_("energy: {objective: energy, max_slowdown: 0.1}"),
+        ["energy.max_slowdown has no effect", "energy.objective: max-slowdown"],
+    ),
+    Case("limits-unused", with_("energy: {power_limits: [300]}"), ["energy.power_limits has no effect"]),
+    Case("no-limits", with_("energy: {objective: energy, power_limits: []}"), ["job.yaml:8", "is []"]),
+    Case("no-budget", with_("energy: {budget_kwh: 0}"), ["expected a number above 0"]),
     # strategies
     Case("nvme-no-path", strategy("stage: 3", "offload_optimizer: nvme"), ["NVMe needs a folder"]),
     Case("nvme-unused", strategy("nvme_path: base"), ["job.yaml:10: strategy.nvme_path", "nothing is off"]),

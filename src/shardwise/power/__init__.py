@@ -1,0 +1,1 @@
+"""Power limits of GPUs: changed for a run, and always put back."""
