@@ -1,0 +1,95 @@
+"""What a power limit is chosen for, as the regret of each limit: how much worse it is than the best one."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import JobError
+
+Values = NDArray[np.float64]
+Kind = Literal["energy", "time", "eta", "cost", "max-slowdown"]
+
+JOULES_PER_KWH = 3.6e6
+SECONDS_PER_HOUR = 3600.0
+THRIFT = 0.02  # share of energy in `time`: of equally fast limits, the one that uses less energy is best
+
+_NEEDS: dict[Kind, tuple[str, ...]] = {
+    "energy": (),
+    "time": (),
+    "eta": ("eta",),
+    "cost": ("price_per_kwh", "price_per_gpu_hour"),
+    "max-slowdown": ("max_slowdown",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """One objective, with the numbers that it needs; others are refused.
+
+    energy: joules per step. time: seconds per step. eta: Zeus' cost `eta*E + (1-eta)*P_max*T` (You et al.,
+    NSDI 2023), where P_max is the highest limit of all GPUs together. cost: energy and rent of the GPUs.
+    max-slowdown: the least energy among limits that are at most `max_slowdown` slower than the highest limit.
+    """
+
+    kind: Kind
+    gpus: int = 1
+    """All GPUs of the job: energy is measured over all of them."""
+    eta: float | None = None
+    """From 0 (time) to 1 (energy)."""
+    price_per_kwh: float | None = None
+    price_per_gpu_hour: float | None = None
+    """In the same currency as `price_per_kwh`."""
+    max_slowdown: float | None = None
+    """0.05: at most 5 % more seconds per step."""
+
+    def __post_init__(self) -> None:
+        for name in ("eta", "price_per_kwh", "price_per_gpu_hour", "max_slowdown"):
+            value: float | None = getattr(self, name)
+            needed = name in _NEEDS[self.kind]
+            if needed != (value is not None):
+                what = f"objective {self.kind} {'needs' if needed else 'does not use'} {name}"
+                raise JobError(what, where=f"energy.{name}", fix="set it" if needed else "remove it")
+            if value is not None and not 0 <= value < float("inf"):
+                raise JobError(f"{name} is {value}", where=f"energy.{name}", fix="set it to 0 or more")
+        if self.eta is not None and self.eta > 1:
+            raise JobError(f"eta is {self.eta}", where="energy.eta", fix="set it to a number from 0 to 1")
+        if self.gpus < 1:
+            raise JobError(f"the objective is for {self.gpus} GPUs", fix="give the number of GPUs of the job")
+
+    def regrets(self, seconds: Values, joules: Values, highest_watts: float) -> Values:
+        """Regret of each limit: 0.02 is 2 % worse than the best limit of the same row.
+
+        `seconds` and `joules` are per step; shape (..., limits), limits from the lowest to the highest.
+        `highest_watts` is the highest limit of one GPU. For max-slowdown, a limit that is too slow has its
+        excess of time as regret, unless its excess of energy is larger.
+        """
+        if self.max_slowdown is not None:
+            allowed = (1 + self.max_slowdown) * seconds[..., -1:]
+            least = np.where(seconds <= allowed, joules, np.inf).min(-1, keepdims=True)
+            regrets = np.maximum(joules / least - 1, seconds / allowed - 1)
+            return np.asarray(np.maximum(regrets, 0.0))
+        cost = self._cost(seconds, joules, highest_watts)
+        return np.asarray(cost / cost.min(-1, keepdims=True) - 1)
+
+    def _cost(self, seconds: Values, joules: Values, highest_watts: float) -> Values:
+        if self.kind == "time":
+            return np.asarray(seconds ** (1 - THRIFT) * joules**THRIFT)
+        if self.eta is not None:
+            return self.eta * joules + (1 - self.eta) * highest_watts * self.gpus * seconds
+        if self.price_per_kwh is not None and self.price_per_gpu_hour is not None:
+            rent = self.price_per_gpu_hour * self.gpus * seconds / SECONDS_PER_HOUR
+            return self.price_per_kwh * joules / JOULES_PER_KWH + rent
+        return joules
+
+    def text(self) -> str:
+        """The objective as the end of a sentence."""
+        if self.max_slowdown is not None:
+            return f"least energy, at most {100 * self.max_slowdown:g} % slower than the highest limit"
+        return {
+            "energy": "least energy per step",
+            "time": "least time per step",
+            "eta": f"least eta*E + (1-eta)*P_max*T with eta {self.eta} and {self.gpus} GPUs",
+            "cost": f"least cost at {self.price_per_kwh} per kWh and {self.price_per_gpu_hour} per GPU-hour",
+        }[self.kind]
