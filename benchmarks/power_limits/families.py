@@ -1,8 +1,8 @@
-"""Curves of jobs that were not recorded: a step's time and energy over the limit, from a simple power model.
+"""Curves of jobs that were not recorded: time and energy over the limit, from a simple power model.
 
-A GPU at relative clock f draws `static + dynamic * f**exponent` watts while it works, and the limit lowers f until
-that fits, down to a least clock. A step computes for `compute / f` seconds, waits for memory for `memory` seconds,
-and lasts at least `feed` seconds, which the data loader needs.
+A GPU at relative clock f draws `static + dynamic * f**exponent` watts while it works, and the limit lowers f
+until that fits, down to a least clock. A step computes for `compute / f` seconds, waits for memory for
+`memory` seconds, and lasts at least `feed` seconds, which the data loader needs.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python zeus_side.py FOLDER SELECTOR...
 
-A selector is energy, time, eta:KNOB or slowdown:FACTOR. Prints JSON: for each record, the optimizer steps until the
-state is Done, and the chosen limit for each selector. The optimizer, its selectors and ReplayZeusMonitor are Zeus'
-own. Replaced are NVML (limits, and the calls that set them), and torch, of which it only asks whether several
-processes run.
+A selector is energy, time, eta:KNOB or slowdown:FACTOR. Prints JSON: for each record, the optimizer steps
+until the state is Done, and the chosen limit for each selector. The optimizer, its selectors and
+ReplayZeusMonitor are Zeus' own. Replaced are NVML (limits, and the calls that set them), and torch, of which
+it only asks whether several processes run.
 """
 
 from __future__ import annotations
