@@ -24,6 +24,7 @@ from shardwise.cli.jobs import config, init
 from shardwise.cli.models import export, generate
 from shardwise.cli.options import write_no_more
 from shardwise.cli.plan import plan
+from shardwise.cli.power import power
 from shardwise.cli.report import report
 from shardwise.cli.train import train
 from shardwise.errors import WRITE_ERRORS, JobError, ShardwiseError, render, unwritten
@@ -43,7 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _verb in (demo, init, config, plan, train, bench, check, emit, report, export, generate, doctor):
+for _verb in (demo, init, config, plan, train, bench, check, emit, report, export, generate, doctor, power):
     app.command()(_verb)
 
 
