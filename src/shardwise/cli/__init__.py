@@ -25,6 +25,7 @@ from shardwise.cli.models import export, generate
 from shardwise.cli.monitor import monitor
 from shardwise.cli.options import write_no_more
 from shardwise.cli.plan import plan
+from shardwise.cli.power import power
 from shardwise.cli.report import report
 from shardwise.cli.train import train
 from shardwise.errors import WRITE_ERRORS, JobError, ShardwiseError, render, unwritten
@@ -44,7 +45,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _verb in (demo, init, config, plan, train, monitor, bench, check, emit, report, export, generate, doctor):
+_VERBS = (
+    demo,
+    init,
+    config,
+    plan,
+    train,
+    monitor,
+    bench,
+    check,
+    emit,
+    report,
+    export,
+    generate,
+    doctor,
+    power,
+)
+for _verb in _VERBS:
     app.command()(_verb)
 
 

@@ -10,8 +10,8 @@ the real library: what is not answered here is "Not Supported".
 
 `root` false refuses every change. The n-th call of a function fails from `from` (1 is the first) to `until`,
 or always from there on, for the card `uuid` if that is named. A card with `lost` answers nothing. A field
-that is null is "Not Supported". Without persistence mode a limit falls back to the default when the last process
-has closed the driver, as on real cards.
+that is null is "Not Supported". Without persistence mode a limit falls back to the default when the last
+process has closed the driver, as on real cards.
 """
 
 import fcntl
@@ -256,7 +256,7 @@ def _fields(fake: FakeNvml, gpu: State, fields: list[Any]) -> list[Any]:
 ANSWERS: Mapping[str, Callable[..., Any]] = {
     "nvmlDeviceGetUUID": lambda _, gpu: gpu["uuid"],
     "nvmlDeviceGetName": lambda _, gpu: gpu["name"],
-    "nvmlDeviceGetMemoryInfo": lambda _, gpu, *_: SimpleNamespace(
+    "nvmlDeviceGetMemoryInfo": lambda _, gpu, *__: SimpleNamespace(
         total=gpu["memory_bytes"], used=5 << 20, free=gpu["memory_bytes"] - (5 << 20)
     ),
     "nvmlDeviceGetMaxPcieLinkGeneration": lambda *_: 5,
@@ -275,9 +275,9 @@ ANSWERS: Mapping[str, Callable[..., Any]] = {
     "nvmlDeviceGetPowerManagementLimitConstraints": _range,
     "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _, gpu: _clock_reasons(gpu),
     "nvmlDeviceGetCurrentClocksEventReasons": lambda _, gpu: _clock_reasons(gpu),
-    "nvmlDeviceGetClockInfo": lambda _, gpu, *_: round(MAX_CLOCK_MHZ * _clock_ratio(gpu)),
+    "nvmlDeviceGetClockInfo": lambda _, gpu, *__: round(MAX_CLOCK_MHZ * _clock_ratio(gpu)),
     "nvmlDeviceGetMaxClockInfo": lambda *_: MAX_CLOCK_MHZ,
-    "nvmlDeviceGetTemperature": lambda fake, gpu, *_: round(30 + fake.draw_watts(gpu) / 15),
+    "nvmlDeviceGetTemperature": lambda fake, gpu, *__: round(30 + fake.draw_watts(gpu) / 15),
     "nvmlDeviceGetUtilizationRates": lambda _, gpu: SimpleNamespace(
         gpu=round(gpu["load"] * 100), memory=round(gpu["load"] * 50)
     ),

@@ -1,10 +1,8 @@
 """What the driver reports about the GPUs: which there are, how they are joined, and what limits them."""
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import get_args
 
 from shardwise.device import Card, NoDevice, Reading, Unavailable
@@ -13,10 +11,11 @@ from shardwise.diagnosis import Check
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import detect_hardware, visible
 from shardwise.hardware.hardware import Hardware
+from shardwise.power.control import may_set_power
+from shardwise.power.lease import RESTORE, leases
 from shardwise.units import GIB, gib
 
 IN_USE_BYTES = GIB  # which others may hold of a GPU without a warning; a desktop takes less
-CAP_SYS_ADMIN = 21  # of linux/capability.h; the driver requires it of a process that sets a power limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +68,7 @@ def checks(gpus: Gpus) -> Iterator[Check]:
         yield links(gpus)
     if gpus.cards:
         yield from (check(gpus) for check in (memory, clocks, power, energy))
+        yield power_leases()
 
 
 def present(gpus: Gpus) -> Check:
@@ -164,10 +164,24 @@ def power(gpus: Gpus) -> Check:
     return Check("power limit", "warning", finding, fix, facts)
 
 
-def may_set_power(status: Path = Path("/proc/self/status")) -> bool:
-    """Whether the driver would let this process set a power limit: root with CAP_SYS_ADMIN."""
-    found = re.search(r"^CapEff:\s*([0-9a-f]+)", status.read_text(encoding="ascii"), re.MULTILINE)
-    return os.geteuid() == 0 and found is not None and bool(int(found[1], 16) >> CAP_SYS_ADMIN & 1)
+def power_leases() -> Check:
+    """Whether a run that ended has left GPUs at a power limit that was not there before."""
+    name = "power leases"
+    try:
+        found, damaged = leases()
+    except MachineError as error:
+        problem = error.problems[0]
+        return Check(name, "warning", problem.what, problem.fix)
+    stale = [lease for lease in found if lease.state == "stale"]
+    facts = {"stale": [str(lease.file) for lease in stale], "live": len(found) - len(stale)}
+    if stale:
+        cards = sum(len(lease.cards) for lease in stale)
+        finding = f"{cards} GPU{'' if cards == 1 else 's'} may have a power limit of a run that has ended"
+        return Check(name, "warning", f"{finding} ({stale[0].run})", RESTORE, facts)
+    if damaged:
+        return Check(name, "warning", damaged[0].reason, "see `shardwise power`", facts)
+    finding = f"{len(found)} in use: see `shardwise power`" if found else "none is left over"
+    return Check(name, "ok", finding, facts=facts)
 
 
 def energy(gpus: Gpus) -> Check:

@@ -2,8 +2,8 @@
 
 It has a session of its own and ignores the signals that end a run. SIGKILL to the run's process group does
 not reach it. What ends it too (the end of a container or of a batch job's control group, a power failure)
-leaves the lease, which the next start settles. Where it fails, it tries again for a minute and then leaves the
-lease. It writes what it did to `guardian.log` in the run folder.
+leaves the lease, which the next start settles. Where it fails, it tries again for a minute and then leaves
+the lease. It writes what it did to `guardian.log` in the run folder.
 """
 
 import os

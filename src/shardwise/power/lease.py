@@ -159,9 +159,7 @@ def read_lease(file: Path) -> Lease | Unavailable:
             },
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return Unavailable(
-            reason=f"{file} is no lease ({type(error).__name__}: {error}): look at it and delete it"
-        )
+        return Unavailable(reason=f"{file} is no lease ({type(error).__name__}): look at it and delete it")
 
 
 def leases(folder: Path | None = None) -> tuple[list[Lease], list[Unavailable]]:
@@ -196,6 +194,7 @@ def locked(folder: Path | None = None, *, create: bool = True) -> Iterator[Path]
         _wait_for(lock, place)
         yield place
     finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # closing it is not enough where a process was forked within
         os.close(lock)
 
 
@@ -223,7 +222,7 @@ def take(
                 )
             settled = settle(lease, device)
             notes += settled.lines
-            if settled.left is not None:
+            if settled.left is not None and set(uuids) & set(settled.left.cards):
                 what = f"limits of an earlier run ({lease.run}) cannot be put back: {settled.lines[-1]}"
                 raise MachineError(what, where=str(lease.file), fix=f"see `nvidia-smi`, then {RESTORE}")
         cards = {uuid: CardLease(previous_watts=_limit(device, uuid)) for uuid in uuids}

@@ -44,6 +44,7 @@ VERBS = {
     "export": {"--merge", "--out", "--json"},
     "generate": {"--prompt", "--max-new-tokens", "--temperature", "--seed"},
     "doctor": {"--calibrate", "--json"},
+    "power": {"--force", "--json"},
 }  # fmt: skip
 
 
