@@ -45,22 +45,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-_VERBS = (
-    demo,
-    init,
-    config,
-    plan,
-    train,
-    monitor,
-    bench,
-    check,
-    emit,
-    report,
-    export,
-    generate,
-    doctor,
-    power,
-)
+_VERBS = [demo, init, config, plan, train, monitor, bench, check]
+_VERBS += [emit, report, export, generate, doctor, power]
 for _verb in _VERBS:
     app.command()(_verb)
 
