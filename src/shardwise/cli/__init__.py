@@ -10,8 +10,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -45,7 +45,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-_VERBS = [demo, init, config, plan, train, monitor, bench, check]
+_VERBS: list[Callable[..., Any]] = [demo, init, config, plan, train, monitor, bench, check]
 _VERBS += [emit, report, export, generate, doctor, power]
 for _verb in _VERBS:
     app.command()(_verb)
