@@ -41,6 +41,8 @@ class ShardwiseError(Exception):
         super().__init__(what)
         self.problems: tuple[Problem, ...] = tuple(problems) or (Problem(what=what, where=where, fix=fix),)
         self.headline = what if problems else ""
+        for line in render(self).splitlines()[1:]:  # what Python shows below an error that nobody catches
+            self.add_note(line)
 
 
 class JobError(ShardwiseError):

@@ -81,6 +81,9 @@ class Option:
     why: tuple[str, ...] = ()
     """Sentences with numbers, for and against it."""
 
+    def __repr__(self) -> str:
+        return f"<Option: {in_words(self.strategy)}, fit={self.fit!r}>"
+
     def seconds(self, tokens: int) -> float:
         """Training time in seconds for `tokens`."""
         time = self.prediction.time
@@ -140,6 +143,10 @@ class Plan:
     refused: tuple[Refused, ...] = ()
     nearest: Nearest | None = None
     """Searched only where nothing fits."""
+
+    def __repr__(self) -> str:
+        """Short, as a prompt shows it; `print` shows the table."""
+        return f"<Plan of {self.job.model}: chosen={self.chosen}, {len(self.options)} simulated>"
 
     @property
     def options(self) -> tuple[Option, ...]:

@@ -108,3 +108,14 @@ def test_what_the_readme_shows_of_python_runs(job: Path) -> None:
     code = one_line[1].replace("8xH100", "1xH100")
     assert "1 × H100" in _python(code)
     assert _python(notebook.replace("8xH100", "1xH100"))
+
+
+def test_an_error_that_nobody_catches_shows_where_and_how_to_fix_it(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("name: a\nmodel: {sorce: m}\n")
+    code = "import shardwise; shardwise.load_job('bad.yaml')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "at:  bad.yaml:2: model.sorce" in done.stderr
+    assert "did you mean model.source?" in done.stderr
