@@ -163,9 +163,13 @@ def _conclude(
     # Memory that ran out is a cause, never a consequence of what another rank reported earlier.
     failed.sort(key=lambda one: (_code(one) == STOPPED, one.out_of_memory is None, one.failed_at, one.rank))
     terminated = failed and failed[0].report is None and failed[0].process.returncode == -signal.SIGTERM
-    number = _impatient(requests) or (signal.SIGTERM if requests and terminated else None)
+    number = _impatient(requests)
+    if number is None and requests and terminated:  # the workers were asked before they could save
+        number = signal.SIGINT if requests[0].signal == signal.SIGINT else signal.SIGTERM
     if number is not None:
-        fix = "--resume goes on from the last checkpoint, if there is one"
+        fix = "start it again: nothing was written yet"
+        if is_run_folder(Path(spec.run_dir)):
+            fix = "--resume goes on from the last checkpoint, if there is one"
         error = ShardwiseError("stopped before the state could be saved", fix=fix)
         return Ending(code=128 + number, error=error, requested=True)
     if not failed:

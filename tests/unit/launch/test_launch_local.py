@@ -303,13 +303,16 @@ def test_a_wait_for_the_state_is_explained_once(tmp_path: Path, measure_steps: i
     assert err.count(told) == (measure_steps is None), "a bench's row saves nothing"
 
 
-def test_a_stop_before_the_workers_can_save_is_143(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_before_the_workers_can_save_is_that_of_the_signal(
+    tmp_path: Path, number: int, expected: int
+) -> None:
     run = Launched(tmp_path, "time.sleep(60)")
     run.pids()
-    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(number)
     code, _, err = run.end(seconds=5)
-    assert code == 143
-    assert "before the state could be saved" in err
+    assert code == expected
+    assert "before the state could be saved\n  fix: start it again: nothing was written yet" in err
 
 
 @pytest.mark.parametrize("victim", [0, 1])
