@@ -164,12 +164,8 @@ def test_it_stands_in_for_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = pynvml.nvmlDeviceGetFieldValues(handle, fields)
     assert [one.nvmlReturn for one in found] == [0, real.NVML_ERROR_NOT_SUPPORTED]
     assert found[0].value.uiVal == 75_000
-    for refused in (
-        pynvml.nvmlDeviceSetGpuLockedClocks,
-        pynvml.nvmlDeviceGetBoardId,
-        pynvml._nvmlGetFunctionPointer,
-    ):
+    for name in ("nvmlDeviceSetGpuLockedClocks", "nvmlDeviceGetBoardId", "_nvmlGetFunctionPointer"):
         with pytest.raises(real.NVMLError_NotSupported):
-            refused(handle)
+            getattr(pynvml, name)(handle)
     with pytest.raises(AttributeError):
         pynvml.no_such_name  # noqa: B018

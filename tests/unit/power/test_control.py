@@ -176,7 +176,7 @@ def test_the_guardian_outlives_signals_and_says_what_it_did(machine: Machine, tm
                 os.kill(guard.pid, number)
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(owner, 0)
-    wait_for(lambda: (tmp_path / guardian.LOG).exists())
+    wait_for((tmp_path / guardian.LOG).exists)
     assert machine.limits() == PREVIOUS
     assert machine.files() == []
     lines = (tmp_path / guardian.LOG).read_text().splitlines()

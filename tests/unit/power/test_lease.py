@@ -186,11 +186,13 @@ def test_a_lease_that_cannot_be_written_changes_nothing(
 
 def test_a_lease_is_on_the_disk_before_the_change(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     lease, _ = take(machine.device, UUIDS, run="runs/x")
-    synced = list[Path]()
-    real = os.fsync
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: (synced.append(Path(f"/proc/self/fd/{fd}").readlink()), real(fd))
-    )
+    synced, real = list[Path](), os.fsync
+
+    def sync(file: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{file}").readlink())
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", sync)
     lease.with_levels({UUIDS[0]: 300.0})
     assert [path.name for path in synced] == [lease.file.with_suffix(".part").name, machine.leases.name]
     assert json.loads(lease.file.read_text())["cards"][UUIDS[0]]["levels_watts"] == [300.0]
