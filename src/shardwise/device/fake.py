@@ -216,7 +216,7 @@ class FakeNvml:
         start, span = gpu["seconds"], max(0.0, end - gpu["seconds"])
         parts = min(100, max(1, round(span / TICK_SECONDS)))
         middles = [start + span * (part + 0.5) / parts for part in range(parts)]
-        return sum(self.draw_watts(gpu, middle) for middle in middles) * span / parts
+        return float(sum(self.draw_watts(gpu, middle) for middle in middles) * span / parts)
 
 
 def _demand_watts(gpu: State) -> float:

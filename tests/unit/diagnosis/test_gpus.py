@@ -169,8 +169,19 @@ def test_setting_the_power_limit_takes_root_and_sys_admin(
     assert gpus.may_set_power(status) is False
 
 
-def test_nothing_is_ever_set() -> None:
-    """Every function of NVML that the device uses only reads."""
+def test_only_the_power_limit_is_ever_set() -> None:
+    """Every other function of NVML that the device uses only reads."""
     used = set(re.findall(r"nvml[A-Z]\w+", Path(nvml.__file__).read_text()))
     names = {name for name in used if not name.startswith(("nvmlDeviceGet", "nvmlSystemGet", "nvmlMemory"))}
-    assert names == {"nvmlInit", "nvmlGpuTopologyLevel_t", "nvmlClocksEventReasons"}
+    words = {"nvmlInit", "nvmlGpuTopologyLevel_t", "nvmlClocksEventReasons"}
+    assert names == {*words, "nvmlDeviceSetPowerManagementLimit"}
+
+
+def test_only_leases_and_their_control_set_it() -> None:
+    source = Path(nvml.__file__).parents[1]
+    used = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*.py")
+        if ".limit_power(" in path.read_text()
+    }
+    assert used == {"power/control.py", "power/lease.py"}

@@ -1,4 +1,4 @@
-"""A machine with two different cards, whose limits are neither their defaults nor their greatest ones."""
+"""The machine whose power limits the tests change."""
 
 from __future__ import annotations
 
@@ -6,45 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.device import Device
-from shardwise.device.fake import FakeNvml, create
+from power_machine import Machine
 from shardwise.device.find import REPLAY
-from shardwise.device.nvml import open_nvml
 from shardwise.power.lease import FOLDER
-
-PREVIOUS = {"GPU-fake-0": 650.0, "GPU-fake-1": 350.0}
-UUIDS = list(PREVIOUS)
-
-
-class Machine:
-    def __init__(self, folder: Path, *, root: bool = True) -> None:
-        self.file, self.leases = create(folder / "gpus.json", 2, root=root), folder / "leases"
-        self.nvml = FakeNvml(self.file)
-        self.nvml.change(UUIDS[0], power_limit_watts=650.0)
-        self.nvml.change(
-            UUIDS[1], power_limit_watts=350.0, power_default_watts=400.0, power_min_watts=100.0,
-            power_max_watts=450.0,
-        )  # fmt: skip
-        self.device: Device = open_nvml(self.nvml)
-
-    def limits(self) -> dict[str, float]:
-        return {gpu["uuid"]: gpu["power_limit_watts"] for gpu in self.nvml.state()["gpus"]}
-
-    def calls(self) -> list[tuple[str, float]]:
-        """What was set, without settings of what was there."""
-        calls = self.nvml.state()["calls"]
-        return [(call["uuid"], call["value"]) for call in calls if call["before"] != call["value"]]
-
-    def fail(self, function: str, **rule: object) -> None:
-        """Make calls fail, as `from`, `until`, `error` and `uuid` say; no rule: none."""
-        with self.nvml.changing() as state:
-            state["fails"] = {function: {**rule, "seen": 0}} if rule else {}
-
-    def files(self) -> list[Path]:
-        return sorted(self.leases.glob("*.json"))
-
-
-SET = "nvmlDeviceSetPowerManagementLimit"
 
 
 @pytest.fixture
