@@ -53,6 +53,8 @@ def predicted(capacity_bytes: int) -> Prediction:
         launch_seconds=0,
         tokens_per_step=8000,
         world_size=4,
+        full_clock_seconds=2,
+        clocked_seconds=2,
     )
     energy = Energy(joules_per_step=800, idle_joules=0, tokens_per_step=8000)
     return Prediction(memory=memory, time=time, energy=energy)
