@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from shardwise.errors import JobError
-from shardwise.planner.plan import Option, Plan, PowerChoice, in_words
-from shardwise.planner.search import cost, rank
-from shardwise.planner.why import reasons
+from shardwise.planner.plan import AtLimit, Objective, Option, Plan, PowerChoice, in_words
+from shardwise.planner.search import TIE_FACTOR, cost, rank
+from shardwise.planner.why import reasons, uses_host
 from shardwise.simulate.power import energy_error, levels, under_limit
 
 MOST_SLOWDOWN = 1.0
+METRICS: tuple[Objective, ...] = ("throughput", "energy")
 
 
 def slowdown(text: str | float) -> float:
@@ -55,12 +56,18 @@ def with_limits(plan: Plan, max_slowdown: float) -> Plan:
 def with_pareto(plan: Plan) -> Plan:
     """The plan with the strategies and limits that nothing else beats in time and energy per token.
 
-    Call it before `with_limits`, whose plan no longer has all predictions for the card's own limit.
+    As in `rank`, of strategies that are as good by TIE_FACTOR one counts: without offloading, then with the
+    least memory. Call it before `with_limits`, whose plan lacks predictions for the card's own limit.
     """
     if plan.chosen is None:
         return plan
     same = [option for option in plan.options if option.fit == plan.chosen.fit]
-    return replace(plan, pareto=front(one for option in same for one in at_limits(option, plan)))
+    plain = sorted(same, key=lambda option: (uses_host(option), option.prediction.memory.needed_bytes))
+    kept: list[Option] = []
+    for option in plain:
+        if not any(_as_good(other, option) for other in kept):
+            kept.append(option)
+    return replace(plan, pareto=front(one for option in kept for one in at_limits(option, plan)))
 
 
 def at_limits(option: Option, plan: Plan) -> list[Option]:
@@ -82,6 +89,10 @@ def front(options: Iterable[Option]) -> tuple[Option, ...]:
     return tuple(kept)
 
 
+def _as_good(option: Option, than: Option) -> bool:
+    return all(cost(option, by) <= TIE_FACTOR * cost(than, by) for by in METRICS)
+
+
 def _within(options: Iterable[Option], bound: float) -> list[Option]:
     return [option for option in options if cost(option, "throughput") <= bound]
 
@@ -92,13 +103,22 @@ def _joules(option: Option) -> float:
 
 def _compared(chosen: Option, default: Option, plan: Plan, max_slowdown: float) -> PowerChoice:
     gpu = plan.hardware.gpu
+    own = next(option for option in plan.options if option.strategy == chosen.strategy)
+    curve = tuple(
+        AtLimit(
+            limit_watts=one.power_limit_watts or gpu.power_watts,
+            time_ratio=cost(one, "throughput") / cost(own, "throughput"),
+            energy_ratio=_joules(one) / _joules(own),
+        )
+        for one in at_limits(own, plan)
+    )
     error, swept = energy_error(gpu)
     source = f"recorded sweeps of {gpu.name}" if swept else f"no sweep of {gpu.name} was measured"
     if chosen.power_limit_watts is None:
         error, source = 0.0, "no limit is changed"
     return PowerChoice(
         max_slowdown_fraction=max_slowdown,
-        limits_watts=levels(gpu),
+        curve=curve,
         slowdown_fraction=cost(chosen, "throughput") / cost(default, "throughput") - 1,
         energy_saved_fraction=1 - _joules(chosen) / _joules(default),
         energy_error_fraction=error * _joules(chosen) / _joules(default),
@@ -110,7 +130,7 @@ def _compared(chosen: Option, default: Option, plan: Plan, max_slowdown: float) 
 def _said(chosen: Option, power: PowerChoice, plan: Plan) -> Iterator[str]:
     """The limit, and what it is predicted to save, with the band of its error."""
     gpu = plan.hardware.gpu
-    if not power.limits_watts:
+    if gpu.power_range_watts is None:
         yield f"only {gpu.power_watts} W was tried: the range of power limits of {gpu.name} is not known"
         return
     watts = chosen.power_limit_watts
@@ -123,4 +143,4 @@ def _said(chosen: Option, power: PowerChoice, plan: Plan) -> Iterator[str]:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{share:.1%}"

@@ -125,13 +125,22 @@ class Nearest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AtLimit:
+    """The chosen strategy at one power limit, against the card's own."""
+
+    limit_watts: int
+    time_ratio: float
+    energy_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PowerChoice:
     """What power limits change, against what would be chosen for throughput at the card's own limit."""
 
     max_slowdown_fraction: float
     """The most that a token may take longer than with the fastest that fits."""
-    limits_watts: tuple[int, ...]
-    """The limits that were tried in addition to the card's own; empty where its range is not known."""
+    curve: tuple[AtLimit, ...]
+    """From the card's own limit on, descending; only that where its range is not known, or none binds."""
     default: Strategy
     """The choice for throughput, at the card's own limit."""
     slowdown_fraction: float

@@ -82,8 +82,8 @@ ROWS = 12
 NARROW = 100
 """Columns of a terminal below which the gaps are one cell, and the longest names take two lines."""
 LEAST_BAR, MOST_BAR = 12, 40
-BAR = 3
-"""The bar's column."""
+BAR, TRAINED = 3, 6
+"""The bar's column; that of the training time, without the bar."""
 _STYLES = {"fits": "green", "tight": "yellow", "no": "red"}
 
 
@@ -150,7 +150,7 @@ def heading(plan: Plan) -> Iterator[Text]:
     ranked = {"throughput": "fastest first", "memory": "leanest first", "energy": "least energy first"}
     order = ranked[plan.objective]
     if plan.power is not None:
-        order += f" of what is at most {100 * plan.power.max_slowdown_fraction:.3g} % slower"
+        order += f", at most {100 * plan.power.max_slowdown_fraction:.3g}% slower"
     yield Text(
         f"{job.global_batch} rows of {job.sequence_length} tokens a step · {order}, "
         f"{plan.margin:.0%} of the memory left free"
@@ -182,7 +182,11 @@ def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool)
     trained = f"{'trained' if plan.job.total_tokens else '1B tok.'}\nin {unit}"
     header: list[Text | str] = ["\n  strategy", "micro ×\naccum.", "ckpt\n", "\nGiB", "\nfits"]
     header += ["tokens/s\nper GPU", trained, "J per\ntoken"]
-    header += [] if plan.power is None else ["limit\nW"]
+    if plan.power is not None:
+        header.append("limit\nW")
+        if width < NARROW:  # no room for both
+            for cells in (header, *rows):
+                del cells[TRAINED]
     others = [max(map(_width, column)) for column in zip(header, *rows, strict=True)]
     bar = max(LEAST_BAR, min(MOST_BAR, width - sum(others) - gap * len(others)))
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", highlight=False)
