@@ -9,6 +9,7 @@ from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import with_slot
 from shardwise.job.load import LoadedJob
+from shardwise.planner.limits import slowdown, with_limits, with_pareto
 from shardwise.planner.plan import Objective, Plan
 from shardwise.planner.planning import Making, make_plan
 from shardwise.planner.sketch import sketch
@@ -23,6 +24,8 @@ def plan(
     changes: Sequence[str] = (),
     objective: Objective = "throughput",
     memory_cap: str | int | None = None,
+    max_slowdown: str | float | None = None,
+    pareto: bool = False,
     making: Making = nullcontext,
 ) -> Plan:
     """Predict memory, time and energy of every allowed strategy, and choose one. Touches no GPU.
@@ -34,6 +37,9 @@ def plan(
         changes: `key=value` texts, as for `--set`.
         objective: the metric to rank strategies by.
         memory_cap: use no more of each GPU; bytes, or `16GiB`.
+        max_slowdown: with the objective `energy`, choose a power limit, too. The choice takes at most this
+            share more time a token than the fastest; `5%` or 0.05.
+        pareto: also list what nothing else beats in time and energy, over strategies and power limits.
         making: entered while a plan is made; a kept one is only read.
 
     Returns:
@@ -43,6 +49,11 @@ def plan(
         JobError: the job is wrong, or no strategy is allowed.
         MachineError: no GPU is named, and this machine has none.
     """
+    share = None if max_slowdown is None else slowdown(max_slowdown)
+    if share is not None and objective != "energy":
+        fix = "add --objective energy, or leave --max-slowdown out"
+        what = f"--max-slowdown bounds the time of the least energy, and the objective is {objective}"
+        raise JobError(what, where="--max-slowdown", fix=fix)
     cap = None if memory_cap is None else size_in_bytes(memory_cap, "--memory-cap")
     hardware = hardware_of(gpus)
     loaded, assumed = _job(job, model, changes, hardware)
@@ -50,6 +61,8 @@ def plan(
         made = make_plan(loaded.job, hardware, objective=objective, memory_cap_bytes=cap, making=making)
     except JobError as error:
         raise loaded.located(error) from None
+    made = with_pareto(made) if pareto else made
+    made = made if share is None else with_limits(made, share)
     slot = with_slot(gpus, hardware) if isinstance(gpus, str) else None
     if slot is not None and (hardware.world_size > 1 or (made.chosen is not None and uses_host(made.chosen))):
         assumed = (*assumed, f"--gpus {slot}")

@@ -35,6 +35,16 @@ def plan(
     objective: Annotated[
         Literal["throughput", "memory", "energy"], typer.Option(help="Metric to rank strategies by.")
     ] = "throughput",
+    max_slowdown: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="With --objective energy: also choose a power limit, this much slower at most, as 5%.",
+        ),
+    ] = None,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Show time against energy over strategies and power limits.")
+    ] = False,
     everything: Annotated[bool, typer.Option("--all", help="Show every strategy.")] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show where memory and time go, and what more memory buys.")
@@ -51,6 +61,7 @@ def plan(
         raise JobError("--lora and --full say opposite things", where="shardwise plan", fix="keep one")
     from shardwise.app.plan import plan as make
     from shardwise.planner.explain import show_explanation
+    from shardwise.planner.pareto import show_pareto
     from shardwise.planner.table import show
     from shardwise.planner.why import does_not_fit
 
@@ -67,6 +78,8 @@ def plan(
         changes=[*changes, *(f"{key}={value}" for key, value in flags.items() if value is not None)],
         objective=objective,
         memory_cap=memory_cap,
+        max_slowdown=max_slowdown,
+        pareto=pareto,
         making=planning,
     )
     text = json.dumps(made.to_json())
@@ -76,6 +89,8 @@ def plan(
         print(text)
     else:
         show(made, everything=everything)
+        if made.pareto:
+            show_pareto(made)
         if explain:
             print()
             show_explanation(made)

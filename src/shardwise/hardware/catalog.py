@@ -53,6 +53,8 @@ class Gpu:
     sold_as_gb: int  # the size in the card's name: 24 for a card whose driver shows 24564 MiB
     memory_bytes_per_second: float
     power_watts: int  # default power limit of the board
+    power_range_watts: tuple[int, int] | None = None
+    """Least and largest limit that the driver accepts; None where it is not known. Boards may differ."""
     pcie: Pcie
     fabric: Fabric | None = None
     host: str | None = None  # the entry of `links.toml` between the GPU and its CPU; None: PCIe
@@ -114,13 +116,14 @@ def assumed(name: str, memory_bytes: int, sold_as_gb: float) -> Gpu:
         fabric=None,
         host=None,
         network=None,
+        power_range_watts=None,
         source=f"assumed as of {slowest.name}, the slowest card of {size} GB since Ampere: {slowest.source}",
         assumed_from=slowest.name,
     )
 
 
 def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
-    link, network = row.get("nvlink"), row.get("network")
+    link, network, limits = row.get("nvlink"), row.get("network"), row.get("power_range_w")
     return Gpu(
         name=name,
         driver_names=tuple(row["driver"]),
@@ -131,6 +134,7 @@ def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
         sold_as_gb=row["memory"]["gb"],
         memory_bytes_per_second=row["memory"]["gb_s"] * GB,
         power_watts=row["power_w"],
+        power_range_watts=None if limits is None else (limits[0], limits[1]),
         pcie=Pcie(**row["pcie"]),
         fabric=None if link is None else _fabric(link),
         host=row.get("host"),

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.planner.changes import larger_gpus
-from shardwise.planner.plan import Option, Plan, in_words
+from shardwise.planner.plan import Option, Plan, PowerChoice, in_words
 from shardwise.planner.simulate import capacity_bytes
 from shardwise.planner.table import bullets, plain_bar
 from shardwise.planner.why import at_power_limit, better_with_memory, gain, terms
@@ -57,6 +57,8 @@ def show_explanation(plan: Plan, *, console: Console | None = None) -> None:
     outside = f"plus {gib(memory.terms.fragmentation_bytes)} of fragmentation and "
     outside += f"{gib(memory.outside_allocator_bytes)} of CUDA and NCCL: {gib(memory.needed_bytes)} in all"
     remarks = {0: outside, 3: _links(plan)}
+    if plan.power is not None:
+        sections["energy of the choice by power limit"] = list(_curve(plan.power, option))
     widest = max(len(line.name) for lines in sections.values() for line in lines)
     bar = max(LEAST_BAR, min(MOST_BAR, console.width - widest - _OTHER_COLUMNS))
     for place, (title, lines) in enumerate(sections.items()):
@@ -173,6 +175,18 @@ def _seconds(parts: dict[str, float], time: Time) -> Iterator[Line]:
         if seconds:
             bold = name == "the step"
             yield Line(name=name, share=share, text=f"{seconds:.3g} s", remark=f"{share:.0%}", bold=bold)
+
+
+def _curve(power: PowerChoice, option: Option) -> Iterator[Line]:
+    """Energy and time of the chosen strategy at each limit that binds."""
+    for one in power.curve:
+        yield Line(
+            name=f"{one.limit_watts} W",
+            share=one.energy_ratio,
+            text=f"{one.energy_ratio - 1:+.1%}",
+            remark=f"time {one.time_ratio - 1:+.1%}",
+            bold=one.limit_watts == (option.power_limit_watts or power.curve[0].limit_watts),
+        )
 
 
 def _links(plan: Plan) -> str:

@@ -80,6 +80,8 @@ class Option:
     fit: Fit
     why: tuple[str, ...] = ()
     """Sentences with numbers, for and against it."""
+    power_limit_watts: int | None = None
+    """Of each GPU, where it is not the card's own; the prediction is for it."""
 
     def __repr__(self) -> str:
         return f"<Option: {in_words(self.strategy)}, fit={self.fit!r}>"
@@ -92,6 +94,7 @@ class Option:
     def to_json(self) -> dict[str, Any]:
         return {
             "strategy": self.strategy.to_json(),
+            "power_limit_watts": self.power_limit_watts,
             "fits": self.fit != "no",
             "tight": self.fit == "tight",
             "why": list(self.why),
@@ -125,6 +128,37 @@ class Nearest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AtLimit:
+    """The chosen strategy at one power limit, against the card's own."""
+
+    limit_watts: int
+    time_ratio: float
+    energy_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerChoice:
+    """What power limits change, against what would be chosen for throughput at the card's own limit."""
+
+    max_slowdown_fraction: float
+    """The most that a token may take longer than with the fastest that fits."""
+    curve: tuple[AtLimit, ...]
+    """From the card's own limit on, descending; only that where its range is not known, or none binds."""
+    default: Strategy
+    """The choice for throughput, at the card's own limit."""
+    slowdown_fraction: float
+    energy_saved_fraction: float
+    """Predicted, of the default's time and energy per token."""
+    energy_error_fraction: float
+    """The saving may be this much more or less; 0 where no limit is changed."""
+    error_source: str
+    """What the error is from, or that no sweep of the card was measured."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "default": self.default.to_json()}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A plan; all its numbers are predictions."""
 
@@ -143,6 +177,10 @@ class Plan:
     refused: tuple[Refused, ...] = ()
     nearest: Nearest | None = None
     """Searched only where nothing fits."""
+    power: PowerChoice | None = None
+    """Where power limits were chosen, too (planner/limits.py)."""
+    pareto: tuple[Option, ...] = ()
+    """Where it was asked for: what nothing else beats in time and energy per token, fastest first."""
 
     def __repr__(self) -> str:
         """Short, as a prompt shows it; `print` shows the table."""
@@ -186,6 +224,8 @@ class Plan:
                 for refused in self.refused
             ],
             "nearest": None if self.nearest is None else self.nearest.to_json(),
+            "power": None if self.power is None else self.power.to_json(),
+            "pareto": [option.to_json() for option in self.pareto],
         }
 
 

@@ -82,8 +82,8 @@ ROWS = 12
 NARROW = 100
 """Columns of a terminal below which the gaps are one cell, and the longest names take two lines."""
 LEAST_BAR, MOST_BAR = 12, 40
-BAR = 3
-"""The bar's column."""
+BAR, TRAINED = 3, 6
+"""The bar's column; that of the training time, without the bar."""
 _STYLES = {"fits": "green", "tight": "yellow", "no": "red"}
 
 
@@ -148,8 +148,11 @@ def heading(plan: Plan) -> Iterator[Text]:
         "" if hardware.host_memory_bytes is None else f" · {gib(hardware.host_memory_bytes)} in each host",
     )
     ranked = {"throughput": "fastest first", "memory": "leanest first", "energy": "least energy first"}
+    order = ranked[plan.objective]
+    if plan.power is not None:
+        order += f", at most {100 * plan.power.max_slowdown_fraction:.3g}% slower"
     yield Text(
-        f"{job.global_batch} rows of {job.sequence_length} tokens a step · {ranked[plan.objective]}, "
+        f"{job.global_batch} rows of {job.sequence_length} tokens a step · {order}, "
         f"{plan.margin:.0%} of the memory left free"
     )
     if job.assumed:
@@ -179,6 +182,11 @@ def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool)
     trained = f"{'trained' if plan.job.total_tokens else '1B tok.'}\nin {unit}"
     header: list[Text | str] = ["\n  strategy", "micro ×\naccum.", "ckpt\n", "\nGiB", "\nfits"]
     header += ["tokens/s\nper GPU", trained, "J per\ntoken"]
+    if plan.power is not None:
+        header.append("limit\nW")
+        if width < NARROW:  # no room for both
+            for cells in (header, *rows):
+                del cells[TRAINED]
     others = [max(map(_width, column)) for column in zip(header, *rows, strict=True)]
     bar = max(LEAST_BAR, min(MOST_BAR, width - sum(others) - gap * len(others)))
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", highlight=False)
@@ -192,8 +200,8 @@ def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool)
         style = "bold" if option is plan.chosen else "dim" if option.fit == "no" else ""
         table.add_row(*cells, style=style)
     for skipped in plan.skipped if everything else ():
-        batch = _batch(skipped.strategy)
-        table.add_row(_name(skipped.strategy, width), *batch, Text("not simulated"), "", "no", style="dim")
+        name = _name(skipped.strategy, width)
+        table.add_row(name, *batch(skipped.strategy), Text("not simulated"), "", "no", style="dim")
     return table
 
 
@@ -206,13 +214,24 @@ def _row(option: Option, plan: Plan, width: int, unit_seconds: float) -> list[Te
     long = option.seconds(plan.tokens) / unit_seconds
     return [
         name,
-        *_batch(option.strategy),
+        *batch(option.strategy),
         f"{memory.needed_bytes / GIB:.1f}",
         _fit(option, plan),
         f"{option.prediction.time.tokens_per_second_per_gpu:,.0f}",
         f"{long:.1f}" if long < 100 else f"{long:,.0f}",
-        f"{option.prediction.energy.joules_per_token:#.3g}".removesuffix("."),
+        joules(option),
+        *([] if plan.power is None else [limit(option, plan)]),
     ]
+
+
+def joules(option: Option) -> str:
+    """Energy per token."""
+    return f"{option.prediction.energy.joules_per_token:#.3g}".removesuffix(".")
+
+
+def limit(option: Option, plan: Plan) -> str:
+    """Its power limit, watts."""
+    return str(option.power_limit_watts or plan.hardware.gpu.power_watts)
 
 
 def _fit(option: Option, plan: Plan) -> Text:
@@ -231,7 +250,7 @@ def _name(strategy: Strategy, width: int) -> Text:
     return Text(f"  {name}")
 
 
-def _batch(strategy: Strategy) -> tuple[str, str]:
+def batch(strategy: Strategy) -> tuple[str, str]:
     """Micro-batch and accumulation; which blocks are checkpointed."""
     every = strategy.checkpoint_every
     checkpointing = {0: "none", 1: "all"}.get(every, f"1/{every}")

@@ -220,7 +220,7 @@ def _step(chosen: Option, hardware: Hardware) -> str:
     if at_power_limit(chosen, hardware):
         waits = time.exposed_communication_seconds + copies
         rest = time.step_seconds - time.compute_seconds - waits
-        limit = f"the power limit of {hardware.gpu.power_watts:.0f} W"
+        limit = f"the power limit of {chosen.power_limit_watts or hardware.gpu.power_watts} W"
         if rest >= WORTH_SAYING * time.step_seconds:
             parts.append(f"a lower clock at {limit}, and short waits, {_share(rest, time)}")
     within = {"the optimizer": time.optimizer_seconds, "copies to and from the host": time.copy_seconds}
@@ -243,7 +243,8 @@ def at_power_limit(option: Option, hardware: Hardware) -> bool:
     """Whether the GPUs draw their power limit on average, so that the clock falls."""
     time, energy = option.prediction.time, option.prediction.energy
     watts = energy.joules_per_step / time.step_seconds / time.world_size
-    return watts >= AT_LIMIT * Draw(hardware.gpu).limit_watts
+    share = 1.0 if option.power_limit_watts is None else option.power_limit_watts / hardware.gpu.power_watts
+    return watts >= AT_LIMIT * share * Draw(hardware.gpu).limit_watts
 
 
 def _waits(strategy: Strategy, time: Time, hardware: Hardware) -> dict[str, float]:

@@ -72,6 +72,8 @@ class Time:
     launch_seconds: float  # Time in which the host issues the step; a step is no faster than this
     tokens_per_step: int  # Of all GPUs
     world_size: int
+    full_clock_seconds: float  # The step if power did not limit the clock
+    clocked_seconds: float  # Of `compute_seconds`, what grows when the clock falls; the rest waits for memory
 
     @property
     def tokens_per_second_per_gpu(self) -> float:

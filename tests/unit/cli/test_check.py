@@ -191,6 +191,8 @@ def toy_plan(job: Job, hardware: Hardware, **_: object) -> Plan:
         launch_seconds=0,
         tokens_per_step=32 * 4096,
         world_size=4,
+        full_clock_seconds=2,
+        clocked_seconds=2,
     )
     prediction = Prediction(
         memory=memory,

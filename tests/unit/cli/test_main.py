@@ -26,7 +26,8 @@ VERBS = {
     "init": {"--out", "--list", "--models"},
     "config": {"--set", "--json"},
     "plan": {
-        "--gpus", "--model", "--lora", "--full", "--sequence", "--global-batch", "--objective", "--all",
+        "--gpus", "--model", "--lora", "--full", "--sequence", "--global-batch", "--objective",
+        "--max-slowdown", "--pareto", "--all",
         "--explain", "--json", "--out", "--set", "--memory-cap",
     },
     "train": {

@@ -53,6 +53,8 @@ def predicted(capacity_bytes: int) -> Prediction:
         launch_seconds=0,
         tokens_per_step=8000,
         world_size=4,
+        full_clock_seconds=2,
+        clocked_seconds=2,
     )
     energy = Energy(joules_per_step=800, idle_joules=0, tokens_per_step=8000)
     return Prediction(memory=memory, time=time, energy=energy)
@@ -279,3 +281,39 @@ def test_a_plan_s_process_ends_with_all_it_has_to_say(tmp_path: Path) -> None:
             (done.returncode, json.loads(done.stdout)["chosen"] is None, "nothing fits" in done.stderr)
         )
     assert told == [(0, False, False), (3, True, True)]
+
+
+def test_a_slowdown_without_the_objective_energy_is_an_error(
+    asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--gpus", "4xH200", "--model", "gpt2", "--max-slowdown", "5%"]) == 2
+    err = capsys.readouterr().err
+    assert "--max-slowdown bounds the time of the least energy, and the objective is throughput" in err
+    assert "fix: add --objective energy, or leave --max-slowdown out" in err
+    assert asked == [], "before anything is traced"
+
+
+def test_power_limits_reach_the_table_and_json(
+    asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "plan",
+        "--gpus",
+        "4xH200",
+        "--model",
+        "gpt2",
+        "--objective",
+        "energy",
+        "--max-slowdown",
+        "5%",
+    ]
+    assert main([*arguments, "--pareto"]) == 0
+    out = capsys.readouterr().out
+    assert "least energy first, at most 5% slower" in out
+    assert "its own power limit of 700 W" in out, "a step of 100 W is not held up by any limit"
+    assert "time against energy: what nothing else beats in both" in out
+    assert main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["power"]["max_slowdown_fraction"] == 0.05
+    assert plan["chosen"]["power_limit_watts"] is None
+    assert plan["pareto"] == []

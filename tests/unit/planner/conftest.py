@@ -104,6 +104,8 @@ def _time(trace: StepTrace, strategy: Strategy, memory: Memory) -> dict[str, Tim
             launch_seconds=0.6 * compute,
             tokens_per_step=tokens,
             world_size=strategy.world_size,
+            full_clock_seconds=step,
+            clocked_seconds=0.9 * compute,
         ),
         "energy": Energy(
             joules_per_step=strategy.world_size * (60 * step + 200 * compute),

@@ -12,7 +12,7 @@ from shardwise.strategy import Strategy
 
 KEYS = {
     "schema", "hardware", "job", "objective", "margin_fraction", "memory_cap_bytes", "chosen", "alternatives",
-    "skipped", "refused", "nearest",
+    "skipped", "refused", "nearest", "power", "pareto",
 }  # fmt: skip
 
 
@@ -22,7 +22,7 @@ def test_the_json_has_every_key_of_schema_1(toy) -> None:
     assert set(values) == KEYS
     assert values["schema"] == 1
     chosen = values["chosen"]
-    assert set(chosen) == {"strategy", "fits", "tight", "why", "prediction"}
+    assert set(chosen) == {"strategy", "power_limit_watts", "fits", "tight", "why", "prediction"}
     assert chosen["fits"] is True
     assert set(chosen["prediction"]) == {"memory", "time", "energy"}
     memory = chosen["prediction"]["memory"]

@@ -20,6 +20,9 @@ ALIGNED_BYTES = 16
 MULTIPROCESSORS = 132
 """The H200's, on which kernels were measured, and assumed for every GPU: the catalog has no such number."""
 
+COMPUTING = frozenset({"matmul", "attention", "scan"})
+"""Operators whose arithmetic may take longer than reading their operands."""
+
 SPLITS = (1, 2, 4, 8, 16)
 """Parts of its inner dimension that a product with few tiles may be cut into."""
 
@@ -51,12 +54,9 @@ class Roofline:
 
     def seconds(self, op: Op) -> float:
         """Seconds that the GPU is busy with `op`, with the pause before the next kernel."""
-        if op.kind == "matmul":
-            return self._matmul(op)
-        if op.kind == "attention":
-            return self._attention(op)
-        if op.kind == "scan":
-            return self._scan(op)
+        if op.kind in COMPUTING:
+            pause, computing = self._computing(op)
+            return pause + max(computing, self._operands(op))
         by_row: float = table()["row_seconds"].get(op.name, 0.0) * self._rows
         return by_row + self.moving(op.read_bytes + op.written_bytes, bandwidth_key(op))
 
@@ -64,16 +64,29 @@ class Roofline:
         """Seconds of one kernel that reads and writes `num_bytes`, at the share `key` of the bandwidth."""
         return self._kernel_seconds + num_bytes / (self.bytes_per_second * self._shares[key])
 
-    def _matmul(self, op: Op) -> float:
+    def clocked(self, op: Op) -> float:
+        """The seconds of `op` that grow when the clock falls: those of a product, an attention or a scan.
+
+        Nothing of what waits for memory, whose clock stays.
+        """
+        if op.kind not in COMPUTING:
+            return 0.0
+        pause, computing = self._computing(op)
+        return pause + computing if computing >= self._operands(op) else 0.0
+
+    def _computing(self, op: Op) -> tuple[float, float]:
+        """Seconds before the next kernel, and seconds of arithmetic."""
+        return {"matmul": self._matmul, "attention": self._attention, "scan": self._scan}[op.kind](op)
+
+    def _matmul(self, op: Op) -> tuple[float, float]:
         rules = table()["matmul"]
-        moving = self._operands(op)
         if op.item_bytes == 4:
             computing: float = op.flops / (self.fp32_flops * rules["fp32_share"])
         elif any(size * op.item_bytes % ALIGNED_BYTES for size in self._sizes.intersection(op.shape[1:])):
             computing = op.flops / (self.half_flops * rules["unaligned_share"])
         else:
             computing = self._tiled(op.shape, rules)
-        return self._kernel_seconds + float(rules["seconds"]) + max(computing, moving)
+        return self._kernel_seconds + float(rules["seconds"]), computing
 
     def _tiled(self, shape: tuple[int, ...], rules: Mapping[str, Any]) -> float:
         """Seconds with the fastest of the library's tile shapes, which it chooses, too."""
@@ -97,7 +110,7 @@ class Roofline:
             for parts in SPLITS
         )
 
-    def _attention(self, op: Op) -> float:
+    def _attention(self, op: Op) -> tuple[float, float]:
         rules = table()["attention"]
         kernel = rules["cudnn" if "cudnn" in op.name else "flash"]
         shares = {int(size): share for size, share in kernel[direction(op)].items()}
@@ -106,15 +119,15 @@ class Roofline:
         share *= keys / (keys + rules["half_keys"])
         peak = self.half_flops if op.item_bytes == 2 else self.fp32_flops
         computing: float = op.flops * filled(head, kernel["heads"]) / (peak * share)
-        return self._kernel_seconds + max(computing, self._operands(op))
+        return self._kernel_seconds, computing
 
-    def _scan(self, op: Op) -> float:
+    def _scan(self, op: Op) -> tuple[float, float]:
         """Instructions of the kernels' loops; the fp32 peak counts two a lane and clock."""
         rules = table()["scan"]
         instructions: float = math.prod(op.shape) * rules["instructions"][op.name]
         computing: float = instructions / (rules["issued"] * self.fp32_flops / 2)
         launching: float = rules["kernels"] * self._kernel_seconds
-        return launching + max(computing, self._operands(op))
+        return launching, computing
 
     def _operands(self, op: Op) -> float:
         """Seconds to read and write all of a product's or an attention's matrices once."""

@@ -1,5 +1,6 @@
 """A trace cut at the borders of its units: the GPU's computation and the host's time in each segment."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -35,6 +36,17 @@ def segments(trace: StepTrace, gpu: Gpu) -> tuple[Segment, ...]:
     return trace.derived(("segments", gpu.name), lambda: tuple(_cut(trace, gpu)))
 
 
+def clocked_seconds(trace: StepTrace, gpu: Gpu) -> float:
+    """Seconds of a micro-batch's kernels that grow when the clock falls, at full clock."""
+
+    def add_up() -> float:
+        roofline = _roofline(trace, gpu)
+        times = Counter(event[1] for event in trace.events if event[0] == OP)
+        return sum(number * roofline.clocked(trace.ops[index]) for index, number in times.items())
+
+    return trace.derived(("clocked", gpu.name), add_up)
+
+
 def without_gradients(segment: Segment, trace: StepTrace, of: Collection[int]) -> Segment:
     """The segment without the gradients of some parameters of `trace`."""
     if not any(index in of for index in segment.gradients):
@@ -47,9 +59,13 @@ def _elements(trace: StepTrace, parameters: Iterable[int]) -> float:
     return float(sum(trace.parameters[index].numel for index in parameters))
 
 
-def _cut(trace: StepTrace, gpu: Gpu) -> Iterator[Segment]:
+def _roofline(trace: StepTrace, gpu: Gpu) -> Roofline:
     sizes = [size for parameter in trace.parameters for size in parameter.shape]
-    roofline = Roofline(gpu, trace.precision, rows=trace.tokens, sizes=sizes)
+    return Roofline(gpu, trace.precision, rows=trace.tokens, sizes=sizes)
+
+
+def _cut(trace: StepTrace, gpu: Gpu) -> Iterator[Segment]:
+    roofline = _roofline(trace, gpu)
     draw, host = Draw(gpu), Host()
     summed = {index: op.read_bytes for index, op in enumerate(trace.ops) if op.kind == "collective"}
     seconds = [0.0 if index in summed else roofline.seconds(op) for index, op in enumerate(trace.ops)]

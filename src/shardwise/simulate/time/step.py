@@ -8,6 +8,7 @@ from shardwise.simulate.energy import Draw
 from shardwise.simulate.prediction import Time
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.simulate.time.schedule import Schedule
+from shardwise.simulate.time.segments import clocked_seconds
 from shardwise.simulate.time.streams import Clocks, Totals
 from shardwise.strategy import Strategy
 
@@ -72,4 +73,6 @@ def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, playe
         launch_seconds=totals.issue,
         tokens_per_step=trace.tokens * strategy.accumulation * strategy.data_parallel,
         world_size=strategy.world_size,
+        full_clock_seconds=played.seconds,
+        clocked_seconds=strategy.accumulation * clocked_seconds(trace, hardware.gpu),
     )

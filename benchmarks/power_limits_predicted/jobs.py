@@ -1,0 +1,76 @@
+"""What `shardwise plan --objective energy --max-slowdown 5%` chooses for three jobs, and predicts to save.
+
+    python benchmarks/power_limits_predicted/jobs.py --out benchmarks/power_limits_predicted/results/jobs.json
+
+Needs no GPU. Rows are those that `shardwise plan --model` assumes.
+"""
+
+import argparse
+import datetime as dt
+import json
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import shardwise
+from shardwise.planner.plan import in_words
+
+JOBS = (
+    ("llama-3.1-8b", "1xH200", ("model.lora.rank=16",)),
+    ("llama-3.1-8b", "8xH100", ("model.lora=null",)),
+    ("qwen2.5-1.5b", "4xRTX4090", ("model.lora=null",)),
+)
+MAX_SLOWDOWN = "5%"
+
+
+def row(model: str, gpus: str, changes: tuple[str, ...]) -> dict[str, Any]:
+    """One job's choice."""
+    plan = shardwise.plan(
+        model=model, gpus=gpus, changes=changes, objective="energy", max_slowdown=MAX_SLOWDOWN, pareto=True
+    )
+    chosen, power = plan.chosen, plan.power
+    assert chosen is not None
+    assert power is not None
+    time, energy = chosen.prediction.time, chosen.prediction.energy
+    return {
+        "model": model,
+        "gpus": gpus,
+        "changes": changes,
+        "default": in_words(power.default),
+        "chosen": in_words(chosen.strategy),
+        "power_limit_watts": chosen.power_limit_watts,
+        "own_limit_watts": plan.hardware.gpu.power_watts,
+        "joules_per_token": energy.joules_per_token,
+        "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu,
+        "watts": energy.joules_per_step / time.step_seconds / time.world_size,
+        **{name: value for name, value in asdict(power).items() if name not in ("default", "curve")},
+        "curve": [asdict(one) for one in power.curve],
+        "pareto": [
+            {
+                "strategy": in_words(one.strategy),
+                "power_limit_watts": one.power_limit_watts,
+                "tokens_per_second_per_gpu": one.prediction.time.tokens_per_second_per_gpu,
+                "joules_per_token": one.prediction.energy.joules_per_token,
+            }
+            for one in plan.pareto
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a plan with power limits chooses for three jobs")
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    result = {
+        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
+        "command": f"python benchmarks/power_limits_predicted/jobs.py --out {asked.out}",
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "max_slowdown": MAX_SLOWDOWN,
+        "jobs": [row(*job) for job in JOBS],
+    }
+    asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

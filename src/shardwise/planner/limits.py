@@ -1,0 +1,146 @@
+"""Power limits in a plan: the least energy within a bound on time, and time against energy.
+
+A limit changes no memory and no schedule. So each strategy is simulated once, at the card's own limit, and
+what a limit makes of it is arithmetic (simulate/power.py).
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from shardwise.errors import JobError
+from shardwise.planner.plan import AtLimit, Objective, Option, Plan, PowerChoice, in_words
+from shardwise.planner.search import TIE_FACTOR, cost, rank
+from shardwise.planner.why import reasons, uses_host
+from shardwise.simulate.power import energy_error, levels, under_limit
+
+MOST_SLOWDOWN = 1.0
+METRICS: tuple[Objective, ...] = ("throughput", "energy")
+
+
+def slowdown(text: str | float) -> float:
+    """`5%` or `0.05` as a share; JobError where it is neither, or not between 0 and 100 %."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*", str(text))
+    share = float(match[1]) / (100 if match[2] else 1) if match else -1.0
+    if not 0 <= share <= MOST_SLOWDOWN:
+        fix = "a share of the fastest time per token from 0 to 100 %, such as 5%"
+        raise JobError(f"{text!r} is no slowdown", where="--max-slowdown", fix=fix)
+    return share
+
+
+def with_limits(plan: Plan, max_slowdown: float) -> Plan:
+    """The plan with the strategy and the power limit of least energy per token, for the objective `energy`.
+
+    Among what fits as well as the plan's choice, and takes at most `1 + max_slowdown` times the time per
+    token of the fastest at the card's own limit. Unchanged where nothing fits.
+    """
+    if plan.chosen is None:
+        return plan
+    same = [option for option in plan.options if option.fit == plan.chosen.fit]
+    bound = (1 + max_slowdown) * min(cost(option, "throughput") for option in same)
+    best = [min(fast, key=_joules) for option in same if (fast := _within(at_limits(option, plan), bound))]
+    chosen, *rest = rank(best, "energy", plan.hardware)
+    power = _compared(chosen, rank(same, "throughput", plan.hardware)[0], plan, max_slowdown)
+    _, *why = reasons(chosen, rest, hardware=plan.hardware, objective="energy", margin=plan.margin)
+    slower = f"take at most {_percent(max_slowdown)} more time a token than the fastest"
+    first = f"the least energy of the {len(best)} that fit and {slower}"
+    among = {option.strategy for option in best}
+    return replace(
+        plan,
+        chosen=replace(chosen, why=(first, *_said(chosen, power, plan), *why)),
+        alternatives=(*rest, *(option for option in plan.options if option.strategy not in among)),
+        power=power,
+    )
+
+
+def with_pareto(plan: Plan) -> Plan:
+    """The plan with the strategies and limits that nothing else beats in time and energy per token.
+
+    As in `rank`, of strategies that are as good by TIE_FACTOR one counts: without offloading, then with the
+    least memory. Call it before `with_limits`, whose plan lacks predictions for the card's own limit.
+    """
+    if plan.chosen is None:
+        return plan
+    same = [option for option in plan.options if option.fit == plan.chosen.fit]
+    plain = sorted(same, key=lambda option: (uses_host(option), option.prediction.memory.needed_bytes))
+    kept: list[Option] = []
+    for option in plain:
+        if not any(_as_good(other, option) for other in kept):
+            kept.append(option)
+    return replace(plan, pareto=front(one for option in kept for one in at_limits(option, plan)))
+
+
+def at_limits(option: Option, plan: Plan) -> list[Option]:
+    """The strategy at the card's own limit, then at each lower one that binds, descending."""
+    found, gpu = [option], plan.hardware.gpu
+    for watts in levels(gpu):
+        prediction = under_limit(option.prediction, gpu, watts)
+        if prediction is not option.prediction:
+            found.append(replace(option, prediction=prediction, power_limit_watts=watts))
+    return found
+
+
+def front(options: Iterable[Option]) -> tuple[Option, ...]:
+    """What no other option beats or equals in both time and energy per token; fastest first."""
+    kept: list[Option] = []
+    for option in sorted(options, key=lambda one: (cost(one, "throughput"), _joules(one))):
+        if not kept or _joules(option) < _joules(kept[-1]):
+            kept.append(option)
+    return tuple(kept)
+
+
+def _as_good(option: Option, than: Option) -> bool:
+    return all(cost(option, by) <= TIE_FACTOR * cost(than, by) for by in METRICS)
+
+
+def _within(options: Iterable[Option], bound: float) -> list[Option]:
+    return [option for option in options if cost(option, "throughput") <= bound]
+
+
+def _joules(option: Option) -> float:
+    return cost(option, "energy")
+
+
+def _compared(chosen: Option, default: Option, plan: Plan, max_slowdown: float) -> PowerChoice:
+    gpu = plan.hardware.gpu
+    own = next(option for option in plan.options if option.strategy == chosen.strategy)
+    curve = tuple(
+        AtLimit(
+            limit_watts=one.power_limit_watts or gpu.power_watts,
+            time_ratio=cost(one, "throughput") / cost(own, "throughput"),
+            energy_ratio=_joules(one) / _joules(own),
+        )
+        for one in at_limits(own, plan)
+    )
+    error, swept = energy_error(gpu)
+    source = f"recorded sweeps of {gpu.name}" if swept else f"no sweep of {gpu.name} was measured"
+    if chosen.power_limit_watts is None:
+        error, source = 0.0, "no limit is changed"
+    return PowerChoice(
+        max_slowdown_fraction=max_slowdown,
+        curve=curve,
+        slowdown_fraction=cost(chosen, "throughput") / cost(default, "throughput") - 1,
+        energy_saved_fraction=1 - _joules(chosen) / _joules(default),
+        energy_error_fraction=error * _joules(chosen) / _joules(default),
+        error_source=source,
+        default=default.strategy,
+    )
+
+
+def _said(chosen: Option, power: PowerChoice, plan: Plan) -> Iterator[str]:
+    """The limit, and what it is predicted to save, with the band of its error."""
+    gpu = plan.hardware.gpu
+    if gpu.power_range_watts is None:
+        yield f"only {gpu.power_watts} W was tried: the range of power limits of {gpu.name} is not known"
+        return
+    watts = chosen.power_limit_watts
+    limit = f"its own power limit of {gpu.power_watts} W" if watts is None else f"a power limit of {watts} W"
+    slower, saved, error = power.slowdown_fraction, power.energy_saved_fraction, power.energy_error_fraction
+    against = f"than {in_words(power.default)} at {gpu.power_watts} W, the choice for throughput"
+    ends = f"{_percent(saved - error)} to {_percent(saved + error)}"
+    band = f" ({ends}: {power.error_source})" if error else ""
+    yield f"{limit}: {_percent(saved)} less energy{band} and {_percent(slower)} more time a token {against}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
