@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -212,9 +213,16 @@ def test_windows_are_repeated_while_they_differ_and_not_without_end() -> None:
         error = math.exp(0.08 * generator.standard_normal())
         rough.tell(window(request.watts, seconds_at(request.watts), error * joules_at(request.watts)))
     assert len(calm.windows) < len(rough.windows) <= MOST_WINDOWS
-    counts = np.bincount([one.watts for one in rough.windows])
-    assert counts.max() <= MOST_AT_ONE_LIMIT
     assert rough.choice().energy_error > 3 * calm.choice().energy_error
+
+
+def test_limits_that_cannot_be_separated_are_left_after_a_few_windows_each() -> None:
+    search = Search([300, 400], ENERGY)
+    generator = np.random.default_rng(0)
+    while (request := search.ask()) is not None:
+        search.tell(window(request.watts, 1.0, math.exp(0.3 * generator.standard_normal())))
+    assert len(search.windows) == 2 * MOST_AT_ONE_LIMIT
+    assert "measured 5 times each" in search.choice().reasons[-1]
 
 
 def test_a_repeated_window_is_longer_and_says_why() -> None:
@@ -241,6 +249,16 @@ def test_limits_that_do_not_act_are_one_level() -> None:
     assert search._free_watts() == min(unheld)
 
 
+def test_between_limits_that_are_equal_nothing_is_measured() -> None:
+    """Nothing changes from 160 W on, and the device does not say that its limits do not act."""
+    search = Search(list(range(100, 401, 5)), Objective(kind="time"))
+    while (request := search.ask()) is not None:
+        clock = min(request.watts, 160) / 160
+        search.tell(window(request.watts, 1 / clock, 160 * clock**0.2))
+    assert len(search.windows) <= 10
+    assert search.choice().expected_regret <= ENOUGH
+
+
 def test_where_no_limit_acts_the_highest_stays_and_one_sentence_says_so() -> None:
     search = Search(LIMITS, ENERGY)
     while (request := search.ask()) is not None:
@@ -252,9 +270,9 @@ def test_where_no_limit_acts_the_highest_stays_and_one_sentence_says_so() -> Non
 
 
 def test_a_limit_that_acted_once_counts_as_acting() -> None:
-    windows = [window(700, 1.0, 300.0, held=False), window(500, 1.0, 300.0, held=True)]
+    windows = [window(500, 1.0, 300.0, held=False), window(550, 1.0, 300.0, held=True)]
     assert Search(LIMITS, ENERGY, windows=windows)._free_watts() == 700
-    assert Search(LIMITS, ENERGY, windows=windows[:1])._free_watts() == 700
+    assert Search(LIMITS, ENERGY, windows=windows[:1])._free_watts() == 500
 
 
 def test_max_slowdown_takes_the_least_energy_and_not_the_lowest_limit() -> None:
@@ -394,8 +412,6 @@ def test_an_answer_takes_milliseconds() -> None:
     """The loop waits for it between two windows: 60 limits and 24 windows are the most there is."""
     limits = list(range(200, 790, 10))
     windows = [window(watts, seconds_at(watts), joules_at(watts)) for watts in limits[:24]]
-    import time
-
     begin = time.process_time()
     Search(limits, ENERGY, windows=windows)
     assert time.process_time() - begin < 0.5
