@@ -33,7 +33,7 @@ def record(family: str, levels: int, seed: int) -> Record:
     exponent = generator.uniform(1.8, 3.0)
     clock = np.clip(((limits - static) / (full - static)) ** (1 / exponent), 0.25, 1.0)
     if family == "plateaus":
-        clock = np.maximum(np.floor(clock * 12), 3) / 12
+        clock = np.maximum(np.floor(clock * 24), 6) / 24
     busy = compute / clock + memory
     seconds = np.maximum(busy, feed) * generator.uniform(0.3, 3.0) / (compute + memory)
     share = busy / np.maximum(busy, feed)

@@ -16,11 +16,8 @@ from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
 
-AMPLITUDES = (
-    0.15,
-    0.3,
-    0.6,
-)  # of the logarithm: an A40 or V100 takes up to 4 times as long at its lowest limit
+AMPLITUDES = (0.15, 0.3, 0.6)
+"""Of the logarithm: an A40 or V100 takes up to 4 times as long at its lowest limit as at its highest."""
 SPREADS = (0.004, 0.01, 0.025, 0.06)  # standard deviation of windows at the same limit
 REACH = 0.5  # in logarithms of watts: limits 65 % apart say little of each other
 LEVEL = 1.0  # the curve's own height is not known

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,8 @@ FIRST = (0.0, 1 / 3, 2 / 3)
 MOST_WINDOWS = 24
 MOST_AT_ONE_LIMIT = 5
 SAMPLES = 128
-CLOSE = 1.15  # ratio of two limits below which the border of max-slowdown is known well enough
+CLOSE = 1.06  # ratio of two limits below which the border of max-slowdown is known well enough
+EQUAL = 0.01  # difference of time and energy below which two limits are equal
 SLOWER = 1.15  # how far over the allowed time a limit must be for lower ones to be out: records jump by 0.1
 
 WARMUP_STEPS, WARMUP_SECONDS = 2, 0.3  # one step is already queued on the GPU when the limit changes
@@ -247,10 +249,10 @@ class Search:
         )
         order = np.random.default_rng(1).permutation(SAMPLES)  # time and energy are drawn apart
         regrets = np.full((SAMPLES, len(levels)), np.inf)
-        first = self._too_slow(seconds, measured)
-        regrets[:, first:] = self.objective.regrets(
-            np.exp(seconds.drawn[:, first:]),
-            np.exp(joules.drawn[order, first:]),
+        open_levels = self._open_levels(seconds, joules, sorted(set(measured)))
+        regrets[:, open_levels] = self.objective.regrets(
+            np.exp(seconds.drawn[:, open_levels]),
+            np.exp(joules.drawn[order][:, open_levels]),
             highest_watts=self.limits[-1],
         )
         expected = regrets.mean(0)
@@ -258,12 +260,21 @@ class Search:
         counts = np.bincount(measured, minlength=len(levels))
         return _View(levels, seconds, joules, regrets, counts, best, float(expected[best]))
 
-    def _too_slow(self, seconds: Curve, measured: list[int]) -> int:
-        """Number of the lowest levels that are not considered: where time decides, lower is never faster."""
-        if self.objective.kind not in ("time", "max-slowdown"):
-            return 0
-        allowed = SLOWER * (1 + (self.objective.max_slowdown or 0.0))
-        return max((one for one in set(measured) if seconds.ratio(one, -1)[0] > allowed), default=0)
+    def _open_levels(self, seconds: Curve, joules: Curve, measured: list[int]) -> NDArray[np.int64]:
+        """Levels that may be best: under a lower limit, a step is not faster and draws no more power.
+
+        So levels between two that are equal in time and energy are equal too. And where time decides, nothing
+        below a level that is clearly too slow is considered.
+        """
+        considered = np.ones(len(seconds.mean), dtype=bool)
+        for low, high in pairwise(measured):
+            change = max(abs(curve.mean[low] - curve.mean[high]) for curve in (seconds, joules))
+            considered[low + 1 : high] = change > EQUAL
+        if self.objective.kind in ("time", "max-slowdown"):
+            allowed = SLOWER * (1 + (self.objective.max_slowdown or 0.0))
+            slow = [one for one in measured if seconds.ratio(one, -1)[0] > allowed]
+            considered[: max(slow, default=0)] = False
+        return np.flatnonzero(considered)
 
     def _measured_best(self, view: _View) -> int:
         return int(np.where(view.counts > 0, view.regrets.mean(0), np.inf).argmin())

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import statistics
-import sys
+import time
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,27 +24,8 @@ from shardwise.power.search import (
     Window,
 )
 
-FOLDER = Path(__file__).parents[3] / "benchmarks" / "power_limits"
 ENERGY = Objective(kind="energy")
 LIMITS = list(range(200, 701, 25))
-
-
-def module(name: str) -> ModuleType:
-    """A script of the benchmark, which imports the others by name."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[name] = found
-    spec.loader.exec_module(found)
-    return found
-
-
-rehearse, families = module("rehearse"), module("families")
-replay = module("replay")
-OBJECTIVES: dict[str, Callable[[int], Objective]] = replay.OBJECTIVES
 
 
 def window(watts: int, seconds: float, joules: float, held: bool | None = None) -> Window:
@@ -152,39 +129,6 @@ def test_the_spread_is_that_of_repeated_windows(spread: float) -> None:
     assert error / 2 < curve.ratio(0, 3)[1] < 2 * error
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
-def test_choices_on_modelled_jobs_are_within_the_bounds(family: str) -> None:
-    """The bounds asked of the records: mean regret 1 %, worst 3 %; and 15 % of Zeus' steps."""
-    regrets, shares = [], []
-    for levels in families.LEVELS:
-        job = families.record(family, levels, seed=100 + levels)
-        for make in OBJECTIVES.values():
-            outcome = replay.one(job, make(job.gpus), rehearse.Noise(), 0)
-            regrets.append(outcome.regret)
-            shares.append(outcome.steps / replay.zeus_steps(job))
-    assert statistics.mean(regrets) <= 0.01
-    assert max(regrets) <= 0.03
-    assert max(shares) <= 0.15
-
-
-@pytest.mark.parametrize(
-    ("noise", "objectives"),
-    [
-        ("2 % noise", list(OBJECTIVES)),
-        ("5 % noise", ["energy", "time", "eta 0.5", "cost"]),
-        ("1 % noise and ticks", list(OBJECTIVES)),
-        ("5 % drift", list(OBJECTIVES)),
-    ],
-)
-def test_noise_costs_at_most_three_percent(noise: str, objectives: list[str]) -> None:
-    regrets = [
-        replay.one(families.record(family, 20, seed), OBJECTIVES[name](1), replay.NOISES[noise], seed).regret
-        for name in objectives
-        for seed, family in enumerate(families.FAMILIES)
-    ]
-    assert statistics.mean(regrets) <= 0.03
-
-
 def test_the_search_needs_far_fewer_windows_than_limits() -> None:
     search = Search(list(range(200, 701, 10)), ENERGY)
     choice = finished(search)
@@ -212,9 +156,17 @@ def test_windows_are_repeated_while_they_differ_and_not_without_end() -> None:
         error = math.exp(0.08 * generator.standard_normal())
         rough.tell(window(request.watts, seconds_at(request.watts), error * joules_at(request.watts)))
     assert len(calm.windows) < len(rough.windows) <= MOST_WINDOWS
-    counts = np.bincount([one.watts for one in rough.windows])
-    assert counts.max() <= MOST_AT_ONE_LIMIT
     assert rough.choice().energy_error > 3 * calm.choice().energy_error
+
+
+def test_limits_that_cannot_be_separated_are_left_after_a_few_windows_each() -> None:
+    errors = [0.06, -0.06, 0.06, -0.06, 0.0]
+    rough = [window(watts, 1.0, 1.0 + error) for error in errors for watts in (300, 400)]
+    search = Search([300, 400], ENERGY, windows=rough[: 2 * MOST_AT_ONE_LIMIT])
+    assert search.ask() is None
+    assert "measured 5 times each" in search.choice().reasons[-1]
+    assert search.choice().expected_regret > ENOUGH
+    assert Search([300, 400], ENERGY, windows=rough[:-2]).ask() is not None
 
 
 def test_a_repeated_window_is_longer_and_says_why() -> None:
@@ -241,6 +193,16 @@ def test_limits_that_do_not_act_are_one_level() -> None:
     assert search._free_watts() == min(unheld)
 
 
+def test_between_limits_that_are_equal_nothing_is_measured() -> None:
+    """Nothing changes from 160 W on, and the device does not say that its limits do not act."""
+    search = Search(list(range(100, 401, 5)), Objective(kind="time"))
+    while (request := search.ask()) is not None:
+        clock = min(request.watts, 160) / 160
+        search.tell(window(request.watts, 1 / clock, 160 * clock**0.2))
+    assert len(search.windows) <= 10
+    assert search.choice().expected_regret <= ENOUGH
+
+
 def test_where_no_limit_acts_the_highest_stays_and_one_sentence_says_so() -> None:
     search = Search(LIMITS, ENERGY)
     while (request := search.ask()) is not None:
@@ -252,9 +214,9 @@ def test_where_no_limit_acts_the_highest_stays_and_one_sentence_says_so() -> Non
 
 
 def test_a_limit_that_acted_once_counts_as_acting() -> None:
-    windows = [window(700, 1.0, 300.0, held=False), window(500, 1.0, 300.0, held=True)]
+    windows = [window(500, 1.0, 300.0, held=False), window(550, 1.0, 300.0, held=True)]
     assert Search(LIMITS, ENERGY, windows=windows)._free_watts() == 700
-    assert Search(LIMITS, ENERGY, windows=windows[:1])._free_watts() == 700
+    assert Search(LIMITS, ENERGY, windows=windows[:1])._free_watts() == 500
 
 
 def test_max_slowdown_takes_the_least_energy_and_not_the_lowest_limit() -> None:
@@ -394,26 +356,6 @@ def test_an_answer_takes_milliseconds() -> None:
     """The loop waits for it between two windows: 60 limits and 24 windows are the most there is."""
     limits = list(range(200, 790, 10))
     windows = [window(watts, seconds_at(watts), joules_at(watts)) for watts in limits[:24]]
-    import time
-
     begin = time.process_time()
     Search(limits, ENERGY, windows=windows)
     assert time.process_time() - begin < 0.5
-
-
-def test_the_page_shows_the_committed_results() -> None:
-    """Written by `python benchmarks/power_limits/replay.py --page`."""
-    text = replay.PAGE.read_text(encoding="utf-8")
-    assert text == replay.filled(text)
-
-
-def test_the_committed_results_hold_the_bounds() -> None:
-    records = json.loads(replay.RECORDS.read_text(encoding="utf-8"))
-    assert records["zeus"] == "0.16.0"
-    assert len(records["rows"]) == 12 * len(OBJECTIVES)
-    for name in OBJECTIVES:
-        regrets = [row["regret"] for row in records["rows"] if row["objective"] == name]
-        assert statistics.mean(regrets) <= 0.01
-        assert max(regrets) <= 0.03
-    for row in records["noisy"]:
-        assert row["mean_regret"] <= 0.03, row
