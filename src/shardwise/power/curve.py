@@ -1,10 +1,9 @@
 """Time and energy of a step as curves over the power limit, estimated from noisy windows.
 
-A Gaussian process (Rasmussen and Williams 2006, chapters 2 and 5) over the logarithm of the limit. It needs no
-shape: a curve falls, is flat, or has its minimum inside. Values at limits that were not measured follow from their
-neighbours, with an error that grows with the distance. How much a curve bends, and how much windows at one limit
-differ, is not known: several answers are weighed by how well they explain the windows. Nothing here knows
-objectives or windows.
+A Gaussian process (Rasmussen and Williams 2006, chapters 2 and 5) over the logarithm of the limit. It needs
+no shape: a curve falls, is flat, or has its minimum inside. Values at limits that were not measured follow
+from their neighbours, with an error that grows with the distance. How much a curve bends, and how much
+windows at one limit differ, is not known: several answers are weighed by how well they explain the windows.
 """
 
 import math
@@ -17,7 +16,8 @@ from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
 
-AMPLITUDES = (0.2, 0.4)  # of the logarithm: the lowest limit of an A40 or V100 takes 2 to 4 times as long
+AMPLITUDES = (0.15, 0.3, 0.6)
+"""Of the logarithm: an A40 or V100 takes up to 4 times as long at its lowest limit as at its highest."""
 SPREADS = (0.004, 0.01, 0.025, 0.06)  # standard deviation of windows at the same limit
 REACH = 0.5  # in logarithms of watts: limits 65 % apart say little of each other
 LEVEL = 1.0  # the curve's own height is not known
@@ -50,8 +50,8 @@ class Curve:
 def estimate(positions: Values, measured: Sequence[int], values: Values, normal: Values) -> Curve:
     """The curve at `positions` (log watts), from one value for each window in the order in which they ran.
 
-    `measured` is the index of the position of each window, `values` the logarithm of what it measured. `normal`
-    is standard normal noise that the curves are drawn with, shape (samples, limits).
+    `measured` is the index of the position of each window, `values` the logarithm of what it measured.
+    `normal` is standard normal noise that the curves are drawn with, shape (samples, limits).
     """
     fits = [
         _fit(positions, np.asarray(measured), values - values[0], amplitude, spread)

@@ -1,17 +1,18 @@
 """Chooses a GPU power limit while a job trains, from windows of its own steps at different limits.
 
-The caller runs what `ask` requests and gives back what it measured with `tell`, until `ask` returns None. Nothing
-here reads a device or a clock, so a search is a function of its windows: it is saved and resumed with them.
+The caller runs what `ask` requests and gives back what it measured with `tell`, until `ask` returns None.
+Nothing here reads a device or a clock: a search is a function of its windows, saved and resumed with them.
 
-The next limit is the one that is most likely to be better than the best so far, by expected improvement (Jones et
-al. 1998) over curves drawn from the estimate in `curve.py`; or the best so far again, if it is known less well.
-The search ends when the expected regret of its choice is at most ENOUGH. Decision 0040 compares it with Zeus'.
+The next limit is the one with the highest expected improvement (Jones et al. 1998) over the best so far, on
+curves drawn from the estimate in `curve.py`; or the best so far again, if it is known less well. The search
+ends when the expected regret of its choice is at most ENOUGH (decision 0040).
 """
 
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +23,17 @@ from shardwise.power.curve import Curve, Values, estimate
 from shardwise.power.objective import Objective
 
 ENOUGH = 0.01  # expected regret at which a search ends: less than windows differ by
-FIRST = (0.0, 1 / 3, 2 / 3)  # limits that are always measured, as shares of the range in log watts from the top
+FIRST = (0.0, 1 / 3, 2 / 3)
+"""Limits that are always measured, as shares of the range in log watts from the top."""
 MOST_WINDOWS = 24
 MOST_AT_ONE_LIMIT = 5
 SAMPLES = 128
-CLOSE = 1.15  # ratio of two limits below which the border of max-slowdown is known well enough
+CLOSE = 1.06  # ratio of two limits below which the border of max-slowdown is known well enough
+EQUAL = 0.01  # difference of time and energy below which two limits are equal
+SLOWER = 1.15  # how far over the allowed time a limit must be for lower ones to be out: records jump by 0.1
 
 WARMUP_STEPS, WARMUP_SECONDS = 2, 0.3  # one step is already queued on the GPU when the limit changes
-WINDOW_STEPS, WINDOW_SECONDS = 4, 1.0  # repeated windows take twice the seconds: short ones bracket, long ones decide
+WINDOW_STEPS, WINDOW_SECONDS = 4, 1.0  # repeated windows take twice the seconds
 
 DRIFTED = 0.05  # change of seconds or joules per step that counts as drift, if three spreads are less
 DRIFTED_WINDOWS = 3
@@ -56,7 +60,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The next window: set `watts`, let the warm-up pass, then measure until steps and seconds are reached."""
+    """The next window: set `watts`, let the warm-up pass, and measure until steps and seconds are over."""
 
     watts: int
     warmup_steps: int
@@ -185,7 +189,7 @@ class Search:
     def drifted(self, window: Window) -> bool:
         """Whether windows at the chosen limit have moved for good, so that one `recheck` is due.
 
-        True after DRIFTED_WINDOWS windows in a row that are off in time or energy; never for a recheck, and never
+        True after DRIFTED_WINDOWS windows in a row that are off in time or energy. Never for a recheck, nor
         for windows at other limits than the chosen one.
         """
         if self.rechecked or self._next is not None or not self.windows:
@@ -244,19 +248,39 @@ class Search:
             for values, normal in zip(per_step.T, self._normal, strict=True)
         )
         order = np.random.default_rng(1).permutation(SAMPLES)  # time and energy are drawn apart
-        regrets = self.objective.regrets(
-            np.exp(seconds.drawn), np.exp(joules.drawn[order]), highest_watts=self.limits[-1]
+        regrets = np.full((SAMPLES, len(levels)), np.inf)
+        open_levels = self._open_levels(seconds, joules, sorted(set(measured)))
+        regrets[:, open_levels] = self.objective.regrets(
+            np.exp(seconds.drawn[:, open_levels]),
+            np.exp(joules.drawn[order][:, open_levels]),
+            highest_watts=self.limits[-1],
         )
         expected = regrets.mean(0)
         best = int(expected.argmin())
         counts = np.bincount(measured, minlength=len(levels))
         return _View(levels, seconds, joules, regrets, counts, best, float(expected[best]))
 
+    def _open_levels(self, seconds: Curve, joules: Curve, measured: list[int]) -> NDArray[np.int64]:
+        """Levels that may be best: under a lower limit, a step is not faster and draws no more power.
+
+        So levels between two that are equal in time and energy are equal too. And where time decides, nothing
+        below a level that is clearly too slow is considered.
+        """
+        considered = np.ones(len(seconds.mean), dtype=bool)
+        for low, high in pairwise(measured):
+            change = max(abs(curve.mean[low] - curve.mean[high]) for curve in (seconds, joules))
+            considered[low + 1 : high] = change > EQUAL
+        if self.objective.kind in ("time", "max-slowdown"):
+            allowed = SLOWER * (1 + (self.objective.max_slowdown or 0.0))
+            slow = [one for one in measured if seconds.ratio(one, -1)[0] > allowed]
+            considered[: max(slow, default=0)] = False
+        return np.flatnonzero(considered)
+
     def _measured_best(self, view: _View) -> int:
         return int(np.where(view.counts > 0, view.regrets.mean(0), np.inf).argmin())
 
     def _watts(self, view: _View, index: int) -> int:
-        """The limit of a level: of all that do not act, the highest, which also holds when the load changes."""
+        """The limit of a level: of all that do not act, the highest, in case the load grows."""
         return self.limits[-1] if index == len(view.levels) - 1 else view.levels[index]
 
     def _decide(self) -> tuple[int | None, str]:
@@ -292,8 +316,9 @@ class Search:
         return None
 
     def _rival(self, view: _View) -> tuple[int | None, str]:
-        """The level that is expected to improve most on the best one, or what it is compared with, if that is
-        known less well: the best one and, where time at the highest limit matters, that limit.
+        """The level that is expected to improve most on the best one, or one that it is compared with.
+
+        These are the best one and, where time at the highest limit counts, that limit: least known first.
         """
         best, full = view.best, view.counts >= MOST_AT_ONE_LIMIT
         gain = np.maximum(view.regrets[:, [best]] - view.regrets, 0.0).mean(0)
@@ -342,11 +367,11 @@ class Search:
             said.append(f"{watts} W, compared with {self.limits[-1]} W: {' and '.join(changes)} per step.")
         if view.levels[-1] < self.limits[-1]:
             said.append(f"Limits from {view.levels[-1]} W upwards do not act: the GPUs draw less.")
-        expected = 100 * float(view.regrets[:, best].mean())
-        said.append(f"If all limits were known exactly, the best would be {expected:.1f} % better on average.")
+        expected = f"{100 * float(view.regrets[:, best].mean()):.1f} %"
+        said.append(f"If all limits were known exactly, the best would be {expected} better on average.")
         if view.counts.max() > 1:
-            spreads = f"{100 * view.joules.spread:.1f} % in energy and {100 * view.seconds.spread:.1f} % in time"
-            said.append(f"Windows at the same limit differ by {spreads}.")
+            energy, time = (f"{100 * curve.spread:.1f} %" for curve in (view.joules, view.seconds))
+            said.append(f"Windows at the same limit differ by {energy} in energy and {time} in time.")
         levels = len({one.watts for one in self.windows})
         seconds = sum(one.seconds for one in self.windows)
         said.append(
