@@ -113,7 +113,7 @@ class StepJoules:
         self._before = {rank: reading for rank, reading in enumerate(first) if reading is not None}
         self._gap: str | None = FIRST
         self.phases = dict.fromkeys(PHASES, 0.0)  # joules of all GPUs
-        self._steps = 0
+        self._steps, self._pure = 0, 0.0  # steps with a reading at both ends, and their joules
         self._stretch = _Stretch({"start": 1.0})
 
     def of_step(self, millijoules: Sequence[int | None]) -> float | Unavailable:
@@ -128,7 +128,7 @@ class StepJoules:
             self._gap = None
         if gap is None:
             self.phases["training"] += used
-            self._steps += 1
+            self._steps, self._pure = self._steps + 1, self._pure + used
             self._settle()
             return used
         self._stretch.joules += used
@@ -172,7 +172,7 @@ class StepJoules:
     def _settle(self) -> None:
         """Charge a stretch: its steps as others, the rest to what lay between, by their seconds."""
         stretch, self._stretch = self._stretch, _Stretch({})
-        each = self.phases["training"] / self._steps if self._steps else 0.0
+        each = self._pure / self._steps if self._steps else 0.0
         steps = min(stretch.joules, stretch.steps * each) if stretch.phases else stretch.joules
         self.phases["training"] += steps
         for phase, seconds in stretch.phases.items():

@@ -22,6 +22,7 @@ from test_whole_runs import job as small_job
 from shardwise.device.fake import FakeNvml, create
 from shardwise.job.schema import Job
 from shardwise.launch.spec import LaunchSpec
+from shardwise.power.lease import leases
 from shardwise.record.energy import read_used
 from shardwise.record.read import read_events
 from shardwise.report.compare import summary
@@ -68,10 +69,14 @@ class Fakes:
         return [event for event in events if event["kind"] == "power" and event["what"] == what]
 
     def put_back(self, *, seconds: float = 30.0) -> bool:
-        """Whether all cards have their previous limit and no lease is left, at last."""
+        """Whether all cards have their previous limit at last, and no lease of a card that was set is left.
+
+        A run that is killed before it has a guardian leaves a lease without levels. The next run settles it.
+        """
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if self.limits() == {PRESENT} and not list(self.leases.glob("*.json")):
+            left = [card for lease in leases(self.leases)[0] for card in lease.cards.values()]
+            if self.limits() == {PRESENT} and not any(card.levels_watts for card in left):
                 return True
             time.sleep(0.05)
         return False

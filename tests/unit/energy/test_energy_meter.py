@@ -156,6 +156,38 @@ def test_the_reason_known_beforehand_is_given() -> None:
     assert reason(StepJoules("no GPU").of_step([None])) == "no GPU"
 
 
+def test_a_gpu_of_several_ranks_is_counted_once() -> None:
+    steps = StepJoules(cards=["GPU-a", "GPU-a", "GPU-b"])
+    steps.of_step([0, 0, 0])
+    assert steps.of_step([1000, 1000, 5000]) == pytest.approx(6.0)
+
+
+def test_readings_that_do_not_stand_one_step_apart_are_no_steps() -> None:
+    """On a GPU: step 2 is issued at once after step 1, and step 3 when step 1 has ended."""
+    steps = StepJoules(first=[0], lag=2)
+    assert [reason(steps.of_step([now])) for now in (10_000, 10_500, 20_000)] == [FIRST] * 3
+    assert steps.of_step([30_000]) == pytest.approx(10.0)
+    steps.interrupt()
+    assert [reason(steps.of_step([now])) for now in (90_000, 90_500, 100_000)] == [INTERRUPTED] * 3
+    assert steps.of_step([110_000]) == pytest.approx(10.0)
+
+
+def test_all_energy_is_charged_to_one_phase_and_steps_in_gaps_are_training() -> None:
+    steps = StepJoules(first=[0])
+    steps.of_step([7_000])
+    for now in (17_000, 27_000, 37_000):
+        steps.of_step([now])
+    steps.interrupt("saving", 1.0)
+    steps.interrupt("evaluation", 3.0)
+    steps.of_step([87_000])  # a step of 10 J, and 40 J of both
+    assert steps.joules == pytest.approx(87.0)
+    steps.of_step([97_000])
+    steps.interrupt("saving", 5.0)
+    steps.finish([100_000])
+    assert steps.phases == {"start": 0.0, "training": 57.0, "evaluation": 30.0, "saving": 13.0}
+    assert steps.joules == pytest.approx(100.0)
+
+
 @pytest.mark.gpu
 def test_reading_a_real_counter_is_cheap_and_it_counts() -> None:
     """Prints what a read costs: it is done once a step. An idle GPU takes 5 W at least, none takes 2 kW."""

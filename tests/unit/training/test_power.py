@@ -1,4 +1,4 @@
-"""A run chooses its power limit, on a scripted machine whose energy and time follow the fake driver's limits."""
+"""A run chooses its power limit, on a scripted machine: energy and time follow the fake driver's limits."""
 
 from __future__ import annotations
 
