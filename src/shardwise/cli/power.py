@@ -32,7 +32,7 @@ def power(
     """
     if force and action != "restore":
         raise JobError("--force is for `shardwise power restore`", where=f"shardwise power {action}")
-    done = {"show": _show, "try": _try, "restore": lambda as_json: _restore(as_json, force)}[action](as_json)
+    done = _restore(as_json, force) if action == "restore" else (_show if action == "show" else _try)(as_json)
     return 0 if done else MachineError.exit_code
 
 
