@@ -71,6 +71,7 @@ def test_packages_that_promise_it_load_without_torch() -> None:
         "launch",
         "lint",
         "planner",
+        "power",
         "record",
         "report",
         "simulate",

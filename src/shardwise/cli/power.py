@@ -32,10 +32,7 @@ def power(
     """
     if force and action != "restore":
         raise JobError("--force is for `shardwise power restore`", where=f"shardwise power {action}")
-    if action == "restore":
-        done = _restore(as_json, force)
-    else:
-        done = _show(as_json) if action == "show" else _try(as_json)
+    done = _restore(as_json, force) if action == "restore" else (_show if action == "show" else _try)(as_json)
     return 0 if done else MachineError.exit_code
 
 

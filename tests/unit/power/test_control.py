@@ -83,7 +83,8 @@ def test_each_card_is_set_once_a_level_within_its_own_range(machine: Machine, tm
         assert power.set(500.0) == {UUIDS[0]: 500.0, UUIDS[1]: 450.0}
         assert power.set(150.0) == {UUIDS[0]: 200.0, UUIDS[1]: 150.0}
     expected = [(0, 700.0), (1, 450.0), (0, 500.0), (0, 200.0), (1, 150.0), (0, 650.0), (1, 350.0)]
-    assert machine.calls() == [(UUIDS[card], watts) for card, watts in expected]
+    calls = [(call["uuid"], call["value"]) for call in machine.nvml.state()["calls"]]
+    assert calls == [(UUIDS[card], watts) for card, watts in expected]
     assert machine.limits() == PREVIOUS
     assert machine.files() == []
 
