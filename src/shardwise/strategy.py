@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from shardwise.job.schema import BUCKET
 from shardwise.job.strategies import ENGINES
@@ -72,5 +76,18 @@ class Strategy:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Strategy:
-        """The value that `to_json` wrote."""
-        return cls(**{key: value for key, value in values.items() if key != "name"})
+        """The value that `to_json` wrote. TypeError or ValueError where it did not."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"a strategy has keys: {values!r}")
+        known = {key: value for key, value in values.items() if key != "name"}
+        found = _adapter().validate_json(json.dumps(known), strict=True)
+        unknown = known.keys() - {field.name for field in fields(cls)}
+        sizes = (found.data_parallel, found.tensor_parallel, found.micro_batch, found.accumulation)
+        if unknown or found.engine not in ENGINES or min(sizes) < 1 or not 0 <= found.stage <= 3:
+            raise ValueError(f"no strategy has these values: {known}")
+        return found
+
+
+@cache
+def _adapter() -> TypeAdapter[Strategy]:
+    return TypeAdapter(Strategy)

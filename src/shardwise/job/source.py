@@ -6,7 +6,7 @@ everything below it commented out would silently mean "no LoRA".
 """
 
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -122,6 +122,10 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes what both the rules above and YAML 1.1's read alike."""
+
+
 def _refuse(event: Any, what: str, fix: str) -> NoReturn:
     raise yaml.MarkedYAMLError(problem=what, problem_mark=event.start_mark, note=fix)
 
@@ -133,7 +137,18 @@ for _tag, _pattern, _first in (
     ("int", "[-+]?(?:0|[1-9][0-9]{0,17})", list("-+0123456789")),
     ("float", _FLOAT, list("-+.0123456789")),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+def job_text(values: Mapping[str, Any]) -> str:
+    """The text of a job file with these values. Text that any reader of YAML takes for a number is quoted."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def job_values(text: str) -> Any:
+    """The values of a job file without their origins. YAMLError where it is none."""
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
 
 
 def read_file(path: Path) -> Document:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
+from threading import Lock
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from shardwise.errors import JobError
@@ -31,6 +34,7 @@ Making = Callable[[], AbstractContextManager[object]]
 """Entered while a plan is made, not where a cached one is read."""
 
 MOST_CORES = 8
+_ONE_AT_A_TIME = Lock()  # tracing changes torch for the entire process
 
 
 def make_plan(
@@ -59,7 +63,7 @@ def make_plan(
     key = plan_key(job, hardware, objective=objective, memory_cap_bytes=memory_cap_bytes, **tokens)
 
     def make() -> Plan:
-        with making():
+        with making(), _ONE_AT_A_TIME:
             return _make(job, hardware, objective, memory_cap_bytes, **tokens)
 
     plan = plan_once(key, make)
@@ -139,15 +143,30 @@ def _other_processes(job: Job) -> Iterator[Executor | None]:
         yield None
         return
     # new interpreters, which import the simulator only: a fork would inherit torch's threads
-    with ProcessPoolExecutor(cores, get_context("spawn"), initializer=_start_worker) as executor:
-        for _ in range(cores):  # a worker starts with its first task: do not wait for a trace
-            executor.submit(os.getpid)
+    with ProcessPoolExecutor(cores, get_context("spawn"), _start_worker, (os.getpid(),)) as executor:
+        with _nothing_to_import():
+            for _ in range(cores):  # a worker starts with its first task: do not wait for a trace
+                executor.submit(os.getpid)
         yield executor
 
 
-def _start_worker() -> None:
+@contextmanager
+def _nothing_to_import() -> Iterator[None]:
+    """New processes do not run the user's script again, which would plan again without a `__main__` guard."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
+
+
+def _start_worker(planner: int) -> None:
     """In a new process: importing this module has imported the simulator."""
+    from shardwise.launch.local import die_with
+
     gc.disable()
+    die_with(planner)
 
 
 @contextmanager

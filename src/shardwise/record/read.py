@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from shardwise.errors import JobError
+from shardwise.job.source import job_values
 
 JOB = "job.yaml"
 PLAN = "plan.json"
@@ -93,7 +94,7 @@ def is_being_written(path: Path) -> bool:
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        values = json.loads(text) if path.suffix == ".json" else job_values(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         what = f"{path.name} cannot be read ({type(error).__name__})"
         fix = "the run was not set up completely: start it again under another name"

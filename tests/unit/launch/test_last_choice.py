@@ -84,7 +84,21 @@ def test_checkpoints_that_name_their_micro_batch_are_read_with_another() -> None
     check_origin(saved, origin({"seed": 1}), where="x")
 
 
-@pytest.mark.parametrize("plan", ["{}", '{"chosen": null}', '{"chosen": {"strategy": {"stage": 2}}}'])
+CHANGED = [
+    {"engine": "other"}, {"micro_batch": 0}, {"micro_batch": "2"}, {"stage": 7}, {"reshard": 1}, {"extra": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "{}",
+        '{"chosen": null}',
+        '{"chosen": {"strategy": {"stage": 2}}}',
+        '{"chosen": {"strategy": [1, 2]}}',
+        *[json.dumps({"chosen": {"strategy": {**RETRIED.to_json(), **change}}}) for change in CHANGED],
+    ],
+)
 def test_a_plan_without_a_strategy_is_a_damaged_run(run: Path, kind: str, plan: str) -> None:
     (run / "plan.json").write_text(plan)
     with pytest.raises(CheckpointError, match="does not say the strategy"):

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,36 @@ def test_long_rows_are_no_faster_one_at_a_time(rows: int) -> None:
         assert plan.chosen is not None
         speeds.append(plan.chosen.prediction.time.tokens_per_second_per_gpu)
     assert speeds[1] == pytest.approx(speeds[0], rel=0.01)
+
+
+@pytest.mark.parametrize("on_stdin", [False, True])
+def test_a_script_without_a_main_guard_can_plan(tmp_path: Path, on_stdin: bool) -> None:
+    """The workers of a plan do not run the script again."""
+    script = tmp_path / "script.py"
+    text = (
+        "import os, shardwise\n"
+        "os.sched_getaffinity = lambda _: {0, 1}\n"
+        f"job = shardwise.Job.model_validate({JOB.model_dump()!r})\n"
+        "print('planned', shardwise.plan(job, gpus='2xRTX4080').chosen is not None)\n"
+    )
+    script.write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-" if on_stdin else str(script)],
+        input=text if on_stdin else None,
+        env={**os.environ, "SHARDWISE_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.stdout == "planned True\n", done.stderr
+
+
+def test_plans_in_threads_do_not_disturb_each_other() -> None:
+    jobs = [
+        JOB.model_copy(update={"train": JOB.train.model_copy(update={"global_batch": n})}) for n in (8, 16)
+    ]
+    asked = [(job.model_copy(update={"strategy": "zero2"}), parse_hardware("2xRTX4080")) for job in jobs]
+    with ThreadPoolExecutor(2) as pool:
+        plans = list(pool.map(lambda one: plan_job.make_plan(*one), asked))
+    assert [plan.job.global_batch for plan in plans] == [8, 16]
