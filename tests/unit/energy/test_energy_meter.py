@@ -188,6 +188,14 @@ def test_all_energy_is_charged_to_one_phase_and_steps_in_gaps_are_training() -> 
     assert steps.joules == pytest.approx(100.0)
 
 
+def test_an_evaluation_before_the_first_step_is_no_start() -> None:
+    steps = StepJoules(first=[0])
+    steps.interrupt("evaluation", 2.0)
+    for now in (50_000, 60_000):
+        steps.of_step([now])
+    assert steps.phases == {"start": 0.0, "training": 20.0, "evaluation": 40.0, "saving": 0.0}
+
+
 @pytest.mark.gpu
 def test_reading_a_real_counter_is_cheap_and_it_counts() -> None:
     """Prints what a read costs: it is done once a step. An idle GPU takes 5 W at least, none takes 2 kW."""

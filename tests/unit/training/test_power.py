@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from shardwise.record.write import RunFolder
 from shardwise.training import meter, observe
 from shardwise.training.loop import StepReport
 from shardwise.training.observe import Recorder, Speed
-from shardwise.training.power import PROFILE, PowerTuner, levels
+from shardwise.training.power import PROFILE, PowerTuner, levels, objective_of
 
 SECONDS, LOAD = 0.5, 0.9
 SET = "nvmlDeviceSetPowerManagementLimit"
@@ -47,6 +47,8 @@ class Machine:
         self.uuids = [gpu["uuid"] for gpu in self.fake.state()["gpus"]]
         self.millijoules = [1000.0] * cards
         self.step, self.slower, self.stops = 0, 1.0, 0
+        self.lagging = False
+        self.ratio, self.gpus = 1.0, list[dict[str, Any]]()
 
     def recorder(self, *, resumed: bool = False, budget_kwh: float | None = None) -> Recorder:
         if resumed:
@@ -79,13 +81,17 @@ class Machine:
 
     def train(self, observer: PowerTuner | Recorder, steps: int) -> None:
         for _ in range(steps):
-            seconds = SECONDS * self.slower / min(map(self.fake.clock_ratio, self.uuids))
-            for number, gpu in enumerate(self.fake.state()["gpus"]):
+            ratio, gpus = min(map(self.fake.clock_ratio, self.uuids)), self.fake.state()["gpus"]
+            if self.lagging:  # as a GPU: the step is issued already, and the reading older than it
+                ratio, self.ratio, gpus, self.gpus = self.ratio, ratio, self.gpus or gpus, gpus
+            seconds = SECONDS * self.slower / ratio
+            before = list(self.millijoules)
+            for number, gpu in enumerate(gpus):
                 self.millijoules[number] += 1000 * seconds * self.fake.draw_watts(gpu)
             self.step += 1
-            observer.on_step(self.report(seconds))
+            observer.on_step(self.report(seconds, before if self.lagging else self.millijoules))
 
-    def report(self, seconds: float) -> StepReport:
+    def report(self, seconds: float, millijoules: Sequence[float]) -> StepReport:
         unknown = dict.fromkeys(meter.MEMORY_FIELDS, [int(meter.UNKNOWN)] * 2)
         return StepReport(
             step=self.step,
@@ -98,7 +104,7 @@ class Machine:
             seconds=seconds,
             skipped=False,
             loss_scale=None,
-            memory={**unknown, "energy_millijoules": [int(one) for one in self.millijoules]},
+            memory={**unknown, "energy_millijoules": [int(one) for one in millijoules]},
         )
 
     def limits(self) -> list[float]:
@@ -168,6 +174,18 @@ def test_cards_are_set_once_for_each_level_and_windows_are_exact(machine: Machin
     assert all(event["simulated"] for event in windows)
 
 
+def test_on_a_gpu_windows_have_no_step_of_the_limit_before(machine: Machine) -> None:
+    machine.lagging = True
+    with machine.tuner("energy") as tuner:
+        machine.train(tuner, 150)
+        tuner.finish(step=machine.step, status="finished")
+    assert len(machine.events("window")) >= 4
+    for event in machine.events("window"):
+        seconds, joules = per_step(event["watts"])
+        assert event["seconds"] / event["steps"] == pytest.approx(seconds, rel=1e-6)
+        assert event["joules"] / event["steps"] == pytest.approx(joules, rel=1e-4)
+
+
 def test_what_was_saved_is_against_all_steps_at_the_present_limit(machine: Machine) -> None:
     with machine.tuner("energy") as tuner:
         machine.train(tuner, 150)
@@ -186,13 +204,16 @@ def test_what_was_saved_is_against_all_steps_at_the_present_limit(machine: Machi
     assert any("search included" in reason for reason in end["reasons"])
 
 
-def test_evaluations_and_saves_do_not_count(machine: Machine) -> None:
+@pytest.mark.parametrize("what", ["evaluation", "save"])
+def test_evaluations_and_saves_do_not_count(machine: Machine, what: str) -> None:
     with machine.tuner("energy") as tuner:
         for _ in range(30):
             machine.train(tuner, 12)
             machine.millijoules = [one + 5e6 for one in machine.millijoules]
-            tuner.on_eval(step=machine.step, loss=1.0, target_tokens=1, seconds=60.0)
-            tuner.on_save(step=machine.step, size_bytes=1, seconds=60.0)
+            if what == "save":
+                tuner.on_save(step=machine.step, size_bytes=1, seconds=60.0)
+            else:
+                tuner.on_eval(step=machine.step, loss=1.0, target_tokens=1, seconds=60.0)
         tuner.finish(step=machine.step, status="finished")
     windows = machine.events("window")
     assert len(windows) >= 4
@@ -319,7 +340,8 @@ def test_a_curve_that_moves_is_searched_once_more(machine: Machine) -> None:
         machine.slower = 1.5
         machine.train(tuner, 300)
         assert len(machine.events("drift")) == 1
-        assert len(machine.events("choice")) == 2
+        first, second = machine.events("choice")
+        assert second["steps"] > first["steps"], "both searches have a cost"
         machine.slower = 3.0
         machine.train(tuner, 200)
         tuner.finish(step=machine.step, status="finished")
@@ -371,6 +393,13 @@ def test_simulated_energy_is_never_added_to_measured_energy(machine: Machine) ->
         machine.recorder(resumed=True)
     assert caught.value.problems[0].fix == "resume without --simulate-power"  # type: ignore[attr-defined]
     (machine.run / ".lock").unlink()
+
+
+def test_a_cost_has_all_gpus_of_the_job() -> None:
+    assert objective_of(Energy(objective="eta", eta=0.5), 4).gpus == 4
+    found = objective_of(Energy(objective="cost", price_per_kwh=1.0, price_per_gpu_hour=2.0, eta=None), 8)
+    assert (found.gpus, found.price_per_kwh, found.price_per_gpu_hour) == (8, 1.0, 2.0)
+    assert objective_of(Energy(objective="energy", price_per_kwh=1.0), 1).price_per_kwh is None
 
 
 def spans(*watts: tuple[float, float, float]) -> dict[str, PowerRange]:
