@@ -1,6 +1,8 @@
 """Units: bytes, seconds, tokens and FLOPs inside; converted only where a person reads them."""
 
 GIB = 1024**3
+JOULES_PER_KWH = 3.6e6
+SECONDS_PER_HOUR = 3600.0
 
 
 def gib(num_bytes: float) -> str:

@@ -37,6 +37,8 @@ class NoPermission(Unavailable):
     """The driver refuses this process what it may do for another user."""
 
 
+POWER_LIMIT = "power limit"  # in words, the clock reason that a power limit holds clocks down
+
 NOT_REPORTED = Unavailable(reason="the driver does not report it")
 
 

@@ -7,7 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from shardwise.device import Card, Device, NoDevice, NoPermission, Paths, Reading, Unavailable
+from shardwise.device import (
+    POWER_LIMIT,
+    Card,
+    Device,
+    NoDevice,
+    NoPermission,
+    Paths,
+    Reading,
+    Unavailable,
+)
 
 T = TypeVar("T")
 
@@ -26,7 +35,7 @@ CLOCK_REASONS = {
 
 ORDINARY_CLOCK_REASONS = {
     0x01: "idle",
-    0x04: "power limit",
+    0x04: POWER_LIMIT,
     0x10: "sync boost with a slower GPU",
     0x100: "display clocks",
 }

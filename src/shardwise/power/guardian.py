@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from shardwise.device import Device, NoDevice
@@ -117,11 +118,10 @@ def _settle(file: Path, device: Device) -> bool:
 def _log(folder: Path, lines: list[str] | tuple[str, ...]) -> None:
     if not lines or not folder.is_dir():
         return
-    try:
-        with (folder / LOG).open("a", encoding="utf-8") as out:
-            out.writelines(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n" for line in lines)
-    except OSError:
-        pass  # the limits matter; nobody is left to read why this could not be written
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    # the limits matter; nobody is left to read why this could not be written
+    with suppress(OSError), (folder / LOG).open("a", encoding="utf-8") as out:
+        out.writelines(f"{now} {line}\n" for line in lines)
 
 
 def _decline(why: str) -> int:

@@ -7,12 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import JobError
+from shardwise.units import JOULES_PER_KWH, SECONDS_PER_HOUR
 
 Values = NDArray[np.float64]
 Kind = Literal["energy", "time", "eta", "cost", "max-slowdown"]
 
-JOULES_PER_KWH = 3.6e6
-SECONDS_PER_HOUR = 3600.0
 THRIFT = 0.02  # share of energy in `time`: of equally fast limits, the one that uses less energy is best
 
 _NEEDS: dict[Kind, tuple[str, ...]] = {

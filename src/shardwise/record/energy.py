@@ -10,10 +10,10 @@ from pathlib import Path
 
 from shardwise.errors import CheckpointError
 from shardwise.record.write import replace_json
+from shardwise.units import JOULES_PER_KWH
 
 FOLDER = "energy"
 METER = f"{FOLDER}/meter.json"
-JOULES_PER_KWH = 3.6e6
 WRITE_SECONDS = 10.0  # between two writes: what a killed launch loses
 
 

@@ -11,11 +11,10 @@ from typing import Any
 from shardwise.energy import END_SECONDS
 from shardwise.record.energy import read_used
 from shardwise.record.read import RunRecord
-from shardwise.units import count
+from shardwise.units import SECONDS_PER_HOUR, count
 
 NUMBERS = ("joules_per_step", "joules_per_token", "watts", "kwh", "cost", "carbon_grams")
 LEAST_SECONDS = 1.0  # over less, readings that are 0.2 s old say little
-SECONDS_PER_HOUR = 3600.0
 
 
 def energy(run: RunRecord, steady: Sequence[Mapping[str, Any]], *, seconds: float) -> dict[str, Any]:
@@ -91,11 +90,8 @@ def _steps(steady: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _used(run: RunRecord, seconds: float) -> dict[str, Any]:
     used, job = read_used(run.path), run.job.get("energy") or {}
-    hours = (
-        seconds
-        / SECONDS_PER_HOUR
-        * next((int(event["processes"]) for event in run.events if event.get("kind") == "run"), 1)
-    )
+    gpus = next((int(event["processes"]) for event in run.events if event.get("kind") == "run"), 1)
+    hours = gpus * seconds / SECONDS_PER_HOUR
     if used is None:
         reasons = (event.get("kwh_unavailable") for event in reversed(run.events))
         reason = next((one for one in reasons if one), "no step is metered")

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from shardwise.device import Device, Unavailable
+from shardwise.device import POWER_LIMIT, Device, Unavailable
 
 FIRST_STEPS = 5  # of a launch: compilation, the allocator, caches; step 1 may have the longest rows
 SETTLE_STEPS = 2  # after an interruption; on a GPU the readings of these two stand less than a step apart
 STALL = 3.0  # a step that takes so many medians of its window waits for data or for another process
-POWER_CAP = 0x4  # nvmlClocksEventReasonSwPowerCap
 HELD_SECONDS, HELD_SAMPLES = 0.2, 3
 
 
@@ -90,6 +89,7 @@ class Held:
 
     def __init__(self, device: Device, uuids: Sequence[str]) -> None:
         self._device, self._uuids = device, uuids
+        self._cap = sum(bit for bit, words in device.ordinary_clock_reasons.items() if words == POWER_LIMIT)
         self._seen: list[bool] = []
         self._ended = threading.Event()
         threading.Thread(target=self._sample, name="power-cap", daemon=True).start()
@@ -102,6 +102,8 @@ class Held:
     def value(self) -> bool | None:
         """None where the driver does not report it, or has not been asked often enough."""
         seen = self._seen
+        if not self._cap:
+            return None
         return True if any(seen) else False if len(seen) >= HELD_SAMPLES * len(self._uuids) else None
 
     def end(self) -> None:
@@ -110,4 +112,4 @@ class Held:
     def _sample(self) -> None:
         while not self._ended.wait(HELD_SECONDS):
             reasons = [self._device.read(uuid, "clock_reasons") for uuid in self._uuids]
-            self._seen += [bool(int(one) & POWER_CAP) for one in reasons if not isinstance(one, Unavailable)]
+            self._seen += [bool(int(one) & self._cap) for one in reasons if not isinstance(one, Unavailable)]

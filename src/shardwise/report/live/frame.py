@@ -10,7 +10,7 @@ from rich.text import Text
 
 from shardwise.report.live.run import ACTIVE
 from shardwise.report.terminal import sparkline
-from shardwise.units import GIB, count, duration, gib
+from shardwise.units import GIB, JOULES_PER_KWH, count, duration, gib
 
 WIDE = 100
 """Terminals of so many columns show more of each GPU."""
@@ -195,7 +195,8 @@ def _energy(run: Values) -> str:
     text += _predicted(run, "joules_per_token", lambda value: f"{value:.3g}")
     done, without = run["steps_recorded"], run["steps_without_joules"]
     steps = f"{done - without}/{done}" if without else str(done)
-    return f"{text}, {run['run_watts']:.0f} W, {run['joules_in_steps'] / 3.6e6:.3g} kWh in {steps} steps"
+    kwh = run["joules_in_steps"] / JOULES_PER_KWH
+    return f"{text}, {run['run_watts']:.0f} W, {kwh:.3g} kWh in {steps} steps"
 
 
 def _memory(run: Values) -> str:
