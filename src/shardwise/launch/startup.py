@@ -27,7 +27,7 @@ from shardwise.launch.nodes import INTERFACES, addresses_of, interface_of
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.environment import versions
 from shardwise.record.manifest import NAME, step_folders
-from shardwise.units import gib, processes
+from shardwise.units import processes
 
 Facts = dict[str, Any]
 
@@ -79,7 +79,7 @@ def _error(findings: Sequence[Finding]) -> ShardwiseError:
 
 def facts(together: Together, spec: LaunchSpec) -> tuple[socket.socket, Facts]:
     """This node's facts, and the socket on which it waits for another to reach it."""
-    interface = os.environ.get(INTERFACES[0]) or interface_of(together.address)
+    interface = os.environ.get(INTERFACES[0], "").split(",")[0] or interface_of(together.address)
     named = addresses_of(interface) if interface else [together.address]
     address = together.address if together.address in named or not named else named[0]
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -202,7 +202,7 @@ def compare(everyone: Sequence[Facts], together: Together) -> Iterator[Finding]:
             yield Finding(MachineError, Problem(what=what, where=INTERFACES[0], fix=fix))
         for place, free in other["free"].items():
             if free < LEAST_FREE_BYTES:
-                what = f"{name} has {gib(free)} free for {place}"
+                what = f"{name} has {free >> 20} MiB free for {place}"
                 yield Finding(MachineError, Problem(what=what, fix="make room there"))
         if node:
             yield from _differing(first, other, zero=zero, name=name, ahead=first["ahead"][str(node)])
