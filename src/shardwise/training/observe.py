@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from shardwise.device import Unavailable
+from shardwise.device.rapl import PARTS
 from shardwise.energy import END_SECONDS, StepJoules
 from shardwise.errors import JobError
 from shardwise.record.energy import WRITE_SECONDS, Used, read_used, write_used
@@ -20,7 +21,7 @@ from shardwise.record.schema import EvalEvent, Event, ResumeEvent, RunEvent, Sav
 from shardwise.record.trackers import Trackers
 from shardwise.record.write import EventWriter, RunFolder
 from shardwise.training.loop import StepReport
-from shardwise.training.meter import UNKNOWN, lag, sources, why_no_energy
+from shardwise.training.meter import UNKNOWN, lag, sources, why_no_energy, why_no_host
 from shardwise.units import count, duration, gib
 
 QUIET_SECONDS = 10.0  # Seconds between two lines where there is no terminal
@@ -94,7 +95,7 @@ class Quiet:
 
     def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None: ...
 
-    def finish(self, *, step: int, status: str, millijoules: Sequence[float] = ()) -> None: ...
+    def finish(self, **_: object) -> None: ...
 
 
 class Recorder:
@@ -110,21 +111,27 @@ class Recorder:
         resumed_step: int | None,
         cards: Sequence[str | None] = (),
         first: Sequence[float] = (),
+        waited: float = 0.0,
         stop: Callable[[], object] = lambda: None,
     ) -> None:
-        """`cards`, `first`: UUIDs and energy counters by rank, as they are now. `stop` asks the loop to."""
+        """`cards`, `first`: UUIDs and energy counters by rank, as they were `waited` seconds ago.
+
+        `stop` asks the loop to stop.
+        """
         energy, outside = sources()
         self.no_energy, self._simulated = why_no_energy(), energy == "simulated"
         self._earlier = _earlier(folder, simulated=self._simulated, measured=self.no_energy is None)
         self.speed, self._folder = speed, folder
         self.step, self._total_steps = resumed_step or 0, header.total_steps
-        self._began, self._written = time.monotonic(), -math.inf
+        self._began = self._last = time.monotonic()
+        self._waited, self._written = waited, -math.inf
+        self._host: dict[str, float] = {}  # joules
         self._events = EventWriter(folder.events, resumed_step=resumed_step)
         self._trackers = Trackers(job["tracking"], run_dir=folder.path, job=job)
         self._display = Display(first_step=self.step, total_steps=header.total_steps)
         header = replace(header, energy_source=energy, outside_allocator_source=outside)
         self._events.write(header if resumed_step is None else ResumeEvent(step=resumed_step))
-        self._joules = StepJoules(self.no_energy, cards=cards, first=_known(first), lag=lag())
+        self._joules = StepJoules(self.no_energy, cards=cards, first=_known(first), lag=lag(), waited=waited)
         self.last_joules: float | None = None
         self._stop, self._budget_kwh = stop, (job.get("energy") or {}).get("budget_kwh")
         self.stopping: str | None = None
@@ -172,20 +179,21 @@ class Recorder:
             joules=self.last_joules,
             joules_unavailable=joules.reason if isinstance(joules, Unavailable) else None,
         )
+        self._host, self._last = _host([memory[f"{part}_millijoules"] for part in PARTS]), time.monotonic()
         self._events.write(event)
         self._trackers.log(report.step, _numbers(event))
         self._display.step(report)
         self._count()
 
     def on_eval(self, *, step: int, loss: float, target_tokens: int, seconds: float) -> None:
-        self._joules.interrupt("evaluation", seconds)
+        self._between("evaluation", seconds)
         self._events.write(EvalEvent(step=step, loss=loss, target_tokens=target_tokens, seconds=seconds))
         self._trackers.log(step, {"eval/loss": loss})
         numbers = f"evaluation loss {loss:.4f} (perplexity {math.exp(min(loss, 50.0)):.4g})"
         self._display.say(f"step {step}: {numbers}, {duration(seconds)}")
 
     def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None:
-        self._joules.interrupt("saving", seconds)
+        self._between("saving", seconds)
         self._events.write(SaveEvent(step=step, seconds=seconds, bytes=size_bytes))
 
     def record(self, event: Event) -> None:
@@ -196,11 +204,19 @@ class Recorder:
         """Show a block to the user, as it is."""
         self._display.console.print(Text(text), soft_wrap=True)
 
-    def finish(self, *, step: int, status: str, millijoules: Sequence[float] = ()) -> None:
-        """`millijoules`: energy counters by rank, after all that the run does."""
+    def finish(
+        self,
+        *,
+        step: int,
+        status: str,
+        millijoules: Sequence[float] = (),
+        host: Sequence[Sequence[float]] = (),
+    ) -> None:
+        """Energy counters after all that the run does: of GPUs by rank, and of hosts, PARTS by rank."""
         self._finished = True
         if millijoules:
-            self._joules.finish(_known(millijoules))
+            self._joules.finish(_known(millijoules), time.monotonic() - self._last)
+            self._host = _host(host) or self._host
         self._written = -math.inf
         self._count()
         kwh, seconds = None if self.no_energy else self._used().kwh, time.monotonic() - self._began
@@ -214,14 +230,20 @@ class Recorder:
         if status in advice:
             self._display.say(f"{status} after step {step} of {self._total_steps}; {advice[status]}")
 
+    def _between(self, phase: str, seconds: float) -> None:
+        self._joules.interrupt(phase, seconds)
+        self._last = time.monotonic()
+
     def _used(self) -> Used:
         """By all launches so far."""
-        seconds, joules = time.monotonic() - self._began, self._joules.joules
+        seconds, joules = self._waited + time.monotonic() - self._began, self._joules.joules
         now = Used(
             joules=joules,
             error_joules=END_SECONDS * joules / seconds,
             seconds=seconds,
             phases=self._joules.phases,
+            host=self._host,
+            host_unavailable=why_no_host(),
             simulated=self._simulated,
         )
         return self._earlier.plus(now)
@@ -251,6 +273,12 @@ def _earlier(folder: RunFolder, *, simulated: bool, measured: bool) -> Used:
 
 def _known(millijoules: Sequence[float]) -> list[int | None]:
     return [None if one == UNKNOWN else int(one) for one in millijoules]
+
+
+def _host(by_part: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Joules of all nodes, for the parts that each node can read."""
+    known = zip(PARTS, by_part, strict=False)
+    return {part: sum(values) / 1000.0 for part, values in known if UNKNOWN not in values}
 
 
 def _numbers(event: StepEvent) -> dict[str, float]:

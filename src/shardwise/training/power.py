@@ -121,9 +121,9 @@ class PowerTuner:
         self._windows.interrupt()
         self._recorder.on_save(step=step, size_bytes=size_bytes, seconds=seconds)
 
-    def finish(self, *, step: int, status: str, millijoules: Sequence[float] = ()) -> None:
+    def finish(self, *, step: int, status: str, **energy: Any) -> None:
         self._end()
-        self._recorder.finish(step=step, status=status, millijoules=millijoules)
+        self._recorder.finish(step=step, status=status, **energy)
 
     def _start(self) -> None:
         """Ask for permission, take control, and begin or go on with the search."""

@@ -5,6 +5,7 @@ The run folder is written only after the job, the data and the model have been c
 
 import os
 import random
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +36,14 @@ from shardwise.strategy import Strategy
 from shardwise.training.announce import announce, header, speed
 from shardwise.training.checkpoint import CheckpointStore
 from shardwise.training.loop import Loop, Progress, check_warmup
-from shardwise.training.meter import PROFILED_STEPS, UNKNOWN, card_of, millijoules, profile_steps
+from shardwise.training.meter import (
+    PROFILED_STEPS,
+    UNKNOWN,
+    card_of,
+    host_millijoules,
+    millijoules,
+    profile_steps,
+)
 from shardwise.training.observe import Quiet, Recorder
 from shardwise.training.oom import explained
 from shardwise.training.power import PowerTuner
@@ -82,6 +90,8 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     total_steps = max(count_steps(ready), _steps_to_measure(spec))
     run_dir = Path(spec.run_dir)
     ranks = Ranks(world)
+    began, mine = time.monotonic(), millijoules(world.device)
+    host_millijoules()  # it counts from its first call on
     engine = make_engine(ready, world)
     check_weights(ready, engine)
     ready.built.weights.source.release()
@@ -101,9 +111,9 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
         total_steps=total_steps,
     )
     progress = snapshots.restore() if spec.resume else Progress()
-    cards, first = zip(*ranks.gather((card_of(world.device), millijoules(world.device))), strict=True)
+    cards, first = zip(*ranks.gather((card_of(world.device), mine)), strict=True)
     _check_meter(job, first)
-    gpus = GpusOfRanks(cards, first)
+    gpus = GpusOfRanks(cards, first, waited=time.monotonic() - began)
     observer = make_observer(ready, spec, engine, progress, gpus, stop) if world.rank == 0 else Quiet()
     ranks.barrier()  # the run folder exists now, for every rank
     evaluated = spec.resume and ranks.gather(world.rank == 0 and _evaluated(run_dir, progress.step))[0]
@@ -128,10 +138,11 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             arrived = loop.run(last_step)
         done = progress.step >= (last_step if measuring else total_steps)
         status = "finished" if done else "paused" if arrived else "stopped"
-        ends = ranks.gather((millijoules(world.device), observer.stopping))
-        observer.finish(step=progress.step, status=status, millijoules=[end for end, _ in ends])
+        ends = ranks.gather((observer.stopping, millijoules(world.device), *host_millijoules()))
+        (why, *_), gpus_end, *host_end = zip(*ends, strict=True)
+        observer.finish(step=progress.step, status=status, millijoules=gpus_end, host=host_end)
     if not arrived:
-        why, resume = ends[0][1], resume_command(run_dir)
+        resume = resume_command(run_dir)
         what = f"{why or 'on request'} after step {progress.step} of {total_steps}; the state is saved"
         more = " with a larger one: --set energy.budget_kwh=KWH" if why else ""
         raise StoppedError(what, where=spec.run_dir, fix=f"`{resume}` goes on from here{more}")
@@ -142,6 +153,7 @@ class GpusOfRanks(NamedTuple):
 
     cards: Sequence[str | None]  # UUIDs
     millijoules: Sequence[float]  # energy counters, or UNKNOWN
+    waited: float  # seconds since they were read
 
 
 def _check_meter(job: Job, first: Sequence[float]) -> None:
@@ -217,6 +229,7 @@ def make_observer(
         resumed_step=progress.step if spec.resume else None,
         cards=gpus.cards,
         first=gpus.millijoules,
+        waited=gpus.waited,
         stop=stop.ask,
     )
     if fake_file() is not None:
