@@ -137,7 +137,7 @@ def _compared(rows: Sequence[Row], columns: Sequence[Column], *, verdicts: bool 
             guess, found = (ABSENT if value is None else text(value) for value in pair(row, quantity))
             cells.append(Text.assemble((f"{guess} > ", "dim"), found) if both else Text(found))
         verdict = row["measured"]["verdict"] if verdicts else ""
-        table.add_row(Text(row["label"]), *cells, Text(verdict, "yellow" if verdict == "noisy" else ""))
+        table.add_row(Text(row["label"]), *cells, Text(verdict, "" if verdict == "valid" else "yellow"))
     return table
 
 
@@ -198,7 +198,8 @@ def _remarks(bench: BenchRecord) -> list[Text]:
             reason = "\n      ".join(str(row["error"]).splitlines())
             lines.append(Text.assemble((f"  {row['label']}: {row['status']}", "red"), f", {reason}"))
         elif found["verdict"] != "valid":
-            lines.append(Text(f"  {row['label']}: noisy, {'; '.join(found['verdict_why'])}", style="yellow"))
+            why = "; ".join(found["verdict_why"])
+            lines.append(Text(f"  {row['label']}: {found['verdict']}, {why}", style="yellow"))
     rest = [f"{reason} ({labels})" for reason, labels in reasons(bench.rows).items()]
     rest += [f"not run: {left['strategy']}, {left['reason']}" for left in bench.head["left_out"]]
     return lines + [Text(f"  {line}", style="dim") for line in rest]

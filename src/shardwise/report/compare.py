@@ -17,6 +17,14 @@ MOST_SPREAD = 0.05  # steps that spread, drift or are skewed by a larger share a
 FEWEST_STEPS = 5
 LEAST_ENERGY_SECONDS = 1.0  # over less, a counter that moves every 20 to 100 ms is off by over a fifth
 
+SIMULATED = {
+    "joules_per_token": None,
+    "joules_unavailable": "simulated, not measured",
+    "verdict": "simulated",
+    "verdict_why": ["a fake driver's GPUs: steps are slowed down on purpose, and nothing is measured"],
+}
+"""What becomes of a measurement where the GPUs are a fake driver's."""
+
 BY_RANK = {
     "peak_allocated_bytes": "peak_memory_allocated_bytes",
     "peak_reserved_bytes": "peak_memory_reserved_bytes",
@@ -79,12 +87,11 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
     found = None
     if steps:
         warmup = min(WARM_UP_STEPS, len(steps) - 1)
-        found = measured(steps, warmup=warmup, processes=int(header["processes"]))
+        simulated, processes = numbers["energy"]["simulated"], int(header["processes"])
+        found = measured(steps, warmup=warmup, processes=processes, simulated=simulated)
         for name in ("tokens_per_second_per_gpu", "step_seconds", "mfu"):
             found[name] = numbers[name]
         found["step_numbers"] = [step["step"] for step in steps]
-        if numbers["energy"]["simulated"]:
-            found |= {"joules_per_token": None, "joules_unavailable": "simulated, not measured"}
         found |= {"exposed_communication_fraction": None, "memory_in_step": []}
         found["exposed_unavailable"] = "a run is not profiled: `shardwise bench` is"
         found["evaluations"] = [(one["step"], one["loss"]) for one in numbers["evaluations"]]
@@ -176,7 +183,12 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
 
 
 def measured(
-    steps: Sequence[Mapping[str, Any]], *, warmup: int, count: int | None = None, processes: int
+    steps: Sequence[Mapping[str, Any]],
+    *,
+    warmup: int,
+    count: int | None = None,
+    processes: int,
+    simulated: bool = False,
 ) -> dict[str, Any]:
     """Memory, time, energy and curves of a run's step events; at least one must be left after `warmup`.
 
@@ -204,6 +216,7 @@ def measured(
         "grad_norm": [step["grad_norm"] for step in steps],
         "verdict": verdict,
         "verdict_why": why,
+        **(SIMULATED if simulated else {}),
     }
 
 

@@ -73,8 +73,14 @@ def _run(row: Row, settings: Settings) -> dict[str, Any]:
     if len(steps) < settings.warmup + settings.steps:
         status, error = _failure(code, len(steps), seconds, settings, log)
         return {**common, "status": status, "error": error, **_NO_RESULT}
-    numbers = measured(steps, warmup=settings.warmup, count=settings.steps, processes=settings.processes)
     header = next((event for event in events if event["kind"] == "run"), {})
+    numbers = measured(
+        steps,
+        warmup=settings.warmup,
+        count=settings.steps,
+        processes=settings.processes,
+        simulated=header.get("energy_source") == "simulated",
+    )
     about = ("parameters", "trainable_parameters", "energy_source", "outside_allocator_source")
     numbers |= {name: header.get(name) for name in about}
     return {

@@ -446,8 +446,8 @@ def test_levels_are_about_25_watts_apart_and_end_at_the_present_limit() -> None:
 def test_mixed_cards_get_what_all_accept_and_none_gets_more_than_now() -> None:
     assert levels("auto", spans((200, 700, 700), (100, 300, 300)))[0][::10] == [200, 450, 700]
     found, notes = levels("auto", spans((200, 700, 700), (100, 300, 250)))
-    assert found[-1] == 250
-    assert "250 to 700 W" in notes[0]
+    assert found[-1] == 700
+    assert "from 250 to 700 W now: none gets more than it has" in notes[0]
 
 
 def test_listed_limits_outside_the_range_are_left_out_and_said() -> None:
