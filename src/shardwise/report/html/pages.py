@@ -17,6 +17,7 @@ from shardwise.record.read import RunRecord
 from shardwise.report.bench import NEEDED, Row, device, pair, ran, reasons
 from shardwise.report.compare import row_of
 from shardwise.report.html import numbers, views
+from shardwise.report.html.energy import energies, phases
 from shardwise.units import count, duration, steps
 
 FOLDER = Path(__file__).parent
@@ -144,6 +145,8 @@ def run_page(paths: Sequence[Path]) -> str:
         decisions=[_decision(row, record) for row, record in both],
         commands=[_command(record) for record in records],
         measured=ran(rows),
+        energies=energies(both),
+        phases=phases(rows),
         predicted=any(row["predicted"] for row in rows),
         machines=_different(records),
     )
