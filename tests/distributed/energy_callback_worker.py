@@ -5,6 +5,7 @@ Zeus itself is used where it is installed; else a stand-in that reads the same c
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -74,7 +75,8 @@ def main(folder: Path) -> None:
     else:
         fake._nvmlGetFunctionPointer = None  # by this name Zeus knows the official package
         sys.modules["pynvml"] = fake  # type: ignore[assignment]
-        torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+        module = importlib.import_module("zeus.monitor.energy")
+        module.sync_execution_fn = lambda *_, **__: None  # type: ignore[attr-defined]
     torch.cuda.current_device = lambda: RANK  # type: ignore[assignment]
     sys.path.insert(0, str(folder))
     from energy_callback import EnergyCallback  # type: ignore[import-not-found]
