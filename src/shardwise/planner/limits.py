@@ -42,7 +42,7 @@ def with_limits(plan: Plan, max_slowdown: float, fewer: Iterable[Plan] = ()) -> 
     best = _best(plan, bound)
     for other in fewer:
         found = _best(other, bound)
-        if not found:
+        if not found or other.chosen is None or other.chosen.fit != same[0].fit:
             break
         if min(map(_joules, found)) * TIE_FACTOR < min(map(_joules, best)):
             plan, best = other, found

@@ -87,10 +87,10 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
     found = None
     if steps:
         warmup = min(WARM_UP_STEPS, len(steps) - 1)
-        simulated, processes = numbers["energy"]["simulated"], int(header["processes"])
-        found = measured(steps, warmup=warmup, processes=processes, simulated=simulated)
+        found = measured(steps, warmup=warmup, processes=int(header["processes"]))
         for name in ("tokens_per_second_per_gpu", "step_seconds", "mfu"):
             found[name] = numbers[name]
+        found |= SIMULATED if numbers["energy"]["simulated"] else {}
         found["step_numbers"] = [step["step"] for step in steps]
         found |= {"exposed_communication_fraction": None, "memory_in_step": []}
         found["exposed_unavailable"] = "a run is not profiled: `shardwise bench` is"
@@ -183,12 +183,7 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
 
 
 def measured(
-    steps: Sequence[Mapping[str, Any]],
-    *,
-    warmup: int,
-    count: int | None = None,
-    processes: int,
-    simulated: bool = False,
+    steps: Sequence[Mapping[str, Any]], *, warmup: int, count: int | None = None, processes: int
 ) -> dict[str, Any]:
     """Memory, time, energy and curves of a run's step events; at least one must be left after `warmup`.
 
@@ -216,7 +211,6 @@ def measured(
         "grad_norm": [step["grad_norm"] for step in steps],
         "verdict": verdict,
         "verdict_why": why,
-        **(SIMULATED if simulated else {}),
     }
 
 

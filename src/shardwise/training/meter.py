@@ -50,14 +50,14 @@ def memory(device: torch.device) -> list[float]:
     if device.type != "cuda":
         # the kernel's peak lags a little behind what is resident now
         peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0)
-        found = [resident, resident, peak, peak, UNKNOWN, resident, UNKNOWN, millijoules(device)]
-        return [*found, *host_millijoules()]
+        found = [resident, resident, peak, peak, UNKNOWN, resident, UNKNOWN]
+        return [*found, millijoules(device), *host_millijoules()]
     stats = torch.cuda.memory_stats(device)  # once: collecting them takes longer than a kernel launch
     keys = ("allocated_bytes", "reserved_bytes")
     allocator = [float(stats.get(f"{key}.all.{when}", 0)) for when in ("current", "peak") for key in keys]
     outside = _outside(device).read(reserved_bytes=allocator[1])
-    found = [*allocator, outside.device_bytes, resident, outside.pinned_bytes, millijoules(device)]
-    return [*found, *host_millijoules()]
+    found = [*allocator, outside.device_bytes, resident, outside.pinned_bytes]
+    return [*found, millijoules(device), *host_millijoules()]
 
 
 def sources() -> tuple[str | None, str | None]:

@@ -24,6 +24,8 @@ from shardwise.training.loop import StepReport
 from shardwise.training.meter import UNKNOWN, lag, sources, why_no_energy, why_no_host
 from shardwise.units import count, duration, gib
 
+Floats = Sequence[float]
+
 QUIET_SECONDS = 10.0  # Seconds between two lines where there is no terminal
 
 
@@ -205,12 +207,7 @@ class Recorder:
         self._display.console.print(Text(text), soft_wrap=True)
 
     def finish(
-        self,
-        *,
-        step: int,
-        status: str,
-        millijoules: Sequence[float] = (),
-        host: Sequence[Sequence[float]] = (),
+        self, *, step: int, status: str, millijoules: Floats = (), host: Sequence[Floats] = ()
     ) -> None:
         """Energy counters after all that the run does: of GPUs by rank, and of hosts, PARTS by rank."""
         self._finished = True

@@ -81,6 +81,12 @@ def test_fewer_gpus_are_chosen_where_they_are_fast_enough_and_need_less(
     assert slower <= bound
 
 
+def test_fewer_gpus_that_fit_less_well_are_not_taken(plan: Plan, toy) -> None:
+    half = drawing(toy.plan("2xRTX4090", objective="energy"), 0.98, seconds=0.6)
+    tight = replace(half, chosen=replace(half.chosen, fit="tight"), alternatives=())
+    assert with_limits(plan, 1.0, [tight]).hardware.world_size == 4
+
+
 def test_plans_for_fewer_gpus_are_made_until_one_is_too_slow(plan: Plan, toy) -> None:
     def ever_fewer():
         yield drawing(toy.plan("2xRTX4090", objective="energy"), 0.98)
