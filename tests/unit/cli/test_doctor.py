@@ -23,7 +23,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
     """The checks of this machine, to be filled in."""
     checks: list[Check] = []
 
-    def examine(*, runs: Path, cache: Path, calibrate: bool) -> Report:
+    def examine(*, runs: Path, cache: Path, calibrate: bool, say: object) -> Report:
         return Report(checks=tuple(checks), gpus=Gpus(), calibration=None, seconds=1.0)
 
     monkeypatch.setattr("shardwise.diagnosis.doctor.examine", examine)
@@ -49,7 +49,7 @@ def test_the_exit_code_tells(
     assert main(["doctor"]) == code
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1] == last
-    assert printed.err == ""
+    assert printed.err == "doctor: this takes about half a minute\n"
     assert all(check.fix in printed.out for check in checks)
 
 

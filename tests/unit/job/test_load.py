@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,27 @@ def test_the_job_survives_json(job_file: Path) -> None:
     """Worker processes receive the job as JSON."""
     job = load_job(job_file, ["model.lora={}", "strategy={engine: fsdp2}"]).job
     assert Job.model_validate(job.model_dump(mode="json")) == job
+
+
+@pytest.mark.parametrize(
+    ("changes", "alpha", "rate"),
+    [
+        (["model.lora={rank: 8}"], 16.0, 2e-4),
+        (["model.lora={rank: 8, alpha: 32}", "optimizer.clip_norm=0.5"], 32.0, 2e-4),
+        (["model.lora={}", "optimizer.learning_rate=1e-5"], 32.0, 1e-5),
+    ],
+)
+def test_adapters_have_their_own_defaults(
+    job_file: Path, changes: list[str], alpha: float, rate: float
+) -> None:
+    """A rank keeps the update's scale, and a rate for all weights is not theirs."""
+    job_file.write_text(re.sub("(?m)^(optimizer:| *learning_rate.*)\n", "", job_file.read_text()))
+    job = load_job(job_file, changes).job
+    assert job.model.lora is not None
+    assert (job.model.lora.alpha, job.optimizer.learning_rate) == (alpha, rate)
+    assert load_job(job_file).job.optimizer.learning_rate == 2e-5
+
+
+def test_defaults_of_adapters_survive_being_written(job_file: Path) -> None:
+    job = load_job(job_file, ["model.lora={rank: 8}"]).job
+    assert Job.model_validate(job.model_dump(mode="json", exclude_defaults=True)) == job
