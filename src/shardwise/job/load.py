@@ -63,6 +63,9 @@ def load_job(path: str | Path, changes: Sequence[str] = ()) -> LoadedJob:
         holder = document.section(key)
         if key[-1] in holder:
             holder[key[-1]] = paths.expand_home(holder[key[-1]])
+            here = nearest(key, document.origins)
+            if dotted(key) in paths.LOCAL and here and document.origins[here].kind == "file":
+                holder[key[-1]] = paths.seen_from(Path(path).parent, dotted(key), holder[key[-1]])
     job, wrong = validate.check(document)
     problems = [*document.problems, *secret, *wrong.values()]
     if job is not None:

@@ -1,7 +1,7 @@
 """The job: what the user asks for. Every field is documented here, and only here.
 
 A `Job` is a value: frozen, complete, with every default filled in. `job.load` makes one from a
-file; nothing downstream reads the file again. Relative paths count from the working directory.
+file; nothing downstream reads the file again.
 """
 
 from __future__ import annotations

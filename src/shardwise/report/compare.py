@@ -83,6 +83,7 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
         for name in ("tokens_per_second_per_gpu", "step_seconds", "mfu"):
             found[name] = numbers[name]
         found["step_numbers"] = [step["step"] for step in steps]
+        found["learning_rate"] = [step.get("learning_rate") for step in steps]
         if numbers["energy"]["simulated"]:
             found |= {"joules_per_token": None, "joules_unavailable": "simulated, not measured"}
         found |= {"exposed_communication_fraction": None, "memory_in_step": []}
@@ -90,6 +91,7 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
         found["evaluations"] = [(one["step"], one["loss"]) for one in numbers["evaluations"]]
     return {
         "label": str(numbers["name"]),
+        "about": _about(run.job),
         "strategy": chosen.get("strategy"),
         "status": numbers["status"],
         "error": None if found else "no step is done yet",
@@ -99,6 +101,13 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
         "measured": found,
         "summary": numbers,
     }, run
+
+
+def _about(job: Mapping[str, Any]) -> str:
+    """The model and the data."""
+    model, data = (job.get(key) or {} for key in ("model", "data"))
+    trained = data.get("train")
+    return f"{model.get('source')} on {', '.join(trained) if isinstance(trained, list) else trained}"
 
 
 def losses(run_dir: str | Path) -> list[float]:

@@ -17,6 +17,7 @@ from shardwise.device.find import fake_file, find
 from shardwise.engines import descriptor
 from shardwise.engines.runtime.protocol import Engine, World, build_engine
 from shardwise.errors import DoesNotFitError, JobError, StoppedError
+from shardwise.job.paths import absolute
 from shardwise.job.schema import Job
 from shardwise.job.source import job_text
 from shardwise.kernels.fused import apply_fused_kernels
@@ -204,7 +205,7 @@ def make_observer(
         folder.keep_choice(plan["chosen"])
     else:
         # Only what differs from the defaults: a job file again, which can be trained as it is.
-        values = ready.job.model_dump(mode="json", exclude_defaults=True)
+        values = absolute(ready.job.model_dump(mode="json", exclude_defaults=True))
         job_yaml = job_text(values)
         about = environment(gpus=_gpus(), command=spec.command)
         folder = RunFolder.create(path, job_yaml=job_yaml, plan=plan, environment=about)

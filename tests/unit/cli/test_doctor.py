@@ -63,7 +63,7 @@ def test_json_is_one_object_with_all_checks(found: list[Check], capsys: pytest.C
         None,
         None,
     )
-    assert shown["counts"] == {"problem": 1, "warning": 0, "ok": 1, "skipped": 0}
+    assert shown["counts"] == {"problem": 1, "unclear": 0, "warning": 0, "ok": 1, "skipped": 0}
     assert shown["checks"][1] == {
         "name": "all-reduce", "status": "problem", "finding": "rank 2 hung", "fix": "try NCCL_P2P_DISABLE=1",
         "facts": {},

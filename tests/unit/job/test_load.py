@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import JobError
+from shardwise.job.identity import identity_of
 from shardwise.job.load import load_job, resolved
 from shardwise.job.schema import Job, StrategySpec
 
@@ -119,15 +120,29 @@ def test_byte_order_mark_and_windows_line_ends(job_file: Path) -> None:
     assert load_job(job_file).origins["strategy"].text == "job.yaml:8"
 
 
-def test_relative_paths_count_from_the_working_directory(
+def test_relative_paths_count_from_the_job_file_s_folder_and_flags_from_here(
     job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Path("jobs").mkdir()
+    """So a job means the same wherever the command runs."""
+    for folder in ("jobs", "jobs/base", "train"):
+        Path(folder).mkdir()
     moved = job_file.rename("jobs/job.yaml")
-    assert load_job(moved).job.data.train == "qa.jsonl"
+    text = moved.read_text().replace("org/model", "base\n  weights: random\n  tokenizer: train")
+    Path("jobs/base/config.json").write_text("{}")
+    moved.write_text(text.replace("qa.jsonl", "[qa.jsonl, org/name]"))
+    with pytest.raises(JobError, match=r"jobs/qa\.jsonl does not exist"):
+        load_job(moved)
+    assert load_job(moved, ["data.train=qa.jsonl"]).job.data.train == "qa.jsonl"
+    Path("jobs/qa.jsonl").write_text("{}\n")
+    job = load_job(moved).job
+    assert job.data.train == ["jobs/qa.jsonl", "org/name"], "a name on the hub stays one"
+    assert (job.model.source, job.model.tokenizer) == ("jobs/base", "train")
     monkeypatch.chdir(tmp_path / "jobs")
-    with pytest.raises(JobError, match=r"qa\.jsonl does not exist"):
-        load_job("job.yaml")
+    again = load_job("job.yaml").job
+    assert again.data.train == ["qa.jsonl", "org/name"]
+    there = identity_of(again)
+    monkeypatch.chdir(tmp_path)
+    assert identity_of(load_job(moved).job) == there
 
 
 def test_home_is_expanded(job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

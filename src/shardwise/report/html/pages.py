@@ -127,9 +127,10 @@ def run_page(paths: Sequence[Path]) -> str:
     """The HTML document of one run or of several. JobError where a folder is no run folder."""
     both = [row_of(Path(path)) for path in paths]
     rows, records = [row for row, _ in both], [record for _, record in both]
-    model, data = (records[0].job.get(key) or {} for key in ("model", "data"))
-    trained = data.get("train")
-    lead = f"{model.get('source')} on {', '.join(trained) if isinstance(trained, list) else trained}"
+    about = list(dict.fromkeys(row["about"] for row in rows))
+    lead = about[0] if len(about) == 1 else f"{len(rows)} runs of different models or data"
+    if len(about) > 1:
+        rows = [{**row, "remark": row["about"]} for row in rows]
     if len(rows) == 1:
         run = rows[0]["summary"]
         progress = f"{run['status']}, {run['steps']} of {run['total_steps']} steps"
@@ -141,7 +142,7 @@ def run_page(paths: Sequence[Path]) -> str:
         made=", ".join(str(record.path) for record in records),
         facts=_run_facts(rows[0]) if len(rows) == 1 and ran(rows) else [],
         rows=rows,
-        decisions=[_decision(row, record) for row, record in both],
+        decisions=[_decision(row, record) for row, record in zip(rows, records, strict=True)],
         commands=[_command(record) for record in records],
         measured=ran(rows),
         predicted=any(row["predicted"] for row in rows),
