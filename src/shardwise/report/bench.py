@@ -137,7 +137,7 @@ def show_bench(bench: BenchRecord, *, console: Console | None = None) -> None:
         if predicted:
             console.print(Text("predicted > measured", style="dim"))
         each = "GPU" if head["environment"].get("gpus") else "process"
-        headline = [(name.format(each=each), *rest) for name, *rest in _HEADLINE]
+        headline = [(name.format(each=each), quantity, text) for name, quantity, text in _HEADLINE]
         tables = (_compared(rows, headline, verdicts=True), Text(), _compared(rows, _MEMORY), Text())
         console.print(*tables, _details(rows), sep="\n")
         if predicted:
