@@ -64,6 +64,7 @@ def summary(run_dir: str | Path) -> dict[str, Any]:
         "wall_seconds": seconds,
         "energy": energy(run, steady, seconds=seconds),
         "checkpoints": _checkpoints(run.path / "checkpoints"),
+        "events_missing_before_lines": run.gaps,
     }
 
 

@@ -6,6 +6,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from shardwise.errors import printable
 from shardwise.hardware.catalog import peak_flops
 from shardwise.models.flops import train_flops_per_token
 from shardwise.planner.table import show
@@ -33,7 +34,7 @@ def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
         "steps": str(total_steps),
     }
     for name, text in lines.items():
-        console.print(Text.assemble((f"{name:>9}  ", "bold"), text), soft_wrap=True)
+        console.print(Text.assemble((f"{name:>9}  ", "bold"), printable(text)), soft_wrap=True)
     if cut := _cut_line(ready):
         console.print(Text.assemble((" warning  ", "bold yellow"), (cut, "yellow")), soft_wrap=True)
     for reason in (*built.notes, *ready.why):
@@ -115,7 +116,7 @@ def _sample(ready: Ready) -> Text:
     text = Text("\na sample (what is trained on is green and underlined):\n", style="dim")
     room = SAMPLE_CHARACTERS
     for part, trained in ready.data.sample.runs:
-        text.append(part[:room], style="green underline" if trained else "default")
+        text.append(printable(part[:room]), style="green underline" if trained else "default")
         room -= len(part)
         if room <= 0:
             text.append(" ...", style="dim")

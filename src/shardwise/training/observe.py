@@ -14,7 +14,7 @@ from rich.text import Text
 
 from shardwise.device import Unavailable
 from shardwise.energy import END_SECONDS, StepJoules
-from shardwise.errors import JobError
+from shardwise.errors import JobError, printable
 from shardwise.record.energy import WRITE_SECONDS, Used, read_used, write_used
 from shardwise.record.schema import EvalEvent, Event, ResumeEvent, RunEvent, SaveEvent, StepEvent, StopEvent
 from shardwise.record.trackers import Trackers
@@ -57,7 +57,7 @@ class Display:
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(Text(printable(text)), soft_wrap=True)
 
     def step(self, report: StepReport) -> None:
         peak = max(report.memory["peak_reserved_bytes"])

@@ -200,9 +200,13 @@ def make_observer(
 ) -> Recorder | PowerTuner:
     """Rank 0's observer; creates the run folder, or opens it again."""
     path, plan = Path(spec.run_dir), ready.to_json()
+    begun = False
     if spec.resume:
         folder = RunFolder.reopen(path)
         folder.keep_choice(plan["chosen"])
+        begun = folder.events.exists() and bool(read_events(folder.events))
+        if not begun:  # it was killed before its first line was complete
+            folder.events.unlink(missing_ok=True)
     else:
         # Only what differs from the defaults: a job file again, which can be trained as it is.
         values = absolute(ready.job.model_dump(mode="json", exclude_defaults=True))
@@ -215,7 +219,7 @@ def make_observer(
         job=ready.job.model_dump(mode="json"),
         header=header(ready, total_steps=count_steps(ready)),
         speed=speed(ready),
-        resumed_step=progress.step if spec.resume else None,
+        resumed_step=progress.step if begun else None,
         cards=gpus.cards,
         first=gpus.millijoules,
         stop=stop.ask,
