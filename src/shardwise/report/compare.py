@@ -72,6 +72,7 @@ def summary(run_dir: str | Path) -> dict[str, Any]:
         "wall_seconds": seconds,
         "energy": energy(run, steady, seconds=seconds),
         "checkpoints": _checkpoints(run.path / "checkpoints"),
+        "events_missing_before_lines": run.gaps,
     }
 
 
@@ -92,11 +93,13 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
             found[name] = numbers[name]
         found |= SIMULATED if numbers["energy"]["simulated"] else {}
         found["step_numbers"] = [step["step"] for step in steps]
+        found["learning_rate"] = [step.get("learning_rate") for step in steps]
         found |= {"exposed_communication_fraction": None, "memory_in_step": []}
         found["exposed_unavailable"] = "a run is not profiled: `shardwise bench` is"
         found["evaluations"] = [(one["step"], one["loss"]) for one in numbers["evaluations"]]
     return {
         "label": str(numbers["name"]),
+        "about": _about(run.job),
         "strategy": chosen.get("strategy"),
         "status": numbers["status"],
         "error": None if found else "no step is done yet",
@@ -106,6 +109,13 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
         "measured": found,
         "summary": numbers,
     }, run
+
+
+def _about(job: Mapping[str, Any]) -> str:
+    """The model and the data."""
+    model, data = (job.get(key) or {} for key in ("model", "data"))
+    trained = data.get("train")
+    return f"{model.get('source')} on {', '.join(trained) if isinstance(trained, list) else trained}"
 
 
 def losses(run_dir: str | Path) -> list[float]:

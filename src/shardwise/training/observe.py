@@ -9,23 +9,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from shardwise.device import Unavailable
 from shardwise.device.rapl import PARTS
 from shardwise.energy import END_SECONDS, StepJoules
-from shardwise.errors import JobError
+from shardwise.errors import JobError, printable
 from shardwise.record.energy import WRITE_SECONDS, Used, read_used, write_used
 from shardwise.record.schema import EvalEvent, Event, ResumeEvent, RunEvent, SaveEvent, StepEvent, StopEvent
 from shardwise.record.trackers import Trackers
 from shardwise.record.write import EventWriter, RunFolder
+from shardwise.report.compare import row_of
+from shardwise.report.terminal import compared
 from shardwise.training.loop import StepReport
 from shardwise.training.meter import UNKNOWN, lag, sources, why_no_energy, why_no_host
-from shardwise.units import count, duration, gib
+from shardwise.units import duration, gib
 
 Floats = Sequence[float]
 
+BAR_WIDTH = 110  # Columns of a terminal; in a narrower one the numbers need the bar's place
 QUIET_SECONDS = 10.0  # Seconds between two lines where there is no terminal
 
 
@@ -36,12 +39,13 @@ class Display:
         self.console = Console(stderr=True)
         self.total_steps = total_steps
         self._spoke = -math.inf
+        bar = [BarColumn(bar_width=24)] if self.console.width >= BAR_WIDTH else []
         self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            *bar,
             TextColumn("{task.description}"),
             TimeRemainingColumn(compact=True),
+            TextColumn("left"),
             console=self.console,
             transient=True,
         )
@@ -56,13 +60,13 @@ class Display:
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(Text(printable(text)), soft_wrap=True)
 
     def step(self, report: StepReport) -> None:
         peak = max(report.memory["peak_reserved_bytes"])
         text = (
-            f"loss {report.loss:.4f}  lr {report.learning_rate:.2e}  norm {report.grad_norm:.2f}  "
-            f"{count(report.tokens / report.seconds)} tok/s  {gib(peak)}"
+            f"loss {report.loss:.4f} lr {report.learning_rate:.1e} norm {report.grad_norm:.2f} "
+            f"{report.tokens / report.seconds:,.0f} tok/s {gib(peak)}"
         )
         self._bar.update(self._task, completed=report.step, description=text)
         now, last = time.monotonic(), report.step == self.total_steps
@@ -224,6 +228,9 @@ class Recorder:
             "finished": f"next: shardwise report {self._folder.path}",
             "paused": f"shardwise train {self._folder.path} --resume goes on",
         }
+        if status in advice and self.step:
+            for label, text in compared(row_of(self._folder.path)[0]).items():
+                self._display.say(f"{label}: {text}")
         if status in advice:
             self._display.say(f"{status} after step {step} of {self._total_steps}; {advice[status]}")
 

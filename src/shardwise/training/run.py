@@ -18,6 +18,7 @@ from shardwise.device.find import fake_file, find
 from shardwise.engines import descriptor
 from shardwise.engines.runtime.protocol import Engine, World, build_engine
 from shardwise.errors import DoesNotFitError, JobError, StoppedError
+from shardwise.job.paths import absolute
 from shardwise.job.schema import Job
 from shardwise.job.source import job_text
 from shardwise.kernels.fused import apply_fused_kernels
@@ -211,12 +212,16 @@ def make_observer(
 ) -> Recorder | PowerTuner:
     """Rank 0's observer; creates the run folder, or opens it again."""
     path, plan = Path(spec.run_dir), ready.to_json()
+    begun = False
     if spec.resume:
         folder = RunFolder.reopen(path)
         folder.keep_choice(plan["chosen"])
+        begun = folder.events.exists() and bool(read_events(folder.events))
+        if not begun:  # it was killed before its first line was complete
+            folder.events.unlink(missing_ok=True)
     else:
         # Only what differs from the defaults: a job file again, which can be trained as it is.
-        values = ready.job.model_dump(mode="json", exclude_defaults=True)
+        values = absolute(ready.job.model_dump(mode="json", exclude_defaults=True))
         job_yaml = job_text(values)
         about = environment(gpus=_gpus(), command=spec.command)
         folder = RunFolder.create(path, job_yaml=job_yaml, plan=plan, environment=about)
@@ -226,7 +231,7 @@ def make_observer(
         job=ready.job.model_dump(mode="json"),
         header=header(ready, total_steps=count_steps(ready)),
         speed=speed(ready),
-        resumed_step=progress.step if spec.resume else None,
+        resumed_step=progress.step if begun else None,
         cards=gpus.cards,
         first=gpus.millijoules,
         waited=gpus.waited,
