@@ -33,6 +33,7 @@ class Strategy:
     offload_parameters: Place = "none"
     nvme_path: str | None = None
     reshard: bool = True
+    shard_group: int = 0  # Consecutive ranks that hold one copy of the weights between them; 0: all
     tensor_parallel: int = 1
     data_parallel: int = 1
     micro_batch: int = 1
@@ -52,13 +53,20 @@ class Strategy:
         return self.micro_batch * self.accumulation * self.data_parallel
 
     @property
-    def name(self) -> str:
-        """Short name, another for every other engine, stage, place, resharding and tensor-parallel size.
+    def sharers(self) -> int:
+        """Ranks that gather weights from each other: a group of `shard_group`, or all."""
+        return self.shard_group or self.data_parallel
 
-        `single`, `zero3-offload`, `zero3-offload-optimizer`, `fsdp2-noreshard`, `autotp4-zero1`, ...
+    @property
+    def name(self) -> str:
+        """Short name, another for every other engine, stage, place, resharding and size of groups.
+
+        `single`, `zero3-offload-optimizer`, `fsdp2-noreshard`, `fsdp2-hsdp8`, `autotp4-zero1`, ...
         """
         parallel = f"autotp{self.tensor_parallel}-" if self.tensor_parallel > 1 else ""
-        base = ENGINES[self.engine].base.format(stage=self.stage)
+        words = ENGINES[self.engine]
+        group = f"-{words.group}{self.shard_group}" if self.shard_group else ""
+        base = words.base.format(stage=self.stage) + group
         return f"{parallel}{base}{self._offload}{'' if self.reshard else '-noreshard'}"
 
     @property
@@ -83,7 +91,8 @@ class Strategy:
         found = _adapter().validate_json(json.dumps(known), strict=True)
         unknown = known.keys() - {field.name for field in fields(cls)}
         sizes = (found.data_parallel, found.tensor_parallel, found.micro_batch, found.accumulation)
-        if unknown or found.engine not in ENGINES or min(sizes) < 1 or not 0 <= found.stage <= 3:
+        wrong = min(sizes) < 1 or found.shard_group < 0 or not 0 <= found.stage <= 3
+        if unknown or found.engine not in ENGINES or wrong:
             raise ValueError(f"no strategy has these values: {known}")
         return found
 

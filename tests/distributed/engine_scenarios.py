@@ -36,12 +36,20 @@ FSDP = {
     "fsdp2-noreshard": Strategy(engine="fsdp2", reshard=False),
     "fsdp2-offload": Strategy(engine="fsdp2", offload_optimizer="cpu", offload_parameters="cpu"),
 }
+GROUPS = {
+    "fsdp2-hsdp2": Strategy(engine="fsdp2", shard_group=2),
+    "fsdp2-hsdp2-noreshard": Strategy(engine="fsdp2", shard_group=2, reshard=False),
+    "zero3-hpz2": Strategy(engine="deepspeed", stage=3, shard_group=2),
+}
+"""On four processes: two groups of two."""
 SINGLE = {"single": Strategy(engine="single")}
 STEPS = range(4)
 
 
 def engines(world: World) -> dict[str, Strategy]:
     """The engines of a world; bf16 of ZeRO-3 comes last, as DeepSpeed replaces torch's linear for good."""
+    if world.size == 4:
+        return GROUPS
     return {**(SINGLE if world.size == 1 else {}), **FSDP, **DEEPSPEED}
 
 
@@ -60,7 +68,7 @@ def parity(folder: Path, world: World) -> dict[str, Any]:
     for name, bare in engines(world).items():
         for precision in ("fp32", "bf16"):
             for kind, options in kinds.items():
-                for accumulation in (1, 4):
+                for accumulation in (1, min(4, w.GLOBAL_BATCH // world.size)):
                     if accumulation == 1 and (kind != "plain" or precision == "bf16"):
                         continue
                     strategy = replace(w.fitted(bare, world, accumulation), precision=precision)

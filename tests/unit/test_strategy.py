@@ -27,6 +27,12 @@ from shardwise.strategy import Strategy
         ),
         ({"engine": "deepspeed", "stage": 3, "reshard": False}, "zero3-noreshard"),
         ({"engine": "fsdp2", "reshard": False}, "fsdp2-noreshard"),
+        ({"engine": "fsdp2", "shard_group": 8}, "fsdp2-hsdp8"),
+        ({"engine": "fsdp2", "shard_group": 8, "reshard": False}, "fsdp2-hsdp8-noreshard"),
+        (
+            {"engine": "deepspeed", "stage": 3, "shard_group": 4, "offload_optimizer": "cpu"},
+            "zero3-hpz4-offload-optimizer",
+        ),
         ({"engine": "deepspeed", "stage": 1, "tensor_parallel": 4}, "autotp4-zero1"),
     ],
 )

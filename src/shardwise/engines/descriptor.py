@@ -55,6 +55,8 @@ class EngineSpec:
     rules: tuple[Rule, ...] = ()  # What it cannot combine
     default_stage: int | None = None  # ZeRO stage of a job that names none; None for an engine without stages
     tensor_parallel = False  # Whether it can split layers over GPUs
+    copies_weights = False
+    """Whether the groups of `shard_group` hold second copies of the weights; if not, of all states."""
     keeps_fp32 = False  # Whether it trains fp32 parameters among others; if not, they are kept apart from it
     sets_checkpointing = False
     """Whether its own settings turn activation checkpointing on, in a script of Hugging Face's Trainer."""

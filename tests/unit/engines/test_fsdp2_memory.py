@@ -168,6 +168,35 @@ def test_without_resharding_weights_stay_whole_until_the_last_micro_batch() -> N
     assert run.more == (BLOCKS + 1) * SHARD
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_rank_of_a_group_holds_what_one_of_that_many_ranks_would(reshard: bool) -> None:
+    """Eight ranks in groups of four, two of these: states over four."""
+    alone, grouped = (
+        Run(_trace(), reshard=reshard),
+        Run(_trace(), processes=8, shard_group=4, reshard=reshard),
+    )
+    assert grouped.built == alone.built == 3 * (BLOCKS + 1) * SHARD + (BLOCKS + 1 + 3) * SCALAR
+    for number in range(3):
+        for run in (alone, grouped):
+            run.micro_batch(number, last=number == 2)
+        assert grouped.more == alone.more
+    peaks = [run.memory.allocator.peak_allocated_bytes for run in (alone, grouped)]
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("group", [0, 4])
+def test_in_groups_the_last_micro_batchs_sum_is_the_one_that_stays(group: int) -> None:
+    run = Run(_trace(), processes=8, shard_group=group)
+    places = []
+    for number in range(3):
+        run.micro_batch(number, last=number == 2)
+        held = run.engine._blocks[0]._reduced
+        assert held is not None
+        places.append(held.address)
+    assert places[0] == places[1]
+    assert (places[2] == places[0]) is (group == 0)
+
+
 def test_frozen_weights_are_shards_in_the_computation_s_format_without_gradients() -> None:
     run = Run(_trace(frozen_blocks=True))
     frozen, adapter = SHARD // 2, 1 * WIDTH * 4

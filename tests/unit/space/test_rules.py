@@ -53,6 +53,10 @@ BROKEN = {
     "fsdp-offloads-everything-to-the-host": facts(engine="fsdp2", stage=0, offload_optimizer="cpu"),
     "reshard-is-for-sharded-parameters": facts(reshard=False),
     "keeping-parameters-defeats-their-offload": facts(stage=3, reshard=False, offload_parameters="cpu"),
+    "shard-group-divides-the-ranks": facts(engine="fsdp2", stage=0, shard_group=3),
+    "shard-group-needs-sharded-parameters": facts(shard_group=2),
+    "shard-group-keeps-parameters-on-the-gpu": facts(stage=3, shard_group=2, offload_parameters="cpu"),
+    "hpz-needs-reshard": facts(stage=3, shard_group=2, reshard=False),
     "buckets-are-zeros": facts(engine="fsdp2", stage=0, bucket=50_000_000),
     "tensor-parallel-is-deepspeed": facts(engine="fsdp2", stage=0, tensor_parallel=2, data_parallel=2),
     "tensor-parallel-divides-the-processes": facts(tensor_parallel=3, data_parallel=1),
@@ -83,6 +87,22 @@ BROKEN = {
         lora=False,
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("group", "ranks", "reason", "fix"),
+    [
+        (3, 8, "8 ranks cannot be divided into groups of 3", "strategy.shard_group: 2 or 4, or leave it out"),
+        (1, 8, "groups of 1 share nothing", "strategy.shard_group: 2 or 4, or leave it out"),
+        (8, 8, "one group of 8 is all ranks", "strategy.shard_group: 2 or 4, or leave it out"),
+        (2, 2, "one group of 2 is all ranks", "leave it out"),
+    ],
+)
+def test_a_group_that_does_not_fit_gets_the_sizes_that_do(
+    group: int, ranks: int, reason: str, fix: str
+) -> None:
+    [problem] = violations(facts(engine="fsdp2", stage=0, world_size=ranks, shard_group=group))
+    assert (problem.what, problem.fix) == (reason, fix)
 
 
 def test_there_is_a_case_for_every_rule() -> None:

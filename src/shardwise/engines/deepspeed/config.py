@@ -120,6 +120,8 @@ def _zero(strategy: Strategy, bucket: int, largest_parameter: int) -> dict[str, 
             # anyway, or where the forward pass is done again.
             "memory_efficient_linear": strategy.reshard and strategy.checkpoint_every != 1,
         }
+        if strategy.shard_group:
+            zero["zero_hpz_partition_size"] = strategy.shard_group
         if strategy.offload_parameters != "none":
             zero["offload_param"] = _place(strategy.offload_parameters, strategy.nvme_path)
             if strategy.offload_parameters == "nvme":

@@ -117,6 +117,14 @@ RULES: tuple[Rule, ...] = (
         source="shardwise.engines.deepspeed.runtime.engine",
     ),
     _of_deepspeed(
+        name="hpz-needs-reshard",
+        broken=lambda f: f.strategy.shard_group > 0 and not f.strategy.reshard,
+        reason="hpZ makes the second gathering of weights cheap, and reshard: false leaves it out",
+        where="strategy.shard_group",
+        fix="leave shard_group out, or reshard: true",
+        source="deepspeed/runtime/zero/partition_parameters.py: _partition_param_sec, called on release",
+    ),
+    _of_deepspeed(
         name="fp16-needs-a-gpu",
         broken=lambda f: f.strategy.precision == "fp16" and f.devices == "cpu",
         reason="DeepSpeed does not train in fp16 on CPUs without fp16 arithmetic",

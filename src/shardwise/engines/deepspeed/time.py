@@ -231,6 +231,9 @@ class Zero3(_Buckets):
         """Elements of each unit that are gathered."""
         self.uses = [(segment.unit, n) for n, segment in enumerate(self.segments) if segment.unit >= 0]
         self.queue: deque[tuple[int, int]] = deque()
+        self.near = communication.group(hardware, strategy.sharers)
+        self.copied: set[int] = set()
+        """Under hpZ, units whose weights this rank's group of `shard_group` holds: until the step."""
         self.released: set[int] = set()  # Segments after which their unit's weights are released
         for place, (unit, number) in enumerate(self.uses):
             later = (([other], self.sizes[other]) for other, _ in self.uses[place + 1 :])
@@ -239,12 +242,14 @@ class Zero3(_Buckets):
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
         self.queue = deque(self.uses)
+        every = range(len(self.sizes) if self.strategy.shard_group else 0)
+        self.copied = set() if first else set(every)
         for number, segment in enumerate(self.segments):
             if segment.unit >= 0:
                 self._fetch(segment.unit, number, segment.passes)
             self.run(segment, issue=len(segment.gradients) * self.host.seconds("zero3_hook"))
             if number in self.released:
-                self.gathered.discard(segment.unit)
+                self._release(segment.unit)
             self.collect(segment, first=first, last=last)
         self.end_pass(first=first, last=last)
 
@@ -282,11 +287,22 @@ class Zero3(_Buckets):
             return
         streams.communication_waits(self.arriving[unit])
         # _all_gather_dtype; partition_parameters.py: AllGatherCoalescedHandle.wait
-        moved = copied(self.item) * elements * (1 + 1 / self.ranks)
+        near = unit in self.copied
+        group, ranks = (self.near, self.strategy.shard_group) if near else (self.group, self.ranks)
+        moved = copied(self.item) * elements * (1 + 1 / ranks)
         seconds = streams.moving(moved, "foreach_copy")
-        seconds += communication.all_gather(self.item * elements, self.group)
+        seconds += communication.all_gather(self.item * elements, group)
         moved += self.item * elements
         self.arriving[unit] = streams.communicate(seconds, moved, after_compute=False, done=event(unit))
+
+    def _release(self, unit: int) -> None:
+        """Under hpZ a group's copy is cleared, written and waited for (_partition_param_sec)."""
+        self.gathered.discard(unit)
+        if self.strategy.shard_group and unit not in self.copied:
+            self.copied.add(unit)
+            own = self.sizes[unit] / self.strategy.shard_group
+            self.streams.move((self.item + copied(self.item)) * own, "foreach_copy")
+            self.streams.host_reads()
 
     def reduce(self, elements: float, *, first: bool, last: bool) -> None:
         """Reduce-scatter a bucket and add it to this rank's part (__reduce_and_partition_ipg_grads)."""

@@ -2,8 +2,9 @@
 
 The groups are `StepTrace.parts`: each block, and last the root, everything outside the blocks. A block's
 parameters are asked for one block ahead; the root stays gathered for a micro-batch. Every parameter is split
-along its first dimension in equal shards, the last ones padded (torch.chunk). The functions in parentheses
-are those of torch's _fully_shard package.
+along its first dimension in equal shards, the last ones padded (torch.chunk): over the ranks of one group
+under HSDP, whose all-reduce over the groups works in place. The functions in parentheses are those of torch's
+_fully_shard package.
 """
 
 from collections.abc import Mapping
@@ -78,9 +79,11 @@ def shard_of(index: int, parameter: Parameter, world_size: int) -> Shard:
 class Group:
     """Memory of a block's parameters, or of those outside the blocks."""
 
-    def __init__(self, shards: list[Shard], *, world_size: int, offload: bool) -> None:
+    def __init__(self, shards: list[Shard], strategy: Strategy) -> None:
         self.shards = shards
-        self._world_size, self._offload = world_size, offload
+        self._world_size, self._grouped = strategy.sharers, strategy.shard_group > 0
+        self._offload = strategy.offload_parameters == "cpu"
+        world_size = self._world_size
         self._copied_bytes = sum(s.item_bytes * s.numel for s in shards if s.cast)
         self._gathered_bytes = world_size * sum(s.item_bytes * s.numel for s in shards)
         self._output: Block | None = None
@@ -143,9 +146,11 @@ class Group:
         memory.give(*self._gathered)
         self._gathered.clear()
 
-    def reduce(self, memory: GpuMemory, gradients: Mapping[int, Block]) -> Block | None:
+    def reduce(self, memory: GpuMemory, gradients: Mapping[int, Block], *, last: bool) -> Block | None:
         """Sum the gradients over the processes (foreach_reduce); each keeps its share, in fp32.
 
+        Micro-batches are added to the first one's share. Under HSDP the last one's is what is summed over the
+        groups: the others are added to it, and freed (partial_reduce_output).
         Returns the reduction's input, which stays until the next group's reduction; None without gradients.
         """
         shards = [shard for shard in self.shards if shard.index in gradients]
@@ -162,6 +167,9 @@ class Group:
         if held is None:
             memory.scratch(BUFFERS, FP32 * numel, stream=REDUCE)  # a divided copy
         if self._reduced is None and not self._offload:
+            self._reduced = reduced
+        elif self._grouped and last:
+            memory.give(self._reduced)
             self._reduced = reduced
         else:
             memory.give(reduced)
@@ -213,9 +221,8 @@ class Fsdp2Memory(EngineMemory):
         self._trace = trace
         self._strategy = strategy
         self._offload = strategy.offload_parameters == "cpu"
-        shards = [shard_of(i, p, strategy.data_parallel) for i, p in enumerate(trace.parameters)]
-        parts = [[shards[i] for i in part] for part in trace.parts]
-        groups = [Group(part, world_size=strategy.data_parallel, offload=self._offload) for part in parts]
+        shards = [shard_of(i, p, strategy.sharers) for i, p in enumerate(trace.parameters)]
+        groups = [Group([shards[i] for i in part], strategy) for part in trace.parts]
         self._blocks, self._root = groups[:-1], groups[-1]
         self._trained = [shard for shard in shards if shard.trainable]
         self._gradients: dict[int, Block] = {}
@@ -304,7 +311,7 @@ class Fsdp2Memory(EngineMemory):
         if released(self._strategy, backward=True, last=self._last):
             group.reshard(memory)
         memory.give(self._reducing)
-        self._reducing = group.reduce(memory, self._gradients)
+        self._reducing = group.reduce(memory, self._gradients, last=self._last)
         for shard in group.shards:
             self._gradients.pop(shard.index, None)
 

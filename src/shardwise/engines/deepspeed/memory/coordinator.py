@@ -4,6 +4,9 @@ When parameters are gathered and released is `policy.py`. The first forward and 
 modules are called; later passes gather ahead by that record. Units of the trace are DeepSpeed's leaf modules
 (entire blocks, see runtime/engine.py) and those with parameters of their own. Other modules are called too,
 and each call gathers ahead: the loss, the base model, its rotary embedding.
+
+With hpZ (`shard_group`) each group of ranks keeps a copy of what is released. Until the optimizer's step the
+parameter is gathered from that.
 """
 
 from collections import deque
@@ -50,6 +53,8 @@ class Coordinator:
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         self._trace = trace
         self._world = strategy.data_parallel
+        self._groups = strategy.data_parallel // strategy.shard_group if strategy.shard_group else 0
+        self._copies: dict[int, Block] = {}  # This rank's parts of its group's copy (ds_secondary_tensor)
         self._offload = strategy.offload_parameters != "none"
         self._limit = policy.live_limit(strategy)
         self._numel = [parameter.numel for parameter in trace.parameters]
@@ -172,15 +177,22 @@ class Coordinator:
         """Elements of a parameter on each rank (_aligned_size)."""
         return -(-self._numel[parameter] // self._world)
 
-    def release(self, unit: int) -> None:
+    def copy_to_group(self, memory: GpuMemory, parameter: int) -> None:
+        """With hpZ, before a parameter is partitioned (_partition_param_sec)."""
+        if self._groups and parameter not in self._copies:
+            size = self._item[parameter] * self._groups * self.part(parameter)
+            self._copies[parameter] = memory.take(WEIGHTS, size)
+
+    def release(self, memory: GpuMemory, unit: int) -> None:
         """A unit's forward or backward pass is over (release_sub_module)."""
         wanted = self._trace.units[unit].parameters
         going = self._not_needed_soon(unit) if self._complete else frozenset(wanted)
-        self._drop(parameter for parameter in wanted if parameter in going)
+        self._drop(memory, [parameter for parameter in wanted if parameter in going])
 
-    def _drop(self, parameters: Iterable[int]) -> None:
+    def _drop(self, memory: GpuMemory, parameters: Iterable[int]) -> None:
         for parameter in parameters:
             if parameter in self._gathered:
+                self.copy_to_group(memory, parameter)
                 self._latest.append(self._gathered.pop(parameter))
                 self._live -= self._numel[parameter]
 
@@ -202,12 +214,14 @@ class Coordinator:
 
     def release_all(self, memory: GpuMemory) -> None:
         """Before the optimizer's step (partition_all_parameters)."""
-        self._drop(list(self._gathered))
+        self._drop(memory, list(self._gathered))
         self._give_earlier(memory)
         self._give_earlier(memory)
 
-    def gather_persistent(self, memory: GpuMemory) -> None:
-        """After it, on the stream of the computation (_post_step)."""
+    def end_step(self, memory: GpuMemory) -> None:
+        """Gather what persists on the stream of the computation, and drop outdated copies (_post_step)."""
         for parameter in sorted(self.persistent):
             size = self._item[parameter] * self._world * self.part(parameter)
             self._gathered[parameter] = memory.take(WEIGHTS, size) if self._world > 1 else None
+        for parameter in self._trace.trainable:
+            memory.give(self._copies.pop(parameter, None))

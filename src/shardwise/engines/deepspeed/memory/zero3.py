@@ -107,6 +107,7 @@ class Zero3Memory(EngineMemory):
         for part in self._trace.parts:
             weights = fill(memory, self._trace, part)
             for index in part:
+                self._coordinator.copy_to_group(memory, index)
                 if not self._offload_parameters:
                     size = self._trace.parameters[index].item_bytes * self._part(index)
                     block = memory.take(WEIGHTS, size)
@@ -149,7 +150,7 @@ class Zero3Memory(EngineMemory):
 
     def forward_end(self, memory: GpuMemory, unit: int) -> None:
         if not self._in_backward:
-            self._coordinator.release(unit)
+            self._coordinator.release(memory, unit)
 
     def _free_later(self, memory: GpuMemory, blocks: list[Block]) -> None:
         """Free memory that another stream still uses, which keeps it for a while (record_stream).
@@ -189,7 +190,7 @@ class Zero3Memory(EngineMemory):
             for parameter, block in sorted(waiting.items()):
                 self._collect(memory, parameter, block)
             memory.give(output)
-        self._coordinator.release(unit)
+        self._coordinator.release(memory, unit)
 
     def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         unit = self._unit_of.get(parameter)
@@ -254,7 +255,7 @@ class Zero3Memory(EngineMemory):
             if not self._offload:
                 self._step_group(memory, len(group), numel)
         self._states = True
-        self._coordinator.gather_persistent(memory)
+        self._coordinator.end_step(memory)
 
     def _step_group(self, memory: GpuMemory, count: int, numel: int) -> None:
         """Gradients in one piece, in fp32 (_prepare_fp32_grad_for_sub_group); moments at the first step."""
