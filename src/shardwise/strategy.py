@@ -15,6 +15,7 @@ from shardwise.job.strategies import ENGINES
 
 Place = Literal["none", "cpu", "nvme"]
 Precision = Literal["bf16", "fp16", "fp32"]
+ReduceDtype = Literal["auto", "bf16", "fp16", "fp32"]
 
 _WORD: dict[Place, str] = {"none": "", "cpu": "-offload", "nvme": "-nvme"}
 
@@ -40,6 +41,7 @@ class Strategy:
     accumulation: int = 1
     precision: Precision = "bf16"
     checkpoint_every: int = 0  # Recompute the activations of every n-th block; 0: of none, 1: of all
+    reduce_dtype: ReduceDtype = "auto"  # Format in which gradients are summed over ranks; auto: the engine's
     clip_norm: float = 1.0  # Largest global gradient norm; 0.0: no clipping
     bucket: int = BUCKET
     """Elements that DeepSpeed reduces, and below ZeRO-3 gathers, at once. ZeRO-1 and 2 have two buckets."""
@@ -51,6 +53,10 @@ class Strategy:
     @property
     def global_batch(self) -> int:
         return self.micro_batch * self.accumulation * self.data_parallel
+
+    def reduced_in(self, default: Precision) -> Precision:
+        """The format in which gradients are summed, where the engine's own is `default`."""
+        return default if self.reduce_dtype == "auto" else self.reduce_dtype
 
     @property
     def sharers(self) -> int:
@@ -67,7 +73,8 @@ class Strategy:
         words = ENGINES[self.engine]
         group = f"-{words.group}{self.shard_group}" if self.shard_group else ""
         base = words.base.format(stage=self.stage) + group
-        return f"{parallel}{base}{self._offload}{'' if self.reshard else '-noreshard'}"
+        reduce = "" if self.reduce_dtype == "auto" else f"-reduce-{self.reduce_dtype}"
+        return f"{parallel}{base}{self._offload}{'' if self.reshard else '-noreshard'}{reduce}"
 
     @property
     def _offload(self) -> str:

@@ -240,6 +240,35 @@ def quantization(folder: Path, world: World) -> dict[str, Any]:
     return results
 
 
+LOSSY = {
+    "fsdp2": Strategy(engine="fsdp2"),
+    "fsdp2-reduce-bf16": Strategy(engine="fsdp2", reduce_dtype="bf16"),
+    "fsdp2-hsdp2": Strategy(engine="fsdp2", shard_group=2),
+    "fsdp2-hsdp2-reduce-bf16": Strategy(engine="fsdp2", shard_group=2, reduce_dtype="bf16"),
+    "zero2": Strategy(engine="deepspeed", stage=2),
+    "zero2-reduce-bf16": Strategy(engine="deepspeed", stage=2, reduce_dtype="bf16"),
+    "zero3-reduce-bf16": Strategy(engine="deepspeed", stage=3, reduce_dtype="bf16"),
+}
+"""On four processes: what sums gradients in fewer bits, and what it is compared with."""
+LOSSY_STEPS = range(20)
+
+
+def lossy(folder: Path, world: World) -> dict[str, Any]:
+    """In fp32, how far losses are from float64, and whether a resumed run goes on the same."""
+    losses, _, _ = w.reference(LOSSY_STEPS)
+    results: dict[str, Any] = {"float64": {"last": losses[-1]}}
+    for name, bare in LOSSY.items():
+        strategy = replace(w.fitted(bare, world, 2), precision="fp32")
+        engine = w.engine_for(strategy, world)
+        found = [step.loss.item() for step in w.train(engine, strategy, LOSSY_STEPS)]
+        results[name] = {
+            "last": found[-1],
+            "error": worst(found, losses),
+            "resumed": resumes(engine, strategy, folder / name, w.llama),
+        }
+    return results
+
+
 def same_in_bf16(tensor: torch.Tensor) -> bool:
     return torch.equal(tensor, tensor.bfloat16().to(tensor.dtype))
 
@@ -361,6 +390,7 @@ SCENARIOS = {
     "tensor_parallel": tensor_parallel,
     "tensor_parallel_checks": tensor_parallel_checks,
     "quantization": quantization,
+    "lossy": lossy,
 }
 
 

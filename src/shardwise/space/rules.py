@@ -96,6 +96,11 @@ def _group_fix(facts: Facts) -> str:
     return f"strategy.shard_group: {' or '.join(sizes)}, or leave it out" if sizes else "leave it out"
 
 
+def _rounds_too_far(facts: Facts) -> bool:
+    asked, precision = facts.strategy.reduce_dtype, facts.strategy.precision
+    return asked not in ("auto", "fp32", precision) and (asked, precision) != ("bf16", "fp32")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         name="nvme-needs-a-path",
@@ -161,6 +166,16 @@ RULES: tuple[Rule, ...] = (
         fix="leave shard_group out, or offload_parameters: none",
         source="deepspeed: _partition_param_sec; torch: foreach_reduce, partial_reduce_output",
         versions=DEEPSPEED,
+    ),
+    Rule(
+        name="reduce-dtype-suits-the-precision",
+        broken=_rounds_too_far,
+        reason="fp16 loses small gradients without fp16's loss scale, and bf16 the mantissa of fp16's",
+        where="strategy.reduce_dtype",
+        fix=lambda f: (
+            f"strategy.reduce_dtype: fp32 or {'bf16' if f.strategy.precision != 'fp16' else 'fp16'}"
+        ),
+        source="arithmetic",
     ),
     Rule(
         name="buckets-are-zeros",

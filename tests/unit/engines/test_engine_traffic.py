@@ -281,6 +281,37 @@ def test_groups_that_share_links_wait_for_each_other(shape: str) -> None:
     assert kinds == [COMMUNICATE] * (2 + 2 + 2)
 
 
+def test_sums_in_bf16_halve_what_is_sent() -> None:
+    schedule = _grouped(engine="fsdp2", reduce_dtype="bf16")
+    gather, scatter = collectives.all_gather(N, NODE), collectives.reduce_scatter(2 * HALF * N, NODE)
+    assert _collectives(schedule) == [gather] * 2 + [scatter] * 2
+    work = schedule._recorded(lambda: schedule.micro_batch(first=True, last=True))
+    sums = [item[1] for item in work if item[0] == REPLICATE]
+    assert sums == [collectives.all_reduce(2 * HALF * N / 2, OTHER)] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "moved"),
+    [
+        # concatenated; added up; converted to fp32, each of the half that stays; the collective
+        (True, True, 4 + 6 / 2 + 4),
+        (False, False, 4 + 6 / 2 + 4),
+        (False, True, 4 + 6 / 2 + 6 / 2 + 4),
+        (True, False, 4 + 4),
+    ],
+)
+def test_in_groups_micro_batches_are_added_up_in_bf16(first: bool, last: bool, moved: float) -> None:
+    schedule = _grouped(engine="fsdp2", reduce_dtype="bf16", accumulation=2)
+    assert _pass(schedule, COMMUNICATE, first=first, last=last)[-1] == HALF * moved
+
+
+@pytest.mark.parametrize(("stage", "passes"), [(1, 2), (2, 2), (3, 1)])
+def test_deepspeed_converts_gradients_that_are_reduced_in_fp32(stage: int, passes: int) -> None:
+    """Stages 1 and 2 convert back as well; the collective reads and writes 4 bytes instead of 2."""
+    plain, wide = (_pass(_zero(stage, reduce_dtype=kind), COMMUNICATE)[-1] for kind in ("auto", "fp32"))
+    assert wide - plain == passes * (2 + 4) + (8 - 4)
+
+
 def test_hsdp_steps_the_share_of_a_group() -> None:
     assert _update(_grouped(engine="fsdp2")) == [4 / 2, 28 / 2]
 

@@ -231,6 +231,17 @@ def test_a_bucket_of_several_gradients_is_reduced_in_a_copy() -> None:
     assert run.memory.allocator.peak_allocated_bytes == run.built + 2 * TOTAL + whole
 
 
+def test_gradients_are_reduced_in_fp32_from_a_copy() -> None:
+    def peak(**values: object) -> int:
+        run = Run(**values)
+        run.forward()
+        run.backward()
+        return run.memory.allocator.peak_allocated_bytes - run.built
+
+    # A copy of all gradients, twice the buffer that holds them rank by rank, and this rank's half in bf16.
+    assert peak(reduce_dtype="fp32") - peak() == 4 * TOTAL + 2 * TOTAL + 2 * PART
+
+
 def test_a_smaller_bucket_takes_less_before_and_during_a_step() -> None:
     def peaks(**values: object) -> tuple[int, int]:
         run = Run(**values)

@@ -233,6 +233,7 @@ def test_parts_are_kept_with_what_the_job_fixes() -> None:
         "nvme_path": "/nvme",
         "reshard": True,
         "shard_group": 0,
+        "reduce_dtype": "auto",
         "tensor_parallel": 1,
         "data_parallel": 8,
         "micro_batch": 4,

@@ -53,6 +53,9 @@ BROKEN = {
     "fsdp-offloads-everything-to-the-host": facts(engine="fsdp2", stage=0, offload_optimizer="cpu"),
     "reshard-is-for-sharded-parameters": facts(reshard=False),
     "keeping-parameters-defeats-their-offload": facts(stage=3, reshard=False, offload_parameters="cpu"),
+    "reduce-dtype-suits-the-precision": facts(reduce_dtype="fp16"),
+    "reduce-dtype-needs-zero": facts(stage=0, reduce_dtype="fp32"),
+    "single-reduces-nothing": facts(engine="single", stage=0, world_size=1, reduce_dtype="bf16"),
     "shard-group-divides-the-ranks": facts(engine="fsdp2", stage=0, shard_group=3),
     "shard-group-needs-sharded-parameters": facts(shard_group=2),
     "shard-group-keeps-parameters-on-the-gpu": facts(stage=3, shard_group=2, offload_parameters="cpu"),
@@ -87,6 +90,26 @@ BROKEN = {
         lora=False,
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("precision", "allowed"),
+    [
+        ("bf16", {"auto", "bf16", "fp32"}),
+        ("fp16", {"auto", "fp16", "fp32"}),
+        ("fp32", {"auto", "bf16", "fp32"}),
+    ],
+)
+def test_gradients_are_summed_in_fp32_or_in_a_format_that_holds_them(
+    precision: str, allowed: set[str]
+) -> None:
+    kinds = ("auto", "bf16", "fp16", "fp32")
+    found = {
+        kind
+        for kind in kinds
+        if not violations(facts(engine="fsdp2", stage=0, precision=precision, reduce_dtype=kind))
+    }
+    assert found == allowed
 
 
 @pytest.mark.parametrize(

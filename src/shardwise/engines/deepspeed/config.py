@@ -51,6 +51,8 @@ def deepspeed_config(
         # On by default, it makes the process wait for the GPU twice a micro-batch, to time it.
         "timers": {"throughput": {"enabled": False}},
     }
+    if strategy.reduce_dtype != "auto":
+        config["communication_data_type"] = strategy.reduce_dtype
     if sums_in_fp32(strategy):
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if strategy.tensor_parallel > 1:

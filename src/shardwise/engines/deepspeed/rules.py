@@ -125,6 +125,14 @@ RULES: tuple[Rule, ...] = (
         source="deepspeed/runtime/zero/partition_parameters.py: _partition_param_sec, called on release",
     ),
     _of_deepspeed(
+        name="reduce-dtype-needs-zero",
+        broken=lambda f: f.strategy.reduce_dtype != "auto" and f.strategy.stage == 0,
+        reason="at stage 0 the memory of reducing in another format is not planned",
+        where="strategy.reduce_dtype",
+        fix="strategy.stage: 1, or leave reduce_dtype out",
+        source="deepspeed/runtime/engine.py: allreduce_bucket",
+    ),
+    _of_deepspeed(
         name="fp16-needs-a-gpu",
         broken=lambda f: f.strategy.precision == "fp16" and f.devices == "cpu",
         reason="DeepSpeed does not train in fp16 on CPUs without fp16 arithmetic",

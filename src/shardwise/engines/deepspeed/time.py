@@ -9,7 +9,7 @@ from collections import deque
 
 from shardwise.engines.deepspeed import policy
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.step_trace import FP32, FP64, StepTrace
+from shardwise.simulate.step_trace import FP32, FP64, ITEM_BYTES, StepTrace
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.schedule import (
     ADAMW_BYTES,
@@ -83,6 +83,12 @@ class _Buckets(Schedule):
         self.bucket = policy.Bucket(self.trace, strategy)  # empty at the end of a pass
         self.offload = strategy.offload_optimizer != "none"
         self.part = self.trainable / self.ranks
+        self.summed = ITEM_BYTES[strategy.reduced_in(strategy.precision)]
+        """Bytes of an element of gradients as they are reduced (communication_data_type)."""
+
+    def recast(self, elements: float) -> float:
+        """Bytes moved to convert gradients to that format."""
+        return converted(self.item, self.summed) * elements if self.summed != self.item else 0.0
 
     def collect(self, segment: Segment, *, first: bool, last: bool) -> None:
         """Copy a segment's gradients into the bucket, as their hooks do.
@@ -195,9 +201,10 @@ class Zero12(_Buckets):
         moved = copied(self.item) * elements + copies * copied(self.item) * own
         if self.strategy.accumulation > 1 and self.strategy.stage == 2:  # _add_to_grad_partition_buffer
             moved += added(self.item, FP32) * own
+        moved += 2 * self.recast(elements)  # and back (allreduce_bucket)
         seconds = streams.moving(moved, "foreach_copy")
-        seconds += communication.all_reduce(self.item * elements, self.group)
-        moved += collective(self.item, elements, ranks=self.ranks)
+        seconds += communication.all_reduce(self.summed * elements, self.group)
+        moved += collective(self.summed, elements, ranks=self.ranks)
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
         if self.offload:  # with accumulation, earlier gradients come back to be added to
             if not first:
@@ -310,9 +317,10 @@ class Zero3(_Buckets):
         # laid out by rank, scaled (reduce_scatter_coalesced); the share copied, then added (partition_grads)
         moved = 2 * copied(self.item) * elements + copied(self.item) * own
         moved += 0.0 if first else added(FP32, FP32) * own
+        moved += self.recast(elements)  # __avg_scatter_grads
         seconds = streams.moving(moved, "foreach_copy")
-        seconds += communication.reduce_scatter(self.item * elements, self.group)
-        moved += collective(self.item, elements, ranks=self.ranks)
+        seconds += communication.reduce_scatter(self.summed * elements, self.group)
+        moved += collective(self.summed, elements, ranks=self.ranks)
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
         if self.offload:
             # Under fp16 counted in fp32, as in `Zero12.reduce`.

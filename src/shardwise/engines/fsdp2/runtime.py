@@ -1,8 +1,8 @@
 """PyTorch FSDP2 (`fully_shard`) behind the engine protocol.
 
 Trainable parameters are fp32 shards, gathered in the computation's format. Gradients are summed over the
-ranks in fp32. The optimizer steps this rank's shards as plain tensors, with the code of the single engine.
-Frozen parameters (the base of LoRA) are shards in the computation's format.
+ranks in fp32, or in `reduce_dtype`. The optimizer steps this rank's shards as plain tensors, with the code of
+the single engine. Frozen parameters (the base of LoRA) are shards in the computation's format.
 
 With `shard_group` (HSDP) each group of ranks shares a copy of its own: gathering stays within a group. Each
 micro-batch's gradients are summed within it, and over the groups once a step (decision 0045).
@@ -87,7 +87,7 @@ class FsdpEngine(TorchEngine):
         return {
             "engine": "fsdp2",
             "param_dtype": self._strategy.precision,
-            "reduce_dtype": "fp32",
+            "reduce_dtype": self._strategy.reduced_in("fp32"),
             "reshard_after_forward": self._strategy.reshard,
             "cpu_offload": self._strategy.offload_parameters == "cpu",
             "shard_group_size": self._strategy.sharers,
@@ -109,7 +109,7 @@ class FsdpEngine(TorchEngine):
             "mesh": self._mesh(),
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=DTYPES[self._strategy.precision],
-                reduce_dtype=torch.float32,
+                reduce_dtype=DTYPES[self._strategy.reduced_in("fp32")],
                 cast_forward_inputs=False,
             ),
         }

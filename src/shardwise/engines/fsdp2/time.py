@@ -11,7 +11,7 @@ shared.
 
 from shardwise.engines.fsdp2.memory import gathered_ahead, released
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.step_trace import FP32, StepTrace
+from shardwise.simulate.step_trace import FP32, ITEM_BYTES, StepTrace
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.schedule import (
     ADAMW_BYTES,
@@ -34,7 +34,7 @@ class Fsdp2Schedule(Schedule):
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
         self.offload = strategy.offload_parameters != "none"
-        self.sharers = strategy.sharers
+        self.sharers, self.summed = strategy.sharers, ITEM_BYTES[strategy.reduced_in("fp32")]
         self.shards = communication.group(hardware, self.sharers)
         copies = strategy.data_parallel // self.sharers
         self.replicas = communication.group(hardware, copies, stride=self.sharers)
@@ -103,21 +103,26 @@ class Fsdp2Schedule(Schedule):
         self.streams.issue(times * one)
 
     def _reduce(self, block: int, *, first: bool, last: bool) -> None:
-        """Concatenate a group's gradients in fp32, reduce-scatter them and add them up (foreach_reduce)."""
+        """Concatenate a group's gradients, reduce-scatter them and add them up in fp32 (foreach_reduce).
+
+        `reduce_dtype` is what they are concatenated and summed in. Under HSDP micro-batches are, too.
+        """
         streams, elements = self.streams, self.learned_of[block]
         if not elements:
             return
         part = elements / self.sharers
         self._visit(block, 1)
-        moved = converted(self.item, FP32) * elements
-        moved += 0.0 if first or self.offload else added(FP32, FP32) * part
+        item, total = self.summed, self.summed if self.strategy.shard_group else FP32
+        moved = converted(self.item, item) * elements
+        moved += 0.0 if first or self.offload else added(item, total) * part
+        moved += converted(item, FP32) * part if item != FP32 and (last or total == FP32) else 0.0
         seconds = streams.moving(moved, "foreach_copy")
-        seconds += communication.reduce_scatter(FP32 * elements, self.shards)
-        done = streams.communicate(seconds, moved + copied(FP32) * elements, after_compute=True)
+        seconds += communication.reduce_scatter(item * elements, self.shards)
+        done = streams.communicate(seconds, moved + copied(item) * elements, after_compute=True)
         if last and self.replicas.size > 1:
             apart = self.shards.nodes == 1 and self.replicas.per_node == 1
-            seconds = communication.all_reduce(FP32 * part, self.replicas)
-            streams.sum_over_replicas(seconds, copied(FP32) * part, apart=apart)
+            seconds = communication.all_reduce(item * part, self.replicas)
+            streams.sum_over_replicas(seconds, copied(item) * part, apart=apart)
         if self.offload:
             streams.copy(FP32 * part, after=done)
             if not first:

@@ -7,7 +7,7 @@ from shardwise.simulate.memory.allocator import DeferredFree
 from shardwise.simulate.memory.engine import EngineMemory, fill, pinned
 from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.step_trace import ALLOC, BACKWARD, FP32, FP64, FREE, GRADIENT, StepTrace
+from shardwise.simulate.step_trace import ALLOC, BACKWARD, FP32, FP64, FREE, GRADIENT, ITEM_BYTES, StepTrace
 from shardwise.strategy import Strategy
 
 NORM = FP64  # Bytes of an element in the norm of an offloaded gradient (get_norm_dtype: fp64)
@@ -31,6 +31,7 @@ class Zero3Memory(EngineMemory):
         self._item = FP32 if strategy.precision == "fp32" else 2
         self._places = (strategy.offload_optimizer, strategy.offload_parameters)
         self._offload, self._offload_parameters = (place != "none" for place in self._places)
+        self._reduced_item = ITEM_BYTES[strategy.reduced_in(strategy.precision)]
         self._sum_item = FP32 if sums_in_fp32(strategy) else self._item
         self._coordinator = Coordinator(trace, strategy)
         blocks = [(i, unit) for i, unit in enumerate(trace.units) if unit.block >= 0]
@@ -217,17 +218,21 @@ class Zero3Memory(EngineMemory):
             return
         parts = [self._part(index) for index in bucket]
         flat: Block | None = None
+        recast: Block | None = None  # In communication_data_type (__avg_scatter_grads)
+        if self._reduced_item != self._item:
+            numel = sum(self._trace.parameters[index].numel for index in bucket)
+            recast = memory.take(BUFFERS, self._reduced_item * numel, REDUCTION)
         if len(parts) > 1 or parts[0] * self._world != self._trace.parameters[bucket[0]].numel:
-            flat = memory.take(BUFFERS, self._item * self._world * sum(parts), REDUCTION)
+            flat = memory.take(BUFFERS, self._reduced_item * self._world * sum(parts), REDUCTION)
         fp32_parts: list[Block] = []
-        if self._sum_item != self._item:
+        if self._sum_item != self._reduced_item:
             fp32_parts = [memory.take(BUFFERS, self._sum_item * numel, REDUCTION) for numel in parts]
             memory.give(flat)
             flat = None
         if self._offload:
             for numel in parts:
                 self._to_host(memory, numel)
-        memory.give(*fp32_parts, flat)
+        memory.give(*fp32_parts, flat, recast)
         self._free_later(memory, self._oversized)
         self._oversized.clear()
         self._bucket.clear()
