@@ -35,6 +35,8 @@ class Strategy:
     nvme_path: str | None = None
     reshard: bool = True
     shard_group: int = 0  # Consecutive ranks that hold one copy of the weights between them; 0: all
+    quantized_weights: bool = False  # ZeRO++'s qwZ: weights are gathered in int8
+    quantized_gradients: bool = False  # ZeRO++'s qgZ: gradients are exchanged in int4
     tensor_parallel: int = 1
     data_parallel: int = 1
     micro_batch: int = 1
@@ -72,6 +74,7 @@ class Strategy:
         parallel = f"autotp{self.tensor_parallel}-" if self.tensor_parallel > 1 else ""
         words = ENGINES[self.engine]
         group = f"-{words.group}{self.shard_group}" if self.shard_group else ""
+        group += "-qwz" * self.quantized_weights + "-qgz" * self.quantized_gradients
         base = words.base.format(stage=self.stage) + group
         reduce = "" if self.reduce_dtype == "auto" else f"-reduce-{self.reduce_dtype}"
         return f"{parallel}{base}{self._offload}{'' if self.reshard else '-noreshard'}{reduce}"

@@ -28,6 +28,16 @@ from shardwise.strategy import Strategy
         ({"engine": "deepspeed", "stage": 3, "reshard": False}, "zero3-noreshard"),
         ({"engine": "fsdp2", "reshard": False}, "fsdp2-noreshard"),
         ({"engine": "fsdp2", "shard_group": 8}, "fsdp2-hsdp8"),
+        (
+            {
+                "engine": "deepspeed",
+                "stage": 3,
+                "shard_group": 8,
+                "quantized_weights": True,
+                "quantized_gradients": True,
+            },
+            "zero3-hpz8-qwz-qgz",
+        ),
         ({"engine": "fsdp2", "shard_group": 8, "reduce_dtype": "bf16"}, "fsdp2-hsdp8-reduce-bf16"),
         ({"engine": "fsdp2", "shard_group": 8, "reshard": False}, "fsdp2-hsdp8-noreshard"),
         (

@@ -168,6 +168,18 @@ RULES: tuple[Rule, ...] = (
         versions=DEEPSPEED,
     ),
     Rule(
+        name="quantized-collectives-are-zero-3s",
+        broken=lambda f: (
+            (f.strategy.quantized_weights or f.strategy.quantized_gradients)
+            and not (_engine(f).quantizes_collectives and _engine(f).shards(f.strategy.stage).parameters)
+        ),
+        reason="ZeRO++ quantises what ZeRO-3 sends, and nothing else",
+        where="strategy.quantized_weights, strategy.quantized_gradients",
+        fix="strategy.engine: deepspeed with stage: 3, or leave them out",
+        source="deepspeed/runtime/zero/stage3.py: all_to_all_quant_reduce, zero_quantized_weights",
+        versions=DEEPSPEED,
+    ),
+    Rule(
         name="reduce-dtype-suits-the-precision",
         broken=_rounds_too_far,
         reason="fp16 loses small gradients without fp16's loss scale, and bf16 the mantissa of fp16's",

@@ -197,6 +197,17 @@ def test_with_hpz_copies_of_frozen_weights_stay() -> None:
     assert runs[1].allocated - runs[0].allocated == 2 * BLOCK // 2
 
 
+def test_with_qwz_what_is_gathered_is_int8_and_unpacked_to_fp16_first() -> None:
+    """First pass: the embedding alone; then the embedding's weights, its buffer freed, and block 0's."""
+    run = Run(quantized_weights=True)
+    run.engine.begin(run.memory, 0, last=True)
+    run.memory.allocator.reset_peaks()
+    run.engine.forward(run.memory, EMBEDDING)
+    assert run.allocated - run.built == 2 * BLOCK
+    # int8, fp16 and the weights
+    assert run.memory.allocator.peak_allocated_bytes - run.built == (1 + 2 + 2) * BLOCK
+
+
 def test_a_blocks_gradients_wait_for_its_end() -> None:
     run = Run()
     run.forward()

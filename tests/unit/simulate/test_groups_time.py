@@ -65,6 +65,34 @@ def test_hpz_waits_for_each_copy_once_a_step(
         assert [work[place - 1][3] for place in waits].count(one) == (3 if first else 0)
 
 
+def test_qwz_gathers_one_byte_an_element(layers: Callable[..., StepTrace]) -> None:
+    strategy = Strategy(engine="deepspeed", stage=3, data_parallel=4, quantized_weights=True)
+    schedule = descriptor(strategy).schedule(layers(blocks=1), strategy, NODES)
+    one = schedule.streams.draw.moving(1)
+    schedule.streams.moving = lambda *_, **__: 0.0  # type: ignore[method-assign]
+    work = schedule._recorded(lambda: schedule.micro_batch(first=True, last=True))
+    [gather] = [
+        item for item in work if item[0] == COMMUNICATE and item[1] == collectives.all_gather(BLOCK, ALL)
+    ]
+    # A quarter is concatenated, goes to fp16 and int8; all come back by fp16, are copied out; the collective.
+    moved = (4 + 4 + 3) / 4 + (3 + 4) + 4 + 1
+    assert gather[2] / one / BLOCK == pytest.approx(moved)
+
+
+def test_qgz_sends_half_a_byte_within_a_node_and_its_share_of_that_between(
+    layers: Callable[..., StepTrace],
+) -> None:
+    values = {"engine": "deepspeed", "stage": 3, "precision": "fp16", "quantized_gradients": True}
+    strategy = Strategy(data_parallel=4, **values)  # type: ignore[arg-type]
+    schedule = descriptor(strategy).schedule(layers(blocks=1), strategy, NODES)
+    across = collectives.group(NODES, 2, stride=2)
+    expected = collectives.reduce_scatter(BLOCK / 2, NODE) + collectives.reduce_scatter(BLOCK / 4, across)
+    assert schedule._scatter(BLOCK) == expected
+    alone = descriptor(strategy).schedule(layers(blocks=1), strategy, parse_hardware("4xH200"))
+    inside = collectives.group(parse_hardware("4xH200"), 4)
+    assert alone._scatter(BLOCK) == collectives.reduce_scatter(2 * BLOCK, inside), "DeepSpeed does as before"
+
+
 def test_sums_over_replicas_run_beside_collectives_and_are_waited_for_at_the_end() -> None:
     streams = Streams(NODES, "bf16")
     for _ in range(2):

@@ -233,6 +233,8 @@ def test_parts_are_kept_with_what_the_job_fixes() -> None:
         "nvme_path": "/nvme",
         "reshard": True,
         "shard_group": 0,
+        "quantized_weights": False,
+        "quantized_gradients": False,
         "reduce_dtype": "auto",
         "tensor_parallel": 1,
         "data_parallel": 8,

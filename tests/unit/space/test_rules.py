@@ -53,6 +53,12 @@ BROKEN = {
     "fsdp-offloads-everything-to-the-host": facts(engine="fsdp2", stage=0, offload_optimizer="cpu"),
     "reshard-is-for-sharded-parameters": facts(reshard=False),
     "keeping-parameters-defeats-their-offload": facts(stage=3, reshard=False, offload_parameters="cpu"),
+    "quantized-collectives-are-zero-3s": facts(quantized_weights=True),
+    "quantized-collectives-need-a-gpu": facts(stage=3, quantized_weights=True, devices="cpu"),
+    "quantized-gradients-are-fp16": facts(stage=3, quantized_gradients=True),
+    "quantized-collectives-keep-parameters-on-the-gpu": facts(
+        stage=3, quantized_weights=True, offload_parameters="cpu"
+    ),
     "reduce-dtype-suits-the-precision": facts(reduce_dtype="fp16"),
     "reduce-dtype-needs-zero": facts(stage=0, reduce_dtype="fp32"),
     "single-reduces-nothing": facts(engine="single", stage=0, world_size=1, reduce_dtype="bf16"),
@@ -90,6 +96,15 @@ BROKEN = {
         lora=False,
     ),
 }
+
+
+def test_zero_plus_plus_is_allowed_where_its_kernels_read_what_is_there() -> None:
+    assert violations(facts(stage=3, quantized_weights=True, shard_group=2)) == []
+    half = {"stage": 3, "precision": "fp16", "quantized_gradients": True}
+    assert violations(facts(**half)) == []
+    [problem] = violations(facts(**half, reduce_dtype="fp32"))
+    assert problem.where == "strategy.quantized_gradients"
+    assert violations(facts(engine="fsdp2", stage=0, quantized_weights=True))
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,9 @@ def _zero(strategy: Strategy, bucket: int, largest_parameter: int) -> dict[str, 
         }
         if strategy.shard_group:
             zero["zero_hpz_partition_size"] = strategy.shard_group
+        for what in ("weights", "gradients"):
+            if getattr(strategy, f"quantized_{what}"):
+                zero[f"zero_quantized_{what}"] = True
         if strategy.offload_parameters != "none":
             zero["offload_param"] = _place(strategy.offload_parameters, strategy.nvme_path)
             if strategy.offload_parameters == "nvme":

@@ -28,6 +28,9 @@ from shardwise.simulate.time.segments import Segment
 from shardwise.simulate.time.streams import NEVER, REDUCED, event
 from shardwise.strategy import Strategy
 
+INT4, INT8, FP16 = 0.5, 1, 2
+"""Bytes of an element that ZeRO++ sends or converts; not counted are scales, 4 bytes for 4000 elements."""
+
 
 def collective(item: int, elements: float, *, ranks: int) -> float:
     """A collective reads and writes its buffer; on one rank there is none."""
@@ -238,6 +241,7 @@ class Zero3(_Buckets):
         """Elements of each unit that are gathered."""
         self.uses = [(segment.unit, n) for n, segment in enumerate(self.segments) if segment.unit >= 0]
         self.queue: deque[tuple[int, int]] = deque()
+        self.hardware = hardware
         self.near = communication.group(hardware, strategy.sharers)
         self.copied: set[int] = set()
         """Under hpZ, units whose weights this rank's group of `shard_group` holds: until the step."""
@@ -297,10 +301,23 @@ class Zero3(_Buckets):
         near = unit in self.copied
         group, ranks = (self.near, self.strategy.shard_group) if near else (self.group, self.ranks)
         moved = copied(self.item) * elements * (1 + 1 / ranks)
+        item = INT8 if self.strategy.quantized_weights else self.item
+        if item == INT8:  # shares to fp16 and int8, and all of them back (CUDAQuantizer)
+            moved += (converted(self.item, FP16) + converted(FP16, INT8)) * elements / ranks
+            moved += (converted(INT8, FP16) + converted(FP16, self.item)) * elements
         seconds = streams.moving(moved, "foreach_copy")
-        seconds += communication.all_gather(self.item * elements, group)
-        moved += self.item * elements
+        seconds += communication.all_gather(item * elements, group)
+        moved += item * elements
         self.arriving[unit] = streams.communicate(seconds, moved, after_compute=False, done=event(unit))
+
+    def _scatter(self, elements: float) -> float:
+        """Seconds to sum gradients; by qgZ within and then over nodes, in int4 (all_to_all_quant_reduce)."""
+        if not self.strategy.quantized_gradients or self.group.nodes == 1:
+            return communication.reduce_scatter(self.summed * elements, self.group)
+        node = self.group.per_node
+        within = communication.reduce_scatter(INT4 * elements, communication.group(self.hardware, node))
+        across = communication.group(self.hardware, self.group.nodes, stride=node)
+        return within + communication.reduce_scatter(INT4 * elements / node, across)
 
     def _release(self, unit: int) -> None:
         """Under hpZ a group's copy is cleared, written and waited for (_partition_param_sec)."""
@@ -319,7 +336,7 @@ class Zero3(_Buckets):
         moved += 0.0 if first else added(FP32, FP32) * own
         moved += self.recast(elements)  # __avg_scatter_grads
         seconds = streams.moving(moved, "foreach_copy")
-        seconds += communication.reduce_scatter(self.summed * elements, self.group)
+        seconds += self._scatter(elements)
         moved += collective(self.summed, elements, ranks=self.ranks)
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
         if self.offload:

@@ -24,7 +24,9 @@ _ELSEWHERE: dict[Key, str] = {
 }
 """The meant key for names that are not near any known one."""
 
-_MICS = "FSDP2's HSDP shards in groups as MiCS did; ZeRO++'s zero_hpz_partition_size gathers weights in groups"
+_MICS = (
+    "FSDP2's HSDP shards in groups as MiCS did; ZeRO++'s zero_hpz_partition_size gathers weights in groups"
+)
 REMOVED: dict[Key, tuple[str, str]] = {
     ("nebula",): (">=0.19.7", "checkpoints use torch.save"),
     ("compression_training",): (">=0.19.7", "DeepSpeed no longer compresses"),

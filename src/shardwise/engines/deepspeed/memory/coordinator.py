@@ -6,7 +6,7 @@ modules are called; later passes gather ahead by that record. Units of the trace
 and each call gathers ahead: the loss, the base model, its rotary embedding.
 
 With hpZ (`shard_group`) each group of ranks keeps a copy of what is released. Until the optimizer's step the
-parameter is gathered from that.
+parameter is gathered from that. With qwZ what is gathered is int8, scales not counted (CUDAQuantizer).
 """
 
 from collections import deque
@@ -23,6 +23,8 @@ GATHER = 1  # The stream on which parameters are gathered, with memory of its ow
 
 ROOT, MODEL, EMPTY = -1, -2, -3
 """Calls of modules that are no unit: the loss; the base model; one without any parameters."""
+
+INT8, FP16 = 1, 2  # Bytes of an element
 
 NEVER = -(10**10)  # The step of a parameter that was not fetched yet
 
@@ -54,6 +56,7 @@ class Coordinator:
         self._trace = trace
         self._world = strategy.data_parallel
         self._groups = strategy.data_parallel // strategy.shard_group if strategy.shard_group else 0
+        self._quantized = strategy.quantized_weights
         self._copies: dict[int, Block] = {}  # This rank's parts of its group's copy (ds_secondary_tensor)
         self._offload = strategy.offload_parameters != "none"
         self._limit = policy.live_limit(strategy)
@@ -112,7 +115,7 @@ class Coordinator:
             self._copy_out(memory, gathering)
         for gathering in coming:
             gathering.awaited -= 1
-            if not gathering.awaited and len(gathering.parameters) > 1:
+            if not gathering.awaited and (len(gathering.parameters) > 1 or self._quantized):
                 memory.give(gathering.buffer)
         if self._complete:
             self._forget_queued(wanted)
@@ -152,8 +155,12 @@ class Coordinator:
         self._live += sum(self._numel[p] for p in missing)
         buffer = None
         if self._world > 1:
-            parts = [self._item[p] * self.part(p) for p in missing]
-            buffer = memory.take(WEIGHTS, self._world * sum(parts), GATHER)
+            items = {p: INT8 if self._quantized else self._item[p] for p in missing}
+            buffer = memory.take(WEIGHTS, self._world * sum(items[p] * self.part(p) for p in missing), GATHER)
+            if self._quantized:  # shares together, in fp16, in int8
+                own = sum(self.part(p) for p in missing)
+                source = sum(self._item[p] * self.part(p) for p in missing)
+                memory.scratch(WEIGHTS, source, FP16 * own, INT8 * own, stream=GATHER)
             if self._offload:  # partitions from the host, those of persistent parameters excepted
                 sizes = [self._item[p] * self.part(p) for p in missing if p not in self.persistent]
                 memory.give(*[memory.take(WEIGHTS, size, GATHER) for size in sizes])
@@ -165,13 +172,18 @@ class Coordinator:
         if gathering.done:
             return
         gathering.done = True
-        if len(gathering.parameters) == 1 and self._world > 1:
+        unpacked: Block | None = None
+        if self._quantized and self._world > 1:
+            own = sum(self.part(p) for p in gathering.parameters)
+            unpacked = memory.take(WEIGHTS, FP16 * self._world * own, GATHER)
+        elif len(gathering.parameters) == 1 and self._world > 1:
             self._gathered[gathering.parameters[0]] = gathering.buffer  # _all_gather_sequential
             return
         in_place = self._world == 1 and not self._offload  # on one GPU its partition, unless on the host
         for parameter in gathering.parameters:
             size = self._item[parameter] * self._numel[parameter]
             self._gathered[parameter] = None if in_place else memory.take(WEIGHTS, size, GATHER)
+        memory.give(unpacked)
 
     def part(self, parameter: int) -> int:
         """Elements of a parameter on each rank (_aligned_size)."""
