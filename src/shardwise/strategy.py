@@ -43,6 +43,7 @@ class Strategy:
     accumulation: int = 1
     precision: Precision = "bf16"
     checkpoint_every: int = 0  # Recompute the activations of every n-th block; 0: of none, 1: of all
+    powersgd: int = 0  # Rank of the two factors that DDP sends of a gradient; 0: all of it
     reduce_dtype: ReduceDtype = "auto"  # Format in which gradients are summed over ranks; auto: the engine's
     clip_norm: float = 1.0  # Largest global gradient norm; 0.0: no clipping
     bucket: int = BUCKET
@@ -77,6 +78,7 @@ class Strategy:
         group += "-qwz" * self.quantized_weights + "-qgz" * self.quantized_gradients
         base = words.base.format(stage=self.stage) + group
         reduce = "" if self.reduce_dtype == "auto" else f"-reduce-{self.reduce_dtype}"
+        reduce += f"-powersgd{self.powersgd}" if self.powersgd else ""
         return f"{parallel}{base}{self._offload}{'' if self.reshard else '-noreshard'}{reduce}"
 
     @property

@@ -8,7 +8,7 @@ from engine_worker import run_in_processes
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("processes", "count"), [(1, 12), (2, 30), (4, 9)])
+@pytest.mark.parametrize(("processes", "count"), [(1, 12), (2, 33), (4, 9)])
 def test_a_resumed_run_has_the_same_bits(tmp_path, processes: int, count: int) -> None:
     results = run_in_processes("resume", processes=processes, folder=tmp_path, timeout=590)
     assert len(results) == count

@@ -28,6 +28,7 @@ from shardwise.strategy import Strategy
         ({"engine": "deepspeed", "stage": 3, "reshard": False}, "zero3-noreshard"),
         ({"engine": "fsdp2", "reshard": False}, "fsdp2-noreshard"),
         ({"engine": "fsdp2", "shard_group": 8}, "fsdp2-hsdp8"),
+        ({"engine": "ddp", "powersgd": 4}, "ddp-powersgd4"),
         (
             {
                 "engine": "deepspeed",

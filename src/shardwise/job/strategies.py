@@ -24,6 +24,7 @@ ENGINES: dict[str, EngineWords] = {
     "single": EngineWords("single"),
     "deepspeed": EngineWords("zero{stage}", optimizer_only_below=3, group="hpz"),
     "fsdp2": EngineWords("fsdp2", group="hsdp"),
+    "ddp": EngineWords("ddp"),
 }
 
 _HOST = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}

@@ -59,6 +59,11 @@ BROKEN = {
     "quantized-collectives-keep-parameters-on-the-gpu": facts(
         stage=3, quantized_weights=True, offload_parameters="cpu"
     ),
+    "ddp-is-several-processes": facts(engine="ddp", stage=0, world_size=1),
+    "ddp-does-not-offload": facts(engine="ddp", stage=0, offload_optimizer="cpu"),
+    "powersgd-and-fp16": facts(engine="ddp", stage=0, powersgd=4, precision="fp16"),
+    "powersgd-is-ddps": facts(powersgd=4),
+    "powersgd-or-reduce-dtype": facts(engine="ddp", stage=0, powersgd=4, reduce_dtype="bf16"),
     "reduce-dtype-suits-the-precision": facts(reduce_dtype="fp16"),
     "reduce-dtype-needs-zero": facts(stage=0, reduce_dtype="fp32"),
     "single-reduces-nothing": facts(engine="single", stage=0, world_size=1, reduce_dtype="bf16"),

@@ -99,7 +99,7 @@ class TorchEngine:
         loss_sum = torch.zeros((), device=self.world.device)
         for index, micro_batch in enumerate(micro_batches):
             self._begin(last=index == len(micro_batches) - 1)
-            loss = self.module(micro_batch)
+            loss = self._loss(micro_batch)
             loss_sum += loss.detach()
             (loss * factor).backward()
         self._collect_gradients()
@@ -127,6 +127,10 @@ class TorchEngine:
     ) -> tuple[dict[str, torch.Tensor], Collection[str]]:
         """Fill the module, and return the fp32 tensors to step and the names of those on every rank."""
         raise NotImplementedError
+
+    def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
+        loss: torch.Tensor = self.module(micro_batch)
+        return loss
 
     def _begin(self, *, last: bool) -> None:
         """Prepare for a micro-batch."""
