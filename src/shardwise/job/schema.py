@@ -187,6 +187,16 @@ class StrategySpec(Section):
     """Folder on a local NVMe disk for offloading."""
     reshard: bool = True
     """FSDP2 and ZeRO-3: free gathered parameters after forward. False is faster and needs more memory."""
+    shard_group: Annotated[int, Field(ge=0, le=2**20)] = 0
+    """How many ranks share a copy of the weights, such as a node's: FSDP2's HSDP, ZeRO-3's hpZ. 0: all."""
+    quantized_weights: bool = False
+    """ZeRO-3 on GPUs (ZeRO++'s qwZ): gather weights in int8. Changes the loss."""
+    quantized_gradients: bool = False
+    """ZeRO-3 on several nodes, in fp16 (ZeRO++'s qgZ): exchange gradients in int4. Changes the loss."""
+    reduce_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Format in which gradients are summed over GPUs. `auto`: FSDP2 fp32, DeepSpeed `train.precision`."""
+    powersgd: Annotated[int, Field(ge=0, le=1024)] = 0
+    """DDP sends gradients as two factors of this rank, from step 10 on. Changes the loss. 0: all of them."""
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     """Size of DeepSpeed's AutoTP groups."""
     bucket: Annotated[int, Field(ge=LEAST_BUCKET, le=MOST_BUCKET)] = BUCKET
