@@ -21,7 +21,7 @@ from shardwise.errors import CheckpointError, JobError, MachineError, Problem, S
 from shardwise.folders import cache_root
 from shardwise.hardware.detect import visible
 from shardwise.job.load import differences
-from shardwise.job.paths import DATA_SUFFIXES
+from shardwise.job.paths import DATA_SUFFIXES, unplaced
 from shardwise.launch.control import Together
 from shardwise.launch.nodes import INTERFACES, addresses_of, interface_of
 from shardwise.launch.spec import LaunchSpec
@@ -87,7 +87,7 @@ def facts(together: Together, spec: LaunchSpec) -> tuple[socket.socket, Facts]:
     return listener, {
         "versions": {"python": platform.python_version(), **versions()},
         "code": _code(),
-        "job": {key: value for key, value in spec.job.items() if key != "output"},
+        "job": {key: value for key, value in unplaced(spec.job).items() if key != "output"},
         "options": {flag: getattr(spec, name) for name, flag in _OPTIONS.items()},
         "processes": spec.processes,
         "data": _data(spec.job["data"]),
@@ -122,7 +122,7 @@ def _data(data: Mapping[str, Any]) -> list[list[Any]]:
         for path in map(Path, [entries] if isinstance(entries, str) else entries):
             files = sorted(path.rglob("*")) if path.is_dir() else [path]
             files = [file for file in files if file.suffix.lower() in DATA_SUFFIXES and file.is_file()]
-            found += [[str(file), *_ends(file)] for file in files]
+            found += [[str(file.relative_to(path.parent)), *_ends(file)] for file in files]
     return found
 
 
