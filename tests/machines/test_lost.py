@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -40,6 +41,14 @@ def pids_of(node: Node) -> list[int]:
 
 def none_left(pids: list[int], since: float) -> None:
     wait_for(lambda: not any(map(alive, pids)), "the end of all processes", SOON - (time.monotonic() - since))
+
+
+def test_it_listens_on_the_network_of_the_rendezvous_alone(running: Cluster) -> None:
+    for node, addresses in zip(running.nodes, ({"10.77.0.1"}, {"10.77.0.2"}), strict=True):
+        assert node.machine is not None
+        words = ["ip", "netns", "exec", node.machine.namespace, "ss", "-tlnH"]
+        lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+        assert {line.split()[3].rpartition(":")[0] for line in lines} == addresses
 
 
 @pytest.mark.parametrize("victim", [0, 1])

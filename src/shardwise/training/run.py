@@ -158,6 +158,8 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
         resume = resume_command(run_dir)
         what = f"{why or 'on request'} after step {progress.step} of {total_steps}; the state is saved"
         more = " with a larger one: --set energy.budget_kwh=KWH" if why else ""
+        if spec.nodes is not None:
+            more += ", with --nodes, --node-rank and --rendezvous on each node as before"
         raise StoppedError(what, where=spec.run_dir, fix=f"`{resume}` goes on from here{more}")
 
 
