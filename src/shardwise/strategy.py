@@ -15,6 +15,7 @@ from shardwise.job.strategies import ENGINES
 
 Place = Literal["none", "cpu", "nvme"]
 Precision = Literal["bf16", "fp16", "fp32"]
+PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
 
 _WORD: dict[Place, str] = {"none": "", "cpu": "-offload", "nvme": "-nvme"}
 
@@ -23,7 +24,7 @@ _WORD: dict[Place, str] = {"none": "", "cpu": "-offload", "nvme": "-nvme"}
 class Strategy:
     """Everything an engine needs to know, and nothing about the model or the data.
 
-    `world_size = data_parallel * tensor_parallel`, and
+    `world_size = pipeline * data_parallel * tensor_parallel`, ranks counted in this order, and
     `global_batch = micro_batch * accumulation * data_parallel` (rows per optimizer step).
     """
 
@@ -34,6 +35,8 @@ class Strategy:
     nvme_path: str | None = None
     reshard: bool = True
     tensor_parallel: int = 1
+    pipeline: int = 1  # Ranks that each hold some of the blocks, and pass activations on
+    pipeline_schedule: PipelineSchedule = "1f1b"
     data_parallel: int = 1
     micro_batch: int = 1
     accumulation: int = 1
@@ -45,7 +48,7 @@ class Strategy:
 
     @property
     def world_size(self) -> int:
-        return self.data_parallel * self.tensor_parallel
+        return self.pipeline * self.data_parallel * self.tensor_parallel
 
     @property
     def global_batch(self) -> int:
@@ -53,13 +56,17 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """Short name, another for every other engine, stage, place, resharding and tensor-parallel size.
+        """Short name, another for every other engine, stage, place, resharding and parallel degree.
 
-        `single`, `zero3-offload`, `zero3-offload-optimizer`, `fsdp2-noreshard`, `autotp4-zero1`, ...
+        `single`, `zero3-offload`, `zero3-offload-optimizer`, `fsdp2-noreshard`, `autotp4-zero1`,
+        `pp2-zero1`, `pp4-interleaved-tp2-zero1`, ...
         """
-        parallel = f"autotp{self.tensor_parallel}-" if self.tensor_parallel > 1 else ""
-        base = ENGINES[self.engine].base.format(stage=self.stage)
-        return f"{parallel}{base}{self._offload}{'' if self.reshard else '-noreshard'}"
+        words = ENGINES[self.engine]
+        stages = f"pp{self.pipeline}-" if self.pipeline > 1 else ""
+        stages += "" if self.pipeline_schedule == "1f1b" else f"{self.pipeline_schedule}-"
+        parallel = f"{words.split}{self.tensor_parallel}-" if self.tensor_parallel > 1 else ""
+        base = words.base.format(stage=self.stage)
+        return f"{stages}{parallel}{base}{self._offload}{'' if self.reshard else '-noreshard'}"
 
     @property
     def _offload(self) -> str:
@@ -82,8 +89,9 @@ class Strategy:
         known = {key: value for key, value in values.items() if key != "name"}
         found = _adapter().validate_json(json.dumps(known), strict=True)
         unknown = known.keys() - {field.name for field in fields(cls)}
-        sizes = (found.data_parallel, found.tensor_parallel, found.micro_batch, found.accumulation)
-        if unknown or found.engine not in ENGINES or min(sizes) < 1 or not 0 <= found.stage <= 3:
+        each_at_least_one = (found.world_size, found.pipeline, found.tensor_parallel)
+        least = min(*each_at_least_one, found.micro_batch, found.accumulation)
+        if unknown or found.engine not in ENGINES or least < 1 or not 0 <= found.stage <= 3:
             raise ValueError(f"no strategy has these values: {known}")
         return found
 

@@ -62,6 +62,10 @@ class CausalLM(Objective):
         logits = self.model(**inputs).logits.flatten(0, 1).float()
         return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
+    def tokens_shape(self, batch: MicroBatch) -> torch.Size:
+        shape = batch.input_ids.shape
+        return torch.Size((1, shape.numel())) if self.packing == "varlen" else shape
+
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
         """Arguments of the model's forward that keep the samples of a row apart; `varlen` joins the rows."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}

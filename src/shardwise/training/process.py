@@ -49,10 +49,11 @@ def device_of(local_rank: int) -> torch.device:
     return device
 
 
-def join(*, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None) -> World:
+def join(*, tensor_parallel: int = 1, pipeline: int = 1, reserve_at_most_bytes: int | None = None) -> World:
     """Join the process group (NCCL on GPUs, gloo on CPUs) and take a device.
 
-    `reserve_at_most_bytes`: of GPU memory, by torch's allocator.
+    Ranks are counted stage by stage, within a stage row by row, and those that share rows come after each
+    other. `reserve_at_most_bytes`: of GPU memory, by torch's allocator.
     """
     rank, size, local_rank = place()
     device = device_of(local_rank)
@@ -73,8 +74,8 @@ def join(*, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None) 
         size=size,
         local_rank=local_rank,
         device=device,
-        data_rank=rank // tensor_parallel,
-        data_size=size // tensor_parallel,
+        data_rank=rank % (size // pipeline) // tensor_parallel,
+        data_size=size // pipeline // tensor_parallel,
     )
 
 

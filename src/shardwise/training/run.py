@@ -69,7 +69,8 @@ def run(spec: LaunchSpec) -> None:
     check_bitsandbytes(job.model)
     at_most = _left_of_the_cap(spec.memory_cap_bytes, ready.strategy)
     with explained(ready):
-        world = join(tensor_parallel=ready.strategy.tensor_parallel, reserve_at_most_bytes=at_most)
+        degrees = {"tensor_parallel": ready.strategy.tensor_parallel, "pipeline": ready.strategy.pipeline}
+        world = join(**degrees, reserve_at_most_bytes=at_most)
         stop = StopSignal()
         stop.install()  # from here on there is something to save; before, a signal simply ends the process
         train(ready, spec, world, stop)

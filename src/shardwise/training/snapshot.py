@@ -72,8 +72,10 @@ class Snapshots:
 
 
 LAYOUT: tuple[str, ...] = ("engine", "stage", "offload_optimizer", "offload_parameters")
-LAYOUT += ("tensor_parallel", "data_parallel", "precision")
+LAYOUT += ("tensor_parallel", "data_parallel", "precision", "pipeline", "pipeline_schedule")
 """The parts of a strategy that decide how the state lies in the files."""
+BEFORE = {"pipeline": 1, "pipeline_schedule": "1f1b"}
+"""Parts that older checkpoints do not name, and what they were."""
 NO_LONGER_COMPARED = "micro_batch"
 """Older checkpoints name it. How many rows a process takes at a time changes a step by rounding only
 (decision 0024)."""
@@ -83,7 +85,7 @@ def check_origin(manifest: Manifest, expected: Origin, *, where: str) -> None:
     """Raises CheckpointError naming every field in which the checkpoint is not this run's."""
     saved = manifest.origin
     problems = _differences(saved.identity, expected.identity)
-    layout = [key for key in LAYOUT if saved.strategy.get(key) != expected.strategy.get(key)]
+    layout = [k for k in LAYOUT if saved.strategy.get(k, BEFORE.get(k)) != expected.strategy.get(k)]
     if layout or saved.world_size != expected.world_size:
         what = f"saved by {_place(saved)}, this run is {_place(expected)}; a checkpoint cannot be "
         what += f"loaded at another strategy yet ({', '.join(layout) or 'world_size'} differ)"

@@ -223,6 +223,8 @@ def test_parts_are_kept_with_what_the_job_fixes() -> None:
         "nvme_path": "/nvme",
         "reshard": True,
         "tensor_parallel": 1,
+        "pipeline": 1,
+        "pipeline_schedule": "1f1b",
         "data_parallel": 8,
         "micro_batch": 4,
         "accumulation": 2,

@@ -35,7 +35,8 @@ class FsdpEngine(TorchEngine):
         self._root: FSDPModule = self.module  # type: ignore[assignment]  # fully_shard changes its class
         self._sharded: dict[str, DTensor] = trainable(self.module)  # type: ignore[assignment]
         self._shards = {name: p.to_local().detach() for name, p in self._sharded.items()}
-        return {**self._shards, **self._fp32.trainable}, self._fp32.trainable
+        on_every_rank = self._fp32.trainable  # rank 0 counts them
+        return {**self._shards, **on_every_rank}, on_every_rank if self.world.rank else ()
 
     def _begin(self, *, last: bool) -> None:
         if not self._strategy.reshard:

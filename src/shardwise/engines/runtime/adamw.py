@@ -24,8 +24,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamW:
     """Steps fp32 tensors whose `.grad` holds the gradient of this rank's share.
 
-    With `sharded`, each rank holds a disjoint part of every tensor, and norms and losses are summed
-    over all ranks. Every rank holds all of the tensors named in `replicated`, and all of their gradients.
+    With `sharded`, each rank holds a disjoint part of all tensors, and norms and losses are summed over all
+    ranks. What is named in `not_counted` other ranks hold, too: one of them counts it into the norm.
     """
 
     def __init__(
@@ -38,14 +38,13 @@ class AdamW:
         fp16: bool,
         sharded: bool,
         device: torch.device,
-        replicated: Collection[str] = (),
+        not_counted: Collection[str] = (),
     ) -> None:
         # A rank may hold nothing of a small tensor.
         self.parameters = {name: p for name, p in parameters.items() if p.numel() > 0}
         self.clip_norm, self.device = clip_norm, device
         self.fp16, self.sharded = fp16, sharded
-        self._not_counted = frozenset(replicated if sharded and dist.get_rank() != 0 else ())
-        """Rank 0 counts these into the norm."""
+        self._not_counted = frozenset(not_counted)
         self.torch_optimizer = torch.optim.AdamW(
             parameter_groups(self.parameters, decay),
             lr=optimizer.learning_rate,
