@@ -37,6 +37,15 @@ FOUR = (
 )
 
 
+SPLIT = (
+    Case(tensor_parallel=2),
+    Case(kind="qwen3", tied=True, tensor_parallel=2, schedule="interleaved", blocks=4),
+    Case(lora=("q_proj", "o_proj", "down_proj"), tensor_parallel=2, checkpointing=True),
+    Case(precision="bf16", tied=True, tensor_parallel=2),
+)
+"""Pipeline 2 x tensor 2 on four processes, and x data 2 on eight."""
+
+
 def results_of(scenario: str, cases: tuple[Case, ...], folder: Path, *, processes: int) -> dict[str, Any]:
     arguments = (str(folder), scenario, json.dumps([asdict(case) for case in cases]))
     run_set("pipeline_worker:main", *arguments, processes=processes, folder=folder, timeout=300)
@@ -45,7 +54,7 @@ def results_of(scenario: str, cases: tuple[Case, ...], folder: Path, *, processe
     return results
 
 
-@pytest.mark.parametrize(("processes", "cases"), [(2, TWO), (4, FOUR)])
+@pytest.mark.parametrize(("processes", "cases"), [(2, TWO), (4, FOUR), (4, SPLIT), (8, SPLIT[:2])])
 def test_a_pipeline_trains_what_one_process_trains(
     tmp_path: Path, processes: int, cases: tuple[Case, ...]
 ) -> None:

@@ -169,15 +169,6 @@ RULES: tuple[Rule, ...] = (
         versions=DEEPSPEED,
     ),
     Rule(
-        name="tensor-parallel-and-lora",
-        broken=lambda f: f.strategy.tensor_parallel > 1 and f.lora,
-        reason="AutoTP replaces the linear layers that carry the LoRA adapters: nothing would be trained",
-        where="strategy.tensor_parallel",
-        fix="tensor_parallel: 1 (zero2, zero3 and fsdp2 train LoRA), or train all weights",
-        source="deepspeed/module_inject/auto_tp.py, seen with DeepSpeed 0.19.8 and PEFT 0.21",
-        versions=DEEPSPEED,
-    ),
-    Rule(
         name="bf16-needs-ampere",
         broken=lambda f: _before_ampere(f, "bf16"),
         reason=lambda f: f"{_capability(f)} have no bf16 arithmetic",

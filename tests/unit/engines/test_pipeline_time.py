@@ -16,7 +16,7 @@ def strategy(**values: Any) -> Strategy:
 
 
 def stages(count: int, forward: float = 1.0, backward: float = 2.0) -> list[Costs]:
-    return [Costs(forward=forward, backward=backward, host=0.0, joules=0.0) for _ in range(count)]
+    return [Costs(forward=forward, backward=backward, host=0.0, kernels=0.0) for _ in range(count)]
 
 
 @pytest.mark.parametrize("pipeline", [2, 4])

@@ -87,6 +87,12 @@ BROKEN = {
     "pipeline-needs-a-known-model": staged(architecture=shape(stages=False)),
     "1f1b-needs-a-micro-batch-a-stage": staged(pipeline=4, data_parallel=1, accumulation=2),
     "interleaved-rounds-are-even": staged(pipeline_schedule="interleaved", accumulation=5),
+    "stages-divide-key-value-heads": staged(
+        tensor_parallel=4, data_parallel=1, world_size=8, architecture=shape(key_value_heads=2)
+    ),
+    "stages-need-a-plan": staged(
+        tensor_parallel=2, data_parallel=1, architecture=shape(plan_styles=frozenset())
+    ),
     "pipeline-does-not-offload": staged(offload_optimizer="cpu"),
     "global-batch-divides": Facts(
         strategy=Strategy(engine="deepspeed", stage=2, data_parallel=4, micro_batch=2),
@@ -112,6 +118,7 @@ def test_a_rule_refuses_its_case_and_no_other_rule_does(name: str) -> None:
     [
         facts(engine="single", stage=0, world_size=1, precision="fp16"),
         staged(architecture=shape(blocks=2)),
+        staged(tensor_parallel=2, data_parallel=1, lora=True, architecture=shape()),
         staged(pipeline_schedule="gpipe", accumulation=1),
         staged(pipeline=4, data_parallel=1, pipeline_schedule="interleaved", accumulation=10, lora=True),
         facts(stage=0),

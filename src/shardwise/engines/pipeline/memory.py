@@ -36,7 +36,10 @@ class RankMemory(EngineMemory):
     def build(self, memory: GpuMemory) -> None:
         trace, total = self._trace, stage_count(self._strategy)
         for part in self._parts:
-            fill(memory, trace, part)
+            weights = fill(memory, trace, part)
+            for index in (index for index in part if trace.parameters[index].cut_from is not None):
+                memory.take(WEIGHTS, trace.parameters[index].size_bytes)
+                memory.give(weights[index])
         blocks = sum(unit.block >= 0 for unit in trace.units)
         memory.take(WEIGHTS, sum(trace.buffers) * sum(len(s.blocks) for s in self._stages) // blocks)
         shards = [FP32 * self._rows(index) for part in self._parts for index in self._trained(part)]

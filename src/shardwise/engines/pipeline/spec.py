@@ -3,7 +3,7 @@
 from functools import partial
 
 from shardwise.engines.descriptor import EngineSpec, Shards
-from shardwise.engines.facts import Facts, Rule
+from shardwise.engines.facts import Architecture, Facts, Rule
 from shardwise.engines.fsdp2.spec import TORCH
 from shardwise.engines.pipeline.memory import pipeline_memory
 from shardwise.engines.pipeline.stages import rounds, stage_count
@@ -30,12 +30,21 @@ def _uneven_rounds(facts: Facts) -> bool:
     return strategy.pipeline_schedule == "interleaved" and strategy.accumulation % turns > 0
 
 
+STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"})
+"""What the runtime does of a plan; embeddings stay complete."""
+
+
+def _split(facts: Facts) -> Architecture | None:
+    """The model where its layers are split and it is known; Mamba is no pipeline's."""
+    return facts.architecture if facts.strategy.tensor_parallel > 1 else None
+
+
 class Pipeline(EngineSpec):
     """torch.distributed.pipelining over stages of blocks; ZeRO-1 over the ranks of a stage."""
 
     name = "pipeline"
     runtime = "shardwise.engines.pipeline.runtime.engine:PipelineEngine"
-    pipeline = True
+    pipeline = tensor_parallel = True
     rules = (
         Rule(
             name="pipeline-needs-two-stages",
@@ -83,6 +92,27 @@ class Pipeline(EngineSpec):
             where="train.micro_batch, train.global_batch",
             fix="as many micro-batches as a multiple of strategy.pipeline",
             source="torch.distributed.pipelining: ScheduleInterleaved1F1B",
+        ),
+        Rule(
+            name="stages-divide-key-value-heads",
+            broken=lambda f: (
+                (shape := _split(f)) is not None and shape.key_value_heads % f.strategy.tensor_parallel > 0
+            ),
+            reason="the GPUs of a stage cannot share the key-value heads equally",
+            where="strategy.tensor_parallel",
+            fix="a divisor of the number of key-value heads",
+            source="arithmetic",
+        ),
+        Rule(
+            name="stages-need-a-plan",
+            broken=lambda f: (
+                (shape := _split(f)) is not None
+                and (not shape.plan_styles or bool(shape.plan_styles - STYLES) or shape.unplanned_weights)
+            ),
+            reason="transformers has no plan for it that splits layers by columns or rows only",
+            where="strategy.tensor_parallel",
+            fix="tensor_parallel: 1; more stages save memory, too",
+            source="transformers: base_model_tp_plan of a config; shardwise.models.tensor_plan",
         ),
         Rule(
             name="pipeline-does-not-offload",

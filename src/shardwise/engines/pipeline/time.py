@@ -28,12 +28,14 @@ MOST_ROUNDS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds of a stage's passes over one micro-batch, and what it does after all of them."""
+    """Seconds of a stage's passes over one micro-batch, and of what it does after all of them."""
 
     forward: float
     backward: float
     host: float  # In which the process issues both passes
-    joules: float
+    kernels: float  # Of both passes, without the sums over the ranks that share a layer
+    sums: float = 0.0  # Those sums
+    joules: float = 0.0
     reduce: float = 0.0  # Collectives after the passes
     update: float = 0.0  # Kernels after the passes
     gather: float = 0.0  # Collectives after the optimizer
@@ -57,10 +59,13 @@ def play_pipeline(trace: StepTrace, strategy: Strategy, hardware: Hardware) -> P
     free, seconds = passes([0.0] * len(messages)), passes(messages)
     host = Host().seconds("step")
     busy = sum(count * (one.forward + one.backward) + one.update for one in costs) / ranks
+    sums = sum(count * one.sums for one in costs) / ranks
+    sent = sum(2 * count * message for message in messages[: len(costs) - 1]) / ranks
     totals = Totals(
-        compute=busy,
-        communication=sum(2 * count * m for m in messages[: len(costs) - 1]) / ranks + reduce + gather,
-        exposed=seconds - free + reduce + gather,
+        compute=sum(count * one.kernels + one.update for one in costs) / ranks,
+        communication=sent + sums + reduce + gather,
+        exposed=seconds - free + sums + reduce + gather,
+        exposed_to_peers=sums,
         optimizer=update + gather,
         issue=sum(count * one.host for one in costs) / ranks + host,
         joules=sum(count * one.joules for one in costs) / ranks,
@@ -115,11 +120,11 @@ def _costs(stage: Stage, strategy: Strategy, hardware: Hardware) -> Costs:
     item = FP32 if trace.precision == "fp32" else 2
     roofline, draw, host = Roofline(hardware.gpu, trace.precision), Draw(hardware.gpu), Host()
     peers = communication.group(hardware, strategy.tensor_parallel)
-    seconds, issued, joules = [0.0, 0.0], [0.0, 0.0], 0.0
+    seconds, issued, sums, joules = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], 0.0
     for segment in segments(trace, hardware.gpu):
         half = int(segment.backward)
         seconds[half] += segment.seconds
-        seconds[half] += sum(communication.all_reduce(size, peers) for size in segment.sums)
+        sums[half] += sum(communication.all_reduce(size, peers) for size in segment.sums)
         joules += segment.joules
         issued[half] += segment.host_seconds
         hooks = len(segment.gradients)
@@ -136,9 +141,11 @@ def _costs(stage: Stage, strategy: Strategy, hardware: Hardware) -> Costs:
     moved += converted(FP32, item) * own if item < FP32 or rows.size > 1 else 0.0
     moved += (copied(FP32) + copied(item)) * elements if rows.size > 1 else 0.0
     return Costs(
-        forward=max(seconds[0], issued[0]),
-        backward=max(seconds[1], issued[1]),
+        forward=max(seconds[0] + sums[0], issued[0]),
+        backward=max(seconds[1] + sums[1], issued[1]),
         host=sum(issued),
+        kernels=sum(seconds),
+        sums=sum(sums),
         joules=joules + draw.moving(moved) / count,
         reduce=communication.reduce_scatter(FP32 * elements, rows) if elements else 0.0,
         update=roofline.moving(moved, "foreach_copy"),

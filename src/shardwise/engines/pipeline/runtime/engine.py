@@ -2,7 +2,8 @@
 
 Ranks are counted stage by stage, within a stage by rows, and those that share rows come after each other. All
 ranks of one index of rows load the same micro-batches, so that each stage has the positions, the borders of
-samples and the labels from its own copy, and only hidden states are sent. Within a stage: ZeRO-1 (zero1.py).
+samples and the labels from its own copy, and only hidden states are sent. Within a stage: ZeRO-1 (zero1.py),
+and layers split over the ranks that share rows (tensor_parallel.py).
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,6 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.pipeline.runtime.model import CutModel
+from shardwise.engines.pipeline.runtime.tensor_parallel import TensorParallel
 from shardwise.engines.pipeline.runtime.zero1 import Zero1
 from shardwise.engines.pipeline.stages import stage_count
 from shardwise.engines.runtime.base import TorchEngine
@@ -59,8 +61,10 @@ class PipelineEngine(TorchEngine):
         rank, ranks = self._place[0], strategy.pipeline
         self._own = [s for s in range(stage_count(strategy)) if s % ranks == rank]
         self._cut = CutModel(self.module, blocks, stages=stage_count(strategy), own=set(self._own))
+        self._split = TensorParallel(self.module.model, mesh.get_group("parts"), prefix="model.")
         for part in self._cut.parts:
             fill(part, device)
+            self._split.split(part)
         names = {id(p): name for name, p in trainable(self.module).items()}
         learned = ([p for p in part.parameters() if p.requires_grad] for part in self._cut.parts)
         parts = [{names[id(p)]: p for p in part} for part in learned]
@@ -69,7 +73,9 @@ class PipelineEngine(TorchEngine):
         self._ends = self._group_of_ends(mesh.mesh)
         self._batches: list[MicroBatch] = []
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
-        return self._zero1.shards, self._tied if rank else ()
+        # The first rank of those that share rows counts what they all have, the first stage what is tied.
+        shared = self._zero1.shards.keys() - self._split.dims.keys() if self._place[2] else set[str]()
+        return self._zero1.shards, shared | set(self._tied if rank else ())
 
     def _group_of_ends(self, ranks: torch.Tensor) -> dist.ProcessGroup | None:
         """This rank's pair of first and last stage, which both have tied embeddings. Collective."""
@@ -129,6 +135,7 @@ class PipelineEngine(TorchEngine):
 
     def _collect_gradients(self) -> None:
         self._zero1.reduce()
+        self._split.add_up((name, shard.grad) for name, shard in self._zero1.shards.items())
         for name in self._tied:
             gradient = self._zero1.shards[name].grad
             if gradient is not None:
@@ -169,6 +176,8 @@ class PipelineEngine(TorchEngine):
             for name in chosen([(full_name, p)], names):
                 holder = self._cut.stage_of[full_name] % self._strategy.pipeline
                 tensor = p.detach()
+                if stage == holder and others[0] == 0:
+                    tensor = self._split.full(full_name, tensor)
                 if holder != 0 and not any(others):  # the first rank of each stage
                     if stage == 0:
                         tensor = torch.empty(p.shape, dtype=p.dtype, device=self.world.device)
