@@ -73,6 +73,10 @@ class CausalLM(Objective):
             loss = loss + (labels != IGNORED).sum() * self.router_loss.mean(out.router_logits, kept)
         return loss
 
+    def tokens_shape(self, batch: MicroBatch) -> torch.Size:
+        shape = batch.input_ids.shape
+        return torch.Size((1, shape.numel())) if self.packing == "varlen" else shape
+
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
         """Arguments of the model's forward that keep the samples of a row apart; `varlen` joins the rows."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}

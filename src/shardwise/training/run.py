@@ -81,6 +81,7 @@ def run(spec: LaunchSpec) -> None:
     with explained(ready):
         world = join(
             tensor_parallel=ready.strategy.tensor_parallel,
+            pipeline=ready.strategy.pipeline,
             reserve_at_most_bytes=at_most,
             local_disks=spec.nodes is not None and not spec.nodes.shared,
         )

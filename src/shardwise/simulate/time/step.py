@@ -74,8 +74,9 @@ def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, playe
         copy_seconds=totals.copy,
         optimizer_seconds=totals.optimizer,
         launch_seconds=totals.issue,
+        bubble_seconds=totals.bubble,
         tokens_per_step=trace.tokens * strategy.accumulation * strategy.data_parallel,
         world_size=strategy.world_size,
         full_clock_seconds=waiting * played.seconds,
-        clocked_seconds=strategy.accumulation * clocked_seconds(trace, hardware.gpu),
+        clocked_seconds=strategy.accumulation * clocked_seconds(trace, hardware.gpu) / strategy.pipeline,
     )
