@@ -25,8 +25,8 @@ class AdamW:
     """Steps fp32 tensors whose `.grad` holds the gradient of this rank's share.
 
     With `sharded`, each rank holds a part of every tensor, and norms and losses are summed over all ranks.
-    These hold `copies` complete copies. What is named in `not_counted` other ranks of the same copy hold, too:
-    one of them counts it into the norm.
+    These hold `copies` complete copies. What is in `not_counted` other ranks of the same copy hold, too: one
+    of them counts it into the norm.
     """
 
     def __init__(
