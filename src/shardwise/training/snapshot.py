@@ -87,14 +87,16 @@ class Snapshots:
         self.engine.save(engine)
         self.write_weights(folder / "model")
         save_rng(folder, rank=world.rank, device=world.device)
-        if world.rank == 0:
+        if world.rank == 0 or (world.local_disks and world.local_rank == 0):
             data = self.stream.state_dict()
             save_state(folder, TrainerState(**vars(progress), total_steps=self.total_steps, data=data))
 
 
 LAYOUT: tuple[str, ...] = ("engine", "stage", "offload_optimizer", "offload_parameters")
-LAYOUT += ("tensor_parallel", "data_parallel", "precision")
+LAYOUT += ("tensor_parallel", "data_parallel", "precision", "shard_group", "pipeline", "pipeline_schedule")
 """The parts of a strategy that decide how the state lies in the files."""
+LATER = {"shard_group": 0, "pipeline": 1, "pipeline_schedule": "1f1b"}
+"""Parts that older checkpoints do not name, and what they were then."""
 NO_LONGER_COMPARED = "micro_batch"
 """Older checkpoints name it. How many rows a process takes at a time changes a step by rounding only
 (decision 0024)."""
@@ -104,7 +106,8 @@ def check_origin(manifest: Manifest, expected: Origin, *, where: str) -> None:
     """Raises CheckpointError naming every field in which the checkpoint is not this run's."""
     saved = manifest.origin
     problems = _differences(saved.identity, expected.identity)
-    layout = [key for key in LAYOUT if saved.strategy.get(key) != expected.strategy.get(key)]
+    before, now = LATER | dict(saved.strategy), LATER | dict(expected.strategy)
+    layout = [key for key in LAYOUT if before.get(key) != now.get(key)]
     if layout or saved.world_size != expected.world_size:
         what = f"saved by {_place(saved)}, this run is {_place(expected)}; a checkpoint cannot be "
         what += f"loaded at another strategy yet ({', '.join(layout) or 'world_size'} differ)"
