@@ -150,6 +150,7 @@ def tensor_parallel(folder: Path, world: World) -> dict[str, Any]:
                 results[f"{name}/{precision}/{family}"] = {
                     "loss_error": worst([step.loss.item() for step in steps], losses),
                     "norm_error": worst([float(step.grad_norm) for step in steps], norms),
+                    "first_norm_error": worst([float(steps[0].grad_norm)], norms[:1]),
                     "weight_error": largest_difference(found, weights) if world.rank == 0 else 0.0,
                     "resumed": resumes(engine, strategy, folder / f"{name}-{precision}-{family}", model),
                 }

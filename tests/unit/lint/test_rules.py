@@ -61,6 +61,7 @@ LLAMA = ModelFacts(
 MAMBA = ModelFacts(name="mamba", model_type="mamba2")
 MOE = ModelFacts(name="moe", model_type="olmoe", experts=True)
 TRAINER = "from transformers import Trainer, TrainingArguments\n"
+ZEUS = "import zeus\n"
 LOOP = """import deepspeed
 engine, outer, _, schedule = deepspeed.initialize(model=model, optimizer=inner, config={{"zero": 2}})
 for batch in data:
@@ -411,6 +412,23 @@ CASES = (
         also=(DS_3,),
     ),
     Case("optimizer-outside-engine", LOOP.format("inner.step()"), LOOP.format("engine.step()")),
+    Case(
+        "zeus-monitor-of-all-gpus",
+        f"{ZEUS}monitor = ZeusMonitor()\n",
+        f"{ZEUS}monitor = ZeusMonitor(gpu_indices=[local_rank])\n",
+        {"asked_world_size": 4},
+    ),
+    Case(
+        "zeus-cost-of-one-process",
+        f"{ZEUS}selector = ZeusCost(0.5)\n",
+        f"{ZEUS}selector = ZeusCost(0.5, world_size=4)\n",
+        {"asked_world_size": 4},
+    ),
+    Case(
+        "zeus-leaves-limits-changed",
+        f"{ZEUS}tuner = HFGlobalPowerLimitOptimizer(monitor)\n",
+        f"{ZEUS}monitor = ZeusMonitor([rank])\n",
+    ),
 )
 
 
