@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.app.jobs import hardware_of
+from shardwise.emit.energy import with_energy
 from shardwise.emit.files import Emitted, Target
 from shardwise.emit.files import emit as files_for
 from shardwise.emit.request import Request
@@ -50,7 +51,7 @@ def emit(
         if chosen is None:
             raise does_not_fit(made)
         request = chosen
-    emitted = files_for(to, request)
+    emitted = with_energy(files_for(to, request))
     taken = [name for name in emitted.files if (out / name).exists()]
     if taken:
         fix = "name a new folder, or remove the file"

@@ -11,6 +11,7 @@ from shardwise.errors import CheckpointError, JobError, Problem
 from shardwise.job import validate
 from shardwise.job.identity import DECISIVE, within
 from shardwise.job.load import LoadedJob, differences
+from shardwise.job.paths import absolute
 from shardwise.job.schema import Job
 from shardwise.job.source import read_file
 from shardwise.record.read import JOB, PLAN, is_run_folder, read_run
@@ -41,10 +42,18 @@ def job_file(path: Path, *, resume: bool) -> Path:
     return path / JOB
 
 
-def processes_of(run_dir: Path) -> int | None:
-    """Processes the run was started with; None if it never started."""
-    heads = [event for event in read_run(run_dir).events if event.get("kind") == "run"]
-    return heads[0]["processes"] if heads else None
+def processes_of(run_dir: Path, *, nodes: int = 1) -> int | None:
+    """Processes on each of `nodes` that the run was last run with; None where they cannot be shared out."""
+    size = _last_strategy(run_dir).world_size
+    return size // nodes if size % nodes == 0 else None
+
+
+def _last_strategy(run_dir: Path) -> Strategy:
+    try:
+        return Strategy.from_json(read_run(run_dir).plan["chosen"]["strategy"])
+    except (KeyError, TypeError, ValueError):
+        what, fix = "it does not say the strategy that the run was last run with", "restore it from a copy"
+        raise CheckpointError(what, where=f"{run_dir}/{PLAN}", fix=fix) from None
 
 
 def last_choice(run_dir: Path, job: Job, processes: int) -> dict[str, Any] | None:
@@ -53,13 +62,7 @@ def last_choice(run_dir: Path, job: Job, processes: int) -> dict[str, Any] | Non
     A resumed run keeps its last strategy: `auto` might choose another now, and the one that the job names may
     have run out of memory. A changed micro-batch or checkpointing in the job counts.
     """
-    record = read_run(run_dir)
-    then = Job.model_validate(record.job)
-    try:
-        strategy = Strategy.from_json(record.plan["chosen"]["strategy"])
-    except (KeyError, TypeError, ValueError):
-        what, fix = "it does not say the strategy that the run was last run with", "restore it from a copy"
-        raise CheckpointError(what, where=f"{run_dir}/{PLAN}", fix=fix) from None
+    then, strategy = Job.model_validate(read_run(run_dir).job), _last_strategy(run_dir)
     if strategy.world_size != processes or job.strategy != then.strategy:
         return None
     micro_batch, asked = job.train.micro_batch, job.train.checkpointing
@@ -77,7 +80,7 @@ def check_same_job(loaded: LoadedJob, run_dir: Path) -> None:
 
     The content of the data is compared later, by the workers.
     """
-    then, now = _job_of(run_dir).model_dump(mode="json"), loaded.job.model_dump(mode="json")
+    then, now = (absolute(job.model_dump(mode="json")) for job in (_job_of(run_dir), loaded.job))
     problems = [
         Problem(what=_difference(key, old, new), where=loaded.where(key))
         for key, old, new in differences(then, now)

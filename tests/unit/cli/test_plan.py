@@ -121,7 +121,7 @@ def test_a_model_and_gpus_are_enough(asked: list[dict[str, Any]], capfd: pytest.
     assert "▶ zero2 with micro-batch 1, accumulation 16, no checkpointing" in out
     assert "with more memory" not in out
     assert "\x1b[" not in out, "no colour where nobody sees it"
-    assert err == "a library speaks\n"
+    assert err == "planning: building the model, without its weights\na library speaks\n"
 
 
 def test_flags_change_the_job(
@@ -253,12 +253,12 @@ def read_or_end(terminal: int) -> bytes:
         return b""
 
 
-def test_a_terminal_is_told_how_far_the_plan_is_and_nobody_else(
+def test_a_terminal_is_told_how_far_the_plan_is_and_a_file_that_it_began(
     asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["plan", "--gpus", "4xRTX4080", "--model", "gpt2", "--json"]
     assert main(arguments) == 0
-    assert "planning" not in capsys.readouterr().err
+    assert capsys.readouterr().err.count("planning") == 1
     monkeypatch.setenv("TERM", "xterm")
     terminal, stderr = os.openpty()
     with os.fdopen(stderr, "w") as screen:
@@ -317,3 +317,22 @@ def test_power_limits_reach_the_table_and_json(
     assert plan["power"]["max_slowdown_fraction"] == 0.05
     assert plan["chosen"]["power_limit_watts"] is None
     assert plan["pareto"] == []
+
+
+def test_scale_is_one_json_object_with_a_row_for_each_size(
+    asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "scale.json"
+    flags = ["--gpus", "8xH100", "--scale", "4,16", "--json", "--out", str(out)]
+    assert main(["plan", "--model", "gpt2", "--straggler", "5%", *flags]) == 0
+    printed = capfd.readouterr().out
+    assert json.loads(printed) == json.loads(out.read_text(encoding="utf-8"))
+    assert [size["gpus"] for size in json.loads(printed)["sizes"]] == ["4xH100", "2x8xH100"]
+    assert [one["hardware"].world_size for one in asked] == [4, 16]
+    assert {one["hardware"].straggler_fraction for one in asked} == {0.05}
+
+
+@pytest.mark.parametrize("flag", ["--pareto", "--explain", "--all"])
+def test_scale_shows_no_alternatives(flag: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "gpt2", "--gpus", "8xH100", "--scale", "1,2", flag]) == 2
+    assert "--scale shows the choice for each number of GPUs" in capfd.readouterr().err
