@@ -75,7 +75,7 @@ def job_of(row: Row, models: Mapping[str, Any], folder: Path) -> Job:
         (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
         model = {"source": str(source)}
     if row["lora"]:
-        model["lora"] = {"rank": row["lora"], "targets": row["targets"]}
+        model["lora"] = {"rank": row["lora"], "targets": row["targets"], "dropout": row["dropout"]}
     model["weights"] = "random"
     degree = re.match(r"autotp(\d+)-zero(\d)", row["strategy"])
     strategy: Any = row["strategy"]
