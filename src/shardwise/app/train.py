@@ -17,10 +17,18 @@ from shardwise.hardware.detect import gpu_count
 from shardwise.job.load import LoadedJob
 from shardwise.job.schema import Job
 from shardwise.launch.local import launch
-from shardwise.launch.resume import check_same_job, job_file, last_choice, processes_of, resume_command
+from shardwise.launch.resume import (
+    check_same_job,
+    job_file,
+    last_choice,
+    processes_of,
+    resume_command,
+    set_aside,
+)
 from shardwise.launch.spec import LaunchSpec
 from shardwise.power.lease import FOLDER as LEASES
 from shardwise.record.energy import read_used
+from shardwise.record.manifest import step_folders
 from shardwise.record.read import is_run_folder
 from shardwise.space.auto import resolve
 
@@ -45,6 +53,7 @@ def train(
     *,
     processes: int | None = None,
     resume: bool = False,
+    resume_or_start: bool = False,
     max_steps: int | None = None,
     dry_run: bool = False,
     changes: Sequence[str] = (),
@@ -61,6 +70,7 @@ def train(
         job: a job file or a job; with `resume` also a run folder.
         processes: one per GPU; None: the resumed run's, all GPUs, or 1.
         resume: continue from the run's newest checkpoint.
+        resume_or_start: the same if the run has one, else begin: a batch system may repeat it.
         max_steps: stop after this step; the schedule stays the job's.
         dry_run: show what would run; train nothing.
         changes: `key=value` texts, as for `--set`.
@@ -76,10 +86,14 @@ def train(
         CheckpointError: the run to resume is damaged, or another job's.
     """
     named = None if isinstance(job, Job) else Path(job)
-    file = None if named is None else job_file(named, resume=resume)
+    file = None if named is None else job_file(named, resume=resume or resume_or_start)
     loaded, gpus = read(job if file is None else file, changes), gpu_count()
     asked = loaded.job
     folder = named if named is not None and file != named else Path(asked.output) / asked.name
+    if resume_or_start:
+        resume = resume or bool(step_folders(folder / "checkpoints"))
+        if not resume and not dry_run:
+            set_aside(folder)
     if resume or not dry_run:
         _check_folder(folder, resume=resume)
     if resume:

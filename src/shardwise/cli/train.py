@@ -28,6 +28,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")
     ] = False,
+    resume_or_start: Annotated[
+        bool, typer.Option("--resume-or-start", help="The same if the run has one, else start it.")
+    ] = False,
     max_steps: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Stop after this step; the schedule stays the job's."),
@@ -54,6 +57,7 @@ def train(
             job,
             processes=processes,
             resume=resume,
+            resume_or_start=resume_or_start,
             max_steps=max_steps,
             dry_run=dry_run,
             changes=changes,
