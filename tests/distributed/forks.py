@@ -24,7 +24,8 @@ from threading import Timer
 from typing import NoReturn
 
 from shardwise.hardware.detect import gpu_count
-from shardwise.launch.local import die_with, free_port
+from shardwise.launch.local import die_with
+from shardwise.launch.nodes import free_port
 
 HERE = Path(__file__).parent
 TEMPLATES = 2

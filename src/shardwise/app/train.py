@@ -12,11 +12,13 @@ from typing import Any, Literal
 from shardwise.app.jobs import AnyJob, cap_in_bytes, read
 from shardwise.device.fake import create
 from shardwise.device.find import FAKE, REPLAY
-from shardwise.errors import JobError
+from shardwise.errors import JobError, ShardwiseError
 from shardwise.hardware.detect import gpu_count
 from shardwise.job.load import LoadedJob
 from shardwise.job.schema import Job
+from shardwise.launch.control import excuse
 from shardwise.launch.local import launch
+from shardwise.launch.nodes import Nodes, chosen
 from shardwise.launch.resume import (
     check_same_job,
     job_file,
@@ -52,6 +54,9 @@ def train(
     job: AnyJob,
     *,
     processes: int | None = None,
+    nodes: int | None = None,
+    node_rank: int | None = None,
+    rendezvous: str | None = None,
     resume: bool = False,
     resume_or_start: bool = False,
     max_steps: int | None = None,
@@ -68,7 +73,10 @@ def train(
 
     Args:
         job: a job file or a job; with `resume` also a run folder.
-        processes: one per GPU; None: the resumed run's, all GPUs, or 1.
+        processes: of this machine, one per GPU; None: the resumed run's, all GPUs, or 1.
+        nodes: machines that train together; each calls this with the same job.
+        node_rank: which of them this is, from 0.
+        rendezvous: `HOST:PORT` of node 0, where they meet.
         resume: continue from the run's newest checkpoint.
         resume_or_start: the same if the run has one, else begin: a batch system may repeat it.
         max_steps: stop after this step; the schedule stays the job's.
@@ -85,42 +93,82 @@ def train(
         JobError: the job, the run folder or an argument is wrong.
         CheckpointError: the run to resume is damaged, or another job's.
     """
+    among = chosen(nodes, node_rank, rendezvous)
+    try:
+        spec, folder = _spec(
+            job,
+            nodes=among,
+            processes=processes,
+            resume=resume,
+            resume_or_start=resume_or_start,
+            max_steps=max_steps,
+            dry_run=dry_run,
+            changes=changes,
+            memory_cap=memory_cap,
+            on_oom=on_oom,
+            as_json=as_json,
+            simulate_power=simulate_power,
+            debug=debug,
+            command=command,
+        )
+    except ShardwiseError as error:
+        if among is not None and not dry_run:
+            excuse(among, error)
+        raise
+    with _simulated(spec.processes) if simulate_power and not dry_run else nullcontext():
+        return Run(folder=folder, exit_code=launch(spec))
+
+
+def _spec(
+    job: AnyJob,
+    *,
+    nodes: Nodes | None,
+    processes: int | None,
+    resume: bool,
+    resume_or_start: bool,
+    changes: Sequence[str],
+    memory_cap: str | int | None,
+    simulate_power: bool,
+    **options: Any,
+) -> tuple[LaunchSpec, Path]:
+    """What to launch, and the run folder, after all checks that this machine can make by itself."""
     named = None if isinstance(job, Job) else Path(job)
     file = None if named is None else job_file(named, resume=resume or resume_or_start)
     loaded, gpus = read(job if file is None else file, changes), gpu_count()
     asked = loaded.job
     folder = named if named is not None and file != named else Path(asked.output) / asked.name
+    first = nodes is None or nodes.rank == 0
     if resume_or_start:
         resume = resume or bool(step_folders(folder / "checkpoints"))
-        if not resume and not dry_run:
+        if not resume and not options["dry_run"] and first:
             set_aside(folder)
-    if resume or not dry_run:
+    if resume or not (options["dry_run"] or (resume_or_start and not first)):
         _check_folder(folder, resume=resume)
+    count = 1 if nodes is None else nodes.count
     if resume:
         check_same_job(loaded, folder)
         _check_budget(asked, folder)
-        processes = processes or processes_of(folder)
+        processes = processes or processes_of(folder, nodes=count)
     processes = processes or (1 if asked.strategy == "single" else max(1, gpus))
     if simulate_power and gpus:
         what = "--simulate-power rehearses on the CPU, and there are GPUs here"
         raise JobError(what, where="--simulate-power", fix="hide them: set CUDA_VISIBLE_DEVICES to nothing")
-    _check_strategy(loaded, processes, gpus)
+    if nodes is not None and (simulate_power or options["on_oom"] == "retry"):
+        flag = "--simulate-power" if simulate_power else "--on-oom retry"
+        fix = "leave it out; after GPU memory ran out the error says what would fit"
+        raise JobError(f"{flag} works on one machine, and this run has {count}", where=flag, fix=fix)
+    _check_strategy(loaded, processes * count, gpus)
     spec = LaunchSpec(
         job=asked.model_dump(mode="json"),
         run_dir=str(folder),
         processes=processes,
+        nodes=nodes,
         resume=resume,
-        max_steps=max_steps,
-        dry_run=dry_run,
-        as_json=as_json,
         memory_cap_bytes=cap_in_bytes(memory_cap, gpus),
-        on_oom=on_oom,
-        chosen=last_choice(folder, asked, processes) if resume else None,
-        debug=debug,
-        command=list(command),
+        chosen=last_choice(folder, asked, processes * count) if resume else None,
+        **{**options, "command": list(options["command"])},
     )
-    with _simulated(processes) if simulate_power and not dry_run else nullcontext():
-        return Run(folder=folder, exit_code=launch(spec))
+    return spec, folder
 
 
 @contextmanager

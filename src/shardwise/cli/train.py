@@ -22,8 +22,20 @@ def train(
     processes: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Processes, one per GPU.  [default: the resumed run's, all GPUs, or 1]"
+            min=1,
+            metavar="N",
+            help="Processes on this machine, one per GPU.  [default: the resumed run's, all GPUs, or 1]",
         ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Machines that train together; run this on each of them."),
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, metavar="R", help="Which of them this is, from 0.")
+    ] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Address and port of node 0, the same on all.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")
@@ -56,6 +68,9 @@ def train(
         run = start(
             job,
             processes=processes,
+            nodes=nodes,
+            node_rank=node_rank,
+            rendezvous=rendezvous,
             resume=resume,
             resume_or_start=resume_or_start,
             max_steps=max_steps,

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ def join(*, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None) 
     if not dist.is_initialized():
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=dist.HashStore() if size == 1 else None,  # type: ignore[attr-defined]  # needs no port
+            store=_store(rank, size),
             rank=rank,
             world_size=size,
             timeout=TIMEOUT,
@@ -75,6 +76,30 @@ def join(*, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None) 
         device=device,
         data_rank=rank // tensor_parallel,
         data_size=size // tensor_parallel,
+    )
+
+
+def _store(rank: int, size: int) -> Any:
+    """Where the ranks find each other. It listens on the rendezvous address alone: it asks nobody who he is.
+
+    torch's own listens on every address of the machine. torchrun has a store already, which is kept.
+    """
+    if size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]  # needs no port
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "MASTER_ADDR" not in os.environ:
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = None
+    if rank == 0:
+        try:
+            family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((address, port), family=family).detach()
+        except OSError as error:
+            what = f"the processes cannot meet at {address}:{port}: {error.strerror}"
+            fix = "name a free port of the machine of rank 0"
+            raise MachineError(what, where="MASTER_ADDR, MASTER_PORT", fix=fix) from None
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, size, rank == 0, TIMEOUT, master_listen_fd=listener
     )
 
 

@@ -55,7 +55,8 @@ def run(spec: LaunchSpec) -> None:
     rank, size, _ = place()
     ready = get_ready(
         job,
-        processes=spec.processes if spec.dry_run else size,
+        processes=spec.world_size if spec.dry_run else size,
+        nodes=1 if spec.nodes is None else spec.nodes.count,
         memory_cap_bytes=spec.memory_cap_bytes,
         chosen=spec.chosen,
     )

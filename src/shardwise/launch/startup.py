@@ -1,0 +1,329 @@
+"""What the nodes of a run compare before any worker starts: all that would fail later, slowly or in silence.
+
+Every node states its facts, which need no other node (`facts`), then what it sees of the others (`seen`).
+All nodes get all of them and judge alike, so that all end with the same exit code. What only a tokenizer or
+a model can tell is compared by the workers (`training.run`).
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import socket
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardwise.device.find import find
+from shardwise.errors import CheckpointError, JobError, MachineError, Problem, ShardwiseError
+from shardwise.folders import cache_root
+from shardwise.hardware.detect import visible
+from shardwise.job.load import differences
+from shardwise.job.paths import DATA_SUFFIXES
+from shardwise.launch.control import Together
+from shardwise.launch.nodes import INTERFACES, addresses_of, interface_of
+from shardwise.launch.spec import LaunchSpec
+from shardwise.record.environment import versions
+from shardwise.record.manifest import NAME, step_folders
+from shardwise.units import gib, processes
+
+Facts = dict[str, Any]
+
+MOST_SKEW_SECONDS = 5.0  # clocks that NTP keeps differ by milliseconds
+LEAST_FREE_BYTES = 256 << 20  # no run that is worth several machines writes less
+REACH_SECONDS = 5.0
+_ENDS_BYTES = 1 << 20
+_KINDS: tuple[type[ShardwiseError], ...] = (JobError, MachineError, CheckpointError)
+_COMPARED = ("python", "shardwise", "torch", "transformers", "deepspeed", "peft", "tokenizers", "triton")
+_OPTIONS = {"resume": "--resume", "max_steps": "--max-steps", "memory_cap_bytes": "--memory-cap"}
+
+
+class Finding(NamedTuple):
+    """A problem, and the kind of error it is."""
+
+    kind: type[ShardwiseError]
+    problem: Problem
+
+
+def check(together: Together, spec: LaunchSpec, while_waiting: Callable[[], object]) -> bool:
+    """Compare the nodes; True where all see the same run folder. Raises one error for all that is wrong."""
+    with ExitStack() as stack:
+        listener, mine = facts(together, spec)
+        stack.enter_context(listener)
+        marker = f".shardwise-{uuid.uuid4().hex[:12]}"
+        places = _places(spec)
+        if together.first:
+            for place in places.values():
+                stack.enter_context(_marked(place, marker))
+        everyone = together.agree({**mine, "marker": marker, "ahead": together.ahead}, while_waiting)
+        problems = list(compare(everyone, together))
+        views = together.agree(_seen(everyone, together.nodes.rank, places), while_waiting)
+        problems += _network(views, everyone, together)
+        shared, mixed = _disks(views, together)
+        problems += mixed
+    if problems:
+        raise together.elsewhere(_error(problems))
+    return shared
+
+
+def _error(findings: Sequence[Finding]) -> ShardwiseError:
+    ordered = sorted(findings, key=lambda finding: _KINDS.index(finding.kind))
+    problems = [finding.problem for finding in ordered]
+    headline = "the nodes do not fit together" if len(problems) > 1 else problems[0].what
+    if len(problems) == 1:
+        return ordered[0].kind(headline, where=problems[0].where, fix=problems[0].fix)
+    return ordered[0].kind(headline, problems=problems)
+
+
+def facts(together: Together, spec: LaunchSpec) -> tuple[socket.socket, Facts]:
+    """This node's facts, and the socket on which it waits for another to reach it."""
+    interface = os.environ.get(INTERFACES[0]) or interface_of(together.address)
+    named = addresses_of(interface) if interface else [together.address]
+    address = together.address if together.address in named or not named else named[0]
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    return listener, {
+        "versions": {"python": platform.python_version(), **versions()},
+        "code": _code(),
+        "job": {key: value for key, value in spec.job.items() if key != "output"},
+        "options": {flag: getattr(spec, name) for name, flag in _OPTIONS.items()},
+        "processes": spec.processes,
+        "data": _data(spec.job["data"]),
+        "gpus": _gpus(),
+        "free": {name: _free(place) for name, place in _places(spec).items()},
+        "steps": _steps(spec),
+        "interface": interface,
+        "interface_known": bool(named),
+        "address": address,
+        "port": listener.getsockname()[1],
+    }
+
+
+def _places(spec: LaunchSpec) -> dict[str, Path]:
+    """Folders that a run writes to."""
+    return {"the run folder": Path(spec.run_dir).parent, "the cache": cache_root()}
+
+
+def _code() -> str:
+    """A hash of this package's source, whatever version it says it is."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def _data(data: Mapping[str, Any]) -> list[list[Any]]:
+    """Name, size and a hash of both ends of each file of the data; size None where it is missing."""
+    found = []
+    for key in ("train", "eval"):
+        entries = data.get(key) or []
+        for entry in [entries] if isinstance(entries, str) else entries:
+            path = Path(entry)
+            files = sorted(path.rglob("*")) if path.is_dir() else [path]
+            for file in files:
+                if file.suffix.lower() in DATA_SUFFIXES and file.is_file():
+                    found.append(
+                        [f"{entry}/{file.relative_to(path)}" if file != path else entry, *_ends(file)]
+                    )
+                elif file == path and path.suffix.lower() in DATA_SUFFIXES:
+                    found.append([entry, None, ""])
+    return found
+
+
+def _ends(file: Path) -> tuple[int, str]:
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        digest = hashlib.sha256(content.read(_ENDS_BYTES))
+        content.seek(max(0, size - _ENDS_BYTES))
+        digest.update(content.read(_ENDS_BYTES))
+    return size, digest.hexdigest()[:12]
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs that processes here would use."""
+    cards = [getattr(card, "name", str(card)) for card in visible(find())]
+    return [str(name) for name in cards]
+
+
+def _existing(place: Path) -> Path:
+    return next(path for path in (place.absolute(), *place.absolute().parents) if path.exists())
+
+
+def _free(place: Path) -> int:
+    return shutil.disk_usage(_existing(place)).free
+
+
+def _steps(spec: LaunchSpec) -> list[int]:
+    """Steps whose checkpoints were finished here, newest first; only asked for to resume."""
+    if not spec.resume:
+        return []
+    return [
+        step for step, folder in step_folders(Path(spec.run_dir) / "checkpoints") if (folder / NAME).exists()
+    ]
+
+
+class _marked:  # noqa: N801 - used as a function
+    """Within, the folder holds an empty file by which other nodes know it."""
+
+    def __init__(self, place: Path, marker: str) -> None:
+        self._place, self._file = place, place / marker
+
+    def __enter__(self) -> None:
+        try:
+            self._place.mkdir(parents=True, exist_ok=True)
+            self._file.touch(mode=0o600)
+        except OSError as error:
+            what = f"the folder cannot be written to: {error.strerror}"
+            raise MachineError(what, where=str(self._place), fix="give permission, or name another") from None
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._file.unlink()
+
+
+def _seen(everyone: Sequence[Facts], rank: int, places: dict[str, Path]) -> Facts:
+    """What this node sees of the others: node 0's marks, and whether the next node can be reached."""
+    marker, following = everyone[0]["marker"], everyone[(rank + 1) % len(everyone)]
+    reason = ""
+    try:
+        mine = (everyone[rank]["address"], 0)
+        address = (following["address"], following["port"])
+        with socket.create_connection(address, timeout=REACH_SECONDS, source_address=mine):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+    return {"reach": reason, "marks": {name: (place / marker).exists() for name, place in places.items()}}
+
+
+def compare(everyone: Sequence[Facts], together: Together) -> Iterator[Finding]:
+    """A finding for each fact in which a node differs from node 0, or which fails by itself."""
+    first, zero = everyone[0], together.named(0)
+    for node, other in enumerate(everyone):
+        name = together.named(node)
+        if not other["interface_known"]:
+            what = f"{name} has no network interface {other['interface']}, or it has no address"
+            fix = f"see `ip address` there; unset {' and '.join(INTERFACES)}, or name one that exists"
+            yield Finding(MachineError, Problem(what=what, where=INTERFACES[0], fix=fix))
+        for place, free in other["free"].items():
+            if free < LEAST_FREE_BYTES:
+                what = f"{name} has {gib(free)} free for {place}"
+                yield Finding(MachineError, Problem(what=what, fix="make room there"))
+        yield from _missing(other, name)
+        if node:
+            yield from _differing(first, other, zero=zero, name=name, ahead=first["ahead"][str(node)])
+    if first["options"]["--resume"]:
+        yield from _without_checkpoint(everyone, together)
+
+
+def _missing(other: Facts, name: str) -> Iterator[Finding]:
+    for file, size, _ in other["data"]:
+        if size is None:
+            what = f"{name} has no file {file}"
+            fix = "copy it there, or put the data on a disk that all nodes see"
+            yield Finding(JobError, Problem(what=what, where="data", fix=fix))
+
+
+def _differing(first: Facts, other: Facts, *, zero: str, name: str, ahead: float) -> Iterator[Finding]:
+    yield from _other_software(first, other, zero=zero, name=name)
+    for key, here, there in differences(first["job"], other["job"]):
+        what, fix = f"{key} is {there!r} on {name}, {here!r} on {zero}", "start every node with the same job"
+        yield Finding(JobError, Problem(what=what, where=key, fix=f"{fix} and --set"))
+    for flag, here in first["options"].items():
+        if other["options"][flag] != here:
+            what = f"{flag} is {other['options'][flag]} on {name}, {here} on {zero}"
+            fix = "start every node with the same command"
+            yield Finding(JobError, Problem(what=what, where=flag, fix=fix))
+    if first["processes"] != other["processes"]:
+        what = f"{name} runs {processes(other['processes'])}, {zero} {processes(first['processes'])}"
+        fix = "every node needs as many: give --processes, or hide GPUs with CUDA_VISIBLE_DEVICES"
+        yield Finding(JobError, Problem(what=what, where="--processes", fix=fix))
+    yield from _other_data(first, other, zero=zero, name=name)
+    if set(first["gpus"]) != set(other["gpus"]):
+        what = f"{name} has {_cards(other)}, {zero} {_cards(first)}"
+        fix = (
+            "use nodes with the same GPUs: the slowest would hold up the others, and the plan is for one kind"
+        )
+        yield Finding(MachineError, Problem(what=what, fix=fix))
+    if abs(ahead) > MOST_SKEW_SECONDS:
+        way = "ahead of" if ahead > 0 else "behind"
+        what = f"the clock of {name} is {abs(ahead):.0f} s {way} that of {zero}"
+        fix = "set it: `timedatectl set-ntp true`, or chrony"
+        yield Finding(MachineError, Problem(what=what, fix=fix))
+
+
+def _other_software(first: Facts, other: Facts, *, zero: str, name: str) -> Iterator[Finding]:
+    fix = "install the same versions on every node"
+    for package in _COMPARED:
+        here, there = (one["versions"].get(package, "not at all") for one in (first, other))
+        if here != there:
+            what = f"{name} has {package} {there}, {zero} {here}"
+            yield Finding(MachineError, Problem(what=what, fix=fix))
+    same = first["versions"]["shardwise"] == other["versions"]["shardwise"]
+    if same and first["code"] != other["code"]:
+        what = f"{name} has other code of the same version of shardwise than {zero}"
+        yield Finding(MachineError, Problem(what=what, fix=fix))
+
+
+def _other_data(first: Facts, other: Facts, *, zero: str, name: str) -> Iterator[Finding]:
+    here, there = (
+        {file: rest for file, *rest in one["data"] if rest[0] is not None} for one in (first, other)
+    )
+    for file in here.keys() & there.keys():
+        if here[file] != there[file]:
+            what = f"{file} is another file on {name} than on {zero}: "
+            what += f"{there[file][0]} bytes, {here[file][0]} bytes"
+            fix = "copy the same file to every node"
+            yield Finding(JobError, Problem(what=what, where="data", fix=fix))
+    named = {file for file, *_ in first["data"]} & {file for file, *_ in other["data"]}
+    for file in sorted((here.keys() ^ there.keys()) - named)[:5]:
+        has, lacks = (zero, name) if file in here else (name, zero)
+        what = f"{file} is on {has}, not on {lacks}"
+        yield Finding(JobError, Problem(what=what, where="data", fix="copy the same files to every node"))
+
+
+def _cards(one: Facts) -> str:
+    return ", ".join(sorted(set(one["gpus"]))) or "no GPU"
+
+
+def _without_checkpoint(everyone: Sequence[Facts], together: Together) -> Iterator[Finding]:
+    """Where no checkpoint is on all nodes: which of them lacks the newest."""
+    common = set.intersection(*(set(one["steps"]) for one in everyone))
+    newest = max((step for one in everyone for step in one["steps"]), default=None)
+    if common or newest is None:
+        return
+    for node, one in enumerate(everyone):
+        if newest not in one["steps"]:
+            has = (
+                f"it has those of steps {', '.join(map(str, one['steps']))}"
+                if one["steps"]
+                else "it has none"
+            )
+            what = f"{together.named(node)} lacks its part of the checkpoint of step {newest}; {has}"
+            fix = "bring back that node's disk, or start another run"
+            yield Finding(CheckpointError, Problem(what=what, fix=fix))
+
+
+def _network(views: Sequence[Facts], everyone: Sequence[Facts], together: Together) -> Iterator[Finding]:
+    for node, view in enumerate(views):
+        following = (node + 1) % len(views)
+        if view["reach"]:
+            target = everyone[following]
+            what = f"{together.named(node)} cannot reach {together.named(following)} at {target['address']} "
+            what += f"({target['interface']}): {view['reach']}"
+            fix = "open the firewall between the nodes for all ports, or name the right interface in "
+            fix += " and ".join(INTERFACES)
+            yield Finding(MachineError, Problem(what=what, where=f"port {target['port']}", fix=fix))
+
+
+def _disks(views: Sequence[Facts], together: Together) -> tuple[bool, list[Finding]]:
+    """Whether all nodes see one run folder; a finding where only some do."""
+    seeing = [view["marks"]["the run folder"] for view in views]
+    if len(set(seeing[1:])) <= 1:
+        return all(seeing), []
+    with_it = ", ".join(together.named(node) for node, sees in enumerate(seeing) if sees and node)
+    without = ", ".join(together.named(node) for node, sees in enumerate(seeing) if not sees)
+    what = f"{with_it} see the run folder of {together.named(0)}, and {without} do not"
+    fix = "name a folder that all nodes share, or one that is local on every node: --set output=DIR"
+    return False, [Finding(MachineError, Problem(what=what, where="output", fix=fix))]
