@@ -7,6 +7,9 @@ from shardwise.emit.request import Request
 
 STOP_SECONDS = 300  # before the time limit; `launch/slurm.py` keeps the same
 
+# The nodes end together by themselves. To kill the others after the first exit code of 75 would replace it.
+_TOGETHER = "--kill-on-bad-exit=0 --wait=120"
+
 # 75: stopped with its state saved. Where the job was cancelled it runs no longer, and must not come back.
 _REQUEUE = """code=$?
 if [ $code = 75 ] && [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then
@@ -43,5 +46,5 @@ def own_script(request: Request, call: str) -> str:
     Before the time limit Slurm asks it to stop; it saves and ends with 75, and the job is queued again.
     """
     directives = (f"--signal=USR1@{STOP_SECONDS}", "--requeue", "--open-mode=append")
-    lines = ("set -uo pipefail", f"srun --kill-on-bad-exit=1 --cpu-bind=none {call}", _REQUEUE)
+    lines = ("set -uo pipefail", f"srun {_TOGETHER} --cpu-bind=none {call}", _REQUEUE)
     return batch_script(request, lines, directives=directives)

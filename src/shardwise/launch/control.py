@@ -227,6 +227,8 @@ class _Hosting:
                 if messages:
                     del self.pending[channel]
                     self._let_in(messages[0], channel)
+                    for message in messages[1:]:
+                        self.together.hear(messages[0]["node"], message)
                 elif time.monotonic() - channel.heard > GREETING_SECONDS:
                     raise EOFError
             except (OSError, EOFError, ForgedError, ValueError) as error:

@@ -34,7 +34,8 @@ VERBS = {
         "--explain", "--json", "--out", "--set", "--memory-cap",
     },
     "train": {
-        "--processes", "--resume", "--resume-or-start", "--max-steps", "--dry-run", "--set",
+        "--processes", "--nodes", "--node-rank", "--rendezvous", "--hostfile", "--workdir", "--resume",
+        "--resume-or-start", "--max-steps", "--dry-run", "--set",
         "--memory-cap", "--on-oom", "--simulate-power", "--json",
     },
     "monitor": {"--every", "--csv", "--jsonl", "--once", "--json"},

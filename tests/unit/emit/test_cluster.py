@@ -163,7 +163,8 @@ def test_slurm_s_job_is_queued_again_only_after_it_saved(
     engine = tmp_path / "of engine"
     written(made("slurm", folder=str(engine)), engine)
     ended, calls = run_script(engine / "launch.sbatch", tmp_path, CODE=code, STATE=state)
-    train = f"srun --kill-on-bad-exit=1 --cpu-bind=none shardwise train {engine}/job.yaml --resume-or-start"
+    together = "--kill-on-bad-exit=0 --wait=120 --cpu-bind=none"
+    train = f"srun {together} shardwise train {engine}/job.yaml --resume-or-start"
     assert (ended, calls) == (int(code), [train, "scontrol requeue 77"] if again else [train])
 
 
