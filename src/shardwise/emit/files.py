@@ -19,6 +19,8 @@ from shardwise.strategy import Strategy
 Target = Literal["deepspeed", "accelerate", "torchrun", "slurm", "kubernetes", "skypilot"]
 
 PORT = 29500
+_NAME_IS_KNOWN = """# a pod's name is known once it is placed
+until getent ahosts "$PET_MASTER_ADDR" > /dev/null; do sleep 2; done"""
 HERE = "$here"  # in a script: the folder that it and its files lie in, wherever it is started from
 
 
@@ -58,11 +60,11 @@ def _script(target: Target, request: Request, start: str, flags: Sequence[tuple[
     return batch_script(request, [*lines, f"srun --cpu-bind=none {call}"], "train.py [its arguments]")
 
 
-def _bash(request: Request, call: str, arguments: str = "") -> str:
-    """A script for one node that starts `call`, which may name its folder."""
+def _bash(request: Request, call: str, arguments: str = "", *, before: Sequence[str] = ()) -> str:
+    """A script for one node that starts `call`, which may name its folder, after the lines `before`."""
     here = ['here=$(dirname "$(realpath "$0")")'] if HERE in call else []
     head = (*request.title, f"Usage: bash this-file {arguments}".rstrip())
-    lines = (*(f"# {line}" for line in head), "set -euo pipefail", *here, f"exec {call}")
+    lines = (*(f"# {line}" for line in head), "set -euo pipefail", *here, *before, f"exec {call}")
     return "\n".join(["#!/bin/bash", *lines]) + "\n"
 
 
@@ -170,10 +172,11 @@ def _own(target: Target, request: Request, job_text: str) -> Emitted:
     if target not in cluster.TARGETS:
         fix = "--to slurm, kubernetes or skypilot; on machines of your own: `shardwise train`"
         raise JobError(f"{target} starts scripts, not shardwise", where="--to", fix=fix)
+    before = [_NAME_IS_KNOWN] if request.nodes > 1 else []
     if request.nodes > 1:
         call += ' --nodes "$PET_NNODES" --node-rank "$PET_NODE_RANK"'
         call += ' --rendezvous "$PET_MASTER_ADDR:$PET_MASTER_PORT"'
-    files = {JOB: job_text, "launch.sh": _bash(request, call)}
+    files = {JOB: job_text, "launch.sh": _bash(request, call, before=before)}
     packed, starts = cluster.pack(target, request, files, ["launch.sh"])
     return Emitted(files=packed, start=starts)
 

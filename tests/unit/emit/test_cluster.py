@@ -137,6 +137,9 @@ def run_script(script: Path, folder: Path, **environment: str) -> tuple[int, lis
     tools.mkdir()
     for tool in ("srun", "scontrol", "shardwise", "torchrun"):
         (tools / tool).write_text(STUB)
+    (tools / "sleep").write_text("#!/bin/sh\n")
+    asked = 'echo >> "$CALLS.names"; [ "$(wc -l < "$CALLS.names")" -gt 2 ]'  # known the third time
+    (tools / "getent").write_text(f"#!/bin/sh\n{asked}\n")
     (tools / "squeue").write_text('#!/bin/bash\necho "$STATE"\n')
     for tool in tools.iterdir():
         tool.chmod(0o755)
@@ -189,6 +192,8 @@ def test_skypilot_s_task_starts_this(nodes: int, more: str, tmp_path: Path) -> N
     variables |= {"SKYPILOT_NUM_NODES": str(nodes), "SKYPILOT_NUM_GPUS_PER_NODE": "4"}
     ended, calls = run_script(script, tmp_path, **variables)
     assert (ended, calls) == (0, [f"shardwise train {engine}/job.yaml --resume-or-start{more}"])
+    asked = tmp_path / "calls.names"
+    assert (len(asked.read_text()) if asked.exists() else 0) == (3 if nodes > 1 else 0)
 
 
 def test_torchrun_reads_what_the_files_set(tmp_path: Path) -> None:
