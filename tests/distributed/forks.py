@@ -98,6 +98,12 @@ def run(calls: Sequence[Call], *, timeout: float) -> list[int]:
     return codes
 
 
+def warm_up() -> None:
+    """Starts the templates from this thread: the kernel ends them when the thread that started them ends."""
+    for number in range(TEMPLATES):
+        _template(number)
+
+
 class Template:
     """A process that forks."""
 

@@ -53,6 +53,7 @@ class Together:
     _round: int = 0
     _told: set[str] = field(default_factory=set)
     _beat: float = 0.0
+    _paused: float = 0.0  # Seconds in which this process did not run
     _ticked: float = field(default_factory=time.monotonic)
 
     @property
@@ -67,13 +68,8 @@ class Together:
     def tick(self, *, stop: bool = False, failing: bool = False) -> None:
         """Tell what is new here, once; hear what is new elsewhere."""
         now = time.monotonic()
-        if now - self._ticked > SILENT_SECONDS and self.over is None:
-            what = (
-                f"this is {self.named(self.nodes.rank)}, which did not run for {now - self._ticked:.0f} s; "
-            )
-            what += "the other nodes have given it up"
-            self.over = MachineError(what, fix="do not suspend a node's launcher; go on with --resume")
-            self.alone = True
+        if now - self._ticked > SILENT_SECONDS / 2:
+            self._paused = now - self._ticked
         self._ticked = now
         for word, said in (("stop", stop), ("failing", failing)):
             if said and word not in self._told:
@@ -118,7 +114,7 @@ class Together:
 
     def elsewhere(self, error: ShardwiseError) -> ShardwiseError:
         """What this node shows of an error: node 0 all of it, the others a line that points there."""
-        if self.first or self.alone or isinstance(error, ElsewhereError):
+        if self.first or (self.alone and error is self.over) or isinstance(error, ElsewhereError):
             return error
         what = f"{error.problems[0].what}; {self.named(0)} shows the whole of it"
         short = ElsewhereError(what)
@@ -170,9 +166,12 @@ class Together:
         self.channels.pop(node).close()
         if self.over is not None:
             return
-        what = f"{self.named(node)} was lost: {why}"
-        fix = "see its own output and `dmesg`, and the network between the nodes; then go on with --resume"
-        self.over, self.alone = MachineError(what, fix=fix), node == 0
+        what, fix = f"{self.named(node)} was lost: {why}", "see its own output and `dmesg`, and the network "
+        fix += "between the nodes; then go on with --resume"
+        if self._paused:
+            what = f"this is {self.named(self.nodes.rank)}, which did not run for {self._paused:.0f} s; "
+            what, fix = f"{what}the others have given it up", "do not suspend a launcher; go on with --resume"
+        self.over, self.alone = MachineError(what, fix=fix), node == 0 or self._paused > 0
         self.tell({"do": "lost", "what": what})
 
 

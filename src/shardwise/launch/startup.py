@@ -115,20 +115,14 @@ def _code() -> str:
 
 
 def _data(data: Mapping[str, Any]) -> list[list[Any]]:
-    """Name, size and a hash of both ends of each file of the data; size None where it is missing."""
-    found = []
+    """Name, size and a hash of both ends of each file of the data."""
+    found: list[list[Any]] = []
     for key in ("train", "eval"):
         entries = data.get(key) or []
-        for entry in [entries] if isinstance(entries, str) else entries:
-            path = Path(entry)
+        for path in map(Path, [entries] if isinstance(entries, str) else entries):
             files = sorted(path.rglob("*")) if path.is_dir() else [path]
-            for file in files:
-                if file.suffix.lower() in DATA_SUFFIXES and file.is_file():
-                    found.append(
-                        [f"{entry}/{file.relative_to(path)}" if file != path else entry, *_ends(file)]
-                    )
-                elif file == path and path.suffix.lower() in DATA_SUFFIXES:
-                    found.append([entry, None, ""])
+            files = [file for file in files if file.suffix.lower() in DATA_SUFFIXES and file.is_file()]
+            found += [[str(file), *_ends(file)] for file in files]
     return found
 
 
@@ -210,19 +204,10 @@ def compare(everyone: Sequence[Facts], together: Together) -> Iterator[Finding]:
             if free < LEAST_FREE_BYTES:
                 what = f"{name} has {gib(free)} free for {place}"
                 yield Finding(MachineError, Problem(what=what, fix="make room there"))
-        yield from _missing(other, name)
         if node:
             yield from _differing(first, other, zero=zero, name=name, ahead=first["ahead"][str(node)])
     if first["options"]["--resume"]:
         yield from _without_checkpoint(everyone, together)
-
-
-def _missing(other: Facts, name: str) -> Iterator[Finding]:
-    for file, size, _ in other["data"]:
-        if size is None:
-            what = f"{name} has no file {file}"
-            fix = "copy it there, or put the data on a disk that all nodes see"
-            yield Finding(JobError, Problem(what=what, where="data", fix=fix))
 
 
 def _differing(first: Facts, other: Facts, *, zero: str, name: str, ahead: float) -> Iterator[Finding]:
@@ -267,20 +252,18 @@ def _other_software(first: Facts, other: Facts, *, zero: str, name: str) -> Iter
 
 
 def _other_data(first: Facts, other: Facts, *, zero: str, name: str) -> Iterator[Finding]:
-    here, there = (
-        {file: rest for file, *rest in one["data"] if rest[0] is not None} for one in (first, other)
-    )
-    for file in here.keys() & there.keys():
-        if here[file] != there[file]:
+    here, there = ({file: rest for file, *rest in one["data"]} for one in (first, other))
+    fix = "copy the same files to every node"
+    for file in sorted(here.keys() | there.keys()):
+        if file not in here or file not in there:
+            has, lacks = (zero, name) if file in here else (name, zero)
+            yield Finding(
+                JobError, Problem(what=f"{file} is on {has}, not on {lacks}", where="data", fix=fix)
+            )
+        elif here[file] != there[file]:
             what = f"{file} is another file on {name} than on {zero}: "
             what += f"{there[file][0]} bytes, {here[file][0]} bytes"
-            fix = "copy the same file to every node"
             yield Finding(JobError, Problem(what=what, where="data", fix=fix))
-    named = {file for file, *_ in first["data"]} & {file for file, *_ in other["data"]}
-    for file in sorted((here.keys() ^ there.keys()) - named)[:5]:
-        has, lacks = (zero, name) if file in here else (name, zero)
-        what = f"{file} is on {has}, not on {lacks}"
-        yield Finding(JobError, Problem(what=what, where="data", fix="copy the same files to every node"))
 
 
 def _cards(one: Facts) -> str:

@@ -24,7 +24,7 @@ from shardwise.hardware.detect import host_memory_bytes
 from shardwise.launch.control import Together
 from shardwise.launch.oom import OomHandling
 from shardwise.launch.spec import Ending, Launcher, LaunchSpec, Worker
-from shardwise.launch.team import joined, settle
+from shardwise.launch.team import joined, note_halted, settle
 from shardwise.record.read import is_run_folder
 from shardwise.units import gib
 
@@ -157,7 +157,10 @@ def _watch(
 ) -> None:
     """Returns when all workers have ended, or when those left are to be killed."""
     forwarded = warned = explained = False
+    halted: dict[int, float] = {}
     while True:
+        if team is not None:
+            note_halted(workers, halted)
         ended = [worker.look(time.time()) for worker in workers]
         failures = [worker.failed_at for worker in workers if worker.failed_at and _code(worker) != STOPPED]
         if team is not None:

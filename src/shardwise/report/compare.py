@@ -168,7 +168,7 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
     for step, path in step_folders(folder):
         try:
             manifest = read_manifest(path)
-            size, complete = manifest.size_bytes, not check_sizes(path, manifest)
+            size, complete = manifest.size_bytes, not check_sizes(path, manifest, node=0)
         except ValueError:
             size, complete = None, False
         found.append({"step": step, "path": str(path), "bytes": size, "complete": complete})

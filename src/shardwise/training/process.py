@@ -50,10 +50,12 @@ def device_of(local_rank: int) -> torch.device:
     return device
 
 
-def join(*, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None) -> World:
+def join(
+    *, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None, local_disks: bool = False
+) -> World:
     """Join the process group (NCCL on GPUs, gloo on CPUs) and take a device.
 
-    `reserve_at_most_bytes`: of GPU memory, by torch's allocator.
+    `reserve_at_most_bytes`: of GPU memory, by torch's allocator. `local_disks`: see `World`.
     """
     rank, size, local_rank = place()
     device = device_of(local_rank)
@@ -76,6 +78,7 @@ def join(*, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None) 
         device=device,
         data_rank=rank // tensor_parallel,
         data_size=size // tensor_parallel,
+        local_disks=local_disks,
     )
 
 

@@ -33,7 +33,7 @@ from shardwise.record.read import EVENTS, read_events
 from shardwise.record.write import RunFolder
 from shardwise.strategy import Strategy
 from shardwise.training.announce import announce, header, speed
-from shardwise.training.checkpoint import CheckpointStore
+from shardwise.training.checkpoint import CheckpointStore, Disk
 from shardwise.training.loop import Loop, Progress, check_warmup
 from shardwise.training.meter import PROFILED_STEPS, UNKNOWN, card_of, millijoules, profile_steps
 from shardwise.training.observe import Quiet, Recorder
@@ -70,7 +70,11 @@ def run(spec: LaunchSpec) -> None:
     check_bitsandbytes(job.model)
     at_most = _left_of_the_cap(spec.memory_cap_bytes, ready.strategy)
     with explained(ready):
-        world = join(tensor_parallel=ready.strategy.tensor_parallel, reserve_at_most_bytes=at_most)
+        world = join(
+            tensor_parallel=ready.strategy.tensor_parallel,
+            reserve_at_most_bytes=at_most,
+            local_disks=spec.nodes is not None and not spec.nodes.shared,
+        )
         stop = StopSignal()
         stop.install()  # from here on there is something to save; before, a signal simply ends the process
         train(ready, spec, world, stop)
@@ -83,6 +87,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     total_steps = max(count_steps(ready), _steps_to_measure(spec))
     run_dir = Path(spec.run_dir)
     ranks = Ranks(world)
+    check_alike(ready, ranks)
     engine = make_engine(ready, world)
     check_weights(ready, engine)
     ready.built.weights.source.release()
@@ -91,7 +96,11 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     strategy, about = ready.strategy.to_json(), identity(ready)
     snapshots = Snapshots(
         store=CheckpointStore(
-            run_dir / "checkpoints", keep=job.train.keep, rank=world.rank, agree=ranks.gather
+            run_dir / "checkpoints",
+            keep=job.train.keep,
+            rank=world.rank,
+            agree=ranks.gather,
+            disk=_disk(spec, world),
         ),
         origin=Origin(world_size=world.size, strategy=strategy, identity=about, versions=versions()),
         engine=engine,
@@ -106,6 +115,8 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     _check_meter(job, first)
     gpus = GpusOfRanks(cards, first)
     observer = make_observer(ready, spec, engine, progress, gpus, stop) if world.rank == 0 else Quiet()
+    if world.rank > 0 and world.local_disks and world.local_rank == 0:
+        run_folder(ready, spec).close()
     ranks.barrier()  # the run folder exists now, for every rank
     evaluated = spec.resume and ranks.gather(world.rank == 0 and _evaluated(run_dir, progress.step))[0]
     if spec.profile is not None and spec.measure_steps is not None:
@@ -199,16 +210,7 @@ def make_observer(
     ready: Ready, spec: LaunchSpec, engine: Engine, progress: Progress, gpus: GpusOfRanks, stop: StopSignal
 ) -> Recorder | PowerTuner:
     """Rank 0's observer; creates the run folder, or opens it again."""
-    path, plan = Path(spec.run_dir), ready.to_json()
-    if spec.resume:
-        folder = RunFolder.reopen(path)
-        folder.keep_choice(plan["chosen"])
-    else:
-        # Only what differs from the defaults: a job file again, which can be trained as it is.
-        values = ready.job.model_dump(mode="json", exclude_defaults=True)
-        job_yaml = job_text(values)
-        about = environment(gpus=_gpus(), command=spec.command)
-        folder = RunFolder.create(path, job_yaml=job_yaml, plan=plan, environment=about)
+    folder = run_folder(ready, spec)
     folder.write_engine_config(f"{ready.strategy.engine}.json", engine.config())
     recorder = Recorder(
         folder,
@@ -230,8 +232,39 @@ def make_observer(
         device=find(),
         cards=gpus.cards,
         key={"job": identity(ready), "strategy": ready.strategy.to_json(), "versions": versions()},
-        folder=path,
+        folder=folder.path,
     )
+
+
+def run_folder(ready: Ready, spec: LaunchSpec) -> RunFolder:
+    """Create the run folder, or open it again; on a node's own disk, too, so that it can resume there."""
+    path, plan = Path(spec.run_dir), ready.to_json()
+    if spec.resume:
+        folder = RunFolder.reopen(path)
+        folder.keep_choice(plan["chosen"])
+        return folder
+    # Only what differs from the defaults: a job file again, which can be trained as it is.
+    values = ready.job.model_dump(mode="json", exclude_defaults=True)
+    about = environment(gpus=_gpus(), command=spec.command)
+    return RunFolder.create(path, job_yaml=job_text(values), plan=plan, environment=about)
+
+
+def _disk(spec: LaunchSpec, world: World) -> Disk | None:
+    if spec.nodes is None or spec.nodes.shared:
+        return None
+    return Disk(node=spec.nodes.rank, rank=world.local_rank, size=spec.processes)
+
+
+def check_alike(ready: Ready, ranks: Ranks) -> None:
+    """JobError on every rank where one has other data or another strategy than rank 0."""
+    mine = {**identity(ready), "strategy": ready.strategy.to_json()}
+    everyone = ranks.gather(mine)
+    for rank, other in enumerate(everyone):
+        keys = [key for key, value in everyone[0].items() if other.get(key) != value]
+        if keys:
+            what = f"rank {rank} has another {' and another '.join(keys)} than rank 0"
+            fix = "give every node the same data, the same tokenizer and the same cache; or name a strategy"
+            raise JobError(what, where=", ".join(keys), fix=fix)
 
 
 def _evaluated(run_dir: Path, step: int) -> bool:

@@ -66,7 +66,7 @@ class Snapshots:
         self.engine.save(engine)
         self.write_weights(folder / "model")
         save_rng(folder, rank=world.rank, device=world.device)
-        if world.rank == 0:
+        if world.rank == 0 or (world.local_disks and world.local_rank == 0):
             data = self.stream.state_dict()
             save_state(folder, TrainerState(**vars(progress), total_steps=self.total_steps, data=data))
 

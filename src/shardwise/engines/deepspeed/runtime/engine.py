@@ -75,6 +75,8 @@ class DeepSpeedEngine:
             trainable_parameters=sum(p.numel() for p in trainable(module).values()),
             largest_parameter=max(p.numel() for p in module.parameters()),
         )
+        if world.local_disks:
+            self._config["checkpoint"] = {"use_node_local_storage": True}
         _prepare_deepspeed(world)
         wait_for_locks(needed_operators(strategy))
         import deepspeed
