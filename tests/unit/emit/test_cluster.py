@@ -91,6 +91,11 @@ def test_the_nodes_are_as_many_as_planned_and_meet_at_the_first(nodes: int) -> N
     values = {one["name"]: one.get("value") for one in job["template"]["spec"]["containers"][0]["env"]}
     assert values["PET_MASTER_ADDR"] == "my-run-node-0-0.my-run", "<jobset>-<job>-<index>-<pod>.<jobset>"
     assert ("SHARDWISE_SECRET" in values) == (nodes > 1)
+    [place] = [
+        one for one in job["template"]["spec"]["containers"][0]["env"] if one["name"] == "PET_NODE_RANK"
+    ]
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert place["valueFrom"]["fieldRef"]["fieldPath"] == index
     assert yaml.safe_load(made("skypilot", nodes=nodes).files["task.yaml"])["num_nodes"] == nodes
 
 
