@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -237,6 +237,11 @@ class _Hosting:
                     self.refused.append(f"a connection from {host} was refused: {error}")
                     print(f"warning: {self.refused[-1]}", file=sys.stderr, flush=True)
 
+    def close(self) -> None:
+        """Drop whoever has said nothing."""
+        for channel in self.pending:
+            channel.close()
+
     def _let_in(self, hello: Message, channel: Channel) -> None:
         together, node, name = self.together, hello["node"], hello["name"]
         ours = together.nodes.count
@@ -258,7 +263,7 @@ def _host(together: Together, check: Callable[[], object]) -> None:
     family, address, port = resolve(together.nodes)
     hosting, together.address = _Hosting(together), address
     until, said = time.monotonic() + JOIN_SECONDS, False
-    with _listen(family, address, port) as listener:
+    with _listen(family, address, port) as listener, closing(hosting):
         while len(together.names) < together.nodes.count:
             hosting.accept(listener)
             hosting.look()
@@ -269,9 +274,8 @@ def _host(together: Together, check: Callable[[], object]) -> None:
             missing = [str(node) for node in range(together.nodes.count) if node not in together.names]
             if not said and time.monotonic() > until - JOIN_SECONDS + _QUIET_SECONDS:
                 said = True
-                print(
-                    f"waiting for node {', '.join(missing)} at {address}:{port}", file=sys.stderr, flush=True
-                )
+                waiting = f"waiting for node {', '.join(missing)} at {address}:{port}"
+                print(waiting, file=sys.stderr, flush=True)
             if time.monotonic() > until:
                 what = f"node {', '.join(missing)} did not come to {address}:{port} in {JOIN_SECONDS:.0f} s"
                 fix = "see its output; start all nodes, open the port, set the same SHARDWISE_SECRET"
