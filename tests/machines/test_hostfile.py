@@ -211,9 +211,25 @@ def launcher(folder: Path) -> int:
     )
 
 
-@pytest.mark.parametrize("victim", [ssh_client, launcher], ids=["ssh", "launcher"])
+def far_worker(folder: Path) -> int:
+    """The training process on the other machine."""
+    [agent] = [pid for pid in of_run(folder) if line_of(pid).startswith(AGENT)]
+    for _ in range(2):
+        agent = int(Path(f"/proc/{agent}/task/{agent}/children").read_text().split()[0])
+    return agent
+
+
+@pytest.mark.parametrize(
+    ("victim", "code", "error"),
+    [
+        (ssh_client, 75, "stopped: "),
+        (launcher, -9, ""),
+        (far_worker, 4, "error: rank 1 was killed; the kernel counts no kill for memory since the run began"),
+    ],
+    ids=["ssh", "launcher", "worker"],
+)
 def test_nothing_is_left_when_one_is_killed(
-    victim: Callable[[Path], int], hosts: Hosts, tmp_path: Path
+    victim: Callable[[Path], int], code: int, error: str, hosts: Hosts, tmp_path: Path
 ) -> None:
     """On any machine, although sshd tells nobody that its client has died."""
     write_job(tmp_path, "fsdp2", steps=100_000)
@@ -221,7 +237,10 @@ def test_nothing_is_left_when_one_is_killed(
     wait_for(lambda: trained(tmp_path / "runs" / "job", 2), "a step", 120)
     os.kill(victim(tmp_path), signal.SIGKILL)
     out, err = process.communicate(timeout=120)
-    assert process.returncode == (75 if victim is ssh_client else -9), out + err
+    assert (process.returncode, error in err) == (code, True), out + err
+    assert err.count("error: ") + err.count("stopped: ") <= 1, err
+    if victim is far_worker:
+        assert "at:  node 1 (desk-b)" in err
     nothing_left(tmp_path, 60)
 
 

@@ -154,7 +154,8 @@ def stopped_in_time() -> Iterator[None]:
     def look(_number: int, _frame: FrameType | None) -> None:
         rest = seconds_left()
         if rest is None or rest <= reserve + 1:
-            print(f"Slurm ends this job in {reserve:.0f} s", file=sys.stderr, flush=True)
+            if os.environ.get("SLURM_NODEID", "0") == "0":
+                print(f"Slurm ends this job in {reserve:.0f} s", file=sys.stderr, flush=True)
             signal.raise_signal(signal.SIGUSR1)
         else:
             signal.setitimer(signal.ITIMER_REAL, rest - reserve)
