@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from shardwise.emit.request import Request
 
-STOP_SECONDS = 300  # before the time limit; `launch/slurm.py` keeps the same
+STOP_SECONDS = 300  # from the request to the end, to finish a step and save; `launch/slurm.py` has the same
 
 # The nodes end together by themselves. To kill the others after the first exit code of 75 would replace it.
 _TOGETHER = "--kill-on-bad-exit=0 --wait=120"

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from shardwise.emit.batch import STOP_SECONDS
 from shardwise.emit.request import Request
 
 TARGETS = ("kubernetes", "skypilot")
@@ -18,7 +19,6 @@ TARGETS = ("kubernetes", "skypilot")
 PORT = 29500
 FILES, WORK = "/shardwise", "/work"  # where the emitted files and the shared disk are mounted
 IMAGE, CLAIM, VOLUME, GPU = "YOUR-IMAGE", "YOUR-CLAIM", "YOUR-VOLUME", "YOUR-GPU"
-STOP_SECONDS = 300  # from the request to stop to the kill, to finish a step and save
 MOST_RESTARTS = 100
 SECRET = "SHARDWISE_SECRET"  # noqa: S105 - the variable's name
 FINAL = [1, 2, 3, 5]

@@ -80,7 +80,6 @@ def launch_on(
     shared = [sys.executable, "-P", "-m", "shardwise", *arguments, "--nodes", str(len(hosts))]
     commands = [[*shared, "--rendezvous", rendezvous, "--node-rank", str(rank)] for rank in range(len(hosts))]
     remotes: list[Remote] = []
-    kept = None
     try:
         for rank, host in enumerate(hosts[1:], 1):
             log = folder / f"node-{rank}.log"
@@ -90,19 +89,15 @@ def launch_on(
             remote.order(commands[remote.rank], environment)
         first = _start(commands[0], env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
         with _passed_to(first):
-            alone = _watch(first, remotes)
+            _watch(first, remotes)
         _wait(remotes, _FOLLOW_SECONDS)
-        kept = _keep(remotes, run_dir)
-        if alone is not None:
-            raise _failed_alone(alone, kept / alone.log.name)
-        kept = None
         codes = [first.returncode, *(remote.process.returncode for remote in remotes)]
         code = next((code for code in codes if code), 0)
         return code if code >= 0 else 128 - code
     finally:
         _end(remotes)
-        if kept != folder:
-            shutil.rmtree(folder, ignore_errors=True)
+        _keep(remotes, run_dir)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start(command: Sequence[str], **options: Any) -> Any:
@@ -168,8 +163,8 @@ def _passed_to(first: Any) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _watch(first: Any, remotes: Sequence[Remote]) -> Remote | None:
-    """Wait for node 0. A node that failed, and that node 0 still waits for, is returned; node 0 is ended."""
+def _watch(first: Any, remotes: Sequence[Remote]) -> None:
+    """Wait for node 0. Where it waits for a node that has failed, end it; MachineError for that node."""
     failed: tuple[float, Remote] | None = None
     while first.poll() is None:
         now = time.monotonic()
@@ -180,9 +175,8 @@ def _watch(first: Any, remotes: Sequence[Remote]) -> Remote | None:
                 first.wait(_CLOSE_SECONDS)
             first.kill()
             first.wait()
-            return failed[1]
+            raise _failed_alone(failed[1])
         time.sleep(_LOOK_SECONDS)
-    return None
 
 
 def _wait(remotes: Sequence[Remote], seconds: float) -> None:
@@ -202,25 +196,21 @@ def _end(remotes: Sequence[Remote]) -> None:
         remote.process.wait()
 
 
-def _keep(remotes: Sequence[Remote], run_dir: Path) -> Path:
-    """Copy the nodes' logs to the run folder, if there is one; returns the folder they lie in."""
-    logs = run_dir / "logs"
-    try:
+def _keep(remotes: Sequence[Remote], run_dir: Path) -> None:
+    """Copy what the nodes printed to the run folder, if there is one."""
+    with suppress(OSError):  # the disk is full, say
         if is_run_folder(run_dir):
-            logs.mkdir(exist_ok=True)
+            (run_dir / "logs").mkdir(exist_ok=True)
             for remote in remotes:
-                shutil.copy(remote.log, logs)
-            return logs
-    except OSError:  # the disk is full, say
-        pass
-    return remotes[0].log.parent
+                shutil.copy(remote.log, run_dir / "logs")
 
 
-def _failed_alone(remote: Remote, log: Path) -> MachineError:
-    errors = [line for line in remote.lines() if line.startswith("error: ")]
-    reason = errors[-1].removeprefix("error: ") if errors else "it printed no error"
-    what = f"node {remote.rank} ({remote.host.name}) ended by itself: {reason}"
-    error = MachineError(what, where=remote.host.where, fix=f"see {log}")
+def _failed_alone(remote: Remote) -> MachineError:
+    name = f"node {remote.rank} ({remote.host.name})"
+    tail = "\n".join(remote.lines()[-40:])
+    print(f"--- the last lines of {name} ---\n{tail}\n---", file=sys.stderr)
+    what = f"{name} ended before it had met the others"
+    error = MachineError(what, where=remote.host.where, fix="see what it printed last, above")
     if 0 < remote.process.returncode < _SSH_FAILED:
         error.exit_code = remote.process.returncode
     return error
