@@ -14,6 +14,7 @@ Anything else that reaches the command line is a bug in shardwise and ends with 
 """
 
 import errno
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,6 +90,15 @@ def unwritten(error: OSError) -> MachineError:
     return MachineError(what, where=str(error.filename or "stdout"), fix=fix)
 
 
+_STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What steers a terminal or turns the direction of text: control characters but tab and newline."""
+
+
+def printable(text: str) -> str:
+    """Text of data, files or models as a terminal may show it: with codes in place of control characters."""
+    return _STEERS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
 def render(error: ShardwiseError) -> str:
     """The block shown to the user, one `error:` line per problem with `at` and `fix` below it."""
     lines = [f"{error.title}: {error.headline}"] if error.headline else []
@@ -99,4 +109,4 @@ def render(error: ShardwiseError) -> str:
             lines.append(f"{indent}at:  {problem.where}")
         if problem.fix:
             lines.append(f"{indent}fix: {problem.fix}")
-    return "\n".join(lines)
+    return printable("\n".join(lines))

@@ -36,13 +36,22 @@ FSDP = {
     "fsdp2-noreshard": Strategy(engine="fsdp2", reshard=False),
     "fsdp2-offload": Strategy(engine="fsdp2", offload_optimizer="cpu", offload_parameters="cpu"),
 }
+GROUPS = {
+    "fsdp2-hsdp2": Strategy(engine="fsdp2", shard_group=2),
+    "fsdp2-hsdp2-noreshard": Strategy(engine="fsdp2", shard_group=2, reshard=False),
+    "zero3-hpz2": Strategy(engine="deepspeed", stage=3, shard_group=2),
+}
+"""On four processes: two groups of two."""
+DDP = {"ddp": Strategy(engine="ddp")}
 SINGLE = {"single": Strategy(engine="single")}
 STEPS = range(4)
 
 
 def engines(world: World) -> dict[str, Strategy]:
     """The engines of a world; bf16 of ZeRO-3 comes last, as DeepSpeed replaces torch's linear for good."""
-    return {**(SINGLE if world.size == 1 else {}), **FSDP, **DEEPSPEED}
+    if world.size == 4:
+        return GROUPS
+    return {**(SINGLE if world.size == 1 else DDP), **FSDP, **DEEPSPEED}
 
 
 def chosen(world: World) -> dict[str, Strategy]:
@@ -60,7 +69,7 @@ def parity(folder: Path, world: World) -> dict[str, Any]:
     for name, bare in engines(world).items():
         for precision in ("fp32", "bf16"):
             for kind, options in kinds.items():
-                for accumulation in (1, 4):
+                for accumulation in (1, min(4, w.GLOBAL_BATCH // world.size)):
                     if accumulation == 1 and (kind != "plain" or precision == "bf16"):
                         continue
                     strategy = replace(w.fitted(bare, world, accumulation), precision=precision)
@@ -140,6 +149,7 @@ def tensor_parallel(folder: Path, world: World) -> dict[str, Any]:
                 results[f"{name}/{precision}/{family}"] = {
                     "loss_error": worst([step.loss.item() for step in steps], losses),
                     "norm_error": worst([float(step.grad_norm) for step in steps], norms),
+                    "first_norm_error": worst([float(steps[0].grad_norm)], norms[:1]),
                     "weight_error": largest_difference(found, weights) if world.rank == 0 else 0.0,
                     "resumed": resumes(engine, strategy, folder / f"{name}-{precision}-{family}", model),
                 }
@@ -229,6 +239,34 @@ def quantization(folder: Path, world: World) -> dict[str, Any]:
                     "resumed": precision == "fp32"
                     or q.resumes(engine, kind, strategy, folder / f"{name}-{kind}"),
                 }
+    return results
+
+
+LOSSY = {
+    "fsdp2-reduce-bf16": Strategy(engine="fsdp2", reduce_dtype="bf16"),
+    "fsdp2-hsdp2-reduce-bf16": Strategy(engine="fsdp2", shard_group=2, reduce_dtype="bf16"),
+    "zero2-reduce-bf16": Strategy(engine="deepspeed", stage=2, reduce_dtype="bf16"),
+    "zero3-reduce-bf16": Strategy(engine="deepspeed", stage=3, reduce_dtype="bf16"),
+    "ddp-reduce-bf16": Strategy(engine="ddp", reduce_dtype="bf16"),
+    "ddp-powersgd4": Strategy(engine="ddp", powersgd=4),
+}
+"""On four processes: what sums gradients in fewer bits."""
+LOSSY_STEPS = range(20)
+
+
+def lossy(folder: Path, world: World) -> dict[str, Any]:
+    """In fp32, how far losses are from float64, and whether a resumed run goes on the same."""
+    losses, _, _ = w.reference(LOSSY_STEPS)
+    results: dict[str, Any] = {}
+    for name, bare in LOSSY.items():
+        strategy = replace(w.fitted(bare, world, 2), precision="fp32")
+        engine = w.engine_for(strategy, world)
+        found = [step.loss.item() for step in w.train(engine, strategy, LOSSY_STEPS)]
+        results[name] = {
+            "last": found[-1],
+            "error": worst(found, losses),
+            "resumed": resumes(engine, strategy, folder / name, w.llama),
+        }
     return results
 
 
@@ -353,6 +391,7 @@ SCENARIOS = {
     "tensor_parallel": tensor_parallel,
     "tensor_parallel_checks": tensor_parallel_checks,
     "quantization": quantization,
+    "lossy": lossy,
 }
 
 

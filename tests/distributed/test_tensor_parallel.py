@@ -21,7 +21,9 @@ def test_losses_norms_and_weights_are_those_of_float64(tmp_path: Path, processes
     for name, found in results.items():
         exact = "/fp32/" in name
         assert found["loss_error"] < (1e-5 if exact else 1e-2), name
-        assert found["norm_error"] < (1e-5 if exact else 5e-2), name
+        # AdamW turns rounding into steps: a single process in fp32 is 1e-5 off after four, too.
+        assert found["first_norm_error"] < (1e-6 if exact else 5e-2), name
+        assert found["norm_error"] < (5e-5 if exact else 5e-2), name
         # A key's bias has no gradient where the key is not rotated, as in most of GPT-NeoX's head: AdamW
         # turns its rounding into steps, and so it does in a single process.
         assert found["weight_error"] < ((1e-2 if "gpt_neox" in name else 1e-3) if exact else 6e-2), name

@@ -19,7 +19,7 @@ from fleet import SOURCE, Fleet, Machine, alive, losses, trained, wait_for, writ
 SSH = shutil.which("ssh")
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.machines,
     pytest.mark.skipif(SSHD is None, reason="needs sshd: apt-get install openssh-server"),
 ]
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from fleet import Cluster, Fleet, Node, alive, send, start, trained, wait_for, write_job
 
+pytestmark = pytest.mark.machines
+
 SOON = 60.0  # seconds from the loss to the end of the last process
 LOST = "error: node {node} ({name}) was lost: "
 SILENT = "nothing was heard of it for 20 s"

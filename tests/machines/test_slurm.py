@@ -18,7 +18,6 @@ from shardwise.job.source import job_text
 from slurm_cluster import MISSING, available, cluster
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.slurm,
     pytest.mark.skipif(not available(), reason=MISSING),
 ]

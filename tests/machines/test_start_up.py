@@ -17,6 +17,8 @@ from fleet import PORT, SAMPLES, SOURCE, Fleet, shardwise, write_job
 from shardwise.record.write import RunFolder
 from shardwise.strategy import Strategy
 
+pytestmark = pytest.mark.machines
+
 MACHINES = Path(__file__).parents[1] / "shared" / "machines"
 SOON = "import shardwise.launch.control as control\ncontrol.JOIN_SECONDS = 4.0\n"
 OTHER = "import shardwise.launch.startup as startup\n"

@@ -15,6 +15,9 @@ from fleet import Fleet, losses, send, start, trained, wait_for, write_job
 
 from shardwise.job.load import load_job
 from shardwise.launch.spec import LaunchSpec
+from shardwise.record.manifest import verify
+
+pytestmark = pytest.mark.machines
 
 STRATEGIES = ["zero2", "zero3", "fsdp2"]  # add a line: every strategy of four processes may stand here
 
@@ -62,7 +65,7 @@ def test_a_signal_on_one_node_saves_on_all_and_resuming_is_exact(
     before = losses(run_dir)
     stopped = len(before)
     if disks == "local":
-        own = sorted(path.name for path in (folders[1] / "runs/job/checkpoints").rglob("rng-*"))
+        own = sorted({path.name for path in (folders[1] / "runs/job/checkpoints").rglob("rng-*")})
         assert own == ["rng-rank2.json", "rng-rank3.json"]
         assert not (folders[1] / "runs/job/events.jsonl").exists()
     last = str(stopped + 4)
@@ -76,6 +79,10 @@ def test_a_signal_on_one_node_saves_on_all_and_resuming_is_exact(
     assert node.code == 0, node.errors
     assert losses(run_dir) == pytest.approx(losses(whole / "runs/job"), rel=1e-6)
     assert losses(run_dir)[:stopped] == before
+    if disks == "local":  # brought together, the parts are a checkpoint of a shared disk
+        parts = [folder / "runs/job/checkpoints" / f"step-{int(last):06d}" for folder in folders]
+        shutil.copytree(parts[1], parts[0], dirs_exist_ok=True)
+        assert verify(parts[0]) == []
 
 
 def test_a_node_that_lost_its_disk_is_named(fleet: Fleet, tmp_path: Path) -> None:
@@ -98,7 +105,7 @@ def test_a_node_that_lost_its_disk_is_named(fleet: Fleet, tmp_path: Path) -> Non
 def test_the_worker_starts_under_torchrun_as_it_is(
     fleet: Fleet, on_one_machine: list[float], tmp_path: Path
 ) -> None:
-    job = load_job(write_job(tmp_path, "fsdp2", output=str(tmp_path / "runs"))).model_dump(mode="json")
+    job = load_job(write_job(tmp_path, "fsdp2", output=str(tmp_path / "runs"))).job.model_dump(mode="json")
     spec = LaunchSpec(job=job, run_dir=str(tmp_path / "runs/job"), processes=1)
     (tmp_path / "spec.json").write_text(json.dumps(spec.to_json()))
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "DS_ACCELERATOR": "cpu"}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.app.jobs import hardware_of
+from shardwise.emit.energy import with_energy
 from shardwise.emit.files import Emitted, Target
 from shardwise.emit.files import emit as files_for
 from shardwise.emit.request import Request
@@ -60,6 +61,8 @@ def emit(
         if run == "shardwise":
             request = replace(chosen, job_text=job_text(job.model_dump(mode="json", exclude_defaults=True)))
     emitted = files_for(to, request)
+    if run == "script":
+        emitted = with_energy(emitted)
     taken = [name for name in emitted.files if (out / name).exists()]
     if taken:
         fix = "name a new folder, or remove the file"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.options import AsJson
+from shardwise.cli.options import AsJson, progress
 from shardwise.errors import MachineError
 
 
@@ -24,7 +24,12 @@ def doctor(
     """
     from shardwise.app.machine import doctor as examine
 
-    report = examine(calibrate=calibrate)
+    with progress("doctor: this takes about half a minute") as show_progress:
+
+        def answered(done: int, probes: int, asked: list[str]) -> None:
+            show_progress(f"doctor: {done} of {probes} probes answered; asking {', '.join(asked)}")
+
+        report = examine(calibrate=calibrate, say=answered)
     if as_json:
         print(json.dumps(report.to_json()))
     else:

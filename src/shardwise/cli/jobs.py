@@ -37,9 +37,7 @@ def init(
             raise JobError(what, where="shardwise init", fix=presets.suggestion(preset))
         for path in presets.write(preset, out):
             print(f"wrote {path}")
-        # Paths in it count from the working directory, where its sample data lies, too.
-        go = "" if out.parent.resolve() == Path.cwd() else f"cd {shlex.quote(str(out.parent))} && "
-        print(f"next: {go}shardwise train {shlex.quote(out.name)}")
+        print(f"next: shardwise train {shlex.quote(str(out))}")
 
 
 def config(job: JobFile, changes: Changes = [], as_json: AsJson = False) -> None:

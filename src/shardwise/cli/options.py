@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -57,22 +57,32 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def progress(first: str) -> Iterator[Callable[[str], None]]:
+    """Shows `first` and then what the yielded function is given: one line that changes, on a terminal.
+
+    Elsewhere stderr gets `first` alone.
+    """
+    if not sys.stderr.isatty():
+        say(first)
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(first) as status:
+        yield status.update
+
+
+@contextlib.contextmanager
 def planning() -> Iterator[None]:
     """While a plan is made: what libraries print goes to stderr, and a terminal shows the progress."""
-    with stdout_to_stderr():
-        if not sys.stderr.isatty():
-            yield
-            return
-        from rich.console import Console
+    from shardwise.planner.search import reporting
 
-        from shardwise.planner.search import reporting
+    with stdout_to_stderr(), progress("planning: building the model, without its weights") as show:
 
-        status = Console(stderr=True).status("planning: building the model, without its weights")
+        def decided(done: int, strategies: int) -> None:
+            show(f"planning: {done} of {strategies} strategies simulated or skipped")
 
-        def show(decided: int, strategies: int) -> None:
-            status.update(f"planning: {decided} of {strategies} strategies simulated or skipped")
-
-        with status, reporting(show):
+        with reporting(decided):
             yield
 
 

@@ -39,7 +39,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="SHARE",
-            help="With --objective energy: also choose a power limit, this much slower at most, as 5%.",
+            help="With --objective energy: also choose a power limit and how many GPUs, this much slower.",
         ),
     ] = None,
     pareto: Annotated[

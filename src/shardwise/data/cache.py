@@ -40,7 +40,7 @@ import numpy.typing as npt
 from shardwise.errors import MachineError
 from shardwise.record.manifest import hash_files
 
-FORMAT = 1  # part of every key; raised when the files or the way to them change
+FORMAT = 2  # part of every key; raised when the files or the way to them change
 COLUMNS: dict[str, Any] = {"tokens": np.uint32, "trained": np.uint8}
 COLUMNS |= {"starts": np.int64, "lengths": np.int32, "targets": np.int32, "groups": np.int64}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -26,6 +28,8 @@ from shardwise.job.schema import Data, Job
 
 BATCH_SAMPLES = 256
 BATCH_CHARS = 2 << 20  # samples are tokenised together up to these numbers, which bounds the memory
+KEPT_SHARE = 0.95  # of the conversations' tokens: the row length that would keep it is found
+ROUND_LENGTH = 64  # to multiples of this
 SHOWN_TOKENS = 2048  # at most this many tokens of the first sample are shown
 
 
@@ -56,8 +60,9 @@ class Counts:
     bad: int = 0
     too_long: int = 0  # conversations dropped because they are longer than a row
     truncated: int = 0  # conversations cut to the length of a row
-    truncated_tokens: int = 0  # tokens lost by that
     without_target: int = 0  # conversations and pieces of text dropped because no token of them is trained
+    lost_tokens: int = 0  # tokens of conversations that a longer row would have kept
+    length_for_95: int = 0  # tokens a row needs to keep 95 % of them, where any are lost
     split: int = 0  # conversations that became several samples because the template rewrites earlier turns
     samples: int = 0  # tokenised samples: conversations, or pieces of text no longer than a row
 
@@ -160,6 +165,7 @@ class _Build:
                     _conversations(batch, renderer, encoder, rows, reader.bad)
         reader.bad.raise_if_fatal()
         rows.long.raise_if_fatal()
+        rows.finish()
         counts = rows.counts
         counts.read, counts.bad, counts.samples = reader.read, reader.bad.count, len(writer)
         if not len(writer):
@@ -192,6 +198,7 @@ class _RowWriter:
         headline = f"conversations are longer than data.sequence_length ({sequence_length})"
         self.long = Findings(headline, "raise it, or set data.too_long to truncate or drop")
         self._writer, self._room, self._too_long, self._groups = writer, sequence_length, too_long, 0
+        self._lengths = array("L")  # of conversations, before any cut
         self._open: Tokens = np.zeros(0, dtype=np.uint32)  # end of a document whose next part follows
 
     def new_group(self) -> int:
@@ -208,21 +215,40 @@ class _RowWriter:
         self._open = tokens[end:]
 
     def conversation(self, where: str, encoded: Encoded, *, group: int) -> None:
-        excess = len(encoded.tokens) - self._room
-        if excess > 0 and self._too_long == "error":
-            self.long.add(where, f"{len(encoded.tokens)} tokens")
-        elif excess > 0 and self._too_long == "drop":
+        length, kept = len(encoded.tokens), 0
+        self._lengths.append(length)
+        if length > self._room and self._too_long == "error":
+            self.long.add(where, f"{length} tokens")
+        elif length > self._room and self._too_long == "drop":
             self.counts.too_long += 1
         else:
-            self.counts.truncated += excess > 0
-            self.counts.truncated_tokens += max(0, excess)
-            self._add(Encoded(encoded.tokens[: self._room], encoded.trained[: self._room]), group)
+            self.counts.truncated += length > self._room
+            cut = Encoded(encoded.tokens[: self._room], encoded.trained[: self._room])
+            kept = len(cut.tokens) if self._add(cut, group) else 0
+        if length > self._room:
+            self.counts.lost_tokens += length - kept
 
-    def _add(self, encoded: Encoded, group: int) -> None:
-        if encoded.trained[1:].any():
+    def finish(self) -> None:
+        """Find the length of a row that would have kept 95 % of the conversations' tokens."""
+        if not self.counts.lost_tokens:
+            return
+        lengths = np.sort(np.array(self._lengths, dtype=np.int64))
+        wanted, sums = KEPT_SHARE * lengths.sum(), np.cumsum(lengths)
+        longer = np.arange(len(lengths), 0, -1)  # how many are at least as long
+        cut = self._too_long == "truncate"
+        kept = sums - lengths + lengths * longer if cut else sums  # by rows as long as each
+        first = int(np.searchsorted(kept, wanted))
+        enough = (wanted - sums[first] + lengths[first]) / longer[first] if cut else lengths[first]
+        self.counts.length_for_95 = -math.ceil(enough) // ROUND_LENGTH * -ROUND_LENGTH
+
+    def _add(self, encoded: Encoded, group: int) -> bool:
+        """Write a sample; False where nothing of it would be trained."""
+        trained = bool(encoded.trained[1:].any())
+        if trained:
             self._writer.add(encoded.tokens, encoded.trained, group=group)
         else:
             self.counts.without_target += 1
+        return trained
 
 
 def _batches(samples: Iterable[Sample]) -> Iterator[list[Any]]:

@@ -4,13 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Status = Literal["ok", "warning", "problem", "skipped"]
-STATUSES: tuple[Status, ...] = ("problem", "warning", "ok", "skipped")  # worst first
+Status = Literal["ok", "warning", "problem", "unclear", "skipped"]
+STATUSES: tuple[Status, ...] = ("problem", "unclear", "warning", "ok", "skipped")  # worst first
 
 
 @dataclass(frozen=True)
 class Check:
-    """A finding. `problem`: training cannot run; `warning`: something is slower or missing."""
+    """A finding.
+
+    `problem`: training cannot run; `unclear`: not found out; `warning`: something is slower or missing.
+    """
 
     name: str
     status: Status

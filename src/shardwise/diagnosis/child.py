@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,10 @@ from typing import Any
 
 MODULE = "shardwise.diagnosis.probes"
 LIMIT_SECONDS = 60.0  # without an event; importing torch from a cold network disk takes half of it
+STARVED_SHARE = 0.25  # of a silence in which it waited for a core: the machine is busy, the probe may be fine
 GRACE_SECONDS = 5.0  # the same for ranks that wait for one that has failed
+Say = Callable[[int, int, list[str]], None]
+"""Takes the number of answers, of probes, and the probes that are being asked."""
 _LOOK_EVERY_SECONDS = 0.02
 _TAIL_LINES, _TAIL_CHARACTERS = 3, 400
 
@@ -32,6 +35,7 @@ class Answer:
     facts: Mapping[str, Any] | None = field(default=None, hash=False)
     failure: str = ""  # `hung for 60 s while joining`, `crashed with SIGSEGV`, `RuntimeError: ...`
     printed: str = ""  # the last lines before the process crashed or was killed
+    busy: bool = False  # It got too little of a core to answer in time: nothing is known
 
     @property
     def why(self) -> str:
@@ -51,13 +55,15 @@ class Child:
     _process: subprocess.Popen[bytes] | None = None
     _started: float = 0.0
     _runs: int = 0
+    _event: tuple[float, float] = (0.0, 0.0)
+    """When the last event was seen first, and the seconds it had waited for a core by then."""
 
     def start(self) -> None:
         self._runs += 1
         with self._file("log").open("wb") as log:
             self._process = subprocess.Popen(
                 # -P: a file of the user's folder must not stand in for a module of the same name.
-                [sys.executable, "-P", "-m", self.module, str(self._file("events")), *self._left],
+                [sys.executable, "-P", "-m", self.module, str(self._file("events")), *self.left],
                 env={**self.environment, "SHARDWISE_PARENT": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -65,25 +71,35 @@ class Child:
                 process_group=0,
             )
         self._started = time.time()
+        self._event = (self._started, 0.0)
 
     def look(self) -> bool:
         """Read its events; True when all probes have an answer."""
         assert self._process is not None
         code = self._process.poll()
         at, stage, last = self._read()
-        if not self._left:
+        if not self.left:
             self.kill()
             return True
-        if code is None and time.time() - max(last, self._started) < self.limit_seconds:
+        now = time.time()
+        if last > self._event[0]:
+            self._event = (last, _waited_for_a_core(self._process.pid))
+        if code is None and now - max(last, self._started) < self.limit_seconds:
             return False
+        waited = _waited_for_a_core(self._process.pid) - self._event[1] if code is None else 0.0
         self.kill()
+        if waited > STARVED_SHARE * (now - self._event[0]):
+            share = waited / (now - self._event[0])
+            words = f"no answer in {self.limit_seconds:.0f} s, {min(1.0, share):.0%} of it without a core"
+            self.answers |= dict.fromkeys(self.left, Answer(failure=words, busy=True))
+            return True
         words = f"hung for {self.limit_seconds:.0f} s" if code is None else _ended(code)
         words += f" while {stage}" if stage else ""
-        at = at if at in self._left else self._left[0]
+        at = at if at in self.left else self.left[0]
         self.answers[at] = Answer(failure=words, printed=self.printed())
-        if self._left:
+        if self.left:
             self.start()
-        return not self._left
+        return not self.left
 
     def kill(self) -> None:
         if self._process is not None:
@@ -96,7 +112,7 @@ class Child:
         return " / ".join(line.strip() for line in lines[-_TAIL_LINES:] if line.strip())[-_TAIL_CHARACTERS:]
 
     @property
-    def _left(self) -> list[str]:
+    def left(self) -> list[str]:
         return [name for name in self.names if name not in self.answers]
 
     def _file(self, kind: str) -> Path:
@@ -121,8 +137,8 @@ class Child:
 class Children:
     """All the children of one examination; they run at the same time."""
 
-    def __init__(self, folder: Path, *, module: str, limit_seconds: float) -> None:
-        self._folder, self._module, self._limit_seconds = folder, module, limit_seconds
+    def __init__(self, folder: Path, *, module: str, limit_seconds: float, say: Say) -> None:
+        self._folder, self._module, self._limit_seconds, self._say = folder, module, limit_seconds, say
         self.all: list[Child] = []
         self._teams: list[list[Child]] = []
 
@@ -143,9 +159,14 @@ class Children:
         return team
 
     def wait(self) -> None:
-        waiting = list(self.all)
+        waiting, answered = list(self.all), -1
         while waiting:
             waiting = [child for child in waiting if not child.look()]
+            done = sum(len(child.answers) for child in self.all)
+            if done > answered:
+                answered = done
+                left = dict.fromkeys(next(iter(child.left)) for child in waiting)
+                self._say(done, sum(len(child.names) for child in self.all), list(left))
             for team in self._teams:
                 if any(answer.facts is None for child in team for answer in child.answers.values()):
                     for child in team:
@@ -154,15 +175,30 @@ class Children:
 
 
 @contextmanager
-def children(*, module: str = MODULE, limit_seconds: float = LIMIT_SECONDS) -> Iterator[Children]:
-    """Children that end with the block, however it ends."""
+def children(
+    *, module: str = MODULE, limit_seconds: float = LIMIT_SECONDS, say: Say = lambda *_: None
+) -> Iterator[Children]:
+    """Children that end with the block, however it ends; `say` hears of every answer."""
     with tempfile.TemporaryDirectory(prefix="shardwise-doctor-", ignore_cleanup_errors=True) as folder:
-        family = Children(Path(folder), module=module, limit_seconds=limit_seconds)
+        family = Children(Path(folder), module=module, limit_seconds=limit_seconds, say=say)
         try:
             yield family
         finally:
             for child in family.all:
                 child.kill()
+
+
+def _waited_for_a_core(group: int) -> float:
+    """Seconds that the processes of a group could run and had no core; 0.0 where Linux does not say."""
+    total = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):  # it has ended
+            fields = (
+                (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            )
+            if int(fields[2]) == group:
+                total += int((folder / "schedstat").read_text(encoding="ascii").split()[1])
+    return total / 1e9
 
 
 def _ended(code: int) -> str:

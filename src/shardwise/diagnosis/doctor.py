@@ -16,7 +16,7 @@ from rich.text import Text
 from shardwise.diagnosis import STATUSES, Check, Status, count, judge, machine
 from shardwise.diagnosis import calibrate as calibration
 from shardwise.diagnosis import gpus as gpu_checks
-from shardwise.diagnosis.child import LIMIT_SECONDS, MODULE, Child, Children, children
+from shardwise.diagnosis.child import LIMIT_SECONDS, MODULE, Child, Children, Say, children
 from shardwise.diagnosis.gpus import Gpus, size_of
 from shardwise.hardware.calibration import Calibration
 from shardwise.launch.local import worker_environment
@@ -37,7 +37,8 @@ class Report:
 
     @property
     def ready(self) -> bool:
-        return count(self.checks)["problem"] == 0
+        found = count(self.checks)
+        return found["problem"] == found["unclear"] == 0
 
     def to_json(self) -> dict[str, Any]:
         hardware = self.gpus.hardware
@@ -59,15 +60,16 @@ def examine(
     calibrate: bool = False,
     module: str = MODULE,
     limit_seconds: float = LIMIT_SECONDS,
+    say: Say = lambda *_: None,
 ) -> Report:
     """Check everything; nothing is installed, set or left behind but a calibration that is asked for.
 
     `runs`, `cache`: folders that training will write. `module` answers the probes in child processes, each of
-    which may be silent for `limit_seconds`.
+    which may be silent for `limit_seconds`; `say` hears of every answer.
     """
     start = time.perf_counter()
     gpus = gpu_checks.look()
-    with children(module=module, limit_seconds=limit_seconds) as family:
+    with children(module=module, limit_seconds=limit_seconds, say=say) as family:
         judged = _probe(family, gpus)
         local = [*gpu_checks.checks(gpus), *machine.checks(gpus=gpus.count, cache=cache, runs=runs)]
         family.wait()
@@ -128,8 +130,8 @@ def _environment(processes: int) -> dict[str, str]:
 
 
 SIGNS: dict[Status, tuple[str, str]] = {"problem": ("✗", "bold red"), "warning": ("!", "yellow")}
-SIGNS |= {"ok": ("✓", "green"), "skipped": ("·", "dim")}
-BAD = ("problem", "warning")
+SIGNS |= {"unclear": ("?", "bold yellow"), "ok": ("✓", "green"), "skipped": ("·", "dim")}
+BAD = ("problem", "unclear", "warning")
 
 
 def show(report: Report, *, console: Console | None = None) -> None:
@@ -160,9 +162,13 @@ def _heading(report: Report) -> Text:
 
 
 def _verdict(report: Report) -> Text:
-    bad = [(number, status) for status, number in count(report.checks).items() if status in BAD and number]
-    counted = ", ".join(f"{number} {status}{'' if number == 1 else 's'}" for number, status in bad)
+    bad = [(n, status) for status, n in count(report.checks).items() if status in BAD and n]
+    plural = {"unclear": ""}
+    counted = ", ".join(f"{n} {status}{'' if n == 1 else plural.get(status, 's')}" for n, status in bad)
     tail = f"{' · ' if counted else ''}{counted} · {report.seconds:.0f} s"
+    if count(report.checks)["unclear"] and not count(report.checks)["problem"]:
+        what = "this machine is too busy to say whether training can run"
+        return Text.assemble(("? could not tell", "bold yellow"), f": {what}{tail}")
     if not report.ready:
         return Text.assemble(("✗ not ready", "bold red"), f": training cannot run here as it is{tail}")
     number = report.gpus.count

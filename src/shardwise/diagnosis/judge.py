@@ -30,12 +30,22 @@ PURPOSES = {
 }
 
 
+BUSY_FIX = "run `shardwise doctor` again when the machine is less busy"
+
+
+def _failed(name: str, status: Status, what: str, answer: Answer, fix: str) -> Check:
+    """The check of a probe without facts. On a busy machine that proves nothing."""
+    if answer.busy:
+        return Check(name, "unclear", answer.failure, BUSY_FIX)
+    return Check(name, status, f"{what}: {answer.why}", fix)
+
+
 def torch_build(answer: Answer, gpus: Gpus) -> Check:
     """Whether torch, its CUDA, the driver and the GPUs match."""
     name = "torch and driver"
     if answer.facts is None:
         fix = "install torch again (https://pytorch.org/get-started); `python -c 'import torch'` shows more"
-        return Check(name, "problem", f"torch does not start: {answer.why}", fix)
+        return _failed(name, "problem", "torch does not start", answer, fix)
     facts, built = answer.facts, f"torch {answer.facts['torch']}"
     wrong = _mismatch(facts, gpus)
     if wrong is not None:
@@ -85,7 +95,7 @@ def _runs_on(compiled_for: Sequence[str], capability: tuple[int, int]) -> bool:
 def formats(answer: Answer) -> Iterator[Check]:
     """bf16 and fp16, which training uses, and fp8."""
     if answer.facts is None:
-        yield Check("bf16", "problem", f"matrix products fail: {answer.why}", GPU_FIX)
+        yield _failed("bf16", "problem", "matrix products fail", answer, GPU_FIX)
         return
     facts = answer.facts
     capability = tuple(facts["capability"]) if facts["capability"] else None
@@ -125,7 +135,7 @@ def _kernel(name: str, title: str, answer: Answer) -> Check:
     fix = "Triton compiles with gcc and Python.h: see `compilers`; clear ~/.triton/cache; see that torch and "
     fix += "liger-kernel fit each other" if name == "liger" else "triton fit each other (`pip check`)"
     if answer.facts is None:
-        return Check(title, "problem", f"fails: {answer.why}", fix)
+        return _failed(title, "problem", "fails", answer, fix)
     facts, error = answer.facts, answer.facts.get("error")
     if error is None:
         return Check(title, "skipped", "for GPUs only", facts=facts)
@@ -144,6 +154,8 @@ def collective(answers: Sequence[Answer]) -> Check:
         # those that only waited for another come last
         order = sorted(failed, key=lambda rank: ("hung" in failed[rank].failure, rank))
         finding = "; ".join(f"rank {rank} {failed[rank].why}" for rank in order)
+        if any(answer.busy for answer in failed.values()):
+            return Check(name, "unclear", finding[:600], BUSY_FIX)
         return Check(name, "problem", finding[:600], _collective_fix(failed))
     every = [answer.facts for answer in answers if answer.facts is not None]
     facts = {**every[0], "seconds": max(one["seconds"] for one in every)}
@@ -174,7 +186,7 @@ def bitsandbytes(answer: Answer | None) -> Check:
         return Check(name, "skipped", finding, "pip install bitsandbytes")
     if answer.facts is None:
         fix = "install a version for this CUDA; `python -m bitsandbytes` shows more"
-        return Check(name, "warning", f"fails: {answer.why}", fix)
+        return _failed(name, "warning", "fails", answer, fix)
     facts = answer.facts
     where = "the GPU" if facts["device"] == "cuda" else "the CPU"
     if facts["error"] <= NF4_ERROR:
@@ -192,7 +204,7 @@ def deepspeed(answer: Answer | None) -> Iterator[Check]:
         return
     if answer.facts is None:
         fix = "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed, against the installed torch"
-        yield Check(name, "problem", f"does not start: {answer.why}", fix)
+        yield _failed(name, "problem", "does not start", answer, fix)
         return
     facts, version = answer.facts, answer.facts["version"]
     yield Check(name, "ok", f"{version} on {facts['accelerator']}", facts={"version": version})
@@ -242,10 +254,11 @@ def hub(answer: Answer | None) -> Check:
         finding = f"not asked: {offline()} is set, so models and data are local or cached"
         return Check(name, "skipped", finding)
     facts = answer.facts or {}
-    if answer.facts is None or "failed" in facts:
-        reason = facts.get("failed", answer.why)
-        fix = "set HTTPS_PROXY or HF_ENDPOINT; or use local folders and set HF_HUB_OFFLINE=1"
-        return Check(name, "warning", f"no answer: {reason}", fix, facts)
+    fix = "set HTTPS_PROXY or HF_ENDPOINT; or use local folders and set HF_HUB_OFFLINE=1"
+    if answer.facts is None:
+        return _failed(name, "warning", "no answer", answer, fix)
+    if "failed" in facts:
+        return Check(name, "warning", f"no answer: {facts['failed']}", fix, facts)
     status, endpoint = facts["status"], facts["endpoint"]
     if status == 401:
         fix = "`hf auth login`, or set a new HF_TOKEN"
@@ -267,9 +280,10 @@ def cpu_adam(answer: Answer) -> Check:
     """DeepSpeed's optimizer for offload, compiled and stepped."""
     name = "op: cpu_adam, run"
     if answer.facts is None or not answer.facts["right"]:
-        why = answer.why if answer.facts is None else "its first step is wrong"
         fix = "see `compilers`, and `python -m deepspeed.env_report`; without it, do not offload the "
         fix += "optimizer"
-        return Check(name, "warning", f"cannot be used: {why}", fix)
+        if answer.facts is None:
+            return _failed(name, "warning", "cannot be used", answer, fix)
+        return Check(name, "warning", "cannot be used: its first step is wrong", fix)
     finding = f"compiled or found in {duration(answer.facts['seconds'])}, its step is right"
     return Check(name, "ok", finding, facts=answer.facts)

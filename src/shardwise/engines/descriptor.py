@@ -55,6 +55,10 @@ class EngineSpec:
     rules: tuple[Rule, ...] = ()  # What it cannot combine
     default_stage: int | None = None  # ZeRO stage of a job that names none; None for an engine without stages
     tensor_parallel = False  # Whether it can split layers over GPUs
+    compresses_gradients = False  # Whether PowerSGD can be asked for
+    quantizes_collectives = False  # Whether weights and gradients can be sent in fewer bits
+    copies_weights = False
+    """Whether the groups of `shard_group` hold second copies of the weights; if not, of all states."""
     keeps_fp32 = False  # Whether it trains fp32 parameters among others; if not, they are kept apart from it
     sets_checkpointing = False
     """Whether its own settings turn activation checkpointing on, in a script of Hugging Face's Trainer."""

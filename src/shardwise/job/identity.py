@@ -7,6 +7,7 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
+from shardwise.job.paths import absolute
 from shardwise.job.schema import Job
 
 COMPARED = {
@@ -63,5 +64,5 @@ def within(key: str, keys: tuple[str, ...]) -> bool:
 
 def identity_of(job: Job) -> dict[str, Any]:
     """The job's part of a checkpoint's identity, as JSON values."""
-    values: Any = job.model_dump(mode="json")
+    values: Any = absolute(job.model_dump(mode="json"))
     return {field: reduce(getitem, key.split("."), values) for key, field in COMPARED.items()}

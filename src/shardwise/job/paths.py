@@ -1,28 +1,76 @@
 """Which names in a job are files, and whether those files exist.
 
-One rule: a relative path counts from the working directory, as for every other command line tool
-(docs/decisions/0005). A name is a path when it starts with `.`, `/` or `~`, exists, ends like a data file,
-or has more than one `/`; otherwise it is a name on a hub or in the catalog.
+A relative path in a job file counts from the file's folder; in `--set`, in Python and in `output` from the
+working directory (docs/decisions/0049). A name is a path when it starts with `.`, `/` or `~`, exists, ends
+like a data file, or has more than one `/`; otherwise it is a name on a hub or in the catalog.
 """
 
 import difflib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+LOCAL = ("model.source", "model.tokenizer", "data.train", "data.eval", "data.chat_template")
+"""Keys of what is read: their values may be paths."""
+RULE = "paths in a job file count from its folder, in --set from the working directory"
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
 
 
-def is_local(name: str) -> bool:
-    """Whether the name of a model or of data is a file or folder of this machine."""
+def is_local(name: str, folder: str | Path = "") -> bool:
+    """Whether the name of a model or of data is a file or folder of this machine, seen from `folder`."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         return True
-    return Path(name).suffix.lower() in DATA_SUFFIXES or Path(name).exists()
+    return Path(name).suffix.lower() in DATA_SUFFIXES or Path(folder, name).exists()
+
+
+def seen_from(folder: Path, key: str, value: Any) -> Any:
+    """The value of a key of LOCAL in a file in `folder`, as the working directory would name it."""
+
+    def seen(name: str) -> str:
+        return os.path.join(folder, name) if _is_path(key, name, folder) else name  # noqa: PTH118 - keeps `./`
+
+    return value if folder == Path() else _each(value, seen)
+
+
+def absolute(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON values of a job with absolute paths: they mean the same seen from anywhere."""
+    return _with_paths(job, os.path.abspath)  # links stay as they are
+
+
+def unplaced(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON values of a job with the last part of each path: the same on machines with other folders."""
+    return _with_paths(job, lambda name: Path(name).name)
+
+
+def _with_paths(job: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    values: dict[str, Any] = {**job}
+
+    def changed(key: str, name: str) -> str:
+        return change(name) if _is_path(key, name) else name
+
+    for key in LOCAL:
+        section, name = key.split(".")
+        if values.get(section, {}).get(name) is not None:
+            values[section] = {**values[section], name: _each(values[section][name], partial(changed, key))}
+    return values
+
+
+def _is_path(key: str, name: str, folder: Path = Path()) -> bool:
+    word = key == "model.tokenizer" and name == "train"
+    return not word and (key == "data.chat_template" or is_local(name, folder))
+
+
+def _each(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, list):
+        return [_each(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def nearest(path: Path) -> str:
     """The fix for a path that does not exist: a similar name next to it, or the nearest existing folder."""
-    lookup = "" if path.is_absolute() else f" (relative paths count from the working directory, {Path.cwd()})"
+    lookup = "" if path.is_absolute() else f" ({RULE}, {Path.cwd()})"
     if path.is_symlink():
         return f"it is a link to {path.readlink()}, which does not exist"
     parent = path.parent
@@ -79,8 +127,6 @@ def blocked_output(output: str) -> Iterator[tuple[str, str]]:
             return
 
 
-def expand_home(value: object) -> object:
+def expand_home(value: Any) -> Any:
     """Make `~/data` an absolute path, in a name or in a list of names."""
-    if isinstance(value, list):
-        return [expand_home(item) for item in value]
-    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~") else value
+    return _each(value, lambda name: str(Path(name).expanduser()) if name.startswith("~") else name)

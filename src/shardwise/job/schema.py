@@ -1,14 +1,14 @@
 """The job: what the user asks for. Every field is documented here, and only here.
 
 A `Job` is a value: frozen, complete, with every default filled in. `job.load` makes one from a
-file; nothing downstream reads the file again. Relative paths count from the working directory.
+file; nothing downstream reads the file again.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shardwise.job.strategies import ENGINES, NAMED
 
@@ -39,11 +39,17 @@ class Lora(Section):
     rank: Positive = 16
     """Rank of the update matrices."""
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
-    """The update is scaled by alpha / rank."""
+    """The update is scaled by alpha / rank. Unset: twice the rank, so that another rank keeps the scale."""
     dropout: Fraction = 0.0
     """Dropout on the adapter's input while training."""
     targets: Literal["all-linear"] | Texts = "all-linear"
     """Names of the linear modules that get an adapter, or `all-linear` (all but the output head)."""
+
+    @model_validator(mode="after")
+    def _alpha(self) -> Lora:
+        if "alpha" not in self.model_fields_set:
+            object.__setattr__(self, "alpha", 2.0 * self.rank)
+        return self
 
 
 class Model(Section):
@@ -104,11 +110,16 @@ WARMUP_SHARE = 0.03
 """Of all steps, where `optimizer.warmup_steps` is unset."""
 
 
+LORA_RATE = 2e-4
+"""Where `model.lora` is set and `optimizer.learning_rate` is not: adapters need about ten times the rate of
+all weights (Schulman et al., LoRA Without Regret, 2025)."""
+
+
 class Optimizer(Section):
     """AdamW and its learning-rate schedule."""
 
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-5
-    """Peak learning rate."""
+    """Peak learning rate. Unset: 2e-5, and 2e-4 with `model.lora`."""
     beta1: Fraction = 0.9
     """Decay of the first moment."""
     beta2: Fraction = 0.95
@@ -176,6 +187,16 @@ class StrategySpec(Section):
     """Folder on a local NVMe disk for offloading."""
     reshard: bool = True
     """FSDP2 and ZeRO-3: free gathered parameters after forward. False is faster and needs more memory."""
+    shard_group: Annotated[int, Field(ge=0, le=2**20)] = 0
+    """How many ranks share a copy of the weights, such as a node's: FSDP2's HSDP, ZeRO-3's hpZ. 0: all."""
+    quantized_weights: bool = False
+    """ZeRO-3 on GPUs (ZeRO++'s qwZ): gather weights in int8. Changes the loss."""
+    quantized_gradients: bool = False
+    """ZeRO-3 on several nodes, in fp16 (ZeRO++'s qgZ): exchange gradients in int4. Changes the loss."""
+    reduce_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Format in which gradients are summed over GPUs. `auto`: FSDP2 fp32, DeepSpeed `train.precision`."""
+    powersgd: Annotated[int, Field(ge=0, le=1024)] = 0
+    """DDP sends gradients as two factors of this rank, from step 10 on. Changes the loss. 0: all of them."""
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     """Size of DeepSpeed's AutoTP groups."""
     bucket: Annotated[int, Field(ge=LEAST_BUCKET, le=MOST_BUCKET)] = BUCKET
@@ -222,3 +243,10 @@ class Job(Section):
     energy: Energy = Energy()
     tracking: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = ["tensorboard"]
     """Where metrics go in addition to events.jsonl. A service's key is read from its environment variable."""
+
+    @model_validator(mode="after")
+    def _rate(self) -> Job:
+        if self.model.lora is not None and "learning_rate" not in self.optimizer.model_fields_set:
+            rate = {"learning_rate": LORA_RATE}
+            object.__setattr__(self, "optimizer", self.optimizer.model_copy(update=rate))
+        return self

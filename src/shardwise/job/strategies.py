@@ -16,12 +16,15 @@ class EngineWords(NamedTuple):
     """`{stage}` stands for the ZeRO stage."""
     optimizer_only_below: int = 0
     """Below this stage only the optimizer can be offloaded, so `-offload` says all."""
+    group: str = "group"
+    """What the engine's users call its way to share weights in groups (`Strategy.shard_group`)."""
 
 
 ENGINES: dict[str, EngineWords] = {
     "single": EngineWords("single"),
-    "deepspeed": EngineWords("zero{stage}", optimizer_only_below=3),
-    "fsdp2": EngineWords("fsdp2"),
+    "deepspeed": EngineWords("zero{stage}", optimizer_only_below=3, group="hpz"),
+    "fsdp2": EngineWords("fsdp2", group="hsdp"),
+    "ddp": EngineWords("ddp"),
 }
 
 _HOST = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}

@@ -12,6 +12,7 @@ from shardwise.errors import CheckpointError, JobError, Problem
 from shardwise.job import validate
 from shardwise.job.identity import DECISIVE, within
 from shardwise.job.load import LoadedJob, differences
+from shardwise.job.paths import absolute
 from shardwise.job.schema import Job
 from shardwise.job.source import read_file
 from shardwise.record.read import JOB, PLAN, is_run_folder, read_run
@@ -87,7 +88,7 @@ def check_same_job(loaded: LoadedJob, run_dir: Path) -> None:
 
     The content of the data is compared later, by the workers.
     """
-    then, now = _job_of(run_dir).model_dump(mode="json"), loaded.job.model_dump(mode="json")
+    then, now = (absolute(job.model_dump(mode="json")) for job in (_job_of(run_dir), loaded.job))
     problems = [
         Problem(what=_difference(key, old, new), where=loaded.where(key))
         for key, old, new in differences(then, now)

@@ -21,13 +21,13 @@ from shardwise.errors import CheckpointError, JobError, MachineError, Problem, S
 from shardwise.folders import cache_root
 from shardwise.hardware.detect import visible
 from shardwise.job.load import differences
-from shardwise.job.paths import DATA_SUFFIXES
+from shardwise.job.paths import DATA_SUFFIXES, unplaced
 from shardwise.launch.control import Together
 from shardwise.launch.nodes import INTERFACES, addresses_of, interface_of
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.environment import versions
 from shardwise.record.manifest import NAME, step_folders
-from shardwise.units import gib, processes
+from shardwise.units import processes
 
 Facts = dict[str, Any]
 
@@ -79,7 +79,7 @@ def _error(findings: Sequence[Finding]) -> ShardwiseError:
 
 def facts(together: Together, spec: LaunchSpec) -> tuple[socket.socket, Facts]:
     """This node's facts, and the socket on which it waits for another to reach it."""
-    interface = os.environ.get(INTERFACES[0]) or interface_of(together.address)
+    interface = os.environ.get(INTERFACES[0], "").split(",")[0] or interface_of(together.address)
     named = addresses_of(interface) if interface else [together.address]
     address = together.address if together.address in named or not named else named[0]
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -87,7 +87,7 @@ def facts(together: Together, spec: LaunchSpec) -> tuple[socket.socket, Facts]:
     return listener, {
         "versions": {"python": platform.python_version(), **versions()},
         "code": _code(),
-        "job": {key: value for key, value in spec.job.items() if key != "output"},
+        "job": {key: value for key, value in unplaced(spec.job).items() if key != "output"},
         "options": {flag: getattr(spec, name) for name, flag in _OPTIONS.items()},
         "processes": spec.processes,
         "data": _data(spec.job["data"]),
@@ -122,7 +122,7 @@ def _data(data: Mapping[str, Any]) -> list[list[Any]]:
         for path in map(Path, [entries] if isinstance(entries, str) else entries):
             files = sorted(path.rglob("*")) if path.is_dir() else [path]
             files = [file for file in files if file.suffix.lower() in DATA_SUFFIXES and file.is_file()]
-            found += [[str(file), *_ends(file)] for file in files]
+            found += [[str(file.relative_to(path.parent)), *_ends(file)] for file in files]
     return found
 
 
@@ -202,7 +202,7 @@ def compare(everyone: Sequence[Facts], together: Together) -> Iterator[Finding]:
             yield Finding(MachineError, Problem(what=what, where=INTERFACES[0], fix=fix))
         for place, free in other["free"].items():
             if free < LEAST_FREE_BYTES:
-                what = f"{name} has {gib(free)} free for {place}"
+                what = f"{name} has {free >> 20} MiB free for {place}"
                 yield Finding(MachineError, Problem(what=what, fix="make room there"))
         if node:
             yield from _differing(first, other, zero=zero, name=name, ahead=first["ahead"][str(node)])

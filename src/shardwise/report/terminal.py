@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.report.compare import losses, summary
+from shardwise.report.bench import NEEDED, pair
+from shardwise.report.compare import losses, row_of, summary
 from shardwise.report.energy import lines
 from shardwise.units import count, duration, gib
 
@@ -19,11 +20,27 @@ _BARS = "▁▂▃▄▅▆▇█"
 def show(run_dirs: Sequence[str | Path], *, console: Console | None = None) -> None:
     """Print one run in full, or a table of several. JobError where a folder is no run folder."""
     console = console or Console()
-    summaries = [summary(path) for path in run_dirs]
-    if len(summaries) == 1:
-        _show_one(summaries[0], losses(run_dirs[0]), console)
+    if len(run_dirs) == 1:
+        row, _ = row_of(Path(run_dirs[0]))
+        _show_one(row, losses(run_dirs[0]), console)
     else:
-        _show_several(summaries, console)
+        _show_several([summary(path) for path in run_dirs], console)
+
+
+def compared(row: dict[str, Any]) -> dict[str, str]:
+    """What was measured, with its prediction and the error of that; empty where one of them is missing."""
+    shown: dict[str, tuple[str, Callable[[float], str]]] = {
+        "memory per GPU": (NEEDED, gib),
+        "tokens/s per GPU": ("tokens_per_second_per_gpu", "{:,.0f}".format),
+        "energy": ("joules_per_token", lambda joules: f"{joules:.3g} J/token"),
+    }
+    found = {}
+    for label, (quantity, text) in shown.items():
+        predicted, measured = pair(row, quantity)
+        if predicted is not None and measured:
+            error = f"{100 * (predicted / measured - 1):+.1f} %"
+            found[label] = f"{text(measured)} measured, {text(predicted)} predicted ({error})"
+    return found
 
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:
@@ -38,7 +55,8 @@ def sparkline(values: Sequence[float], width: int = 48) -> str:
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
-def _show_one(run: dict[str, Any], curve: Sequence[float], console: Console) -> None:
+def _show_one(row: dict[str, Any], curve: Sequence[float], console: Console) -> None:
+    run = row["summary"]
     steps = f"{run['steps']} of {run['total_steps']} steps"
     progress = f"  {run['status']}, {steps}, {duration(run['wall_seconds'])}"
     console.print(Text.assemble((str(run["name"]), "bold"), progress))
@@ -47,12 +65,20 @@ def _show_one(run: dict[str, Any], curve: Sequence[float], console: Console) -> 
         table.add_row(label, Text(read(run)))
     for label, text in lines(run["energy"]).items():
         table.add_row(label, Text(text))
+    for label, text in compared(row).items():
+        table.add_row(f"{label}, predicted", Text(text))
     console.print(table)
     if curve:
         console.print(f"loss  {sparkline(curve)}", highlight=False)
     for evaluation in run["evaluations"]:
         line = f"evaluation after step {evaluation['step']}: {_number(evaluation['loss'])}"
         console.print(line, highlight=False)
+    if run["events_missing_before_lines"]:
+        places = ", ".join(map(str, run["events_missing_before_lines"][:5]))
+        what = (
+            f"events.jsonl: lines are missing or were changed before line {places}; curves and sums lack them"
+        )
+        console.print(Text(what, style="yellow"), soft_wrap=True)
     complete = [checkpoint for checkpoint in run["checkpoints"] if checkpoint["complete"]]
     if complete:
         console.print(Text(f"newest checkpoint: {complete[0]['path']}"), soft_wrap=True)

@@ -136,14 +136,18 @@ def states_bytes(parts: Parts, situation: Situation) -> float:
     """Bytes of model states on each GPU under a strategy's parts, by the table at the top."""
     parallel: int = parts.get("tensor_parallel", 1)
     sharers = situation.world_size // parallel
-    shards = ENGINES[parts["engine"]].shards(parts.get("stage", 0))
+    engine, group = ENGINES[parts["engine"]], parts.get("shard_group", 0)
+    shards = engine.shards(parts.get("stage", 0))
     weights = situation.bytes_per_weight * situation.total_parameters / parallel
     trained = situation.trainable_parameters / parallel
     if parts.get("offload_parameters", "none") != "none":
         weights = 0.0
     if parts.get("offload_optimizer", "none") != "none":
         trained = 0.0  # gradients follow the optimizer
-    return sum(
+    copies = weights / group if group and engine.copies_weights else 0.0
+    if group and not engine.copies_weights:
+        sharers = group
+    return copies + sum(
         size / (sharers if sharded else 1)
         for size, sharded in zip((12 * trained, 4 * trained, weights), shards, strict=True)
     )

@@ -161,7 +161,8 @@ def _sparse(sizes: list[int], step: int) -> list[int]:
 def _shapes(world_size: int, gpus_per_node: int) -> list[Parts]:
     """What `auto` considers. Tensor parallelism stays within a node: every layer waits for it.
 
-    Where one group has all GPUs, nothing is sharded and both stages are the same.
+    Where one group has all GPUs, nothing is sharded and both stages are the same. On several nodes FSDP2 may
+    share weights within each (HSDP). ZeRO-3's hpZ has to be named: no run has shown yet that it is faster.
     """
     parallel = [
         {"engine": "deepspeed", "stage": stage, "tensor_parallel": degree}
@@ -170,7 +171,9 @@ def _shapes(world_size: int, gpus_per_node: int) -> list[Parts]:
         for stage in TENSOR_PARALLEL_STAGES
         if stage == TENSOR_PARALLEL_STAGES[0] or degree != world_size
     ]
-    return [*SHAPES, *parallel]
+    by_node = {**NAMED["fsdp2"], "shard_group": gpus_per_node}
+    groups = [by_node, {**by_node, "reshard": False}] if 1 < gpus_per_node < world_size else []
+    return [*SHAPES, *groups, *parallel]
 
 
 def _variants(

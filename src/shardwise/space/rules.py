@@ -83,6 +83,24 @@ def _uneven_fix(facts: Facts) -> str:
     return ", or ".join(fixes)
 
 
+def _group_reason(facts: Facts) -> str:
+    group, ranks = facts.strategy.shard_group, facts.strategy.data_parallel
+    if group in (1, ranks):
+        return f"groups of {group} share nothing" if group == 1 else f"one group of {ranks} is all ranks"
+    return f"{ranks} ranks cannot be divided into groups of {group}"
+
+
+def _group_fix(facts: Facts) -> str:
+    ranks = facts.strategy.data_parallel
+    sizes = [str(n) for n in range(2, ranks) if ranks % n == 0]
+    return f"strategy.shard_group: {' or '.join(sizes)}, or leave it out" if sizes else "leave it out"
+
+
+def _rounds_too_far(facts: Facts) -> bool:
+    asked, precision = facts.strategy.reduce_dtype, facts.strategy.precision
+    return asked not in ("auto", "fp32", precision) and (asked, precision) != ("bf16", "fp32")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         name="nvme-needs-a-path",
@@ -116,6 +134,77 @@ RULES: tuple[Rule, ...] = (
         reason="reshard: false keeps on the GPU what offload_parameters would move away",
         where="strategy.reshard",
         fix="leave reshard out, or offload_parameters: none",
+        source="arithmetic",
+    ),
+    Rule(
+        name="shard-group-divides-the-ranks",
+        broken=lambda f: (
+            f.strategy.shard_group > 0
+            and (f.strategy.shard_group in (1, f.world_size) or f.world_size % f.strategy.shard_group > 0)
+        ),
+        reason=_group_reason,
+        where="strategy.shard_group",
+        fix=_group_fix,
+        source="torch.distributed.device_mesh; deepspeed/utils/groups.py: _create_zero_param_parallel_group",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="shard-group-needs-sharded-parameters",
+        broken=lambda f: f.strategy.shard_group > 0 and not _engine(f).shards(f.strategy.stage).parameters,
+        reason="shard_group says who shares the weights, and here every rank has all of them",
+        where="strategy.shard_group",
+        fix="strategy.engine: fsdp2 (HSDP), or stage: 3 (hpZ)",
+        source="deepspeed/runtime/zero/partition_parameters.py: _partition_param_sec, part of stage 3",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="shard-group-keeps-parameters-on-the-gpu",
+        broken=lambda f: f.strategy.shard_group > 0 and f.strategy.offload_parameters != "none",
+        reason="with offloaded parameters a group's copy is in host memory, too (DeepSpeed), and sums of "
+        "micro-batches are on the GPU (FSDP2): neither is planned or tested",
+        where="strategy.shard_group",
+        fix="leave shard_group out, or offload_parameters: none",
+        source="deepspeed: _partition_param_sec; torch: foreach_reduce, partial_reduce_output",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="quantized-collectives-are-zero-3s",
+        broken=lambda f: (
+            (f.strategy.quantized_weights or f.strategy.quantized_gradients)
+            and not (_engine(f).quantizes_collectives and _engine(f).shards(f.strategy.stage).parameters)
+        ),
+        reason="ZeRO++ quantises what ZeRO-3 sends, and nothing else",
+        where="strategy.quantized_weights, strategy.quantized_gradients",
+        fix="strategy.engine: deepspeed with stage: 3, or leave them out",
+        source="deepspeed/runtime/zero/stage3.py: all_to_all_quant_reduce, zero_quantized_weights",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="powersgd-is-ddps",
+        broken=lambda f: f.strategy.powersgd > 0 and not _engine(f).compresses_gradients,
+        reason="PowerSGD is a hook of DistributedDataParallel: FSDP2 and DeepSpeed take none",
+        where="strategy.powersgd",
+        fix="strategy.engine: ddp, or leave powersgd out",
+        source="torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+        versions=TORCH,
+    ),
+    Rule(
+        name="powersgd-or-reduce-dtype",
+        broken=lambda f: f.strategy.powersgd > 0 and f.strategy.reduce_dtype != "auto",
+        reason="PowerSGD's factors are sent in the format of the gradients",
+        where="strategy.reduce_dtype",
+        fix="leave one of powersgd and reduce_dtype out",
+        source="torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+        versions=TORCH,
+    ),
+    Rule(
+        name="reduce-dtype-suits-the-precision",
+        broken=_rounds_too_far,
+        reason="fp16 loses small gradients without fp16's loss scale, and bf16 the mantissa of fp16's",
+        where="strategy.reduce_dtype",
+        fix=lambda f: (
+            f"strategy.reduce_dtype: fp32 or {'bf16' if f.strategy.precision != 'fp16' else 'fp16'}"
+        ),
         source="arithmetic",
     ),
     Rule(

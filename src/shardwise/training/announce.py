@@ -6,6 +6,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from shardwise.errors import printable
 from shardwise.hardware.catalog import peak_flops
 from shardwise.models.flops import train_flops_per_token
 from shardwise.planner.table import show
@@ -27,14 +28,15 @@ def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
     lines = {
         "model": f"{job.model.source}, {weights}",
         "data": _data_line(ready),
-        **_cut_line(ready),
         "strategy": f"{strategy.name} on {processes(strategy.world_size)}, {job.train.precision}; "
         f"{job.train.global_batch} rows of {job.data.sequence_length} tokens a step = micro-batch "
         f"{strategy.micro_batch} x {strategy.accumulation} x {strategy.data_parallel} ranks",
         "steps": str(total_steps),
     }
     for name, text in lines.items():
-        console.print(Text.assemble((f"{name:>9}  ", "bold"), text), soft_wrap=True)
+        console.print(Text.assemble((f"{name:>9}  ", "bold"), printable(text)), soft_wrap=True)
+    if cut := _cut_line(ready):
+        console.print(Text.assemble((" warning  ", "bold yellow"), (cut, "yellow")), soft_wrap=True)
     for reason in (*built.notes, *ready.why):
         console.print(Text.assemble(" " * 11, (reason, "dim")), soft_wrap=True)
     if ready.plan is not None:
@@ -81,23 +83,32 @@ def _data_line(ready: Ready) -> str:
         parts.append(f"rows {summary['fill']:.0%} full")
     if "eval_samples" in summary:
         parts.append(f"{summary['eval_samples']} held out")
-    losses = ("bad", "too_long", "without_target", "split")
-    parts += [f"{summary[name]} {name.replace('_', ' ')}" for name in losses if name in summary]
+    losses = {"bad": "cannot be read", "split": "became several samples"}
+    if "lost_tokens" not in summary:  # otherwise a warning says why
+        losses["without_target"] = "left out: nothing in them is trained"
+    parts += [f"{summary[name]} {what}" for name, what in losses.items() if name in summary]
     return ", ".join(parts)
 
 
-def _cut_line(ready: Ready) -> dict[str, str]:
-    """What `data.sequence_length` cuts off conversations; the share is of the tokens of those that stay."""
+def _cut_line(ready: Ready) -> str:
+    """What `data.sequence_length` costs conversations, and the length that keeps 95 % of their tokens."""
     summary, data = ready.data.summary, ready.job.data
-    if "truncated" not in summary:
-        return {}
+    if "lost_tokens" not in summary:
+        return ""
     held_out = ready.data.eval if data.eval is None else None
     kept = sum(int(part.lengths.sum(dtype="int64")) for part in (ready.data.train, held_out) if part)
-    lost, samples = summary["truncated_tokens"], summary["samples"] + summary.get("without_target", 0)
-    return {
-        "cut": f"{lost / (kept + lost):.1%} of the tokens, the ends of {summary['truncated']} of {samples} "
-        f"samples: they are longer than data.sequence_length {data.sequence_length}"
-    }
+    share = summary["lost_tokens"] / (kept + summary["lost_tokens"])
+    what = [f"{share:.1%} of the conversations' tokens are lost"]
+    if "truncated" in summary:
+        what.append(f"{summary['truncated']} of {summary['read']} conversations are cut at the end")
+    if "too_long" in summary:
+        what.append(f"{summary['too_long']} of {summary['read']} are left out")
+    if "without_target" in summary:
+        what.append(f"{summary['without_target']} are left out, because all of the answer was cut off")
+    return (
+        f"{'; '.join(what)}: they are longer than data.sequence_length {data.sequence_length}. "
+        f"{summary['length_for_95']} would keep 95 %"
+    )
 
 
 def _sample(ready: Ready) -> Text:
@@ -105,7 +116,7 @@ def _sample(ready: Ready) -> Text:
     text = Text("\na sample (what is trained on is green and underlined):\n", style="dim")
     room = SAMPLE_CHARACTERS
     for part, trained in ready.data.sample.runs:
-        text.append(part[:room], style="green underline" if trained else "default")
+        text.append(printable(part[:room]), style="green underline" if trained else "default")
         room -= len(part)
         if room <= 0:
             text.append(" ...", style="dim")

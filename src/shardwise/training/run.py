@@ -5,6 +5,7 @@ The run folder is written only after the job, the data and the model have been c
 
 import os
 import random
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from shardwise.device.find import fake_file, find
 from shardwise.engines import descriptor
 from shardwise.engines.runtime.protocol import Engine, World, build_engine
 from shardwise.errors import DoesNotFitError, JobError, StoppedError
+from shardwise.job.paths import absolute
 from shardwise.job.schema import Job
 from shardwise.job.source import job_text
 from shardwise.kernels.fused import apply_fused_kernels
@@ -35,7 +37,14 @@ from shardwise.strategy import Strategy
 from shardwise.training.announce import announce, header, speed
 from shardwise.training.checkpoint import CheckpointStore, Disk
 from shardwise.training.loop import Loop, Progress, check_warmup
-from shardwise.training.meter import PROFILED_STEPS, UNKNOWN, card_of, millijoules, profile_steps
+from shardwise.training.meter import (
+    PROFILED_STEPS,
+    UNKNOWN,
+    card_of,
+    host_millijoules,
+    millijoules,
+    profile_steps,
+)
 from shardwise.training.observe import Quiet, Recorder
 from shardwise.training.oom import explained
 from shardwise.training.power import PowerTuner
@@ -88,6 +97,8 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     run_dir = Path(spec.run_dir)
     ranks = Ranks(world)
     check_alike(ready, ranks)
+    began, mine = time.monotonic(), millijoules(world.device)
+    host_millijoules()  # it counts from its first call on
     engine = make_engine(ready, world)
     check_weights(ready, engine)
     ready.built.weights.source.release()
@@ -111,9 +122,9 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
         total_steps=total_steps,
     )
     progress = snapshots.restore() if spec.resume else Progress()
-    cards, first = zip(*ranks.gather((card_of(world.device), millijoules(world.device))), strict=True)
+    cards, first = zip(*ranks.gather((card_of(world.device), mine)), strict=True)
     _check_meter(job, first)
-    gpus = GpusOfRanks(cards, first)
+    gpus = GpusOfRanks(cards, first, waited=time.monotonic() - began)
     observer = make_observer(ready, spec, engine, progress, gpus, stop) if world.rank == 0 else Quiet()
     if world.rank > 0 and world.local_disks and world.local_rank == 0:
         run_folder(ready, spec).close()
@@ -140,10 +151,11 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             arrived = loop.run(last_step)
         done = progress.step >= (last_step if measuring else total_steps)
         status = "finished" if done else "paused" if arrived else "stopped"
-        ends = ranks.gather((millijoules(world.device), observer.stopping))
-        observer.finish(step=progress.step, status=status, millijoules=[end for end, _ in ends])
+        ends = ranks.gather((observer.stopping, millijoules(world.device), *host_millijoules()))
+        (why, *_), gpus_end, *host_end = zip(*ends, strict=True)
+        observer.finish(step=progress.step, status=status, millijoules=gpus_end, host=host_end)
     if not arrived:
-        why, resume = ends[0][1], resume_command(run_dir)
+        resume = resume_command(run_dir)
         what = f"{why or 'on request'} after step {progress.step} of {total_steps}; the state is saved"
         more = " with a larger one: --set energy.budget_kwh=KWH" if why else ""
         raise StoppedError(what, where=spec.run_dir, fix=f"`{resume}` goes on from here{more}")
@@ -154,6 +166,7 @@ class GpusOfRanks(NamedTuple):
 
     cards: Sequence[str | None]  # UUIDs
     millijoules: Sequence[float]  # energy counters, or UNKNOWN
+    waited: float  # seconds since they were read
 
 
 def _check_meter(job: Job, first: Sequence[float]) -> None:
@@ -211,15 +224,21 @@ def make_observer(
 ) -> Recorder | PowerTuner:
     """Rank 0's observer; creates the run folder, or opens it again."""
     folder = run_folder(ready, spec)
+    begun = False
+    if spec.resume:
+        begun = folder.events.exists() and bool(read_events(folder.events))
+        if not begun:  # it was killed before its first line was complete
+            folder.events.unlink(missing_ok=True)
     folder.write_engine_config(f"{ready.strategy.engine}.json", engine.config())
     recorder = Recorder(
         folder,
         job=ready.job.model_dump(mode="json"),
         header=header(ready, total_steps=count_steps(ready)),
         speed=speed(ready),
-        resumed_step=progress.step if spec.resume else None,
+        resumed_step=progress.step if begun else None,
         cards=gpus.cards,
         first=gpus.millijoules,
+        waited=gpus.waited,
         stop=stop.ask,
     )
     if fake_file() is not None:
@@ -244,7 +263,7 @@ def run_folder(ready: Ready, spec: LaunchSpec) -> RunFolder:
         folder.keep_choice(plan["chosen"])
         return folder
     # Only what differs from the defaults: a job file again, which can be trained as it is.
-    values = ready.job.model_dump(mode="json", exclude_defaults=True)
+    values = absolute(ready.job.model_dump(mode="json", exclude_defaults=True))
     about = environment(gpus=_gpus(), command=spec.command)
     return RunFolder.create(path, job_yaml=job_text(values), plan=plan, environment=about)
 

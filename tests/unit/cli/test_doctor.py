@@ -23,7 +23,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
     """The checks of this machine, to be filled in."""
     checks: list[Check] = []
 
-    def examine(*, runs: Path, cache: Path, calibrate: bool) -> Report:
+    def examine(*, runs: Path, cache: Path, calibrate: bool, say: object) -> Report:
         return Report(checks=tuple(checks), gpus=Gpus(), calibration=None, seconds=1.0)
 
     monkeypatch.setattr("shardwise.diagnosis.doctor.examine", examine)
@@ -49,7 +49,7 @@ def test_the_exit_code_tells(
     assert main(["doctor"]) == code
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1] == last
-    assert printed.err == ""
+    assert printed.err == "doctor: this takes about half a minute\n"
     assert all(check.fix in printed.out for check in checks)
 
 
@@ -63,7 +63,7 @@ def test_json_is_one_object_with_all_checks(found: list[Check], capsys: pytest.C
         None,
         None,
     )
-    assert shown["counts"] == {"problem": 1, "warning": 0, "ok": 1, "skipped": 0}
+    assert shown["counts"] == {"problem": 1, "unclear": 0, "warning": 0, "ok": 1, "skipped": 0}
     assert shown["checks"][1] == {
         "name": "all-reduce", "status": "problem", "finding": "rank 2 hung", "fix": "try NCCL_P2P_DISABLE=1",
         "facts": {},

@@ -350,7 +350,7 @@ def test_init_elsewhere_says_where_to_train(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init", "lora", "--out", "mine/first.yaml"]) == 0
-    assert capsys.readouterr().out.endswith("next: cd mine && shardwise train first.yaml\n")
+    assert capsys.readouterr().out.endswith("next: shardwise train mine/first.yaml\n")
     monkeypatch.chdir(tmp_path / "mine")
     assert main(["config", "first.yaml"]) == 0
 

@@ -159,7 +159,15 @@ def test_long_conversations_are_counted(
     assert len(prepared.train) == kept
     assert counts.items() <= prepared.summary.items()
     longest = run(make_job(train=job.data.train, eval_fraction=0.0)).train.lengths.max()
-    assert prepared.summary.get("truncated_tokens", 0) == (longest - 64 if too_long == "truncate" else 0)
+    assert prepared.summary["lost_tokens"] == (longest - 64 if too_long == "truncate" else longest)
+    everything = sorted(int(n) for n in run(make_job(train=job.data.train, eval_fraction=0.0)).train.lengths)
+    whole = too_long == "drop"
+    sums = {
+        row: sum((n if n <= row else 0) if whole else min(n, row) for n in everything)
+        for row in range(64, 2048, 64)
+    }
+    enough = next(row for row, kept in sums.items() if kept >= 0.95 * sum(everything))
+    assert prepared.summary["length_for_95"] == enough
     assert prepared.train.lengths.max() <= 64
 
 

@@ -83,3 +83,21 @@ def test_one_that_cannot_even_start_says_so() -> None:
     answers = ask("shardwise.diagnosis.no_such_module", "torch")
     assert answers["torch"].failure == "ended with exit code 1"
     assert "No module named shardwise.diagnosis.no_such_module" in answers["torch"].printed
+
+
+def test_on_a_busy_machine_nothing_is_known_and_nothing_more_is_asked(probes: str) -> None:
+    began = time.monotonic()
+    answers = ask(probes, "starve", "loud", limit_seconds=4.0)
+    assert answers["starve"] == answers["loud"]
+    assert answers["loud"].busy
+    assert answers["loud"].failure.startswith("no answer in 4 s, ")
+    assert time.monotonic() - began < 20
+
+
+def test_progress_is_said(probes: str) -> None:
+    said: list[tuple[int, int, list[str]]] = []
+    with children(module=probes, say=lambda *now: said.append(now)) as family:
+        family.ask("quiet", "loud")
+        family.wait()
+    assert said[0][1] == said[-1][0] == 2
+    assert said[-1] == (2, 2, [])

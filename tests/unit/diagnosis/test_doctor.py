@@ -120,3 +120,12 @@ def test_a_calibration_that_fails_leaves_nothing_and_training_can_run(look: Look
 def test_a_machine_with_problems_is_not_measured(look: Look) -> None:
     report = look("collective@1:multiply", calibrate=True)
     assert (report.ready, report.calibration) == (False, None)
+
+
+def test_a_busy_machine_is_no_broken_one(look: Look) -> None:
+    report = look("torch:starve,collective@1:starve", limit_seconds=6.0)
+    assert not report.ready
+    unclear = {check.name for check in report.checks if check.status == "unclear"}
+    assert {"torch and driver", "all-reduce"} <= unclear
+    assert not any("install" in check.fix for check in report.checks if check.status == "unclear")
+    assert "? could not tell: this machine is too busy" in printed(report)

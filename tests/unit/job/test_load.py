@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import JobError
+from shardwise.job.identity import identity_of
 from shardwise.job.load import load_job, resolved
 from shardwise.job.schema import Job, StrategySpec
 
@@ -118,15 +120,29 @@ def test_byte_order_mark_and_windows_line_ends(job_file: Path) -> None:
     assert load_job(job_file).origins["strategy"].text == "job.yaml:8"
 
 
-def test_relative_paths_count_from_the_working_directory(
+def test_relative_paths_count_from_the_job_file_s_folder_and_flags_from_here(
     job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Path("jobs").mkdir()
+    """So a job means the same wherever the command runs."""
+    for folder in ("jobs", "jobs/base", "train"):
+        Path(folder).mkdir()
     moved = job_file.rename("jobs/job.yaml")
-    assert load_job(moved).job.data.train == "qa.jsonl"
+    text = moved.read_text().replace("org/model", "base\n  weights: random\n  tokenizer: train")
+    Path("jobs/base/config.json").write_text("{}")
+    moved.write_text(text.replace("qa.jsonl", "[qa.jsonl, org/name]"))
+    with pytest.raises(JobError, match=r"jobs/qa\.jsonl does not exist"):
+        load_job(moved)
+    assert load_job(moved, ["data.train=qa.jsonl"]).job.data.train == "qa.jsonl"
+    Path("jobs/qa.jsonl").write_text("{}\n")
+    job = load_job(moved).job
+    assert job.data.train == ["jobs/qa.jsonl", "org/name"], "a name on the hub stays one"
+    assert (job.model.source, job.model.tokenizer) == ("jobs/base", "train")
     monkeypatch.chdir(tmp_path / "jobs")
-    with pytest.raises(JobError, match=r"qa\.jsonl does not exist"):
-        load_job("job.yaml")
+    again = load_job("job.yaml").job
+    assert again.data.train == ["qa.jsonl", "org/name"]
+    there = identity_of(again)
+    monkeypatch.chdir(tmp_path)
+    assert identity_of(load_job(moved).job) == there
 
 
 def test_home_is_expanded(job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,3 +159,27 @@ def test_the_job_survives_json(job_file: Path) -> None:
     """Worker processes receive the job as JSON."""
     job = load_job(job_file, ["model.lora={}", "strategy={engine: fsdp2}"]).job
     assert Job.model_validate(job.model_dump(mode="json")) == job
+
+
+@pytest.mark.parametrize(
+    ("changes", "alpha", "rate"),
+    [
+        (["model.lora={rank: 8}"], 16.0, 2e-4),
+        (["model.lora={rank: 8, alpha: 32}", "optimizer.clip_norm=0.5"], 32.0, 2e-4),
+        (["model.lora={}", "optimizer.learning_rate=1e-5"], 32.0, 1e-5),
+    ],
+)
+def test_adapters_have_their_own_defaults(
+    job_file: Path, changes: list[str], alpha: float, rate: float
+) -> None:
+    """A rank keeps the update's scale, and a rate for all weights is not theirs."""
+    job_file.write_text(re.sub("(?m)^(optimizer:| *learning_rate.*)\n", "", job_file.read_text()))
+    job = load_job(job_file, changes).job
+    assert job.model.lora is not None
+    assert (job.model.lora.alpha, job.optimizer.learning_rate) == (alpha, rate)
+    assert load_job(job_file).job.optimizer.learning_rate == 2e-5
+
+
+def test_defaults_of_adapters_survive_being_written(job_file: Path) -> None:
+    job = load_job(job_file, ["model.lora={rank: 8}"]).job
+    assert Job.model_validate(job.model_dump(mode="json", exclude_defaults=True)) == job

@@ -9,6 +9,7 @@ import yaml
 
 from shardwise.cli import main
 from shardwise.job.load import load_job
+from shardwise.job.paths import absolute
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.schema import RunEvent
 from shardwise.record.write import RunFolder, to_line
@@ -24,7 +25,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "name: a.b\nmodel: {source: org/model, lora: {rank: 8}}\n"
         "data: {train: qa.jsonl}\ntrain: {steps: 20}\n"
     )
-    job = load_job("job.yaml", ["train.steps=60"]).job.model_dump(mode="json", exclude_defaults=True)
+    job = absolute(
+        load_job("job.yaml", ["train.steps=60"]).job.model_dump(mode="json", exclude_defaults=True)
+    )
     path = Path("runs") / "a.b"
     strategy = Strategy(engine="deepspeed", stage=2, data_parallel=2).to_json()
     plan = {"schema": 1, "chosen": {"strategy": strategy, "why": []}}
@@ -95,7 +98,7 @@ def test_what_differs_is_named_with_both_values_and_the_command_that_works(
     assert "  - train.steps is 20, in the run it is 60" in err
     assert "    at:  job.yaml:4: train.steps" in err
     assert "  - data.max_samples is 5, in the run it is unset\n    at:  --set data.max_samples=5" in err
-    assert '  - model.lora is unset, in the run it is {"rank": 8, "alpha": 32.0, ' in err
+    assert '  - model.lora is unset, in the run it is {"rank": 8, "alpha": 16.0, ' in err
     assert err.count("fix: ") == 1
     assert "fix: `shardwise train runs/a.b --resume` goes on with the run's own job" in err
 

@@ -17,6 +17,7 @@ from test_report import HEAD, make, step, typical
 
 from conftest import HOSTILE, IMAGE
 from shardwise.cli import main
+from shardwise.report.html.pages import run_page
 
 needs_browser = pytest.mark.skipif(browser.found() is None, reason="no Chromium is installed")
 
@@ -176,6 +177,21 @@ def test_the_page_says_what_was_decided_and_what_failed(pages: dict[str, Path]) 
     assert "<b>zero0</b>: out of memory, after 0 of 13 steps: 40 GiB" in text
     assert "shardwise train" in text
     assert "no step is done yet" in pages["runs"].read_text() or "running" in pages["runs"].read_text()
+
+
+def test_runs_of_different_models_name_each_one_s(tmp_path: Path) -> None:
+    paths = []
+    for name, model in (("a", "org/one"), ("b", "org/two")):
+        paths.append(typical(tmp_path / name))
+        job = {"name": name, "model": {"source": model}, "data": {"train": f"{name}.jsonl"}}
+        (paths[-1] / "job.yaml").write_text(json.dumps(job))
+    text = run_page(paths)
+    assert "2 runs of different models or data" in text
+    assert "org/one on a.jsonl" in text
+    assert "org/two on b.jsonl" in text
+    assert "Held-out loss" in text
+    assert "Gradient norm" in text
+    assert "Learning rate" in text
 
 
 @pytest.mark.parametrize("kept", [0, 1])

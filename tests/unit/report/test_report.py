@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from conftest import prediction
 from shardwise.errors import JobError
 from shardwise.record.manifest import FileEntry, Manifest, Origin, hash_files
 from shardwise.record.read import LOCK
 from shardwise.record.schema import EvalEvent, Event, ResumeEvent, RunEvent, StepEvent, StopEvent
 from shardwise.record.write import RunFolder, to_line
-from shardwise.report.compare import losses, summary
-from shardwise.report.terminal import show, sparkline
+from shardwise.report.compare import losses, row_of, summary
+from shardwise.report.terminal import compared, show, sparkline
 
 HEAD = RunEvent(
     name="a",
@@ -187,6 +188,21 @@ def test_one_run_on_the_terminal(tmp_path: Path) -> None:
         "█",
     ):
         assert expected in text, expected
+
+
+def test_what_was_predicted_stands_next_to_what_was_measured(tmp_path: Path) -> None:
+    path = typical(tmp_path / "a")
+    assert "predicted" not in shown(path), "on the CPU, or without a plan"
+    events = (path / "events.jsonl").read_text().splitlines()
+    on_gpu = [{**json.loads(line), "outside_allocator_bytes": [1 << 30] * 2} for line in events]
+    (path / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in on_gpu))
+    chosen = {"strategy": {"name": "zero2"}, "why": [], "prediction": prediction(12.0)}
+    (path / "plan.json").write_text(json.dumps({"chosen": chosen}))
+    assert compared(row_of(path)[0]) == {
+        "memory per GPU": "12.0 GiB measured, 13.0 GiB predicted (+8.3 %)",
+        "tokens/s per GPU": "67 measured, 1,100 predicted (+1550.0 %)",
+    }
+    assert "12.0 GiB measured, 13.0 GiB predicted (+8.3 %)" in shown(path)
 
 
 def test_several_runs_side_by_side(tmp_path: Path) -> None:

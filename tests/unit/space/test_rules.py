@@ -53,6 +53,24 @@ BROKEN = {
     "fsdp-offloads-everything-to-the-host": facts(engine="fsdp2", stage=0, offload_optimizer="cpu"),
     "reshard-is-for-sharded-parameters": facts(reshard=False),
     "keeping-parameters-defeats-their-offload": facts(stage=3, reshard=False, offload_parameters="cpu"),
+    "quantized-collectives-are-zero-3s": facts(quantized_weights=True),
+    "quantized-collectives-need-a-gpu": facts(stage=3, quantized_weights=True, devices="cpu"),
+    "quantized-gradients-are-fp16": facts(stage=3, quantized_gradients=True),
+    "quantized-collectives-keep-parameters-on-the-gpu": facts(
+        stage=3, quantized_weights=True, offload_parameters="cpu"
+    ),
+    "ddp-is-several-processes": facts(engine="ddp", stage=0, world_size=1),
+    "ddp-does-not-offload": facts(engine="ddp", stage=0, offload_optimizer="cpu"),
+    "powersgd-and-fp16": facts(engine="ddp", stage=0, powersgd=4, precision="fp16"),
+    "powersgd-is-ddps": facts(powersgd=4),
+    "powersgd-or-reduce-dtype": facts(engine="ddp", stage=0, powersgd=4, reduce_dtype="bf16"),
+    "reduce-dtype-suits-the-precision": facts(reduce_dtype="fp16"),
+    "reduce-dtype-needs-zero": facts(stage=0, reduce_dtype="fp32"),
+    "single-reduces-nothing": facts(engine="single", stage=0, world_size=1, reduce_dtype="bf16"),
+    "shard-group-divides-the-ranks": facts(engine="fsdp2", stage=0, shard_group=3),
+    "shard-group-needs-sharded-parameters": facts(shard_group=2),
+    "shard-group-keeps-parameters-on-the-gpu": facts(stage=3, shard_group=2, offload_parameters="cpu"),
+    "hpz-needs-reshard": facts(stage=3, shard_group=2, reshard=False),
     "buckets-are-zeros": facts(engine="fsdp2", stage=0, bucket=50_000_000),
     "tensor-parallel-is-deepspeed": facts(engine="fsdp2", stage=0, tensor_parallel=2, data_parallel=2),
     "tensor-parallel-divides-the-processes": facts(tensor_parallel=3, data_parallel=1),
@@ -83,6 +101,51 @@ BROKEN = {
         lora=False,
     ),
 }
+
+
+def test_zero_plus_plus_is_allowed_where_its_kernels_read_what_is_there() -> None:
+    assert violations(facts(stage=3, quantized_weights=True, shard_group=2)) == []
+    half = {"stage": 3, "precision": "fp16", "quantized_gradients": True}
+    assert violations(facts(**half)) == []
+    [problem] = violations(facts(**half, reduce_dtype="fp32"))
+    assert problem.where == "strategy.quantized_gradients"
+    assert violations(facts(engine="fsdp2", stage=0, quantized_weights=True))
+
+
+@pytest.mark.parametrize(
+    ("precision", "allowed"),
+    [
+        ("bf16", {"auto", "bf16", "fp32"}),
+        ("fp16", {"auto", "fp16", "fp32"}),
+        ("fp32", {"auto", "bf16", "fp32"}),
+    ],
+)
+def test_gradients_are_summed_in_fp32_or_in_a_format_that_holds_them(
+    precision: str, allowed: set[str]
+) -> None:
+    kinds = ("auto", "bf16", "fp16", "fp32")
+    found = {
+        kind
+        for kind in kinds
+        if not violations(facts(engine="fsdp2", stage=0, precision=precision, reduce_dtype=kind))
+    }
+    assert found == allowed
+
+
+@pytest.mark.parametrize(
+    ("group", "ranks", "reason", "fix"),
+    [
+        (3, 8, "8 ranks cannot be divided into groups of 3", "strategy.shard_group: 2 or 4, or leave it out"),
+        (1, 8, "groups of 1 share nothing", "strategy.shard_group: 2 or 4, or leave it out"),
+        (8, 8, "one group of 8 is all ranks", "strategy.shard_group: 2 or 4, or leave it out"),
+        (2, 2, "one group of 2 is all ranks", "leave it out"),
+    ],
+)
+def test_a_group_that_does_not_fit_gets_the_sizes_that_do(
+    group: int, ranks: int, reason: str, fix: str
+) -> None:
+    [problem] = violations(facts(engine="fsdp2", stage=0, world_size=ranks, shard_group=group))
+    assert (problem.what, problem.fix) == (reason, fix)
 
 
 def test_there_is_a_case_for_every_rule() -> None:

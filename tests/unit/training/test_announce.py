@@ -47,22 +47,33 @@ def said(made: Ready, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return {words[0]: words[1] for words in lines if len(words) == 2}
 
 
-def test_what_is_cut_off_stands_in_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    whole, short = ready(1024, eval_fraction=0.2), ready(48, eval_fraction=0.2)
-    everything, samples = tokens(whole), whole.data.summary["samples"]
-    longer = sum(int((part.lengths > 48).sum()) for part in (whole.data.train, whole.data.eval) if part)
-    assert 0 < longer <= samples
+def test_what_is_cut_off_is_a_warning_with_the_length_that_keeps_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full, short = ready(1024, eval_fraction=0.2), ready(48, eval_fraction=0.2)
+    everything = tokens(full)
+    lengths = sorted(int(n) for part in (full.data.train, full.data.eval) if part for n in part.lengths)
+    longer = sum(n > 48 for n in lengths)
+    assert 0 < longer <= len(lengths)
     told = said(short, capsys)
-    assert told["cut"] == (
-        f"{1 - tokens(short) / everything:.1%} of the tokens, the ends of {longer} of {samples} samples: "
-        "they are longer than data.sequence_length 48"
+    enough = next(n for n in range(1, 2000) if sum(min(n, length) for length in lengths) >= 0.95 * everything)
+    assert told["warning"] == (
+        f"{1 - tokens(short) / everything:.1%} of the conversations' tokens are lost; {longer} of "
+        f"{len(lengths)} conversations are cut at the end: they are longer than data.sequence_length 48. "
+        f"{-enough // 64 * -64} would keep 95 %"
     )
     assert "truncated" not in told["data"]
     assert told["strategy"].startswith("single on 1 process, fp32")
 
 
+def test_conversations_whose_answer_is_cut_off_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    told = said(ready(48, loss_on="answers", eval_fraction=0.0), capsys)
+    assert " are left out, because all of the answer was cut off: " in told["warning"]
+    assert "left out" not in told["data"]
+
+
 def test_nothing_is_said_where_nothing_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cut" not in said(ready(1024), capsys)
+    assert "warning" not in said(ready(1024), capsys)
 
 
 def test_the_format_of_a_quantised_base_is_said(capsys: pytest.CaptureFixture[str]) -> None:

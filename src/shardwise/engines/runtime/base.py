@@ -2,7 +2,7 @@
 
 A rank's state is a safetensors file without pickle: reading one cannot run code. The header has the number of
 ranks and the global shapes of sharded tensors. Rows are split as `torch.chunk` does, so each file's part
-follows from its rank (decision 0032).
+follows from its rank (decision 0032), or its rank within a group: replicas each write theirs (decision 0045).
 """
 
 import json
@@ -63,6 +63,7 @@ class TorchEngine:
     """Trains `module`; subclasses decide where weights, gradients and fp32 masters are."""
 
     sharded = False  # Whether each rank holds a part of every tensor that AdamW steps
+    copies = 1  # Complete copies of those tensors that the ranks hold together, where it does
 
     def __init__(
         self,
@@ -85,6 +86,7 @@ class TorchEngine:
             clip_norm=strategy.clip_norm,
             fp16=strategy.precision == "fp16",
             sharded=self.sharded,
+            copies=self.copies,
             device=world.device,
             replicated=replicated,
         )
@@ -97,7 +99,7 @@ class TorchEngine:
         loss_sum = torch.zeros((), device=self.world.device)
         for index, micro_batch in enumerate(micro_batches):
             self._begin(last=index == len(micro_batches) - 1)
-            loss = self.module(micro_batch)
+            loss = self._loss(micro_batch)
             loss_sum += loss.detach()
             (loss * factor).backward()
         self._collect_gradients()
@@ -125,6 +127,10 @@ class TorchEngine:
     ) -> tuple[dict[str, torch.Tensor], Collection[str]]:
         """Fill the module, and return the fp32 tensors to step and the names of those on every rank."""
         raise NotImplementedError
+
+    def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
+        loss: torch.Tensor = self.module(micro_batch)
+        return loss
 
     def _begin(self, *, last: bool) -> None:
         """Prepare for a micro-batch."""

@@ -48,14 +48,14 @@ def per(rows: Sequence[Row]) -> str:
 
 
 def note(row: Row) -> str:
-    """Micro-batch and checkpointing, where they are known."""
-    return batch(row) if row.get("strategy") else ""
+    """What tells the row from others: model and data, micro-batch and checkpointing, where they are known."""
+    return "; ".join(filter(None, [row.get("remark"), batch(row) if row.get("strategy") else ""]))
 
 
 def table(rows: Sequence[Row], *, verdicts: bool) -> Table:
     """All rows in numbers; columns without any number are left out."""
     names = [f"Memory per {per(rows)}", f"Tokens/s per {per(rows)}", "TFLOP/s"]
-    names += ["Exposed comm., of the step", "J/token", "Last loss", "Steps"]
+    names += ["Exposed comm., of the step", "J/token", "Last loss", "Held-out loss", "Steps"]
     cells = [_cells(row, verdicts=verdicts) for row in rows]
     kept = [place for place in range(len(names)) if any(line[place] != Cell(numbers.NONE) for line in cells)]
     pairs_of = zip(rows, cells, strict=True)
@@ -70,8 +70,9 @@ def _cells(row: Row, *, verdicts: bool) -> list[Cell]:
     energy = _both(pair(row, "joules_per_token"), numbers.plain)
     none, found = Cell(numbers.NONE), row["measured"]
     if found is None:
-        return [memory, speed, none, exposed, energy, none, Cell(row["status"], tag="tag failed")]
+        return [memory, speed, none, exposed, energy, none, none, Cell(row["status"], tag="tag failed")]
     mark = found["verdict"] if verdicts else row["status"]
+    held_out = found.get("evaluations")
     counted = f"{found['steps'] - found['warmup_steps']} counted"
     mfu, norm = numbers.share(found["mfu"]), numbers.loss(last_finite(found["grad_norm"]))
     return [
@@ -81,6 +82,7 @@ def _cells(row: Row, *, verdicts: bool) -> list[Cell]:
         exposed,
         energy,
         Cell(numbers.loss(last_finite(found["loss"])), "" if norm == numbers.NONE else f"norm {norm}"),
+        Cell(numbers.loss(held_out[-1][1])) if held_out else none,
         Cell(mark, counted, tag=f"tag {mark}" if verdicts else "tag"),
     ]
 

@@ -9,7 +9,7 @@ NAMES = (
     "torch", "formats", "bitsandbytes", "cross_entropy", "attention", "mamba", "liger", "collective",
     "deepspeed", "cpu_adam", "hub", "measure", "quiet", "loud",
 )  # fmt: skip
-BAD = ("hang", "crash", "leave", "complain", "multiply")
+BAD = ("hang", "crash", "leave", "complain", "multiply", "starve")
 
 
 def wanted() -> dict[str, str]:

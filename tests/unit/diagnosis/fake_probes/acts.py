@@ -104,3 +104,14 @@ def complain(stage):
 def multiply(stage):
     """A sum that is wrong."""
     return {**collective(stage), "right": False}
+
+
+def starve(stage):
+    """On a core that others of a higher priority keep."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    for _ in range(2):
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    os.nice(19)
+    stage("importing")
+    while True:
+        pass

@@ -80,6 +80,7 @@ class DeepSpeedEngine:
         _prepare_deepspeed(world)
         wait_for_locks(needed_operators(strategy))
         import deepspeed
+        from deepspeed.utils import groups
 
         move_buffers(module, world.device)
         self._fp32 = Fp32Parameters(module, precision=strategy.precision)
@@ -87,7 +88,10 @@ class DeepSpeedEngine:
             fill(part, world.device)
             self._fp32.take(part)
             if strategy.stage == 3:
-                deepspeed.zero.Init(module=part, config_dict_or_path=copy.deepcopy(self._config))
+                # hpZ's groups are made by the first call; a second set of them is an error.
+                found = groups._get_zero_param_intra_parallel_group() if strategy.shard_group else None
+                config = copy.deepcopy(self._config)
+                deepspeed.zero.Init(module=part, config_dict_or_path=config, zero_param_parallel_group=found)
         if strategy.stage == 3:
             # Blocks are gathered, not single linear layers (decision 0009). Fused layers rely on it.
             for block in blocks:
