@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.app.jobs import hardware_of
+from shardwise.emit.cluster import TARGETS, WORK
 from shardwise.emit.energy import with_energy
 from shardwise.emit.files import Emitted, Target
 from shardwise.emit.files import emit as files_for
 from shardwise.emit.request import Request
 from shardwise.errors import JobError
 from shardwise.job.load import load_job
+from shardwise.job.paths import absolute, below
 from shardwise.job.source import job_text
 from shardwise.planner.plan import SCHEMA
 from shardwise.planner.planning import Making, make_plan
@@ -59,7 +61,9 @@ def emit(
             raise does_not_fit(made)
         request = chosen
         if run == "shardwise":
-            request = replace(chosen, job_text=job_text(job.model_dump(mode="json", exclude_defaults=True)))
+            values = job.model_dump(mode="json", exclude_defaults=True)
+            values = below(WORK, values) if to in TARGETS else absolute(values)
+            request = replace(chosen, job_text=job_text(values))
     emitted = files_for(to, request)
     if run == "script":
         emitted = with_energy(emitted)

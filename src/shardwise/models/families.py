@@ -58,6 +58,8 @@ class Family:
     """Layers whose weights a kernel reads without calling them: they cannot have an adapter."""
     not_multiplied: tuple[str, ...] = ()
     """Matrices that are in no matrix product; `FamilyCode.mixer_flops_per_token` counts their work."""
+    stages: bool = False
+    """Blocks take and return hidden states alone, and embeddings stand before them: it can be cut there."""
     package: str = ""
     """A package of ours with other modules for training: `FamilyCode`."""
 
@@ -75,7 +77,7 @@ class FamilyCode(Protocol):
         """FLOPs of forward and backward pass outside matrix products, in all layers."""
 
 
-_dense = partial(Family, packing=("varlen", "positions"), plain_head=True)
+_dense = partial(Family, packing=("varlen", "positions"), plain_head=True, stages=True)
 """Softmax of scaled products, at most with a window, through transformers' attention interface."""
 
 FAMILIES: dict[str, Family] = {
@@ -87,7 +89,9 @@ FAMILIES: dict[str, Family] = {
     "doge": Family(unplanned_weights=True),
     "falcon": Family(packing=("mask",), plain_head=True),
     "gemma": _dense(liger="geglu"),
-    "gemma2": Family(packing=("positions",), plain_head=True, liger="geglu", norm_in_place=False),
+    "gemma2": Family(
+        packing=("positions",), plain_head=True, liger="geglu", norm_in_place=False, stages=True
+    ),
     "gemma3_text": _dense(liger="geglu", norm_in_place=False),
     "gpt2": _dense(),
     "gpt_neo": Family(packing=("positions",), plain_head=True),
@@ -117,7 +121,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": _dense(liger="swiglu"),
     "qwen3_moe": _dense(),
     "smollm3": _dense(liger="swiglu"),
-    "stablelm": Family(packing=("positions",), plain_head=True),
+    "stablelm": Family(packing=("positions",), plain_head=True, stages=True),
     "starcoder2": _dense(),
 }
 

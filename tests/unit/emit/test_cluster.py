@@ -257,12 +257,19 @@ def test_what_cannot_be_meant_is_refused(
     assert "a plan does not hold the job to train" in capsys.readouterr().err
 
 
-def test_the_job_is_written_as_it_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("target", "data"), [("slurm", "{here}/jobs/qa.jsonl"), ("skypilot", "/work/jobs/qa.jsonl")]
+)
+def test_the_job_is_written_as_it_was_changed(
+    target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its paths mean the same as before: on this disk, or on the one that the nodes share."""
     import types
 
     monkeypatch.chdir(tmp_path)
-    Path("qa.jsonl").write_text("{}\n")
-    Path("job.yaml").write_text(JOB)
+    Path("jobs").mkdir()
+    Path("jobs/qa.jsonl").write_text("{}\n")
+    Path("jobs/job.yaml").write_text(JOB)
     strategy = Strategy(engine="deepspeed", stage=2, data_parallel=4).to_json()
     memory = {"peak_reserved_bytes": 1, "outside_allocator_bytes": 1, "capacity_bytes": 9}
     prediction = {"memory": memory, "time": {"tokens_per_second_per_gpu": 5.0}}
@@ -274,12 +281,12 @@ def test_the_job_is_written_as_it_was_changed(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(
         "shardwise.app.emit.make_plan", lambda *_, **__: types.SimpleNamespace(to_json=lambda: plan)
     )
-    arguments = ["emit", "job.yaml", "--gpus", "4xH100", "--to", "slurm", "--run", "shardwise"]
+    arguments = ["emit", "jobs/job.yaml", "--gpus", "4xH100", "--to", target, "--run", "shardwise"]
     assert main([*arguments, "--set", "train.steps=7"]) == 0
     assert job_values(Path("engine/job.yaml").read_text()) == {
         "name": "My_run",
         "model": {"source": "org/model"},
-        "data": {"train": "qa.jsonl"},
+        "data": {"train": data.format(here=tmp_path)},
         "train": {"steps": 7},
     }
 
