@@ -4,6 +4,7 @@ The formats are DeepSpeed's and MPI's: a line is `HOST`, `HOST slots=N [max_slot
 a comment. Hosts are names that ssh knows. A host without a number has a process for each of its GPUs.
 """
 
+import ipaddress
 import re
 import socket
 import subprocess
@@ -105,7 +106,8 @@ def _is_this(name: str, own: Collection[str]) -> bool:
     if name in (socket.gethostname(), socket.gethostname().partition(".")[0]):
         return True
     with suppress(OSError):
-        return any(one[4][0] in own for one in socket.getaddrinfo(address_name(name), None))
+        found = {str(one[4][0]) for one in socket.getaddrinfo(address_name(name), None)}
+        return any(one in own or ipaddress.ip_address(one).is_loopback for one in found)
     return False
 
 

@@ -85,7 +85,8 @@ def _shown(kind: str, name: str, key: str) -> str | None:
     """A value of `scontrol show`; None where it cannot be asked."""
     with suppress(OSError, subprocess.TimeoutExpired):
         command = ["scontrol", "--oneliner", "show", kind, name]
-        shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+        usual = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
+        shown = subprocess.run(command, env=usual, capture_output=True, text=True, check=False, timeout=30)
         found = re.search(rf"\b{key}=(\S+)", shown.stdout)
         return None if found is None else found[1]
     return None

@@ -72,6 +72,8 @@ def test_this_machine_is_node_0_wherever_it_stands(tmp_path: Path) -> None:
         "198.51.100.1",
         "198.51.100.2",
     ]
+    path.write_text("198.51.100.1\n127.0.1.1\n")  # where Debian puts a machine's own name
+    assert this_first(read_hostfile(path))[0].name == "127.0.1.1"
     path.write_text("198.51.100.1\n198.51.100.2\n")
     with pytest.raises(JobError, match="this machine is not in the hostfile"):
         this_first(read_hostfile(path))

@@ -33,6 +33,7 @@ def outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No Slurm, whatever runs the tests."""
     for name in [name for name in os.environ if name.startswith("SLURM") or name == SECRET]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")  # as some users have it
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
@@ -47,7 +48,7 @@ def within(monkeypatch: pytest.MonkeyPatch, **changes: str | None) -> None:
 def scontrol(folder: Path, answers: str) -> None:
     """A program of that name that answers so."""
     path = folder / "scontrol"
-    path.write_text(f"#!/bin/sh\necho '{answers}'\n")
+    path.write_text(f"#!/bin/sh\n[ $SLURM_TIME_FORMAT = standard ] && echo '{answers}'\n")
     path.chmod(0o755)
 
 
