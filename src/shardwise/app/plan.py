@@ -9,7 +9,8 @@ from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import with_slot
 from shardwise.job.load import LoadedJob
-from shardwise.planner.limits import slowdown, with_limits, with_pareto
+from shardwise.planner.limits import share as share_of
+from shardwise.planner.limits import with_limits, with_pareto
 from shardwise.planner.plan import Objective, Plan
 from shardwise.planner.planning import Making, make_plan
 from shardwise.planner.sketch import sketch
@@ -26,6 +27,7 @@ def plan(
     memory_cap: str | int | None = None,
     max_slowdown: str | float | None = None,
     pareto: bool = False,
+    straggler: str | float | None = None,
     making: Making = nullcontext,
 ) -> Plan:
     """Predict memory, time and energy of every allowed strategy, and choose one. Touches no GPU.
@@ -41,6 +43,8 @@ def plan(
             half, a quarter and so on. The choice takes at most this share more time a token than the fastest;
             `5%` or 0.05.
         pareto: also list what nothing else beats in time and energy, over strategies and power limits.
+        straggler: standard deviation of a GPU's step time, as a share of it; `5%` or 0.05. Each step lasts as
+            long as the slowest GPU's.
         making: entered while a plan is made; a kept one is only read.
 
     Returns:
@@ -50,13 +54,17 @@ def plan(
         JobError: the job is wrong, or no strategy is allowed.
         MachineError: no GPU is named, and this machine has none.
     """
-    share = None if max_slowdown is None else slowdown(max_slowdown)
+    of = "the fastest time per token"
+    share = None if max_slowdown is None else share_of(max_slowdown, "--max-slowdown", of)
     if share is not None and objective != "energy":
         fix = "add --objective energy, or leave --max-slowdown out"
         what = f"--max-slowdown bounds the time of the least energy, and the objective is {objective}"
         raise JobError(what, where="--max-slowdown", fix=fix)
     cap = None if memory_cap is None else size_in_bytes(memory_cap, "--memory-cap")
     hardware = hardware_of(gpus)
+    if straggler is not None:
+        spread = share_of(straggler, "--straggler", "a GPU's step time")
+        hardware = replace(hardware, straggler_fraction=spread)
     loaded, assumed = _job(job, model, changes, hardware)
 
     def plan_for(hardware: Hardware) -> Plan:

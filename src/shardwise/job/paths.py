@@ -39,6 +39,11 @@ def absolute(job: Mapping[str, Any]) -> dict[str, Any]:
     return _with_paths(job, os.path.abspath)  # links stay as they are
 
 
+def below(folder: str, job: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON values of a job whose relative paths count from `folder`, perhaps another machine's."""
+    return _with_paths(job, partial(os.path.join, folder))
+
+
 def unplaced(job: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON values of a job with the last part of each path: the same on machines with other folders."""
     return _with_paths(job, lambda name: Path(name).name)

@@ -198,7 +198,11 @@ class StrategySpec(Section):
     powersgd: Annotated[int, Field(ge=0, le=1024)] = 0
     """DDP sends gradients as two factors of this rank, from step 10 on. Changes the loss. 0: all of them."""
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Size of DeepSpeed's AutoTP groups."""
+    """GPUs that share each row: DeepSpeed's AutoTP, or within a stage of `engine: pipeline`."""
+    pipeline: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Of `engine: pipeline`: GPUs that each hold a part of the blocks, one after the other."""
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    """Of `engine: pipeline`: the order of its passes. `interleaved`: two parts of the blocks a GPU."""
     bucket: Annotated[int, Field(ge=LEAST_BUCKET, le=MOST_BUCKET)] = BUCKET
     """Elements of gradients that DeepSpeed reduces at once. Smaller ones take less memory."""
 

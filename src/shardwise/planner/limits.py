@@ -14,18 +14,18 @@ from shardwise.planner.search import TIE_FACTOR, cost, rank
 from shardwise.planner.why import reasons, uses_host
 from shardwise.simulate.power import energy_error, levels, under_limit
 
-MOST_SLOWDOWN = 1.0
+MOST_SHARE = 1.0
 METRICS: tuple[Objective, ...] = ("throughput", "energy")
 
 
-def slowdown(text: str | float) -> float:
-    """`5%` or `0.05` as a share; JobError where it is neither, or not between 0 and 100 %."""
+def share(text: str | float, flag: str, of: str) -> float:
+    """`5%` or `0.05` as a share of what `of` says; JobError where it is neither, or not from 0 to 100 %."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*", str(text))
-    share = float(match[1]) / (100 if match[2] else 1) if match else -1.0
-    if not 0 <= share <= MOST_SLOWDOWN:
-        fix = "a share of the fastest time per token from 0 to 100 %, such as 5%"
-        raise JobError(f"{text!r} is no slowdown", where="--max-slowdown", fix=fix)
-    return share
+    found = float(match[1]) / (100 if match[2] else 1) if match else -1.0
+    if not 0 <= found <= MOST_SHARE:
+        fix = f"a share of {of} from 0 to 100 %, such as 5%"
+        raise JobError(f"{text!r} is no share", where=flag, fix=fix)
+    return found
 
 
 def with_limits(plan: Plan, max_slowdown: float, fewer: Iterable[Plan] = ()) -> Plan:

@@ -11,6 +11,7 @@ from shardwise.engines.facts import Facts, Rule, Words
 from shardwise.engines.fsdp2.spec import TORCH
 from shardwise.errors import Problem
 from shardwise.job.schema import BUCKET
+from shardwise.strategy import Strategy
 from shardwise.units import processes
 
 AMPERE = (8, 0)
@@ -36,6 +37,10 @@ def _engine(facts: Facts) -> EngineSpec:
     return descriptor(facts.strategy)
 
 
+def _together(strategy: Strategy) -> int:
+    return strategy.pipeline * strategy.tensor_parallel
+
+
 def _before_ampere(facts: Facts, precision: str) -> bool:
     old = facts.capability is not None and facts.capability < AMPERE
     return old and facts.strategy.precision == precision
@@ -59,8 +64,8 @@ def _uneven_reason(facts: Facts) -> str:
     rows, strategy = facts.global_batch, facts.strategy
     ranks = strategy.data_parallel
     takers = processes(ranks)
-    if strategy.tensor_parallel > 1:
-        takers = f"{ranks} groups of {processes(strategy.tensor_parallel)}"
+    if strategy.world_size > ranks:
+        takers = f"{ranks} groups of {processes(strategy.world_size // ranks)}"
     if rows % ranks:
         return f"the {rows} rows of a step (train.global_batch) cannot be shared equally by {takers}"
     return (
@@ -78,7 +83,7 @@ def _uneven_fix(facts: Facts) -> str:
         divisor = max(n for n in range(1, micro + 1) if rows // ranks % n == 0)
         fixes.append(f"train.micro_batch: {divisor}")
     fewer = [n for n in range(1, ranks) if rows % (n * micro) == 0]
-    if fewer and facts.strategy.tensor_parallel == 1:
+    if fewer and facts.strategy.world_size == ranks:
         fixes.append(f"--processes {fewer[-1]}")
     return ", or ".join(fixes)
 
@@ -219,10 +224,29 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="tensor-parallel-is-deepspeed",
         broken=lambda f: f.strategy.tensor_parallel > 1 and not _engine(f).tensor_parallel,
-        reason="tensor parallelism is DeepSpeed's AutoTP",
+        reason="tensor parallelism is DeepSpeed's AutoTP, or within the stages of a pipeline",
         where="strategy.tensor_parallel",
-        fix="strategy.engine: deepspeed, or tensor_parallel: 1",
+        fix="strategy.engine: deepspeed or pipeline, or tensor_parallel: 1",
         source="shardwise.engine",
+    ),
+    Rule(
+        name="stages-need-the-pipeline-engine",
+        broken=lambda f: (
+            (f.strategy.pipeline > 1 or f.strategy.pipeline_schedule != "1f1b") and not _engine(f).pipeline
+        ),
+        reason="pipeline and pipeline_schedule mean something only to the pipeline engine",
+        where="strategy.pipeline",
+        fix="strategy.engine: pipeline, or leave both out",
+        source="shardwise.engines.pipeline",
+    ),
+    Rule(
+        name="pipeline-divides-the-processes",
+        broken=lambda f: f.strategy.pipeline > 1 and f.world_size % _together(f.strategy) != 0,
+        reason="pipeline times tensor_parallel has to divide the number of processes",
+        where="strategy.pipeline",
+        fix="a divisor of the number of processes",
+        source="torch.distributed.device_mesh",
+        versions=TORCH,
     ),
     Rule(
         name="tensor-parallel-divides-the-processes",
@@ -231,15 +255,6 @@ RULES: tuple[Rule, ...] = (
         where="strategy.tensor_parallel",
         fix="a divisor of the number of processes",
         source="torch.distributed.device_mesh",
-        versions=DEEPSPEED,
-    ),
-    Rule(
-        name="tensor-parallel-and-lora",
-        broken=lambda f: f.strategy.tensor_parallel > 1 and f.lora,
-        reason="AutoTP replaces the linear layers that carry the LoRA adapters: nothing would be trained",
-        where="strategy.tensor_parallel",
-        fix="tensor_parallel: 1 (zero2, zero3 and fsdp2 train LoRA), or train all weights",
-        source="deepspeed/module_inject/auto_tp.py, seen with DeepSpeed 0.19.8 and PEFT 0.21",
         versions=DEEPSPEED,
     ),
     Rule(

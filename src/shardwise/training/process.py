@@ -51,11 +51,16 @@ def device_of(local_rank: int) -> torch.device:
 
 
 def join(
-    *, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None, local_disks: bool = False
+    *,
+    tensor_parallel: int = 1,
+    pipeline: int = 1,
+    reserve_at_most_bytes: int | None = None,
+    local_disks: bool = False,
 ) -> World:
     """Join the process group (NCCL on GPUs, gloo on CPUs) and take a device.
 
-    `reserve_at_most_bytes`: of GPU memory, by torch's allocator. `local_disks`: see `World`.
+    Ranks are counted stage by stage, within a stage row by row, and those that share rows come after each
+    other. `reserve_at_most_bytes`: of GPU memory, by torch's allocator. `local_disks`: see `World`.
     """
     rank, size, local_rank = place()
     device = device_of(local_rank)
@@ -76,8 +81,8 @@ def join(
         size=size,
         local_rank=local_rank,
         device=device,
-        data_rank=rank // tensor_parallel,
-        data_size=size // tensor_parallel,
+        data_rank=rank % (size // pipeline) // tensor_parallel,
+        data_size=size // pipeline // tensor_parallel,
         local_disks=local_disks,
     )
 

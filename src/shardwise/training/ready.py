@@ -166,6 +166,7 @@ def make_streams(ready: Ready, world: World | None) -> tuple[BatchStream, EvalSt
         "packing": job.data.packing,
         "pad_id": ready.tokenizer.pad_token_id or 0,
         "pin_memory": world is not None and world.device.type == "cuda",
+        "pad_to_length": strategy.pipeline > 1,  # what stages pass on has one shape
     }
     stream = BatchStream(
         ready.data.train,

@@ -81,6 +81,7 @@ def run(spec: LaunchSpec) -> None:
     with explained(ready):
         world = join(
             tensor_parallel=ready.strategy.tensor_parallel,
+            pipeline=ready.strategy.pipeline,
             reserve_at_most_bytes=at_most,
             local_disks=spec.nodes is not None and not spec.nodes.shared,
         )
@@ -226,11 +227,9 @@ def make_observer(
 ) -> Recorder | PowerTuner:
     """Rank 0's observer; creates the run folder, or opens it again."""
     folder = run_folder(ready, spec)
-    begun = False
-    if spec.resume:
-        begun = folder.events.exists() and bool(read_events(folder.events))
-        if not begun:  # it was killed before its first line was complete
-            folder.events.unlink(missing_ok=True)
+    begun = spec.resume and folder.events.exists() and bool(read_events(folder.events))
+    if spec.resume and not begun:  # it was killed before its first line was complete
+        folder.events.unlink(missing_ok=True)
     folder.write_engine_config(f"{ready.strategy.engine}.json", engine.config())
     recorder = Recorder(
         folder,
@@ -278,7 +277,8 @@ def _disk(spec: LaunchSpec, world: World) -> Disk | None:
 
 def check_alike(ready: Ready, ranks: Ranks) -> None:
     """JobError on every rank where one has other data or another strategy than rank 0."""
-    mine = {**identity(ready), "strategy": ready.strategy.to_json()}
+    as_named = {"model": ready.job.model.model_dump(mode="json")}  # folders of nodes may have other paths
+    mine = {**identity(ready), **as_named, "strategy": ready.strategy.to_json()}
     everyone = ranks.gather(mine)
     for rank, other in enumerate(everyone):
         keys = [key for key, value in everyone[0].items() if other.get(key) != value]

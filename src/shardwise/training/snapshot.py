@@ -93,9 +93,9 @@ class Snapshots:
 
 
 LAYOUT: tuple[str, ...] = ("engine", "stage", "offload_optimizer", "offload_parameters")
-LAYOUT += ("tensor_parallel", "data_parallel", "precision", "shard_group")
+LAYOUT += ("tensor_parallel", "data_parallel", "precision", "shard_group", "pipeline", "pipeline_schedule")
 """The parts of a strategy that decide how the state lies in the files."""
-LATER = {"shard_group": 0}
+LATER = {"shard_group": 0, "pipeline": 1, "pipeline_schedule": "1f1b"}
 """Parts that older checkpoints do not name, and what they were then."""
 NO_LONGER_COMPARED = "micro_batch"
 """Older checkpoints name it. How many rows a process takes at a time changes a step by rounding only

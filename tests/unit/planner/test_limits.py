@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shardwise.errors import JobError
 from shardwise.planner.explain import show_explanation
-from shardwise.planner.limits import at_limits, front, slowdown, with_limits, with_pareto
+from shardwise.planner.limits import at_limits, front, share, with_limits, with_pareto
 from shardwise.planner.pareto import show_pareto
 from shardwise.planner.plan import Option, Plan
 from shardwise.planner.search import TIE_FACTOR, cost
@@ -220,14 +220,14 @@ def test_the_explanation_shows_the_choice_at_each_limit(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "share"), [("5%", 0.05), (" 2.5 % ", 0.025), ("0.1", 0.1), (0.05, 0.05), ("0", 0)]
+    ("text", "expected"), [("5%", 0.05), (" 2.5 % ", 0.025), ("0.1", 0.1), (0.05, 0.05), ("0", 0)]
 )
-def test_a_slowdown_is_a_share_or_a_percentage(text: str | float, share: float) -> None:
-    assert slowdown(text) == pytest.approx(share)
+def test_a_slowdown_is_a_share_or_a_percentage(text: str | float, expected: float) -> None:
+    assert share(text, "--max-slowdown", "the time") == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("text", ["five", "-5%", "150%", "5", "5%%", ""])
 def test_other_slowdowns_are_refused(text: str) -> None:
-    with pytest.raises(JobError, match="is no slowdown") as caught:
-        slowdown(text)
+    with pytest.raises(JobError, match="is no share") as caught:
+        share(text, "--max-slowdown", "the time")
     assert "5%" in str(caught.value.problems[0].fix)

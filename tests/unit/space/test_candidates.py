@@ -245,6 +245,8 @@ def test_parts_are_kept_with_what_the_job_fixes() -> None:
         "powersgd": 0,
         "reduce_dtype": "auto",
         "tensor_parallel": 1,
+        "pipeline": 1,
+        "pipeline_schedule": "1f1b",
         "data_parallel": 8,
         "micro_batch": 4,
         "accumulation": 2,

@@ -42,6 +42,11 @@ def facts(
     )
 
 
+def staged(**parts: Any) -> Facts:
+    values = {"pipeline": 2, "data_parallel": 2, "accumulation": 4, **parts}
+    return facts(engine="pipeline", stage=0, **values)
+
+
 BROKEN = {
     "single-is-one-process": facts(engine="single", stage=0),
     "single-does-not-offload": facts(engine="single", stage=0, world_size=1, offload_optimizer="cpu"),
@@ -93,6 +98,20 @@ BROKEN = {
     "flash-attention-needs-ampere": facts(capability=(7, 0), precision="fp16", architecture=shape()),
     "fp16-needs-a-gpu": facts(precision="fp16", devices="cpu"),
     "fp16-needs-zero": facts(stage=0, precision="fp16"),
+    "stages-need-the-pipeline-engine": facts(engine="fsdp2", stage=0, pipeline=2, data_parallel=2),
+    "pipeline-divides-the-processes": staged(pipeline=3, data_parallel=1, accumulation=3),
+    "pipeline-needs-two-stages": staged(pipeline=1, data_parallel=4),
+    "pipeline-needs-a-block-a-stage": staged(architecture=shape(blocks=1)),
+    "pipeline-needs-a-known-model": staged(architecture=shape(stages=False)),
+    "1f1b-needs-a-micro-batch-a-stage": staged(pipeline=4, data_parallel=1, accumulation=2),
+    "interleaved-rounds-are-even": staged(pipeline_schedule="interleaved", accumulation=5),
+    "stages-divide-key-value-heads": staged(
+        tensor_parallel=4, data_parallel=1, world_size=8, architecture=shape(key_value_heads=2)
+    ),
+    "stages-need-a-plan": staged(
+        tensor_parallel=2, data_parallel=1, architecture=shape(plan_styles=frozenset())
+    ),
+    "pipeline-does-not-offload": staged(offload_optimizer="cpu"),
     "global-batch-divides": Facts(
         strategy=Strategy(engine="deepspeed", stage=2, data_parallel=4, micro_batch=2),
         devices="cuda",
@@ -161,6 +180,10 @@ def test_a_rule_refuses_its_case_and_no_other_rule_does(name: str) -> None:
     "good",
     [
         facts(engine="single", stage=0, world_size=1, precision="fp16"),
+        staged(architecture=shape(blocks=2)),
+        staged(tensor_parallel=2, data_parallel=1, lora=True, architecture=shape()),
+        staged(pipeline_schedule="gpipe", accumulation=1),
+        staged(pipeline=4, data_parallel=1, pipeline_schedule="interleaved", accumulation=10, lora=True),
         facts(stage=0),
         facts(stage=1, precision="fp16"),
         facts(stage=2, offload_optimizer="cpu"),

@@ -79,6 +79,14 @@ RULES: tuple[Rule, ...] = (
         source="deepspeed/runtime/zero/stage_1_and_2.py: any device but `none` is the CPU",
     ),
     _of_deepspeed(
+        name="tensor-parallel-and-lora",
+        broken=lambda f: f.strategy.tensor_parallel > 1 and f.lora,
+        reason="AutoTP replaces the linear layers that carry the LoRA adapters: nothing would be trained",
+        where="strategy.tensor_parallel",
+        fix="tensor_parallel: 1 (zero2, zero3 and fsdp2 train LoRA), or train all weights",
+        source="deepspeed/module_inject/auto_tp.py, seen with DeepSpeed 0.19.8 and PEFT 0.21",
+    ),
+    _of_deepspeed(
         name="tensor-parallel-divides-key-value-heads",
         broken=_splits_a_head,
         reason=_heads_reason,

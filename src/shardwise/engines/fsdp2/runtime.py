@@ -33,13 +33,15 @@ class FsdpEngine(TorchEngine):
     def _prepare(
         self, blocks: Sequence[nn.Module], fill: Fill
     ) -> tuple[dict[str, torch.Tensor], Collection[str]]:
-        self.copies = self.world.size // self._strategy.sharers
+        sharers = self._strategy.sharers
+        self.copies = self.world.size // sharers
         self._fp32 = Fp32Parameters(self.module, precision=self._strategy.precision)
         self._shard(blocks, fill)
         self._root: FSDPModule = self.module  # type: ignore[assignment]  # fully_shard changes its class
         self._sharded: dict[str, DTensor] = trainable(self.module)  # type: ignore[assignment]
         self._shards = {name: p.to_local().detach() for name, p in self._sharded.items()}
-        return {**self._shards, **self._fp32.trainable}, self._fp32.trainable
+        on_every_rank = self._fp32.trainable  # the first rank of each copy counts them
+        return {**self._shards, **on_every_rank}, on_every_rank if self.world.rank % sharers else ()
 
     def _begin(self, *, last: bool) -> None:
         if self._strategy.shard_group:

@@ -25,8 +25,8 @@ class AdamW:
     """Steps fp32 tensors whose `.grad` holds the gradient of this rank's share.
 
     With `sharded`, each rank holds a part of every tensor, and norms and losses are summed over all ranks.
-    Each group of consecutive ranks holds one of `copies` complete copies. Every rank holds all of the tensors
-    named in `replicated`, and all of their gradients.
+    These hold `copies` complete copies. What is in `not_counted` other ranks of the same copy hold, too: one
+    of them counts it into the norm.
     """
 
     def __init__(
@@ -40,15 +40,13 @@ class AdamW:
         sharded: bool,
         copies: int = 1,
         device: torch.device,
-        replicated: Collection[str] = (),
+        not_counted: Collection[str] = (),
     ) -> None:
         # A rank may hold nothing of a small tensor.
         self.parameters = {name: p for name, p in parameters.items() if p.numel() > 0}
         self.clip_norm, self.device = clip_norm, device
         self.fp16, self.sharded, self.copies = fp16, sharded, copies
-        first = not sharded or dist.get_rank() % (dist.get_world_size() // copies) == 0
-        self._not_counted = frozenset(() if first else replicated)
-        """The first rank of each copy counts these into the norm."""
+        self._not_counted = frozenset(not_counted)
         self.torch_optimizer = torch.optim.AdamW(
             parameter_groups(self.parameters, decay),
             lr=optimizer.learning_rate,

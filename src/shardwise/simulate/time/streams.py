@@ -51,6 +51,7 @@ class Totals:
     optimizer: float = 0.0
     issue: float = 0.0
     joules: float = 0.0
+    bubble: float = 0.0  # Waiting for the computation of other stages of a pipeline
 
     def wait(self, since: float, until: float, copies: Interval) -> None:
         """The computation waits for an event; during `copies` it waits for a copy."""
