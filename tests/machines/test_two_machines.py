@@ -19,7 +19,15 @@ from shardwise.record.manifest import verify
 
 pytestmark = pytest.mark.machines
 
-STRATEGIES = ["zero2", "zero3", "fsdp2"]  # add a line: every strategy of four processes may stand here
+STRATEGIES: dict[str, object] = {  # any strategy of four processes may stand here
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "fsdp2": "fsdp2",
+    "hsdp": {"engine": "fsdp2", "shard_group": 2},
+    "hpz": {"engine": "deepspeed", "stage": 3, "shard_group": 2},
+    "pipeline": {"engine": "pipeline", "pipeline": 2},
+    "pipeline x tensor": {"engine": "pipeline", "pipeline": 2, "tensor_parallel": 2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +44,7 @@ def on_one_machine(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_two_nodes_of_two_are_one_node_of_four(
     fleet: Fleet, on_one_machine: list[float], tmp_path: Path, strategy: str
 ) -> None:
-    write_job(tmp_path, strategy, output=str(tmp_path / "runs"))
+    write_job(tmp_path, STRATEGIES[strategy], output=str(tmp_path / "runs"))
     folders = [tmp_path / "a", tmp_path / "b"]
     first, second = start(fleet, folders, "../job.yaml").wait()
     assert (first.code, second.code) == (0, 0), first.errors + second.errors
