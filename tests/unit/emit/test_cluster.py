@@ -248,12 +248,8 @@ def test_torchrun_reads_what_the_files_set(tmp_path: Path) -> None:
 def test_names_are_those_of_kubernetes() -> None:
     from shardwise.emit.cluster import _name
 
-    assert [_name(name) for name in ("My_run.v2", "7b", "a" * 60, "x-")] == [
-        "my-run-v2",
-        "run-7b",
-        "a" * 40,
-        "x",
-    ]
+    found = [_name(name) for name in ("My_run.v2", "7b", "a" * 60, "x-", "On")]
+    assert found == ["my-run-v2", "run-7b", "a" * 40, "x", "run-on"], "YAML reads `on` as true"
 
 
 def test_what_cannot_be_meant_is_refused(
