@@ -23,7 +23,7 @@ def running(fleet: Fleet, tmp_path: Path):  # type: ignore[no-untyped-def]
     for folder in folders:
         write_job(folder, "fsdp2", steps=100_000)
     cluster = start(fleet, folders, "job.yaml", processes=1)
-    wait_for(lambda: trained(folders[0] / "runs/job", 3), "the third step", 90.0)
+    wait_for(lambda: trained(folders[0] / "runs/job", 3), "the third step")
     pids = [pid for node in cluster.nodes for pid in (node.launcher, *node.workers())]
     assert len(pids) == 4
     yield cluster

@@ -97,9 +97,9 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     total_steps = max(count_steps(ready), _steps_to_measure(spec))
     run_dir = Path(spec.run_dir)
     ranks = Ranks(world)
+    check_alike(ready, ranks)
     began, mine = time.monotonic(), millijoules(world.device)
     host_millijoules()  # it counts from its first call on
-    check_alike(ready, ranks)
     engine = make_engine(ready, world)
     check_weights(ready, engine)
     ready.built.weights.source.release()
