@@ -89,6 +89,19 @@ def unwritten(error: OSError) -> MachineError:
     return MachineError(what, where=str(error.filename or "stdout"), fix=fix)
 
 
+_CONTROLS = dict.fromkeys(range(128, 160), "�")
+_CONTROLS |= {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\N{SYMBOL FOR DELETE}"}
+_CONTROLS |= {ord("\n"): "\n", ord("\t"): "\t"}
+
+
+def printable(text: str) -> str:
+    """Foreign text as a terminal may show it: control characters become signs that only look like them.
+
+    Otherwise what a model or a file says could move the cursor, set colours and titles, or type commands.
+    """
+    return text.translate(_CONTROLS)
+
+
 def render(error: ShardwiseError) -> str:
     """The block shown to the user, one `error:` line per problem with `at` and `fix` below it."""
     lines = [f"{error.title}: {error.headline}"] if error.headline else []
@@ -99,4 +112,4 @@ def render(error: ShardwiseError) -> str:
             lines.append(f"{indent}at:  {problem.where}")
         if problem.fix:
             lines.append(f"{indent}fix: {problem.fix}")
-    return "\n".join(lines)
+    return printable("\n".join(lines))

@@ -6,6 +6,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from shardwise.errors import printable
 from shardwise.hardware.catalog import peak_flops
 from shardwise.models.flops import train_flops_per_token
 from shardwise.planner.table import show
@@ -115,7 +116,7 @@ def _sample(ready: Ready) -> Text:
     text = Text("\na sample (what is trained on is green and underlined):\n", style="dim")
     room = SAMPLE_CHARACTERS
     for part, trained in ready.data.sample.runs:
-        text.append(part[:room], style="green underline" if trained else "default")
+        text.append(printable(part[:room]), style="green underline" if trained else "default")
         room -= len(part)
         if room <= 0:
             text.append(" ...", style="dim")
