@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,10 +58,7 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
         target_modules=targets,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in candidates.values()),
     )
-    with warnings.catch_warnings():
-        # PEFT asks transformers for a property under its old name, and expects adapters on experts
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-        warnings.filterwarnings("ignore", message=".*_pattern keys did not match", category=RuntimeWarning)
+    with quiet_peft():
         peft = get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
@@ -73,6 +71,15 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
     config.base_model_name_or_path = source  # PEFT put the model's own, empty name there
     config.revision = revision
     return peft
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """PEFT asks transformers for a property under its old name, and expects adapters on experts."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*_pattern keys did not match", category=RuntimeWarning)
+        yield
 
 
 def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
