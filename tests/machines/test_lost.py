@@ -78,7 +78,7 @@ def test_a_worker_killed_is_named_with_its_node(running: Cluster) -> None:
     assert "at:  node 1 (desk-b), rank 1, process" in first.errors
     assert first.errors.count("error: ") == 1
     assert "ended: rank 1 was killed" in second.errors
-    assert "node 0 (desk-a) shows the whole of it" in second.errors
+    assert "node 0 (desk-a) shows the full error" in second.errors
 
 
 def test_a_link_taken_down(running: Cluster) -> None:

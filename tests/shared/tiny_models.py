@@ -98,6 +98,11 @@ EXTRA: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 5},
     "bamba": _MAMBA2,
+    "granitemoehybrid": {
+        **_MAMBA2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_intermediate_size": 16,
+    },
     "jamba": {
         "num_hidden_layers": 2,
         "attn_layer_period": 2,

@@ -60,7 +60,7 @@ class Architecture:
             fp32_parameters=family.fp32_parameters,
             plan_styles=frozenset(plan.values()),
             unplanned_weights=has_unplanned_weights(config),
-            # a router loss is of all blocks' routers together
+            # a router loss is added up over all blocks
             stages=family.stages and not getattr(config, "output_router_logits", False),
         )
 

@@ -68,6 +68,17 @@ def test_kubeflow_s_models_know_every_key(nodes: int, own: bool) -> None:
         assert models.IoK8sApiCoreV1ConfigMap.from_dict(config).to_dict() == config
 
 
+def test_the_pods_get_the_files_as_they_are() -> None:
+    for file in ("trainjob.yaml", "jobset.yaml"):
+        data = documents(made("kubernetes"), file)["ConfigMap"]["data"]
+        same = made("skypilot").files
+        assert data == {"job.yaml": JOB, "launch.sh": same["launch.sh"]}
+        data = documents(made("kubernetes", own=False), file)["ConfigMap"]["data"]
+        same = dict(made("skypilot", own=False).files)
+        del same["task.yaml"]
+        assert data == same
+
+
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_skypilot_takes_its_file(nodes: int, own: bool) -> None:
@@ -237,12 +248,8 @@ def test_torchrun_reads_what_the_files_set(tmp_path: Path) -> None:
 def test_names_are_those_of_kubernetes() -> None:
     from shardwise.emit.cluster import _name
 
-    assert [_name(name) for name in ("My_run.v2", "7b", "a" * 60, "x-")] == [
-        "my-run-v2",
-        "run-7b",
-        "a" * 40,
-        "x",
-    ]
+    found = [_name(name) for name in ("My_run.v2", "7b", "a" * 60, "x-", "On")]
+    assert found == ["my-run-v2", "run-7b", "a" * 40, "x", "run-on"], "YAML reads `on` as true"
 
 
 def test_what_cannot_be_meant_is_refused(

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.data.batch import IGNORED, MicroBatch
+from shardwise.engines.facts import Architecture
 from shardwise.engines.pipeline.runtime.model import CutModel
 from shardwise.errors import JobError
 from shardwise.models.families import FAMILIES
@@ -116,6 +117,14 @@ def test_a_rank_fills_its_own_part_and_knows_who_has_the_rest() -> None:
     last = CutModel(module, find_blocks(module.model), stages=2, own={1})
     assert module.model.lm_head in last.parts
     assert module.model.model.embed_tokens not in last.parts
+
+
+def test_a_router_loss_over_all_blocks_is_refused() -> None:
+    """A stage would know the routers of its own blocks only."""
+    module = loss_module("mixtral", output_router_logits=True)
+    assert not Architecture.of(module.model.config).stages
+    with pytest.raises(JobError, match="its router loss needs all blocks"):
+        CutModel(module, find_blocks(module.model), stages=2, own={0})
 
 
 def test_blocks_that_return_tuples_are_refused_at_the_first_pass() -> None:

@@ -111,6 +111,7 @@ BROKEN = {
     "stages-need-a-plan": staged(
         tensor_parallel=2, data_parallel=1, architecture=shape(plan_styles=frozenset())
     ),
+    "stages-reduce-in-fp32": staged(reduce_dtype="bf16"),
     "pipeline-does-not-offload": staged(offload_optimizer="cpu"),
     "global-batch-divides": Facts(
         strategy=Strategy(engine="deepspeed", stage=2, data_parallel=4, micro_batch=2),

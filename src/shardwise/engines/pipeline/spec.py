@@ -65,7 +65,8 @@ class Pipeline(EngineSpec):
         Rule(
             name="pipeline-needs-a-known-model",
             broken=lambda f: f.architecture is not None and not f.architecture.stages,
-            reason="this architecture is not known to pass only hidden states from block to block",
+            reason="this architecture is not known to pass only hidden states from block to block, or it has "
+            "a router loss over all blocks",
             where="strategy.pipeline",
             fix="strategy: fsdp2 or zero3, which need no cut",
             source="shardwise.models.families: stages; compared with the uncut model in tests",
@@ -113,6 +114,14 @@ class Pipeline(EngineSpec):
             where="strategy.tensor_parallel",
             fix="tensor_parallel: 1; more stages save memory, too",
             source="transformers: base_model_tp_plan of a config; shardwise.models.tensor_plan",
+        ),
+        Rule(
+            name="stages-reduce-in-fp32",
+            broken=lambda f: f.strategy.reduce_dtype not in ("auto", "fp32"),
+            reason="the pipeline engine adds up and reduces gradients in fp32",
+            where="strategy.reduce_dtype",
+            fix="leave reduce_dtype out",
+            source="shardwise.engines.pipeline.runtime.zero1",
         ),
         Rule(
             name="pipeline-does-not-offload",

@@ -29,6 +29,8 @@ class CutModel:
 
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], *, stages: int, own: set[int]) -> None:
         """`own`: stages of this rank. Changes the forward functions of `module` in place."""
+        if getattr(module, "router_loss", None) is not None:
+            raise _cannot_be_cut("its router loss needs all blocks")
         self.module, self.blocks, self.last = module, blocks, stages - 1
         before, after = _outside(module, blocks)
         sizes, head = [_multiplied(block) for block in blocks], sum(_multiplied(part) for part in after)
