@@ -119,6 +119,20 @@ def test_a_rank_fills_its_own_part_and_knows_who_has_the_rest() -> None:
     assert module.model.model.embed_tokens not in last.parts
 
 
+def test_a_stage_needs_no_weights_of_the_others() -> None:
+    """They stay on the meta device, embeddings and first blocks included."""
+    module, batch = loss_module("llama"), packed_batch()
+    expected = module(batch)
+    other = copy.deepcopy(module)
+    first = CutModel(other, find_blocks(other.model), stages=3, own={0})
+    hidden = first.run(0, batch, None)
+    blocks = find_blocks(module.model)
+    cut = CutModel(module, blocks, stages=3, own={1, 2})
+    for part in (module.model.model.embed_tokens, *(blocks[index] for index in cut.ranges[0])):
+        part.to("meta")
+    assert torch.equal(cut.run(2, batch, cut.run(1, batch, hidden)), expected)
+
+
 def test_a_router_loss_over_all_blocks_is_refused() -> None:
     """A stage would know the routers of its own blocks only."""
     module = loss_module("mixtral", output_router_logits=True)

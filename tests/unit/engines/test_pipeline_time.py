@@ -71,4 +71,4 @@ def test_stages_of_different_nodes_send_over_the_network() -> None:
     assert inter is not None
     assert _links(strategy(pipeline=2, data_parallel=8), hardware) == [inter, inter]
     assert _links(strategy(pipeline=4, data_parallel=4), hardware) == [intra, inter, intra, inter]
-    assert _links(strategy(pipeline=2, data_parallel=2), hardware) == [intra, intra]
+    assert _links(strategy(pipeline=2, data_parallel=4), hardware) == [intra, intra]
