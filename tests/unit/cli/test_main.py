@@ -32,7 +32,7 @@ VERBS = {
     "demo": {"--out"},
     "init": {"--out", "--list", "--models"},
     "config": {"--set", "--json"},
-    "plan": {
+    "plan": {"--scale", "--straggler",
         "--gpus", "--model", "--lora", "--full", "--sequence", "--global-batch", "--objective",
         "--max-slowdown", "--pareto", "--all",
         "--explain", "--json", "--out", "--set", "--memory-cap",
