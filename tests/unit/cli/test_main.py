@@ -47,7 +47,7 @@ VERBS = {
         "--strategies", "--sweep", "--processes", "--steps", "--warmup", "--timeout", "--profile", "--out",
         "--set", "--memory-cap", "--json",
     },
-    "check": {"--gpus", "--model", "--sequence", "--reader", "--fix", "--json"},
+    "check": {"--gpus", "--model", "--sequence", "--reader", "--fix", "--errors-only", "--json"},
     "emit": {"--to", "--run", "--gpus", "--out", "--set"},
     "report": {"--html", "--json"},
     "export": {"--merge", "--out", "--gguf", "--push", "--json"},
