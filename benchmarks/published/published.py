@@ -82,6 +82,8 @@ def job_of(row: Row, models: Mapping[str, Any], folder: Path) -> Job:
     strategy: Any = row["strategy"]
     if degree:
         strategy = {"engine": "deepspeed", "stage": int(degree[2]), "tensor_parallel": int(degree[1])}
+    if row["strategy"] == "hsdp8":
+        strategy = {"engine": "fsdp2", "shard_group": 8}
     ranks = parse_hardware(row["gpus"]).world_size // (int(degree[1]) if degree else 1)
     return Job.model_validate(
         {
