@@ -46,7 +46,7 @@ test-distributed: setup operators
 test-others: setup operators
 	$(BIN)/python -m pytest -m 'not gpu' --numprocesses $$(($$(nproc) - 1)) --dist loadfile tests/golden tests/unit
 
-## test-machines: several machines, as network namespaces; needs root and `ip`, and takes about five minutes
+## test-machines: several machines, as network namespaces and in Slurm; needs root, takes some ten minutes
 test-machines: setup operators
 	$(BIN)/python -m pytest tests/machines
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import shardwise
 from shardwise.planner.plan import in_words
+from shardwise.simulate.power import under_limit
 
 JOBS = (
     ("llama-3.1-8b", "1xH200", ("model.lora.rank=16",), "5%"),
@@ -27,6 +28,9 @@ JOBS = (
         "30%",
     ),
 )
+
+
+SWEPT = ("EleutherAI/gpt-neo-2.7B", "4xRTX4080", ("model.lora.rank=16",), (320, 280, 240, 200, 160, 130, 100))
 
 
 def row(model: str, gpus: str, changes: tuple[str, ...], max_slowdown: str) -> dict[str, Any]:
@@ -64,6 +68,25 @@ def row(model: str, gpus: str, changes: tuple[str, ...], max_slowdown: str) -> d
     }
 
 
+def swept(model: str, gpus: str, changes: tuple[str, ...], limits: tuple[int, ...]) -> dict[str, Any]:
+    """One job's fastest strategy at limits that somebody names, whether or not the card accepts them."""
+    plan = shardwise.plan(model=model, gpus=gpus, changes=changes)
+    chosen, gpu = plan.chosen, plan.hardware.gpu
+    assert chosen is not None
+    own = chosen.prediction
+    levels = []
+    for watts in limits:
+        made = under_limit(own, gpu, watts)
+        levels.append(
+            {
+                "limit_watts": watts,
+                "time": made.time.step_seconds / own.time.step_seconds,
+                "energy": made.energy.joules_per_token / own.energy.joules_per_token,
+            }
+        )
+    return {"model": model, "gpus": gpus, "strategy": in_words(chosen.strategy), "levels": levels}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a plan with power limits chooses for four jobs")
     parser.add_argument("--out", type=Path, required=True)
@@ -73,6 +96,7 @@ def main() -> None:
         "command": f"python benchmarks/power_limits_predicted/jobs.py --out {asked.out}",
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "jobs": [row(*job) for job in JOBS],
+        "swept": swept(*SWEPT),
     }
     asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

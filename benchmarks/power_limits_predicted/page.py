@@ -62,6 +62,17 @@ def jobs() -> Iterator[str]:
         )
 
 
+def swept() -> Iterator[str]:
+    """One job at limits that somebody names."""
+    found = read("jobs.json")["swept"]
+    yield f"{found['model']} on {found['gpus']}, {found['strategy']}"
+    yield ""
+    yield "| limit, W | time | energy |"
+    yield "|---|---|---|"
+    for one in found["levels"]:
+        yield f"| {one['limit_watts']} | {one['time'] - 1:+.1%} | {one['energy'] - 1:+.1%} |"
+
+
 if __name__ == "__main__":
-    for table in (accuracy, levels, jobs):
+    for table in (accuracy, levels, jobs, swept):
         print("\n".join(table()), end="\n\n")

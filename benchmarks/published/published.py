@@ -55,6 +55,7 @@ def rows_of(table: Mapping[str, Any]) -> list[Row]:
         "kernels": "fused",
         "quantization": "none",
         "lora": 0,
+        "dropout": 0.0,
         "ran": "yes",
         "states": "fp32",
         "attention": "second",
@@ -75,7 +76,7 @@ def job_of(row: Row, models: Mapping[str, Any], folder: Path) -> Job:
         (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
         model = {"source": str(source)}
     if row["lora"]:
-        model["lora"] = {"rank": row["lora"], "targets": row["targets"]}
+        model["lora"] = {"rank": row["lora"], "targets": row["targets"], "dropout": row["dropout"]}
     model["weights"] = "random"
     degree = re.match(r"autotp(\d+)-zero(\d)", row["strategy"])
     strategy: Any = row["strategy"]
@@ -228,7 +229,7 @@ def groups(rows: Sequence[Row]) -> list[list[Row]]:
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         capability = parse_hardware(row["gpus"]).gpu.capability
-        keys = ("model", "sequence", "lora", "quantization", "loss", "kernels", "attention")
+        keys = ("model", "sequence", "lora", "quantization", "loss", "kernels", "attention", "dropout")
         named = (*(row[key] for key in keys), str(row.get("targets")), capability)
         found.setdefault(named, []).append(row)
     return sorted(found.values(), key=len, reverse=True)

@@ -17,6 +17,7 @@ from typing import Any
 import engine_worker as w
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from shardwise.engines.runtime.protocol import Engine, World
 from shardwise.errors import ShardwiseError
@@ -295,8 +296,15 @@ def resume(folder: Path, world: World) -> dict[str, Any]:
                 [step.loss.item() for step in expected] == [step.loss.item() for step in found]
                 and [float(step.grad_norm) for step in expected] == [float(step.grad_norm) for step in found]
                 and same(snapshot(straight), snapshot(resumed))
+                and (bare != GROUPS["fsdp2-hsdp2"] or neighbours_share(place))
             )
     return results
+
+
+def neighbours_share(place: Path) -> bool:
+    """Whether ranks 0 and 1 hold different halves of the state, and ranks 2 and 3 the same as these."""
+    parts = [load_file(place / f"rank-{rank:05d}.safetensors") for rank in range(4)]
+    return same(parts[0], parts[2]) and same(parts[1], parts[3]) and not same(parts[0], parts[1])
 
 
 def not_finite(folder: Path, world: World) -> dict[str, Any]:

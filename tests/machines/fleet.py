@@ -198,7 +198,7 @@ class Cluster:
     nodes: list[Node]
     thread: threading.Thread = field(default_factory=threading.Thread)
 
-    def wait(self, seconds: float = 120.0) -> list[Node]:
+    def wait(self, seconds: float = 250.0) -> list[Node]:
         self.thread.join(seconds)
         assert not self.thread.is_alive(), "it has not ended"
         return self.nodes
@@ -238,7 +238,7 @@ def start(
     warm_up()
 
     def work() -> None:
-        for node, code in zip(nodes, run(calls, timeout=150.0), strict=True):
+        for node, code in zip(nodes, run(calls, timeout=280.0), strict=True):
             node.code = code
 
     cluster.thread = threading.Thread(target=work, daemon=True)
@@ -267,7 +267,7 @@ def losses(run_dir: Path) -> list[float]:
     return [event["loss"] for event in events if event["kind"] == "step"]
 
 
-def wait_for(find, what: str, seconds: float = 60.0):  # type: ignore[no-untyped-def]
+def wait_for(find, what: str, seconds: float = 120.0):  # type: ignore[no-untyped-def]
     """The first true value of `find`; files that are not there yet count as false."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:

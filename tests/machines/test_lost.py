@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def running(fleet: Fleet, tmp_path: Path):  # type: ignore[no-untyped-def]
     for folder in folders:
         write_job(folder, "fsdp2", steps=100_000)
     cluster = start(fleet, folders, "job.yaml", processes=1)
-    wait_for(lambda: trained(folders[0] / "runs/job", 3), "the third step", 90.0)
+    wait_for(lambda: trained(folders[0] / "runs/job", 3), "the third step")
     pids = [pid for node in cluster.nodes for pid in (node.launcher, *node.workers())]
     assert len(pids) == 4
     yield cluster
@@ -40,6 +41,14 @@ def pids_of(node: Node) -> list[int]:
 
 def none_left(pids: list[int], since: float) -> None:
     wait_for(lambda: not any(map(alive, pids)), "the end of all processes", SOON - (time.monotonic() - since))
+
+
+def test_it_listens_on_the_network_of_the_rendezvous_alone(running: Cluster) -> None:
+    for node, addresses in zip(running.nodes, ({"10.77.0.1"}, {"10.77.0.2"}), strict=True):
+        assert node.machine is not None
+        words = ["ip", "netns", "exec", node.machine.namespace, "ss", "-tlnH"]
+        lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+        assert {line.split()[3].rpartition(":")[0] for line in lines} == addresses
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -69,7 +78,7 @@ def test_a_worker_killed_is_named_with_its_node(running: Cluster) -> None:
     assert "at:  node 1 (desk-b), rank 1, process" in first.errors
     assert first.errors.count("error: ") == 1
     assert "ended: rank 1 was killed" in second.errors
-    assert "node 0 (desk-a) shows the whole of it" in second.errors
+    assert "node 0 (desk-a) shows the full error" in second.errors
 
 
 def test_a_link_taken_down(running: Cluster) -> None:

@@ -280,7 +280,7 @@ def test_a_wrong_set_up_is_found_before_a_worker_starts(set_up: SetUp, name: str
             assert re.search(wrong.alone, their), their
         elif name not in EXPLAINED_THERE:
             assert their.splitlines()[-1].startswith("ended: "), their
-            assert "shows the whole of it" in their
+            assert "shows the full error" in their
     assert time.monotonic() - began < 45
     assert not list(set_up.folders[0].rglob("events.jsonl"))
 

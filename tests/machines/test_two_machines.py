@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fleet import Fleet, losses, send, start, trained, wait_for, write_job
@@ -19,7 +20,16 @@ from shardwise.record.manifest import verify
 
 pytestmark = pytest.mark.machines
 
-STRATEGIES = ["zero2", "zero3", "fsdp2"]  # add a line: every strategy of four processes may stand here
+HSDP = {"engine": "fsdp2", "shard_group": 2}
+HPZ = {"engine": "deepspeed", "stage": 3, "shard_group": 2}
+PIPELINE = {"engine": "pipeline", "pipeline": 2}
+STRATEGIES = ["zero2", "zero3", "fsdp2", HSDP, HPZ, {"engine": "ddp"}, PIPELINE]
+STRATEGIES += [{**PIPELINE, "tensor_parallel": 2}]
+"""Add a line: every strategy of four processes may stand here."""
+
+
+def named(strategy: Any) -> str:
+    return strategy if isinstance(strategy, str) else "-".join(map(str, strategy.values()))
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +42,9 @@ def on_one_machine(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(folder / "runs/job")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=named)
 def test_two_nodes_of_two_are_one_node_of_four(
-    fleet: Fleet, on_one_machine: list[float], tmp_path: Path, strategy: str
+    fleet: Fleet, on_one_machine: list[float], tmp_path: Path, strategy: object
 ) -> None:
     write_job(tmp_path, strategy, output=str(tmp_path / "runs"))
     folders = [tmp_path / "a", tmp_path / "b"]
@@ -47,9 +57,9 @@ def test_two_nodes_of_two_are_one_node_of_four(
 
 
 @pytest.mark.parametrize("disks", ["shared", "local"])
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp2", HSDP], ids=named)
 def test_a_signal_on_one_node_saves_on_all_and_resuming_is_exact(
-    fleet: Fleet, tmp_path: Path, strategy: str, disks: str
+    fleet: Fleet, tmp_path: Path, strategy: object, disks: str
 ) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
@@ -61,7 +71,7 @@ def test_a_signal_on_one_node_saves_on_all_and_resuming_is_exact(
     first, second = cluster.wait()
     assert (first.code, second.code) == (75, 75), first.errors + second.errors
     assert "the state is saved" in first.errors
-    assert "node 0 (desk-a) shows the whole of it" in second.errors
+    assert "node 0 (desk-a) shows the full error" in second.errors
     before = losses(run_dir)
     stopped = len(before)
     if disks == "local":

@@ -1,53 +1,115 @@
-"""What is done with a trained model: export its weights, let it write."""
+"""What is done with a trained model: export its weights, let it answer."""
 
-import shlex
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from socket import AF_INET, AF_INET6
+from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import JobError
-from shardwise.record.read import is_run_folder
+from shardwise.app import publish
+from shardwise.errors import JobError, MachineError
+from shardwise.inference.sampling import Sampling
+from shardwise.record.read import read_run
+
+if TYPE_CHECKING:
+    from shardwise.inference.conversation import Conversation
 
 
-def export(run: str | Path, out: str | Path | None = None, *, merge: bool = False) -> dict[str, Any]:
-    """Write the newest valid checkpoint's weights as Hugging Face safetensors.
+def export(
+    run: str | Path,
+    out: str | Path | None = None,
+    *,
+    merge: bool = False,
+    gguf: bool = False,
+    push: str | None = None,
+    show: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Write the newest valid checkpoint's weights as Hugging Face safetensors, with a model card.
 
     Args:
         run: a run folder.
         out: the new folder to write; None: RUN/export.
         merge: merge LoRA adapters into the base model.
+        gguf: write a GGUF file, too, with llama.cpp's converter.
+        push: repository of the hub that the folder is uploaded to; a new one is private.
+        show: gets a sentence for each part of the work.
 
     Returns:
-        What was written, its number format and step, and with `merge` the largest logit difference.
+        What was written, its number format and step, with `merge` the largest logit difference, and the
+        `gguf` file and the `url` on the hub, where asked for.
     """
     folder = Path(run) / "export" if out is None else Path(out)
     if folder.exists() and not folder.is_dir():
         raise JobError(f"{folder} is not a folder", where="--out", fix="name a new folder")
+    if folder.resolve() == Path.cwd():
+        raise JobError("a model gets a folder of its own", where=f"--out {out}", fix="name a new folder")
+    if folder.exists() and any(folder.iterdir()):
+        raise JobError(f"{folder} exists and is not empty", where="--out", fix="name a new folder")
+    lora = read_run(Path(run), with_events=False).job["model"].get("lora")
+    if merge and lora is None:
+        what = "there is no adapter to merge: the run trained all weights"
+        raise JobError(what, where="--merge", fix="leave --merge out")
+    if gguf and lora is not None and not merge:
+        what = "a GGUF file holds an entire model, and the run trained an adapter"
+        raise JobError(what, where="--gguf", fix="add --merge")
+    converter = publish.gguf_converter() if gguf else None
+    if push is not None:
+        publish.check_push(push)
     from shardwise.training.afterwards import export_run
 
-    return export_run(run, folder, merge=merge)
+    def convert(made: Path) -> None:
+        if converter is not None:
+            publish.write_gguf(converter, made, f"{folder.name}.gguf", show)
+
+    written = export_run(run, folder, merge=merge, show=show, finish=convert)
+    if gguf:
+        written["gguf"] = str(folder / f"{folder.name}.gguf")
+    if push is not None:
+        written["url"] = publish.push(folder, push, show)
+    return written
 
 
-def generate(
-    run: str | Path, prompt: str, *, max_new_tokens: int = 100, temperature: float = 0.0, seed: int = 0
-) -> str:
-    """The text that a run's newest valid checkpoint writes for a prompt; greedy at temperature 0."""
-    _refuse_exported(Path(run))
-    from shardwise.training.afterwards import generate_run
+def open_conversation(
+    name: str, sampling: Sampling, *, system: str | None, compare: bool, note: Callable[[str], None]
+) -> Conversation:
+    """Load a run's newest checkpoint, an exported model or adapter, or a model of the hub, to talk to it."""
+    from shardwise.inference.conversation import Conversation
+    from shardwise.inference.load import load_model
 
-    return generate_run(run, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    return Conversation(load_model(name), sampling, system=system, compare=compare, note=note)
 
 
-def _refuse_exported(folder: Path) -> None:
-    """JobError for a folder with weights and no run: how to load them, and which run may be meant."""
-    kinds = {
-        "adapter_config.json": ("an exported adapter", "peft.AutoPeftModelForCausalLM"),
-        "config.json": ("a Hugging Face model", "transformers.AutoModelForCausalLM"),
-    }
-    found = next((kinds[name] for name in kinds if (folder / name).is_file()), None)
-    if found is None or is_run_folder(folder):
-        return
-    kind, loader = found
-    run = shlex.quote(str(folder.parent)) if is_run_folder(folder.resolve().parent) else "RUN"
-    fix = f"`shardwise generate {run} --prompt ...` with the run that it was exported from; the folder "
-    fix += f"itself is for {loader}.from_pretrained"
-    raise JobError(f"{folder} is {kind}, not a run folder", where="RUN", fix=fix)
+def serve(name: str, *, host: str, port: int, token: str | None, show: Callable[[str], None]) -> None:
+    """Answer OpenAI's API until a signal ends it; see `inference/endpoint.py` for what is refused.
+
+    Raises JobError where others would reach the address without a token, MachineError where it is taken.
+    """
+    if not token and not _is_local(host):
+        what = f"everybody who reaches {host} could use the model"
+        fix = "set SHARDWISE_TOKEN, or add --token; clients send it as their API key"
+        raise JobError(what, where="--host", fix=fix)
+    try:
+        listener = socket.create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)
+    except OSError as error:
+        what = f"{host}:{port} cannot be listened on: {error.strerror or error}"
+        raise MachineError(what, where="--host, --port", fix="name another port, e.g. --port 0") from None
+    with listener:
+        try:
+            from shardwise.inference.endpoint import run
+        except ImportError as error:
+            fix = "pip install 'shardwise[serve]'"
+            raise MachineError(f"{error.name} is not installed", where="serve", fix=fix) from None
+        from shardwise.inference.load import load_model
+
+        run(load_model(name), listener, token=token or None, show=show)
+
+
+def _is_local(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -16,12 +16,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from shardwise.cli.bench import bench
+from shardwise.cli.chat import chat, generate, serve
 from shardwise.cli.check import check
 from shardwise.cli.demo import demo
 from shardwise.cli.doctor import doctor
 from shardwise.cli.emit import emit
 from shardwise.cli.jobs import config, init
-from shardwise.cli.models import export, generate
+from shardwise.cli.models import export
 from shardwise.cli.monitor import monitor
 from shardwise.cli.options import write_no_more
 from shardwise.cli.plan import plan
@@ -46,7 +47,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 _VERBS: list[Callable[..., Any]] = [demo, init, config, plan, train, monitor, bench, check]
-_VERBS += [emit, report, export, generate, doctor, power]
+_VERBS += [emit, report, export, generate, chat, serve, doctor, power]
 for _verb in _VERBS:
     app.command()(_verb)
 

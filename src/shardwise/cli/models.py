@@ -1,13 +1,14 @@
-"""`shardwise export RUN`, the trained weights in Hugging Face's format; `generate RUN`, text from them."""
+"""`shardwise export RUN`, the trained weights in Hugging Face's format."""
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shardwise.cli.options import AsJson, RunFolder, stdout_to_stderr
+from shardwise.cli.options import AsJson, RunFolder, progress, say, stdout_to_stderr
 
 
 def export(
@@ -16,16 +17,24 @@ def export(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="New folder to write.  [default: RUN/export]")
     ] = None,
+    gguf: Annotated[bool, typer.Option("--gguf", help="Also write DIR/NAME.gguf, by llama.cpp.")] = False,
+    push: Annotated[
+        str | None, typer.Option(metavar="REPO", help="Upload to the hub; a new REPO is private.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the trained weights as Hugging Face safetensors.
+    """Write the trained weights as Hugging Face safetensors, with a model card.
 
     Shows what was written, its number format, and with --merge how far the merged logits differ.
+    --gguf needs llama.cpp's convert_hf_to_gguf.py on PATH or in the folder $LLAMA_CPP.
     """
-    from shardwise.app.models import export as write
+    with stdout_to_stderr(), progress("export: starting") as show:  # DeepSpeed, which peft imports, logs
+        from shardwise.app.models import export as write
 
-    with stdout_to_stderr():  # DeepSpeed, which peft imports, logs there
-        written = write(run, out, merge=merge)
+        def report(what: str) -> None:
+            (show if sys.stderr.isatty() else say)(f"export: {what}")
+
+        written = write(run, out, merge=merge, gguf=gguf, push=push, show=report)
     if as_json:
         print(json.dumps(written))
     else:
@@ -40,21 +49,8 @@ def _lines(written: Mapping[str, Any]) -> Iterator[str]:
         difference, largest = written["max_logit_difference"], written["max_logit"]
         yield f"  merging moved logits by at most {difference:.2g}; the largest is {largest:.3g}"
     loader = "peft.AutoPeftModelForCausalLM" if written["kind"] == "adapter" else "AutoModelForCausalLM"
-    yield f"  load it with {loader}.from_pretrained; `shardwise generate` takes the run"
-
-
-def generate(
-    run: RunFolder,
-    prompt: Annotated[str, typer.Option(help="What the model is asked.", show_default=False)],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 100,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token; higher is more varied.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
-) -> None:
-    """Let the trained model answer a prompt."""
-    from shardwise.app.models import generate as write
-
-    with stdout_to_stderr():
-        answer = write(run, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    print(answer.rstrip())
+    yield f"  load it with {loader}.from_pretrained; `shardwise chat {written['out']}` talks to it"
+    if "gguf" in written:
+        yield f"  for llama.cpp: {written['gguf']}"
+    if "url" in written:
+        yield f"  uploaded to {written['url']}"

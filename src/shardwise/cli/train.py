@@ -37,8 +37,18 @@ def train(
     rendezvous: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Address and port of node 0, the same on all.")
     ] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Machines that train together: HOST slots=N; started over ssh."),
+    ] = None,
+    workdir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder on the other hosts.  [default: this one]")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")
+    ] = False,
+    resume_or_start: Annotated[
+        bool, typer.Option("--resume-or-start", help="The same if the run has one, else start it.")
     ] = False,
     max_steps: Annotated[
         int | None,
@@ -68,7 +78,10 @@ def train(
             nodes=nodes,
             node_rank=node_rank,
             rendezvous=rendezvous,
+            hostfile=hostfile,
+            workdir=workdir,
             resume=resume,
+            resume_or_start=resume_or_start,
             max_steps=max_steps,
             dry_run=dry_run,
             changes=changes,

@@ -86,10 +86,13 @@ class Renderer:
     sandbox would find no keys there.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, *, answers_only: bool) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str, *, answers_only: bool, invite: bool = False
+    ) -> None:
+        """`invite`: one sample a conversation, which invites an answer where none is the last message."""
         tokens = tokenizer.special_tokens_map.items()
         variables = {name: value for name, value in tokens if isinstance(value, str)}
-        self._setup = (template, variables, end_tokens(tokenizer), answers_only)
+        self._setup = (template, variables, end_tokens(tokenizer), answers_only, invite)
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:

@@ -49,6 +49,7 @@ class Template:
     variables: dict[str, Any]  # special tokens by name, as templates use them: bos_token, eos_token, …
     end_tokens: tuple[str, ...]  # texts of all special tokens: one of them ends a turn
     answers_only: bool = True
+    invite: bool = False  # render for generating: nothing is an answer
 
     @property
     def marks_answers(self) -> bool:
@@ -86,8 +87,11 @@ class Template:
 
 def render_conversation(template: Template, messages: list[Message], tools: Tools) -> list[Rendered]:
     """Render the samples of one conversation; several only where the template rewrites earlier turns."""
-    entire = template.render(messages, tools)
+    invited = template.invite and messages[-1]["role"] != "assistant"
+    entire = template.render(messages, tools, prompt=invited)
     _check_complete(template, entire.text, messages, tools)
+    if template.invite:
+        return [Rendered(entire.text, [])]
     if not template.answers_only:
         return [Rendered(entire.text, [(0, len(entire.text))])]
     if template.marks_answers:
@@ -189,8 +193,11 @@ def time_limit(messages: list[Message]) -> float:
 def main() -> None:
     """Answer requests until stdin ends."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    source, variables, end_tokens, answers_only = json.loads(sys.stdin.readline())
-    template = Template(source, variables, tuple(end_tokens), answers_only)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # ctrl-C ends an answer of `chat`; the end of stdin ends this
+    source, variables, end_tokens, answers_only, invite = json.loads(sys.stdin.readline())
+    template = Template(source, variables, tuple(end_tokens), answers_only, invite)
     if sys.platform == "linux":  # elsewhere the address space cannot be limited; the time still is
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))

@@ -51,7 +51,7 @@ class Together:
     _values: dict[int, dict[int, Any]] = field(default_factory=dict)
     _agreed: dict[int, list[Any]] = field(default_factory=dict)
     _round: int = 0
-    _told: set[str] = field(default_factory=set)
+    _said: set[str] = field(default_factory=set)
     _beat: float = 0.0
     _paused: float = 0.0  # Seconds in which this process did not run
     _ticked: float = field(default_factory=time.monotonic)
@@ -72,8 +72,8 @@ class Together:
             self._paused = now - self._ticked
         self._ticked = now
         for word, said in (("stop", stop), ("failing", failing)):
-            if said and word not in self._told:
-                self._told.add(word)
+            if said and word not in self._said:
+                self._said.add(word)
                 self.tell({"do": word})
         if now - self._beat > BEAT_SECONDS:
             self._beat = now
@@ -116,7 +116,7 @@ class Together:
         """What this node shows of an error: node 0 all of it, the others a line that points there."""
         if self.first or (self.alone and error is self.over) or isinstance(error, ElsewhereError):
             return error
-        what = f"{error.problems[0].what}; {self.named(0)} shows the whole of it"
+        what = f"{error.problems[0].what}; {self.named(0)} shows the full error"
         short = ElsewhereError(what)
         short.exit_code = error.exit_code
         return short
@@ -253,7 +253,7 @@ class _Hosting:
             what = f"{name} and {together.names[node]} were both started as node {node}"
             error = JobError(what, where="--node-rank", fix="give every node a rank of its own")
         if error is not None:
-            together.channels[-1] = channel  # it is told, too
+            together.channels[-1] = channel  # it hears of it, too
             raise error
         together.channels[node], together.names[node] = channel, name
         together.ahead[str(node)] = hello["now"] - time.time()

@@ -87,7 +87,7 @@ def resolve(nodes: Nodes) -> tuple[socket.AddressFamily, str, int]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this address; None where it cannot be told."""
+    """The network interface that has this address; None where none is known to."""
     return next((name for _, name in socket.if_nameindex() if address in addresses_of(name)), None)
 
 

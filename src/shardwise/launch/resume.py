@@ -1,5 +1,6 @@
 """What `--resume` uses of the run folder: the job, the number of processes, the strategy."""
 
+import itertools
 import json
 import shlex
 from collections.abc import Mapping
@@ -40,6 +41,13 @@ def job_file(path: Path, *, resume: bool) -> Path:
         fix = f"`{resume_command(path)}` goes on with it; `{another}` starts another"
         raise JobError(f"{path} is a run folder, not a job file", fix=fix)
     return path / JOB
+
+
+def set_aside(run_dir: Path) -> None:
+    """Rename the folder of a run that has saved nothing (`NAME-1`): it begins again, and its logs stay."""
+    if is_run_folder(run_dir):
+        names = (run_dir.with_name(f"{run_dir.name}-{number}") for number in itertools.count(1))
+        run_dir.rename(next(name for name in names if not name.exists()))
 
 
 def processes_of(run_dir: Path, *, nodes: int = 1) -> int | None:

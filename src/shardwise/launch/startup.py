@@ -1,6 +1,6 @@
 """What the nodes of a run compare before any worker starts: all that would fail later, slowly or in silence.
 
-Every node states its facts, which need no other node (`facts`), then what it sees of the others (`seen`).
+Every node states its facts, which need no other node (`facts`), then what it sees of the others (`_seen`).
 All nodes get all of them and judge alike, so that all end with the same exit code. What only a tokenizer or
 a model can tell is compared by the workers (`training.run`).
 """
@@ -12,7 +12,7 @@ import shutil
 import socket
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from shardwise.errors import CheckpointError, JobError, MachineError, Problem, S
 from shardwise.folders import cache_root
 from shardwise.hardware.detect import visible
 from shardwise.job.load import differences
-from shardwise.job.paths import DATA_SUFFIXES
+from shardwise.job.paths import DATA_SUFFIXES, unplaced
 from shardwise.launch.control import Together
 from shardwise.launch.nodes import INTERFACES, addresses_of, interface_of
 from shardwise.launch.spec import LaunchSpec
@@ -47,63 +47,53 @@ class Finding(NamedTuple):
     problem: Problem
 
 
-def check(together: Together, spec: LaunchSpec, while_waiting: Callable[[], object]) -> bool:
-    """Compare the nodes; True where all see the same run folder. Raises one error for all that is wrong."""
-    with ExitStack() as stack:
-        listener, mine = facts(together, spec)
-        stack.enter_context(listener)
-        marker = f".shardwise-{uuid.uuid4().hex[:12]}"
-        places = _places(spec)
-        if together.first:
-            for place in places.values():
-                stack.enter_context(_marked(place, marker))
-        everyone = together.agree({**mine, "marker": marker, "ahead": together.ahead}, while_waiting)
-        problems = list(compare(everyone, together))
-        views = together.agree(_seen(everyone, together.nodes.rank, places), while_waiting)
-        problems += _network(views, everyone, together)
-        shared, mixed = _disks(views, together)
-        problems += mixed
-    if problems:
-        raise together.elsewhere(_error(problems))
-    return shared
+def check(together: Together, spec: LaunchSpec, mine: Facts, while_waiting: Callable[[], object]) -> bool:
+    """Compare the nodes' `facts`; True where all see the same run folder. One error for all that is wrong."""
+    place, marker = Path(spec.run_dir).parent, f".shardwise-{uuid.uuid4().hex[:12]}"
+    listener, network = _network(together)
+    with listener, _marked(place, marker) if together.first else nullcontext():
+        mine = {**mine, **network, "marker": marker, "ahead": together.ahead}
+        everyone = together.agree(mine, while_waiting)
+        found = list(compare(everyone, together))
+        views = together.agree(_seen(everyone, together.nodes.rank, place), while_waiting)
+    found += [*_unreached(views, everyone, together), *_mixed(views, together)]
+    found.sort(key=lambda finding: _KINDS.index(finding.kind))
+    if found:
+        problems = [finding.problem for finding in found]
+        headline = "the nodes do not fit together" if len(problems) > 1 else problems[0].what
+        error = found[0].kind(headline, problems=problems)
+        error.headline = headline if len(problems) > 1 else ""
+        raise together.elsewhere(error)
+    return all(view["marked"] for view in views)
 
 
-def _error(findings: Sequence[Finding]) -> ShardwiseError:
-    ordered = sorted(findings, key=lambda finding: _KINDS.index(finding.kind))
-    problems = [finding.problem for finding in ordered]
-    headline = "the nodes do not fit together" if len(problems) > 1 else problems[0].what
-    if len(problems) == 1:
-        return ordered[0].kind(headline, where=problems[0].where, fix=problems[0].fix)
-    return ordered[0].kind(headline, problems=problems)
-
-
-def facts(together: Together, spec: LaunchSpec) -> tuple[socket.socket, Facts]:
-    """This node's facts, and the socket on which it waits for another to reach it."""
-    interface = os.environ.get(INTERFACES[0], "").split(",")[0] or interface_of(together.address)
-    named = addresses_of(interface) if interface else [together.address]
-    address = together.address if together.address in named or not named else named[0]
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family)
-    return listener, {
+def facts(spec: LaunchSpec) -> Facts:
+    """What this node can tell by itself; it may take long, so the others are met afterwards."""
+    places = {"the run folder": Path(spec.run_dir).parent, "the cache": cache_root()}
+    checkpoints = step_folders(Path(spec.run_dir) / "checkpoints") if spec.resume else []
+    return {
         "versions": {"python": platform.python_version(), **versions()},
         "code": _code(),
-        "job": {key: value for key, value in spec.job.items() if key != "output"},
+        "job": {key: value for key, value in unplaced(spec.job).items() if key != "output"},
         "options": {flag: getattr(spec, name) for name, flag in _OPTIONS.items()},
         "processes": spec.processes,
         "data": _data(spec.job["data"]),
-        "gpus": _gpus(),
-        "free": {name: _free(place) for name, place in _places(spec).items()},
-        "steps": _steps(spec),
-        "interface": interface,
-        "interface_known": bool(named),
-        "address": address,
-        "port": listener.getsockname()[1],
+        "gpus": [str(getattr(card, "name", card)) for card in visible(find())],
+        "free": {name: shutil.disk_usage(_existing(place)).free for name, place in places.items()},
+        "steps": [step for step, folder in checkpoints if (folder / NAME).exists()],
     }
 
 
-def _places(spec: LaunchSpec) -> dict[str, Path]:
-    """Folders that a run writes to."""
-    return {"the run folder": Path(spec.run_dir).parent, "the cache": cache_root()}
+def _network(together: Together) -> tuple[socket.socket, Facts]:
+    """A socket on which this node waits for another to reach it, where gloo will; and the facts about it."""
+    interface = os.environ.get(INTERFACES[0], "").split(",")[0] or interface_of(together.address)
+    known = addresses_of(interface) if interface else [together.address]
+    address = together.address if together.address in known or not known else known[0]
+    listener = socket.create_server(
+        (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+    )
+    port = listener.getsockname()[1]
+    return listener, {"interface": interface, "known": bool(known), "address": address, "port": port}
 
 
 def _code() -> str:
@@ -122,7 +112,7 @@ def _data(data: Mapping[str, Any]) -> list[list[Any]]:
         for path in map(Path, [entries] if isinstance(entries, str) else entries):
             files = sorted(path.rglob("*")) if path.is_dir() else [path]
             files = [file for file in files if file.suffix.lower() in DATA_SUFFIXES and file.is_file()]
-            found += [[str(file), *_ends(file)] for file in files]
+            found += [[str(file.relative_to(path.parent)), *_ends(file)] for file in files]
     return found
 
 
@@ -135,60 +125,35 @@ def _ends(file: Path) -> tuple[int, str]:
     return size, digest.hexdigest()[:12]
 
 
-def _gpus() -> list[str]:
-    """Names of the GPUs that processes here would use."""
-    cards = [getattr(card, "name", str(card)) for card in visible(find())]
-    return [str(name) for name in cards]
-
-
 def _existing(place: Path) -> Path:
     return next(path for path in (place.absolute(), *place.absolute().parents) if path.exists())
 
 
-def _free(place: Path) -> int:
-    return shutil.disk_usage(_existing(place)).free
-
-
-def _steps(spec: LaunchSpec) -> list[int]:
-    """Steps whose checkpoints were finished here, newest first; only asked for to resume."""
-    if not spec.resume:
-        return []
-    return [
-        step for step, folder in step_folders(Path(spec.run_dir) / "checkpoints") if (folder / NAME).exists()
-    ]
-
-
-class _marked:  # noqa: N801 - used as a function
+@contextmanager
+def _marked(place: Path, marker: str) -> Iterator[None]:
     """Within, the folder holds an empty file by which other nodes know it."""
-
-    def __init__(self, place: Path, marker: str) -> None:
-        self._place, self._file = place, place / marker
-
-    def __enter__(self) -> None:
-        try:
-            self._place.mkdir(parents=True, exist_ok=True)
-            self._file.touch(mode=0o600)
-        except OSError as error:
-            what = f"the folder cannot be written to: {error.strerror}"
-            raise MachineError(what, where=str(self._place), fix="give permission, or name another") from None
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            self._file.unlink()
-
-
-def _seen(everyone: Sequence[Facts], rank: int, places: dict[str, Path]) -> Facts:
-    """What this node sees of the others: node 0's marks, and whether the next node can be reached."""
-    marker, following = everyone[0]["marker"], everyone[(rank + 1) % len(everyone)]
-    reason = ""
     try:
-        mine = (everyone[rank]["address"], 0)
-        address = (following["address"], following["port"])
-        with socket.create_connection(address, timeout=REACH_SECONDS, source_address=mine):
-            pass
+        place.mkdir(parents=True, exist_ok=True)
+        (place / marker).touch(mode=0o600)
+    except OSError as error:
+        what = f"the folder of the run cannot be written to: {error.strerror}"
+        raise MachineError(what, where=str(place), fix="give permission, or --set output=DIR") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (place / marker).unlink()
+
+
+def _seen(everyone: Sequence[Facts], rank: int, place: Path) -> Facts:
+    """What this node sees of the others: node 0's mark, and whether the next node can be reached."""
+    following, reason = everyone[(rank + 1) % len(everyone)], ""
+    try:
+        address, own = (following["address"], following["port"]), (everyone[rank]["address"], 0)
+        socket.create_connection(address, timeout=REACH_SECONDS, source_address=own).close()
     except OSError as error:
         reason = error.strerror or str(error)
-    return {"reach": reason, "marks": {name: (place / marker).exists() for name, place in places.items()}}
+    return {"unreached": reason, "marked": (place / everyone[0]["marker"]).exists()}
 
 
 def compare(everyone: Sequence[Facts], together: Together) -> Iterator[Finding]:
@@ -196,7 +161,7 @@ def compare(everyone: Sequence[Facts], together: Together) -> Iterator[Finding]:
     first, zero = everyone[0], together.named(0)
     for node, other in enumerate(everyone):
         name = together.named(node)
-        if not other["interface_known"]:
+        if not other["known"]:
             what = f"{name} has no network interface {other['interface']}, or it has no address"
             fix = f"see `ip address` there; unset {' and '.join(INTERFACES)}, or name one that exists"
             yield Finding(MachineError, Problem(what=what, where=INTERFACES[0], fix=fix))
@@ -288,25 +253,26 @@ def _without_checkpoint(everyone: Sequence[Facts], together: Together) -> Iterat
             yield Finding(CheckpointError, Problem(what=what, fix=fix))
 
 
-def _network(views: Sequence[Facts], everyone: Sequence[Facts], together: Together) -> Iterator[Finding]:
+def _unreached(views: Sequence[Facts], everyone: Sequence[Facts], together: Together) -> Iterator[Finding]:
     for node, view in enumerate(views):
         following = (node + 1) % len(views)
-        if view["reach"]:
+        if view["unreached"]:
             target = everyone[following]
             what = f"{together.named(node)} cannot reach {together.named(following)} at {target['address']} "
-            what += f"({target['interface']}): {view['reach']}"
+            what += f"({target['interface']}): {view['unreached']}"
             fix = "open the firewall between the nodes for all ports, or name the right interface in "
             fix += " and ".join(INTERFACES)
             yield Finding(MachineError, Problem(what=what, where=f"port {target['port']}", fix=fix))
 
 
-def _disks(views: Sequence[Facts], together: Together) -> tuple[bool, list[Finding]]:
-    """Whether all nodes see one run folder; a finding where only some do."""
-    seeing = [view["marks"]["the run folder"] for view in views]
-    if len(set(seeing[1:])) <= 1:
-        return all(seeing), []
-    with_it = ", ".join(together.named(node) for node, sees in enumerate(seeing) if sees and node)
-    without = ", ".join(together.named(node) for node, sees in enumerate(seeing) if not sees)
-    what = f"{with_it} see the run folder of {together.named(0)}, and {without} do not"
-    fix = "name a folder that all nodes share, or one that is local on every node: --set output=DIR"
-    return False, [Finding(MachineError, Problem(what=what, where="output", fix=fix))]
+def _mixed(views: Sequence[Facts], together: Together) -> Iterator[Finding]:
+    """A finding where some of the other nodes see node 0's run folder, and some do not."""
+    others = range(1, len(views))
+    having, lacking = (
+        ", ".join(together.named(node) for node in others if views[node]["marked"] == marked)
+        for marked in (True, False)
+    )
+    if having and lacking:
+        what = f"{having} see the run folder of {together.named(0)}, and {lacking} do not"
+        fix = "name a folder that all nodes share, or one that is local on every node: --set output=DIR"
+        yield Finding(MachineError, Problem(what=what, where="output", fix=fix))

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import MachineError, Problem, ShardwiseError, StoppedError
-from shardwise.launch.control import SILENT_SECONDS, Together, join
+from shardwise.launch.control import SILENT_SECONDS, Together, excuse, join
 from shardwise.launch.nodes import Place, free_port, interface_of, resolve
 from shardwise.launch.spec import Ending, LaunchSpec, Worker
-from shardwise.launch.startup import check
+from shardwise.launch.startup import check, facts
 
 _LEAVING_CHARS = 100_000  # of a traceback that goes to node 0
 
@@ -28,9 +28,14 @@ def joined(
     if spec.nodes is None or spec.dry_run:
         yield spec, None, None
         return
+    try:
+        mine = facts(spec)
+    except ShardwiseError as error:
+        excuse(spec.nodes, error)
+        raise
     team = join(spec.nodes, while_waiting)
     try:
-        shared = check(team, spec, while_waiting)
+        shared = check(team, spec, mine, while_waiting)
         port = team.agree(free_port(team.address) if team.first else None, while_waiting)[0]
         if not team.first:
             print(

@@ -1,9 +1,8 @@
-"""Trained weights in Hugging Face's format: written at every checkpoint, exported, and used for text."""
+"""Trained weights in Hugging Face's format: written at every checkpoint, and exported."""
 
 import copy
 import shutil
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from shardwise.errors import CheckpointError, JobError
 from shardwise.job.schema import Model
 from shardwise.models.adapters import ADAPTER, check_bitsandbytes, dequantize_linears, saved_name
 from shardwise.models.build import BuiltModel, build_model
-from shardwise.models.families import attention_for
 from shardwise.models.file_weights import quiet
 from shardwise.models.fingerprint import check_base
 from shardwise.models.structure import join
+from shardwise.units import gib
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -32,6 +31,8 @@ Merging rounds each weight once more: 16 roundings of half precision; fp32 leave
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """safetensors' names."""
+
+Show = Callable[[str], None]
 
 _PROMPTS = (
     "The capital of France is",
@@ -76,14 +77,20 @@ def save_weights(
 
 
 def export(
-    model_dir: Path, out: Path, *, merge: bool, base: Model, trained_on: Mapping[str, Any] | None = None
+    model_dir: Path,
+    out: Path,
+    *,
+    merge: bool,
+    base: Model,
+    trained_on: Mapping[str, Any] | None = None,
+    show: Show = lambda _: None,
 ) -> dict[str, Any]:
     """Export what `save_weights` wrote to the new folder `out`.
 
     `model_dir` is a checkpoint's `model` folder, `base` the job's `model` section, and `trained_on` the
     fingerprint of the adapter's base, if known. `merge` adds the adapter to its base, a quantised one as it
     was trained on, and writes a full model in the adapter's format; its logits on fixed prompts are compared
-    with those of base and adapter.
+    with those of base and adapter. `show` gets what is being done, and the name of each file.
 
     Returns `kind` (model, adapter, merged), `dtype` (`bfloat16`), `out`, and for a merged model the largest
     difference of a logit and the largest logit. Raises JobError where there is nothing to merge,
@@ -98,10 +105,14 @@ def export(
     if kind == "adapter":
         read_adapter(model_dir)  # to find out whether it is damaged
     if kind == "merged":
-        logits = _merge(model_dir, out, base, trained_on)
+        logits = _merge(model_dir, out, base, trained_on, show)
     else:
-        # new files get the umask's permissions, not those of the checkpoint's
-        shutil.copytree(model_dir, out, dirs_exist_ok=True, copy_function=shutil.copyfile)
+
+        def copy(source: str, target: str) -> None:
+            show(f"copying {Path(source).name}")
+            shutil.copyfile(source, target)  # it gets the umask's permissions, not those of the checkpoint's
+
+        shutil.copytree(model_dir, out, dirs_exist_ok=True, copy_function=copy)
     return {"kind": kind, "dtype": _dtype(out), "out": str(out), **logits}
 
 
@@ -127,6 +138,9 @@ def load_with_adapter(
             built.model.get_parameter(name).copy_(tensors[saved_name(name)])
     built.model.to(device).eval()
     built.model.config.use_cache = True
+    folder = built.found.folder
+    if folder and (folder / "generation_config.json").is_file():  # names the tokens that end an answer
+        built.model.generation_config = GenerationConfig.from_pretrained(folder)
     return built
 
 
@@ -154,10 +168,14 @@ def _dtype(folder: Path) -> str:
     return ", ".join(sorted(_DTYPES.get(name, name) for name in found))
 
 
-def _merge(model_dir: Path, out: Path, base: Model, trained_on: Mapping[str, Any] | None) -> dict[str, float]:
+def _merge(
+    model_dir: Path, out: Path, base: Model, trained_on: Mapping[str, Any] | None, show: Show
+) -> dict[str, float]:
+    show(f"loading the base, {base.source}, with the adapter")
     built = load_with_adapter(model_dir, base, torch.device("cpu"), trained_on)
     assert built.peft is not None
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    show("merging, and comparing the logits")
     before = _logits(built.model, tokenizer)
     dequantize_linears(built.model)
     merged = built.peft.merge_and_unload(safe_merge=True)
@@ -168,6 +186,7 @@ def _merge(model_dir: Path, out: Path, base: Model, trained_on: Mapping[str, Any
         what = f"merging changed the logits by {difference:.3g}, more than rounding explains ({bound:.3g})"
         raise CheckpointError(what, where=str(model_dir), fix="export the adapter without --merge")
     out.mkdir(parents=True, exist_ok=True)
+    show(f"writing the merged model, {gib(sum(t.nbytes for t in merged.state_dict().values()))}")
     tokenizer.save_pretrained(out)
     _save_model(built, merged.state_dict(), out, tokenizer)
     return {"max_logit_difference": difference, "max_logit": largest}
@@ -224,70 +243,3 @@ def _persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
-
-
-@torch.no_grad()
-def generate(
-    model_dir: Path,
-    base: Model,
-    prompt: str,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    system: str | None = None,
-    trained_on: Mapping[str, Any] | None = None,
-) -> str:
-    """Generate an answer to `prompt`, on the GPU if there is one; greedy at temperature 0.
-
-    A chat template of the tokenizer is used, with the message `system`; without one the model continues the
-    text. `model_dir` is a checkpoint's `model` folder. For an adapter, `base` is the job's `model` section,
-    and `trained_on` its base's fingerprint, if known; CheckpointError if it differs now.
-    """
-    if any("\ud800" <= character <= "\udfff" for character in prompt):  # undecodable bytes in Python
-        raise JobError("the prompt is not UTF-8", where="--prompt", fix="see the terminal's locale")
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    if tokenizer.chat_template is None:
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"].long()
-    else:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
-        form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-        ids = tokenizer.apply_chat_template(messages, **form)["input_ids"]
-    if ids.shape[1] == 0:
-        raise JobError("the prompt is empty", where="--prompt", fix="give the model a text to continue")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if (model_dir / ADAPTER_CONFIG).is_file():
-        model = load_with_adapter(model_dir, base, device, trained_on).model
-    else:
-        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": base.trust_remote_code}
-        config = AutoConfig.from_pretrained(model_dir, **options)
-        options |= {"dtype": "auto", "use_safetensors": True, "attn_implementation": attention_for(config)}
-        with quiet():
-            model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, **options)
-        model = model.to(device).eval()
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > COLDEST else _GREEDY
-    output = model.generate(
-        input_ids=ids.to(device),
-        attention_mask=torch.ones_like(ids, device=device),
-        max_new_tokens=max_new_tokens,
-        pad_token_id=tokenizer.pad_token_id,
-        **sampling,
-    )
-    answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-    if not answer.strip():
-        tokens = output.shape[1] - ids.shape[1]
-        what = f"the output contains no visible text (tokens: {tokens})"
-        if tokens == 1 < max_new_tokens:
-            what = "the model ended the text at once"
-        fix = "try a prompt like the training data, or --temperature 0.8; if neither helps, train longer"
-        print(f"note: {what}\n  fix: {fix}", file=sys.stderr)
-    return answer
-
-
-COLDEST = 1e-4
-"""Temperature below which sampling is greedy: logits divided by less would overflow fp32."""
-
-_GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-"""None overrides the model's generation config, which would warn."""

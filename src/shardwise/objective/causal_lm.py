@@ -7,6 +7,7 @@ The backbone returns hidden states, and the output head turns them into the loss
 called as modules, because ZeRO-3 and FSDP2 gather weights in hooks on those calls.
 """
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -84,14 +85,22 @@ class CausalLM(Objective):
             return inputs
         inputs["position_ids"] = batch.position_ids
         if self.packing == "mask":
-            dtype = self.model.get_input_embeddings().weight.dtype
-            rows = batch.input_ids.shape
-            inputs["attention_mask"] = attention.block_causal_mask(rows, batch.cu_seqlens, dtype)
+            inputs["attention_mask"] = self._masks(batch)
         if self.packing == "varlen":
             inputs["input_ids"] = batch.input_ids.reshape(1, -1)
             inputs["position_ids"] = batch.position_ids.reshape(1, -1)
             inputs |= self._segments(batch)
         return inputs
+
+    def _masks(self, batch: MicroBatch) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The mask, or where some layers see a window only one for each kind of layer."""
+        dtype = self.model.get_input_embeddings().weight.dtype
+        mask = partial(attention.block_causal_mask, batch.input_ids.shape, batch.cu_seqlens, dtype)
+        kinds = {*(getattr(self.model.config, "layer_types", None) or ())}
+        if "sliding_attention" not in kinds:
+            return mask()
+        window = self.model.config.sliding_window
+        return {kind: mask(window if kind == "sliding_attention" else 0) for kind in sorted(kinds)}
 
     def _segments(self, batch: MicroBatch) -> dict[str, Any]:
         """Borders of the segments for `attention.varlen_attention`, under transformers' names."""

@@ -256,9 +256,10 @@ def _waits(strategy: Strategy, time: Time, hardware: Hardware) -> dict[str, floa
     size = strategy.pipeline * strategy.data_parallel
     others = group(hardware, size, stride=strategy.tensor_parallel)
     for_others = hardware.host_link.name if others.size == 1 else others.slowest.name
-    if strategy.shard_group and others.nodes > 1:  # weights from the group, sums over the groups
-        within = group(hardware, strategy.shard_group).slowest.name
-        for_others = for_others if within == for_others else f"{within} and {for_others}"
+    if size := strategy.shard_group:  # weights from the group, sums over the groups
+        across = group(hardware, strategy.data_parallel // size, stride=size).slowest.name
+        links = dict.fromkeys((group(hardware, size).slowest.name, across))
+        for_others = " and ".join(links)
     waits = {for_others: time.exposed_communication_seconds - time.exposed_to_peers_seconds}
     waits[peers] = waits.get(peers, 0.0) + time.exposed_to_peers_seconds
     return waits

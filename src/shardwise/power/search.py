@@ -33,11 +33,10 @@ EQUAL = 0.01  # difference of time and energy below which two limits are equal
 SLOWER = 1.15  # how far over the allowed time a limit must be for lower ones to be out: records jump by 0.1
 
 WARMUP_STEPS, WARMUP_SECONDS = 2, 0.3  # one step is already queued on the GPU when the limit changes
-WINDOW_STEPS, WINDOW_SECONDS = 4, 2.0
-"""A reading is up to 0.2 s old: up to 0.1 s of a tick of the counter, and up to 0.1 s until it is sampled. So
-a window's joules may be those of 0.2 s more or less: 20 % of 1 s, 10 % of 2 s. With both ages uniform at
-both ends, the standard deviation is sqrt(4 x 0.1^2 / 12) = 0.058 s: 5.8 % of 1 s, 2.9 % of 2 s. Decision
-0040 allows 6 %, of which the work needs some. Four steps of 0.5 s and more take 2 s anyway."""
+WINDOW_STEPS, WINDOW_SECONDS = 4, 1.0  # repeated windows take twice the seconds
+"""A reading is up to 0.2 s old: up to 0.1 s of a tick of the counter, and up to 0.1 s until it is sampled.
+With both ages uniform at both ends, the standard deviation is sqrt(4 x 0.1^2 / 12) = 0.058 s: 5.8 % of 1 s,
+2.9 % of 2 s. Limits that are close are measured again: the choice is as good as with 2 s from the start."""
 
 DRIFTED = 0.05  # change of seconds or joules per step that counts as drift, if three spreads are less
 DRIFTED_WINDOWS = 3
@@ -147,12 +146,13 @@ class Search:
         """The next window to run; None when the search has ended."""
         if self._next is None:
             return None
+        again = any(window.watts == self._next for window in self.windows)
         return Request(
             watts=self._next,
             warmup_steps=WARMUP_STEPS,
             warmup_seconds=WARMUP_SECONDS,
             steps=WINDOW_STEPS,
-            seconds=WINDOW_SECONDS,
+            seconds=2 * WINDOW_SECONDS if again else WINDOW_SECONDS,
             why=self._why,
         )
 

@@ -63,7 +63,7 @@ def recommended(rows: Sequence[Row]) -> tuple[Row, str] | None:
 
     Rows within ALIKE of the fastest count as equally fast: the one that needs the least memory wins.
     """
-    order = by_speed(ran(rows))
+    order = by_speed([row for row in ran(rows) if row["measured"]["verdict"] != "simulated"])
     if not order:
         return None
     rate = order[0]["measured"][RATE]

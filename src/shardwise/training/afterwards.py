@@ -1,8 +1,8 @@
-"""After training: export a run's weights, generate text with them."""
+"""After training: find a run's newest weights, export them."""
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,26 +12,39 @@ from safetensors import SafetensorError
 
 from shardwise.errors import JobError, MachineError
 from shardwise.job.schema import Job
-from shardwise.models.export import export, generate
+from shardwise.models.export import export
+from shardwise.record.card import model_card
 from shardwise.record.read import read_run
 from shardwise.training.checkpoint import Checkpoint, newest_valid
 
+Show = Callable[[str], None]
 
-def export_run(run_dir: str | Path, out: str | Path, *, merge: bool = False) -> dict[str, Any]:
+
+def export_run(
+    run_dir: str | Path,
+    out: str | Path,
+    *,
+    merge: bool = False,
+    show: Show = lambda _: None,
+    finish: Callable[[Path], None] | None = None,
+) -> dict[str, Any]:
     """Write the newest sound checkpoint's weights as Hugging Face safetensors into the new folder `out`.
 
     LoRA gives the adapter, or with `merge` the full model; the merged logits are compared with the unmerged
-    ones. Returns what was written, its step and, where merged, the largest logit difference.
+    ones. `show` gets what is being done; `finish` may add files before the folder gets its name. Returns what
+    was written, its step and, where merged, the largest logit difference.
     """
-    job, checkpoint = _newest(run_dir)
-    place = Path(out).resolve()
-    if place == Path.cwd():
-        raise JobError("a model gets a folder of its own", where=f"--out {out}", fix="name a new folder")
-    if place.exists() and any(place.iterdir()):
-        raise JobError(f"{out} exists and is not empty", where="--out", fix="name a new folder")
-    model, base = checkpoint.path / "model", _base(checkpoint)
-    with _complete(place) as partial:
-        written = export(model, partial, merge=merge, base=job.model, trained_on=base)
+    show("reading the newest checkpoint, and verifying its hashes")
+    job, checkpoint = newest_checkpoint(run_dir)
+    model, base = checkpoint.path / "model", base_of(checkpoint)
+    with _complete(Path(out).resolve()) as partial:
+        written = export(model, partial, merge=merge, base=job.model, trained_on=base, show=show)
+        card = model_card(
+            job, read_run(Path(run_dir)).events, checkpoint.manifest, written, out=Path(out).name
+        )
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        if finish is not None:
+            finish(partial)
     return {**written, "out": str(out), "step": checkpoint.step}
 
 
@@ -53,24 +66,7 @@ def _complete(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def generate_run(
-    run_dir: str | Path, prompt: str, *, max_new_tokens: int = 100, temperature: float = 0.0, seed: int = 0
-) -> str:
-    """Text that the run's newest sound checkpoint answers to `prompt`; greedy at temperature 0."""
-    job, checkpoint = _newest(run_dir)
-    return generate(
-        checkpoint.path / "model",
-        base=job.model,
-        prompt=prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        system=job.data.system,
-        trained_on=_base(checkpoint),
-    )
-
-
-def _newest(run_dir: str | Path) -> tuple[Job, Checkpoint]:
+def newest_checkpoint(run_dir: str | Path) -> tuple[Job, Checkpoint]:
     """The run's job and its newest sound checkpoint; warns of damaged newer ones on stderr."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, imported by transformers, would warn
@@ -83,6 +79,6 @@ def _newest(run_dir: str | Path) -> tuple[Job, Checkpoint]:
     return Job.model_validate(record.job), checkpoint
 
 
-def _base(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+def base_of(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """Fingerprint of the base that its adapter was trained on; None without one and in older checkpoints."""
     return checkpoint.manifest.origin.identity.get("base")

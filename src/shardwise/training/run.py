@@ -97,9 +97,9 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     total_steps = max(count_steps(ready), _steps_to_measure(spec))
     run_dir = Path(spec.run_dir)
     ranks = Ranks(world)
+    check_alike(ready, ranks)
     began, mine = time.monotonic(), millijoules(world.device)
     host_millijoules()  # it counts from its first call on
-    check_alike(ready, ranks)
     engine = make_engine(ready, world)
     check_weights(ready, engine)
     ready.built.weights.source.release()
@@ -159,6 +159,8 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
         resume = resume_command(run_dir)
         what = f"{why or 'on request'} after step {progress.step} of {total_steps}; the state is saved"
         more = " with a larger one: --set energy.budget_kwh=KWH" if why else ""
+        if spec.nodes is not None:
+            more += ", with --nodes, --node-rank and --rendezvous on each node as before"
         raise StoppedError(what, where=spec.run_dir, fix=f"`{resume}` goes on from here{more}")
 
 

@@ -21,29 +21,39 @@ from shardwise.emit.files import Target
 from shardwise.errors import CheckpointError, JobError, StoppedError
 from shardwise.launch.spec import LaunchSpec
 
+*_FIRST, _LAST = get_args(Target)
+ALL_TARGETS = f"{', '.join(_FIRST)} or {_LAST}"
+
+SAMPLING = {
+    "--system", "--base", "--max-new-tokens", "--temperature", "--top-p", "--top-k",
+    "--repetition-penalty", "--stop", "--seed",
+}  # fmt: skip
 VERBS = {
     "demo": {"--out"},
     "init": {"--out", "--list", "--models"},
     "config": {"--set", "--json"},
-    "plan": {
+    "plan": {"--scale", "--straggler",
         "--gpus", "--model", "--lora", "--full", "--sequence", "--global-batch", "--objective",
         "--max-slowdown", "--pareto", "--all",
         "--explain", "--json", "--out", "--set", "--memory-cap",
     },
     "train": {
-        "--processes", "--resume", "--max-steps", "--dry-run", "--set", "--memory-cap", "--on-oom",
-        "--simulate-power", "--json",
+        "--processes", "--nodes", "--node-rank", "--rendezvous", "--hostfile", "--workdir", "--resume",
+        "--resume-or-start", "--max-steps", "--dry-run", "--set",
+        "--memory-cap", "--on-oom", "--simulate-power", "--json",
     },
     "monitor": {"--every", "--csv", "--jsonl", "--once", "--json"},
     "bench": {
         "--strategies", "--sweep", "--processes", "--steps", "--warmup", "--timeout", "--profile", "--out",
         "--set", "--memory-cap", "--json",
     },
-    "check": {"--gpus", "--model", "--sequence", "--reader", "--fix", "--json"},
-    "emit": {"--to", "--gpus", "--out", "--set"},
+    "check": {"--gpus", "--model", "--sequence", "--reader", "--fix", "--errors-only", "--json"},
+    "emit": {"--to", "--run", "--gpus", "--out", "--set"},
     "report": {"--html", "--json"},
-    "export": {"--merge", "--out", "--json"},
-    "generate": {"--prompt", "--max-new-tokens", "--temperature", "--seed"},
+    "export": {"--merge", "--out", "--gguf", "--push", "--json"},
+    "generate": {"--prompt", *SAMPLING},
+    "chat": SAMPLING,
+    "serve": {"--host", "--port", "--token"},
     "doctor": {"--calibrate", "--json"},
     "power": {"--force", "--json"},
 }  # fmt: skip
@@ -201,7 +211,7 @@ def test_an_unknown_option_is_answered_with_the_closest(
 @pytest.mark.parametrize(
     ("typed", "what", "choices"),
     [
-        (["emit", "job.yaml", "--to", "trainer"], "--to", "deepspeed, accelerate, torchrun or slurm"),
+        (["emit", "job.yaml", "--to", "trainer"], "--to", ALL_TARGETS),
         (["plan", "job.yaml", "--objective", "speed"], "--objective", "throughput, memory or energy"),
     ],
 )
@@ -216,8 +226,7 @@ def test_a_word_that_is_no_choice_is_answered_with_all_of_them(
 
 def test_the_readme_names_what_emit_takes() -> None:
     readme = " ".join((Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8").split())
-    *first, last = get_args(Target)
-    assert f"`--to` {', '.join(first)} or {last}." in readme
+    assert f"`--to` {ALL_TARGETS}." in readme
 
 
 @pytest.mark.parametrize(
@@ -267,24 +276,19 @@ def test_the_plan_of_a_dry_run_stays_on_stdout_with_json(
     assert capfd.readouterr().out == "a worker speaks\n"
 
 
-@pytest.mark.parametrize("verb", ["export", "generate"])
 def test_stdout_is_for_the_result_not_for_what_libraries_print(
-    verb: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def act(*_: object, **__: object) -> Any:
         os.write(1, b"a library speaks\n")
-        return (
-            {"kind": "model", "dtype": "float32", "step": 3, "out": "runs/run/export"}
-            if verb == "export"
-            else "result"
-        )
+        return {"kind": "model", "dtype": "float32", "step": 3, "out": "mine"}
 
-    afterwards = types.SimpleNamespace(export_run=act, generate_run=act)
-    monkeypatch.setitem(sys.modules, "shardwise.training.afterwards", afterwards)
-    assert main([verb, "runs/run", *(["--prompt", "a"] if verb == "generate" else [])]) == 0
+    Path("plan.json").write_text("{}")
+    Path("environment.json").write_text('{"schema": 1}')
+    monkeypatch.setitem(sys.modules, "shardwise.training.afterwards", types.SimpleNamespace(export_run=act))
+    assert main(["export", ".", "--out", "mine"]) == 0
     out, err = capfd.readouterr()
-    told = "wrote the model of step 3, in float32, to runs/run/export\n"
-    assert out.startswith(told) if verb == "export" else out == "result\n"
+    assert out.startswith("wrote the model of step 3, in float32, to mine\n")
     assert "a library speaks" in err
 
 

@@ -188,7 +188,7 @@ def test_a_node_that_goes_is_named_on_node_0_and_pointed_to_elsewhere() -> None:
     assert isinstance(second, ElsewhereError)
     assert second.exit_code == 4
     assert "node 2 (" in str(second)
-    assert "shows the whole of it" in str(second)
+    assert "shows the full error" in str(second)
     assert len(render(second).splitlines()) == 1
 
 

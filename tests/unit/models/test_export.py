@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from shardwise.errors import CheckpointError, JobError
 from shardwise.job.schema import Lora, Model
 from shardwise.models.build import BuiltModel, build_model
-from shardwise.models.export import export, generate, save_weights
+from shardwise.models.export import export, load_with_adapter, save_weights
 from shardwise.models.fingerprint import fingerprint
 from shardwise.models.tokenizer import load_tokenizer, rows_for
 
@@ -275,8 +275,7 @@ def test_on_another_base_than_it_was_trained_on_an_adapter_is_not_used(
     built = make_trained(model)
     save_weights(built, weights(built), tmp_path / "model", tokenizer)
     trained_on = fingerprint(model, built.found)
-    said = speak(tmp_path / "model", model)
-    assert speak(tmp_path / "model", model, trained_on=trained_on) == said
+    load_with_adapter(tmp_path / "model", model, CPU, trained_on)
     export(tmp_path / "model", tmp_path / "out", merge=True, base=model, trained_on=trained_on)
 
     file = Path(model.source) / "model.safetensors"
@@ -286,10 +285,10 @@ def test_on_another_base_than_it_was_trained_on_an_adapter_is_not_used(
     with pytest.raises(CheckpointError, match=f"base, {model.source}, is not the one"):
         export(tmp_path / "model", tmp_path / "new", merge=True, base=model, trained_on=trained_on)
     with pytest.raises(CheckpointError, match="is not the one"):
-        speak(tmp_path / "model", model, trained_on=trained_on)
+        load_with_adapter(tmp_path / "model", model, CPU, trained_on)
     assert not (tmp_path / "new").exists()
     export(tmp_path / "model", tmp_path / "new", merge=False, base=model, trained_on=trained_on)
-    assert speak(tmp_path / "model", model) is not None, "an older checkpoint does not name its base"
+    load_with_adapter(tmp_path / "model", model, CPU)  # an older checkpoint does not name its base
 
 
 def test_an_adapter_of_another_model_is_refused(
@@ -300,93 +299,3 @@ def test_an_adapter_of_another_model_is_refused(
     save_weights(built, weights(built), tmp_path / "model", tokenizer)
     with pytest.raises(CheckpointError):
         export(tmp_path / "model", tmp_path / "out", merge=True, base=saved("mixtral", lora=Lora(rank=4)))
-
-
-def speak(model_dir: Path, base: Model, **changes: Any) -> str:
-    options = {"max_new_tokens": 6, "temperature": 0.0, "seed": 0, **changes}
-    return generate(model_dir, base, "hello world", **options)
-
-
-@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
-def test_generate_continues_as_the_trained_weights_say(
-    saved: Saved, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, lora: Lora | None
-) -> None:
-    model = saved("llama", lora=lora)
-    built = make_trained(model)
-    save_weights(built, weights(built), tmp_path / "model", tokenizer)
-    ids = tokenizer("hello world", return_tensors="pt")["input_ids"]
-    start = ids.shape[1]
-    with torch.no_grad():
-        for _ in range(6):
-            best = built.model.eval()(ids).logits[:, -1:].argmax(-1)
-            ids = torch.cat([ids, best], dim=1)
-            if best.item() in (2, tokenizer.eos_token_id):
-                break
-    said = tokenizer.decode(ids[0, start:], skip_special_tokens=True)
-    assert speak(tmp_path / "model", model) == said
-    assert speak(tmp_path / "model", model, temperature=1e-320) == said, "logits cannot be divided by it"
-
-
-def test_a_model_that_ends_at_once_is_no_silence(
-    saved: Saved, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = saved("llama")
-    built = make_trained(model)
-    save_weights(built, weights(built), tmp_path / "model", tokenizer)
-    assert speak(tmp_path / "model", model).strip()
-    assert "note:" not in capsys.readouterr().err
-    ended_by = json.dumps({"eos_token_id": list(range(320)), "suppress_tokens": list(range(3, 320))})
-    (tmp_path / "model" / "generation_config.json").write_text(ended_by)
-    assert speak(tmp_path / "model", model) == ""
-    error = capsys.readouterr().err
-    assert "note: the model ended the text at once\n  fix: try a prompt" in error
-    assert "--temperature 0.8" in error
-
-
-def test_sampling_depends_on_its_seed(
-    saved: Saved, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    model = saved("llama")
-    built = make_trained(model)
-    save_weights(built, weights(built), tmp_path / "model", tokenizer)
-    one, again, other = (speak(tmp_path / "model", model, temperature=1.0, seed=seed) for seed in (1, 1, 2))
-    assert one == again != other
-
-
-def test_a_conversation_model_is_asked_through_its_template(
-    saved: Saved, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    model = saved("llama")
-    built = make_trained(model)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
-        "{% if add_generation_prompt %}assistant={% endif %}"
-    )
-    save_weights(built, weights(built), tmp_path / "chat", tokenizer)
-    tokenizer.chat_template = None
-    save_weights(built, weights(built), tmp_path / "plain", tokenizer)
-    asked = speak(tmp_path / "chat", model, system="be brief")
-    expected = generate(
-        tmp_path / "plain",
-        model,
-        "system=be brief;user=hello world;assistant=",
-        max_new_tokens=6,
-        temperature=0.0,
-        seed=0,
-    )
-    assert asked == expected
-    assert asked != speak(tmp_path / "plain", model)
-
-
-def test_an_empty_prompt_is_refused(saved: Saved, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    model = saved("llama")
-    built = make_trained(model)
-    save_weights(built, weights(built), tmp_path / "model", tokenizer)
-    with pytest.raises(JobError, match="the prompt is empty"):
-        generate(tmp_path / "model", model, "", max_new_tokens=1, temperature=0.0, seed=0)
-
-
-def test_a_prompt_of_bytes_that_are_no_text_is_refused(tmp_path: Path) -> None:
-    prompt = b"caf\xe9".decode("utf-8", "surrogateescape")  # as it stands in sys.argv
-    with pytest.raises(JobError, match="not UTF-8"):
-        generate(tmp_path, Model(source="any"), prompt, max_new_tokens=1, temperature=0.0, seed=0)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.energy import END_SECONDS
 from shardwise.errors import CheckpointError, JobError
 from shardwise.power.curve import estimate
 from shardwise.power.objective import Objective
@@ -170,14 +169,13 @@ def test_limits_that_cannot_be_separated_are_left_after_a_few_windows_each() -> 
     assert Search([300, 400], ENERGY, windows=rough[:-2]).ask() is not None
 
 
-def test_a_window_is_long_enough_for_the_counter_and_says_why() -> None:
-    """Readings are up to 0.2 s old: a tenth of the window."""
+def test_a_repeated_window_is_longer_and_says_why() -> None:
     search = Search(LIMITS, ENERGY)
     seen: dict[int, float] = {}
     while (request := search.ask()) is not None:
         assert request.why
         assert (request.steps, request.warmup_steps) == (4, 2)
-        assert END_SECONDS / request.seconds <= 0.1
+        assert request.seconds == (2.0 if request.watts in seen else 1.0)
         seen[request.watts] = request.seconds
         search.tell(window(request.watts, seconds_at(request.watts), joules_at(request.watts)))
     assert len(search.windows) > len(seen), "the spread is measured at least once"

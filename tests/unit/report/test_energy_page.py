@@ -29,13 +29,13 @@ def power(number: int, what: str, watts: int, **fields: Any) -> PowerEvent:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Two GPUs at 700 W and from step 8 on at 500 W; a reading is missing at step 5."""
+    """Two GPUs at 700 W and from step 8 on at 500 W; a reading is missing at step 6."""
     windows = [(700, 4, 2.0, 1600.0), (300, 4, 5.0, 1000.0), (500, 4, 2.2, 1200.0), (500, 2, 1.1, 608.0)]
     limits = {watts: {"GPU-0": float(watts), "GPU-1": float(min(watts, 600))} for watts in (700, 500)}
     events: list[tuple[float, Event]] = [
         (0.0, replace(HEAD, energy_source="counter")),
         (0.1, power(0, "level", 700, limits_watts=limits[700])),
-        *((n / 2, at(n, None if n == 5 else 200.0 if n <= 9 else 150.0)) for n in range(1, 18)),
+        *((n / 2, at(n, None if n == 6 else 200.0 if n <= 10 else 150.0)) for n in range(1, 19)),
         *(
             (9.0, power(8, "window", watts, steps=count, seconds=seconds, joules=joules))
             for watts, count, seconds, joules in windows
@@ -53,10 +53,10 @@ def test_points_are_means_of_two_seconds_without_gaps(run: Path) -> None:
     (found,) = energies([row_of(run)])
     watts, each, _ = found.panels
     (power_of, _), (limit, _) = watts.chart["lines"]
-    assert power_of.points == [(4, 400.0), (9, 400.0), (13, 300.0), (17, 300.0)], "step 5 begins anew"
-    assert limit.points == [(0, 1300.0), (8, 1000.0), (17, 1000.0)], "of both cards, each with its own"
+    assert power_of.points == [(4, 400.0), (10, 400.0), (14, 300.0), (18, 300.0)], "step 6 begins anew"
+    assert limit.points == [(0, 1300.0), (8, 1000.0), (18, 1000.0)], "of both cards, each with its own"
     ((joules, _),) = each.chart["lines"]
-    assert joules.points == [(4, 200.0), (9, 200.0), (13, 150.0), (17, 150.0)]
+    assert joules.points == [(4, 200.0), (10, 200.0), (14, 150.0), (18, 150.0)]
 
 
 def test_the_search_is_shown_against_the_highest_limit_with_its_choice(run: Path) -> None:

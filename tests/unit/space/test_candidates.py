@@ -79,7 +79,9 @@ def test_one_gpu_has_the_single_engine_besides_and_no_tensor_parallelism() -> No
 def test_on_several_nodes_with_several_gpus_weights_may_be_shared_within_each(
     gpus: int, per_node: int
 ) -> None:
-    found = names(space(world_size=gpus, gpus_per_node=per_node)[0])
+    accepted, refused = space(world_size=gpus, gpus_per_node=per_node)
+    found = names(accepted)
+    assert names([one.strategy for one in refused]) == {"single"}
     expected = {f"fsdp2-hsdp{per_node}", f"fsdp2-hsdp{per_node}-noreshard"} if 1 < per_node < gpus else set()
     assert {name for name in found if "hsdp" in name} == expected
     named = (

@@ -29,7 +29,9 @@ def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     origin = SimpleNamespace(identity={})
     found = SimpleNamespace(path=Path("step-000007"), step=7, manifest=SimpleNamespace(origin=origin))
     monkeypatch.setattr(afterwards, "export", export)
-    monkeypatch.setattr(afterwards, "_newest", lambda _: (SimpleNamespace(model=None), found))
+    monkeypatch.setattr(afterwards, "newest_checkpoint", lambda _: (SimpleNamespace(model=None), found))
+    monkeypatch.setattr(afterwards, "read_run", lambda _: SimpleNamespace(events=[]))
+    monkeypatch.setattr(afterwards, "model_card", lambda *_, **__: "a card")
     return error
 
 
@@ -62,3 +64,4 @@ def test_what_is_whole_gets_its_name(failure: None, tmp_path: Path) -> None:
     assert afterwards.export_run("run", out) == {"kind": "model", "out": str(out), "step": 7}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (out / "config.json").read_text() == "{}"
+    assert (out / "README.md").read_text() == "a card"

@@ -11,7 +11,7 @@ import pytest
 from shardwise.errors import JobError, MachineError
 from shardwise.job.load import load_job
 from shardwise.record.bench import append, opened, read_bench
-from shardwise.report.bench import show_bench
+from shardwise.report.bench import recommended, show_bench
 from shardwise.trials import process
 from shardwise.trials.rows import Row, make_rows
 from shardwise.trials.run import Settings, run_rows
@@ -120,6 +120,7 @@ def test_a_row_on_a_fake_driver_is_simulated_and_has_no_joules(
     numbers = found["measured"]
     assert (numbers["verdict"], numbers["joules_per_token"]) == ("simulated", None)
     assert numbers["joules_unavailable"] == "simulated, not measured"
+    assert recommended(read_bench(Path("bb")).rows) is None
     show_bench(read_bench(Path("bb"), to_show=True))
     assert "zero2: simulated, a fake driver's GPUs" in " ".join(capsys.readouterr().out.split())
 

@@ -47,7 +47,7 @@ from shardwise.engines.runtime.parameters import (
     trainable,
 )
 from shardwise.engines.runtime.protocol import StepResult, World
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, JobError
 from shardwise.job import schema
 from shardwise.strategy import Strategy
 
@@ -76,7 +76,7 @@ class DeepSpeedEngine:
             largest_parameter=max(p.numel() for p in module.parameters()),
         )
         if world.local_disks:
-            self._config["checkpoint"] = {"use_node_local_storage": True}
+            self._config |= on_local_disks(strategy)
         _prepare_deepspeed(world)
         wait_for_locks(needed_operators(strategy))
         import deepspeed
@@ -227,6 +227,16 @@ class DeepSpeedEngine:
         norm = self._engine.get_global_grad_norm()
         assert norm is not None
         return norm, bool(self._optimizer.overflow)
+
+
+def on_local_disks(strategy: Strategy) -> dict[str, Any]:
+    """Settings with which each node can load what its own ranks have saved. JobError where it could not."""
+    if (
+        strategy.tensor_parallel > 1
+    ):  # the model of local rank 0 alone is saved then (0.19.8, runtime/engine.py)
+        what = "DeepSpeed saves only one part of a tensor-parallel model where the nodes share no disk"
+        raise JobError(what, where="output", fix="--set output=DIR, on a disk that all nodes share")
+    return {"checkpoint": {"use_node_local_storage": True}}
 
 
 def _prepare_deepspeed(world: World) -> None:

@@ -1,0 +1,1 @@
+"""A trained or published model answers: on the terminal and over HTTP."""
