@@ -62,14 +62,20 @@ def load_job(path: str | Path, changes: Sequence[str] = ()) -> LoadedJob:
 
 
 def check_job(job: Job, changes: Sequence[str] = ()) -> LoadedJob:
-    """Check a job that was made in Python as one from a file, after changes as for `--set`."""
+    """Check a job that was made in Python as one from a file, after changes as for `--set`.
+
+    Its files are looked for where they are used: a plan needs none. A value that is the default counts as not
+    given, as in a job that was read from JSON.
+    """
     document = Document(name="the job", values=job.model_dump(mode="json", exclude_unset=True))
     apply(document, changes)
-    return _checked(document, Path())
+    changed = leaves(job.model_dump(mode="json", exclude_defaults=True))
+    given = frozenset(dotted(key) for key, _ in changed) | frozenset(map(dotted, document.origins))
+    return _checked(document, Path(), given=given)
 
 
-def _checked(document: Document, folder: Path) -> LoadedJob:
-    """The job of a document whose relative paths count from `folder`."""
+def _checked(document: Document, folder: Path, *, given: frozenset[str] | None = None) -> LoadedJob:
+    """The job of a document whose relative paths count from `folder`; `given`: keys, None for all it has."""
     secret = list(_secrets(document))
     for key in map(_split, _PATHS):
         holder = document.section(key)
@@ -81,7 +87,7 @@ def _checked(document: Document, folder: Path) -> LoadedJob:
     job, wrong = validate.check(document)
     problems = [*document.problems, *secret, *wrong.values()]
     if job is not None:
-        problems += _job_problems(job, document, frozenset(map(dotted, wrong)))
+        problems += _job_problems(job, document, frozenset(map(dotted, wrong)), given)
     if job is None or problems:
         raise _error(sorted(problems, key=_line), f"{document.name} has {len(problems)} problems")
     return LoadedJob(job=job, origins={dotted(key): origin for key, origin in document.origins.items()})
@@ -126,9 +132,12 @@ def _secrets(document: Document) -> Iterator[Problem]:
         document.forget(key)
 
 
-def _job_problems(job: Job, document: Document, wrong: frozenset[str]) -> Iterator[Problem]:
+def _job_problems(
+    job: Job, document: Document, wrong: frozenset[str], given: frozenset[str] | None
+) -> Iterator[Problem]:
     """Yield contradictions and missing files, except for keys that are already known to be wrong."""
-    given = frozenset(dotted(key) for key, value in leaves(document.values) if value is not None)
+    if given is None:
+        given = frozenset(dotted(key) for key, value in leaves(document.values) if value is not None)
     for found in contradictions.find(job, given - wrong):
         names = found.where.split(", ")
         if wrong.isdisjoint(names):
@@ -136,7 +145,7 @@ def _job_problems(job: Job, document: Document, wrong: frozenset[str]) -> Iterat
             yield replace(found, where=", ".join(where) or document.name)
     for name, missing in _PATHS.items():
         key = _split(name)
-        if name not in wrong and key[-1] in document.section(key):
+        if name not in wrong and key in document.origins:
             for what, fix in missing(document.section(key).get(key[-1])):
                 yield Problem(what=f"`{name}`: {what}", where=document.where(key), fix=fix)
 

@@ -64,9 +64,6 @@ def test_a_job_value_is_checked_as_a_file_is(job: Path) -> None:
     contradictory = shardwise.Job(**{**dict(made), "train": train})
     with pytest.raises(JobError, match=r"(?s)train\.steps.*train\.epochs"):
         shardwise.plan(contradictory, gpus="1xH100")
-    Path("data.jsonl").unlink()
-    with pytest.raises(JobError, match=r"data\.train.*does not exist"):
-        shardwise.train(made, dry_run=True)
 
 
 @pytest.mark.parametrize("size", [0, -1, "0 GiB", "16"])
