@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles its CPU kernels with ninja, which it looks up on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo test test-distributed test-others newest check format schema lock clean
+.PHONY: setup operators demo test test-distributed test-others test-machines newest check format schema lock clean
 
 ## setup: create .venv with everything pinned in constraints.txt
 setup: .venv/.ready
@@ -45,6 +45,10 @@ test-distributed: setup operators
 
 test-others: setup operators
 	$(BIN)/python -m pytest -m 'not gpu' --numprocesses $$(($$(nproc) - 1)) --dist loadfile tests/golden tests/unit
+
+## test-machines: several machines, as network namespaces and in Slurm; needs root, takes some ten minutes
+test-machines: setup operators
+	$(BIN)/python -m pytest tests/machines
 
 ## newest: test with the newest releases, without pins, in .venv-newest; by hand or on a schedule, not in CI
 NEWEST := .venv-newest/bin/python

@@ -35,6 +35,8 @@ ROWS = {
         *("--gpus", "64x8xH100", "--model", "meta-llama/Llama-3.1-70B"),
         *("--global-batch", "2048"),
     ],
+    "7B on 128x8xH100": ["--gpus", "128x8xH100", "--model", "meta-llama/Llama-2-7b-hf"],
+    "70B on 128x8xH100": ["--gpus", "128x8xH100", "--model", "meta-llama/Llama-3.1-70B"],
 }
 SAMPLE_SECONDS = 0.1
 

@@ -43,20 +43,36 @@ def levels() -> Iterator[str]:
 
 
 def jobs() -> Iterator[str]:
-    """What a plan chooses for three jobs."""
+    """What a plan chooses for four jobs."""
     yield "| job | default choice | choice | limit, W | time | energy | band of the energy |"
     yield "|---|---|---|---|---|---|---|"
     for row in read("jobs.json")["jobs"]:
+        gpus = (
+            row["gpus"]
+            if f"{row['chosen_gpus']}x" in row["gpus"]
+            else f"{row['chosen_gpus']} of {row['gpus']}"
+        )
         full = "all weights" if "model.lora=null" in row["changes"] else "LoRA 16"
         limit = row["power_limit_watts"] or f"its own {row['own_limit_watts']}"
         saved, error = row["energy_saved_fraction"], row["energy_error_fraction"]
         band = f"{-saved - error:+.1%} to {-saved + error:+.1%}" if error else "no limit changed"
         yield (
-            f"| {row['model']}, {full}, {row['gpus']} | {row['default']} | {row['chosen']} | {limit} | "
+            f"| {row['model']}, {full}, {gpus} | {row['default']} | {row['chosen']} | {limit} | "
             f"{row['slowdown_fraction']:+.1%} | {-saved:+.1%} | {band} |"
         )
 
 
+def swept() -> Iterator[str]:
+    """One job at limits that somebody names."""
+    found = read("jobs.json")["swept"]
+    yield f"{found['model']} on {found['gpus']}, {found['strategy']}"
+    yield ""
+    yield "| limit, W | time | energy |"
+    yield "|---|---|---|"
+    for one in found["levels"]:
+        yield f"| {one['limit_watts']} | {one['time'] - 1:+.1%} | {one['energy'] - 1:+.1%} |"
+
+
 if __name__ == "__main__":
-    for table in (accuracy, levels, jobs):
+    for table in (accuracy, levels, jobs, swept):
         print("\n".join(table()), end="\n\n")

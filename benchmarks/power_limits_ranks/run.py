@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.device.fake import FakeNvml, create
-from shardwise.launch.local import free_port
+from shardwise.launch.nodes import free_port
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "ranks.json"

@@ -4,6 +4,7 @@ The driver answers on the host, without waiting for the GPU: 3.3 ms on average a
 So a thread asks ten times a second. Since Volta a GPU counts its energy, in steps of 20 to 100 ms: a
 difference over one second may be off by a fifth, one over ten seconds by a fiftieth. On older GPUs power is
 integrated instead. Both cover the entire GPU, whoever uses it, without host, network and power supply.
+CPU and DRAM are counted by themselves where RAPL can be read, for the entire node.
 """
 
 import os
@@ -16,6 +17,7 @@ from typing import Literal
 
 from shardwise.device import Device, NoDevice, Unavailable
 from shardwise.device.find import fake_file, find
+from shardwise.device.rapl import PARTS, Part, Rapl
 
 EnergySource = Literal["counter", "power samples", "simulated"]
 
@@ -24,7 +26,8 @@ END_SECONDS = 0.2
 """A window's joules are off by at most so many seconds of its power: at each end, a reading is up to one
 sample and one step of the counter old."""
 
-PHASES = ("start", "training", "evaluation", "saving")
+PHASES = ("start", "training", "evaluation", "saving", "end")
+"""`start`: before the first step of a launch; `end`: after the last one, neither evaluation nor saving."""
 FIRST = "no reading before the first step of a launch"
 INTERRUPTED = "an evaluation or a save lies between the readings"
 
@@ -65,6 +68,28 @@ class Gpu:
             self._last = read()
 
 
+class Host:
+    """CPU and DRAM of this node, their energy sampled by a thread: the counters go round in minutes."""
+
+    def __init__(self, rapl: Rapl | None = None) -> None:
+        self._rapl = rapl or Rapl()
+        self._last = self._read()
+        if any(not isinstance(one, Unavailable) for one in self._last.values()):
+            threading.Thread(target=self._sample, name="host-energy", daemon=True).start()
+
+    def joules(self) -> dict[Part, float | Unavailable]:
+        """Energy used since this was made, as of the last sample."""
+        return self._last
+
+    def _read(self) -> dict[Part, float | Unavailable]:
+        return {part: self._rapl.joules(part) for part in PARTS}
+
+    def _sample(self) -> None:
+        while True:
+            time.sleep(SAMPLE_SECONDS)
+            self._last = self._read()
+
+
 class _PowerIntegral:
     """Joules as the integral of power (trapezoids) from call to call."""
 
@@ -101,12 +126,13 @@ class StepJoules:
         cards: Sequence[str | None] = (),
         first: Sequence[int | None] = (),
         lag: int = 0,
+        waited: float = 0.0,
     ) -> None:
         """`unavailable`: why there are no readings at all, where that is known.
 
         `cards`: UUIDs by rank, so that a GPU of several ranks is counted once. `first`: readings of the
         launch, in millijoules by rank. `lag`: readings after an interruption that do not stand one step
-        apart, because the host is ahead of the GPU there.
+        apart, because the host is ahead of the GPU there. `waited`: seconds from `first` until now.
         """
         self._unavailable, self._lag, self._left = unavailable, lag, lag
         self._ranks = None if not cards else distinct(cards)
@@ -114,7 +140,7 @@ class StepJoules:
         self._gap: str | None = FIRST
         self.phases = dict.fromkeys(PHASES, 0.0)  # joules of all GPUs
         self._steps, self._pure = 0, 0.0  # steps with a reading at both ends, and their joules
-        self._stretch = _Stretch({"start": 1.0})
+        self._stretch = _Stretch({"start": waited})
 
     def of_step(self, millijoules: Sequence[int | None]) -> float | Unavailable:
         """Energy of all GPUs since the step before. `millijoules` by rank; None: that GPU has no counter."""
@@ -138,12 +164,12 @@ class StepJoules:
     def interrupt(self, phase: str = "evaluation", seconds: float = 1.0) -> None:
         """What used energy since is not the next step, but a phase that took `seconds`."""
         self._gap, self._left = INTERRUPTED, self._lag
-        self._stretch.phases.pop("start", None)
         self._stretch.phases[phase] = self._stretch.phases.get(phase, 0.0) + seconds
 
-    def finish(self, millijoules: Sequence[int | None]) -> None:
-        """The last readings, after all steps. `phases` is complete then."""
+    def finish(self, millijoules: Sequence[int | None], seconds: float = 0.0) -> None:
+        """The last readings, `seconds` after the last step, evaluation or save. `phases` is complete then."""
         if self._unavailable is None:
+            self._stretch.phases["end"] = seconds
             self._stretch.joules += self._since(millijoules)[0]
             self._stretch.steps += self._lag
             self._settle()
@@ -175,8 +201,9 @@ class StepJoules:
         each = self._pure / self._steps if self._steps else 0.0
         steps = min(stretch.joules, stretch.steps * each) if stretch.phases else stretch.joules
         self.phases["training"] += steps
+        total, count = sum(stretch.phases.values()), len(stretch.phases)
         for phase, seconds in stretch.phases.items():
-            self.phases[phase] += (stretch.joules - steps) * seconds / sum(stretch.phases.values())
+            self.phases[phase] += (stretch.joules - steps) * (seconds / total if total else 1 / count)
 
 
 @dataclass

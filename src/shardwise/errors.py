@@ -14,6 +14,7 @@ Anything else that reaches the command line is a bug in shardwise and ends with 
 """
 
 import errno
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,17 +90,13 @@ def unwritten(error: OSError) -> MachineError:
     return MachineError(what, where=str(error.filename or "stdout"), fix=fix)
 
 
-_CONTROLS = dict.fromkeys(range(128, 160), "�")
-_CONTROLS |= {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\N{SYMBOL FOR DELETE}"}
-_CONTROLS |= {ord("\n"): "\n", ord("\t"): "\t"}
+_STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What steers a terminal or turns the direction of text: control characters but tab and newline."""
 
 
 def printable(text: str) -> str:
-    """Foreign text as a terminal may show it: control characters become signs that only look like them.
-
-    Otherwise what a model or a file says could move the cursor, set colours and titles, or type commands.
-    """
-    return text.translate(_CONTROLS)
+    """Text of data, files or models as a terminal may show it: with codes in place of control characters."""
+    return _STEERS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def render(error: ShardwiseError) -> str:

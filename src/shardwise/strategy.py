@@ -15,6 +15,8 @@ from shardwise.job.strategies import ENGINES
 
 Place = Literal["none", "cpu", "nvme"]
 Precision = Literal["bf16", "fp16", "fp32"]
+ReduceDtype = Literal["auto", "bf16", "fp16", "fp32"]
+PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
 
 _WORD: dict[Place, str] = {"none": "", "cpu": "-offload", "nvme": "-nvme"}
 
@@ -23,7 +25,7 @@ _WORD: dict[Place, str] = {"none": "", "cpu": "-offload", "nvme": "-nvme"}
 class Strategy:
     """Everything an engine needs to know, and nothing about the model or the data.
 
-    `world_size = data_parallel * tensor_parallel`, and
+    `world_size = pipeline * data_parallel * tensor_parallel`, ranks counted in this order, and
     `global_batch = micro_batch * accumulation * data_parallel` (rows per optimizer step).
     """
 
@@ -33,33 +35,57 @@ class Strategy:
     offload_parameters: Place = "none"
     nvme_path: str | None = None
     reshard: bool = True
+    shard_group: int = 0  # Consecutive ranks that hold one copy of the weights between them; 0: all
+    quantized_weights: bool = False  # ZeRO++'s qwZ: weights are gathered in int8
+    quantized_gradients: bool = False  # ZeRO++'s qgZ: gradients are exchanged in int4
     tensor_parallel: int = 1
+    pipeline: int = 1  # Ranks that each hold some of the blocks, and pass activations on
+    pipeline_schedule: PipelineSchedule = "1f1b"
     data_parallel: int = 1
     micro_batch: int = 1
     accumulation: int = 1
     precision: Precision = "bf16"
     checkpoint_every: int = 0  # Recompute the activations of every n-th block; 0: of none, 1: of all
+    powersgd: int = 0  # Rank of the two factors that DDP sends of a gradient; 0: all of it
+    reduce_dtype: ReduceDtype = "auto"  # Format in which gradients are summed over ranks; auto: the engine's
     clip_norm: float = 1.0  # Largest global gradient norm; 0.0: no clipping
     bucket: int = BUCKET
     """Elements that DeepSpeed reduces, and below ZeRO-3 gathers, at once. ZeRO-1 and 2 have two buckets."""
 
     @property
     def world_size(self) -> int:
-        return self.data_parallel * self.tensor_parallel
+        return self.pipeline * self.data_parallel * self.tensor_parallel
 
     @property
     def global_batch(self) -> int:
         return self.micro_batch * self.accumulation * self.data_parallel
 
+    def reduced_in(self, default: Precision) -> Precision:
+        """The format in which gradients are summed, where the engine's own is `default`."""
+        return default if self.reduce_dtype == "auto" else self.reduce_dtype
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that gather weights from each other: a group of `shard_group`, or all."""
+        return self.shard_group or self.data_parallel
+
     @property
     def name(self) -> str:
-        """Short name, another for every other engine, stage, place, resharding and tensor-parallel size.
+        """Short name, another for every other engine, stage, place, resharding, group and parallel degree.
 
-        `single`, `zero3-offload`, `zero3-offload-optimizer`, `fsdp2-noreshard`, `autotp4-zero1`, ...
+        `single`, `zero3-offload-optimizer`, `fsdp2-noreshard`, `fsdp2-hsdp8`, `autotp4-zero1`, `pp2-zero1`,
+        `pp4-interleaved-tp2-zero1`, ...
         """
-        parallel = f"autotp{self.tensor_parallel}-" if self.tensor_parallel > 1 else ""
-        base = ENGINES[self.engine].base.format(stage=self.stage)
-        return f"{parallel}{base}{self._offload}{'' if self.reshard else '-noreshard'}"
+        words = ENGINES[self.engine]
+        stages = f"pp{self.pipeline}-" if self.pipeline > 1 else ""
+        stages += "" if self.pipeline_schedule == "1f1b" else f"{self.pipeline_schedule}-"
+        parallel = f"{words.split}{self.tensor_parallel}-" if self.tensor_parallel > 1 else ""
+        group = f"-{words.group}{self.shard_group}" if self.shard_group else ""
+        group += "-qwz" * self.quantized_weights + "-qgz" * self.quantized_gradients
+        base = words.base.format(stage=self.stage) + group
+        reduce = "" if self.reduce_dtype == "auto" else f"-reduce-{self.reduce_dtype}"
+        reduce += f"-powersgd{self.powersgd}" if self.powersgd else ""
+        return f"{stages}{parallel}{base}{self._offload}{'' if self.reshard else '-noreshard'}{reduce}"
 
     @property
     def _offload(self) -> str:
@@ -82,8 +108,10 @@ class Strategy:
         known = {key: value for key, value in values.items() if key != "name"}
         found = _adapter().validate_json(json.dumps(known), strict=True)
         unknown = known.keys() - {field.name for field in fields(cls)}
-        sizes = (found.data_parallel, found.tensor_parallel, found.micro_batch, found.accumulation)
-        if unknown or found.engine not in ENGINES or min(sizes) < 1 or not 0 <= found.stage <= 3:
+        each_at_least_one = (found.world_size, found.pipeline, found.tensor_parallel)
+        least = min(*each_at_least_one, found.micro_batch, found.accumulation)
+        wrong = least < 1 or found.shard_group < 0 or not 0 <= found.stage <= 3
+        if unknown or found.engine not in ENGINES or wrong:
             raise ValueError(f"no strategy has these values: {known}")
         return found
 

@@ -17,6 +17,7 @@ from typing import Any
 import engine_worker as w
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from shardwise.engines.runtime.protocol import Engine, World
 from shardwise.errors import ShardwiseError
@@ -36,13 +37,22 @@ FSDP = {
     "fsdp2-noreshard": Strategy(engine="fsdp2", reshard=False),
     "fsdp2-offload": Strategy(engine="fsdp2", offload_optimizer="cpu", offload_parameters="cpu"),
 }
+GROUPS = {
+    "fsdp2-hsdp2": Strategy(engine="fsdp2", shard_group=2),
+    "fsdp2-hsdp2-noreshard": Strategy(engine="fsdp2", shard_group=2, reshard=False),
+    "zero3-hpz2": Strategy(engine="deepspeed", stage=3, shard_group=2),
+}
+"""On four processes: two groups of two."""
+DDP = {"ddp": Strategy(engine="ddp")}
 SINGLE = {"single": Strategy(engine="single")}
 STEPS = range(4)
 
 
 def engines(world: World) -> dict[str, Strategy]:
     """The engines of a world; bf16 of ZeRO-3 comes last, as DeepSpeed replaces torch's linear for good."""
-    return {**(SINGLE if world.size == 1 else {}), **FSDP, **DEEPSPEED}
+    if world.size == 4:
+        return GROUPS
+    return {**(SINGLE if world.size == 1 else DDP), **FSDP, **DEEPSPEED}
 
 
 def chosen(world: World) -> dict[str, Strategy]:
@@ -60,7 +70,7 @@ def parity(folder: Path, world: World) -> dict[str, Any]:
     for name, bare in engines(world).items():
         for precision in ("fp32", "bf16"):
             for kind, options in kinds.items():
-                for accumulation in (1, 4):
+                for accumulation in (1, min(4, w.GLOBAL_BATCH // world.size)):
                     if accumulation == 1 and (kind != "plain" or precision == "bf16"):
                         continue
                     strategy = replace(w.fitted(bare, world, accumulation), precision=precision)
@@ -233,6 +243,34 @@ def quantization(folder: Path, world: World) -> dict[str, Any]:
     return results
 
 
+LOSSY = {
+    "fsdp2-reduce-bf16": Strategy(engine="fsdp2", reduce_dtype="bf16"),
+    "fsdp2-hsdp2-reduce-bf16": Strategy(engine="fsdp2", shard_group=2, reduce_dtype="bf16"),
+    "zero2-reduce-bf16": Strategy(engine="deepspeed", stage=2, reduce_dtype="bf16"),
+    "zero3-reduce-bf16": Strategy(engine="deepspeed", stage=3, reduce_dtype="bf16"),
+    "ddp-reduce-bf16": Strategy(engine="ddp", reduce_dtype="bf16"),
+    "ddp-powersgd4": Strategy(engine="ddp", powersgd=4),
+}
+"""On four processes: what sums gradients in fewer bits."""
+LOSSY_STEPS = range(20)
+
+
+def lossy(folder: Path, world: World) -> dict[str, Any]:
+    """In fp32, how far losses are from float64, and whether a resumed run goes on the same."""
+    losses, _, _ = w.reference(LOSSY_STEPS)
+    results: dict[str, Any] = {}
+    for name, bare in LOSSY.items():
+        strategy = replace(w.fitted(bare, world, 2), precision="fp32")
+        engine = w.engine_for(strategy, world)
+        found = [step.loss.item() for step in w.train(engine, strategy, LOSSY_STEPS)]
+        results[name] = {
+            "last": found[-1],
+            "error": worst(found, losses),
+            "resumed": resumes(engine, strategy, folder / name, w.llama),
+        }
+    return results
+
+
 def same_in_bf16(tensor: torch.Tensor) -> bool:
     return torch.equal(tensor, tensor.bfloat16().to(tensor.dtype))
 
@@ -258,8 +296,15 @@ def resume(folder: Path, world: World) -> dict[str, Any]:
                 [step.loss.item() for step in expected] == [step.loss.item() for step in found]
                 and [float(step.grad_norm) for step in expected] == [float(step.grad_norm) for step in found]
                 and same(snapshot(straight), snapshot(resumed))
+                and (bare != GROUPS["fsdp2-hsdp2"] or neighbours_share(place))
             )
     return results
+
+
+def neighbours_share(place: Path) -> bool:
+    """Whether ranks 0 and 1 hold different halves of the state, and ranks 2 and 3 the same as these."""
+    parts = [load_file(place / f"rank-{rank:05d}.safetensors") for rank in range(4)]
+    return same(parts[0], parts[2]) and same(parts[1], parts[3]) and not same(parts[0], parts[1])
 
 
 def not_finite(folder: Path, world: World) -> dict[str, Any]:
@@ -354,6 +399,7 @@ SCENARIOS = {
     "tensor_parallel": tensor_parallel,
     "tensor_parallel_checks": tensor_parallel_checks,
     "quantization": quantization,
+    "lossy": lossy,
 }
 
 

@@ -24,7 +24,8 @@ from threading import Timer
 from typing import NoReturn
 
 from shardwise.hardware.detect import gpu_count
-from shardwise.launch.local import die_with, free_port
+from shardwise.launch.local import die_with
+from shardwise.launch.nodes import free_port
 
 HERE = Path(__file__).parent
 TEMPLATES = 2
@@ -95,6 +96,12 @@ def run(calls: Sequence[Call], *, timeout: float) -> list[int]:
         _template.cache_clear()
         raise
     return codes
+
+
+def warm_up() -> None:
+    """Starts the templates from this thread: the kernel ends them when the thread that started them ends."""
+    for number in range(TEMPLATES):
+        _template(number)
 
 
 class Template:

@@ -30,12 +30,16 @@ def main(specs: str) -> None:
         counters.append(sum(map(fake.joules, fake.state()["gpus"])))
         (folder / "counters.json").write_text(json.dumps(counters))
 
-    class Noting(Recorder):
-        """Reads the cards' counters by itself when the meter begins, and when it ends."""
+    make_engine = module.make_engine
 
-        def __init__(self, *arguments: Any, **named: Any) -> None:
+    def noting(*arguments: Any) -> Any:
+        """The meter begins before the engine is made."""
+        if rank == "0":
             note()
-            super().__init__(*arguments, **named)
+        return make_engine(*arguments)
+
+    class Noting(Recorder):
+        """Reads the cards' counters by itself when the meter ends."""
 
         def finish(self, **named: Any) -> None:
             note()
@@ -50,5 +54,6 @@ def main(specs: str) -> None:
             finally:
                 (folder / f"progress-{rank}").write_text(str(self.progress.step))
 
+    module.make_engine = noting
     module.Recorder, module.Loop = Noting, Loop  # type: ignore[misc,assignment]
     harness.main(specs)

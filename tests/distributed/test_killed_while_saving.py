@@ -29,3 +29,20 @@ def test_a_checkpoint_that_a_killed_rank_left_half_written_never_counts(
     check_same(done, undisturbed)
     assert "warning" not in done.err
     assert not list(checkpoints.glob(".tmp-*")), "the next save clears what is left"
+
+
+def test_a_run_killed_before_its_first_checkpoint_goes_on_by_the_same_command(
+    tmp_path: Path, undisturbed: Done
+) -> None:
+    write_job(tmp_path, "zero2")
+    border = {"phase": "saving", "rows": 2, "from_step": 0, "rank": 1, "killed": True}
+    done = train(tmp_path, "job.yaml", "--processes", "2", border=border)
+    assert done.code == 4
+    assert not list((done.run / "checkpoints").glob("step-*"))
+    again = train(tmp_path, "job.yaml", "--processes", "2")
+    assert again.code == 2
+    assert "--resume` continues it" in again.err
+
+    done = train(tmp_path, str(done.run), "--resume")
+    assert "nothing was saved yet: the run begins again with step 1" in done.err
+    check_same(done, undisturbed)

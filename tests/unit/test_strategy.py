@@ -27,6 +27,24 @@ from shardwise.strategy import Strategy
         ),
         ({"engine": "deepspeed", "stage": 3, "reshard": False}, "zero3-noreshard"),
         ({"engine": "fsdp2", "reshard": False}, "fsdp2-noreshard"),
+        ({"engine": "fsdp2", "shard_group": 8}, "fsdp2-hsdp8"),
+        ({"engine": "ddp", "powersgd": 4}, "ddp-powersgd4"),
+        (
+            {
+                "engine": "deepspeed",
+                "stage": 3,
+                "shard_group": 8,
+                "quantized_weights": True,
+                "quantized_gradients": True,
+            },
+            "zero3-hpz8-qwz-qgz",
+        ),
+        ({"engine": "fsdp2", "shard_group": 8, "reduce_dtype": "bf16"}, "fsdp2-hsdp8-reduce-bf16"),
+        ({"engine": "fsdp2", "shard_group": 8, "reshard": False}, "fsdp2-hsdp8-noreshard"),
+        (
+            {"engine": "deepspeed", "stage": 3, "shard_group": 4, "offload_optimizer": "cpu"},
+            "zero3-hpz4-offload-optimizer",
+        ),
         ({"engine": "deepspeed", "stage": 1, "tensor_parallel": 4}, "autotp4-zero1"),
     ],
 )

@@ -16,6 +16,7 @@ from shardwise.job.schema import Job
 from shardwise.planner.planning import Making, make_plan
 from shardwise.record.bench import SCHEMA, BenchRecord, append, opened, read_bench
 from shardwise.record.environment import environment
+from shardwise.report.compare import FEWEST_STEPS
 from shardwise.trials.rows import PlanFor, Row, make_rows
 from shardwise.trials.run import FINAL, Settings, run_rows
 from shardwise.trials.sweep import ALL, chosen_names, points
@@ -87,6 +88,8 @@ def bench(
         profile=profile,
     )
     head = _head(base, settings, hardware, command)
+    if steps < FEWEST_STEPS:
+        say(f"note: {steps} steps are too few to judge a rate by: --steps {FEWEST_STEPS} or more")
     _run(rows, settings, {**head, "left_out": left_out, "order": [row.key for row in rows]}, say)
     return read_bench(settings.folder)
 

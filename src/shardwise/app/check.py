@@ -51,7 +51,7 @@ class Report:
 
 
 def check(
-    files: Sequence[str | Path],
+    files: str | Path | Sequence[str | Path],
     *,
     gpus: str | Hardware | None = None,
     model: str | None = None,
@@ -63,7 +63,7 @@ def check(
     """Find settings that fail or are silently ignored.
 
     Args:
-        files: DeepSpeed JSON, Accelerate YAML, scripts and job files of one training.
+        files: DeepSpeed JSON, Accelerate YAML, scripts and job files of one training; or one of them.
         gpus: what it runs on.
         model: a hub id, folder or known name; with `gpus` it is also planned whether it fits.
         sequence: tokens in a row.
@@ -71,7 +71,7 @@ def check(
         fix: apply unambiguous fixes in place.
         making: entered while a plan is made.
     """
-    paths = [Path(file) for file in files]
+    paths = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
     hardware = parse_hardware(gpus) if isinstance(gpus, str) else gpus
     documents, broken = load(paths)
     setup = Setup(

@@ -1,17 +1,22 @@
-"""Engine files and launch scripts for a user's own training script."""
+"""Files that start a training elsewhere: of a user's own script, or of the job itself."""
 
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.app.jobs import hardware_of
+from shardwise.emit.cluster import TARGETS, WORK
+from shardwise.emit.energy import with_energy
 from shardwise.emit.files import Emitted, Target
 from shardwise.emit.files import emit as files_for
 from shardwise.emit.request import Request
 from shardwise.errors import JobError
 from shardwise.job.load import load_job
+from shardwise.job.paths import absolute, below
+from shardwise.job.source import job_text
 from shardwise.planner.plan import SCHEMA
 from shardwise.planner.planning import Making, make_plan
 from shardwise.planner.why import does_not_fit
@@ -21,6 +26,7 @@ def emit(
     source: Path,
     *,
     to: Target = "torchrun",
+    run: Literal["script", "shardwise"] = "script",
     gpus: str | None = None,
     out: Path = Path("engine"),
     changes: Sequence[str] = (),
@@ -31,6 +37,7 @@ def emit(
     Args:
         source: a job file, or a plan that `shardwise plan --out` wrote.
         to: the launcher.
+        run: what it starts: a training script of the user's, or `shardwise train` of the job.
         gpus: for a job: `4xRTX4080`; None: this machine's.
         out: the folder of the files; it holds none of them yet.
         changes: for a job: `key=value` texts, as for `--set`.
@@ -41,6 +48,9 @@ def emit(
         if plan is not None and value:
             raise JobError("a plan is not changed", where=flag, fix="name the job that it was made of")
     place = out.resolve().as_posix()
+    if plan is not None and run == "shardwise":
+        what = "a plan does not hold the job to train"
+        raise JobError(what, where=str(source), fix="name the job that it was made of")
     if plan is not None:
         request = _of_plan(source, plan, place)
     else:
@@ -50,7 +60,13 @@ def emit(
         if chosen is None:
             raise does_not_fit(made)
         request = chosen
+        if run == "shardwise":
+            values = job.model_dump(mode="json", exclude_defaults=True)
+            values = below(WORK, values) if to in TARGETS else absolute(values)
+            request = replace(chosen, job_text=job_text(values))
     emitted = files_for(to, request)
+    if run == "script":
+        emitted = with_energy(emitted)
     taken = [name for name in emitted.files if (out / name).exists()]
     if taken:
         fix = "name a new folder, or remove the file"

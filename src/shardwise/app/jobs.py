@@ -6,10 +6,9 @@ from pathlib import Path
 
 from shardwise.errors import JobError, MachineError
 from shardwise.hardware.hardware import Hardware
-from shardwise.job import load, validate
+from shardwise.job import load
 from shardwise.job.load import LoadedJob
 from shardwise.job.schema import Job
-from shardwise.job.source import Document, apply
 from shardwise.units import GIB
 
 AnyJob = Job | str | Path
@@ -33,17 +32,7 @@ def load_job(path: str | Path, changes: Sequence[str] = ()) -> Job:
 
 def read(job: AnyJob, changes: Sequence[str] = ()) -> LoadedJob:
     """The job of a file or a value, with `changes` applied, and where each value comes from."""
-    if not isinstance(job, Job):
-        return load.load_job(job, changes)
-    if not changes:
-        return LoadedJob(job=job, origins={})
-    document = Document(name="the job", values=job.model_dump(mode="json"))
-    apply(document, changes)
-    changed, wrong = validate.check(document)
-    problems = [*document.problems, *wrong.values()]
-    if changed is None or problems:
-        raise JobError("the changed job is wrong", problems=problems)
-    return LoadedJob(job=changed, origins={})
+    return load.check_job(job, changes) if isinstance(job, Job) else load.load_job(job, changes)
 
 
 def hardware_of(gpus: str | Hardware | None) -> Hardware:
@@ -63,7 +52,7 @@ def hardware_of(gpus: str | Hardware | None) -> Hardware:
 def size_in_bytes(size: str | int, flag: str) -> int:
     """`16GiB` as bytes; JobError naming the flag for anything that is not a size."""
     if isinstance(size, int):
-        return size
+        size = f"{size}b"
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", size.strip().lower())
     factor = _SIZES.get(match[2]) if match else None
     found = float(match[1]) * factor if match and factor else 0.0

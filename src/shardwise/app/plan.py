@@ -1,6 +1,6 @@
 """A job and a hardware to a plan."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -9,7 +9,8 @@ from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import with_slot
 from shardwise.job.load import LoadedJob
-from shardwise.planner.limits import slowdown, with_limits, with_pareto
+from shardwise.planner.limits import share as share_of
+from shardwise.planner.limits import with_limits, with_pareto
 from shardwise.planner.plan import Objective, Plan
 from shardwise.planner.planning import Making, make_plan
 from shardwise.planner.sketch import sketch
@@ -26,6 +27,7 @@ def plan(
     memory_cap: str | int | None = None,
     max_slowdown: str | float | None = None,
     pareto: bool = False,
+    straggler: str | float | None = None,
     making: Making = nullcontext,
 ) -> Plan:
     """Predict memory, time and energy of every allowed strategy, and choose one. Touches no GPU.
@@ -37,9 +39,12 @@ def plan(
         changes: `key=value` texts, as for `--set`.
         objective: the metric to rank strategies by.
         memory_cap: use no more of each GPU; bytes, or `16GiB`.
-        max_slowdown: with the objective `energy`, choose a power limit, too. The choice takes at most this
-            share more time a token than the fastest; `5%` or 0.05.
+        max_slowdown: with the objective `energy`, choose a power limit and the number of GPUs, too: all, or a
+            half, a quarter and so on. The choice takes at most this share more time a token than the fastest;
+            `5%` or 0.05.
         pareto: also list what nothing else beats in time and energy, over strategies and power limits.
+        straggler: standard deviation of a GPU's step time, as a share of it; `5%` or 0.05. Each step lasts as
+            long as the slowest GPU's.
         making: entered while a plan is made; a kept one is only read.
 
     Returns:
@@ -49,24 +54,48 @@ def plan(
         JobError: the job is wrong, or no strategy is allowed.
         MachineError: no GPU is named, and this machine has none.
     """
-    share = None if max_slowdown is None else slowdown(max_slowdown)
+    of = "the fastest time per token"
+    share = None if max_slowdown is None else share_of(max_slowdown, "--max-slowdown", of)
     if share is not None and objective != "energy":
         fix = "add --objective energy, or leave --max-slowdown out"
         what = f"--max-slowdown bounds the time of the least energy, and the objective is {objective}"
         raise JobError(what, where="--max-slowdown", fix=fix)
     cap = None if memory_cap is None else size_in_bytes(memory_cap, "--memory-cap")
     hardware = hardware_of(gpus)
+    if straggler is not None:
+        spread = share_of(straggler, "--straggler", "a GPU's step time")
+        hardware = replace(hardware, straggler_fraction=spread)
     loaded, assumed = _job(job, model, changes, hardware)
-    try:
+
+    def plan_for(hardware: Hardware) -> Plan:
         made = make_plan(loaded.job, hardware, objective=objective, memory_cap_bytes=cap, making=making)
+        return with_pareto(made) if pareto else made
+
+    try:
+        made = plan_for(hardware)
     except JobError as error:
         raise loaded.located(error) from None
-    made = with_pareto(made) if pareto else made
-    made = made if share is None else with_limits(made, share)
+    if share is not None:
+        made = with_limits(made, share, _on_fewer(hardware, plan_for))
     slot = with_slot(gpus, hardware) if isinstance(gpus, str) else None
     if slot is not None and (hardware.world_size > 1 or (made.chosen is not None and uses_host(made.chosen))):
         assumed = (*assumed, f"--gpus {slot}")
     return replace(made, job=replace(made.job, assumed=(*made.job.assumed, *assumed)))
+
+
+def _on_fewer(hardware: Hardware, plan_for: Callable[[Hardware], Plan]) -> Iterator[Plan]:
+    """Plans for half of the nodes or GPUs, and half of those; not where the job cannot be split so."""
+    while hardware.world_size > 1:
+        nodes = hardware.nodes // 2
+        if nodes:
+            hardware = replace(hardware, nodes=nodes, inter=hardware.inter if nodes > 1 else None)
+        else:
+            hardware = replace(hardware, gpus_per_node=hardware.gpus_per_node // 2)
+        try:
+            made = plan_for(hardware)
+        except JobError:
+            continue
+        yield made
 
 
 def _job(

@@ -12,15 +12,28 @@ from typing import Any, Literal
 from shardwise.app.jobs import AnyJob, cap_in_bytes, read
 from shardwise.device.fake import create
 from shardwise.device.find import FAKE, REPLAY
-from shardwise.errors import JobError
+from shardwise.errors import JobError, ShardwiseError
 from shardwise.hardware.detect import gpu_count
 from shardwise.job.load import LoadedJob
 from shardwise.job.schema import Job
+from shardwise.launch.control import excuse
+from shardwise.launch.hostfile import Host, own_address, read_hostfile, this_first
 from shardwise.launch.local import launch
-from shardwise.launch.resume import check_same_job, job_file, last_choice, processes_of, resume_command
+from shardwise.launch.nodes import Nodes, chosen, free_port
+from shardwise.launch.resume import (
+    check_same_job,
+    job_file,
+    last_choice,
+    processes_of,
+    resume_command,
+    set_aside,
+)
+from shardwise.launch.slurm import nodes_of_step, share_secret, stopped_in_time
 from shardwise.launch.spec import LaunchSpec
+from shardwise.launch.ssh import launch_on
 from shardwise.power.lease import FOLDER as LEASES
 from shardwise.record.energy import read_used
+from shardwise.record.manifest import step_folders
 from shardwise.record.read import is_run_folder
 from shardwise.space.auto import resolve
 
@@ -44,7 +57,13 @@ def train(
     job: AnyJob,
     *,
     processes: int | None = None,
+    nodes: int | None = None,
+    node_rank: int | None = None,
+    rendezvous: str | None = None,
+    hostfile: str | Path | None = None,
+    workdir: str | Path | None = None,
     resume: bool = False,
+    resume_or_start: bool = False,
     max_steps: int | None = None,
     dry_run: bool = False,
     changes: Sequence[str] = (),
@@ -59,8 +78,14 @@ def train(
 
     Args:
         job: a job file or a job; with `resume` also a run folder.
-        processes: one per GPU; None: the resumed run's, all GPUs, or 1.
+        processes: of this machine, one per GPU; None: the resumed run's, all GPUs, or 1.
+        nodes: machines that train together; each calls this with the same job.
+        node_rank: which of them this is, from 0.
+        rendezvous: `HOST:PORT` of node 0, where they meet.
+        hostfile: machines that train together, as DeepSpeed and MPI list them: they are started over ssh.
+        workdir: the folder that the others start in; None: the same as here.
         resume: continue from the run's newest checkpoint.
+        resume_or_start: the same if the run has one, else begin: a batch system may repeat it.
         max_steps: stop after this step; the schedule stays the job's.
         dry_run: show what would run; train nothing.
         changes: `key=value` texts, as for `--set`.
@@ -75,38 +100,120 @@ def train(
         JobError: the job, the run folder or an argument is wrong.
         CheckpointError: the run to resume is damaged, or another job's.
     """
+    hosts = () if hostfile is None else this_first(read_hostfile(Path(hostfile)))
+    among = _nodes(hosts, nodes, node_rank, rendezvous)
+    if hosts:
+        processes = processes or hosts[0].slots
+    try:
+        spec, folder = _spec(
+            job,
+            nodes=among,
+            processes=processes,
+            resume=resume,
+            resume_or_start=resume_or_start,
+            max_steps=max_steps,
+            dry_run=dry_run,
+            changes=changes,
+            memory_cap=memory_cap,
+            on_oom=on_oom,
+            as_json=as_json,
+            simulate_power=simulate_power,
+            debug=debug,
+            command=command,
+        )
+    except ShardwiseError as error:
+        if among is not None and not dry_run:
+            excuse(among, error)
+        raise
+    if len(hosts) > 1 and among is not None and not dry_run:
+        again, there = _again(job, spec, changes, memory_cap), Path(workdir or Path.cwd())
+        code = launch_on(hosts, again, rendezvous=among.rendezvous, workdir=there, run_dir=folder)
+        return Run(folder=folder, exit_code=code)
+    simulated = _simulated(spec.processes) if simulate_power and not dry_run else nullcontext()
+    with simulated, stopped_in_time():
+        return Run(folder=folder, exit_code=launch(spec))
+
+
+def _nodes(
+    hosts: Sequence[Host], nodes: int | None, node_rank: int | None, rendezvous: str | None
+) -> Nodes | None:
+    """The nodes that the options name, or a hostfile, or Slurm; None for this machine alone."""
+    if hosts:
+        if nodes is not None or node_rank is not None:
+            fix = "leave out --nodes and --node-rank"
+            raise JobError("the hostfile says which nodes there are", where="--hostfile", fix=fix)
+        if rendezvous is None and len(hosts) > 1:
+            own = own_address(hosts[1].name)
+            rendezvous = f"{own}:{free_port(own)}"
+        return None if rendezvous is None else Nodes(count=len(hosts), rank=0, rendezvous=rendezvous)
+    if (nodes, node_rank, rendezvous) != (None, None, None):
+        return chosen(nodes, node_rank, rendezvous)
+    found = nodes_of_step()
+    if found is not None:
+        share_secret()
+    return found
+
+
+def _again(job: AnyJob, spec: LaunchSpec, changes: Sequence[str], memory_cap: str | int | None) -> list[str]:
+    """The arguments of `shardwise` that run a spec on each host."""
+    if isinstance(job, Job):
+        raise JobError("hosts read the job from a file", where="hostfile", fix="name a job file")
+    values = {"--max-steps": spec.max_steps, "--memory-cap": memory_cap, "--processes": spec.processes}
+    words = ["train", str(job), *(["--resume"] if spec.resume else []), *(["--debug"] if spec.debug else [])]
+    words += [word for name, value in values.items() if value is not None for word in (name, str(value))]
+    return words + [word for change in changes for word in ("--set", change)]
+
+
+def _spec(
+    job: AnyJob,
+    *,
+    nodes: Nodes | None,
+    processes: int | None,
+    resume: bool,
+    resume_or_start: bool,
+    changes: Sequence[str],
+    memory_cap: str | int | None,
+    simulate_power: bool,
+    **options: Any,
+) -> tuple[LaunchSpec, Path]:
+    """What to launch, and the run folder, after all checks that this machine can make by itself."""
     named = None if isinstance(job, Job) else Path(job)
-    file = None if named is None else job_file(named, resume=resume)
+    file = None if named is None else job_file(named, resume=resume or resume_or_start)
     loaded, gpus = read(job if file is None else file, changes), gpu_count()
     asked = loaded.job
     folder = named if named is not None and file != named else Path(asked.output) / asked.name
-    if resume or not dry_run:
+    first = nodes is None or nodes.rank == 0
+    if resume_or_start:
+        resume = resume or bool(step_folders(folder / "checkpoints"))
+        if not resume and not options["dry_run"] and first:
+            set_aside(folder)
+    if resume or not (options["dry_run"] or (resume_or_start and not first)):
         _check_folder(folder, resume=resume)
+    count = 1 if nodes is None else nodes.count
     if resume:
         check_same_job(loaded, folder)
         _check_budget(asked, folder)
-        processes = processes or processes_of(folder)
+        processes = processes or processes_of(folder, nodes=count)
     processes = processes or (1 if asked.strategy == "single" else max(1, gpus))
     if simulate_power and gpus:
         what = "--simulate-power rehearses on the CPU, and there are GPUs here"
         raise JobError(what, where="--simulate-power", fix="hide them: set CUDA_VISIBLE_DEVICES to nothing")
-    _check_strategy(loaded, processes, gpus)
+    if nodes is not None and (simulate_power or options["on_oom"] == "retry"):
+        flag = "--simulate-power" if simulate_power else "--on-oom retry"
+        fix = "leave it out; after GPU memory ran out the error says what would fit"
+        raise JobError(f"{flag} works on one machine, and this run has {count}", where=flag, fix=fix)
+    _check_strategy(loaded, processes * count, gpus)
     spec = LaunchSpec(
         job=asked.model_dump(mode="json"),
         run_dir=str(folder),
         processes=processes,
+        nodes=nodes,
         resume=resume,
-        max_steps=max_steps,
-        dry_run=dry_run,
-        as_json=as_json,
         memory_cap_bytes=cap_in_bytes(memory_cap, gpus),
-        on_oom=on_oom,
-        chosen=last_choice(folder, asked, processes) if resume else None,
-        debug=debug,
-        command=list(command),
+        chosen=last_choice(folder, asked, processes * count) if resume else None,
+        **{**options, "command": list(options["command"])},
     )
-    with _simulated(processes) if simulate_power and not dry_run else nullcontext():
-        return Run(folder=folder, exit_code=launch(spec))
+    return spec, folder
 
 
 @contextmanager

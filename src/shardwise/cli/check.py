@@ -37,6 +37,9 @@ def check(
         typer.Option(help="Library that reads the DeepSpeed JSON.  [default: inferred from the other files]"),
     ] = None,
     fix: Annotated[bool, typer.Option("--fix", help="Apply unambiguous fixes in place.")] = False,
+    errors_only: Annotated[
+        bool, typer.Option("--errors-only", help="Print only errors; the rest is counted.")
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Check training configs for settings that fail or are silently ignored.
@@ -50,23 +53,28 @@ def check(
         if as_json:
             print(json.dumps(report.to_json()))
         else:
-            _print(report)
+            _print(report, errors_only=errors_only)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads stdout may stop early: the exit code still tells what was found
         write_no_more()
     return WRONG if report.failed else 0
 
 
-def _print(report: Report) -> None:
-    from shardwise.lint.check import block, counted, heading
+def _print(report: Report, *, errors_only: bool) -> None:
+    """File by file: its kind, and its findings with a blank line before each."""
+    from shardwise.lint.check import block, counted, headings
 
     checked, fit = report.checked, report.fit
-    for line in heading(checked):
-        print(line)
-    for one in report.fixed:
-        print(f"fixed: {one.what}  [{one.rule}]\n  at:  {one.where}")
-    for one in checked.findings:
-        print(block(one))
+    kinds = headings(checked)
+    for file in dict.fromkeys([*(one.file for one in checked.findings if one.file not in kinds), *kinds]):
+        print(kinds.get(file, file))
+        for one in report.fixed:
+            if one.file == file:
+                print(f"\nfixed: {one.what}  [{one.rule}]\n  at:  {one.where}")
+        for one in checked.findings:
+            if one.file == file and (one.severity == "error" or not errors_only):
+                print(f"\n{block(one)}")
+        print()
     if fit is not None:
         print("\n".join(fit.lines()))
     print(counted(checked.findings))

@@ -1,4 +1,4 @@
-"""`shardwise emit JOB|PLAN`: engine files and launch scripts for a training script of your own."""
+"""`shardwise emit JOB|PLAN`: files that start a training script of your own, or the job itself."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,9 +13,13 @@ def emit(
         Path, typer.Argument(metavar="JOB|PLAN", help="Job file, or a plan (plan --out).", show_default=False)
     ],
     to: Annotated[
-        Literal["deepspeed", "accelerate", "torchrun", "slurm"],
+        Literal["deepspeed", "accelerate", "torchrun", "slurm", "kubernetes", "skypilot"],
         typer.Option(help="Launcher to write files for; a Hugging Face Trainer variant is always included."),
     ] = "torchrun",
+    run: Annotated[
+        Literal["script", "shardwise"],
+        typer.Option(help="What starts: a script of your own, or `shardwise train` of the job."),
+    ] = "script",
     gpus: Annotated[
         str | None,
         typer.Option(metavar="GPUS", help="For a job: 4xRTX4080, 2x8xH100.  [default: this machine's]"),
@@ -23,10 +27,10 @@ def emit(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")] = Path("engine"),
     changes: Changes = [],
 ) -> None:
-    """Write engine files and launch scripts for your own training script."""
+    """Write files that start your own training script, or the job itself on a cluster."""
     from shardwise.app.emit import emit as texts
 
-    emitted = texts(source, to=to, gpus=gpus, out=out, changes=changes, making=planning)
+    emitted = texts(source, to=to, run=run, gpus=gpus, out=out, changes=changes, making=planning)
     with placed(out, "--out"):
         out.mkdir(parents=True, exist_ok=True)
     for name, content in emitted.files.items():

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -39,12 +39,20 @@ def plan(
         str | None,
         typer.Option(
             metavar="SHARE",
-            help="With --objective energy: also choose a power limit, this much slower at most, as 5%.",
+            help="With --objective energy: also choose a power limit and how many GPUs, this much slower.",
         ),
     ] = None,
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Show time against energy over strategies and power limits.")
     ] = False,
+    scale: Annotated[
+        str | None,
+        typer.Option(metavar="SIZES", help="Plan for several numbers of GPUs: 1,2,4,8,16x8. Needs --gpus."),
+    ] = None,
+    straggler: Annotated[
+        str | None,
+        typer.Option(metavar="SHARE", help="Standard deviation of a GPU's step time, as 5%."),
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show every strategy.")] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show where memory and time go, and what more memory buys.")
@@ -59,35 +67,43 @@ def plan(
     """Show what fits and how fast it is, before any GPU is touched."""
     if lora is not None and full:
         raise JobError("--lora and --full say opposite things", where="shardwise plan", fix="keep one")
-    from shardwise.app.plan import plan as make
-    from shardwise.planner.explain import show_explanation
-    from shardwise.planner.pareto import show_pareto
-    from shardwise.planner.table import show
-    from shardwise.planner.why import does_not_fit
-
     flags = {
         "model.lora.rank": lora,
         "model.lora": "null" if full else None,
         "data.sequence_length": sequence,
         "train.global_batch": global_batch,
     }
-    made = make(
-        job,
-        gpus=gpus,
-        model=model,
-        changes=[*changes, *(f"{key}={value}" for key, value in flags.items() if value is not None)],
-        objective=objective,
-        memory_cap=memory_cap,
-        max_slowdown=max_slowdown,
-        pareto=pareto,
-        making=planning,
-    )
-    text = json.dumps(made.to_json())
-    if out is not None:
-        write_text(out, f"{text}\n", "--out")
-    if as_json:
-        print(text)
-    else:
+    asked: dict[str, Any] = {
+        "gpus": gpus,
+        "model": model,
+        "changes": [*changes, *(f"{key}={value}" for key, value in flags.items() if value is not None)],
+        "objective": objective,
+        "memory_cap": memory_cap,
+        "straggler": straggler,
+        "making": planning,
+    }
+    if scale is not None:
+        if max_slowdown is not None or pareto or everything or explain:
+            what = "--scale shows the choice for each number of GPUs, without its alternatives"
+            fix = "leave --max-slowdown, --pareto, --all and --explain out, or --scale"
+            raise JobError(what, where="shardwise plan", fix=fix)
+        from shardwise.app.scale import scale as make_scaling
+        from shardwise.planner.scaling import show_scaling
+
+        scaling = make_scaling(scale, job, **asked)
+        _write(scaling.to_json(), out, as_json=as_json)
+        if not as_json:
+            show_scaling(scaling)
+        return
+    from shardwise.app.plan import plan as make
+    from shardwise.planner.explain import show_explanation
+    from shardwise.planner.pareto import show_pareto
+    from shardwise.planner.table import show
+    from shardwise.planner.why import does_not_fit
+
+    made = make(job, max_slowdown=max_slowdown, pareto=pareto, **asked)
+    _write(made.to_json(), out, as_json=as_json)
+    if not as_json:
         show(made, everything=everything)
         if made.pareto:
             show_pareto(made)
@@ -96,3 +112,11 @@ def plan(
             show_explanation(made)
     if made.chosen is None:
         raise does_not_fit(made)
+
+
+def _write(values: dict[str, Any], out: Path | None, *, as_json: bool) -> None:
+    text = json.dumps(values)
+    if out is not None:
+        write_text(out, f"{text}\n", "--out")
+    if as_json:
+        print(text)

@@ -22,11 +22,33 @@ def train(
     processes: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Processes, one per GPU.  [default: the resumed run's, all GPUs, or 1]"
+            min=1,
+            metavar="N",
+            help="Processes on this machine, one per GPU.  [default: the resumed run's, all GPUs, or 1]",
         ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Machines that train together; run this on each of them."),
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, metavar="R", help="Which of them this is, from 0.")
+    ] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Address and port of node 0, the same on all.")
+    ] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Machines that train together: HOST slots=N; started over ssh."),
+    ] = None,
+    workdir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder on the other hosts.  [default: this one]")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")
+    ] = False,
+    resume_or_start: Annotated[
+        bool, typer.Option("--resume-or-start", help="The same if the run has one, else start it.")
     ] = False,
     max_steps: Annotated[
         int | None,
@@ -53,7 +75,13 @@ def train(
         run = start(
             job,
             processes=processes,
+            nodes=nodes,
+            node_rank=node_rank,
+            rendezvous=rendezvous,
+            hostfile=hostfile,
+            workdir=workdir,
             resume=resume,
+            resume_or_start=resume_or_start,
             max_steps=max_steps,
             dry_run=dry_run,
             changes=changes,

@@ -11,17 +11,21 @@ date, so the content has a hash of its own:
     groups.bin    int64 [samples]    samples of one group come from one conversation
     meta.json     sizes of these, a hash of their content, and the builder's note (written last)
 
-It is built under another name and renamed when it is complete. A lock file makes the processes of a machine
-wait for the one that builds. An entry whose files have other sizes than meta.json says is built again; one
-without a hash, of an earlier version, gets its hash.
+It is built under another name and renamed when it is complete. A lock makes the others wait for the process
+that builds; the kernel releases it when that process ends, however it ends. Machines that share the folder
+share the lock where the file system passes it on (NFS does); where it does not, each machine builds, under a
+name of its own, and the first to be complete is used. An entry whose files have other sizes than meta.json
+says is built again; one without a hash, of an earlier version, gets its hash.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
 from array import array
 from collections.abc import Callable, Iterator
@@ -128,23 +132,23 @@ def load_or_build(root: Path, key: str, build: Callable[[Writer], dict[str, Any]
         with _disk(root / f"{key}.lock"):
             lock = (root / f"{key}.lock").open("a")
         with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with _disk(root / f"{key}.lock"):  # some file systems of clusters know no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
             found = _open(entry) or _open(entry, without_hash=True) or _build(entry, build)
     return found
 
 
 def _build(entry: Path, build: Callable[[Writer], dict[str, Any]]) -> Entry:
-    partial = entry.with_name(f"{entry.name}.partial")
+    partial = entry.with_name(f"{entry.name}.{platform.node()}.partial")
     with _disk(partial):
-        for stale in (partial, entry):
-            if stale.exists():
-                shutil.rmtree(stale)
+        if partial.exists():
+            shutil.rmtree(partial)
         partial.mkdir(mode=0o700)
     try:
         with Writer(partial) as writer:
             writer.finish(build(writer))
         with _disk(entry):
-            partial.rename(entry)
+            _put(partial, entry)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -153,6 +157,18 @@ def _build(entry: Path, build: Callable[[Writer], dict[str, Any]]) -> Entry:
         what = "the token cache was damaged while it was written"
         raise MachineError(what, where=str(entry), fix="check the disk, run again")
     return found
+
+
+def _put(partial: Path, entry: Path) -> None:
+    """Rename a complete entry; one that another machine has completed meanwhile stays."""
+    if entry.exists() and _open(entry) is None:
+        shutil.rmtree(entry)
+    try:
+        partial.rename(entry)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        shutil.rmtree(partial)
 
 
 def _open(entry: Path, *, without_hash: bool = False) -> Entry | None:

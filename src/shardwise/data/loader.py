@@ -46,13 +46,15 @@ class _Stream:
     data_rank: int
     data_size: int
     pin_memory: bool = False
+    pad_to_length: bool = False
+    """Give rows without packing `sequence_length` tokens, too, not only as many as the longest needs."""
 
     def _rows(self, epoch: int, **order: Any) -> Rows:
         shape: dict[str, Any] = {"sequence_length": self.sequence_length, "packing": self.packing}
         return rows_of_epoch(self.dataset.lengths, epoch=epoch, **shape, **order)
 
     def _assemble(self, rows: Sequence[Indices]) -> MicroBatch:
-        width = self.sequence_length if self.packing else None
+        width = self.sequence_length if self.packing or self.pad_to_length else None
         batch = assemble(self.dataset, rows, pad_id=self.pad_id, width=width, limit=self.sequence_length)
         return batch.pinned() if self.pin_memory else batch
 

@@ -15,7 +15,7 @@ import psutil
 
 from shardwise.diagnosis import Check
 from shardwise.hardware.detect import cpu_cores, host_memory_bytes
-from shardwise.launch.local import free_port
+from shardwise.launch.nodes import free_port
 from shardwise.record.environment import versions
 from shardwise.units import GIB, count, gib
 

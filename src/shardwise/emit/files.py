@@ -1,4 +1,4 @@
-"""Everything that a training script of the user's own needs to run with a strategy: files and commands."""
+"""Everything that starts a training with a strategy: of the user's own script, or of shardwise itself."""
 
 import json
 import shlex
@@ -8,15 +8,19 @@ from typing import Any, Literal
 
 import yaml
 
+from shardwise.emit import cluster
+from shardwise.emit.batch import batch_script, own_script
 from shardwise.emit.request import Request
 from shardwise.engines import descriptor
 from shardwise.errors import JobError
 from shardwise.job import schema
 from shardwise.strategy import Strategy
 
-Target = Literal["deepspeed", "accelerate", "torchrun", "slurm"]
+Target = Literal["deepspeed", "accelerate", "torchrun", "slurm", "kubernetes", "skypilot"]
 
 PORT = 29500
+_NAME_IS_KNOWN = """# a pod's name is known once it is placed
+until getent ahosts "$PET_MASTER_ADDR" > /dev/null; do sleep 2; done"""
 HERE = "$here"  # in a script: the folder that it and its files lie in, wherever it is started from
 
 
@@ -24,7 +28,7 @@ def _start(target: Target, request: Request, configs: Sequence[tuple[str, str]])
     """What starts one process a GPU; the script and its arguments follow it.
 
     `configs`: flags of Accelerate that name its files. On several nodes HEAD_NODE has to be set, or HOSTFILE
-    for deepspeed.
+    for deepspeed, or torchrun's own variables for Kubernetes and SkyPilot.
     """
     nodes, gpus = request.nodes, request.gpus_per_node
     if target == "accelerate":
@@ -34,6 +38,8 @@ def _start(target: Target, request: Request, configs: Sequence[tuple[str, str]])
         return f"deepspeed {hosts}--num_gpus {gpus}"
     if nodes == 1:
         return f"torchrun --standalone --nproc_per_node {gpus}"
+    if target in cluster.TARGETS:
+        return "torchrun"
     head = "$HEAD_NODE" if target == "slurm" else "${HEAD_NODE:?the name of the first node}"
     group = ' --rdzv_id "$SLURM_JOB_ID"' if target == "slurm" else ""
     meeting = f'{group} --rdzv_backend c10d --rdzv_endpoint "{head}:{PORT}"'
@@ -42,36 +48,24 @@ def _start(target: Target, request: Request, configs: Sequence[tuple[str, str]])
 
 def _script(target: Target, request: Request, start: str, flags: Sequence[tuple[str, str]]) -> str:
     """A script that starts `start`, the script in its arguments, and the flags."""
-    run, call = "bash", " \\\n    ".join([f'{start} "$@"', *_flags(flags)])
-    if target == "slurm":
-        # one task a node would be bound to one core, and all of its processes with it
-        run, lines = "sbatch", _slurm_lines(request, f"srun --cpu-bind=none {call}")
-    else:
-        here = ['here=$(dirname "$(realpath "$0")")'] if HERE in call else []
-        lines = ["set -euo pipefail", *here, f"exec {call}"]
-    head = (*request.title, f"Usage: {run} this-file train.py [its arguments]")
-    return "\n".join(["#!/bin/bash", *(f"# {line}" for line in head), *lines]) + "\n"
-
-
-def _slurm_lines(request: Request, call: str) -> list[str]:
-    """A batch script: one torchrun a node, which starts a process for each of its GPUs."""
-    lines = [
-        f"#SBATCH --job-name={request.name}",
-        f"#SBATCH --nodes={request.nodes}",
-        "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --gpus-per-node={request.gpus_per_node}",
-        "#SBATCH --exclusive",
-        "#SBATCH --output=%x-%j.log",
-        "set -euo pipefail",
-    ]
-    if HERE in call:
-        lines.append("# Slurm runs a copy of this script: if this folder moves, write its new place here")
-        lines.append(f"here={shlex.quote(request.folder)}")
+    call = " \\\n    ".join([f'{start} "$@"', *_flags(flags)])
+    if target != "slurm":
+        return _bash(request, call, "train.py [its arguments]")
+    lines = ["set -euo pipefail"]
     if request.nodes > 1:
         # sed reads to the end: head would close the pipe on a long list, and pipefail end the job
         lines.append("""HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)""")
         lines += descriptor(request.strategy).slurm_exports()
-    return [*lines, call]
+    # one task a node would be bound to one core, and all of its processes with it
+    return batch_script(request, [*lines, f"srun --cpu-bind=none {call}"], "train.py [its arguments]")
+
+
+def _bash(request: Request, call: str, arguments: str = "", *, before: Sequence[str] = ()) -> str:
+    """A script for one node that starts `call`, which may name its folder, after the lines `before`."""
+    here = ['here=$(dirname "$(realpath "$0")")'] if HERE in call else []
+    head = (*request.title, f"Usage: bash this-file {arguments}".rstrip())
+    lines = (*(f"# {line}" for line in head), "set -euo pipefail", *here, *before, f"exec {call}")
+    return "\n".join(["#!/bin/bash", *lines]) + "\n"
 
 
 def _flags(flags: Sequence[tuple[str, str]]) -> list[str]:
@@ -133,6 +127,7 @@ def _schedule(optimizer: schema.Optimizer) -> list[tuple[str, str]]:
     return [*flags, ("lr_scheduler_kwargs", json.dumps(options))] if options else flags
 
 
+JOB = "job.yaml"
 YAML = "accelerate.yaml"
 _HEAD_NODE = "HEAD-NODE"  # stands for the first node's address where nothing tells it
 
@@ -148,6 +143,8 @@ class Emitted:
 
 def emit(target: Target, request: Request) -> Emitted:
     """The files for a launcher. JobError where the strategy cannot be run with it."""
+    if request.job_text is not None:
+        return _own(target, request, request.job_text)
     strategy = request.strategy
     descriptor(strategy).check_launcher(target, strategy)
     if strategy.offload_parameters == "nvme":
@@ -156,12 +153,32 @@ def emit(target: Target, request: Request) -> Emitted:
         raise JobError(what, where="strategy.offload_parameters", fix=fix)
     run, suffix = ("sbatch", "sbatch") if target == "slurm" else ("bash", "sh")
     own, trainer = (f"{name}.{suffix}" for name in ("launch", "launch-trainer"))
-    starts = [f"{run} {shlex.quote(request.path(name))} train.py" for name in (own, trainer)]
-    return Emitted(
-        files=_files(target, request, own, trainer),
-        notes=tuple(_notes(target, request)),
-        start=(starts[0], f"{starts[1]}  # one that takes TrainingArguments"),
-    )
+    files, notes = _files(target, request, own, trainer), tuple(_notes(target, request))
+    if target in cluster.TARGETS:
+        packed, starts = cluster.pack(target, request, files, [trainer, "train.py"])
+        how = f"{trainer} is for scripts that take TrainingArguments; write {own} for it for others"
+        return Emitted(files=packed, notes=(*notes, how), start=starts)
+    starts = tuple(f"{run} {shlex.quote(request.path(name))} train.py" for name in (own, trainer))
+    trains = f"{starts[1]}  # one that takes TrainingArguments"
+    return Emitted(files=files, notes=notes, start=(starts[0], trains))
+
+
+def _own(target: Target, request: Request, job_text: str) -> Emitted:
+    """The files that train the job with shardwise itself, again and again until it is done."""
+    call = f"shardwise train {_quoted(f'{HERE}/{JOB}')} --resume-or-start"
+    if target == "slurm":
+        start = f"sbatch --time=24:00:00 {shlex.quote(request.path('launch.sbatch'))}"
+        return Emitted(files={JOB: job_text, "launch.sbatch": own_script(request, call)}, start=(start,))
+    if target not in cluster.TARGETS:
+        fix = "--to slurm, kubernetes or skypilot; on machines of your own: `shardwise train`"
+        raise JobError(f"{target} starts scripts, not shardwise", where="--to", fix=fix)
+    before = [_NAME_IS_KNOWN] if request.nodes > 1 else []
+    if request.nodes > 1:
+        call += ' --nodes "$PET_NNODES" --node-rank "$PET_NODE_RANK"'
+        call += ' --rendezvous "$PET_MASTER_ADDR:$PET_MASTER_PORT"'
+    files = {JOB: job_text, "launch.sh": _bash(request, call, before=before)}
+    packed, starts = cluster.pack(target, request, files, ["launch.sh"])
+    return Emitted(files=packed, start=starts)
 
 
 def _files(target: Target, request: Request, own: str, trainer: str) -> dict[str, str]:

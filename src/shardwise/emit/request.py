@@ -107,6 +107,7 @@ class Request:
     folder: str  # Where the files will lie; an absolute path
     optimizer: schema.Optimizer | None = None  # None where only the plan is known: the script decides
     train: schema.Train | None = None  # None where only the plan is known
+    job_text: str | None = None  # The job file for shardwise itself; None: for a script of the user's
 
     def __post_init__(self) -> None:
         one = self.strategy
@@ -117,6 +118,8 @@ class Request:
         """Lines at the head of every file that takes comments."""
         gpus = self.nodes * self.gpus_per_node
         spread = f"{self.name}: {self.strategy.name} on {gpus} GPU{'' if gpus == 1 else 's'}"
+        if self.job_text is not None:
+            return spread, str(self.predicted)
         duties = [f"- {duty}" for duty in self.duties]
         return spread, str(self.predicted), "It holds for a script that", *duties
 

@@ -1,15 +1,19 @@
 """The registry of engines: each has a folder with a descriptor (`spec.py`), free of torch."""
 
+from shardwise.engines.ddp.spec import Ddp
 from shardwise.engines.deepspeed.spec import DeepSpeed
 from shardwise.engines.descriptor import EngineSpec
 from shardwise.engines.fsdp2.spec import Fsdp2
+from shardwise.engines.pipeline.spec import Pipeline
 from shardwise.engines.single.spec import Single
 from shardwise.errors import Problem
 from shardwise.job.schema import StrategySpec
 from shardwise.job.strategies import NAMED, Parts
 from shardwise.strategy import Strategy
 
-ENGINES: dict[str, EngineSpec] = {spec.name: spec for spec in (Single(), DeepSpeed(), Fsdp2())}
+ENGINES: dict[str, EngineSpec] = {
+    spec.name: spec for spec in (Single(), DeepSpeed(), Fsdp2(), Ddp(), Pipeline())
+}
 
 
 def descriptor(strategy: Strategy) -> EngineSpec:

@@ -6,6 +6,7 @@ A new engine is a folder with a `spec.py` that subclasses `EngineSpec`, and a li
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from shardwise.engines.facts import Rule
@@ -14,8 +15,11 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.job import schema
 from shardwise.job.strategies import Parts
 from shardwise.simulate.memory.engine import EngineMemory, WithFp32Parameters
+from shardwise.simulate.memory.replay import peak_memory
+from shardwise.simulate.prediction import Memory
 from shardwise.simulate.step_trace import StepTrace, fp32_parameters, without
 from shardwise.simulate.time.schedule import Schedule
+from shardwise.simulate.time.step import Played, play_steps
 from shardwise.strategy import Strategy
 
 MIB = 1024**2
@@ -55,6 +59,11 @@ class EngineSpec:
     rules: tuple[Rule, ...] = ()  # What it cannot combine
     default_stage: int | None = None  # ZeRO stage of a job that names none; None for an engine without stages
     tensor_parallel = False  # Whether it can split layers over GPUs
+    pipeline = False  # Whether it can put blocks on different GPUs
+    compresses_gradients = False  # Whether PowerSGD can be asked for
+    quantizes_collectives = False  # Whether weights and gradients can be sent in fewer bits
+    copies_weights = False
+    """Whether the groups of `shard_group` hold second copies of the weights; if not, of all states."""
     keeps_fp32 = False  # Whether it trains fp32 parameters among others; if not, they are kept apart from it
     sets_checkpointing = False
     """Whether its own settings turn activation checkpointing on, in a script of Hugging Face's Trainer."""
@@ -103,6 +112,23 @@ class EngineSpec:
 
     def schedule(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Schedule:
         return self.schedules[strategy.stage](trace, strategy, hardware)
+
+    def peak_memory(
+        self, trace: StepTrace, strategy: Strategy, hardware: Hardware, *, capacity_bytes: int
+    ) -> Memory:
+        """Memory of the fullest GPU. `capacity_bytes`: what the process may use of it, context included."""
+        return peak_memory(
+            trace,
+            strategy,
+            hardware,
+            engine=partial(self.memory, trace, strategy),
+            outside_allocator_bytes=self.outside_allocator_bytes(strategy),
+            capacity_bytes=capacity_bytes,
+        )
+
+    def play(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Played:
+        """One GPU's step in the steady state."""
+        return play_steps(strategy, lambda one: self.schedule(trace, one, hardware))
 
     def outside_allocator_bytes(self, strategy: Strategy) -> int:
         """GPU memory of a training process that torch's allocator does not know: context, kernels, NCCL.

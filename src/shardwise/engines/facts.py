@@ -38,6 +38,7 @@ class Architecture:
     """How transformers' tensor-parallel plan splits layers; empty without a plan."""
     unplanned_weights: bool = False
     """Whether weights outside the plan act between layers that it splits, on a rank's own part."""
+    stages: bool = True  # Whether it can be cut between its blocks
 
     @classmethod
     def of(cls, config: Any) -> Architecture | None:
@@ -59,6 +60,8 @@ class Architecture:
             fp32_parameters=family.fp32_parameters,
             plan_styles=frozenset(plan.values()),
             unplanned_weights=has_unplanned_weights(config),
+            # a router loss is added up over all blocks
+            stages=family.stages and not getattr(config, "output_router_logits", False),
         )
 
 

@@ -34,6 +34,7 @@ class Hardware:
     host_link: Link  # between pinned host memory and one GPU, in one direction
     host_memory_bytes: int | None = None  # of one node; None where it is not known
     cpu_cores: int | None = None  # of one node that a process may use; None where it is not known
+    straggler_fraction: float = 0.0  # standard deviation of a GPU's step time, as a share of it
 
     @staticmethod
     def parse(text: str) -> Hardware:

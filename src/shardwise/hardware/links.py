@@ -84,11 +84,15 @@ def host_link(gpu: Gpu, generation: int, lanes: int) -> Link:
     return _link(name, host["latency_us"], row["copy_gb_s"] * share, source)
 
 
-def network_link(name: str, *, adapters: int, gpus_per_node: int) -> Link:
-    """`adapters` of a node shared by its GPUs; each GPU's share while all of them send."""
+def network_link(name: str, *, adapters: int, gpus_per_node: int, oversubscribed: float = 1.0) -> Link:
+    """`adapters` of a node shared by its GPUs; each GPU's share while all of them send.
+
+    `oversubscribed`: the rate of all adapters together over what the switches carry between nodes.
+    """
     row = table()["network"][name]
-    rate = row["gb_s"] * adapters / gpus_per_node
-    return _link(f"{adapters}x{name}", row["latency_us"], rate, row["source"])
+    rate = row["gb_s"] * adapters / gpus_per_node / oversubscribed
+    shared = "" if oversubscribed == 1.0 else f"/{oversubscribed:g}"
+    return _link(f"{adapters}x{name}{shared}", row["latency_us"], rate, row["source"])
 
 
 def _pcie(generation: int, lanes: int) -> tuple[Any, float]:

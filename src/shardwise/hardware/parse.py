@@ -9,6 +9,7 @@ LINK     between the GPUs of a node: `nvlink`, or `pcie3`, `pcie4`, `pcie5`, wit
          cards at most `pcie4`.
 NETWORK  between nodes, in Gbit/s: `ib100`, `ib200`, `ib400`, `eth10`, `eth25`, `eth100`, `eth200`, `eth400`.
          InfiniBand counts one adapter for each GPU, Ethernet one for each node; `4xib200` are 4 in each node.
+         `ib400/2` is an oversubscribed fabric, which carries half of what all adapters send.
          Without it: that of the maker's own system (DGX), where there is one.
 MEMORY   of each node's host, as 128GiB or 128GB. Without it, whether offloading fits there is not known.
 """
@@ -35,7 +36,7 @@ _SPEC = re.compile(
 _MEMORY = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)(gb|gib)", re.IGNORECASE)
 _NUMBER = re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,3})?")
 _PCIE = re.compile(r"pcie([345])(?:x(1|2|4|8|16))?")
-_NETWORK = re.compile(r"(?:([0-9]{1,3})x)?([a-z]+[0-9]+)")
+_NETWORK = re.compile(r"(?:([0-9]{1,3})x)?([a-z]+[0-9]+)(?:/([0-9]{1,2}(?:\.[0-9]{1,2})?))?")
 _IGNORED = re.compile(r"nvidia|geforce|tesla|amd|instinct|[\s_-]+")
 _SIZE = re.compile(r"(?<=\w)[\s_-]+([0-9]+) ?gb\b", re.IGNORECASE)
 _MEMORY_WORD = re.compile(r"[0-9]+gb")
@@ -74,6 +75,24 @@ def parse_hardware(text: str) -> Hardware:
         host_link=host,
         host_memory_bytes=_host_memory(spec),
     )
+
+
+def resized(text: str, *, nodes: int | None, gpus: int) -> str:
+    """`text` for `nodes` of `gpus` GPUs each: `8xH100+ib400` for one node of 2 is `2xH100`.
+
+    Without `nodes` it is one, or as many of those of `text` as `gpus` are; JobError where they do not divide.
+    """
+    spec = _read(text)
+    if nodes is None and gpus > spec.gpus > 1:
+        if gpus % spec.gpus:
+            fix = f"a multiple of {spec.gpus}, or nodes x GPUs"
+            raise spec.error(f"{gpus} GPUs do not fill nodes of {spec.gpus}", fix)
+        nodes, gpus = gpus // spec.gpus, spec.gpus
+    several = nodes is not None and nodes > 1
+    network = f"+{spec.network}" if spec.network and several else ""
+    link = f"@{spec.link}" if spec.link else ""
+    host = f"+{spec.host}" if spec.host else ""
+    return f"{f'{nodes}x' if several else ''}{gpus}x{spec.gpu}{link}{network}{host}"
 
 
 def with_slot(text: str, hardware: Hardware) -> str | None:
@@ -198,8 +217,13 @@ def _network(gpu: Gpu, spec: _Spec) -> Link | None:
     found = _NETWORK.fullmatch(spec.network)
     if found is None or found[2] not in links.network_names() or found[1] == "0":
         raise spec.error(f"no network is called {spec.network!r}", f"write one of {known}")
-    each_gpu = spec.gpus if found[2].startswith("ib") else 1
-    return links.network_link(found[2], adapters=int(found[1] or each_gpu), gpus_per_node=spec.gpus)
+    factor = float(found[3] or 1)
+    if factor < 1:
+        raise spec.error(
+            f"a fabric cannot be oversubscribed {found[3]} times", "write a factor from 1, as ib400/2"
+        )
+    adapters = int(found[1] or (spec.gpus if found[2].startswith("ib") else 1))
+    return links.network_link(found[2], adapters=adapters, gpus_per_node=spec.gpus, oversubscribed=factor)
 
 
 def resolve(text: str, where: str) -> Gpu:

@@ -58,6 +58,18 @@ def load_job(path: str | Path, changes: Sequence[str] = ()) -> LoadedJob:
     """
     document = read_file(Path(path))
     apply(document, changes)
+    return _checked(document, Path(path).parent)
+
+
+def check_job(job: Job, changes: Sequence[str] = ()) -> LoadedJob:
+    """Check a job that was made in Python as one from a file, after changes as for `--set`."""
+    document = Document(name="the job", values=job.model_dump(mode="json", exclude_unset=True))
+    apply(document, changes)
+    return _checked(document, Path())
+
+
+def _checked(document: Document, folder: Path) -> LoadedJob:
+    """The job of a document whose relative paths count from `folder`."""
     secret = list(_secrets(document))
     for key in map(_split, _PATHS):
         holder = document.section(key)
@@ -65,7 +77,7 @@ def load_job(path: str | Path, changes: Sequence[str] = ()) -> LoadedJob:
             holder[key[-1]] = paths.expand_home(holder[key[-1]])
             here = nearest(key, document.origins)
             if dotted(key) in paths.LOCAL and here and document.origins[here].kind == "file":
-                holder[key[-1]] = paths.seen_from(Path(path).parent, dotted(key), holder[key[-1]])
+                holder[key[-1]] = paths.seen_from(folder, dotted(key), holder[key[-1]])
     job, wrong = validate.check(document)
     problems = [*document.problems, *secret, *wrong.values()]
     if job is not None:
@@ -105,7 +117,8 @@ def leaves(values: Mapping[str, Any], above: Key = ()) -> Iterator[tuple[Key, An
 def _secrets(document: Document) -> Iterator[Problem]:
     """Yield a problem for each access key, and remove the key so that no later message repeats it."""
     for key in list(secrets.find(document.values)):
-        name, flag = dotted(key), document.origins[key].kind == "flag"
+        origin = document.origins.get(key)
+        name, flag = dotted(key), origin is not None and origin.kind == "flag"
         what = f"`{name}` looks like an access key or password; the job file is copied to the run folder"
         where = f"--set {name}=..." if flag else document.where(key)
         fix = "keep it in the service's own environment variable (HF_TOKEN, WANDB_API_KEY, ...)"
@@ -123,7 +136,7 @@ def _job_problems(job: Job, document: Document, wrong: frozenset[str]) -> Iterat
             yield replace(found, where=", ".join(where) or document.name)
     for name, missing in _PATHS.items():
         key = _split(name)
-        if name not in wrong and key in document.origins:
+        if name not in wrong and key[-1] in document.section(key):
             for what, fix in missing(document.section(key).get(key[-1])):
                 yield Problem(what=f"`{name}`: {what}", where=document.where(key), fix=fix)
 

@@ -36,16 +36,30 @@ def seen_from(folder: Path, key: str, value: Any) -> Any:
 
 def absolute(job: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON values of a job with absolute paths: they mean the same seen from anywhere."""
+    return _with_paths(job, os.path.abspath)  # links stay as they are
+
+
+def below(folder: str, job: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON values of a job whose relative paths count from `folder`, perhaps another machine's."""
+    return _with_paths(job, partial(os.path.join, folder))
+
+
+def unplaced(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON values of a job with the last part of each path: the same on machines with other folders."""
+    return _with_paths(job, lambda name: Path(name).name)
+
+
+def _with_paths(job: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     values: dict[str, Any] = {**job}
+
+    def changed(key: str, name: str) -> str:
+        return change(name) if _is_path(key, name) else name
+
     for key in LOCAL:
         section, name = key.split(".")
         if values.get(section, {}).get(name) is not None:
-            values[section] = {**values[section], name: _each(values[section][name], partial(_absolute, key))}
+            values[section] = {**values[section], name: _each(values[section][name], partial(changed, key))}
     return values
-
-
-def _absolute(key: str, name: str) -> str:
-    return os.path.abspath(name) if _is_path(key, name) else name  # noqa: PTH100 - links stay as they are
 
 
 def _is_path(key: str, name: str, folder: Path = Path()) -> bool:

@@ -187,8 +187,22 @@ class StrategySpec(Section):
     """Folder on a local NVMe disk for offloading."""
     reshard: bool = True
     """FSDP2 and ZeRO-3: free gathered parameters after forward. False is faster and needs more memory."""
+    shard_group: Annotated[int, Field(ge=0, le=2**20)] = 0
+    """How many ranks share a copy of the weights, such as a node's: FSDP2's HSDP, ZeRO-3's hpZ. 0: all."""
+    quantized_weights: bool = False
+    """ZeRO-3 on GPUs (ZeRO++'s qwZ): gather weights in int8. Changes the loss."""
+    quantized_gradients: bool = False
+    """ZeRO-3 on several nodes, in fp16 (ZeRO++'s qgZ): exchange gradients in int4. Changes the loss."""
+    reduce_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Format in which gradients are summed over GPUs. `auto`: FSDP2 fp32, DeepSpeed `train.precision`."""
+    powersgd: Annotated[int, Field(ge=0, le=1024)] = 0
+    """DDP sends gradients as two factors of this rank, from step 10 on. Changes the loss. 0: all of them."""
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Size of DeepSpeed's AutoTP groups."""
+    """GPUs that share each row: DeepSpeed's AutoTP, or within a stage of `engine: pipeline`."""
+    pipeline: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Of `engine: pipeline`: GPUs that each hold a part of the blocks, one after the other."""
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    """Of `engine: pipeline`: the order of its passes. `interleaved`: two parts of the blocks a GPU."""
     bucket: Annotated[int, Field(ge=LEAST_BUCKET, le=MOST_BUCKET)] = BUCKET
     """Elements of gradients that DeepSpeed reduces at once. Smaller ones take less memory."""
 

@@ -6,7 +6,12 @@ This table is all that a job knows of an engine. What an engine does is in its d
 from typing import Any, NamedTuple
 
 Parts = dict[str, Any]
-"""Engine, stage, places, reshard and tensor-parallel size: fields of `Strategy`."""
+"""Engine, stage, places, reshard and parallel degrees: fields of `Strategy`."""
+
+
+def ranks_a_row(parts: Parts) -> int:
+    """Ranks that work on the same rows: those of all stages and of a tensor-parallel group."""
+    return int(parts.get("pipeline", 1)) * int(parts.get("tensor_parallel", 1))
 
 
 class EngineWords(NamedTuple):
@@ -16,12 +21,18 @@ class EngineWords(NamedTuple):
     """`{stage}` stands for the ZeRO stage."""
     optimizer_only_below: int = 0
     """Below this stage only the optimizer can be offloaded, so `-offload` says all."""
+    group: str = "group"
+    """What the engine's users call its way to share weights in groups (`Strategy.shard_group`)."""
+    split: str = "autotp"
+    """What tensor parallelism is called."""
 
 
 ENGINES: dict[str, EngineWords] = {
     "single": EngineWords("single"),
-    "deepspeed": EngineWords("zero{stage}", optimizer_only_below=3),
-    "fsdp2": EngineWords("fsdp2"),
+    "deepspeed": EngineWords("zero{stage}", optimizer_only_below=3, group="hpz"),
+    "fsdp2": EngineWords("fsdp2", group="hsdp"),
+    "ddp": EngineWords("ddp"),
+    "pipeline": EngineWords("zero1", split="tp"),
 }
 
 _HOST = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}

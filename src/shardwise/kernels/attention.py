@@ -21,15 +21,18 @@ def single_segments_are_faster(device: torch.device) -> bool:
     return capability(device)[0] == HOPPER.capability[0]
 
 
-def block_causal_mask(rows: torch.Size, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
+def block_causal_mask(rows: torch.Size, cu_seqlens: Tensor, dtype: torch.dtype, window: int = 0) -> Tensor:
     """Additive [B, 1, S, S] mask: 0 within a segment up to the diagonal, the dtype's minimum elsewhere.
 
-    `rows` is (B, S); `cu_seqlens`, int32 [segments + 1], runs over the flattened B*S tokens.
+    `rows` is (B, S); `cu_seqlens`, int32 [segments + 1], runs over the flattened B*S tokens. A token sees
+    `window` tokens, itself included; 0: all.
     """
     batch, length = rows
     tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     segment = torch.bucketize(tokens, cu_seqlens[1:], right=True).view(batch, 1, length)
     allowed = (segment.unsqueeze(3) == segment.unsqueeze(2)).tril()
+    if window:
+        allowed = allowed.triu(1 - window)
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 

@@ -32,7 +32,7 @@ class FakeLauncher:
         self.work = work
         self.started: list[tuple[str, int]] = []
 
-    def start(self, processes: int, module: str, spec: Path, **_: bool) -> list[Worker]:
+    def start(self, processes: int, module: str, spec: Path, **_: object) -> list[Worker]:
         self.started.append((module, processes))
         folder = spec.parent
         codes = [self.work[module](rank, spec, folder) for rank in range(processes)]

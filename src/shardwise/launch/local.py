@@ -3,7 +3,6 @@
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from shardwise.device.find import unseen_vendor
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import deepspeed_accelerator, gpu_count
+from shardwise.launch.nodes import INTERFACES, SECRET, Place, free_port
 from shardwise.launch.spec import LaunchSpec, Worker
 from shardwise.launch.supervise import supervise
 
@@ -25,16 +25,25 @@ class LocalLauncher:
     """Starts processes of this machine; they do not outlive this one."""
 
     def start(
-        self, processes: int, module: str, spec: Path, *, quiet: bool = False, debug: bool = False
+        self,
+        processes: int,
+        module: str,
+        spec: Path,
+        *,
+        place: Place | None = None,
+        quiet: bool = False,
+        debug: bool = False,
     ) -> list[Worker]:
         """See `Launcher.start`. Rank 0 shares this process's output unless it is `quiet`."""
-        environment = worker_environment(processes=processes, folder=spec.parent)
+        first = 0 if place is None else place.first_rank
+        environment = worker_environment(processes=processes, folder=spec.parent, place=place)
         if debug:
             environment = {"PYTHONFAULTHANDLER": "1", **environment}  # native crashes have a stack, too
         workers: list[Worker] = []
         try:
-            for rank in range(processes):
-                worker = _start(rank, module, spec, environment, quiet=quiet)
+            for local in range(processes):
+                own = {**environment, "RANK": str(first + local), "LOCAL_RANK": str(local)}
+                worker = _start(first + local, module, spec, own, quiet=quiet)
                 workers.append(worker)  # one by one: those that run must be ended when the next one fails
         except OSError as error:
             self.kill(workers)
@@ -66,7 +75,7 @@ def _start(rank: int, module: str, spec: Path, environment: Mapping[str, str], *
         process = subprocess.Popen(
             # -P: a file of the user's folder must not stand in for a module of the same name.
             [sys.executable, "-P", "-m", module, str(spec)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=None if log is None else subprocess.STDOUT,
@@ -77,7 +86,7 @@ def _start(rank: int, module: str, spec: Path, environment: Mapping[str, str], *
 
 
 def launch(spec: LaunchSpec, **options: Any) -> int:
-    """Run a job on this machine and return its exit code; options are those of `supervise`."""
+    """Run a job, or this machine's part of it, and return its exit code; options are those of `supervise`."""
     if not gpu_count() and (warning := unseen_vendor()) is not None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     return supervise(spec, launcher=LocalLauncher(), **options)
@@ -90,37 +99,30 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def worker_environment(*, processes: int, folder: Path) -> dict[str, str]:
-    """The environment that all workers share; what the user has set stays."""
-    given = dict(os.environ)
+def worker_environment(*, processes: int, folder: Path, place: Place | None = None) -> dict[str, str]:
+    """The environment that the workers of this machine share; what the user has set stays."""
+    given = {name: value for name, value in os.environ.items() if name != SECRET}
+    place = place or Place()
     defaults = {
         # One thread per core in all: the default, one per core and process, makes them fight.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes)),
         # Threads that wait must not keep a core busy that another process needs.
         "OMP_WAIT_POLICY": "PASSIVE",
-        # On one machine the ranks meet on the loopback device, whatever the network looks like.
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
     }
+    if place.interface is not None:  # loopback on one machine, whatever the network looks like
+        defaults |= dict.fromkeys(INTERFACES, place.interface)
     if (accelerator := deepspeed_accelerator()) is not None:
         defaults["DS_ACCELERATOR"] = accelerator  # DeepSpeed would detect it by itself, and print a warning
     if "PYTORCH_ALLOC_CONF" not in given:  # the newer name of the same variable
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     fixed = {
-        "WORLD_SIZE": str(processes),
+        "WORLD_SIZE": str(place.world_size or processes),
         "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "GROUP_RANK": str(place.node),
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port or free_port()),
         "SHARDWISE_ERROR_DIR": str(folder),
         # Tools of the virtual environment, such as ninja, even when it is not activated.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), given.get("PATH", os.defpath)]),
     }
     return {**defaults, **given, **fixed}
-
-
-def free_port() -> int:
-    """A TCP port that nothing on this machine listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,5 +1,6 @@
 """What `--resume` uses of the run folder: the job, the number of processes, the strategy."""
 
+import itertools
 import json
 import shlex
 from collections.abc import Mapping
@@ -42,10 +43,25 @@ def job_file(path: Path, *, resume: bool) -> Path:
     return path / JOB
 
 
-def processes_of(run_dir: Path) -> int | None:
-    """Processes the run was started with; None if it never started."""
-    heads = [event for event in read_run(run_dir).events if event.get("kind") == "run"]
-    return heads[0]["processes"] if heads else None
+def set_aside(run_dir: Path) -> None:
+    """Rename the folder of a run that has saved nothing (`NAME-1`): it begins again, and its logs stay."""
+    if is_run_folder(run_dir):
+        names = (run_dir.with_name(f"{run_dir.name}-{number}") for number in itertools.count(1))
+        run_dir.rename(next(name for name in names if not name.exists()))
+
+
+def processes_of(run_dir: Path, *, nodes: int = 1) -> int | None:
+    """Processes on each of `nodes` that the run was last run with; None where they cannot be shared out."""
+    size = _last_strategy(run_dir).world_size
+    return size // nodes if size % nodes == 0 else None
+
+
+def _last_strategy(run_dir: Path) -> Strategy:
+    try:
+        return Strategy.from_json(read_run(run_dir).plan["chosen"]["strategy"])
+    except (KeyError, TypeError, ValueError):
+        what, fix = "it does not say the strategy that the run was last run with", "restore it from a copy"
+        raise CheckpointError(what, where=f"{run_dir}/{PLAN}", fix=fix) from None
 
 
 def last_choice(run_dir: Path, job: Job, processes: int) -> dict[str, Any] | None:
@@ -54,13 +70,7 @@ def last_choice(run_dir: Path, job: Job, processes: int) -> dict[str, Any] | Non
     A resumed run keeps its last strategy: `auto` might choose another now, and the one that the job names may
     have run out of memory. A changed micro-batch or checkpointing in the job counts.
     """
-    record = read_run(run_dir)
-    then = Job.model_validate(record.job)
-    try:
-        strategy = Strategy.from_json(record.plan["chosen"]["strategy"])
-    except (KeyError, TypeError, ValueError):
-        what, fix = "it does not say the strategy that the run was last run with", "restore it from a copy"
-        raise CheckpointError(what, where=f"{run_dir}/{PLAN}", fix=fix) from None
+    then, strategy = Job.model_validate(read_run(run_dir).job), _last_strategy(run_dir)
     if strategy.world_size != processes or job.strategy != then.strategy:
         return None
     micro_batch, asked = job.train.micro_batch, job.train.checkpointing

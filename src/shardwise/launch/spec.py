@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shardwise.errors import ShardwiseError
+from shardwise.launch.nodes import Nodes, Place
 from shardwise.record.write import replace_json
 
 
@@ -20,6 +21,7 @@ class LaunchSpec:
     job: Mapping[str, Any]  # The resolved job, as JSON values
     run_dir: str
     processes: int  # Worker processes on this machine, one per GPU
+    nodes: Nodes | None = None  # The machines that train together; None: this one alone
     resume: bool = False
     max_steps: int | None = None
     """Stop after this step even if the job has more; the schedule stays the job's."""
@@ -37,12 +39,18 @@ class LaunchSpec:
     command: Sequence[str] | None = None  # What the user typed; for the run's record
     debug: bool = False  # Print the traceback of the rank that failed
 
+    @property
+    def world_size(self) -> int:
+        """Worker processes on all nodes, which have equally many."""
+        return self.processes * (1 if self.nodes is None else self.nodes.count)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> LaunchSpec:
-        return LaunchSpec(**values)
+        nodes = values.get("nodes")
+        return LaunchSpec(**{**values, "nodes": None if nodes is None else Nodes(**nodes)})
 
 
 class Process(Protocol):
@@ -69,7 +77,7 @@ class Worker:
     failed_at: float | None = None  # Unix seconds; None while it has not failed
     report: Mapping[str, Any] | None = None
     """The error it left: {"exit_code", "headline", "problems": [{"what", "where", "fix"}], "traceback"};
-    after GPU memory ran out also "out_of_memory": `record.schema.OutOfMemory`."""
+    after GPU memory ran out also "out_of_memory": `record.schema.OutOfMemory`; "follows", see below."""
     _looked_at: float = 0.0
 
     @property
@@ -80,6 +88,11 @@ class Worker:
     @property
     def out_of_memory(self) -> Mapping[str, Any] | None:
         return None if self.report is None else self.report.get("out_of_memory")
+
+    @property
+    def follows(self) -> bool:
+        """Whether its error follows from another rank's: it lost the connection."""
+        return self.report is not None and bool(self.report.get("follows"))
 
     @property
     def traceback(self) -> str:
@@ -118,20 +131,30 @@ class Ending:
     out_of_memory: Mapping[str, Any] | None = None
     """`record.schema.OutOfMemory` of the worker that failed first, if that is the cause."""
     requested: bool = False  # The user asked the run to stop
+    follows: bool = False  # The error is of a connection that another's end has cut
+    failed_at: float = 0.0  # Unix seconds
     traceback: str = ""
-    log: Path | None = None  # The failed worker's log, which is kept
+    log: Path | None = None  # The failed worker's log, which is kept; on the node that failed
 
 
 class Launcher(Protocol):
     """Starts, stops and kills the workers of one machine."""
 
     def start(
-        self, processes: int, module: str, spec: Path, *, quiet: bool = False, debug: bool = False
+        self,
+        processes: int,
+        module: str,
+        spec: Path,
+        *,
+        place: Place | None = None,
+        quiet: bool = False,
+        debug: bool = False,
     ) -> list[Worker]:
         """Run `python -m module spec` in each process, with the variables torchrun sets.
 
-        Error reports (`report_path`) and logs go next to `spec`; with `quiet` rank 0 has one, too. Raises
-        MachineError when one cannot be started; then none is left running.
+        `place`: of these processes among those of all nodes. Error reports (`report_path`) and logs go next
+        to `spec`; with `quiet` rank 0 has one, too. Raises MachineError when one cannot be started; then none
+        is left running.
         """
 
     def stop(self, workers: Sequence[Worker]) -> None:

@@ -21,8 +21,10 @@ from typing import NamedTuple
 
 from shardwise.errors import MachineError, Problem, ShardwiseError, StoppedError, render
 from shardwise.hardware.detect import host_memory_bytes
+from shardwise.launch.control import Together
 from shardwise.launch.oom import OomHandling
 from shardwise.launch.spec import Ending, Launcher, LaunchSpec, Worker
+from shardwise.launch.team import joined, note_halted, settle
 from shardwise.record.read import is_run_folder
 from shardwise.units import gib
 
@@ -69,7 +71,7 @@ def supervise(
         if error is not None:
             if spec.debug and ending.traceback:
                 print(ending.traceback, file=sys.stderr)
-            log = "" if ending.log is None or retry is not None else f"\n  log: {ending.log}"
+            log = "" if not ending.log or retry is not None else f"\n  log: {ending.log}"
             print(f"{render(error)}{log}", file=sys.stderr, flush=True)
         if retry is None:
             return ending.code
@@ -82,21 +84,38 @@ def _run(spec: LaunchSpec, launcher: Launcher, module: str, grace_seconds: float
     log = None
     try:
         spec_path = folder / "spec.json"
-        spec_path.write_text(json.dumps(spec.to_json()), encoding="utf-8")
         killed_before = host_memory_kills()
         processes = 1 if spec.dry_run else spec.processes
-        with _requests() as requests:
-            workers = launcher.start(processes, module, spec_path, debug=spec.debug)
+        with _requests() as requests, joined(spec, lambda: _stopped_early(requests)) as (spec, place, team):
+            spec_path.write_text(json.dumps(spec.to_json()), encoding="utf-8")
+            workers = launcher.start(processes, module, spec_path, place=place, debug=spec.debug)
             try:
-                _watch(launcher, workers, requests, grace_seconds, saving=spec.measure_steps is None)
+                _watch(launcher, workers, requests, grace_seconds, team, saving=spec.measure_steps is None)
             finally:
                 launcher.kill(workers)
-        ending = _conclude(spec, workers, requests, killed_before=killed_before)
-        log = ending.log
+            ending = _conclude(spec, workers, requests, killed_before=killed_before)
+            log = ending.log
+            if team is not None:
+                ending = settle(team, ending, lambda: _pass_on(requests, team))
         return ending
     finally:
         if log is None or log.parent != folder:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stopped_early(requests: Sequence[_Request]) -> None:
+    """While nodes wait for each other, the first signal ends it."""
+    if requests:
+        error = ShardwiseError("stopped before the nodes had met", fix="start it again: nothing was written")
+        error.exit_code = 128 + requests[0].signal
+        raise error
+
+
+def _pass_on(requests: list[_Request], team: Together) -> None:
+    """Let the other nodes know of requests made here, and this one of those made there."""
+    team.tick(stop=bool(requests))
+    if team.stop and not requests:
+        requests.append(_Request(signal.SIGTERM, time.monotonic()))
 
 
 @contextmanager
@@ -128,12 +147,28 @@ def _impatient(requests: Sequence[_Request]) -> int | None:
 
 
 def _watch(
-    launcher: Launcher, workers: list[Worker], requests: list[_Request], grace_seconds: float, *, saving: bool
+    launcher: Launcher,
+    workers: list[Worker],
+    requests: list[_Request],
+    grace_seconds: float,
+    team: Together | None,
+    *,
+    saving: bool,
 ) -> None:
     """Returns when all workers have ended, or when those left are to be killed."""
     forwarded = warned = explained = False
+    halted: dict[int, float] = {}
     while True:
+        if team is not None:
+            note_halted(workers, halted)
         ended = [worker.look(time.time()) for worker in workers]
+        failures = [worker.failed_at for worker in workers if worker.failed_at and _code(worker) != STOPPED]
+        if team is not None:
+            _pass_on(requests, team)
+            team.tick(failing=bool(failures) or _impatient(requests) is not None)
+            failures += [team.failed_at] if team.failed_at is not None else []
+            if team.over is not None:
+                return
         if all(ended) or _impatient(requests) is not None:
             return
         if requests and not forwarded:
@@ -142,7 +177,6 @@ def _watch(
         if forwarded and saving and not explained and time.monotonic() - requests[0].at > _DOUBLED_SECONDS:
             explained = True
             print(_STOPPING, file=sys.stderr, flush=True)
-        failures = [worker.failed_at for worker in workers if worker.failed_at and _code(worker) != STOPPED]
         if failures:
             since = time.time() - min(failures)
             if since > _OUT_OF_MEMORY_SECONDS and any(worker.out_of_memory for worker in workers):
@@ -161,7 +195,15 @@ def _conclude(
     """The run's exit code and its one error: the first cause on any rank."""
     failed = [worker for worker in workers if worker.failed_at is not None]
     # Memory that ran out is a cause, never a consequence of what another rank reported earlier.
-    failed.sort(key=lambda one: (_code(one) == STOPPED, one.out_of_memory is None, one.failed_at, one.rank))
+    failed.sort(
+        key=lambda one: (
+            _code(one) == STOPPED,
+            one.out_of_memory is None,
+            one.follows,
+            one.failed_at,
+            one.rank,
+        )
+    )
     terminated = failed and failed[0].report is None and failed[0].process.returncode == -signal.SIGTERM
     number = _impatient(requests)
     if number is None and requests and terminated:  # the workers were asked before they could save
@@ -184,6 +226,8 @@ def _conclude(
         error=_error_of(first, killed_before=killed_before),
         out_of_memory=evidence,
         requested=bool(requests),
+        follows=first.follows,
+        failed_at=first.failed_at or 0.0,
         traceback=first.traceback,
         log=None if code == STOPPED else _kept_log(spec, first, workers),
     )

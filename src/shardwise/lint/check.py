@@ -219,14 +219,12 @@ def block(one: Finding) -> str:
     return "\n".join(lines)
 
 
-def heading(checked: Checked) -> list[str]:
-    """The kind of each file."""
+def headings(checked: Checked) -> dict[str, str]:
+    """The kind of each file that could be read, by its name."""
     setup = checked.setup
     reader = f", read by {READER_NAMES[setup.reader]}" if setup.reader else ""
-    return [
-        f"{document.name}: {KINDS[document.kind]}{reader if document.kind == 'deepspeed' else ''}"
-        for document in setup.documents
-    ]
+    kinds = KINDS | {"deepspeed": KINDS["deepspeed"] + reader}
+    return {document.name: f"{document.name}: {kinds[document.kind]}" for document in setup.documents}
 
 
 def counted(findings: Sequence[Finding]) -> str:

@@ -21,7 +21,6 @@ ACCELERATE_STAGE = 2  # the stage of `auto`, or of no stage, in Accelerate
 
 _NOT_SIMULATED = (
     (ZERO, "zenflow"),
-    (ZERO, "zero_hpz_partition_size"),
     (ZERO, "zero_quantized_weights"),
     (ZERO, "zero_quantized_gradients"),
     (ZERO, OPTIMIZER, "super_offload"),
@@ -79,6 +78,9 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
         strategy["bucket"] = bucket
     if degree > 1:
         strategy["tensor_parallel"] = degree
+    group, world = document.number(ZERO, "zero_hpz_partition_size") or 1, setup.world_size or 1
+    if stage == 3 and 1 < group < world and world % group == 0:
+        strategy["shard_group"] = int(group)
     precision = _precision(document, setup, assumed)
     clip = document.number("gradient_clipping")
     batch = _batch(document, setup, assumed, degree=degree)

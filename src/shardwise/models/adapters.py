@@ -44,7 +44,7 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
     targets: str | list[str] = lora.targets
     if isinstance(lora.targets, list):
         _check_targets(lora.targets, candidates, model)
-    elif has_stacked_experts(model):
+    elif has_stacked_experts(model) or _routers(model):
         targets = sorted(_last_names(candidates) - taken_for_experts(model))
     elif only:
         targets = list(only)  # PEFT would read `all-linear` as layers that a kernel reads, too
@@ -83,10 +83,19 @@ def quiet_peft() -> Iterator[None]:
 
 
 def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
-    """Layers that can have an adapter, by name: every linear layer that is called, but the output head."""
-    head, uncalled = model.get_output_embeddings(), family_of(model.config).kernel_reads
-    linear = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head}
-    return {name: module for name, module in linear.items() if not _named(name, uncalled)}
+    """Layers that can have an adapter, by name: every linear layer that is called, but head and routers."""
+    uncalled = {*family_of(model.config).kernel_reads, *_routers(model)}
+    return {name: module for name, module in _linear(model).items() if not _named(name, uncalled)}
+
+
+def _linear(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
+    head = model.get_output_embeddings()
+    return {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head}
+
+
+def _routers(model: PreTrainedModel) -> list[str]:
+    """Linear layers that send tokens to experts; some return more than a product, which PEFT refuses."""
+    return [name for name in _linear(model) if {"router", "gate"} & {*name.split(".")}]
 
 
 def has_stacked_experts(model: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from shardwise.models import adapters
 from shardwise.models.families import REFUSED, attention_for, family_code, family_of
 from shardwise.models.file_weights import open_weights
 from shardwise.models.rotary import fix_frequencies
+from shardwise.models.router_loss import router_note
 from shardwise.models.source import Source, find_source
 from shardwise.models.structure import build_buffers, count_parameters, find_blocks
 from shardwise.models.weights import RandomWeights, Weights, WeightSource
@@ -83,6 +84,7 @@ def build_model(
     check_shape(built, model, found)
     build_buffers(built)
     notes = [] if sequence_length is None else fix_frequencies(built, sequence_length)
+    notes += router_note(built)
     built.config.use_cache = False  # a cache would disable checkpointing's recomputation
     blocks = find_blocks(built)
     source: WeightSource

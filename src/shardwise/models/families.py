@@ -22,7 +22,7 @@ Packing = Literal["varlen", "positions", "mask", "state", "rows"]
   and nothing is computed across segments. Rows of one segment go to a faster kernel on Hopper (decision
   0011).
 - `positions`: transformers builds a block-diagonal mask from position ids that restart.
-- `mask`: our own [B, 1, S, S] mask, for models that ignore the position ids.
+- `mask`: our own [B, 1, S, S] masks, for models that make none from the position ids.
 - `state`: a state space model, whose mixers reset their state where the position ids restart.
 - `rows`: plain causal rows, correct only for one sample a row, then padding.
 """
@@ -58,6 +58,8 @@ class Family:
     """Layers whose weights a kernel reads without calling them: they cannot have an adapter."""
     not_multiplied: tuple[str, ...] = ()
     """Matrices that are in no matrix product; `FamilyCode.mixer_flops_per_token` counts their work."""
+    stages: bool = False
+    """Blocks take and return hidden states alone, and embeddings stand before them: it can be cut there."""
     package: str = ""
     """A package of ours with other modules for training: `FamilyCode`."""
 
@@ -75,25 +77,64 @@ class FamilyCode(Protocol):
         """FLOPs of forward and backward pass outside matrix products, in all layers."""
 
 
-_dense = partial(Family, packing=("varlen", "positions"), plain_head=True)
+_dense = partial(Family, packing=("varlen", "positions"), plain_head=True, stages=True)
 """Softmax of scaled products, at most with a window, through transformers' attention interface."""
 
+_positions = partial(Family, packing=("positions",), plain_head=True)
+"""Kept apart by transformers' own mask, which it makes from restarting positions; measured by a test."""
+
 FAMILIES: dict[str, Family] = {
-    "apertus": Family(unplanned_weights=True),
+    "afmoe": Family(packing=("mask",), plain_head=True),
+    "apertus": _positions(unplanned_weights=True),
+    "arcee": _positions(),
+    "aria_text": _positions(),
+    "biogpt": Family(packing=("varlen",), plain_head=True),
+    "bitnet": _positions(),
     "bloom": Family(plain_head=True),
-    "codegen": Family(packing=("positions",), plain_head=True, position_table=True),
+    "codegen": _positions(position_table=True),
     "cohere": _dense(logits_multiplier="logit_scale"),
     "cohere2": _dense(logits_multiplier="logit_scale"),
-    "doge": Family(unplanned_weights=True),
+    "cohere2_moe": _positions(logits_multiplier="logit_scale"),
+    "cwm": _positions(),
+    "dbrx": _positions(),
+    "deepseek_v2": _positions(),
+    "deepseek_v3": _positions(),
+    "diffllama": _positions(),
+    "doge": _positions(unplanned_weights=True),
+    "dots1": _positions(),
+    "ernie4_5": _positions(),
+    "ernie4_5_moe": _positions(),
+    "exaone4": _positions(),
+    "exaone_moe": _positions(),
     "falcon": Family(packing=("mask",), plain_head=True),
+    "flex_olmo": _positions(),
     "gemma": _dense(liger="geglu"),
-    "gemma2": Family(packing=("positions",), plain_head=True, liger="geglu", norm_in_place=False),
+    "gemma2": _positions(liger="geglu", norm_in_place=False, stages=True),
     "gemma3_text": _dense(liger="geglu", norm_in_place=False),
+    "glm": _positions(),
+    "glm4": _positions(),
+    "glm4_moe": _positions(),
+    "glm4_moe_lite": _positions(),
     "gpt2": _dense(),
-    "gpt_neo": Family(packing=("positions",), plain_head=True),
+    "gpt_bigcode": _positions(),
+    "gpt_neo": _positions(),
     "gpt_neox": _dense(),
-    "gptj": Family(packing=("positions",), plain_head=True, position_table=True),
+    "gpt_neox_japanese": _positions(),
+    "gpt_oss": Family(packing=("mask",), plain_head=True),
+    "gptj": _positions(position_table=True),
     "granite": _dense(liger="swiglu", logits_divisor="logits_scaling"),
+    "granitemoe": _positions(logits_divisor="logits_scaling"),
+    "granitemoeshared": _positions(logits_divisor="logits_scaling"),
+    "helium": _positions(),
+    "hunyuan_v1_dense": _positions(),
+    "hunyuan_v1_moe": _positions(),
+    "hy_v3": _positions(),
+    "hyperclovax": _positions(logits_multiplier="logits_scaling"),
+    "internlm3": _positions(),
+    "iquestcoder": _positions(),
+    "jais2": _positions(),
+    "jetmoe": _positions(),
+    "laguna": _positions(),
     "llama": _dense(liger="swiglu"),
     "mamba": Family(
         packing=("state",),
@@ -105,20 +146,33 @@ FAMILIES: dict[str, Family] = {
         not_multiplied=("A_log",),
         package="shardwise.models.mamba",
     ),
+    "mellum": _positions(),
+    "mimo_v2_flash": _positions(),
+    "minimax_m2": _positions(),
+    "ministral": _positions(),
+    "ministral3": _positions(),
     "mistral": _dense(liger="swiglu"),
     "mixtral": _dense(),
+    "nanochat": _positions(),
+    "nemotron": _positions(),
     "olmo": _dense(),
     "olmo2": _dense(liger="swiglu", norm_in_place=False),
+    "olmo3": _positions(),
+    "olmoe": _positions(),
     "opt": Family(packing=("varlen", "mask"), plain_head=True),
+    "persimmon": _positions(),
     "phi": _dense(),
     "phi3": _dense(liger="swiglu"),
+    "phimoe": _positions(),
     "qwen2": _dense(liger="swiglu"),
     "qwen2_moe": _dense(),
     "qwen3": _dense(liger="swiglu"),
     "qwen3_moe": _dense(),
+    "seed_oss": _positions(),
     "smollm3": _dense(liger="swiglu"),
-    "stablelm": Family(packing=("positions",), plain_head=True),
+    "stablelm": _positions(stages=True),
     "starcoder2": _dense(),
+    "youtu": _positions(),
 }
 
 REFUSED = dict.fromkeys(

@@ -10,7 +10,8 @@ and unit of attention width. What checkpointing recomputes does not count. Two c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 SCAN_FLOPS = 9.0
 """Per channel, state and token of Mamba's scan, forward (A. Gu, github.com/state-spaces/mamba, issue 110)."""
+
+_NO_PRODUCT = ("linear_attention", "conv")
+"""Kinds of layers without products of all queries with all keys."""
 
 
 def train_flops_per_token(built: BuiltModel, *, sequence_length: int) -> float:
@@ -45,32 +49,60 @@ def matmul_parameters(model: PreTrainedModel) -> float:
     An embedding lookup is free. Of a mixture of experts only the share that a token is routed to counts.
     """
     config = model.config.get_text_config()
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    active = getattr(config, "num_experts_per_tok", None)
     others = family_of(config).not_multiplied
     total = 0.0
-    for module in model.modules():
+    for module_name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             continue
+        experts, active = _routing(config, module_name)
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == 3 and experts and active and parameter.shape[0] == experts:
+            vector = parameter.numel() == max(parameter.shape, default=1)
+            if name in others or name.endswith("bias") or (vector and not isinstance(module, nn.Linear)):
+                continue
+            stacked = parameter.ndim == 3 and parameter.shape[0] == experts
+            if experts and (stacked or module_name.endswith("experts.mlp")):  # DBRX's are one tall matrix
                 total += parameter.numel() * active / experts
-            elif parameter.ndim >= 2 and name not in others:
+            else:
                 total += parameter.numel()
     return total
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "moe_num_experts")
+_ACTIVE = ("num_experts_per_tok", "moe_top_k")
+
+
+def _routing(config: PretrainedConfig, module_name: str) -> tuple[int, int]:
+    """(experts, experts of a token) of a mixture's layer; (0, 0) of others."""
+    of_ffn = getattr(config, "ffn_config", None)  # DBRX's
+    found = []
+    for names in (_EXPERTS, _ACTIVE):
+        values = (getattr(part, name, None) for part in (config, of_ffn) for name in names)
+        value: Any = next(filter(None, values), 0)
+        if isinstance(value, list):  # one a layer
+            layer = re.search(r"\.(\d+)\.", module_name)
+            value = value[int(layer[1])] if layer else 0
+        found.append(value)
+    return (found[0], found[1]) if all(found) else (0, 0)
 
 
 def attention_flops_per_token(config: PretrainedConfig, sequence_length: int) -> float:
     """FLOPs of the products of queries with keys and of weights with values, forward and backward."""
     config = config.get_text_config()
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return 0.0  # RWKV's state is updated value by value
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    both = 2 * size
+    if getattr(config, "kv_lora_rank", None):  # latent attention: keys are longer than values
+        both = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None) or 0
     kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
-    windows = [window if kind in ("sliding_attention", "local") else 0 for kind in kinds]
+    windows = [
+        window if kind in ("sliding_attention", "local") else 0 for kind in kinds if kind not in _NO_PRODUCT
+    ]
     pairs = sum(attended_pairs(sequence_length, sequence_length, window) for window in windows)
-    return 12.0 * width * pairs / sequence_length
+    return 6.0 * heads * both * pairs / sequence_length
 
 
 def attended_pairs(queries: int, keys: int, window: int = 0) -> float:

@@ -147,7 +147,7 @@ def _download_model(model: Model, repository: str) -> Path:
 def _from_folder(folder: Path, description: str) -> Source:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except FileNotFoundError:
         fix = "name a folder that save_pretrained wrote"
         raise JobError("the folder has no config.json", where=f"model.source: {folder}", fix=fix) from None
@@ -158,6 +158,11 @@ def _from_folder(folder: Path, description: str) -> Source:
         what = "the config does not name its architecture"
         raise JobError(what, where=str(path), fix="add its model_type")
     return Source(description=description, config=config, folder=folder)
+
+
+def _number(value: dict[str, Any]) -> Any:
+    """An infinite number or NaN, which transformers writes as an object; other objects as they are."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _refuse_private_keys(config: dict[str, Any], where: str) -> None:

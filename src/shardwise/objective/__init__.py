@@ -37,6 +37,11 @@ class Objective(nn.Module):
         """
         raise NotImplementedError
 
+    def tokens_shape(self, batch: Any) -> torch.Size:
+        """Shape of the token ids as the model gets them; its hidden states have one dimension more."""
+        shape: torch.Size = batch.input_ids.shape
+        return shape
+
 
 MakeObjective = Callable[["PreTrainedModel"], Objective]
 """Prepares a model, in place, for its objective."""

@@ -1,9 +1,13 @@
 """Causal language modelling: cross entropy summed over the target tokens of a micro-batch.
 
+Where the config asks for a mixture's router loss, its mean over the micro-batch's tokens counts once for each
+target, as the mean of the cross entropy does (decision 0051).
+
 The backbone returns hidden states, and the output head turns them into the loss without full logits. Both are
 called as modules, because ZeRO-3 and FSDP2 gather weights in hooks on those calls.
 """
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -16,6 +20,7 @@ from shardwise.errors import JobError
 from shardwise.kernels import attention
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwise.models.families import VARLEN, attention_of, family_of, logits_after
+from shardwise.models.router_loss import router_loss_of
 from shardwise.objective import Objective
 
 # Deliberately without a mask function of this name: transformers then makes no mask at all, and does not read
@@ -45,6 +50,7 @@ class CausalLM(Objective):
         self.windowed = chosen.windowed
         if chosen.implementation is not None:
             model.set_attn_implementation(chosen.implementation)
+        self.router_loss = router_loss_of(model)
         head = model.get_output_embeddings()
         # a head with an adapter, or one that is not a plain linear layer, computes its own logits
         self.fused = family_of(model.config).plain_head and type(head) is nn.Linear
@@ -52,15 +58,25 @@ class CausalLM(Objective):
             _fuse_loss(head, *logits_after(model.config))
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Cross entropy in nats, summed over the targets of `batch`; fp32 scalar."""
+        """Loss in nats, summed over the targets of `batch`; fp32 scalar."""
         inputs = self.inputs(batch)
         labels = batch.labels.reshape(-1)
+        loss: torch.Tensor
         if self.fused:
-            hidden = self.model.base_model(**inputs).last_hidden_state
-            loss: torch.Tensor = self.model.get_output_embeddings()(hidden.flatten(0, 1), labels)
-            return loss
-        logits = self.model(**inputs).logits.flatten(0, 1).float()
-        return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+            out = self.model.base_model(**inputs)
+            loss = self.model.get_output_embeddings()(out.last_hidden_state.flatten(0, 1), labels)
+        else:
+            out = self.model(**inputs)
+            logits = out.logits.flatten(0, 1).float()
+            loss = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        if self.router_loss is not None:
+            kept = _in_samples(batch).view_as(inputs["input_ids"])
+            loss = loss + (labels != IGNORED).sum() * self.router_loss.mean(out.router_logits, kept)
+        return loss
+
+    def tokens_shape(self, batch: MicroBatch) -> torch.Size:
+        shape = batch.input_ids.shape
+        return torch.Size((1, shape.numel())) if self.packing == "varlen" else shape
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
         """Arguments of the model's forward that keep the samples of a row apart; `varlen` joins the rows."""
@@ -69,14 +85,22 @@ class CausalLM(Objective):
             return inputs
         inputs["position_ids"] = batch.position_ids
         if self.packing == "mask":
-            dtype = self.model.get_input_embeddings().weight.dtype
-            rows = batch.input_ids.shape
-            inputs["attention_mask"] = attention.block_causal_mask(rows, batch.cu_seqlens, dtype)
+            inputs["attention_mask"] = self._masks(batch)
         if self.packing == "varlen":
             inputs["input_ids"] = batch.input_ids.reshape(1, -1)
             inputs["position_ids"] = batch.position_ids.reshape(1, -1)
             inputs |= self._segments(batch)
         return inputs
+
+    def _masks(self, batch: MicroBatch) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The mask, or where some layers see a window only one for each kind of layer."""
+        dtype = self.model.get_input_embeddings().weight.dtype
+        mask = partial(attention.block_causal_mask, batch.input_ids.shape, batch.cu_seqlens, dtype)
+        kinds = {*(getattr(self.model.config, "layer_types", None) or ())}
+        if "sliding_attention" not in kinds:
+            return mask()
+        window = self.model.config.sliding_window
+        return {kind: mask(window if kind == "sliding_attention" else 0) for kind in sorted(kinds)}
 
     def _segments(self, batch: MicroBatch) -> dict[str, Any]:
         """Borders of the segments for `attention.varlen_attention`, under transformers' names."""
@@ -87,6 +111,15 @@ class CausalLM(Objective):
             borders = borders[single:] - single * batch.max_seqlen
         lengths = {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
         return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "single_segment_rows": single, **lengths}
+
+
+def _in_samples(batch: MicroBatch) -> torch.Tensor:
+    """Bool [B*S]: tokens of segments with a target, which padding has not; all, where nothing has one."""
+    tokens = torch.arange(batch.labels.numel(), device=batch.labels.device, dtype=batch.cu_seqlens.dtype)
+    segment = torch.bucketize(tokens, batch.cu_seqlens[1:], right=True)
+    targets = torch.zeros(len(batch.cu_seqlens), device=tokens.device, dtype=torch.int64)
+    targets = targets.index_add(0, segment, (batch.labels != IGNORED).flatten().long())
+    return (targets[segment] > 0) | (targets.sum() == 0)
 
 
 def _fuse_loss(head: nn.Linear, scale: float, softcap: float | None) -> None:

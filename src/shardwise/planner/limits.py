@@ -14,36 +14,45 @@ from shardwise.planner.search import TIE_FACTOR, cost, rank
 from shardwise.planner.why import reasons, uses_host
 from shardwise.simulate.power import energy_error, levels, under_limit
 
-MOST_SLOWDOWN = 1.0
+MOST_SHARE = 1.0
 METRICS: tuple[Objective, ...] = ("throughput", "energy")
 
 
-def slowdown(text: str | float) -> float:
-    """`5%` or `0.05` as a share; JobError where it is neither, or not between 0 and 100 %."""
+def share(text: str | float, flag: str, of: str) -> float:
+    """`5%` or `0.05` as a share of what `of` says; JobError where it is neither, or not from 0 to 100 %."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*", str(text))
-    share = float(match[1]) / (100 if match[2] else 1) if match else -1.0
-    if not 0 <= share <= MOST_SLOWDOWN:
-        fix = "a share of the fastest time per token from 0 to 100 %, such as 5%"
-        raise JobError(f"{text!r} is no slowdown", where="--max-slowdown", fix=fix)
-    return share
+    found = float(match[1]) / (100 if match[2] else 1) if match else -1.0
+    if not 0 <= found <= MOST_SHARE:
+        fix = f"a share of {of} from 0 to 100 %, such as 5%"
+        raise JobError(f"{text!r} is no share", where=flag, fix=fix)
+    return found
 
 
-def with_limits(plan: Plan, max_slowdown: float) -> Plan:
+def with_limits(plan: Plan, max_slowdown: float, fewer: Iterable[Plan] = ()) -> Plan:
     """The plan with the strategy and the power limit of least energy per token, for the objective `energy`.
 
     Among what fits as well as the plan's choice, and takes at most `1 + max_slowdown` times the time per
-    token of the fastest at the card's own limit. Unchanged where nothing fits.
+    token of the fastest at the card's own limit. Unchanged where nothing fits. `fewer`: plans for ever fewer
+    GPUs, of which one is returned if it needs less energy; read up to the first that is too slow.
     """
     if plan.chosen is None:
         return plan
-    same = [option for option in plan.options if option.fit == plan.chosen.fit]
-    bound = (1 + max_slowdown) * min(cost(option, "throughput") for option in same)
-    best = [min(fast, key=_joules) for option in same if (fast := _within(at_limits(option, plan), bound))]
+    same, all_gpus = _alike(plan), plan.hardware.world_size
+    bound, default = (1 + max_slowdown) * min(map(_seconds, same)), rank(same, "throughput", plan.hardware)[0]
+    best = _best(plan, bound)
+    for other in fewer:
+        found = _best(other, bound)
+        if not found or other.chosen is None or other.chosen.fit != same[0].fit:
+            break
+        if min(map(_joules, found)) * TIE_FACTOR < min(map(_joules, best)):
+            plan, best = other, found
     chosen, *rest = rank(best, "energy", plan.hardware)
-    power = _compared(chosen, rank(same, "throughput", plan.hardware)[0], plan, max_slowdown)
+    power = _compared(chosen, default, plan, max_slowdown)
     _, *why = reasons(chosen, rest, hardware=plan.hardware, objective="energy", margin=plan.margin)
     slower = f"take at most {_percent(max_slowdown)} more time a token than the fastest"
-    first = f"the least energy of the {len(best)} that fit and {slower}"
+    gpus = plan.hardware.world_size
+    on = "" if gpus == all_gpus else f", on {gpus} of {all_gpus} GPUs; what the others draw is not counted"
+    first = f"the least energy of the {len(best)} that fit and {slower}{on}"
     among = {option.strategy for option in best}
     return replace(
         plan,
@@ -61,8 +70,9 @@ def with_pareto(plan: Plan) -> Plan:
     """
     if plan.chosen is None:
         return plan
-    same = [option for option in plan.options if option.fit == plan.chosen.fit]
-    plain = sorted(same, key=lambda option: (uses_host(option), option.prediction.memory.needed_bytes))
+    plain = sorted(
+        _alike(plan), key=lambda option: (uses_host(option), option.prediction.memory.needed_bytes)
+    )
     kept: list[Option] = []
     for option in plain:
         if not any(_as_good(other, option) for other in kept):
@@ -93,8 +103,20 @@ def _as_good(option: Option, than: Option) -> bool:
     return all(cost(option, by) <= TIE_FACTOR * cost(than, by) for by in METRICS)
 
 
-def _within(options: Iterable[Option], bound: float) -> list[Option]:
-    return [option for option in options if cost(option, "throughput") <= bound]
+def _alike(plan: Plan) -> list[Option]:
+    """What fits as well as the plan's choice."""
+    return [option for option in plan.options if plan.chosen and option.fit == plan.chosen.fit]
+
+
+def _best(plan: Plan, bound: float) -> list[Option]:
+    """Each strategy at the limit with the least energy of those that are within the bound on `_seconds`."""
+    limited = ([one for one in at_limits(option, plan) if _seconds(one) <= bound] for option in _alike(plan))
+    return [min(fast, key=_joules) for fast in limited if fast]
+
+
+def _seconds(option: Option) -> float:
+    """Per token, of all GPUs."""
+    return cost(option, "throughput") / option.prediction.time.world_size
 
 
 def _joules(option: Option) -> float:
@@ -119,7 +141,7 @@ def _compared(chosen: Option, default: Option, plan: Plan, max_slowdown: float) 
     return PowerChoice(
         max_slowdown_fraction=max_slowdown,
         curve=curve,
-        slowdown_fraction=cost(chosen, "throughput") / cost(default, "throughput") - 1,
+        slowdown_fraction=_seconds(chosen) / _seconds(default) - 1,
         energy_saved_fraction=1 - _joules(chosen) / _joules(default),
         energy_error_fraction=error * _joules(chosen) / _joules(default),
         error_source=source,

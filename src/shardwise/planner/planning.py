@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from threading import Lock
 from types import ModuleType
@@ -188,10 +188,21 @@ def _no_collection() -> Iterator[None]:
 
 
 def _tracer(job: Job, hardware: Hardware, vocab_size: int | None) -> JobTracer:
+    """The job's tracer; the last one is kept: a job is often planned for several numbers of GPUs."""
+    alike = job.model_copy(update={"train": job.train.model_copy(update=_NOT_TRACED), "strategy": "auto"})
+    return _kept_tracer(alike.model_dump_json(), vocab_size, hardware.gpu.capability)
+
+
+_NOT_TRACED = {"global_batch": 1, "micro_batch": None, "checkpointing": "auto"}
+"""Keys of `train` that no trace depends on: a trace is asked for by micro-batch and checkpointing."""
+
+
+@lru_cache(maxsize=1)
+def _kept_tracer(job: str, vocab_size: int | None, capability: tuple[int, int]) -> JobTracer:
     with _no_collection():
         from shardwise.trace.job import JobTracer
 
-        return JobTracer(job, vocab_size=vocab_size, capability=hardware.gpu.capability)
+        return JobTracer(Job.model_validate_json(job), vocab_size=vocab_size, capability=capability)
 
 
 def _attempt(change: Change, *, vocab_size: int | None, margin: float) -> Option | None:

@@ -1,15 +1,12 @@
 """A strategy on a hardware: memory, time and energy from one trace."""
 
-from functools import partial
-
 from shardwise.engines import descriptor
 from shardwise.hardware.catalog import Gpu
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.energy import predict_energy
-from shardwise.simulate.memory.replay import peak_memory
 from shardwise.simulate.prediction import Memory, Prediction
 from shardwise.simulate.step_trace import StepTrace
-from shardwise.simulate.time.step import Played, play_steps, predict_time
+from shardwise.simulate.time.step import Played, predict_time
 from shardwise.strategy import Strategy
 
 DRIVER_BYTES = 400 * 1024**2
@@ -34,23 +31,14 @@ def simulate(
 
 def play(trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Played:
     """Play the engine's schedule until steps are alike; `predict_time` makes a prediction of it."""
-    engine = descriptor(strategy)
-    return play_steps(strategy, lambda one: engine.schedule(trace, one, hardware))
+    return descriptor(strategy).play(trace, strategy, hardware)
 
 
 def predict_memory(
     trace: StepTrace, strategy: Strategy, hardware: Hardware, *, capacity_bytes: int
 ) -> Memory:
     """Memory of the fullest GPU. `capacity_bytes`: what the process may use of it, context included."""
-    engine = descriptor(strategy)
-    return peak_memory(
-        trace,
-        strategy,
-        hardware,
-        engine=partial(engine.memory, trace, strategy),
-        outside_allocator_bytes=engine.outside_allocator_bytes(strategy),
-        capacity_bytes=capacity_bytes,
-    )
+    return descriptor(strategy).peak_memory(trace, strategy, hardware, capacity_bytes=capacity_bytes)
 
 
 def capacity_bytes(gpu: Gpu, memory_cap_bytes: int | None = None) -> int:

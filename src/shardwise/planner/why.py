@@ -219,10 +219,12 @@ def _step(chosen: Option, hardware: Hardware) -> str:
         parts.append(f"waiting for copies to and from the host {_share(copies, time)}")
     if at_power_limit(chosen, hardware):
         waits = time.exposed_communication_seconds + copies
-        rest = time.step_seconds - time.compute_seconds - waits
+        rest = time.step_seconds - time.compute_seconds - waits - time.bubble_seconds
         limit = f"the power limit of {chosen.power_limit_watts or hardware.gpu.power_watts} W"
         if rest >= WORTH_SAYING * time.step_seconds:
             parts.append(f"a lower clock at {limit}, and short waits, {_share(rest, time)}")
+    if time.bubble_seconds >= WORTH_SAYING * time.step_seconds:
+        parts.append(f"waiting for other stages of the pipeline {_share(time.bubble_seconds, time)}")
     within = {"the optimizer": time.optimizer_seconds, "copies to and from the host": time.copy_seconds}
     worth = {name: seconds for name, seconds in within.items() if seconds >= WORTH_SAYING * time.step_seconds}
     within_step = [f"{name} {_share(seconds, time)}" for name, seconds in worth.items()]
@@ -250,8 +252,14 @@ def at_power_limit(option: Option, hardware: Hardware) -> bool:
 def _waits(strategy: Strategy, time: Time, hardware: Hardware) -> dict[str, float]:
     """Seconds waited by link: each group's slowest one, or a single GPU's host link."""
     peers = group(hardware, strategy.tensor_parallel).slowest.name
-    others = group(hardware, strategy.data_parallel, stride=strategy.tensor_parallel)
+    # Stages and data-parallel ranks together: a pipeline waits for both, over the slowest link.
+    size = strategy.pipeline * strategy.data_parallel
+    others = group(hardware, size, stride=strategy.tensor_parallel)
     for_others = hardware.host_link.name if others.size == 1 else others.slowest.name
+    if size := strategy.shard_group:  # weights from the group, sums over the groups
+        across = group(hardware, strategy.data_parallel // size, stride=size).slowest.name
+        links = dict.fromkeys((group(hardware, size).slowest.name, across))
+        for_others = " and ".join(links)
     waits = {for_others: time.exposed_communication_seconds - time.exposed_to_peers_seconds}
     waits[peers] = waits.get(peers, 0.0) + time.exposed_to_peers_seconds
     return waits

@@ -44,7 +44,8 @@ class PowerRange:
     present_watts: float
 
     def clip(self, watts: float) -> float:
-        return min(self.most_watts, max(self.least_watts, watts))
+        """The nearest limit within the range that is not above the present one."""
+        return min(self.present_watts, max(self.least_watts, watts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,7 @@ class PowerControl:
         self.close()
 
     def set(self, watts: float) -> Mapping[str, float] | Unavailable:
-        """Set all cards, each to the nearest limit that it can have; returns watts by UUID.
+        """Set all cards, each to the nearest limit up to the one it had before; returns watts by UUID.
 
         A card that has this limit is not set again. Where one card fails, or somebody else has changed one,
         all are put back, and this and every later call is Unavailable with the reason.

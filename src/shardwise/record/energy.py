@@ -24,7 +24,9 @@ class Used:
     joules: float = 0.0
     error_joules: float = 0.0  # at most: readings are up to 0.2 s old at both ends of each launch
     seconds: float = 0.0  # that were measured
-    phases: Mapping[str, float] | None = None  # joules by phase: start, training, evaluation, saving
+    phases: Mapping[str, float] | None = None  # joules by phase: see energy.PHASES
+    host: Mapping[str, float] | None = None  # joules of all nodes' `cpu` and `dram`, where they can be read
+    host_unavailable: Mapping[str, str] | None = None  # why one of them cannot be
     simulated: bool = False
 
     @property
@@ -32,14 +34,21 @@ class Used:
         return self.joules / JOULES_PER_KWH
 
     def plus(self, other: "Used") -> "Used":
-        mine, others = self.phases or {}, other.phases or {}
+        mine, others, others_host = self.phases or {}, other.phases or {}, other.host or {}
         return Used(
             joules=self.joules + other.joules,
             error_joules=self.error_joules + other.error_joules,
             seconds=self.seconds + other.seconds,
             phases={name: mine.get(name, 0.0) + others.get(name, 0.0) for name in {**mine, **others}},
+            host=others_host if self.host is None else _both(self.host, others_host),
+            host_unavailable={**(self.host_unavailable or {}), **(other.host_unavailable or {})},
             simulated=other.simulated,
         )
+
+
+def _both(mine: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    """A part that one launch could not read has no sum."""
+    return {part: joules + others[part] for part, joules in mine.items() if part in others}
 
 
 def read_used(run_dir: Path) -> Used | None:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,24 @@ class Manifest:
     step: int
     origin: Origin
     files: Mapping[str, FileEntry]
+    elsewhere: Mapping[str, Mapping[str, FileEntry]] = field(default_factory=dict)
+    """Where each node has a disk of its own: the files on those of other nodes than 0, by node."""
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all files of the checkpoint, without the manifest."""
-        return sum(entry.size_bytes for entry in self.files.values())
+        return sum(entry.size_bytes for node in self.nodes for entry in self.of(node).values())
+
+    @property
+    def nodes(self) -> list[int]:
+        """Nodes that hold a part."""
+        return [0, *sorted(map(int, self.elsewhere))]
+
+    def of(self, node: int | None) -> Mapping[str, FileEntry]:
+        """The files on the disk of a node; None: all, once they have been brought together in one folder."""
+        if node is None:
+            return {name: entry for one in self.nodes for name, entry in self.of(one).items()}
+        return self.elsewhere.get(str(node), {}) if node else self.files
 
     def to_text(self) -> str:
         """The content of `manifest.json`, with the hash of the rest as its last key."""
@@ -58,8 +71,10 @@ class Manifest:
             "schema": SCHEMA,
             "step": self.step,
             **asdict(self.origin),
-            "files": {name: asdict(self.files[name]) for name in sorted(self.files)},
+            "files": _listed(self.files),
         }
+        if self.elsewhere:
+            body["elsewhere"] = {node: _listed(files) for node, files in sorted(self.elsewhere.items())}
         return json.dumps({**body, "manifest_sha256": _hash_of(body)}, indent=1) + "\n"
 
     @staticmethod
@@ -72,11 +87,20 @@ class Manifest:
                 raise ValueError(f"it has schema {body['schema']!r}, this version reads {SCHEMA}")
             if claimed != _hash_of(body):
                 raise ValueError("its own hash does not match: it was changed after it was written")
-            files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+            files = _entries(body["files"])
+            elsewhere = {node: _entries(of_node) for node, of_node in body.get("elsewhere", {}).items()}
             fields = {key: body[key] for key in ("world_size", "strategy", "identity", "versions")}
-            return Manifest(step=body["step"], origin=Origin(**fields), files=files)
+            return Manifest(step=body["step"], origin=Origin(**fields), files=files, elsewhere=elsewhere)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"it cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _listed(files: Mapping[str, FileEntry]) -> dict[str, Any]:
+    return {name: asdict(files[name]) for name in sorted(files)}
+
+
+def _entries(listed: Mapping[str, Any]) -> dict[str, FileEntry]:
+    return {name: FileEntry(**entry) for name, entry in listed.items()}
 
 
 def folder_name(step: int) -> str:
@@ -111,36 +135,40 @@ def list_files(folder: Path) -> list[str]:
     return sorted(name for path in files if (name := path.relative_to(folder).as_posix()) != NAME)
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    """List files that are missing, of the wrong size, or not in the manifest. Reads no content."""
+def check_sizes(folder: Path, manifest: Manifest, *, node: int | None = None) -> list[str]:
+    """List files that are missing, of the wrong size, or not in the manifest. Reads no content.
+
+    `node`: only what lies on that node's disk.
+    """
     problems = []
-    present = set(list_files(folder))
-    for name, entry in manifest.files.items():
+    present, files = set(list_files(folder)), manifest.of(node)
+    for name, entry in files.items():
         if name not in present:
             problems.append(f"{name} is missing")
         elif (folder / name).is_symlink():
             problems.append(f"{name} is a link, not a file")
         elif (size := (folder / name).stat().st_size) != entry.size_bytes:
             problems.append(f"{name} has {size} bytes instead of {entry.size_bytes}")
-    problems += [f"{name} is not in the manifest" for name in sorted(present - set(manifest.files))]
+    problems += [f"{name} is not in the manifest" for name in sorted(present - set(files))]
     return problems
 
 
-def verify(folder: Path, *, rank: int = 0, size: int = 1) -> list[str]:
+def verify(folder: Path, *, node: int | None = None, rank: int = 0, size: int = 1) -> list[str]:
     """List what is wrong with a checkpoint after reading every byte; empty when it is intact.
 
-    Each of `size` ranks reads its share of the files.
+    `node`: only what lies on that node's disk. Each of `size` ranks reads its share of the files.
     """
     try:
         manifest = read_manifest(folder)
-        if problems := check_sizes(folder, manifest):
+        files = manifest.of(node)
+        if problems := check_sizes(folder, manifest, node=node):
             return problems
-        hashes = hash_files(folder, sorted(manifest.files)[rank::size])
+        hashes = hash_files(folder, sorted(files)[rank::size])
     except ValueError as error:
         return [str(error)]
     except OSError as error:
         return [f"it cannot be read ({error})"]
-    damaged = (name for name, entry in hashes.items() if entry != manifest.files[name])
+    damaged = (name for name, entry in hashes.items() if entry != files[name])
     return [f"{name} is damaged: its SHA-256 is not the one it was saved with" for name in damaged]
 
 

@@ -1,10 +1,11 @@
 """Reading a run folder, from any process and at any time: during the run, or after it was killed."""
 
 import fcntl
+import hashlib
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class RunRecord:
     plan: Mapping[str, Any]
     environment: Mapping[str, Any]
     events: list[dict[str, Any]]
+    gaps: list[int]  # Lines of events.jsonl, from 1, before which lines are missing or were changed
 
 
 def is_run_folder(path: Path) -> bool:
@@ -43,12 +45,15 @@ def read_run(path: Path, *, with_events: bool = True) -> RunRecord:
         raise JobError(f"there is no folder {path}", where=str(path), fix=_known_runs(path.parent))
     if not is_run_folder(path):
         raise _no_run(path)
+    there = with_events and (path / EVENTS).exists()
+    events, gaps = read_events_and_gaps(path / EVENTS) if there else ([], [])
     return RunRecord(
         path=path,
         job=_read(path / JOB),
         plan=_read(path / PLAN),
-        environment=_read(path / ENVIRONMENT),
-        events=read_events(path / EVENTS) if with_events and (path / EVENTS).exists() else [],
+        environment=_environment(path / ENVIRONMENT),
+        events=events,
+        gaps=gaps,
     )
 
 
@@ -58,17 +63,42 @@ _NEEDED = {"step": {"step", "loss", "tokens", "seconds"}, "eval": {"step", "loss
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Read the events in order, without a last line that a crash cut off; JobError for any other damage."""
-    events = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break  # still being written, or torn
-            event = parse_event(line)
-            if event is None:
-                fix = "remove the line, or restore the file from a copy"
-                raise JobError("this line is not an event", where=f"{path}:{number}", fix=fix)
-            events.append(event)
-    return events
+    return read_events_and_gaps(path)[0]
+
+
+def read_events_and_gaps(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The events, and the lines before which others are missing or were changed.
+
+    Each line has the hash of the line before it (`after`), the first an empty text. `gap` marks what was
+    found when the file was rewritten. What is missing at the end cannot be seen.
+    """
+    events, gaps, before = list[dict[str, Any]](), list[int](), ""
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.endswith(b"\n"):
+            break  # still being written, or torn
+        event = parse_event(line)
+        if event is None:
+            fix = "remove the line, or restore the file from a copy"
+            raise JobError("this line is not an event", where=f"{path}:{number}", fix=fix)
+        if event.pop("after", before) != before or event.pop("gap", False):
+            gaps.append(number)
+        before = line_hash(line)
+        events.append(event)
+    return events, gaps
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            yield from file
+    except OSError as error:
+        what = f"{path.name} cannot be read: {error.strerror}"
+        raise JobError(what, where=str(path), fix="restore it from a copy") from None
+
+
+def line_hash(line: bytes) -> str:
+    """Of a line with its newline: what the next line carries. It finds accidents, no attacker."""
+    return hashlib.sha256(line).hexdigest()[:12]
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
@@ -102,6 +132,14 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise JobError(f"{path.name} holds no keys", where=str(path), fix="restore it from a copy")
     return values
+
+
+def _environment(path: Path) -> Mapping[str, Any]:
+    """What it ran on; empty where that is lost, which nothing but a report needs."""
+    try:
+        return _read(path)
+    except JobError:
+        return {}
 
 
 def _no_run(folder: Path) -> JobError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,7 +17,18 @@ from typing import Any, TextIO
 
 from shardwise.errors import JobError, MachineError
 from shardwise.job.secrets import SHAPES
-from shardwise.record.read import ENVIRONMENT, EVENTS, JOB, LOCK, PLAN, is_run_folder, read_events, read_run
+from shardwise.record.read import (
+    ENVIRONMENT,
+    EVENTS,
+    JOB,
+    LOCK,
+    PLAN,
+    is_being_written,
+    is_run_folder,
+    line_hash,
+    read_events_and_gaps,
+    read_run,
+)
 from shardwise.record.schema import Event
 
 
@@ -34,24 +47,31 @@ class RunFolder:
     def create(
         path: Path, *, job_yaml: str, plan: Mapping[str, Any], environment: Mapping[str, Any]
     ) -> RunFolder:
-        """Make a new run folder, readable by this user only. JobError where the path exists.
+        """Make a new run folder, readable by this user only. JobError where the path exists and is not empty.
 
-        The job is written unchanged, because `--resume`, `export` and `generate` read it; `job.load` refuses
-        a job that holds access keys. The environment is written without secrets.
+        It appears with all its files: a crash before leaves nothing that looks like a run. The job is written
+        unchanged, because `--resume`, `export` and `generate` read it; `job.load` refuses a job that holds
+        access keys. The environment is written without secrets.
         """
-        if path.exists():
-            fix = "--resume goes on with it; another `name` starts a new run"
-            raise JobError(f"the run folder {path} exists", where="name, output", fix=fix)
+        for left in path.parent.glob(f".{path.name}.partial-*"):
+            if not is_being_written(left):
+                shutil.rmtree(left, ignore_errors=True)
+        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=0o700)
+            partial.mkdir(mode=0o700)
+            lock = _lock(partial)
+            (partial / JOB).write_text(job_yaml, encoding="utf-8")
+            _write_json(partial / PLAN, plan)
+            _write_json(partial / ENVIRONMENT, redact_tree(environment))
+            partial.rename(path)
         except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if path.exists() and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                fix = "--resume goes on with it; another `name` starts a new run"
+                raise JobError(f"the run folder {path} exists", where="name, output", fix=fix) from None
             what, fix = f"the run folder cannot be made: {error.strerror}", "name a folder you can write to: "
             raise MachineError(what, where=str(path), fix=f"{fix}--set output=DIR") from None
-        lock = _lock(path)
-        (path / JOB).write_text(job_yaml, encoding="utf-8")
-        _write_json(path / PLAN, plan)
-        _write_json(path / ENVIRONMENT, redact_tree(environment))
         return RunFolder(path, lock)
 
     @staticmethod
@@ -82,48 +102,70 @@ class EventWriter:
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
         """With `resumed_step`, the events of later steps are removed first: no step appears twice."""
+        self._after, self._gap = "", False
         if resumed_step is not None and path.exists():
-            _drop_after(path, resumed_step)
+            self._after, self._gap = _drop_after(path, resumed_step)
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, event: Event) -> None:
-        self._file.write(to_line(event, now=time.time()))
+        line = to_line(event, now=time.time(), after=self._after, gap=self._gap)
+        self._after, self._gap = line_hash(line.encode()), False
+        self._file.write(line)
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
-def to_line(event: Event, *, now: float) -> str:
-    """Return an event as a line of JSON, newline included."""
+def to_line(event: Event, *, now: float, after: str | None = None, gap: bool = False) -> str:
+    """Return an event as a line of JSON, newline included; `after`, `gap`: see `record.read.read_events`."""
     values = asdict(event)
     floats = {key: value for key, value in values.items() if isinstance(value, float)}
     bad = {key: str(value) for key, value in floats.items() if not math.isfinite(value)}
     values.update(dict.fromkeys(bad))
     flag = {"not_finite": bad} if bad else {}
-    return json.dumps({"kind": event.kind, "time": round(now, 3), **values, **flag}, allow_nan=False) + "\n"
+    values = {"kind": event.kind, "time": round(now, 3), **values, **flag}
+    return json.dumps(values | _links(after, gap=gap), allow_nan=False) + "\n"
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Rewrite the file without the events of steps after `step`; all or nothing."""
-    kept = [event for event in read_events(path) if event.get("step", 0) <= step]
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(event) + "\n" for event in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def _links(after: str | None, *, gap: bool) -> dict[str, Any]:
+    return ({} if after is None else {"after": after}) | ({"gap": True} if gap else {})
+
+
+def _drop_after(path: Path, step: int) -> tuple[str, bool]:
+    """Rewrite the file without the events of steps after `step`; all or nothing.
+
+    Returns the last line's hash, and whether steps before `step` are missing at the end. Gaps stay marked.
+    """
+    events, gaps = read_events_and_gaps(path)
+    after, lines, last = "", list[str](), 0
+    for number, event in enumerate(events, start=1):
+        if event.get("step", 0) <= step:
+            last = max(last, event.get("step", 0))
+            lines.append(json.dumps({**event, **_links(after, gap=number in gaps)}) + "\n")
+            after = line_hash(lines[-1].encode())
+    _replace(path, "".join(lines))
+    return after, last < step
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
+def _replace(path: Path, text: str) -> None:
+    """Write a file at once: a reader sees the old or the new content. A link in its place is not followed."""
+    temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)  # left by a crash, or put there by someone else
+    with temporary.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
 def replace_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a file at once: a reader sees the old or the new content, never a part."""
-    temporary = path.with_suffix(".tmp")
-    _write_json(temporary, values)
-    temporary.replace(path)
+    _replace(path, json.dumps(values, indent=1) + "\n")
 
 
 def _lock(path: Path) -> int:

@@ -24,6 +24,8 @@ PART_OF_PREDICTION = {
 }
 """Quantities with the same name in a prediction and in a measurement, and where a prediction has them."""
 
+RATE = "tokens_per_second_per_gpu"
+ALIKE = 0.05  # rates closer than this share are equal: steps of a valid row spread as much
 SLOWED = 1.1  # a profiled step that takes longer than the others by this factor also waited for the profiler
 IDLE = 0.1  # share of the profiled step from which an idle GPU is reported
 
@@ -49,6 +51,34 @@ def pair(row: Row, quantity: str) -> Pair:
 def ran(rows: Sequence[Row]) -> list[Row]:
     """The rows that have measurements."""
     return [row for row in rows if row["measured"] is not None]
+
+
+def by_speed(rows: Sequence[Row]) -> list[Row]:
+    """The fastest first; rows without measurements come last, as they are."""
+    return sorted(rows, key=lambda row: -(row["measured"] or {}).get(RATE, 0.0))
+
+
+def recommended(rows: Sequence[Row]) -> tuple[Row, str] | None:
+    """The row to train with and why; None where nothing was measured.
+
+    Rows within ALIKE of the fastest count as equally fast: the one that needs the least memory wins.
+    """
+    order = by_speed([row for row in ran(rows) if row["measured"]["verdict"] != "simulated"])
+    if not order:
+        return None
+    rate = order[0]["measured"][RATE]
+    alike = [row for row in order if row["measured"][RATE] >= (1 - ALIKE) * rate]
+    best = min(alike, key=lambda row: pair(row, NEEDED)[1] or 0)
+    doubt = ", but its steps vary: measure more of them" if best["measured"]["verdict"] == "noisy" else ""
+    if len(alike) > 1:
+        why = f"the least memory of the {len(alike)} that are within {ALIKE:.0%} of the fastest"
+    else:
+        why = (
+            f"{rate / order[1]['measured'][RATE]:.2f} times as fast as the next"
+            if order[1:]
+            else "measured alone"
+        )
+    return best, why + doubt
 
 
 def last_finite(values: Sequence[float | None]) -> float | None:
@@ -96,7 +126,7 @@ def reasons(rows: Sequence[Row]) -> dict[str, str]:
 def show_bench(bench: BenchRecord, *, console: Console | None = None) -> None:
     """Print predicted compared with measured, then what failed and why."""
     console = console or Console()
-    rows, head, job = ran(bench.rows), bench.head, bench.head["job"]
+    rows, head, job = by_speed(ran(bench.rows)), bench.head, bench.head["job"]
     sizes = f"{job['train']['global_batch']} rows of {job['data']['sequence_length']} tokens a step"
     warmup = f"{steps(head['warmup_steps'])} to warm up, {head['steps']} counted"
     rest = f"  {sizes} on {head['processes']} {device(head)}; {warmup}"
@@ -106,7 +136,9 @@ def show_bench(bench: BenchRecord, *, console: Console | None = None) -> None:
         console.print()
         if predicted:
             console.print(Text("predicted > measured", style="dim"))
-        tables = (_compared(rows, _HEADLINE, verdicts=True), Text(), _compared(rows, _MEMORY), Text())
+        each = "GPU" if head["environment"].get("gpus") else "process"
+        headline = [(name.format(each=each), quantity, text) for name, quantity, text in _HEADLINE]
+        tables = (_compared(rows, headline, verdicts=True), Text(), _compared(rows, _MEMORY), Text())
         console.print(*tables, _details(rows), sep="\n")
         if predicted:
             console.print(Text("\npredicted memory by term, GiB", style="dim"))
@@ -115,6 +147,9 @@ def show_bench(bench: BenchRecord, *, console: Console | None = None) -> None:
     if not bench.rows:
         goes_on = f"`shardwise bench JOB --out {shlex.quote(str(bench.path))}` goes on"
         console.print(f"no row has a result yet; {goes_on}", soft_wrap=True)
+    if found := recommended(rows):
+        best, why = found
+        console.print(Text.assemble((f"▶ {best['label']}", "bold green"), f": {why}"), soft_wrap=True)
     for line in _remarks(bench):
         console.print(line, soft_wrap=True)
 
@@ -137,7 +172,7 @@ def _compared(rows: Sequence[Row], columns: Sequence[Column], *, verdicts: bool 
             guess, found = (ABSENT if value is None else text(value) for value in pair(row, quantity))
             cells.append(Text.assemble((f"{guess} > ", "dim"), found) if both else Text(found))
         verdict = row["measured"]["verdict"] if verdicts else ""
-        table.add_row(Text(row["label"]), *cells, Text(verdict, "yellow" if verdict == "noisy" else ""))
+        table.add_row(Text(row["label"]), *cells, Text(verdict, "" if verdict == "valid" else "yellow"))
     return table
 
 
@@ -147,7 +182,7 @@ def _in_gib(value: float) -> str:
 
 _HEADLINE: tuple[Column, ...] = (
     ("GiB", NEEDED, _in_gib),
-    ("tok/s/GPU", "tokens_per_second_per_gpu", count),
+    ("tok/s/{each}", "tokens_per_second_per_gpu", count),
     ("exposed, of step", "exposed_communication_fraction", lambda value: f"{value:.0%}"),
     ("J/token", "joules_per_token", lambda value: f"{value:.3g}"),
 )
@@ -198,7 +233,8 @@ def _remarks(bench: BenchRecord) -> list[Text]:
             reason = "\n      ".join(str(row["error"]).splitlines())
             lines.append(Text.assemble((f"  {row['label']}: {row['status']}", "red"), f", {reason}"))
         elif found["verdict"] != "valid":
-            lines.append(Text(f"  {row['label']}: noisy, {'; '.join(found['verdict_why'])}", style="yellow"))
+            why = "; ".join(found["verdict_why"])
+            lines.append(Text(f"  {row['label']}: {found['verdict']}, {why}", style="yellow"))
     rest = [f"{reason} ({labels})" for reason, labels in reasons(bench.rows).items()]
     rest += [f"not run: {left['strategy']}, {left['reason']}" for left in bench.head["left_out"]]
     return lines + [Text(f"  {line}", style="dim") for line in rest]

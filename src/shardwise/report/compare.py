@@ -17,6 +17,14 @@ MOST_SPREAD = 0.05  # steps that spread, drift or are skewed by a larger share a
 FEWEST_STEPS = 5
 LEAST_ENERGY_SECONDS = 1.0  # over less, a counter that moves every 20 to 100 ms is off by over a fifth
 
+SIMULATED = {
+    "joules_per_token": None,
+    "joules_unavailable": "simulated, not measured",
+    "verdict": "simulated",
+    "verdict_why": ["a fake driver's GPUs: steps are slowed down on purpose, and nothing is measured"],
+}
+"""What becomes of a measurement where the GPUs are a fake driver's."""
+
 BY_RANK = {
     "peak_allocated_bytes": "peak_memory_allocated_bytes",
     "peak_reserved_bytes": "peak_memory_reserved_bytes",
@@ -64,6 +72,7 @@ def summary(run_dir: str | Path) -> dict[str, Any]:
         "wall_seconds": seconds,
         "energy": energy(run, steady, seconds=seconds),
         "checkpoints": _checkpoints(run.path / "checkpoints"),
+        "events_missing_before_lines": run.gaps,
     }
 
 
@@ -82,10 +91,9 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
         found = measured(steps, warmup=warmup, processes=int(header["processes"]))
         for name in ("tokens_per_second_per_gpu", "step_seconds", "mfu"):
             found[name] = numbers[name]
+        found |= SIMULATED if numbers["energy"]["simulated"] else {}
         found["step_numbers"] = [step["step"] for step in steps]
         found["learning_rate"] = [step.get("learning_rate") for step in steps]
-        if numbers["energy"]["simulated"]:
-            found |= {"joules_per_token": None, "joules_unavailable": "simulated, not measured"}
         found |= {"exposed_communication_fraction": None, "memory_in_step": []}
         found["exposed_unavailable"] = "a run is not profiled: `shardwise bench` is"
         found["evaluations"] = [(one["step"], one["loss"]) for one in numbers["evaluations"]]
@@ -177,7 +185,7 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
     for step, path in step_folders(folder):
         try:
             manifest = read_manifest(path)
-            size, complete = manifest.size_bytes, not check_sizes(path, manifest)
+            size, complete = manifest.size_bytes, not check_sizes(path, manifest, node=0)
         except ValueError:
             size, complete = None, False
         found.append({"step": step, "path": str(path), "bytes": size, "complete": complete})

@@ -1,7 +1,8 @@
 """A run's energy: what it used and cost, how sure that is, and what its power limits did.
 
-All of it is of GPUs alone, without host, network and power supplies. An error is the most that a number may
-be off because readings of the counter are up to 0.2 s old: 0.2 s of power for each stretch of steps.
+All of it is of GPUs alone, without network and power supplies; CPU and DRAM are apart. An error is the most
+that a number may be off because readings of the counter are up to 0.2 s old: 0.2 s of power for each stretch
+of steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from shardwise.energy import END_SECONDS
 from shardwise.record.energy import read_used
 from shardwise.record.read import RunRecord
-from shardwise.units import SECONDS_PER_HOUR, count
+from shardwise.units import JOULES_PER_KWH, SECONDS_PER_HOUR, count
 
 NUMBERS = ("joules_per_step", "joules_per_token", "watts", "kwh", "cost", "carbon_grams")
 LEAST_SECONDS = 1.0  # over less, readings that are 0.2 s old say little
@@ -22,6 +23,7 @@ def energy(run: RunRecord, steady: Sequence[Mapping[str, Any]], *, seconds: floa
 
     `watts` is of all GPUs in `steady` steps, `seconds` the wall time of all launches. `kwh`, `cost` and
     `carbon_grams` are of all launches, evaluations and saves included; `cost_of` says what is in the cost.
+    `host_kwh` has `cpu` and `dram` of all nodes, `host_unavailable` the reason why one is missing.
     """
     found = {**_steps(steady), **_used(run, seconds)}
     power = [event for event in run.events if event.get("kind") == "power"]
@@ -34,6 +36,8 @@ def energy(run: RunRecord, steady: Sequence[Mapping[str, Any]], *, seconds: floa
         **{key: found.get(key) for key in keys},
         "cost_of": found.get("cost_of"),
         "phases_kwh": found.get("phases_kwh"),
+        "host_kwh": found.get("host_kwh"),
+        "host_unavailable": found.get("host_unavailable"),
         "limit_watts": None if choice is None else choice["watts"],
         "limit_reasons": [] if choice is None else choice["reasons"],
         "saved_joules": end.get("saved_joules"),
@@ -54,6 +58,13 @@ def lines(found: Mapping[str, Any]) -> dict[str, str]:
         _text(found, name, unit) for name, unit in units.items() if name == "kwh" or found[name] is not None
     )
     rows = {"energy": flag + (f"- ({why})" if why else each), "energy used": flag + total}
+    if found["host_kwh"] is not None:
+        parts = [f"{name.upper()} {count(kwh)} kWh" for name, kwh in found["host_kwh"].items()]
+        missing = found["host_unavailable"]
+        for why in dict.fromkeys(missing.values()):
+            names = " and ".join(name.upper() for name in missing if missing[name] == why)
+            parts.append(f"no {names}: {why}")
+        rows["host energy"] = "; ".join(parts)
     if found["limit_watts"] is not None:
         saved = found["saved_joules"]
         text = "" if saved is None else f"; {saved / 1000:+.3g} kJ saved in the last launch, search included"
@@ -101,6 +112,9 @@ def _used(run: RunRecord, seconds: float) -> dict[str, Any]:
     found["phases_kwh"] = {
         name: joules * kwh / used.joules for name, joules in (used.phases or {}).items() if joules
     }
+    if used.host is not None:
+        found["host_kwh"] = {part: joules / JOULES_PER_KWH for part, joules in used.host.items()}
+        found["host_unavailable"] = dict(used.host_unavailable or {})
     per_kwh, per_hour, grams = (
         job.get(key) for key in ("price_per_kwh", "price_per_gpu_hour", "carbon_g_per_kwh")
     )

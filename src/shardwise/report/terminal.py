@@ -73,6 +73,12 @@ def _show_one(row: dict[str, Any], curve: Sequence[float], console: Console) -> 
     for evaluation in run["evaluations"]:
         line = f"evaluation after step {evaluation['step']}: {_number(evaluation['loss'])}"
         console.print(line, highlight=False)
+    if run["events_missing_before_lines"]:
+        places = ", ".join(map(str, run["events_missing_before_lines"][:5]))
+        what = (
+            f"events.jsonl: lines are missing or were changed before line {places}; curves and sums lack them"
+        )
+        console.print(Text(what, style="yellow"), soft_wrap=True)
     complete = [checkpoint for checkpoint in run["checkpoints"] if checkpoint["complete"]]
     if complete:
         console.print(Text(f"newest checkpoint: {complete[0]['path']}"), soft_wrap=True)

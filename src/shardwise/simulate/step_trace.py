@@ -30,6 +30,7 @@ from shardwise.strategy import Precision
 
 FP32, FP64 = 4, 8
 """Bytes of an element."""
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": FP32}
 
 ALLOC, FREE, GRADIENT, OP, FORWARD, FORWARD_END, BACKWARD, BACKWARD_END = range(8)
 

@@ -20,7 +20,7 @@ from shardwise.engines import ENGINES, parts_of, spec_problems
 from shardwise.engines.facts import Architecture, Devices, Facts
 from shardwise.errors import JobError
 from shardwise.job.schema import Job, StrategySpec, Train
-from shardwise.job.strategies import NAMED, Parts
+from shardwise.job.strategies import NAMED, Parts, ranks_a_row
 from shardwise.space.rules import violations
 from shardwise.strategy import Strategy
 from shardwise.units import count, gib
@@ -71,9 +71,8 @@ def resolve(
     )
     why: list[str] = []
     parts = _parts(spec, situation, why)
-    tensor_parallel = int(parts.get("tensor_parallel", 1))
-    data_parallel = max(1, world_size // tensor_parallel)
-    micro_batch, accumulation = _batch(train, data_parallel, situation, why)
+    data_parallel = max(1, world_size // ranks_a_row(parts))
+    micro_batch, accumulation = _batch(train, data_parallel, int(parts.get("pipeline", 1)), situation, why)
     strategy = Strategy(
         **parts,
         data_parallel=data_parallel,
@@ -134,31 +133,38 @@ def _choose(situation: Situation, why: list[str]) -> str:
 
 def states_bytes(parts: Parts, situation: Situation) -> float:
     """Bytes of model states on each GPU under a strategy's parts, by the table at the top."""
-    parallel: int = parts.get("tensor_parallel", 1)
+    parallel = ranks_a_row(parts)
     sharers = situation.world_size // parallel
-    shards = ENGINES[parts["engine"]].shards(parts.get("stage", 0))
+    engine, group = ENGINES[parts["engine"]], parts.get("shard_group", 0)
+    shards = engine.shards(parts.get("stage", 0))
     weights = situation.bytes_per_weight * situation.total_parameters / parallel
     trained = situation.trainable_parameters / parallel
     if parts.get("offload_parameters", "none") != "none":
         weights = 0.0
     if parts.get("offload_optimizer", "none") != "none":
         trained = 0.0  # gradients follow the optimizer
-    return sum(
+    copies = weights / group if group and engine.copies_weights else 0.0
+    if group and not engine.copies_weights:
+        sharers = group
+    return copies + sum(
         size / (sharers if sharded else 1)
         for size, sharded in zip((12 * trained, 4 * trained, weights), shards, strict=True)
     )
 
 
-def _batch(train: Train, data_parallel: int, situation: Situation, why: list[str]) -> tuple[int, int]:
+def _batch(
+    train: Train, data_parallel: int, stages: int, situation: Situation, why: list[str]
+) -> tuple[int, int]:
     """Rows a GPU takes at a time, and how often in a step.
 
-    Unset, the largest divisor of a GPU's rows that is at most 4 on CPUs, 2 on GPUs from 80 GB, else 1.
+    Unset, the largest divisor of a GPU's rows that is at most 4 on CPUs, 2 on GPUs from 80 GB, else 1; and
+    that leaves a micro-batch for each stage of a pipeline.
     """
     rows = train.global_batch // data_parallel
     micro_batch = train.micro_batch
     if micro_batch is None:
         most = 2 if (situation.device_memory_bytes or 0) >= 79e9 else 1
-        most = 4 if situation.devices == "cpu" else most
+        most = min(4 if situation.devices == "cpu" else most, max(1, rows // stages))
         micro_batch = max(n for n in range(1, most + 1) if max(rows, 1) % n == 0)
         why.append(f"micro_batch {micro_batch}: of {rows} rows a process and step")
     return micro_batch, max(1, rows // micro_batch)

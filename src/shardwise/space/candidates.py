@@ -1,14 +1,14 @@
 """The strategies that a job allows, and those that a rule refuses."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.engines import parts_of, spec_problems
 from shardwise.engines.facts import Architecture, Devices, Facts
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
-from shardwise.job.strategies import NAMED, Parts
+from shardwise.job.strategies import NAMED, Parts, ranks_a_row
 from shardwise.space.rules import broken_rules
 from shardwise.strategy import Strategy
 
@@ -33,12 +33,16 @@ SHAPES = (*_ORDERED, *(parts for parts in NAMED.values() if parts not in _ORDERE
 TENSOR_PARALLEL = (2, 4, 8)
 TENSOR_PARALLEL_STAGES = (1, 2)
 
+PIPELINES = (2, 4, 8)
+"""Within a node the sharding engines are faster, and leaner: `auto` cuts a model between nodes only."""
+
 CHECKPOINT_EVERY = (0, 4, 2, 1)
 """From no recomputation to full recomputation."""
 
 PARALLEL_CHECKPOINT_EVERY = (0, 1)
 PARALLEL_STEP, PARALLEL_MOST_ROWS = 4, 16
 """How `auto` limits tensor parallelism, because each degree needs traces of its own, which take seconds.
+So it does with pipelines, whose simulation takes the longest.
 
 Checkpointing of no block or all; each micro-batch at least PARALLEL_STEP times the one before, up to
 PARALLEL_MOST_ROWS. A job that names tensor parallelism gets all variants."""
@@ -88,10 +92,10 @@ def candidates(
     accepted: list[Strategy] = []
     refused: list[Refused] = []
     for parts in shapes:
-        thin = spec == "auto" and parts.get("tensor_parallel", 1) > 1
+        thin = spec == "auto" and ranks_a_row(parts) > 1
         variants = list(_variants(parts, job, world_size, architecture, thin=thin))
         facts = Facts(
-            strategy=variants[0],  # no rule tells them apart: all micro-batches divide, or the job's does not
+            strategy=variants[0],  # the smallest micro-batch
             devices=devices,
             world_size=world_size,
             global_batch=train.global_batch,
@@ -105,8 +109,8 @@ def candidates(
             Refused(strategy=variants[0], rule=rule.name, reason=found.what, where=found.where, fix=found.fix)
             for rule, found in broken
         ]
-        if not broken:
-            accepted += variants
+        if not broken:  # larger micro-batches may be too few for a pipeline
+            accepted += [one for one in variants if not broken_rules(replace(facts, strategy=one))]
     return accepted, refused
 
 
@@ -161,7 +165,9 @@ def _sparse(sizes: list[int], step: int) -> list[int]:
 def _shapes(world_size: int, gpus_per_node: int) -> list[Parts]:
     """What `auto` considers. Tensor parallelism stays within a node: every layer waits for it.
 
-    Where one group has all GPUs, nothing is sharded and both stages are the same.
+    Where one group has all GPUs, nothing is sharded and both stages are the same. On several nodes FSDP2 may
+    share weights within each (HSDP). ZeRO-3's hpZ has to be named: no run has shown yet that it is faster.
+    Pipelines are cut between nodes, over which a stage sends less than an engine that shards.
     """
     parallel = [
         {"engine": "deepspeed", "stage": stage, "tensor_parallel": degree}
@@ -170,7 +176,11 @@ def _shapes(world_size: int, gpus_per_node: int) -> list[Parts]:
         for stage in TENSOR_PARALLEL_STAGES
         if stage == TENSOR_PARALLEL_STAGES[0] or degree != world_size
     ]
-    return [*SHAPES, *parallel]
+    by_node = {**NAMED["fsdp2"], "shard_group": gpus_per_node}
+    groups = [by_node, {**by_node, "reshard": False}] if 1 < gpus_per_node < world_size else []
+    nodes = world_size // gpus_per_node
+    pipelines = [{"engine": "pipeline", "pipeline": p} for p in PIPELINES if nodes % p == 0]
+    return [*SHAPES, *groups, *parallel, *pipelines]
 
 
 def _variants(
@@ -178,7 +188,7 @@ def _variants(
 ) -> Iterator[Strategy]:
     """A shape with every checkpointing and micro-batch that the job leaves open; `thin`: with some."""
     train = job.train
-    data_parallel = max(1, world_size // parts.get("tensor_parallel", 1))
+    data_parallel = max(1, world_size // ranks_a_row(parts))
     rows = train.global_batch // data_parallel
     sizes = [train.micro_batch] if train.micro_batch else micro_batches(rows) or [1]
     checkpointing = _checkpointing(train.checkpointing, architecture)

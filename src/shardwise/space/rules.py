@@ -11,6 +11,7 @@ from shardwise.engines.facts import Facts, Rule, Words
 from shardwise.engines.fsdp2.spec import TORCH
 from shardwise.errors import Problem
 from shardwise.job.schema import BUCKET
+from shardwise.strategy import Strategy
 from shardwise.units import processes
 
 AMPERE = (8, 0)
@@ -36,6 +37,10 @@ def _engine(facts: Facts) -> EngineSpec:
     return descriptor(facts.strategy)
 
 
+def _together(strategy: Strategy) -> int:
+    return strategy.pipeline * strategy.tensor_parallel
+
+
 def _before_ampere(facts: Facts, precision: str) -> bool:
     old = facts.capability is not None and facts.capability < AMPERE
     return old and facts.strategy.precision == precision
@@ -59,8 +64,8 @@ def _uneven_reason(facts: Facts) -> str:
     rows, strategy = facts.global_batch, facts.strategy
     ranks = strategy.data_parallel
     takers = processes(ranks)
-    if strategy.tensor_parallel > 1:
-        takers = f"{ranks} groups of {processes(strategy.tensor_parallel)}"
+    if strategy.world_size > ranks:
+        takers = f"{ranks} groups of {processes(strategy.world_size // ranks)}"
     if rows % ranks:
         return f"the {rows} rows of a step (train.global_batch) cannot be shared equally by {takers}"
     return (
@@ -78,9 +83,27 @@ def _uneven_fix(facts: Facts) -> str:
         divisor = max(n for n in range(1, micro + 1) if rows // ranks % n == 0)
         fixes.append(f"train.micro_batch: {divisor}")
     fewer = [n for n in range(1, ranks) if rows % (n * micro) == 0]
-    if fewer and facts.strategy.tensor_parallel == 1:
+    if fewer and facts.strategy.world_size == ranks:
         fixes.append(f"--processes {fewer[-1]}")
     return ", or ".join(fixes)
+
+
+def _group_reason(facts: Facts) -> str:
+    group, ranks = facts.strategy.shard_group, facts.strategy.data_parallel
+    if group in (1, ranks):
+        return f"groups of {group} share nothing" if group == 1 else f"one group of {ranks} is all ranks"
+    return f"{ranks} ranks cannot be divided into groups of {group}"
+
+
+def _group_fix(facts: Facts) -> str:
+    ranks = facts.strategy.data_parallel
+    sizes = [str(n) for n in range(2, ranks) if ranks % n == 0]
+    return f"strategy.shard_group: {' or '.join(sizes)}, or leave it out" if sizes else "leave it out"
+
+
+def _rounds_too_far(facts: Facts) -> bool:
+    asked, precision = facts.strategy.reduce_dtype, facts.strategy.precision
+    return asked not in ("auto", "fp32", precision) and (asked, precision) != ("bf16", "fp32")
 
 
 RULES: tuple[Rule, ...] = (
@@ -119,6 +142,77 @@ RULES: tuple[Rule, ...] = (
         source="arithmetic",
     ),
     Rule(
+        name="shard-group-divides-the-ranks",
+        broken=lambda f: (
+            f.strategy.shard_group > 0
+            and (f.strategy.shard_group in (1, f.world_size) or f.world_size % f.strategy.shard_group > 0)
+        ),
+        reason=_group_reason,
+        where="strategy.shard_group",
+        fix=_group_fix,
+        source="torch.distributed.device_mesh; deepspeed/utils/groups.py: _create_zero_param_parallel_group",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="shard-group-needs-sharded-parameters",
+        broken=lambda f: f.strategy.shard_group > 0 and not _engine(f).shards(f.strategy.stage).parameters,
+        reason="shard_group says who shares the weights, and here every rank has all of them",
+        where="strategy.shard_group",
+        fix="strategy.engine: fsdp2 (HSDP), or stage: 3 (hpZ)",
+        source="deepspeed/runtime/zero/partition_parameters.py: _partition_param_sec, part of stage 3",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="shard-group-keeps-parameters-on-the-gpu",
+        broken=lambda f: f.strategy.shard_group > 0 and f.strategy.offload_parameters != "none",
+        reason="with offloaded parameters a group's copy is in host memory, too (DeepSpeed), and sums of "
+        "micro-batches are on the GPU (FSDP2): neither is planned or tested",
+        where="strategy.shard_group",
+        fix="leave shard_group out, or offload_parameters: none",
+        source="deepspeed: _partition_param_sec; torch: foreach_reduce, partial_reduce_output",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="quantized-collectives-are-zero-3s",
+        broken=lambda f: (
+            (f.strategy.quantized_weights or f.strategy.quantized_gradients)
+            and not (_engine(f).quantizes_collectives and _engine(f).shards(f.strategy.stage).parameters)
+        ),
+        reason="ZeRO++ quantises what ZeRO-3 sends, and nothing else",
+        where="strategy.quantized_weights, strategy.quantized_gradients",
+        fix="strategy.engine: deepspeed with stage: 3, or leave them out",
+        source="deepspeed/runtime/zero/stage3.py: all_to_all_quant_reduce, zero_quantized_weights",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="powersgd-is-ddps",
+        broken=lambda f: f.strategy.powersgd > 0 and not _engine(f).compresses_gradients,
+        reason="PowerSGD is a hook of DistributedDataParallel: FSDP2 and DeepSpeed take none",
+        where="strategy.powersgd",
+        fix="strategy.engine: ddp, or leave powersgd out",
+        source="torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+        versions=TORCH,
+    ),
+    Rule(
+        name="powersgd-or-reduce-dtype",
+        broken=lambda f: f.strategy.powersgd > 0 and f.strategy.reduce_dtype != "auto",
+        reason="PowerSGD's factors are sent in the format of the gradients",
+        where="strategy.reduce_dtype",
+        fix="leave one of powersgd and reduce_dtype out",
+        source="torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+        versions=TORCH,
+    ),
+    Rule(
+        name="reduce-dtype-suits-the-precision",
+        broken=_rounds_too_far,
+        reason="fp16 loses small gradients without fp16's loss scale, and bf16 the mantissa of fp16's",
+        where="strategy.reduce_dtype",
+        fix=lambda f: (
+            f"strategy.reduce_dtype: fp32 or {'bf16' if f.strategy.precision != 'fp16' else 'fp16'}"
+        ),
+        source="arithmetic",
+    ),
+    Rule(
         name="buckets-are-zeros",
         broken=lambda f: f.strategy.bucket != BUCKET and not _engine(f).has_buckets(f.strategy.stage),
         reason="bucket means something only where ZeRO reduces gradients",
@@ -130,10 +224,29 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="tensor-parallel-is-deepspeed",
         broken=lambda f: f.strategy.tensor_parallel > 1 and not _engine(f).tensor_parallel,
-        reason="tensor parallelism is DeepSpeed's AutoTP",
+        reason="tensor parallelism is DeepSpeed's AutoTP, or within the stages of a pipeline",
         where="strategy.tensor_parallel",
-        fix="strategy.engine: deepspeed, or tensor_parallel: 1",
+        fix="strategy.engine: deepspeed or pipeline, or tensor_parallel: 1",
         source="shardwise.engine",
+    ),
+    Rule(
+        name="stages-need-the-pipeline-engine",
+        broken=lambda f: (
+            (f.strategy.pipeline > 1 or f.strategy.pipeline_schedule != "1f1b") and not _engine(f).pipeline
+        ),
+        reason="pipeline and pipeline_schedule mean something only to the pipeline engine",
+        where="strategy.pipeline",
+        fix="strategy.engine: pipeline, or leave both out",
+        source="shardwise.engines.pipeline",
+    ),
+    Rule(
+        name="pipeline-divides-the-processes",
+        broken=lambda f: f.strategy.pipeline > 1 and f.world_size % _together(f.strategy) != 0,
+        reason="pipeline times tensor_parallel has to divide the number of processes",
+        where="strategy.pipeline",
+        fix="a divisor of the number of processes",
+        source="torch.distributed.device_mesh",
+        versions=TORCH,
     ),
     Rule(
         name="tensor-parallel-divides-the-processes",
@@ -142,15 +255,6 @@ RULES: tuple[Rule, ...] = (
         where="strategy.tensor_parallel",
         fix="a divisor of the number of processes",
         source="torch.distributed.device_mesh",
-        versions=DEEPSPEED,
-    ),
-    Rule(
-        name="tensor-parallel-and-lora",
-        broken=lambda f: f.strategy.tensor_parallel > 1 and f.lora,
-        reason="AutoTP replaces the linear layers that carry the LoRA adapters: nothing would be trained",
-        where="strategy.tensor_parallel",
-        fix="tensor_parallel: 1 (zero2, zero3 and fsdp2 train LoRA), or train all weights",
-        source="deepspeed/module_inject/auto_tp.py, seen with DeepSpeed 0.19.8 and PEFT 0.21",
         versions=DEEPSPEED,
     ),
     Rule(

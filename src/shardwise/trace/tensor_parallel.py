@@ -7,8 +7,6 @@ rank of a group has the largest parts, and is the one that is built. Its collect
 """
 
 import copy
-import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +16,7 @@ from transformers import PreTrainedModel
 
 from shardwise.models.build import BuiltModel
 from shardwise.models.structure import find_blocks
+from shardwise.models.tensor_plan import planned
 from shardwise.simulate.step_trace import Op
 from shardwise.trace.recorder import record_kernel
 
@@ -25,7 +24,7 @@ from shardwise.trace.recorder import record_kernel
 def cut(built: BuiltModel, degree: int) -> BuiltModel:
     """Copy a model with a rank's parts of the linear layers in the plan; everything else stays complete."""
     model = copy.deepcopy(built.model)
-    for name, layer, style in _planned(model):
+    for name, layer, style in planned(model):
         if style in _SPLIT:
             assert isinstance(layer, nn.Linear), name
             model.set_submodule(name, _Part(layer, degree, columns=style == "colwise"))
@@ -37,20 +36,10 @@ def sum_gradients(model: PreTrainedModel) -> None:
 
     As DeepSpeed's register_replicated_grad_hooks.
     """
-    for _, layer, style in _planned(model):
+    for _, layer, style in planned(model):
         weight = layer._parameters["weight"]
         if style == "replicated_with_grad_allreduce" and weight is not None and weight.requires_grad:
             weight.register_hook(_summed)
-
-
-def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, layer, style) of each layer in the plan; the first matching pattern counts."""
-    plan: dict[str, str] = model.config.get_text_config().base_model_tp_plan or {}
-    patterns = {".*" + p.replace(".", r"\.").replace("*", ".*"): way.lower() for p, way in plan.items()}
-    for name, module in list(model.named_modules()):
-        style = next((way for pattern, way in patterns.items() if re.fullmatch(pattern, name)), None)
-        if style is not None and "weight" in module._parameters:
-            yield name, module, style
 
 
 _SPLIT = ("colwise", "rowwise")

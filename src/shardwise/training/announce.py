@@ -34,7 +34,7 @@ def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
         "steps": str(total_steps),
     }
     for name, text in lines.items():
-        console.print(Text.assemble((f"{name:>9}  ", "bold"), text), soft_wrap=True)
+        console.print(Text.assemble((f"{name:>9}  ", "bold"), printable(text)), soft_wrap=True)
     if cut := _cut_line(ready):
         console.print(Text.assemble((" warning  ", "bold yellow"), (cut, "yellow")), soft_wrap=True)
     for reason in (*built.notes, *ready.why):

@@ -9,6 +9,10 @@ The commit protocol, in the order in which it survives a crash at any point:
 
 After every phase the ranks exchange their results, so that a failure on one is an error on all, and none
 is left waiting. There is no pointer file: the newest folder that verifies is used.
+
+Nodes with disks of their own do the same, each in its own folder with the files of its ranks. All write the
+same manifest, which says what lies on which node. Node 0 renames last, and only what it has counts: a crash
+before leaves folders on other nodes that nobody asks for, and that the next save of that step replaces.
 """
 
 import errno
@@ -16,8 +20,7 @@ import os
 import shutil
 import sys
 import threading
-from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +105,15 @@ class Checkpoint:
             print(f"warning: passed over {problem.where}: {problem.what}", file=sys.stderr)
 
 
+@dataclass(frozen=True)
+class Disk:
+    """The disk of one node's ranks, where the nodes share none; and this rank's number among them."""
+
+    node: int
+    rank: int
+    size: int
+
+
 class CheckpointStore:
     """Saves and finds the checkpoints in one folder. `save` and `latest` are collective."""
 
@@ -112,11 +124,14 @@ class CheckpointStore:
         keep: int,
         rank: int = 0,
         agree: Agree = lambda value: [value],
+        disk: Disk | None = None,
         fs: FileSystem | None = None,
     ) -> None:
-        """`keep`: sound checkpoints that stay, at least 1. All ranks share `folder`."""
+        """`keep`: sound checkpoints that stay, at least 1. All ranks share `folder`, or those of `disk`."""
         self.folder, self.keep = Path(folder), keep
         self.rank, self.agree, self.fs = rank, agree, fs or FileSystem()
+        self.disk, self.node = disk, None if disk is None else disk.node
+        self._leads = rank == 0 if disk is None else disk.rank == 0  # One rank for each folder
         self._sound: set[int] = set()  # steps that this process has verified
         self._last_bytes = 0  # size of the newest one known, the forecast for the next
 
@@ -129,16 +144,17 @@ class CheckpointStore:
         """
         temporary = self.folder / f"{_TEMPORARY}{folder_name(step)}"
         final = self.folder / folder_name(step)
-        if self._on_first(lambda: self._prepare(temporary, final)):
+        if all(self._on_leads(lambda: self._is_saved(final))):
             manifest = read_manifest(final)
         else:
+            self._on_leads(lambda: self._prepare(temporary))
             size = len(self._together(lambda: write(temporary)))
-            shares = self._together(lambda: self._flush_and_hash(temporary, size))
-            manifest = Manifest(step=step, origin=origin, files=dict(ChainMap(*shares)))
-            self._on_first(lambda: self._commit(temporary, final, manifest))
+            manifest = self._manifest(step, origin, self._together(lambda: self._hash(temporary, size)))
+            for first in (False, True):  # node 0 last: what it has counts
+                self._on_leads(lambda: self._commit(temporary, final, manifest), first=first)
         self._sound.add(step)
-        self._last_bytes = manifest.size_bytes
-        self._on_first(lambda: self._prune(step))
+        self._last_bytes = sum(entry.size_bytes for entry in manifest.of(self.node).values())
+        self._on_leads(lambda: self._prune(step))
         return Checkpoint(step=step, path=final, manifest=manifest)
 
     def latest(self) -> Checkpoint | None:
@@ -149,13 +165,16 @@ class CheckpointStore:
         """
         damaged: list[Problem] = []
         seen = self.agree(step_folders(self.folder))
-        for step, path in seen[0]:
-            by_rank = self.agree(verify(path, rank=self.rank, size=len(seen)))
-            problems = sorted({problem for problems in by_rank for problem in problems})
+        for step, _ in seen[0]:
+            path = self.folder / folder_name(step)
+            by_rank = self.agree(self._verify(path, len(seen)))
+            problems = sorted({problem for problems, _ in by_rank for problem in problems})
+            if not problems and len({text for _, text in by_rank}) > 1:
+                problems = ["the nodes have different checkpoints of this step"]
             if not problems:
                 self._sound.add(step)
                 manifest = read_manifest(path)
-                self._last_bytes = manifest.size_bytes
+                self._last_bytes = sum(entry.size_bytes for entry in manifest.of(self.node).values())
                 return Checkpoint(step=step, path=path, manifest=manifest, damaged=tuple(damaged))
             damaged.append(Problem(what="; ".join(problems[:5]), where=str(path)))
         if damaged:
@@ -164,29 +183,48 @@ class CheckpointStore:
             raise CheckpointError(what, problems=damaged)
         return None
 
-    def _prepare(self, temporary: Path, final: Path) -> bool:
-        """Clear what a crash left behind and make the temporary folder; True if there is nothing to save."""
+    def _verify(self, path: Path, size: int) -> tuple[list[str], str]:
+        """What is wrong with this rank's share of a checkpoint, and the manifest."""
+        disk = self.disk or Disk(0, self.rank, size)
+        problems = verify(path, node=self.node, rank=disk.rank, size=disk.size)
+        if problems:
+            prefix = "" if self.disk is None else f"on node {disk.node}: "
+            return [f"{prefix}{problem}" for problem in problems], ""
+        return [], read_manifest(path).to_text()
+
+    def _is_saved(self, final: Path) -> bool:
+        """Clear what a crash left behind; True if this checkpoint is there already."""
         if not self.folder.exists():
             self.fs.make_folder(self.folder)
             self.fs.sync(self.folder.parent)
         for leftover in self.folder.glob(f"{_TEMPORARY}*"):
             self._remove(leftover)
-        if final.exists() and not verify(final):
-            return True
+        return final.exists() and not verify(final, node=self.node)
+
+    def _prepare(self, temporary: Path) -> None:
         if self.fs.free_bytes(self.folder) < self._last_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         self.fs.make_folder(temporary)
-        return False
 
-    def _flush_and_hash(self, folder: Path, size: int) -> dict[str, FileEntry]:
-        """This rank's share of the files. All are written: any rank can flush and hash any of them."""
-        names = list_files(folder)[self.rank :: size]
+    def _hash(self, folder: Path, size: int) -> tuple[int, dict[str, FileEntry]]:
+        """The node, and this rank's share of the files, flushed. All are written: any rank can take any."""
+        disk = self.disk or Disk(0, self.rank, size)
+        names = list_files(folder)[disk.rank :: disk.size]
         for name in names:
             self.fs.sync(folder / name)
-        return hash_files(folder, names)
+        return disk.node, hash_files(folder, names)
+
+    def _manifest(
+        self, step: int, origin: Origin, shares: Sequence[tuple[int, dict[str, FileEntry]]]
+    ) -> Manifest:
+        files: dict[int, dict[str, FileEntry]] = {0: {}}
+        for node, share in shares:
+            files.setdefault(node, {}).update(share)
+        elsewhere = {str(node): of_node for node, of_node in files.items() if node}
+        return Manifest(step=step, origin=origin, files=files[0], elsewhere=elsewhere)
 
     def _commit(self, temporary: Path, final: Path, manifest: Manifest) -> None:
-        if list_files(temporary) != sorted(manifest.files):
+        if list_files(temporary) != sorted(manifest.of(self.node)):
             raise OSError(errno.EIO, "the ranks do not see the same files", str(temporary))
         for path in temporary.rglob("*"):
             if path.is_dir():
@@ -208,7 +246,7 @@ class CheckpointStore:
         for step, path in step_folders(self.folder):
             if step >= saved:
                 continue
-            if sound < self.keep and (step in self._sound or not verify(path)):
+            if sound < self.keep and (step in self._sound or not verify(path, node=self.node)):
                 self._sound.add(step)
                 sound += 1
             else:
@@ -226,10 +264,14 @@ class CheckpointStore:
             self._remove(child)
         self.fs.remove_folder(path)
 
-    def _on_first(self, action: Callable[[], T]) -> T:
-        """Rank 0's result of `action`, on every rank; raises on every rank if it failed. Collective."""
-        results: list[T] = self._together(lambda: action() if self.rank == 0 else None)  # type: ignore[arg-type, return-value]
-        return results[0]
+    def _on_leads(self, action: Callable[[], T], *, first: bool | None = None) -> list[T]:
+        """Results of `action` by one rank for each folder; raises on every rank if one failed. Collective.
+
+        `first`: only rank 0, or only the others.
+        """
+        does = self._leads and first in (None, self.rank == 0)
+        results = self._together(lambda: (action(),) if does else ())
+        return [value for result in results for value in result]
 
     def _together(self, action: Callable[[], T]) -> list[T]:
         """Every rank's result of `action`; raises on every rank if it failed on any. Collective."""
@@ -242,7 +284,10 @@ class CheckpointStore:
         failures = [(rank, what) for rank, (what, _) in enumerate(outcomes) if what is not None]
         if not failures:
             return [result for _, result in outcomes]
-        problem: Problem = self.agree(self._give_up(failures) if self.rank == 0 else None)[0]
+        found: list[Problem | None] = self.agree(self._give_up(failures) if self._leads else None)
+        problem = next(
+            one for one in found[failures[0][0] :: -1] if one is not None
+        )  # of the node that failed
         if failure is not None and not isinstance(failure, OSError) and not _is_full(failure):
             raise failure
         raise MachineError(problem.what, where=problem.where, fix=problem.fix) from failure
@@ -288,8 +333,10 @@ class CheckpointStore:
 
 
 def newest_valid(folder: Path) -> Checkpoint | None:
-    """`CheckpointStore.latest` for a single process that only reads."""
-    return CheckpointStore(folder, keep=1).latest()
+    """`CheckpointStore.latest` for a single process that only reads what lies here."""
+    store = CheckpointStore(folder, keep=1)
+    store.node = 0
+    return store.latest()
 
 
 def _is_full(error: Exception) -> bool:

@@ -134,10 +134,9 @@ class Loop:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for micro_batch in self.evaluation:
             total += self.engine.loss_sum(micro_batch.to(device))
-        shares: list[Any] = self.ranks.gather(total.item())
-        world = self.engine.world
-        alike = world.size // world.data_size  # ranks after each other that have seen the same rows
-        loss = sum(shares[::alike]) / self.evaluation.target_tokens
+        # Of ranks that have seen the same rows the last one has the loss.
+        shares = dict[int, Any](self.ranks.gather((self.engine.world.data_rank, total.item())))
+        loss = sum(shares.values()) / self.evaluation.target_tokens
         if not math.isfinite(loss):
             fix = "lower optimizer.learning_rate, or look at the held-out data"
             raise DivergedError(f"the evaluation loss is {loss}", where=f"step {self.progress.step}", fix=fix)

@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwise.device import Unavailable
 from shardwise.device.find import fake_file, find
-from shardwise.energy import Gpu, find_gpu
+from shardwise.device.rapl import PARTS
+from shardwise.energy import Gpu, Host, find_gpu
 from shardwise.engines.runtime.protocol import Engine, StepResult
 from shardwise.errors import MachineError
 from shardwise.training.process import place
@@ -26,6 +27,8 @@ MEMORY_FIELDS = (
     "host_memory_bytes",
     "pinned_memory_bytes",
     "energy_millijoules",
+    "cpu_millijoules",  # of the node since the launch began; 0 but for the node's first process
+    "dram_millijoules",
 )
 """What the ranks exchange about themselves with each step."""
 
@@ -47,12 +50,14 @@ def memory(device: torch.device) -> list[float]:
     if device.type != "cuda":
         # the kernel's peak lags a little behind what is resident now
         peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0)
-        return [resident, resident, peak, peak, UNKNOWN, resident, UNKNOWN, millijoules(device)]
+        found = [resident, resident, peak, peak, UNKNOWN, resident, UNKNOWN]
+        return [*found, millijoules(device), *host_millijoules()]
     stats = torch.cuda.memory_stats(device)  # once: collecting them takes longer than a kernel launch
     keys = ("allocated_bytes", "reserved_bytes")
     allocator = [float(stats.get(f"{key}.all.{when}", 0)) for when in ("current", "peak") for key in keys]
     outside = _outside(device).read(reserved_bytes=allocator[1])
-    return [*allocator, outside.device_bytes, resident, outside.pinned_bytes, millijoules(device)]
+    found = [*allocator, outside.device_bytes, resident, outside.pinned_bytes]
+    return [*found, millijoules(device), *host_millijoules()]
 
 
 def sources() -> tuple[str | None, str | None]:
@@ -130,6 +135,26 @@ def millijoules(device: torch.device) -> float:
     gpu = gpu_of(device)
     joules = gpu if isinstance(gpu, Unavailable) else gpu.joules()
     return UNKNOWN if isinstance(joules, Unavailable) else joules * 1000.0
+
+
+_host = cache(Host)
+
+
+def host_millijoules() -> list[float]:
+    """Energy by PARTS that this node has used since the first call; UNKNOWN where it cannot be read.
+
+    The first process of a node has it, the others 0: a sum over ranks counts each node once.
+    """
+    if place()[2] > 0:
+        return [0.0] * len(PARTS)
+    found = _host().joules()
+    return [UNKNOWN if isinstance(one, Unavailable) else one * 1000.0 for one in found.values()]
+
+
+def why_no_host() -> dict[str, str]:
+    """What cannot be read of this node's CPU and DRAM, and why."""
+    found = _host().joules().items()
+    return {part: one.reason for part, one in found if isinstance(one, Unavailable)}
 
 
 @cache

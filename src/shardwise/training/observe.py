@@ -13,8 +13,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from shardwise.device import Unavailable
+from shardwise.device.rapl import PARTS
 from shardwise.energy import END_SECONDS, StepJoules
-from shardwise.errors import JobError
+from shardwise.errors import JobError, printable
 from shardwise.record.energy import WRITE_SECONDS, Used, read_used, write_used
 from shardwise.record.schema import EvalEvent, Event, ResumeEvent, RunEvent, SaveEvent, StepEvent, StopEvent
 from shardwise.record.trackers import Trackers
@@ -22,8 +23,10 @@ from shardwise.record.write import EventWriter, RunFolder
 from shardwise.report.compare import row_of
 from shardwise.report.terminal import compared
 from shardwise.training.loop import StepReport
-from shardwise.training.meter import UNKNOWN, lag, sources, why_no_energy
+from shardwise.training.meter import UNKNOWN, lag, sources, why_no_energy, why_no_host
 from shardwise.units import duration, gib
+
+Floats = Sequence[float]
 
 BAR_WIDTH = 110  # Columns of a terminal; in a narrower one the numbers need the bar's place
 QUIET_SECONDS = 10.0  # Seconds between two lines where there is no terminal
@@ -57,7 +60,7 @@ class Display:
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(Text(printable(text)), soft_wrap=True)
 
     def step(self, report: StepReport) -> None:
         peak = max(report.memory["peak_reserved_bytes"])
@@ -98,7 +101,7 @@ class Quiet:
 
     def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None: ...
 
-    def finish(self, *, step: int, status: str, millijoules: Sequence[float] = ()) -> None: ...
+    def finish(self, **_: object) -> None: ...
 
 
 class Recorder:
@@ -114,21 +117,27 @@ class Recorder:
         resumed_step: int | None,
         cards: Sequence[str | None] = (),
         first: Sequence[float] = (),
+        waited: float = 0.0,
         stop: Callable[[], object] = lambda: None,
     ) -> None:
-        """`cards`, `first`: UUIDs and energy counters by rank, as they are now. `stop` asks the loop to."""
+        """`cards`, `first`: UUIDs and energy counters by rank, as they were `waited` seconds ago.
+
+        `stop` asks the loop to stop.
+        """
         energy, outside = sources()
         self.no_energy, self._simulated = why_no_energy(), energy == "simulated"
         self._earlier = _earlier(folder, simulated=self._simulated, measured=self.no_energy is None)
         self.speed, self._folder = speed, folder
         self.step, self._total_steps = resumed_step or 0, header.total_steps
-        self._began, self._written = time.monotonic(), -math.inf
+        self._began = self._last = time.monotonic()
+        self._waited, self._written = waited, -math.inf
+        self._host: dict[str, float] = {}  # joules
         self._events = EventWriter(folder.events, resumed_step=resumed_step)
         self._trackers = Trackers(job["tracking"], run_dir=folder.path, job=job)
         self._display = Display(first_step=self.step, total_steps=header.total_steps)
         header = replace(header, energy_source=energy, outside_allocator_source=outside)
         self._events.write(header if resumed_step is None else ResumeEvent(step=resumed_step))
-        self._joules = StepJoules(self.no_energy, cards=cards, first=_known(first), lag=lag())
+        self._joules = StepJoules(self.no_energy, cards=cards, first=_known(first), lag=lag(), waited=waited)
         self.last_joules: float | None = None
         self._stop, self._budget_kwh = stop, (job.get("energy") or {}).get("budget_kwh")
         self.stopping: str | None = None
@@ -176,20 +185,21 @@ class Recorder:
             joules=self.last_joules,
             joules_unavailable=joules.reason if isinstance(joules, Unavailable) else None,
         )
+        self._host, self._last = _host([memory[f"{part}_millijoules"] for part in PARTS]), time.monotonic()
         self._events.write(event)
         self._trackers.log(report.step, _numbers(event))
         self._display.step(report)
         self._count()
 
     def on_eval(self, *, step: int, loss: float, target_tokens: int, seconds: float) -> None:
-        self._joules.interrupt("evaluation", seconds)
+        self._between("evaluation", seconds)
         self._events.write(EvalEvent(step=step, loss=loss, target_tokens=target_tokens, seconds=seconds))
         self._trackers.log(step, {"eval/loss": loss})
         numbers = f"evaluation loss {loss:.4f} (perplexity {math.exp(min(loss, 50.0)):.4g})"
         self._display.say(f"step {step}: {numbers}, {duration(seconds)}")
 
     def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None:
-        self._joules.interrupt("saving", seconds)
+        self._between("saving", seconds)
         self._events.write(SaveEvent(step=step, seconds=seconds, bytes=size_bytes))
 
     def record(self, event: Event) -> None:
@@ -200,11 +210,14 @@ class Recorder:
         """Show a block to the user, as it is."""
         self._display.console.print(Text(text), soft_wrap=True)
 
-    def finish(self, *, step: int, status: str, millijoules: Sequence[float] = ()) -> None:
-        """`millijoules`: energy counters by rank, after all that the run does."""
+    def finish(
+        self, *, step: int, status: str, millijoules: Floats = (), host: Sequence[Floats] = ()
+    ) -> None:
+        """Energy counters after all that the run does: of GPUs by rank, and of hosts, PARTS by rank."""
         self._finished = True
         if millijoules:
-            self._joules.finish(_known(millijoules))
+            self._joules.finish(_known(millijoules), time.monotonic() - self._last)
+            self._host = _host(host) or self._host
         self._written = -math.inf
         self._count()
         kwh, seconds = None if self.no_energy else self._used().kwh, time.monotonic() - self._began
@@ -221,14 +234,20 @@ class Recorder:
         if status in advice:
             self._display.say(f"{status} after step {step} of {self._total_steps}; {advice[status]}")
 
+    def _between(self, phase: str, seconds: float) -> None:
+        self._joules.interrupt(phase, seconds)
+        self._last = time.monotonic()
+
     def _used(self) -> Used:
         """By all launches so far."""
-        seconds, joules = time.monotonic() - self._began, self._joules.joules
+        seconds, joules = self._waited + time.monotonic() - self._began, self._joules.joules
         now = Used(
             joules=joules,
             error_joules=END_SECONDS * joules / seconds,
             seconds=seconds,
             phases=self._joules.phases,
+            host=self._host,
+            host_unavailable=why_no_host(),
             simulated=self._simulated,
         )
         return self._earlier.plus(now)
@@ -258,6 +277,12 @@ def _earlier(folder: RunFolder, *, simulated: bool, measured: bool) -> Used:
 
 def _known(millijoules: Sequence[float]) -> list[int | None]:
     return [None if one == UNKNOWN else int(one) for one in millijoules]
+
+
+def _host(by_part: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Joules of all nodes, for the parts that each node can read."""
+    known = zip(PARTS, by_part, strict=False)
+    return {part: sum(values) / 1000.0 for part, values in known if UNKNOWN not in values}
 
 
 def _numbers(event: StepEvent) -> dict[str, float]:

@@ -17,6 +17,7 @@ from shardwise.engines import settings_of
 from shardwise.errors import JobError, MachineError, Problem
 from shardwise.hardware.detect import detect_hardware
 from shardwise.hardware.hardware import Hardware
+from shardwise.hardware.links import network_link
 from shardwise.job.schema import Job
 from shardwise.launch.resume import resume_command
 from shardwise.launch.spec import LaunchSpec
@@ -107,7 +108,10 @@ def main(arguments: list[str] | None = None) -> int:
     with suppress(MachineError):  # GPUs that differ, or parts of one
         hardware = detect_hardware()
     if hardware is not None:
-        hardware = replace(hardware, gpus_per_node=request["spec"]["processes"])
+        gpus, nodes = request["spec"]["processes"], (request["spec"].get("nodes") or {}).get("count", 1)
+        # What fits does not depend on the network between nodes: any stands for it.
+        inter = None if nodes == 1 else network_link("eth25", adapters=1, gpus_per_node=gpus)
+        hardware = replace(hardware, gpus_per_node=gpus, nodes=nodes, inter=inter)
     replace_json(Path(request["answer"]), post_mortem(request, hardware))
     return 0
 

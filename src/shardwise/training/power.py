@@ -121,9 +121,9 @@ class PowerTuner:
         self._windows.interrupt()
         self._recorder.on_save(step=step, size_bytes=size_bytes, seconds=seconds)
 
-    def finish(self, *, step: int, status: str, millijoules: Sequence[float] = ()) -> None:
+    def finish(self, *, step: int, status: str, **energy: Any) -> None:
         self._end()
-        self._recorder.finish(step=step, status=status, millijoules=millijoules)
+        self._recorder.finish(step=step, status=status, **energy)
 
     def _start(self) -> None:
         """Ask for permission, take control, and begin or go on with the search."""
@@ -356,13 +356,11 @@ def levels(
 
     The highest is the present limit; each card has it or its own present limit, never more.
     """
-    spans, notes = ranges.values(), list[str]()
-    present = [span.present_watts for span in spans]
-    top, least = int(max(present)), max(span.least_watts for span in spans)
-    if any(span.clip(top) > span.present_watts + 1 for span in spans):
-        top = int(min(present))
+    present, notes = [span.present_watts for span in ranges.values()], list[str]()
+    top, least = int(max(present)), max(span.least_watts for span in ranges.values())
+    if min(present) < top:
         notes.append(
-            f"the GPUs have limits from {top} to {max(present):.0f} W now: {top} W is the highest tried"
+            f"the GPUs have limits from {min(present):.0f} to {top} W now: none gets more than it has"
         )
     if isinstance(asked, str):
         count = max(1, round((top - least) / LEVEL_WATTS))

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,10 +50,17 @@ def device_of(local_rank: int) -> torch.device:
     return device
 
 
-def join(*, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None) -> World:
+def join(
+    *,
+    tensor_parallel: int = 1,
+    pipeline: int = 1,
+    reserve_at_most_bytes: int | None = None,
+    local_disks: bool = False,
+) -> World:
     """Join the process group (NCCL on GPUs, gloo on CPUs) and take a device.
 
-    `reserve_at_most_bytes`: of GPU memory, by torch's allocator.
+    Ranks are counted stage by stage, within a stage row by row, and those that share rows come after each
+    other. `reserve_at_most_bytes`: of GPU memory, by torch's allocator. `local_disks`: see `World`.
     """
     rank, size, local_rank = place()
     device = device_of(local_rank)
@@ -62,7 +70,7 @@ def join(*, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None) 
     if not dist.is_initialized():
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=dist.HashStore() if size == 1 else None,  # type: ignore[attr-defined]  # needs no port
+            store=_store(rank, size),
             rank=rank,
             world_size=size,
             timeout=TIMEOUT,
@@ -73,8 +81,33 @@ def join(*, tensor_parallel: int = 1, reserve_at_most_bytes: int | None = None) 
         size=size,
         local_rank=local_rank,
         device=device,
-        data_rank=rank // tensor_parallel,
-        data_size=size // tensor_parallel,
+        data_rank=rank % (size // pipeline) // tensor_parallel,
+        data_size=size // pipeline // tensor_parallel,
+        local_disks=local_disks,
+    )
+
+
+def _store(rank: int, size: int) -> Any:
+    """Where the ranks find each other. It listens on the rendezvous address alone: it asks nobody who he is.
+
+    torch's own listens on every address of the machine. torchrun has a store already, which is kept.
+    """
+    if size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]  # needs no port
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "MASTER_ADDR" not in os.environ:
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = None
+    if rank == 0:
+        try:
+            family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((address, port), family=family).detach()
+        except OSError as error:
+            what = f"the processes cannot meet at {address}:{port}: {error.strerror}"
+            fix = "name a free port of the machine of rank 0"
+            raise MachineError(what, where="MASTER_ADDR, MASTER_PORT", fix=fix) from None
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, size, rank == 0, TIMEOUT, master_listen_fd=listener
     )
 
 

@@ -3,9 +3,12 @@
 Every mistake in the job, the data and the model is found here, before anything is written.
 """
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from shardwise.engines.facts import Architecture
 from shardwise.engines.runtime.protocol import World
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import detect_hardware, multiplies_bf16
+from shardwise.hardware.hardware import Link
+from shardwise.hardware.links import network_link, network_names
 from shardwise.job.identity import identity_of
 from shardwise.job.schema import Job
 from shardwise.models.build import BuiltModel, build_model, check_length
@@ -56,10 +61,13 @@ def get_ready(
     job: Job,
     *,
     processes: int,
+    nodes: int = 1,
     memory_cap_bytes: int | None = None,
     chosen: Mapping[str, Any] | None = None,
 ) -> Ready:
     """Tokenizer, model on the meta device, data (tokenised once, by one process), strategy.
+
+    `processes`: on all nodes.
 
     On GPUs `strategy: auto` is the plan's choice; DoesNotFitError where nothing fits. `chosen`: see
     LaunchSpec.
@@ -80,22 +88,24 @@ def get_ready(
     if chosen is not None:
         return ready(strategy=Strategy.from_json(chosen["strategy"]), why=list(chosen["why"]), chosen=chosen)
     if job.strategy == "auto" and torch.cuda.is_available():
-        plan = _plan(job, built, data, processes, memory_cap_bytes)
+        plan = _plan(job, built, data, (nodes, processes // nodes), memory_cap_bytes)
         assert plan.chosen is not None
         return ready(strategy=plan.chosen.strategy, why=list(plan.chosen.why), plan=plan)
     strategy, why = _resolve(job, built, processes)
     return ready(strategy=strategy, why=why)
 
 
-def _plan(job: Job, built: BuiltModel, data: Prepared, processes: int, memory_cap_bytes: int | None) -> Plan:
-    """The plan for `processes` of this machine's GPUs, in which something is chosen."""
-    hardware = detect_hardware()
+def _plan(
+    job: Job, built: BuiltModel, data: Prepared, shape: tuple[int, int], memory_cap_bytes: int | None
+) -> Plan:
+    """The plan for `shape`, (nodes, GPUs of each) like this machine's, in which something is chosen."""
+    hardware, (nodes, gpus) = detect_hardware(), shape
     if hardware is None:
         fix = "see `shardwise doctor`, or name a strategy"
         raise MachineError("the GPUs cannot be asked what they are", where="strategy: auto", fix=fix)
     plan = make_plan(
         job,
-        replace(hardware, gpus_per_node=processes),
+        replace(hardware, nodes=nodes, gpus_per_node=gpus, inter=None if nodes == 1 else _network(gpus)),
         memory_cap_bytes=memory_cap_bytes,
         vocab_size=built.config.get_text_config().vocab_size if job.model.weights == "random" else None,
         epoch_tokens=int(data.summary["tokens"]),
@@ -103,6 +113,21 @@ def _plan(job: Job, built: BuiltModel, data: Prepared, processes: int, memory_ca
     if plan.chosen is None:
         raise does_not_fit(plan)
     return plan
+
+
+def _network(gpus_per_node: int) -> Link:
+    """The network between the nodes: the catalog's fastest Ethernet no faster than this node's interface."""
+    interface = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    speed = 0
+    with suppress(OSError, ValueError):
+        speed = int(Path(f"/sys/class/net/{interface}/speed").read_text(encoding="ascii")) // 1000
+    known = {int(name[3:]): name for name in network_names() if name.startswith("eth")}
+    fitting = [gbit for gbit in known if gbit <= speed]
+    if not fitting:
+        what = f"the speed of the network between the nodes is not known (interface {interface or 'unknown'})"
+        fix = "name a strategy: `shardwise plan JOB --gpus 2x4xRTX4080+eth25` (your own) shows the best"
+        raise MachineError(what, where="strategy: auto", fix=fix)
+    return network_link(known[max(fitting)], adapters=1, gpus_per_node=gpus_per_node)
 
 
 def _resolve(job: Job, built: BuiltModel, processes: int) -> tuple[Strategy, list[str]]:
@@ -141,6 +166,7 @@ def make_streams(ready: Ready, world: World | None) -> tuple[BatchStream, EvalSt
         "packing": job.data.packing,
         "pad_id": ready.tokenizer.pad_token_id or 0,
         "pin_memory": world is not None and world.device.type == "cuda",
+        "pad_to_length": strategy.pipeline > 1,  # what stages pass on has one shape
     }
     stream = BatchStream(
         ready.data.train,

@@ -5,6 +5,7 @@ The run folder is written only after the job, the data and the model have been c
 
 import os
 import random
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,9 +35,16 @@ from shardwise.record.read import EVENTS, read_events
 from shardwise.record.write import RunFolder
 from shardwise.strategy import Strategy
 from shardwise.training.announce import announce, header, speed
-from shardwise.training.checkpoint import CheckpointStore
+from shardwise.training.checkpoint import CheckpointStore, Disk
 from shardwise.training.loop import Loop, Progress, check_warmup
-from shardwise.training.meter import PROFILED_STEPS, UNKNOWN, card_of, millijoules, profile_steps
+from shardwise.training.meter import (
+    PROFILED_STEPS,
+    UNKNOWN,
+    card_of,
+    host_millijoules,
+    millijoules,
+    profile_steps,
+)
 from shardwise.training.observe import Quiet, Recorder
 from shardwise.training.oom import explained
 from shardwise.training.power import PowerTuner
@@ -56,7 +64,8 @@ def run(spec: LaunchSpec) -> None:
     rank, size, _ = place()
     ready = get_ready(
         job,
-        processes=spec.processes if spec.dry_run else size,
+        processes=spec.world_size if spec.dry_run else size,
+        nodes=1 if spec.nodes is None else spec.nodes.count,
         memory_cap_bytes=spec.memory_cap_bytes,
         chosen=spec.chosen,
     )
@@ -70,7 +79,12 @@ def run(spec: LaunchSpec) -> None:
     check_bitsandbytes(job.model)
     at_most = _left_of_the_cap(spec.memory_cap_bytes, ready.strategy)
     with explained(ready):
-        world = join(tensor_parallel=ready.strategy.tensor_parallel, reserve_at_most_bytes=at_most)
+        world = join(
+            tensor_parallel=ready.strategy.tensor_parallel,
+            pipeline=ready.strategy.pipeline,
+            reserve_at_most_bytes=at_most,
+            local_disks=spec.nodes is not None and not spec.nodes.shared,
+        )
         stop = StopSignal()
         stop.install()  # from here on there is something to save; before, a signal simply ends the process
         train(ready, spec, world, stop)
@@ -83,6 +97,9 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     total_steps = max(count_steps(ready), _steps_to_measure(spec))
     run_dir = Path(spec.run_dir)
     ranks = Ranks(world)
+    check_alike(ready, ranks)
+    began, mine = time.monotonic(), millijoules(world.device)
+    host_millijoules()  # it counts from its first call on
     engine = make_engine(ready, world)
     check_weights(ready, engine)
     ready.built.weights.source.release()
@@ -91,7 +108,11 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     strategy, about = ready.strategy.to_json(), identity(ready)
     snapshots = Snapshots(
         store=CheckpointStore(
-            run_dir / "checkpoints", keep=job.train.keep, rank=world.rank, agree=ranks.gather
+            run_dir / "checkpoints",
+            keep=job.train.keep,
+            rank=world.rank,
+            agree=ranks.gather,
+            disk=_disk(spec, world),
         ),
         origin=Origin(world_size=world.size, strategy=strategy, identity=about, versions=versions()),
         engine=engine,
@@ -102,10 +123,12 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
         total_steps=total_steps,
     )
     progress = snapshots.restore() if spec.resume else Progress()
-    cards, first = zip(*ranks.gather((card_of(world.device), millijoules(world.device))), strict=True)
+    cards, first = zip(*ranks.gather((card_of(world.device), mine)), strict=True)
     _check_meter(job, first)
-    gpus = GpusOfRanks(cards, first)
+    gpus = GpusOfRanks(cards, first, waited=time.monotonic() - began)
     observer = make_observer(ready, spec, engine, progress, gpus, stop) if world.rank == 0 else Quiet()
+    if world.rank > 0 and world.local_disks and world.local_rank == 0:
+        run_folder(ready, spec).close()
     ranks.barrier()  # the run folder exists now, for every rank
     evaluated = spec.resume and ranks.gather(world.rank == 0 and _evaluated(run_dir, progress.step))[0]
     if spec.profile is not None and spec.measure_steps is not None:
@@ -129,12 +152,15 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             arrived = loop.run(last_step)
         done = progress.step >= (last_step if measuring else total_steps)
         status = "finished" if done else "paused" if arrived else "stopped"
-        ends = ranks.gather((millijoules(world.device), observer.stopping))
-        observer.finish(step=progress.step, status=status, millijoules=[end for end, _ in ends])
+        ends = ranks.gather((observer.stopping, millijoules(world.device), *host_millijoules()))
+        (why, *_), gpus_end, *host_end = zip(*ends, strict=True)
+        observer.finish(step=progress.step, status=status, millijoules=gpus_end, host=host_end)
     if not arrived:
-        why, resume = ends[0][1], resume_command(run_dir)
+        resume = resume_command(run_dir)
         what = f"{why or 'on request'} after step {progress.step} of {total_steps}; the state is saved"
         more = " with a larger one: --set energy.budget_kwh=KWH" if why else ""
+        if spec.nodes is not None:
+            more += ", with --nodes, --node-rank and --rendezvous on each node as before"
         raise StoppedError(what, where=spec.run_dir, fix=f"`{resume}` goes on from here{more}")
 
 
@@ -143,6 +169,7 @@ class GpusOfRanks(NamedTuple):
 
     cards: Sequence[str | None]  # UUIDs
     millijoules: Sequence[float]  # energy counters, or UNKNOWN
+    waited: float  # seconds since they were read
 
 
 def _check_meter(job: Job, first: Sequence[float]) -> None:
@@ -199,25 +226,20 @@ def make_observer(
     ready: Ready, spec: LaunchSpec, engine: Engine, progress: Progress, gpus: GpusOfRanks, stop: StopSignal
 ) -> Recorder | PowerTuner:
     """Rank 0's observer; creates the run folder, or opens it again."""
-    path, plan = Path(spec.run_dir), ready.to_json()
-    if spec.resume:
-        folder = RunFolder.reopen(path)
-        folder.keep_choice(plan["chosen"])
-    else:
-        # Only what differs from the defaults: a job file again, which can be trained as it is.
-        values = absolute(ready.job.model_dump(mode="json", exclude_defaults=True))
-        job_yaml = job_text(values)
-        about = environment(gpus=_gpus(), command=spec.command)
-        folder = RunFolder.create(path, job_yaml=job_yaml, plan=plan, environment=about)
+    folder = run_folder(ready, spec)
+    begun = spec.resume and folder.events.exists() and bool(read_events(folder.events))
+    if spec.resume and not begun:  # it was killed before its first line was complete
+        folder.events.unlink(missing_ok=True)
     folder.write_engine_config(f"{ready.strategy.engine}.json", engine.config())
     recorder = Recorder(
         folder,
         job=ready.job.model_dump(mode="json"),
         header=header(ready, total_steps=count_steps(ready)),
         speed=speed(ready),
-        resumed_step=progress.step if spec.resume else None,
+        resumed_step=progress.step if begun else None,
         cards=gpus.cards,
         first=gpus.millijoules,
+        waited=gpus.waited,
         stop=stop.ask,
     )
     if fake_file() is not None:
@@ -230,8 +252,40 @@ def make_observer(
         device=find(),
         cards=gpus.cards,
         key={"job": identity(ready), "strategy": ready.strategy.to_json(), "versions": versions()},
-        folder=path,
+        folder=folder.path,
     )
+
+
+def run_folder(ready: Ready, spec: LaunchSpec) -> RunFolder:
+    """Create the run folder, or open it again; on a node's own disk, too, so that it can resume there."""
+    path, plan = Path(spec.run_dir), ready.to_json()
+    if spec.resume:
+        folder = RunFolder.reopen(path)
+        folder.keep_choice(plan["chosen"])
+        return folder
+    # Only what differs from the defaults: a job file again, which can be trained as it is.
+    values = absolute(ready.job.model_dump(mode="json", exclude_defaults=True))
+    about = environment(gpus=_gpus(), command=spec.command)
+    return RunFolder.create(path, job_yaml=job_text(values), plan=plan, environment=about)
+
+
+def _disk(spec: LaunchSpec, world: World) -> Disk | None:
+    if spec.nodes is None or spec.nodes.shared:
+        return None
+    return Disk(node=spec.nodes.rank, rank=world.local_rank, size=spec.processes)
+
+
+def check_alike(ready: Ready, ranks: Ranks) -> None:
+    """JobError on every rank where one has other data or another strategy than rank 0."""
+    as_named = {"model": ready.job.model.model_dump(mode="json")}  # folders of nodes may have other paths
+    mine = {**identity(ready), **as_named, "strategy": ready.strategy.to_json()}
+    everyone = ranks.gather(mine)
+    for rank, other in enumerate(everyone):
+        keys = [key for key, value in everyone[0].items() if other.get(key) != value]
+        if keys:
+            what = f"rank {rank} has another {' and another '.join(keys)} than rank 0"
+            fix = "give every node the same data, the same tokenizer and the same cache; or name a strategy"
+            raise JobError(what, where=", ".join(keys), fix=fix)
 
 
 def _evaluated(run_dir: Path, step: int) -> bool:

@@ -6,6 +6,7 @@ A checkpoint belongs to this run where the job, the strategy and the number of p
 import base64
 import json
 import random
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from shardwise.errors import CheckpointError, Problem
 from shardwise.job.load import differences
 from shardwise.models.fingerprint import other_base
 from shardwise.record.manifest import Manifest, Origin
+from shardwise.record.read import EVENTS, read_events
 from shardwise.training.checkpoint import CheckpointStore
 from shardwise.training.loop import Progress
 from shardwise.units import processes
@@ -43,20 +45,39 @@ class Snapshots:
         return saved.manifest.size_bytes
 
     def restore(self) -> Progress:
-        """Load the newest sound checkpoint. CheckpointError where there is none, or it is another job's."""
+        """Load the newest sound checkpoint; the beginning where none was ever saved.
+
+        CheckpointError where it is another job's, or what was saved is gone.
+        """
         found = self.store.latest()
         if found is None:
-            what, fix = "there is no checkpoint to resume from", "start without --resume, under another name"
-            raise CheckpointError(what, where=str(self.store.folder), fix=fix)
+            return self._beginning()
         if self.engine.world.rank == 0:
             found.warn_of_damaged()
         check_origin(found.manifest, self.origin, where=str(found.path))
         state = load_state(found.path)
+        if state.step != found.step:
+            what = f"it is said to be of step {found.step}, and its state is of step {state.step}"
+            raise CheckpointError(what, where=str(found.path), fix="remove it: an older one is used then")
         self.engine.load(found.path / "engine")
         self.stream.load_state_dict(dict(state.data))
         world = self.engine.world
         load_rng(found.path, rank=world.rank, device=world.device)
         return Progress(step=state.step, tokens=state.tokens, target_tokens=state.target_tokens)
+
+    def _beginning(self) -> Progress:
+        """Where a run goes on that ended before its first checkpoint."""
+        events = self.store.folder.parent / EVENTS
+        saved = (
+            [one["step"] for one in read_events(events) if one["kind"] == "save"] if events.exists() else []
+        )
+        if saved:
+            what = f"the run has saved step {saved[-1]}, and no checkpoint is there"
+            fix = "restore it from a copy, or start again under another name"
+            raise CheckpointError(what, where=str(self.store.folder), fix=fix)
+        if self.engine.world.rank == 0:
+            print("nothing was saved yet: the run begins again with step 1", file=sys.stderr, flush=True)
+        return Progress()
 
     def _write(self, progress: Progress, folder: Path) -> None:
         """This rank's part of a checkpoint."""
@@ -66,14 +87,16 @@ class Snapshots:
         self.engine.save(engine)
         self.write_weights(folder / "model")
         save_rng(folder, rank=world.rank, device=world.device)
-        if world.rank == 0:
+        if world.rank == 0 or (world.local_disks and world.local_rank == 0):
             data = self.stream.state_dict()
             save_state(folder, TrainerState(**vars(progress), total_steps=self.total_steps, data=data))
 
 
 LAYOUT: tuple[str, ...] = ("engine", "stage", "offload_optimizer", "offload_parameters")
-LAYOUT += ("tensor_parallel", "data_parallel", "precision")
+LAYOUT += ("tensor_parallel", "data_parallel", "precision", "shard_group", "pipeline", "pipeline_schedule")
 """The parts of a strategy that decide how the state lies in the files."""
+LATER = {"shard_group": 0, "pipeline": 1, "pipeline_schedule": "1f1b"}
+"""Parts that older checkpoints do not name, and what they were then."""
 NO_LONGER_COMPARED = "micro_batch"
 """Older checkpoints name it. How many rows a process takes at a time changes a step by rounding only
 (decision 0024)."""
@@ -83,7 +106,8 @@ def check_origin(manifest: Manifest, expected: Origin, *, where: str) -> None:
     """Raises CheckpointError naming every field in which the checkpoint is not this run's."""
     saved = manifest.origin
     problems = _differences(saved.identity, expected.identity)
-    layout = [key for key in LAYOUT if saved.strategy.get(key) != expected.strategy.get(key)]
+    before, now = LATER | dict(saved.strategy), LATER | dict(expected.strategy)
+    layout = [key for key in LAYOUT if before.get(key) != now.get(key)]
     if layout or saved.world_size != expected.world_size:
         what = f"saved by {_place(saved)}, this run is {_place(expected)}; a checkpoint cannot be "
         what += f"loaded at another strategy yet ({', '.join(layout) or 'world_size'} differ)"

@@ -11,6 +11,10 @@ from shardwise.errors import WRITE_ERRORS, MachineError, ShardwiseError, render,
 from shardwise.launch.spec import LaunchSpec, write_report
 
 
+class DisconnectedError(MachineError):
+    """The other end of a connection is gone; on another rank there may be a better cause."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the job in the spec file; return the exit code. Errors go to the launcher, or to stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -39,9 +43,11 @@ def _translate(error: Exception) -> ShardwiseError:
     import torch
 
     where = f"rank {os.environ.get('RANK', '0')}"
-    if isinstance(error, torch.distributed.DistBackendError) or "/gloo/" in str(error):
+    if isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error):
         what = f"communication between the processes failed: {str(error).splitlines()[0]}"
-        return MachineError(what, where=where, fix="run again with NCCL_DEBUG=INFO to see which link failed")
+        return DisconnectedError(
+            what, where=where, fix="run again with NCCL_DEBUG=INFO to see which link failed"
+        )
     if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
         return unwritten(error)
     if "loss scale already at minimum" in str(error):  # how DeepSpeed ends a run
@@ -67,6 +73,8 @@ def _report(error: ShardwiseError, trace: str, *, debug: bool) -> None:
         "problems": [asdict(problem) for problem in error.problems],
         "traceback": trace,
     }
+    if isinstance(error, DisconnectedError):
+        record["follows"] = True
     evidence = getattr(error, "evidence", None)  # of OutOfGpuMemoryError
     if evidence is not None:
         record["out_of_memory"] = asdict(evidence)

@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.errors import DoesNotFitError
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.read import EVENTS, read_events
-from shardwise.report.compare import measured
+from shardwise.report.compare import SIMULATED, measured
 from shardwise.trials import process
 from shardwise.trials.exposed import read_trace
 from shardwise.trials.rows import Row
@@ -73,8 +73,9 @@ def _run(row: Row, settings: Settings) -> dict[str, Any]:
     if len(steps) < settings.warmup + settings.steps:
         status, error = _failure(code, len(steps), seconds, settings, log)
         return {**common, "status": status, "error": error, **_NO_RESULT}
-    numbers = measured(steps, warmup=settings.warmup, count=settings.steps, processes=settings.processes)
     header = next((event for event in events if event["kind"] == "run"), {})
+    numbers = measured(steps, warmup=settings.warmup, count=settings.steps, processes=settings.processes)
+    numbers |= SIMULATED if header.get("energy_source") == "simulated" else {}
     about = ("parameters", "trainable_parameters", "energy_source", "outside_allocator_source")
     numbers |= {name: header.get(name) for name in about}
     return {

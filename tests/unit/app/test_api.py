@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from shardwise.app.jobs import size_in_bytes
 from shardwise.errors import JobError, MachineError
 
 JOB = """\
@@ -55,6 +56,28 @@ def test_a_function_is_not_replaced_by_a_package_of_its_name() -> None:
         "print(all(callable(getattr(shardwise, n)) for n in shardwise.__all__))"
     )
     assert _python(code).strip() == "True"
+
+
+def test_a_job_value_is_checked_as_a_file_is(job: Path) -> None:
+    made = shardwise.load_job(job)
+    train = made.train.model_copy(update={"steps": 3, "epochs": 2.0})
+    contradictory = shardwise.Job(**{**dict(made), "train": train})
+    with pytest.raises(JobError, match=r"(?s)train\.steps.*train\.epochs"):
+        shardwise.plan(contradictory, gpus="1xH100")
+    Path("data.jsonl").unlink()
+    with pytest.raises(JobError, match=r"data\.train.*does not exist"):
+        shardwise.train(made, dry_run=True)
+
+
+@pytest.mark.parametrize("size", [0, -1, "0 GiB", "16"])
+def test_a_size_that_is_none_is_refused(size: str | int) -> None:
+    with pytest.raises(JobError, match="is not a size"):
+        size_in_bytes(size, "memory_cap")
+
+
+def test_one_file_may_be_checked_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimisation": {"stage": 3}}')
+    assert shardwise.check(str(tmp_path / "ds.json")).failed
 
 
 def test_a_plan_of_a_job_value_is_that_of_its_file(job: Path) -> None:

@@ -83,6 +83,14 @@ def test_the_same_run_may_resume_with_other_micro_batches_and_libraries() -> Non
     check_origin(stored(), replace(origin(other), versions={"torch": "9"}), where="x")
 
 
+def test_a_checkpoint_from_before_groups_of_ranks_has_none() -> None:
+    older = {key: value for key, value in SAVED.to_json().items() if key != "shard_group"}
+    saved = Manifest(step=1, origin=replace(origin(), strategy=older), files={})
+    check_origin(saved, origin(), where="x")
+    with pytest.raises(CheckpointError, match="shard_group differ"):
+        check_origin(saved, origin(replace(SAVED, shard_group=2)), where="x")
+
+
 def test_every_differing_field_is_named_with_both_values() -> None:
     expected = origin(seed=2, model={"source": "b", "lora": None}, new=True)
     with pytest.raises(CheckpointError) as error:

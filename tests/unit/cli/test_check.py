@@ -44,12 +44,36 @@ def test_an_error_ends_with_2_and_is_one_block(capsys: pytest.CaptureFixture[str
     assert main(["check", str(file)]) == 2
     out = capsys.readouterr().out.splitlines()
     assert out[0] == f"{file}: DeepSpeed configuration"
-    assert out[1].startswith("error: DeepSpeed has no key `zero_optimisation` and silently ignores it")
-    assert out[1].endswith("[ignored-key]")
-    assert out[2] == f"  at:  {file}:5: zero_optimisation"
-    assert out[3] == "  fix: did you mean `zero_optimization`?"
-    assert out[4].startswith("  see: deepspeed/runtime/config.py")
+    assert out[1] == ""
+    assert out[2].startswith("error: DeepSpeed has no key `zero_optimisation` and silently ignores it")
+    assert out[2].endswith("[ignored-key]")
+    assert out[3] == f"  at:  {file}:5: zero_optimisation"
+    assert out[4] == "  fix: did you mean `zero_optimization`?"
+    assert out[5].startswith("  see: deepspeed/runtime/config.py")
+    assert out[6] == ""
+    assert out[7].startswith("note: ")
     assert out[-1] == "1 error, 1 note"
+
+
+def test_errors_alone_are_shown_on_request_and_the_rest_is_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check", str(EXAMPLES / "zero_optimisation.json"), "--errors-only"]) == 2
+    out = capsys.readouterr().out
+    assert "error: " in out
+    assert "note: " not in out
+    assert out.endswith("1 error, 1 note\n")
+
+
+def test_each_file_has_its_findings_below_it(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong, broken = str(EXAMPLES / "zero_optimisation.json"), clean.with_name("broken.json")
+    broken.write_text("{")
+    assert main(["check", str(clean), wrong, str(broken)]) == 2
+    out = capsys.readouterr().out
+    places = [
+        out.index(text) for text in (f"{broken}\n", "unreadable", "ds.json: Deep", wrong, "ignored-key")
+    ]
+    assert places == sorted(places)
 
 
 def test_warnings_and_notes_end_with_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +92,7 @@ def test_a_reader_that_stops_early_changes_no_exit_code(name: str, code: int, fl
 
 def test_nothing_to_say(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(clean)]) == 0
-    assert capsys.readouterr().out.splitlines() == ["ds.json: DeepSpeed configuration", "nothing found"]
+    assert capsys.readouterr().out.splitlines() == ["ds.json: DeepSpeed configuration", "", "nothing found"]
 
 
 def test_gpus_decide_the_batch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,9 @@ from shardwise.emit.files import Target
 from shardwise.errors import CheckpointError, JobError, StoppedError
 from shardwise.launch.spec import LaunchSpec
 
+*_FIRST, _LAST = get_args(Target)
+ALL_TARGETS = f"{', '.join(_FIRST)} or {_LAST}"
+
 SAMPLING = {
     "--system", "--base", "--max-new-tokens", "--temperature", "--top-p", "--top-k",
     "--repetition-penalty", "--stop", "--seed",
@@ -29,22 +32,23 @@ VERBS = {
     "demo": {"--out"},
     "init": {"--out", "--list", "--models"},
     "config": {"--set", "--json"},
-    "plan": {
+    "plan": {"--scale", "--straggler",
         "--gpus", "--model", "--lora", "--full", "--sequence", "--global-batch", "--objective",
         "--max-slowdown", "--pareto", "--all",
         "--explain", "--json", "--out", "--set", "--memory-cap",
     },
     "train": {
-        "--processes", "--resume", "--max-steps", "--dry-run", "--set", "--memory-cap", "--on-oom",
-        "--simulate-power", "--json",
+        "--processes", "--nodes", "--node-rank", "--rendezvous", "--hostfile", "--workdir", "--resume",
+        "--resume-or-start", "--max-steps", "--dry-run", "--set",
+        "--memory-cap", "--on-oom", "--simulate-power", "--json",
     },
     "monitor": {"--every", "--csv", "--jsonl", "--once", "--json"},
     "bench": {
         "--strategies", "--sweep", "--processes", "--steps", "--warmup", "--timeout", "--profile", "--out",
         "--set", "--memory-cap", "--json",
     },
-    "check": {"--gpus", "--model", "--sequence", "--reader", "--fix", "--json"},
-    "emit": {"--to", "--gpus", "--out", "--set"},
+    "check": {"--gpus", "--model", "--sequence", "--reader", "--fix", "--errors-only", "--json"},
+    "emit": {"--to", "--run", "--gpus", "--out", "--set"},
     "report": {"--html", "--json"},
     "export": {"--merge", "--out", "--gguf", "--push", "--json"},
     "generate": {"--prompt", *SAMPLING},
@@ -207,7 +211,7 @@ def test_an_unknown_option_is_answered_with_the_closest(
 @pytest.mark.parametrize(
     ("typed", "what", "choices"),
     [
-        (["emit", "job.yaml", "--to", "trainer"], "--to", "deepspeed, accelerate, torchrun or slurm"),
+        (["emit", "job.yaml", "--to", "trainer"], "--to", ALL_TARGETS),
         (["plan", "job.yaml", "--objective", "speed"], "--objective", "throughput, memory or energy"),
     ],
 )
@@ -222,8 +226,7 @@ def test_a_word_that_is_no_choice_is_answered_with_all_of_them(
 
 def test_the_readme_names_what_emit_takes() -> None:
     readme = " ".join((Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8").split())
-    *first, last = get_args(Target)
-    assert f"`--to` {', '.join(first)} or {last}." in readme
+    assert f"`--to` {ALL_TARGETS}." in readme
 
 
 @pytest.mark.parametrize(

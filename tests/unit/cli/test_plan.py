@@ -317,3 +317,22 @@ def test_power_limits_reach_the_table_and_json(
     assert plan["power"]["max_slowdown_fraction"] == 0.05
     assert plan["chosen"]["power_limit_watts"] is None
     assert plan["pareto"] == []
+
+
+def test_scale_is_one_json_object_with_a_row_for_each_size(
+    asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "scale.json"
+    flags = ["--gpus", "8xH100", "--scale", "4,16", "--json", "--out", str(out)]
+    assert main(["plan", "--model", "gpt2", "--straggler", "5%", *flags]) == 0
+    printed = capfd.readouterr().out
+    assert json.loads(printed) == json.loads(out.read_text(encoding="utf-8"))
+    assert [size["gpus"] for size in json.loads(printed)["sizes"]] == ["4xH100", "2x8xH100"]
+    assert [one["hardware"].world_size for one in asked] == [4, 16]
+    assert {one["hardware"].straggler_fraction for one in asked} == {0.05}
+
+
+@pytest.mark.parametrize("flag", ["--pareto", "--explain", "--all"])
+def test_scale_shows_no_alternatives(flag: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "gpt2", "--gpus", "8xH100", "--scale", "1,2", flag]) == 2
+    assert "--scale shows the choice for each number of GPUs" in capfd.readouterr().err

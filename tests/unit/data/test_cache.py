@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -95,10 +98,52 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_the_rest_of_a_killed_build_is_swept_away(tmp_path: Path) -> None:
-    (tmp_path / "key.partial").mkdir()
-    (tmp_path / "key.partial" / "tokens.bin").write_bytes(b"half")
+    partial = tmp_path / f"key.{platform.node()}.partial"
+    partial.mkdir()
+    (partial / "tokens.bin").write_bytes(b"half")
     assert len(load_or_build(tmp_path, "key", build)[0]) == 3
-    assert not (tmp_path / "key.partial").exists()
+    assert not partial.exists()
+
+
+def test_machines_that_share_no_lock_build_both_and_keep_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(writer: Writer) -> dict[str, Any]:
+        """Another machine builds the same entry from beginning to end."""
+        with monkeypatch.context() as there:
+            there.setattr("platform.node", lambda: "there")
+            assert len(load_or_build(tmp_path, "key", build)[0]) == 3
+        return build(writer)
+
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    monkeypatch.setattr("platform.node", lambda: "here")
+    dataset, *_ = load_or_build(tmp_path, "key", meanwhile)
+    assert [tuple(part.tolist() for part in dataset.sample(i)) for i in range(3)] == SAMPLES
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]
+
+
+def test_a_folder_that_cannot_be_locked_is_an_error_with_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(MachineError, match="No locks available") as caught:
+        load_or_build(tmp_path, "key", build)
+    assert "SHARDWISE_CACHE" in caught.value.problems[0].fix
+
+
+def test_a_killed_builder_releases_the_lock(tmp_path: Path) -> None:
+    slow = BUILDER.replace("time.sleep(1)", "print('building', flush=True); time.sleep(600)")
+    command = [sys.executable, "-c", slow, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as builder:
+        assert builder.stdin is not None
+        assert builder.stdout is not None
+        print("go", file=builder.stdin, flush=True)
+        assert builder.stdout.readline() == "building\n"
+        builder.kill()
+    assert len(load_or_build(tmp_path, "key", build)[0]) == 3
 
 
 BUILDER = """

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import get_scheduler
 
 from shardwise.emit.files import trainer_flags
+from shardwise.engines import descriptor
 from shardwise.job.schema import Optimizer, Train
 from shardwise.strategy import Strategy
 from shardwise.training.loop import learning_rate
@@ -60,3 +63,27 @@ def test_the_trainer_goes_on_as_long_as_the_job(asked: dict[str, Any], name: str
     flags = dict(trainer_flags(Strategy(engine="deepspeed", stage=2), Optimizer(), train))
     assert {key: flags[key] for key in ("num_train_epochs", "max_steps") if key in flags} == {name: value}
     assert not {"num_train_epochs", "max_steps"} & dict(trainer_flags(Strategy(engine="fsdp2"), None)).keys()
+
+
+def test_accelerate_makes_the_groups_of_hsdp(tmp_path: Path) -> None:
+    """Its own reader of the file; the sizes are those of its device mesh."""
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.parallelism_config import ParallelismConfig
+
+    strategy = Strategy(engine="fsdp2", data_parallel=16, shard_group=8, reduce_dtype="bf16")
+    values = descriptor(strategy).accelerate_settings(strategy, nodes=2, folder=".")
+    file = tmp_path / "accelerate.yaml"
+    common = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 16}
+    file.write_text(yaml.safe_dump(common | values))
+    read = ClusterConfig.from_yaml_file(str(file)).parallelism_config
+    prefix = "parallelism_config_"
+    mesh = ParallelismConfig(**{name.removeprefix(prefix): size for name, size in read.items()})
+    assert (mesh.dp_replicate_size, mesh.dp_shard_size, mesh.total_size) == (2, 8, 16)
+    plain = Strategy(engine="fsdp2", data_parallel=16)
+    assert "parallelism_config" not in descriptor(plain).accelerate_settings(plain, nodes=2, folder=".")
+    for_accelerate, for_torchrun = (
+        descriptor(strategy).script_notes(strategy, target, own_optimizer=True)
+        for target in ("accelerate", "torchrun")
+    )
+    assert for_accelerate == ["gradients in bf16: MixedPrecisionPolicy.reduce_dtype of the script"]
+    assert "(2, 8)" in for_torchrun[0]

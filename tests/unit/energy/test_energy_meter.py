@@ -183,9 +183,25 @@ def test_all_energy_is_charged_to_one_phase_and_steps_in_gaps_are_training() -> 
     assert steps.joules == pytest.approx(87.0)
     steps.of_step([97_000])
     steps.interrupt("saving", 5.0)
-    steps.finish([100_000])
-    assert steps.phases == {"start": 0.0, "training": 57.0, "evaluation": 30.0, "saving": 13.0}
-    assert steps.joules == pytest.approx(100.0)
+    steps.finish([101_000], 1.0)
+    saving, end = pytest.approx(10 + 4 * 5 / 6), pytest.approx(4 / 6)
+    assert steps.phases == {
+        "start": 0.0, "training": 57.0, "evaluation": 30.0, "saving": saving, "end": end
+    }  # fmt: skip
+    assert steps.joules == pytest.approx(101.0)
+
+
+def test_waiting_at_the_start_and_at_the_end_are_phases() -> None:
+    steps = StepJoules(first=[0], waited=30.0)
+    steps.interrupt("evaluation", 10.0)
+    steps.of_step([40_000])
+    for now in (50_000, 60_000):
+        steps.of_step([now])
+    steps.finish([63_000], 2.0)
+    assert steps.phases["start"] == pytest.approx(22.5), "30 of 40 s; the first step's 10 J are training"
+    assert steps.phases["evaluation"] == pytest.approx(7.5)
+    assert (steps.phases["training"], steps.phases["end"]) == (30.0, 3.0)
+    assert sum(steps.phases.values()) == steps.joules == pytest.approx(63.0)
 
 
 def test_an_evaluation_before_the_first_step_is_no_start() -> None:
@@ -193,7 +209,7 @@ def test_an_evaluation_before_the_first_step_is_no_start() -> None:
     steps.interrupt("evaluation", 2.0)
     for now in (50_000, 60_000):
         steps.of_step([now])
-    assert steps.phases == {"start": 0.0, "training": 20.0, "evaluation": 40.0, "saving": 0.0}
+    assert steps.phases == {"start": 0.0, "training": 20.0, "evaluation": 40.0, "saving": 0.0, "end": 0.0}
 
 
 @pytest.mark.gpu

@@ -20,6 +20,9 @@ STRATEGIES: list[dict[str, Any]] = [
     {"stage": 1, "precision": "fp16"},
     {"stage": 2, "accumulation": 8, "offload_optimizer": "cpu"},
     {"stage": 3, "reshard": False},
+    {"stage": 3, "shard_group": 2, "quantized_weights": True, "data_parallel": 4},
+    {"stage": 3, "quantized_gradients": True, "precision": "fp16"},
+    {"stage": 2, "reduce_dtype": "fp32"},
     {
         "stage": 3,
         "offload_optimizer": "nvme",
@@ -96,3 +99,13 @@ def test_nvme_buffers_hold_the_largest_parameter() -> None:
     made = deepspeed_config(strategy, Optimizer(), largest_parameter=525_336_576)
     assert made["zero_optimization"]["offload_param"]["buffer_size"] == 525_336_576
     assert made["zero_optimization"]["offload_param"]["nvme_path"] == "/nvme"
+
+
+def test_what_is_sent_is_named() -> None:
+    zero = config(stage=3, shard_group=8, quantized_weights=True)["zero_optimization"]
+    assert (zero["zero_hpz_partition_size"], zero["zero_quantized_weights"]) == (8, True)
+    assert "zero_quantized_gradients" not in zero
+    half = config(stage=3, quantized_gradients=True, precision="fp16")["zero_optimization"]
+    assert half["zero_quantized_gradients"] is True
+    assert config(stage=2, reduce_dtype="fp32")["communication_data_type"] == "fp32"
+    assert "communication_data_type" not in config(stage=2)

@@ -34,6 +34,7 @@ from shardwise.simulate.time.streams import (
     ISSUE,
     PEERS,
     REDUCED,
+    REPLICATE,
     Work,
 )
 from shardwise.strategy import Strategy
@@ -231,6 +232,88 @@ def test_fsdp2_without_resharding_releases_all_groups_after_the_last_micro_batch
     for last, gathered in ((False, {0, 1}), (True, set())):
         schedule._recorded(lambda last=last: schedule.micro_batch(first=not last, last=last))
         assert schedule.gathered == gathered
+
+
+# Groups of ranks: two nodes of two GPUs
+
+NODES = parse_hardware("2x2xH200")
+NODE, OTHER = collectives.group(NODES, 2), collectives.group(NODES, 2, stride=2)
+ALL = collectives.group(NODES, 4)
+
+
+def _grouped(group: int = 2, **values: Any) -> Schedule:
+    trace = _trace()
+    strategy = Strategy(data_parallel=4, shard_group=group, **values)
+    return descriptor(strategy).schedule(trace, strategy, NODES)
+
+
+def _collectives(schedule: Schedule, *, first: bool = True, last: bool = True) -> list[float]:
+    """Seconds of each collective without the kernels around it, which take none here."""
+    schedule.streams.moving = lambda *_, **__: 0.0  # type: ignore[method-assign]
+    work = schedule._recorded(lambda: schedule.micro_batch(first=first, last=last))
+    return [item[1] for item in work if item[0] == COMMUNICATE]
+
+
+def test_hsdp_gathers_and_scatters_within_a_node() -> None:
+    gather = collectives.all_gather(2 * HALF * N, NODE)
+    assert gather < collectives.all_gather(2 * HALF * N, ALL) / 2
+    scatter = collectives.reduce_scatter(4 * HALF * N, NODE)
+    assert _collectives(_grouped(engine="fsdp2")) == [gather] * 2 + [scatter] * 2
+
+
+def test_hsdp_sums_shares_over_nodes_in_the_last_micro_batch_of_a_step() -> None:
+    schedule = _grouped(engine="fsdp2", accumulation=2)
+
+    def sums(*, last: bool) -> list[float]:
+        work = schedule._recorded(lambda: schedule.micro_batch(first=not last, last=last))
+        return [item[1] for item in work if item[0] == REPLICATE]
+
+    assert sums(last=False) == []
+    assert sums(last=True) == [collectives.all_reduce(4 * HALF * N / 2, OTHER)] * 2
+
+
+@pytest.mark.parametrize("shape", ["1x4xH200", "4x1xH200"])
+def test_groups_that_share_links_wait_for_each_other(shape: str) -> None:
+    """Replicas in one node, or groups over nodes, use the links of the other collectives."""
+    strategy = Strategy(engine="fsdp2", data_parallel=4, shard_group=2)
+    schedule = descriptor(strategy).schedule(_trace(), strategy, parse_hardware(shape))
+    kinds = [item[0] for item in _work(schedule) if item[0] in (COMMUNICATE, REPLICATE)]
+    assert kinds == [COMMUNICATE] * (2 + 2 + 2)
+
+
+def test_sums_in_bf16_halve_what_is_sent() -> None:
+    schedule = _grouped(engine="fsdp2", reduce_dtype="bf16")
+    gather, scatter = collectives.all_gather(N, NODE), collectives.reduce_scatter(2 * HALF * N, NODE)
+    assert _collectives(schedule) == [gather] * 2 + [scatter] * 2
+    work = schedule._recorded(lambda: schedule.micro_batch(first=True, last=True))
+    sums = [item[1] for item in work if item[0] == REPLICATE]
+    assert sums == [collectives.all_reduce(2 * HALF * N / 2, OTHER)] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "moved"),
+    [
+        # concatenated; added up; converted to fp32, each of the half that stays; the collective
+        (True, True, 4 + 6 / 2 + 4),
+        (False, False, 4 + 6 / 2 + 4),
+        (False, True, 4 + 6 / 2 + 6 / 2 + 4),
+        (True, False, 4 + 4),
+    ],
+)
+def test_in_groups_micro_batches_are_added_up_in_bf16(first: bool, last: bool, moved: float) -> None:
+    schedule = _grouped(engine="fsdp2", reduce_dtype="bf16", accumulation=2)
+    assert _pass(schedule, COMMUNICATE, first=first, last=last)[-1] == HALF * moved
+
+
+@pytest.mark.parametrize(("stage", "passes"), [(1, 2), (2, 2), (3, 1)])
+def test_deepspeed_converts_gradients_that_are_reduced_in_fp32(stage: int, passes: int) -> None:
+    """Stages 1 and 2 convert back as well; the collective reads and writes 4 bytes instead of 2."""
+    plain, wide = (_pass(_zero(stage, reduce_dtype=kind), COMMUNICATE)[-1] for kind in ("auto", "fp32"))
+    assert wide - plain == passes * (2 + 4) + (8 - 4)
+
+
+def test_hsdp_steps_the_share_of_a_group() -> None:
+    assert _update(_grouped(engine="fsdp2")) == [4 / 2, 28 / 2]
 
 
 # Waits and the host's time

@@ -168,6 +168,65 @@ def test_without_resharding_weights_stay_whole_until_the_last_micro_batch() -> N
     assert run.more == (BLOCKS + 1) * SHARD
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_rank_of_a_group_holds_what_one_of_that_many_ranks_would(reshard: bool) -> None:
+    """Eight ranks in groups of four, two of these: states over four."""
+    alone, grouped = (
+        Run(_trace(), reshard=reshard),
+        Run(_trace(), processes=8, shard_group=4, reshard=reshard),
+    )
+    assert grouped.built == alone.built == 3 * (BLOCKS + 1) * SHARD + (BLOCKS + 1 + 3) * SCALAR
+    for number in range(3):
+        for run in (alone, grouped):
+            run.micro_batch(number, last=number == 2)
+        assert grouped.more == alone.more
+    peaks = [run.memory.allocator.peak_allocated_bytes for run in (alone, grouped)]
+    assert peaks[0] == peaks[1]
+
+
+def _while_reduced(**strategy: object) -> int:
+    """Bytes above the built state after block 2 was reduced in the last micro-batch, block 1 not computed."""
+    run = Run(_trace(), **strategy)
+    run.engine.begin(run.memory, 0, last=True)
+    run.forward()
+    run.engine.backward(run.memory, 2)
+    run.gradients(2)
+    run.engine.backward(run.memory, 1)
+    return run.more
+
+
+def test_sums_in_bf16_take_half_and_become_an_fp32_shard() -> None:
+    assert _while_reduced() - _while_reduced(reduce_dtype="bf16") == REDUCED // 2
+    run = Run(_trace(), reduce_dtype="bf16")
+    for number in range(2):
+        run.micro_batch(number, last=number == 1)
+        assert run.more == (BLOCKS + 1) * SHARD
+
+
+def test_in_groups_micro_batches_are_summed_in_bf16_and_stay_until_the_end_of_the_backward_pass() -> None:
+    strategy = {"processes": 8, "shard_group": 4, "reduce_dtype": "bf16"}
+    run = Run(_trace(), **strategy)
+    run.micro_batch(0, last=False)
+    assert run.more == (BLOCKS + 1) * SHARD // 2
+    run.micro_batch(1, last=True)
+    assert run.more == (BLOCKS + 1) * SHARD
+    in_flight = _while_reduced(**strategy) - _while_reduced(reduce_dtype="bf16")
+    assert in_flight == SHARD // 2  # AllReduceState
+
+
+@pytest.mark.parametrize("group", [0, 4])
+def test_in_groups_the_last_micro_batchs_sum_is_the_one_that_stays(group: int) -> None:
+    run = Run(_trace(), processes=8, shard_group=group)
+    places = []
+    for number in range(3):
+        run.micro_batch(number, last=number == 2)
+        held = run.engine._blocks[0]._reduced
+        assert held is not None
+        places.append(held.address)
+    assert places[0] == places[1]
+    assert (places[2] == places[0]) is (group == 0)
+
+
 def test_frozen_weights_are_shards_in_the_computation_s_format_without_gradients() -> None:
     run = Run(_trace(frozen_blocks=True))
     frozen, adapter = SHARD // 2, 1 * WIDTH * 4
@@ -228,7 +287,7 @@ def test_a_kernel_that_concatenates_shards_gets_lists_of_them() -> None:
     """Six numbers for each of two tensors, two more, and the tensor of each block of 2048 bytes; int64."""
     shards = [shard_of(index, _trace().parameters[index], 4) for index in (0, 1)]
     assert [shard.numel for shard in shards] == [2 * WIDTH] * 2
-    assert _chunk_cat_bytes(shards) == 8 * (2 * 4 + 6 * 2 + 2)
+    assert _chunk_cat_bytes(shards, 4) == 8 * (2 * 4 + 6 * 2 + 2)
 
 
 def test_norms_are_summed_in_pieces_of_65536_elements() -> None:

@@ -166,6 +166,48 @@ def test_what_is_used_again_soon_stays_whole(monkeypatch: pytest.MonkeyPatch) ->
     assert run.allocated - run.built == 2 * BLOCK  # the head: its backward pass comes next
 
 
+def test_with_hpz_a_group_holds_a_copy_of_the_weights_until_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of two ranks: 2 bytes x parameters / 2 on each, made when the model is partitioned."""
+    alone, grouped = (Run(data_parallel=4, shard_group=group) for group in (0, 2))
+    assert grouped.built - alone.built == 2 * TOTAL // 2
+    for run in (alone, grouped):
+        run.forward()
+        run.backward()
+        run.step()
+    assert grouped.allocated == alone.allocated, "weights have changed, and the copies are gone"
+    monkeypatch.setattr(policy, "RELEASE_AT", BLOCK)
+    monkeypatch.setattr(policy, "PREFETCH", 1)
+    grouped, alone = Run(data_parallel=4, shard_group=2), Run(data_parallel=4)
+    for run in (alone, grouped):
+        run.forward()
+        run.backward()
+        run.step()
+        run.forward()
+    released = (BLOCKS + 1) * BLOCK  # not the head, whose backward pass comes next, and not the norm
+    assert grouped.allocated - alone.allocated == 2 * released // 2
+
+
+def test_with_hpz_copies_of_frozen_weights_stay() -> None:
+    trace = _trace()
+    frozen = tuple(replace(p, trainable=i > 0) for i, p in enumerate(trace.parameters))
+    runs = [Run(replace(trace, parameters=frozen), data_parallel=4, shard_group=group) for group in (0, 2)]
+    for run in runs:
+        run.engine.begin(run.memory, 0, last=True)
+        run.step()
+    assert runs[1].allocated - runs[0].allocated == 2 * BLOCK // 2
+
+
+def test_with_qwz_what_is_gathered_is_int8_and_unpacked_to_fp16_first() -> None:
+    """First pass: the embedding alone; then the embedding's weights, its buffer freed, and block 0's."""
+    run = Run(quantized_weights=True)
+    run.engine.begin(run.memory, 0, last=True)
+    run.memory.allocator.reset_peaks()
+    run.engine.forward(run.memory, EMBEDDING)
+    assert run.allocated - run.built == 2 * BLOCK
+    # int8, fp16 and the weights
+    assert run.memory.allocator.peak_allocated_bytes - run.built == (1 + 2 + 2) * BLOCK
+
+
 def test_a_blocks_gradients_wait_for_its_end() -> None:
     run = Run()
     run.forward()
@@ -198,6 +240,17 @@ def test_a_bucket_of_several_gradients_is_reduced_in_a_copy() -> None:
     run.backward()
     whole = 4 * BLOCK  # weights of the last unit that ran and of the one before
     assert run.memory.allocator.peak_allocated_bytes == run.built + 2 * TOTAL + whole
+
+
+def test_gradients_are_reduced_in_fp32_from_a_copy() -> None:
+    def peak(**values: object) -> int:
+        run = Run(**values)
+        run.forward()
+        run.backward()
+        return run.memory.allocator.peak_allocated_bytes - run.built
+
+    # A copy of all gradients, twice the buffer that holds them rank by rank, and this rank's half in bf16.
+    assert peak(reduce_dtype="fp32") - peak() == 4 * TOTAL + 2 * TOTAL + 2 * PART
 
 
 def test_a_smaller_bucket_takes_less_before_and_during_a_step() -> None:

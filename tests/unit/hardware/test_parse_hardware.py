@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.errors import JobError, render
 from shardwise.hardware.catalog import gpus
-from shardwise.hardware.parse import known_names, parse_hardware, with_slot
+from shardwise.hardware.parse import known_names, parse_hardware, resized, with_slot
 
 
 @pytest.mark.parametrize("name", [gpu.name for gpu in gpus()])
@@ -128,6 +128,8 @@ def test_links_of_a_node(text: str, link: str, gb_s: float, host: str, host_gb_s
         ("2x4xRTX4080+eth25", "1xeth25", 0.75),
         ("2x4xRTX4080@pcie4 + IB100", "4xib100", 12.0),
         ("2x1xRTX4080+eth10", "1xeth10", 1.2),
+        ("2x8xH100+ib400/2", "8xib400/2", 24.0),
+        ("2x8xH100+4xeth100/1.5", "4xeth100/1.5", 4.0),
     ],
 )
 def test_networks(text: str, network: str, gb_s_of_a_gpu: float) -> None:
@@ -182,6 +184,7 @@ def test_networks(text: str, network: str, gb_s_of_a_gpu: float) -> None:
         ("4xRTX4080+0GiB", "'0gib' is no size of a host's memory"),
         ("2x8xH100+ib400+much", "'much' is no size of a host's memory"),
         ("2x8xH100+0xib400", "no network is called '0xib400'"),
+        ("2x8xH100+ib400/0.5", "write a factor from 1, as ib400/2"),
     ],
 )
 def test_what_cannot_be_read_is_said_with_a_way_out(text: str, said: str) -> None:
@@ -257,3 +260,25 @@ def test_the_slot_that_is_assumed_can_be_said(text: str, said: str | None) -> No
     hardware = parse_hardware(text)
     assert with_slot(text, hardware) == said
     assert said is None or parse_hardware(said) == hardware
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "gpus", "expected"),
+    [
+        ("8xH100", 1, 2, "2xH100"),
+        ("H100", 16, 8, "16x8xH100"),
+        ("2x8xH100+ib400/2+512GiB", 1, 4, "4xH100+512gib"),
+        ("4xRTX4090@pcie4x8+eth100", 2, 4, "2x4xRTX4090@pcie4x8+eth100"),
+        ("8xH100", None, 4, "4xH100"),
+        ("8xH100+ib400", None, 64, "8x8xH100+ib400"),
+        ("H100", None, 8, "8xH100"),
+    ],
+)
+def test_the_same_kind_in_another_number(text: str, nodes: int | None, gpus: int, expected: str) -> None:
+    assert resized(text, nodes=nodes, gpus=gpus) == expected
+    assert parse_hardware(expected).world_size == gpus * (nodes or 1)
+
+
+def test_gpus_that_fill_no_nodes() -> None:
+    with pytest.raises(JobError, match="12 GPUs do not fill nodes of 8"):
+        resized("8xH100", nodes=None, gpus=12)

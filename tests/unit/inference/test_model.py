@@ -183,7 +183,7 @@ def test_the_oldest_turns_are_left_out_with_a_word(make: Make, load: Load) -> No
         talk._ids("word " * 200)
     assert talk.command("/reset") == "forgotten"
     assert model.tokenizer.decode(talk._ids("a")) == "<system>be<user>a<assistant>"
-    assert talk.command("/system  be \x1b brief ") == "system message: be ␛ brief"
+    assert talk.command("/system  be \x1b brief ") == "system message: be \\x1b brief"
     for line, says in (("/base", "no adapter"), ("/nothing", "no command /nothing")):
         with pytest.raises(JobError, match=says):
             talk.command(line)

@@ -67,6 +67,8 @@ def test_the_mask_opens_exactly_the_segments():
     assert torch.equal(mask[0, 0] == 0, whole[:9, :9])
     assert torch.equal(mask[1, 0] == 0, whole[9:, 9:])
     assert mask.min() == torch.finfo(torch.float32).min
+    windowed = block_causal_mask(torch.Size([2, 9]), CU_SEQLENS, torch.float32, window=2)
+    assert torch.equal(windowed[1, 0] == 0, allowed(2)[9:, 9:])
 
 
 def test_dropout_is_refused_because_the_kernel_has_none():

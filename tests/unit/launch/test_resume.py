@@ -128,3 +128,21 @@ def test_a_run_folder_s_job_that_is_broken_is_told(run: Path, capsys: pytest.Cap
     assert main(["train", "job.yaml", "--resume"]) == 2
     err = capsys.readouterr().err
     assert "runs/a.b/job.yaml:3: data.tokens" in err
+
+
+def test_the_same_command_starts_a_run_and_goes_on_with_it(run: Path, launched: list[LaunchSpec]) -> None:
+    """As a batch system gives it again and again; the job file is the one that the run was started with."""
+    same = ["train", "job.yaml", "--set", "train.steps=60", "--resume-or-start"]
+    assert main([*same, "--dry-run"]) == 0
+    assert launched.pop().resume is False
+    assert run.is_dir(), "a dry run changes nothing"
+    (run / "checkpoints" / "step-000010").mkdir(parents=True)
+    assert main(same) == 0
+    assert (launched.pop().resume, [path.name for path in Path("runs").iterdir()]) == (True, ["a.b"])
+    (run / "checkpoints" / "step-000010").rmdir()
+    for number in (1, 2):
+        assert main(same) == 0, "what was killed before its first checkpoint begins again"
+        spec = launched.pop()
+        assert (spec.resume, Path(spec.run_dir).exists()) == (False, False)
+        RunFolder.create(run, job_yaml="", plan={}, environment={}).close()
+        assert (run.with_name(f"a.b-{number}") / "plan.json").is_file()

@@ -55,6 +55,16 @@ PASTED: tuple[tuple[str, list[str], int | None, list[tuple[str, str, int, str]]]
         ],
     ),
     (
+        "Zeus in every process of a Trainer",
+        ["zeus_trainer.py"],
+        4,
+        [
+            ("error", "zeus-monitor-of-all-gpus", 6, ""),
+            ("error", "zeus-cost-of-one-process", 7, ""),
+            ("warning", "zeus-leaves-limits-changed", 7, ""),
+        ],
+    ),
+    (
         "a bucket of a million elements under ZeRO-3",
         ["zero3-bucket.json"],
         None,

@@ -61,6 +61,7 @@ LLAMA = ModelFacts(
 MAMBA = ModelFacts(name="mamba", model_type="mamba2")
 MOE = ModelFacts(name="moe", model_type="olmoe", experts=True)
 TRAINER = "from transformers import Trainer, TrainingArguments\n"
+ZEUS = "import zeus\n"
 LOOP = """import deepspeed
 engine, outer, _, schedule = deepspeed.initialize(model=model, optimizer=inner, config={{"zero": 2}})
 for batch in data:
@@ -242,6 +243,15 @@ CASES = (
         {"bf16": GONE, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     ),
     Case("bf16-sent-as-fp16", {"communication_data_type": "fp16"}, {"communication_data_type": "fp32"}),
+    Case(
+        "quantized-gradients-are-fp16",
+        zero(**STAGE_3, zero_quantized_gradients=True),
+        {
+            "bf16": GONE,
+            "fp16": {"enabled": True},
+            "zero_optimization": {**STAGE_3, "zero_quantized_gradients": True},
+        },
+    ),
     # optimizer
     Case("unknown-optimizer", params("OneBitAdam"), params("AdamW")),
     Case("untested-optimizer", params("SGD"), {**params("SGD"), "zero_allow_untested_optimizer": True}),
@@ -402,6 +412,23 @@ CASES = (
         also=(DS_3,),
     ),
     Case("optimizer-outside-engine", LOOP.format("inner.step()"), LOOP.format("engine.step()")),
+    Case(
+        "zeus-monitor-of-all-gpus",
+        f"{ZEUS}monitor = ZeusMonitor()\n",
+        f"{ZEUS}monitor = ZeusMonitor(gpu_indices=[local_rank])\n",
+        {"asked_world_size": 4},
+    ),
+    Case(
+        "zeus-cost-of-one-process",
+        f"{ZEUS}selector = ZeusCost(0.5)\n",
+        f"{ZEUS}selector = ZeusCost(0.5, world_size=4)\n",
+        {"asked_world_size": 4},
+    ),
+    Case(
+        "zeus-leaves-limits-changed",
+        f"{ZEUS}tuner = HFGlobalPowerLimitOptimizer(monitor)\n",
+        f"{ZEUS}monitor = ZeusMonitor([rank])\n",
+    ),
 )
 
 
@@ -662,3 +689,22 @@ def test_the_timer_is_on_where_deepspeed_has_it_on(timers: Any, on: bool | None)
     said = [one.rule for one in findings_of(document, Setup(documents=(document,)))]
     broken = not isinstance(timers, dict) or on is None
     assert ("wrong-kind-of-value" in said, "throughput-timer" in said) == (broken, on is True and not broken)
+
+
+@pytest.mark.parametrize(
+    ("bad", "rule", "instead"),
+    [
+        (zero(**STAGE_3, mics_shard_size=2), "removed-key", "HSDP"),
+        (zero(**STAGE_3, mics_shard_size=2), "removed-key", "zero_hpz_partition_size"),
+        (params("OneBitAdam"), "unknown-optimizer", '"type": "AdamW"'),
+        (params("OneBitLamb"), "unknown-optimizer", "PowerSGD"),
+        (params("ZeroOneAdam"), "unknown-optimizer", "bf16"),
+    ],
+)
+def test_what_deepspeed_no_longer_has_is_an_error_that_names_the_replacement(
+    bad: Any, rule: str, instead: str
+) -> None:
+    [hit] = [one for one in found(Case(rule, bad, bad), bad) if one.rule == rule]
+    assert hit.severity == "error"
+    assert "was removed in DeepSpeed" in hit.what
+    assert instead in hit.fix

@@ -88,6 +88,14 @@ def test_rows_that_the_gpus_cannot_share_are_not_promised() -> None:
     assert not any("is impossible" in words for words in asked.assumed)
 
 
+@pytest.mark.parametrize(("size", "gpus", "group"), [(4, 8, 4), (8, 8, 0), (3, 8, 0), (1, 8, 0)])
+def test_hpz_is_planned_where_its_groups_divide_the_gpus(size: int, gpus: int, group: int) -> None:
+    config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}}
+    job, asked = planned(json.dumps(config), gpus=gpus)
+    assert job["strategy"]["shard_group"] == group
+    assert asked.left_out == ()
+
+
 def test_places_and_what_is_kept_after_the_forward_pass() -> None:
     zero: dict[str, Any] = {
         "stage": 3,

@@ -33,6 +33,19 @@ PUBLISHED = {
     "phi-4": 14_659_507_200,
     "smollm2-135m": 134_515_008,
     "tinyllama": 1_100_048_384,
+    "llama-3.1-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+    "mistral-nemo-12b": 12_247_782_400,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "deepseek-v2-lite": 15_706_484_224,
+    "olmoe-1b-7b": 6_919_161_856,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "falcon-7b": 6_921_720_704,
+    "gpt-j-6b": 6_050_882_784,
+    "bloom-176b": 176_247_271_424,
+    "olmo-2-7b": 7_298_617_344,
+    "smollm3-3b": 3_075_098_624,
 }
 
 
@@ -67,7 +80,7 @@ def test_gpt3_sizes_follow_from_depth_and_width(size: str, layers: int, width: i
 
 
 def test_there_is_a_broad_choice() -> None:
-    assert len(shapes()) >= 45
+    assert len(shapes()) >= 170
     assert len({shape.name for shape in shapes()}) == len(shapes())
 
 
@@ -92,7 +105,7 @@ def test_no_two_shapes_share_a_name() -> None:
 
 def test_a_misspelt_name_brings_its_neighbours() -> None:
     assert nearest("lama-2-7b")[0] == "llama-2-7b"
-    assert nearest("HuggingFaceTB/SmolLM-135M")[0] == "smollm2-135m"
+    assert nearest("HuggingFaceTB/SmolLM2-153M")[0] == "smollm2-135m"
     assert nearest("zzzz") == []
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 
 from shardwise.job.schema import Lora, Model
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.flops import attention_flops_per_token, matmul_parameters, train_flops_per_token
+from tiny_models import tiny_model
 
 
 def build(name: str, **options: object) -> BuiltModel:
@@ -100,3 +102,44 @@ def test_only_the_experts_a_token_is_sent_to_count() -> None:
     expert = 3 * 64 * 128
     router = 64 * 8
     assert matmul_parameters(model) == attention + 2 * expert + router + 320 * 64
+
+
+MIXTURES = {
+    "mixtral": {"sliding_window": None},
+    "dbrx": {},
+    "jetmoe": {},
+    "gpt_oss": {"sliding_window": 64},
+    "qwen2_moe": {"use_sliding_window": False},
+    "qwen3_moe": {"use_sliding_window": False},
+    "olmoe": {},
+    "granitemoe": {},
+    "phimoe": {"sliding_window": None},
+    "ernie4_5_moe": {},
+    "glm4_moe": {},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "hunyuan_v1_moe": {},
+    "llama": {},
+}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_the_flops_of_a_forward_pass_are_those_torch_counts(kind: str) -> None:
+    """Two a parameter, and four a unit of attention width and key: eager attention multiplies with all."""
+    model, tokens = tiny_model(kind, **MIXTURES[kind]), 16
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(3, 3 + tokens)[None], use_cache=False)
+    counted = {str(operation): flops for operation, flops in counter.get_flop_counts()["Global"].items()}
+    attention = attention_flops_per_token(model.config, tokens) / 3 * 2 * tokens / (tokens + 1)
+    assert attention == pytest.approx(counted.pop("aten.bmm") / tokens)
+    assert matmul_parameters(model) == sum(counted.values()) / 2 / tokens
+
+
+def test_a_model_without_attention_heads_has_no_attention() -> None:
+    model = tiny_model("rwkv")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(3, 19)[None], use_cache=False)
+    assert attention_flops_per_token(model.config, 16) == 0.0
+    assert matmul_parameters(model) == counter.get_total_flops() / 2 / 16

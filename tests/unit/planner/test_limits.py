@@ -11,19 +11,23 @@ from rich.console import Console
 
 from shardwise.errors import JobError
 from shardwise.planner.explain import show_explanation
-from shardwise.planner.limits import at_limits, front, slowdown, with_limits, with_pareto
+from shardwise.planner.limits import at_limits, front, share, with_limits, with_pareto
 from shardwise.planner.pareto import show_pareto
 from shardwise.planner.plan import Option, Plan
 from shardwise.planner.search import TIE_FACTOR, cost
 from shardwise.planner.table import show
 
 
-def drawing(plan: Plan, share: float) -> Plan:
-    """The toy's plan with every step drawing `share` of the card's limit, all work on the clock."""
+def drawing(plan: Plan, share: float, *, seconds: float = 1.0) -> Plan:
+    """The toy's plan with every step drawing `share` of the card's limit, all work on the clock.
+
+    `seconds`: of each step, as a share of the toy's.
+    """
     gpu = plan.hardware.gpu
 
     def at(option: Option) -> Option:
         time = option.prediction.time
+        time = replace(time, step_seconds=seconds * time.step_seconds)
         each = time.step_seconds * time.world_size * gpu.power_watts
         energy = replace(option.prediction.energy, joules_per_step=share * each, idle_joules=0.21 * each)
         time = replace(time, clocked_seconds=time.step_seconds, compute_seconds=time.step_seconds)
@@ -51,6 +55,44 @@ def test_the_choice_has_the_least_energy_within_the_bound(plan: Plan, bound: flo
     allowed = [one for one in everything(plan) if cost(one, "throughput") <= (1 + bound) * fastest]
     assert chosen in [replace(one, why=chosen.why) for one in allowed]
     assert cost(chosen, "energy") <= TIE_FACTOR * min(cost(one, "energy") for one in allowed)
+
+
+@pytest.mark.parametrize(("bound", "gpus"), [(0.05, 4), (1.0, 2)])
+def test_fewer_gpus_are_chosen_where_they_are_fast_enough_and_need_less(
+    plan: Plan, toy, bound: float, gpus: int
+) -> None:
+    """Time is that of a token on all GPUs of a plan. Here two cards take 60 % of their usual time."""
+    half = drawing(toy.plan("2xRTX4090", objective="energy"), 0.98, seconds=0.6)
+    both = {4: plan, 2: half}
+    seconds = {n: [(one, cost(one, "throughput") / n) for one in everything(p)] for n, p in both.items()}
+    fastest = min(time for one, time in seconds[4] if one.power_limit_watts is None)
+    allowed = [one for n in both for one, time in seconds[n] if time <= (1 + bound) * fastest]
+    read = []
+    limited = with_limits(plan, bound, (read.append(n) or both[n] for n in (2,)))
+    assert read == [2]
+    assert limited.hardware.world_size == gpus
+    least = min(cost(one, "energy") for one in allowed)
+    assert cost(limited.chosen, "energy") <= TIE_FACTOR**2 * least
+    said = limited.chosen.why[0]
+    assert said.endswith(", on 2 of 4 GPUs; what the others draw is not counted") == (gpus == 2), said
+    full = next(option for option in plan.options if option.strategy == limited.power.default)
+    slower = (cost(limited.chosen, "throughput") / gpus) / (cost(full, "throughput") / 4) - 1
+    assert limited.power.slowdown_fraction == pytest.approx(slower)
+    assert slower <= bound
+
+
+def test_fewer_gpus_that_fit_less_well_are_not_taken(plan: Plan, toy) -> None:
+    half = drawing(toy.plan("2xRTX4090", objective="energy"), 0.98, seconds=0.6)
+    tight = replace(half, chosen=replace(half.chosen, fit="tight"), alternatives=())
+    assert with_limits(plan, 1.0, [tight]).hardware.world_size == 4
+
+
+def test_plans_for_fewer_gpus_are_made_until_one_is_too_slow(plan: Plan, toy) -> None:
+    def ever_fewer():
+        yield drawing(toy.plan("2xRTX4090", objective="energy"), 0.98)
+        raise AssertionError("half is too slow, so a quarter is not tried")
+
+    assert with_limits(plan, 0.0, ever_fewer()).hardware.world_size == 4
 
 
 def test_a_wider_bound_lowers_the_limit(plan: Plan) -> None:
@@ -178,14 +220,14 @@ def test_the_explanation_shows_the_choice_at_each_limit(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "share"), [("5%", 0.05), (" 2.5 % ", 0.025), ("0.1", 0.1), (0.05, 0.05), ("0", 0)]
+    ("text", "expected"), [("5%", 0.05), (" 2.5 % ", 0.025), ("0.1", 0.1), (0.05, 0.05), ("0", 0)]
 )
-def test_a_slowdown_is_a_share_or_a_percentage(text: str | float, share: float) -> None:
-    assert slowdown(text) == pytest.approx(share)
+def test_a_slowdown_is_a_share_or_a_percentage(text: str | float, expected: float) -> None:
+    assert share(text, "--max-slowdown", "the time") == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("text", ["five", "-5%", "150%", "5", "5%%", ""])
 def test_other_slowdowns_are_refused(text: str) -> None:
-    with pytest.raises(JobError, match="is no slowdown") as caught:
-        slowdown(text)
+    with pytest.raises(JobError, match="is no share") as caught:
+        share(text, "--max-slowdown", "the time")
     assert "5%" in str(caught.value.problems[0].fix)

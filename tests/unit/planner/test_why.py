@@ -88,13 +88,16 @@ def test_what_gives_its_cache_back_says_so_and_is_no_reason_for_more_memory(toy)
     assert flushing not in better_with_memory(replace(plan, alternatives=others))
 
 
-def waits(toy, spec: str, tensor_parallel: int, *, peers: float = 0.0, others: float = 0.0) -> str:
+def waits(
+    toy, spec: str, tensor_parallel: int, *, peers: float = 0.0, others: float = 0.0, shard_group: int = 0
+) -> str:
     """The sentence about a step that waits such shares for the two groups."""
     option, hardware = toy.plan("4xRTX4080").chosen, parse_hardware(spec)
     strategy = replace(
         option.strategy,
         tensor_parallel=tensor_parallel,
         data_parallel=hardware.world_size // tensor_parallel,
+        shard_group=shard_group,
     )
     step = option.prediction.time.step_seconds
     time = replace(
@@ -112,6 +115,10 @@ def test_each_wait_names_the_link_of_its_group(toy) -> None:
     assert "waiting for communication over 8xib400 5%" in told
     assert "waiting for communication over nvlink4 11%" in told
     assert "ib400" not in waits(toy, "2x8xH100+ib400", 8, peers=0.11)
+    by_node = waits(toy, "2x8xH100+ib400", 1, others=0.05, shard_group=8)
+    assert "waiting for communication over nvlink4 and 8xib400 5%" in by_node
+    over_nodes = waits(toy, "4x8xH100+eth25", 1, others=0.05, shard_group=16)
+    assert "waiting for communication over 1xeth25 5%" in over_nodes, "one link, one name"
     alone = waits(toy, "1xRTX4080", 1, others=0.05)
     assert f"waiting for communication over {parse_hardware('1xRTX4080').host_link.name} 5%" in alone
     one_node = waits(toy, "8xH100", 4, peers=0.11, others=0.05)

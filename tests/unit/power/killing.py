@@ -27,7 +27,7 @@ from shardwise.power import control, guardian, lease
 from shardwise.power.control import PowerControl
 
 PREVIOUS = [650.0, 350.0]
-LEVELS = [600.0, 300.0, 500.0]
+LEVELS = [325.0, 300.0, 250.0]
 SECONDS = 15.0
 SET = "nvmlDeviceSetPowerManagementLimit"
 

@@ -76,13 +76,16 @@ def test_cards_of_another_run_are_busy_and_not_touched(machine: Machine, tmp_pat
         assert machine.nvml.state()["calls"] == before
 
 
-def test_each_card_is_set_once_a_level_within_its_own_range(machine: Machine, tmp_path: Path) -> None:
+def test_each_card_is_set_once_a_level_and_never_above_its_present_limit(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """The cards could have 700 and 450 W, and have 650 and 350 W."""
     with control(machine, tmp_path) as power:
-        assert power.set(700.0) == {UUIDS[0]: 700.0, UUIDS[1]: 450.0}
-        assert power.set(500.0) == {UUIDS[0]: 500.0, UUIDS[1]: 450.0}
-        assert power.set(500.0) == {UUIDS[0]: 500.0, UUIDS[1]: 450.0}
+        assert power.set(700.0) == {UUIDS[0]: 650.0, UUIDS[1]: 350.0}
+        assert power.set(500.0) == {UUIDS[0]: 500.0, UUIDS[1]: 350.0}
+        assert power.set(500.0) == {UUIDS[0]: 500.0, UUIDS[1]: 350.0}
         assert power.set(150.0) == {UUIDS[0]: 200.0, UUIDS[1]: 150.0}
-    expected = [(0, 700.0), (1, 450.0), (0, 500.0), (0, 200.0), (1, 150.0), (0, 650.0), (1, 350.0)]
+    expected = [(0, 500.0), (0, 200.0), (1, 150.0), (0, 650.0), (1, 350.0)]
     calls = [(call["uuid"], call["value"]) for call in machine.nvml.state()["calls"]]
     assert calls == [(UUIDS[card], watts) for card, watts in expected]
     assert machine.limits() == PREVIOUS
@@ -98,11 +101,11 @@ def test_an_error_in_the_run_puts_everything_back(machine: Machine, tmp_path: Pa
 
 @pytest.mark.parametrize("error", [NO_PERMISSION, UNKNOWN])
 def test_a_refusal_at_any_call_leaves_nothing_changed(machine: Machine, tmp_path: Path, error: int) -> None:
-    """Levels 600, 400, 300 on two cards are six calls; the seventh and eighth put back."""
+    """Levels 325, 300, 250 on two cards are six calls; the seventh and eighth put back."""
     for number in range(1, 7):
         machine.fail(SET, **{"from": number, "until": number, "error": error})
         with control(machine, tmp_path) as power:
-            answers = [power.set(watts) for watts in (600.0, 400.0, 300.0)]
+            answers = [power.set(watts) for watts in (325.0, 300.0, 250.0)]
             refused = (number - 1) // 2
             assert [isinstance(answer, Unavailable) for answer in answers] == [
                 index >= refused for index in range(3)

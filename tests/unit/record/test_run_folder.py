@@ -13,7 +13,7 @@ import yaml
 
 import shardwise
 from shardwise.errors import JobError, MachineError
-from shardwise.record.read import is_being_written, read_events, read_run
+from shardwise.record.read import is_being_written, read_events, read_events_and_gaps, read_run
 from shardwise.record.schema import EvalEvent, Event, ResumeEvent, SaveEvent, StepEvent, StopEvent
 from shardwise.record.write import EventWriter, RunFolder
 
@@ -197,7 +197,78 @@ def test_what_is_no_run_folder_is_told_with_the_runs_nearby(tmp_path: Path) -> N
         assert str(tmp_path / "runs" / "mine") in error.value.problems[0].fix
 
 
-@pytest.mark.parametrize("name", ["job.yaml", "plan.json", "environment.json"])
+CRASH = """
+import os, sys
+from pathlib import Path
+from shardwise.record import write
+write.redact_tree = lambda _: os._exit(9)
+write.RunFolder.create(Path(sys.argv[1]), job_yaml="name: a", plan={}, environment={})
+"""
+
+
+def test_a_crash_while_the_folder_is_made_leaves_nothing_like_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    assert subprocess.run([sys.executable, "-c", CRASH, str(path)], check=False).returncode == 9
+    assert not path.exists()
+    assert len(list(tmp_path.iterdir())) == 1
+    path.mkdir()
+    create(path)
+    assert [found.name for found in tmp_path.iterdir()] == ["a"], "and an empty folder is no run"
+
+
+def test_what_was_removed_or_changed_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, *map(step, range(1, 6)))
+    lines = path.read_text().splitlines(keepends=True)
+    assert read_events_and_gaps(path)[1] == []
+    for kept, gaps in (([1, 2, 3, 4], [1]), ([0, 1, 3, 4], [3]), ([0, 2, 4], [2, 3])):
+        path.write_text("".join(lines[number] for number in kept))
+        assert read_events_and_gaps(path)[1] == gaps
+    path.write_text("".join(lines).replace('"loss": 1.0', '"loss": 1.5', 1))
+    assert read_events_and_gaps(path)[1] == [2]
+    assert all(event.keys().isdisjoint({"after", "gap"}) for event in read_events(path))
+
+
+def test_a_resume_keeps_what_was_noticed_and_notices_a_lost_end(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, *map(step, range(1, 6)))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[number] for number in (0, 2, 3, 4)))
+    write(path, ResumeEvent(step=4), step(5), resumed_step=4)
+    events, gaps = read_events_and_gaps(path)
+    assert ([event["step"] for event in events], gaps) == ([1, 3, 4, 4, 5], [2])
+    write(path, ResumeEvent(step=7), step(8), resumed_step=7)
+    events, gaps = read_events_and_gaps(path)
+    assert ([event["step"] for event in events], gaps) == ([1, 3, 4, 4, 5, 7, 8], [2, 6])
+
+
+def test_a_link_in_the_folder_is_not_written_through(tmp_path: Path) -> None:
+    path, mine = tmp_path / "events.jsonl", tmp_path / "mine"
+    write(path, step(1))
+    mine.write_text("mine")
+    path.with_suffix(".tmp").symlink_to(mine)
+    write(path, step(2), resumed_step=1)
+    assert mine.read_text() == "mine"
+    assert len(read_events(path)) == 2
+
+
+def test_a_lost_environment_is_no_reason_to_stop(tmp_path: Path) -> None:
+    run = create(tmp_path / "a")
+    (run.path / "environment.json").write_text("")
+    assert read_run(run.path).environment == {}
+    (run.path / "environment.json").unlink()
+    (run.path / "environment.json").mkdir()
+    assert read_run(run.path).environment == {}
+
+
+def test_a_folder_in_place_of_a_file_is_an_error_with_its_name(tmp_path: Path) -> None:
+    run = create(tmp_path / "a")
+    run.events.mkdir()
+    with pytest.raises(JobError, match=r"events\.jsonl cannot be read: Is a directory"):
+        read_run(run.path)
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "plan.json"])
 def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
     run = create(tmp_path / "a")
     (run.path / name).write_text("[1, 2")

@@ -36,6 +36,31 @@ def test_predicted_beside_measured(bench_folder: Path) -> None:
     assert any(line.startswith("not run: single, one process only") for line in lines)
 
 
+def changed(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> Path:
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    change(rows)
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder
+
+
+def test_the_fastest_row_comes_first_and_is_recommended(bench_folder: Path) -> None:
+    def faster(rows: list[dict[str, Any]]) -> None:
+        rows[1]["measured"]["tokens_per_second_per_gpu"] = 1200.0
+
+    text = shown(changed(bench_folder, faster))
+    assert text.index(HOSTILE[:10]) < text.index("zero2 ")
+    assert f"▶ {HOSTILE}: 1.20 times as fast as the next" in text
+
+
+def test_among_equally_fast_rows_the_leanest_is_recommended(bench_folder: Path) -> None:
+    def alike(rows: list[dict[str, Any]]) -> None:
+        rows[1]["measured"] |= {"tokens_per_second_per_gpu": 1030.0, "verdict": "noisy"}
+        rows[0]["measured"]["verdict"] = "noisy"
+
+    text = shown(changed(bench_folder, alike), width=200)
+    assert "▶ zero2: the least memory of the 2 that are within 5% of the fastest, but its steps vary" in text
+
+
 def test_a_profiled_step_unlike_the_others_is_told_of(bench_folder: Path) -> None:
     rows = [json.loads(line) for line in (bench_folder / "rows.jsonl").read_text().splitlines()]
     for row, seconds in zip(rows[:2], (0.54, 0.9), strict=True):  # the others take 0.5

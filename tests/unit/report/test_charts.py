@@ -77,7 +77,7 @@ def test_nothing_measured_is_said() -> None:
         (numbers.plain(0.012345), "0.0123"),
         (numbers.share(0.0832), "8.3 %"),
         (numbers.share(0.0996), "10 %"),
-        (numbers.share(0.000003), "0.0003 %"),
+        (numbers.share(0.000003), "< 0.001 %"),
         (numbers.share(None), "–"),
         (numbers.off(11.0, 10.0), "+10.0 %"),
         (numbers.off(9.99999, 10.0), "+0.0 %"),

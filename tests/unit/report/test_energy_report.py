@@ -100,6 +100,26 @@ def test_the_terminal_shows_energy_and_the_limit(tmp_path: Path) -> None:
     assert "SIMULATED" not in text
 
 
+@pytest.mark.parametrize(
+    ("host", "missing", "text"),
+    [
+        ({"cpu": 7.2e6}, {"dram": "a reason"}, "CPU 2 kWh; no DRAM: a reason"),
+        ({}, {"cpu": "a reason", "dram": "a reason"}, "no CPU and DRAM: a reason"),
+    ],
+)
+def test_cpu_and_dram_are_apart(
+    tmp_path: Path, host: dict[str, float], missing: dict[str, str], text: str
+) -> None:
+    path = run(tmp_path)
+    used = read_used(path)
+    assert used is not None
+    write_used(path, replace(used, host=host, host_unavailable=missing))
+    assert text in shown(path)
+    found = summary(path)["energy"]
+    assert found["kwh"] == pytest.approx(0.002), "of GPUs alone"
+    assert found["host_kwh"] == {part: joules / 3.6e6 for part, joules in host.items()}
+
+
 def test_simulated_energy_never_looks_measured(tmp_path: Path) -> None:
     path = run(tmp_path, source="simulated")
     rows = [line for line in shown(path).splitlines() if line.startswith(("energy", "power limit"))]

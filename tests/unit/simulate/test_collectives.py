@@ -82,3 +82,32 @@ def test_more_ranks_than_gpus_count_as_more_nodes() -> None:
     assert isinstance(spread, Group)
     assert (spread.per_node, spread.nodes) == (4, 2)
     assert c.all_gather(GB, spread) > 0.0
+
+
+def test_few_bytes_over_many_gpus_take_the_protocol_with_faster_messages() -> None:
+    """128 nodes of 8: 896 steps inside nodes, 127 between, of LL128's 1.9 and 4 us instead of 3.4 and 14."""
+    many = group(parse_hardware("128x8xH200"), 1024)
+    sent = 2**20 * 1023 / 1024 / NVLINK
+    simple = 8.4e-6 + 896 * 3.4e-6 + 127 * 14e-6 + sent
+    ll128 = 14e-6 + 896 * 1.9e-6 + 127 * 4e-6 + sent / 0.92
+    assert c.all_gather(2**20, many) == pytest.approx(ll128)
+    assert ll128 < 0.5 * simple
+
+
+def test_many_bytes_take_the_protocol_with_the_full_rate() -> None:
+    many = group(parse_hardware("128x8xH200"), 1024)
+    more = c.all_gather(64 * GB, many) - c.all_gather(63 * GB, many)
+    assert more == pytest.approx(GB * 1023 / 1024 / NVLINK)
+
+
+def test_without_nvlink_there_is_one_protocol() -> None:
+    pcie = group(parse_hardware("4xRTX4080"), 4)
+    assert pcie.ll128_latency_seconds is None
+    assert c.all_gather(1024, pcie) == pytest.approx(BASE_SECONDS + 3 * 5.7e-6 + 768 / (13 * GB))
+
+
+def test_an_oversubscribed_fabric_divides_what_passes_between_nodes() -> None:
+    full, half = (group(parse_hardware(f"16x8xH200+ib100{factor}"), 128) for factor in ("", "/2"))
+    assert full.bytes_per_second == pytest.approx(8 * 12 * GB)
+    assert half.bytes_per_second == pytest.approx(8 * 6 * GB)
+    assert c.all_gather(GB, half) > 1.9 * c.all_gather(GB, full)

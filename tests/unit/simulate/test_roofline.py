@@ -206,3 +206,19 @@ def test_a_scan_issues_its_instructions_or_moves_its_bytes(hidden_gb: float, bou
     moving_them = moved / (0.9 * H200.memory_bytes_per_second)
     expected = {"instructions": issuing, "memory": moving_them}[bound]
     assert ROOFLINE.seconds(op) == pytest.approx(expected + 3 * 2e-6, rel=1e-6)
+
+
+def test_flash_attention_reaches_more_of_an_a100s_peak_than_of_an_h200s() -> None:
+    """At most 73 % and 63 % of 312 TFLOP/s (Dao 2023); rows of 16384 tokens come near it."""
+    a100 = Roofline(parse_hardware("A100-80GB").gpu, "bf16")
+    for backward, share in ((False, 0.73), (True, 0.63)):
+        op = attention(16384, 128, backward=backward, kernel="flash")
+        assert op.flops / a100.seconds(op) / 312e12 == pytest.approx(share * 16384 / (16384 + 750), rel=0.01)
+        assert op.flops / ROOFLINE.seconds(op) / PEAK < 0.42
+
+
+def test_cards_before_ampere_keep_the_slower_kernels_share() -> None:
+    v100 = parse_hardware("V100-32GB").gpu
+    op = attention(16384, 128, kernel="flash")
+    share = op.flops / Roofline(v100, "fp16").seconds(op) / v100.flops["fp16"]
+    assert share == pytest.approx(0.42 * 16384 / (16384 + 750), rel=0.01)

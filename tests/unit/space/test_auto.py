@@ -143,6 +143,9 @@ def test_unset_parts_have_documented_defaults() -> None:
         ("zero3-offload", 0),
         (schema.StrategySpec(engine="deepspeed", stage=3, offload_optimizer="cpu"), 2 / 4),
         (schema.StrategySpec(engine="deepspeed", stage=1, tensor_parallel=2), (2 + 4 + 12 / 2) / 2),
+        (schema.StrategySpec(engine="fsdp2", shard_group=2), 18 / 2),
+        (schema.StrategySpec(engine="deepspeed", stage=3, shard_group=2), 18 / 4 + 2 / 2),
+        (schema.StrategySpec(engine="ddp"), 18),
     ],
 )
 def test_states_of_a_strategy_on_each_gpu(spec: Any, each: float) -> None:

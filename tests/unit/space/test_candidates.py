@@ -75,6 +75,25 @@ def test_one_gpu_has_the_single_engine_besides_and_no_tensor_parallelism() -> No
     assert refused == []
 
 
+@pytest.mark.parametrize(("gpus", "per_node"), [(16, 8), (8, 2), (8, 8), (4, 1)])
+def test_on_several_nodes_with_several_gpus_weights_may_be_shared_within_each(
+    gpus: int, per_node: int
+) -> None:
+    accepted, refused = space(world_size=gpus, gpus_per_node=per_node)
+    found = names(accepted)
+    assert names([one.strategy for one in refused]) == {"single"}
+    expected = {f"fsdp2-hsdp{per_node}", f"fsdp2-hsdp{per_node}-noreshard"} if 1 < per_node < gpus else set()
+    assert {name for name in found if "hsdp" in name} == expected
+    named = (
+        "hpz",
+        "qwz",
+        "qgz",
+        "reduce",
+        "ddp",
+    )  # what changes losses, or was not measured, has to be named
+    assert not any(part in name for name in found for part in named)
+
+
 @pytest.mark.parametrize(
     ("gpus", "per_node", "global_batch"), [(1, 1, 7), (4, 4, 16), (6, 6, 36), (16, 8, 96), (512, 8, 1024)]
 )
@@ -222,7 +241,14 @@ def test_parts_are_kept_with_what_the_job_fixes() -> None:
         "offload_parameters": "nvme",
         "nvme_path": "/nvme",
         "reshard": True,
+        "shard_group": 0,
+        "quantized_weights": False,
+        "quantized_gradients": False,
+        "powersgd": 0,
+        "reduce_dtype": "auto",
         "tensor_parallel": 1,
+        "pipeline": 1,
+        "pipeline_schedule": "1f1b",
         "data_parallel": 8,
         "micro_batch": 4,
         "accumulation": 2,

@@ -42,6 +42,11 @@ def facts(
     )
 
 
+def staged(**parts: Any) -> Facts:
+    values = {"pipeline": 2, "data_parallel": 2, "accumulation": 4, **parts}
+    return facts(engine="pipeline", stage=0, **values)
+
+
 BROKEN = {
     "single-is-one-process": facts(engine="single", stage=0),
     "single-does-not-offload": facts(engine="single", stage=0, world_size=1, offload_optimizer="cpu"),
@@ -53,6 +58,24 @@ BROKEN = {
     "fsdp-offloads-everything-to-the-host": facts(engine="fsdp2", stage=0, offload_optimizer="cpu"),
     "reshard-is-for-sharded-parameters": facts(reshard=False),
     "keeping-parameters-defeats-their-offload": facts(stage=3, reshard=False, offload_parameters="cpu"),
+    "quantized-collectives-are-zero-3s": facts(quantized_weights=True),
+    "quantized-collectives-need-a-gpu": facts(stage=3, quantized_weights=True, devices="cpu"),
+    "quantized-gradients-are-fp16": facts(stage=3, quantized_gradients=True),
+    "quantized-collectives-keep-parameters-on-the-gpu": facts(
+        stage=3, quantized_weights=True, offload_parameters="cpu"
+    ),
+    "ddp-is-several-processes": facts(engine="ddp", stage=0, world_size=1),
+    "ddp-does-not-offload": facts(engine="ddp", stage=0, offload_optimizer="cpu"),
+    "powersgd-and-fp16": facts(engine="ddp", stage=0, powersgd=4, precision="fp16"),
+    "powersgd-is-ddps": facts(powersgd=4),
+    "powersgd-or-reduce-dtype": facts(engine="ddp", stage=0, powersgd=4, reduce_dtype="bf16"),
+    "reduce-dtype-suits-the-precision": facts(reduce_dtype="fp16"),
+    "reduce-dtype-needs-zero": facts(stage=0, reduce_dtype="fp32"),
+    "single-reduces-nothing": facts(engine="single", stage=0, world_size=1, reduce_dtype="bf16"),
+    "shard-group-divides-the-ranks": facts(engine="fsdp2", stage=0, shard_group=3),
+    "shard-group-needs-sharded-parameters": facts(shard_group=2),
+    "shard-group-keeps-parameters-on-the-gpu": facts(stage=3, shard_group=2, offload_parameters="cpu"),
+    "hpz-needs-reshard": facts(stage=3, shard_group=2, reshard=False),
     "buckets-are-zeros": facts(engine="fsdp2", stage=0, bucket=50_000_000),
     "tensor-parallel-is-deepspeed": facts(engine="fsdp2", stage=0, tensor_parallel=2, data_parallel=2),
     "tensor-parallel-divides-the-processes": facts(tensor_parallel=3, data_parallel=1),
@@ -75,6 +98,21 @@ BROKEN = {
     "flash-attention-needs-ampere": facts(capability=(7, 0), precision="fp16", architecture=shape()),
     "fp16-needs-a-gpu": facts(precision="fp16", devices="cpu"),
     "fp16-needs-zero": facts(stage=0, precision="fp16"),
+    "stages-need-the-pipeline-engine": facts(engine="fsdp2", stage=0, pipeline=2, data_parallel=2),
+    "pipeline-divides-the-processes": staged(pipeline=3, data_parallel=1, accumulation=3),
+    "pipeline-needs-two-stages": staged(pipeline=1, data_parallel=4),
+    "pipeline-needs-a-block-a-stage": staged(architecture=shape(blocks=1)),
+    "pipeline-needs-a-known-model": staged(architecture=shape(stages=False)),
+    "1f1b-needs-a-micro-batch-a-stage": staged(pipeline=4, data_parallel=1, accumulation=2),
+    "interleaved-rounds-are-even": staged(pipeline_schedule="interleaved", accumulation=5),
+    "stages-divide-key-value-heads": staged(
+        tensor_parallel=4, data_parallel=1, world_size=8, architecture=shape(key_value_heads=2)
+    ),
+    "stages-need-a-plan": staged(
+        tensor_parallel=2, data_parallel=1, architecture=shape(plan_styles=frozenset())
+    ),
+    "stages-reduce-in-fp32": staged(reduce_dtype="bf16"),
+    "pipeline-does-not-offload": staged(offload_optimizer="cpu"),
     "global-batch-divides": Facts(
         strategy=Strategy(engine="deepspeed", stage=2, data_parallel=4, micro_batch=2),
         devices="cuda",
@@ -83,6 +121,51 @@ BROKEN = {
         lora=False,
     ),
 }
+
+
+def test_zero_plus_plus_is_allowed_where_its_kernels_read_what_is_there() -> None:
+    assert violations(facts(stage=3, quantized_weights=True, shard_group=2)) == []
+    half = {"stage": 3, "precision": "fp16", "quantized_gradients": True}
+    assert violations(facts(**half)) == []
+    [problem] = violations(facts(**half, reduce_dtype="fp32"))
+    assert problem.where == "strategy.quantized_gradients"
+    assert violations(facts(engine="fsdp2", stage=0, quantized_weights=True))
+
+
+@pytest.mark.parametrize(
+    ("precision", "allowed"),
+    [
+        ("bf16", {"auto", "bf16", "fp32"}),
+        ("fp16", {"auto", "fp16", "fp32"}),
+        ("fp32", {"auto", "bf16", "fp32"}),
+    ],
+)
+def test_gradients_are_summed_in_fp32_or_in_a_format_that_holds_them(
+    precision: str, allowed: set[str]
+) -> None:
+    kinds = ("auto", "bf16", "fp16", "fp32")
+    found = {
+        kind
+        for kind in kinds
+        if not violations(facts(engine="fsdp2", stage=0, precision=precision, reduce_dtype=kind))
+    }
+    assert found == allowed
+
+
+@pytest.mark.parametrize(
+    ("group", "ranks", "reason", "fix"),
+    [
+        (3, 8, "8 ranks cannot be divided into groups of 3", "strategy.shard_group: 2 or 4, or leave it out"),
+        (1, 8, "groups of 1 share nothing", "strategy.shard_group: 2 or 4, or leave it out"),
+        (8, 8, "one group of 8 is all ranks", "strategy.shard_group: 2 or 4, or leave it out"),
+        (2, 2, "one group of 2 is all ranks", "leave it out"),
+    ],
+)
+def test_a_group_that_does_not_fit_gets_the_sizes_that_do(
+    group: int, ranks: int, reason: str, fix: str
+) -> None:
+    [problem] = violations(facts(engine="fsdp2", stage=0, world_size=ranks, shard_group=group))
+    assert (problem.what, problem.fix) == (reason, fix)
 
 
 def test_there_is_a_case_for_every_rule() -> None:
@@ -98,6 +181,10 @@ def test_a_rule_refuses_its_case_and_no_other_rule_does(name: str) -> None:
     "good",
     [
         facts(engine="single", stage=0, world_size=1, precision="fp16"),
+        staged(architecture=shape(blocks=2)),
+        staged(tensor_parallel=2, data_parallel=1, lora=True, architecture=shape()),
+        staged(pipeline_schedule="gpipe", accumulation=1),
+        staged(pipeline=4, data_parallel=1, pipeline_schedule="interleaved", accumulation=10, lora=True),
         facts(stage=0),
         facts(stage=1, precision="fp16"),
         facts(stage=2, offload_optimizer="cpu"),

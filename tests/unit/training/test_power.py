@@ -386,6 +386,33 @@ def test_the_budget_asks_to_stop_once_and_counts_over_launches(machine: Machine)
     assert stop["kwh"] == pytest.approx(13 * joules / 3.6e6, rel=1e-3)
 
 
+def test_each_node_is_counted_once_and_a_part_that_one_node_lacks_has_no_sum(machine: Machine) -> None:
+    """Two processes, each the first one of its node; the second node cannot read its DRAM."""
+    with machine.recorder() as recorder:
+        for joules in (10, 40):
+            report = machine.report(1.0, machine.millijoules)
+            report.memory["cpu_millijoules"] = [joules * 1000, 2 * joules * 1000]
+            report.memory["dram_millijoules"] = [joules * 1000, int(meter.UNKNOWN)]
+            recorder.on_step(report)
+        host = [[50_000.0, 100_000.0], [9_000.0, meter.UNKNOWN]]
+        recorder.finish(step=2, status="paused", millijoules=machine.millijoules, host=host)
+    used = read_used(machine.run)
+    assert used is not None
+    assert used.host == {"cpu": 150.0}
+    with machine.recorder(resumed=True) as recorder:
+        host = [[1_000.0, 0.0], [2_000.0, 0.0]]
+        recorder.finish(step=2, status="paused", millijoules=machine.millijoules, host=host)
+    used = read_used(machine.run)
+    assert used is not None
+    assert used.host == {"cpu": 151.0}, "of both launches; DRAM was not read in the first"
+
+
+def test_processes_but_the_first_of_a_node_leave_its_cpu_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert meter.host_millijoules() == [0.0, 0.0]
+
+
 def test_simulated_energy_is_never_added_to_measured_energy(machine: Machine) -> None:
     machine.recorder().__exit__()
     write_used(machine.run, Used(joules=1.0, simulated=False))
@@ -419,8 +446,8 @@ def test_levels_are_about_25_watts_apart_and_end_at_the_present_limit() -> None:
 def test_mixed_cards_get_what_all_accept_and_none_gets_more_than_now() -> None:
     assert levels("auto", spans((200, 700, 700), (100, 300, 300)))[0][::10] == [200, 450, 700]
     found, notes = levels("auto", spans((200, 700, 700), (100, 300, 250)))
-    assert found[-1] == 250
-    assert "250 to 700 W" in notes[0]
+    assert found[-1] == 700
+    assert "from 250 to 700 W now: none gets more than it has" in notes[0]
 
 
 def test_listed_limits_outside_the_range_are_left_out_and_said() -> None:

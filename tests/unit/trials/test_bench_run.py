@@ -11,6 +11,7 @@ import pytest
 from shardwise.errors import JobError, MachineError
 from shardwise.job.load import load_job
 from shardwise.record.bench import append, opened, read_bench
+from shardwise.report.bench import recommended, show_bench
 from shardwise.trials import process
 from shardwise.trials.rows import Row, make_rows
 from shardwise.trials.run import Settings, run_rows
@@ -19,7 +20,11 @@ from shardwise.trials.sweep import points
 HEAD: dict[str, Any] = {
     "schema": 1,
     "name": "small",
-    "job": {"train": {"steps": 5, "global_batch": 4}, "data": {"sequence_length": 8}},
+    "job": {
+        "model": {"source": "llama-3.2-1b"},
+        "train": {"steps": 5, "global_batch": 4, "precision": "bf16"},
+        "data": {"sequence_length": 8},
+    },
     "processes": 2,
     "memory_cap_bytes": None,
     "warmup_steps": 1,
@@ -104,6 +109,22 @@ def test_only_the_profiled_step_hangs_and_the_rest_counts(row: Row, monkeypatch:
     assert found["trace"] is None
 
 
+def test_a_row_on_a_fake_driver_is_simulated_and_has_no_joules(
+    row: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its steps are slowed down on purpose: neither speed nor energy is that of a machine."""
+    head = '{"kind": "run", "energy_source": "simulated"}'
+    code = WRITES_STEPS.replace('"joules_unavailable": "no GPU"', '"joules": 50.0')
+    code = code.replace("lines = [", f"lines = ['{head}'] + [")
+    found = result(row, code, monkeypatch)
+    numbers = found["measured"]
+    assert (numbers["verdict"], numbers["joules_per_token"]) == ("simulated", None)
+    assert numbers["joules_unavailable"] == "simulated, not measured"
+    assert recommended(read_bench(Path("bb")).rows) is None
+    show_bench(read_bench(Path("bb"), to_show=True))
+    assert "zero2: simulated, a fake driver's GPUs" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_torn_trace_costs_only_what_it_would_have_said(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     code = WRITES_STEPS + "Path(spec['profile']).write_bytes(b'\\x1f\\x8b\\x08\\x00torn')"
     found = result(row, code, monkeypatch)
@@ -127,7 +148,7 @@ def test_a_folder_is_of_one_bench_and_one_process(tmp_path: Path) -> None:
         pass
     with opened(folder, {**HEAD, "order": ["c", "a"]}):
         assert read_bench(folder).head["order"] == ["a", "b", "c"]
-    other = {**HEAD, "job": {**HEAD["job"], "train": {"steps": 9, "global_batch": 4}}}
+    other = {**HEAD, "job": {**HEAD["job"], "train": {**HEAD["job"]["train"], "steps": 9}}}
     with pytest.raises(JobError, match=r"job.train.steps is 9, in the bench it is 5"), opened(folder, other):
         pass
     (tmp_path / "mine").mkdir()

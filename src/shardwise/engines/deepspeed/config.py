@@ -51,6 +51,8 @@ def deepspeed_config(
         # On by default, it makes the process wait for the GPU twice a micro-batch, to time it.
         "timers": {"throughput": {"enabled": False}},
     }
+    if strategy.reduce_dtype != "auto":
+        config["communication_data_type"] = strategy.reduce_dtype
     if sums_in_fp32(strategy):
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if strategy.tensor_parallel > 1:
@@ -120,6 +122,11 @@ def _zero(strategy: Strategy, bucket: int, largest_parameter: int) -> dict[str, 
             # anyway, or where the forward pass is done again.
             "memory_efficient_linear": strategy.reshard and strategy.checkpoint_every != 1,
         }
+        if strategy.shard_group:
+            zero["zero_hpz_partition_size"] = strategy.shard_group
+        for what in ("weights", "gradients"):
+            if getattr(strategy, f"quantized_{what}"):
+                zero[f"zero_quantized_{what}"] = True
         if strategy.offload_parameters != "none":
             zero["offload_param"] = _place(strategy.offload_parameters, strategy.nvme_path)
             if strategy.offload_parameters == "nvme":

@@ -36,6 +36,10 @@ def _splits_a_head(facts: Facts) -> bool:
     return bool(shape and shape.attends and shape.key_value_heads % facts.strategy.tensor_parallel)
 
 
+def _quantizes(facts: Facts) -> bool:
+    return facts.strategy.quantized_weights or facts.strategy.quantized_gradients
+
+
 def _heads_reason(facts: Facts) -> str:
     assert facts.architecture is not None
     heads, degree = facts.architecture.key_value_heads, facts.strategy.tensor_parallel
@@ -73,6 +77,14 @@ RULES: tuple[Rule, ...] = (
         where="strategy.offload_optimizer",
         fix="strategy.stage: 3, or offload_optimizer: cpu",
         source="deepspeed/runtime/zero/stage_1_and_2.py: any device but `none` is the CPU",
+    ),
+    _of_deepspeed(
+        name="tensor-parallel-and-lora",
+        broken=lambda f: f.strategy.tensor_parallel > 1 and f.lora,
+        reason="AutoTP replaces the linear layers that carry the LoRA adapters: nothing would be trained",
+        where="strategy.tensor_parallel",
+        fix="tensor_parallel: 1 (zero2, zero3 and fsdp2 train LoRA), or train all weights",
+        source="deepspeed/module_inject/auto_tp.py, seen with DeepSpeed 0.19.8 and PEFT 0.21",
     ),
     _of_deepspeed(
         name="tensor-parallel-divides-key-value-heads",
@@ -115,6 +127,49 @@ RULES: tuple[Rule, ...] = (
         where="strategy.stage",
         fix="strategy.stage: 1, or tensor_parallel: 1",
         source="shardwise.engines.deepspeed.runtime.engine",
+    ),
+    _of_deepspeed(
+        name="hpz-needs-reshard",
+        broken=lambda f: f.strategy.shard_group > 0 and not f.strategy.reshard,
+        reason="hpZ makes the second gathering of weights cheap, and reshard: false leaves it out",
+        where="strategy.shard_group",
+        fix="leave shard_group out, or reshard: true",
+        source="deepspeed/runtime/zero/partition_parameters.py: _partition_param_sec, called on release",
+    ),
+    _of_deepspeed(
+        name="quantized-collectives-need-a-gpu",
+        broken=lambda f: _quantizes(f) and f.devices == "cpu",
+        reason="ZeRO++ quantises with a CUDA kernel, and on CPUs DeepSpeed stops",
+        where="strategy.quantized_weights, strategy.quantized_gradients",
+        fix="leave them out on CPUs",
+        source="deepspeed/runtime/zero/partition_parameters.py: CUDAQuantizer, seen with 0.19.8",
+    ),
+    _of_deepspeed(
+        name="quantized-gradients-are-fp16",
+        broken=lambda f: (
+            f.strategy.quantized_gradients and f.strategy.reduced_in(f.strategy.precision) != "fp16"
+        ),
+        reason="qgZ's kernel reads gradients as fp16: bf16 and fp32 would be taken for other numbers, "
+        "without an error",
+        where="strategy.quantized_gradients",
+        fix="leave it out, or train.precision: fp16 without reduce_dtype",
+        source="deepspeed/ops/csrc/quantization/pt_binding.cpp: ds_swizzle_quant casts to __half*",
+    ),
+    _of_deepspeed(
+        name="quantized-collectives-keep-parameters-on-the-gpu",
+        broken=lambda f: _quantizes(f) and f.strategy.offload_parameters != "none",
+        reason="quantising offloaded parameters is neither planned nor tested",
+        where="strategy.offload_parameters",
+        fix="offload_parameters: none, or leave quantized_weights and quantized_gradients out",
+        source="deepspeed/runtime/zero/partition_parameters.py: _all_gather_coalesced",
+    ),
+    _of_deepspeed(
+        name="reduce-dtype-needs-zero",
+        broken=lambda f: f.strategy.reduce_dtype != "auto" and f.strategy.stage == 0,
+        reason="at stage 0 the memory of reducing in another format is not planned",
+        where="strategy.reduce_dtype",
+        fix="strategy.stage: 1, or leave reduce_dtype out",
+        source="deepspeed/runtime/engine.py: allreduce_bucket",
     ),
     _of_deepspeed(
         name="fp16-needs-a-gpu",

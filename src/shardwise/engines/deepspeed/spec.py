@@ -44,6 +44,7 @@ class DeepSpeed(EngineSpec):
     rules = RULES
     default_stage = 2
     tensor_parallel = True
+    copies_weights = quantizes_collectives = True
     accelerate_type = "DEEPSPEED"
 
     def changed_settings(self, before: Strategy, after: Strategy) -> list[str]:

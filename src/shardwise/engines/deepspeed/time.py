@@ -9,7 +9,7 @@ from collections import deque
 
 from shardwise.engines.deepspeed import policy
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.step_trace import FP32, FP64, StepTrace
+from shardwise.simulate.step_trace import FP32, FP64, ITEM_BYTES, StepTrace
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.schedule import (
     ADAMW_BYTES,
@@ -27,6 +27,9 @@ from shardwise.simulate.time.schedule import (
 from shardwise.simulate.time.segments import Segment
 from shardwise.simulate.time.streams import NEVER, REDUCED, event
 from shardwise.strategy import Strategy
+
+INT4, INT8, FP16 = 0.5, 1, 2
+"""Bytes of an element that ZeRO++ sends or converts; not counted are scales, 4 bytes for 4000 elements."""
 
 
 def collective(item: int, elements: float, *, ranks: int) -> float:
@@ -83,6 +86,12 @@ class _Buckets(Schedule):
         self.bucket = policy.Bucket(self.trace, strategy)  # empty at the end of a pass
         self.offload = strategy.offload_optimizer != "none"
         self.part = self.trainable / self.ranks
+        self.summed = ITEM_BYTES[strategy.reduced_in(strategy.precision)]
+        """Bytes of an element of gradients as they are reduced (communication_data_type)."""
+
+    def recast(self, elements: float) -> float:
+        """Bytes moved to convert gradients to that format."""
+        return converted(self.item, self.summed) * elements if self.summed != self.item else 0.0
 
     def collect(self, segment: Segment, *, first: bool, last: bool) -> None:
         """Copy a segment's gradients into the bucket, as their hooks do.
@@ -195,9 +204,10 @@ class Zero12(_Buckets):
         moved = copied(self.item) * elements + copies * copied(self.item) * own
         if self.strategy.accumulation > 1 and self.strategy.stage == 2:  # _add_to_grad_partition_buffer
             moved += added(self.item, FP32) * own
+        moved += 2 * self.recast(elements)  # and back (allreduce_bucket)
         seconds = streams.moving(moved, "foreach_copy")
-        seconds += communication.all_reduce(self.item * elements, self.group)
-        moved += collective(self.item, elements, ranks=self.ranks)
+        seconds += communication.all_reduce(self.summed * elements, self.group)
+        moved += collective(self.summed, elements, ranks=self.ranks)
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
         if self.offload:  # with accumulation, earlier gradients come back to be added to
             if not first:
@@ -231,6 +241,11 @@ class Zero3(_Buckets):
         """Elements of each unit that are gathered."""
         self.uses = [(segment.unit, n) for n, segment in enumerate(self.segments) if segment.unit >= 0]
         self.queue: deque[tuple[int, int]] = deque()
+        self.hardware = hardware
+        self.near = communication.group(hardware, strategy.sharers)
+        self.copied: set[int] = set()
+        """Under hpZ, units whose weights this rank's group of `shard_group` holds: until the step. Copies of
+        frozen weights stay in fact, so that LoRA is a little faster than this."""
         self.released: set[int] = set()  # Segments after which their unit's weights are released
         for place, (unit, number) in enumerate(self.uses):
             later = (([other], self.sizes[other]) for other, _ in self.uses[place + 1 :])
@@ -239,12 +254,14 @@ class Zero3(_Buckets):
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
         self.queue = deque(self.uses)
+        every = range(len(self.sizes) if self.strategy.shard_group else 0)
+        self.copied = set() if first else set(every)
         for number, segment in enumerate(self.segments):
             if segment.unit >= 0:
                 self._fetch(segment.unit, number, segment.passes)
             self.run(segment, issue=len(segment.gradients) * self.host.seconds("zero3_hook"))
             if number in self.released:
-                self.gathered.discard(segment.unit)
+                self._release(segment.unit)
             self.collect(segment, first=first, last=last)
         self.end_pass(first=first, last=last)
 
@@ -282,11 +299,35 @@ class Zero3(_Buckets):
             return
         streams.communication_waits(self.arriving[unit])
         # _all_gather_dtype; partition_parameters.py: AllGatherCoalescedHandle.wait
-        moved = copied(self.item) * elements * (1 + 1 / self.ranks)
+        near = unit in self.copied
+        group, ranks = (self.near, self.strategy.shard_group) if near else (self.group, self.ranks)
+        moved = copied(self.item) * elements * (1 + 1 / ranks)
+        item = INT8 if self.strategy.quantized_weights else self.item
+        if item == INT8:  # shares to fp16 and int8, and all of them back (CUDAQuantizer)
+            moved += (converted(self.item, FP16) + converted(FP16, INT8)) * elements / ranks
+            moved += (converted(INT8, FP16) + converted(FP16, self.item)) * elements
         seconds = streams.moving(moved, "foreach_copy")
-        seconds += communication.all_gather(self.item * elements, self.group)
-        moved += self.item * elements
+        seconds += communication.all_gather(item * elements, group)
+        moved += item * elements
         self.arriving[unit] = streams.communicate(seconds, moved, after_compute=False, done=event(unit))
+
+    def _scatter(self, elements: float) -> float:
+        """Seconds to sum gradients; by qgZ within and then over nodes, in int4 (all_to_all_quant_reduce)."""
+        if not self.strategy.quantized_gradients or self.group.nodes == 1:
+            return communication.reduce_scatter(self.summed * elements, self.group)
+        node = self.group.per_node
+        within = communication.reduce_scatter(INT4 * elements, communication.group(self.hardware, node))
+        across = communication.group(self.hardware, self.group.nodes, stride=node)
+        return within + communication.reduce_scatter(INT4 * elements / node, across)
+
+    def _release(self, unit: int) -> None:
+        """Under hpZ a group's copy is cleared, written and waited for (_partition_param_sec)."""
+        self.gathered.discard(unit)
+        if self.strategy.shard_group and unit not in self.copied:
+            self.copied.add(unit)
+            own = self.sizes[unit] / self.strategy.shard_group
+            self.streams.move((self.item + copied(self.item)) * own, "foreach_copy")
+            self.streams.host_reads()
 
     def reduce(self, elements: float, *, first: bool, last: bool) -> None:
         """Reduce-scatter a bucket and add it to this rank's part (__reduce_and_partition_ipg_grads)."""
@@ -294,9 +335,10 @@ class Zero3(_Buckets):
         # laid out by rank, scaled (reduce_scatter_coalesced); the share copied, then added (partition_grads)
         moved = 2 * copied(self.item) * elements + copied(self.item) * own
         moved += 0.0 if first else added(FP32, FP32) * own
+        moved += self.recast(elements)  # __avg_scatter_grads
         seconds = streams.moving(moved, "foreach_copy")
-        seconds += communication.reduce_scatter(self.item * elements, self.group)
-        moved += collective(self.item, elements, ranks=self.ranks)
+        seconds += self._scatter(elements)
+        moved += collective(self.summed, elements, ranks=self.ranks)
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
         if self.offload:
             # Under fp16 counted in fp32, as in `Zero12.reduce`.

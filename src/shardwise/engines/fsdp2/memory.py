@@ -2,8 +2,9 @@
 
 The groups are `StepTrace.parts`: each block, and last the root, everything outside the blocks. A block's
 parameters are asked for one block ahead; the root stays gathered for a micro-batch. Every parameter is split
-along its first dimension in equal shards, the last ones padded (torch.chunk). The functions in parentheses
-are those of torch's _fully_shard package.
+along its first dimension in equal shards, the last ones padded (torch.chunk): over the ranks of one group
+under HSDP, whose all-reduce over the groups works in place. The functions in parentheses are those of torch's
+_fully_shard package.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from shardwise.simulate.memory.engine import EngineMemory, fill, pinned
 from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.step_trace import FP32, Parameter, StepTrace
+from shardwise.simulate.step_trace import FP32, ITEM_BYTES, Parameter, StepTrace
 from shardwise.strategy import Strategy
 
 
@@ -31,9 +32,10 @@ def released(strategy: Strategy, *, backward: bool, last: bool) -> bool:
 
 INT64 = 8
 
-COPY_IN, REDUCE = 1, 2
+COPY_IN, REDUCE, REPLICAS = 1, 2, 3
 """Streams with memory of their own (FSDPCommContext): gathered buffers are allocated on the copy-in stream,
-reduced gradients on the reduce-scatter stream; everything else on the default one, 0."""
+reduced gradients on the reduce-scatter stream, HSDP's in another format on the all-reduce stream; everything
+else on the default one, 0."""
 
 CHUNK_CAT_BLOCK_BYTES = 16 * 128
 CHUNK_CAT_VECTORS = 6
@@ -78,9 +80,13 @@ def shard_of(index: int, parameter: Parameter, world_size: int) -> Shard:
 class Group:
     """Memory of a block's parameters, or of those outside the blocks."""
 
-    def __init__(self, shards: list[Shard], *, world_size: int, offload: bool) -> None:
+    def __init__(self, shards: list[Shard], strategy: Strategy) -> None:
         self.shards = shards
-        self._world_size, self._offload = world_size, offload
+        self._world_size, self._grouped = strategy.sharers, strategy.shard_group > 0
+        self._item = ITEM_BYTES[strategy.reduced_in("fp32")]  # Of gradients as they are summed over ranks
+        self._in_flight: Block | None = None  # What was summed in that format (AllReduceState)
+        self._offload = strategy.offload_parameters == "cpu"
+        world_size = self._world_size
         self._copied_bytes = sum(s.item_bytes * s.numel for s in shards if s.cast)
         self._gathered_bytes = world_size * sum(s.item_bytes * s.numel for s in shards)
         self._output: Block | None = None
@@ -143,34 +149,51 @@ class Group:
         memory.give(*self._gathered)
         self._gathered.clear()
 
-    def reduce(self, memory: GpuMemory, gradients: Mapping[int, Block]) -> Block | None:
-        """Sum the gradients over the processes (foreach_reduce); each keeps its share, in fp32.
+    def reduce(self, memory: GpuMemory, gradients: Mapping[int, Block], *, last: bool) -> Block | None:
+        """Sum the gradients over the processes (foreach_reduce); each keeps its share, in the end in fp32.
 
+        Micro-batches are added to the first one's share. Under HSDP the last one's is what is summed over the
+        groups: the others are added to it, and freed (partial_reduce_output).
         Returns the reduction's input, which stays until the next group's reduction; None without gradients.
         """
         shards = [shard for shard in self.shards if shard.index in gradients]
         if not shards:
             return None
         numel = sum(shard.numel for shard in shards)
-        source = memory.take(BUFFERS, FP32 * numel * self._world_size)
-        memory.scratch(BUFFERS, _chunk_cat_bytes(shards))
+        source = memory.take(BUFFERS, self._item * numel * self._world_size)
+        memory.scratch(BUFFERS, _chunk_cat_bytes(shards, self._item))
         blocks = [gradients[shard.index] for shard in shards]
         held = blocks.pop() if self._world_size > 1 else None  # by a loop's variable
         memory.give(*reversed(blocks))
-        reduced = memory.take(GRADIENTS, FP32 * numel, REDUCE)
+        reduced = memory.take(GRADIENTS, self._item * numel, REDUCE)
         memory.give(held)
         if held is None:
-            memory.scratch(BUFFERS, FP32 * numel, stream=REDUCE)  # a divided copy
+            memory.scratch(BUFFERS, self._item * numel, stream=REDUCE)  # a divided copy
+        if self._grouped:
+            self._keep_of_group(memory, reduced, numel, last=last)
+            return source
+        if self._item != FP32:
+            summed, reduced = reduced, memory.take(GRADIENTS, FP32 * numel, REDUCE)
+            memory.give(summed)
         if self._reduced is None and not self._offload:
             self._reduced = reduced
         else:
             memory.give(reduced)
         return source
 
+    def _keep_of_group(self, memory: GpuMemory, reduced: Block, numel: int, *, last: bool) -> None:
+        if self._reduced is None or last:
+            memory.give(self._reduced)
+            self._reduced = reduced
+        else:
+            memory.give(reduced)
+        if last and self._item != FP32:
+            self._in_flight, self._reduced = reduced, memory.take(GRADIENTS, FP32 * numel, REPLICAS)
+
     def forget(self, memory: GpuMemory) -> None:
-        """Free a buffer whose parameters were not used (finalize_backward)."""
-        memory.give(self._output)
-        self._output = None
+        """Free a buffer whose parameters were not used, and what was in flight (finalize_backward)."""
+        memory.give(self._output, self._in_flight)
+        self._output = self._in_flight = None
 
     def drop_gradients(self, memory: GpuMemory) -> None:
         memory.give(self._reduced)
@@ -196,8 +219,8 @@ def shard_part(memory: GpuMemory, shards: list[Shard], weights: dict[int, Block]
     return weights[shards[-1].index]
 
 
-def _chunk_cat_bytes(shards: list[Shard]) -> int:
-    blocks = sum(-(-FP32 * shard.numel // CHUNK_CAT_BLOCK_BYTES) for shard in shards)
+def _chunk_cat_bytes(shards: list[Shard], item: int) -> int:
+    blocks = sum(-(-item * shard.numel // CHUNK_CAT_BLOCK_BYTES) for shard in shards)
     return INT64 * (blocks + CHUNK_CAT_VECTORS * len(shards) + 2)
 
 
@@ -213,9 +236,8 @@ class Fsdp2Memory(EngineMemory):
         self._trace = trace
         self._strategy = strategy
         self._offload = strategy.offload_parameters == "cpu"
-        shards = [shard_of(i, p, strategy.data_parallel) for i, p in enumerate(trace.parameters)]
-        parts = [[shards[i] for i in part] for part in trace.parts]
-        groups = [Group(part, world_size=strategy.data_parallel, offload=self._offload) for part in parts]
+        shards = [shard_of(i, p, strategy.sharers) for i, p in enumerate(trace.parameters)]
+        groups = [Group([shards[i] for i in part], strategy) for part in trace.parts]
         self._blocks, self._root = groups[:-1], groups[-1]
         self._trained = [shard for shard in shards if shard.trainable]
         self._gradients: dict[int, Block] = {}
@@ -304,7 +326,7 @@ class Fsdp2Memory(EngineMemory):
         if released(self._strategy, backward=True, last=self._last):
             group.reshard(memory)
         memory.give(self._reducing)
-        self._reducing = group.reduce(memory, self._gradients)
+        self._reducing = group.reduce(memory, self._gradients, last=self._last)
         for shard in group.shards:
             self._gradients.pop(shard.index, None)
 

@@ -1,8 +1,11 @@
 """PyTorch FSDP2 (`fully_shard`) behind the engine protocol.
 
 Trainable parameters are fp32 shards, gathered in the computation's format. Gradients are summed over the
-ranks in fp32. The optimizer steps this rank's shards as plain tensors, with the code of the single engine.
-Frozen parameters (the base of LoRA) are shards in the computation's format.
+ranks in fp32, or in `reduce_dtype`. The optimizer steps this rank's shards as plain tensors, with the code of
+the single engine. Frozen parameters (the base of LoRA) are shards in the computation's format.
+
+With `shard_group` (HSDP) each group of ranks shares a copy of its own: gathering stays within a group. Each
+micro-batch's gradients are summed within it, and over the groups once a step (decision 0045).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -30,14 +33,19 @@ class FsdpEngine(TorchEngine):
     def _prepare(
         self, blocks: Sequence[nn.Module], fill: Fill
     ) -> tuple[dict[str, torch.Tensor], Collection[str]]:
+        sharers = self._strategy.sharers
+        self.copies = self.world.size // sharers
         self._fp32 = Fp32Parameters(self.module, precision=self._strategy.precision)
         self._shard(blocks, fill)
         self._root: FSDPModule = self.module  # type: ignore[assignment]  # fully_shard changes its class
         self._sharded: dict[str, DTensor] = trainable(self.module)  # type: ignore[assignment]
         self._shards = {name: p.to_local().detach() for name, p in self._sharded.items()}
-        return {**self._shards, **self._fp32.trainable}, self._fp32.trainable
+        on_every_rank = self._fp32.trainable  # the first rank of each copy counts them
+        return {**self._shards, **on_every_rank}, on_every_rank if self.world.rank % sharers else ()
 
     def _begin(self, *, last: bool) -> None:
+        if self._strategy.shard_group:
+            self._root.set_requires_all_reduce(last)
         if not self._strategy.reshard:
             # All micro-batches use the gathered parameters, which are freed before the optimizer step.
             self._root.set_reshard_after_backward(last)
@@ -81,22 +89,29 @@ class FsdpEngine(TorchEngine):
         return {
             "engine": "fsdp2",
             "param_dtype": self._strategy.precision,
-            "reduce_dtype": "fp32",
+            "reduce_dtype": self._strategy.reduced_in("fp32"),
             "reshard_after_forward": self._strategy.reshard,
             "cpu_offload": self._strategy.offload_parameters == "cpu",
-            "shard_group_size": self.world.size,
+            "shard_group_size": self._strategy.sharers,
             "clip_norm": self._strategy.clip_norm,
             "optimizer": self._settings.model_dump(),
         }
+
+    def _mesh(self) -> DeviceMesh:
+        """The ranks; under HSDP as groups, of which the second dimension holds one copy of the weights."""
+        kind, size, group = self.world.device.type, self.world.size, self._strategy.shard_group
+        if not group:
+            return init_device_mesh(kind, (size,))
+        return init_device_mesh(kind, (size // group, group), mesh_dim_names=("replicas", "shards"))
 
     def _shard(self, blocks: Sequence[nn.Module], fill: Fill) -> None:
         """Fill and shard one block after the other, then the rest of the module."""
         device = self.world.device
         options: dict[str, Any] = {
-            "mesh": init_device_mesh(device.type, (self.world.size,)),
+            "mesh": self._mesh(),
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=DTYPES[self._strategy.precision],
-                reduce_dtype=torch.float32,
+                reduce_dtype=DTYPES[self._strategy.reduced_in("fp32")],
                 cast_forward_inputs=False,
             ),
         }

@@ -68,16 +68,28 @@ class Fsdp2(EngineSpec):
 
     def accelerate_settings(self, strategy: Strategy, *, nodes: int, folder: str) -> dict[str, Any]:
         settings = _settings(strategy) | {"offload_params": strategy.offload_parameters == "cpu"}
-        return {
+        values: dict[str, Any] = {
             "fsdp_config": {f"fsdp_{name}": value for name, value in settings.items()},
             "mixed_precision": "no" if strategy.precision == "fp32" else strategy.precision,
         }
+        if strategy.shard_group:
+            sizes = {"replicate": strategy.data_parallel // strategy.sharers, "shard": strategy.sharers}
+            mesh = {f"parallelism_config_dp_{name}_size": size for name, size in sizes.items()}
+            values["parallelism_config"] = mesh
+        return values
 
     def script_notes(self, strategy: Strategy, target: str, *, own_optimizer: bool) -> list[str]:
         notes = []
         if strategy.checkpoint_every > 1:
             every = f"not every {strategy.checkpoint_every}th"
             notes.append(f"every block is recomputed, {every}: FSDP's setting is all")
+        if strategy.shard_group and target != "accelerate":
+            mesh = f"({strategy.data_parallel // strategy.sharers}, {strategy.sharers})"
+            notes.append(f"HSDP is a mesh of {mesh} ranks: parallelism_config of the Trainer's arguments")
+        if strategy.reduce_dtype != "auto":
+            notes.append(
+                f"gradients in {strategy.reduce_dtype}: MixedPrecisionPolicy.reduce_dtype of the script"
+            )
         if target != "accelerate":
             notes.append("the launch script only starts processes: an own script calls fully_shard itself")
         return notes

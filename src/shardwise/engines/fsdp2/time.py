@@ -2,11 +2,16 @@
 
 torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.11 to 2.13, whose functions stand in
 parentheses. What is gathered and released when is in `memory.py`.
+
+Under HSDP blocks are gathered and reduce-scattered within a group of ranks. In the last micro-batch of a step
+each share is then summed over the groups, on a stream of its own (all_reduce_stream). Where a group is a
+node, that uses other links, and nothing waits for it before the end of the backward pass; else the links are
+shared.
 """
 
 from shardwise.engines.fsdp2.memory import gathered_ahead, released
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.step_trace import FP32, StepTrace
+from shardwise.simulate.step_trace import FP32, ITEM_BYTES, StepTrace
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.schedule import (
     ADAMW_BYTES,
@@ -29,6 +34,10 @@ class Fsdp2Schedule(Schedule):
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
         self.offload = strategy.offload_parameters != "none"
+        self.sharers, self.summed = strategy.sharers, ITEM_BYTES[strategy.reduced_in("fp32")]
+        self.shards = communication.group(hardware, self.sharers)
+        copies = strategy.data_parallel // self.sharers
+        self.replicas = communication.group(hardware, copies, stride=self.sharers)
         groups, trainable = self.trace.parts, set(self.trace.trainable)
         self.root = len(groups) - 1
         # Parameters that are kept apart in fp32 have no elements here.
@@ -47,10 +56,10 @@ class Fsdp2Schedule(Schedule):
             self.run(segment)
             if block != self.root:
                 if segment.backward:
-                    self._reduce(block, first=first)
+                    self._reduce(block, first=first, last=last)
                 if released(self.strategy, backward=segment.backward, last=last):
                     self.gathered.discard(block)
-        self._reduce(self.root, first=first)
+        self._reduce(self.root, first=first, last=last)
         if released(self.strategy, backward=True, last=last):
             self.gathered.discard(self.root)
         self.streams.settle()
@@ -76,14 +85,14 @@ class Fsdp2Schedule(Schedule):
         if block in self.arriving or block in self.gathered:
             return
         streams, elements, learned = self.streams, self.elements_of[block], self.learned_of[block]
-        shard = (learned * FP32 + (elements - learned) * self.item) / self.ranks
+        shard = (learned * FP32 + (elements - learned) * self.item) / self.sharers
         self._visit(block, 2)
         arrived = event(block)
         if self.offload:
             streams.copy(shard, done=arrived)
             streams.communication_waits(arrived)
-        seconds = streams.moving(shard + self.item * elements / self.ranks, "foreach_copy")
-        seconds += communication.all_gather(self.item * elements, self.group)
+        seconds = streams.moving(shard + self.item * elements / self.sharers, "foreach_copy")
+        seconds += communication.all_gather(self.item * elements, self.shards)
         moved = shard + self.item * elements
         self.arriving[block] = streams.communicate(seconds, moved, after_compute=False, done=arrived)
 
@@ -93,18 +102,27 @@ class Fsdp2Schedule(Schedule):
         one += self.host.seconds("fsdp_parameter") * self.parameters[block]
         self.streams.issue(times * one)
 
-    def _reduce(self, block: int, *, first: bool) -> None:
-        """Concatenate a group's gradients in fp32, reduce-scatter them and add them up (foreach_reduce)."""
+    def _reduce(self, block: int, *, first: bool, last: bool) -> None:
+        """Concatenate a group's gradients, reduce-scatter them and add them up in fp32 (foreach_reduce).
+
+        `reduce_dtype` is what they are concatenated and summed in. Under HSDP micro-batches are, too.
+        """
         streams, elements = self.streams, self.learned_of[block]
         if not elements:
             return
-        part = elements / self.ranks
+        part = elements / self.sharers
         self._visit(block, 1)
-        moved = converted(self.item, FP32) * elements
-        moved += 0.0 if first or self.offload else added(FP32, FP32) * part
+        item, total = self.summed, self.summed if self.strategy.shard_group else FP32
+        moved = converted(self.item, item) * elements
+        moved += 0.0 if first or self.offload else added(item, total) * part
+        moved += converted(item, FP32) * part if item != FP32 and (last or total == FP32) else 0.0
         seconds = streams.moving(moved, "foreach_copy")
-        seconds += communication.reduce_scatter(FP32 * elements, self.group)
-        done = streams.communicate(seconds, moved + copied(FP32) * elements, after_compute=True)
+        seconds += communication.reduce_scatter(item * elements, self.shards)
+        done = streams.communicate(seconds, moved + copied(item) * elements, after_compute=True)
+        if last and self.replicas.size > 1:
+            apart = self.shards.nodes == 1 and self.replicas.per_node == 1
+            seconds = communication.all_reduce(item * part, self.replicas)
+            streams.sum_over_replicas(seconds, copied(item) * part, apart=apart)
         if self.offload:
             streams.copy(FP32 * part, after=done)
             if not first:
@@ -112,7 +130,7 @@ class Fsdp2Schedule(Schedule):
                 streams.issue(cpu_seconds(added(FP32, FP32) * part, self.neighbours, by="torch"))
 
     def update(self) -> None:
-        streams, part = self.streams, self.trainable / self.ranks
+        streams, part = self.streams, self.trainable / self.sharers
         if self.offload:
             streams.host_waits()
             num_bytes = (NORM_BYTES + TORCH_CPU_ADAMW_BYTES) * part

@@ -24,8 +24,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamW:
     """Steps fp32 tensors whose `.grad` holds the gradient of this rank's share.
 
-    With `sharded`, each rank holds a disjoint part of every tensor, and norms and losses are summed
-    over all ranks. Every rank holds all of the tensors named in `replicated`, and all of their gradients.
+    With `sharded`, each rank holds a part of every tensor, and norms and losses are summed over all ranks.
+    These hold `copies` complete copies. What is in `not_counted` other ranks of the same copy hold, too: one
+    of them counts it into the norm.
     """
 
     def __init__(
@@ -37,15 +38,15 @@ class AdamW:
         clip_norm: float,
         fp16: bool,
         sharded: bool,
+        copies: int = 1,
         device: torch.device,
-        replicated: Collection[str] = (),
+        not_counted: Collection[str] = (),
     ) -> None:
         # A rank may hold nothing of a small tensor.
         self.parameters = {name: p for name, p in parameters.items() if p.numel() > 0}
         self.clip_norm, self.device = clip_norm, device
-        self.fp16, self.sharded = fp16, sharded
-        self._not_counted = frozenset(replicated if sharded and dist.get_rank() != 0 else ())
-        """Rank 0 counts these into the norm."""
+        self.fp16, self.sharded, self.copies = fp16, sharded, copies
+        self._not_counted = frozenset(not_counted)
         self.torch_optimizer = torch.optim.AdamW(
             parameter_groups(self.parameters, decay),
             lr=optimizer.learning_rate,
@@ -79,7 +80,7 @@ class AdamW:
         if self.sharded:
             dist.all_reduce(numbers)
         loss_scale = self.loss_scale.clone()
-        total_loss, norm = numbers[0], numbers[1].sqrt() / loss_scale
+        total_loss, norm = numbers[0], (numbers[1] / self.copies).sqrt() / loss_scale
         bad = (~torch.isfinite(total_loss + norm)).float()
         if not self.fp16:
             self.stopped.copy_(torch.maximum(self.stopped, bad))

@@ -2,7 +2,7 @@
 
 A rank's state is a safetensors file without pickle: reading one cannot run code. The header has the number of
 ranks and the global shapes of sharded tensors. Rows are split as `torch.chunk` does, so each file's part
-follows from its rank (decision 0032).
+follows from its rank (decision 0032), or its rank within a group: replicas each write theirs (decision 0045).
 """
 
 import json
@@ -63,6 +63,7 @@ class TorchEngine:
     """Trains `module`; subclasses decide where weights, gradients and fp32 masters are."""
 
     sharded = False  # Whether each rank holds a part of every tensor that AdamW steps
+    copies = 1  # Complete copies of those tensors that the ranks hold together, where it does
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class TorchEngine:
         self._strategy, self._settings = strategy, optimizer
         decay = decay_by_name(module, optimizer.weight_decay)
         move_buffers(module, world.device)
-        tensors, replicated = self._prepare(blocks, fill)
+        tensors, not_counted = self._prepare(blocks, fill)
         self._optimizer = AdamW(
             tensors,
             decay,
@@ -85,25 +86,30 @@ class TorchEngine:
             clip_norm=strategy.clip_norm,
             fp16=strategy.precision == "fp16",
             sharded=self.sharded,
+            copies=self.copies,
             device=world.device,
-            replicated=replicated,
+            not_counted=not_counted,
         )
         module.train()
 
     def step(
         self, micro_batches: Sequence[MicroBatch], *, target_tokens: int, learning_rate: float
     ) -> StepResult:
-        factor = self._optimizer.loss_scale / target_tokens
-        loss_sum = torch.zeros((), device=self.world.device)
-        for index, micro_batch in enumerate(micro_batches):
-            self._begin(last=index == len(micro_batches) - 1)
-            loss = self.module(micro_batch)
-            loss_sum += loss.detach()
-            (loss * factor).backward()
+        loss_sum = self._passes(micro_batches, self._optimizer.loss_scale / target_tokens)
         self._collect_gradients()
         result = self._optimizer.step(loss_sum / target_tokens, learning_rate=learning_rate)
         self._publish()
         return result
+
+    def _passes(self, micro_batches: Sequence[MicroBatch], factor: torch.Tensor) -> torch.Tensor:
+        """Add up the gradients of the loss times `factor`; returns this rank's share of the loss."""
+        loss_sum = torch.zeros((), device=self.world.device)
+        for index, micro_batch in enumerate(micro_batches):
+            self._begin(last=index == len(micro_batches) - 1)
+            loss = self._loss(micro_batch)
+            loss_sum += loss.detach()
+            (loss * factor).backward()
+        return loss_sum
 
     @torch.no_grad()
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
@@ -123,8 +129,15 @@ class TorchEngine:
     def _prepare(
         self, blocks: Sequence[nn.Module], fill: Fill
     ) -> tuple[dict[str, torch.Tensor], Collection[str]]:
-        """Fill the module, and return the fp32 tensors to step and the names of those on every rank."""
+        """Fill the module, and return the fp32 tensors to step.
+
+        And the names of those whose gradient another rank counts into the norm.
+        """
         raise NotImplementedError
+
+    def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
+        loss: torch.Tensor = self.module(micro_batch)
+        return loss
 
     def _begin(self, *, last: bool) -> None:
         """Prepare for a micro-batch."""

@@ -26,6 +26,7 @@ class World:
     device: torch.device
     data_rank: int
     data_size: int
+    local_disks: bool = False  # Each node keeps the checkpoint files of its ranks on a disk of its own
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,14 @@ class Single(EngineSpec):
             source="shardwise.engines.single.runtime",
         ),
         Rule(
+            name="single-reduces-nothing",
+            broken=lambda f: f.strategy.reduce_dtype != "auto",
+            reason="one process sums no gradients over ranks",
+            where="strategy.reduce_dtype",
+            fix="leave reduce_dtype out",
+            source="shardwise.engines.single.runtime",
+        ),
+        Rule(
             name="single-does-not-offload",
             broken=lambda f: f.offloads,
             reason="the single engine cannot offload",

@@ -14,10 +14,11 @@ from shardwise.lint.rules import (
     sections,
     training,
     zero,
+    zeus,
 )
 
 SUBJECTS = [reader, keys, batch, zero, offload, precision, optimizer, parallel]
-SUBJECTS += [sections, accelerate, fsdp, training]
+SUBJECTS += [sections, accelerate, fsdp, training, zeus]
 """The modules of rules, in the order of the page of all rules; a docstring begins with its subject."""
 
 RULES = tuple(one for module in SUBJECTS for one in vars(module).values() if isinstance(one, Rule))

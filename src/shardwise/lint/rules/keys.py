@@ -24,6 +24,9 @@ _ELSEWHERE: dict[Key, str] = {
 }
 """The meant key for names that are not near any known one."""
 
+_MICS = (
+    "FSDP2's HSDP shards in groups as MiCS did; ZeRO++'s zero_hpz_partition_size gathers weights in groups"
+)
 REMOVED: dict[Key, tuple[str, str]] = {
     ("nebula",): (">=0.19.7", "checkpoints use torch.save"),
     ("compression_training",): (">=0.19.7", "DeepSpeed no longer compresses"),
@@ -36,8 +39,8 @@ REMOVED: dict[Key, tuple[str, str]] = {
     ("graph_harvesting",): (">=0.19.8", "there is no replacement"),
     ("curriculum_learning",): (">=0.19.8", "use data_efficiency.data_sampling.curriculum_learning"),
     ("progressive_layer_drop",): (">=0.19.8", "there is no replacement"),
-    (ZERO, "mics_shard_size"): (">=0.19.7", "use zero_hpz_partition_size"),
-    (ZERO, "mics_hierarchical_params_gather"): (">=0.19.7", "use zero_hpz_partition_size"),
+    (ZERO, "mics_shard_size"): (">=0.19.7", _MICS),
+    (ZERO, "mics_hierarchical_params_gather"): (">=0.19.7", _MICS),
     (ZERO, "zeropp_loco_param"): (">=0.19.8", "zero_quantized_gradients works without it"),
 }
 _HOMES: tuple[Key, ...] = ((), (ZERO,))

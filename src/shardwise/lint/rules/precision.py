@@ -135,3 +135,11 @@ def bf16_sent_as_fp16(document: Document, _: Setup) -> Iterator[Hit]:
     key = ("communication_data_type",)
     if document.on(*BF16) and document.get(*key) == "fp16":
         yield Hit(key, fix="remove it: bf16 is sent as bf16", changes=(Drop(key),))
+
+
+@rule("error", "deepspeed/ops/csrc/quantization/pt_binding.cpp: ds_swizzle_quant casts to __half*")
+def quantized_gradients_are_fp16(document: Document, _: Setup) -> Iterator[Hit]:
+    """ZeRO++'s kernel takes the bits of bf16 and fp32 gradients for fp16: training goes wrong silently."""
+    key, sent = ("zero_optimization", "zero_quantized_gradients"), document.get("communication_data_type")
+    if document.on(*key) and (sent or ("fp16" if document.on(*FP16) else None)) != "fp16":
+        yield Hit(key, fix='remove it, or train with "fp16": {"enabled": true}', changes=(Drop(key),))

@@ -34,7 +34,7 @@ def _zero_stage(setup: Setup) -> int | None:
     return next((stage for stage in (*stages, named) if isinstance(stage, int)), None)
 
 
-def _distributed(setup: Setup) -> bool:
+def distributed(setup: Setup) -> bool:
     """Whether a file or a flag says that several processes run."""
     launcher = setup.training("launcher") is not None or setup.training("deepspeed") not in (None, False)
     return launcher or bool(setup.of("deepspeed") or setup.of("accelerate")) or (setup.world_size or 0) > 1
@@ -49,7 +49,7 @@ def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
     if value is not None and _zero_stage(setup) == 3:
         what = "from_pretrained stops: ZeRO-3 does not allow a `device_map`"
         yield Hit(key, what, "remove it: ZeRO-3 places the parameters")
-    elif value in ("auto", "balanced", "balanced_low_0", "sequential") and _distributed(setup):
+    elif value in ("auto", "balanced", "balanced_low_0", "sequential") and distributed(setup):
         what = f'"{value}" spreads the model over all GPUs of the machine, in every process; under a '
         what += "distributed launch Accelerator.prepare stops: `You can't train a model that has been loaded "
         what += "with device_map='auto' in any distributed mode`"
@@ -74,7 +74,7 @@ def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
     """Every process loads all quantised weights, and these are not trained themselves."""
     stage = _zero_stage(setup)
     for name, bits in (("load_in_8bit", 8), ("load_in_4bit", 4)):
-        if not document.on(name) or not _distributed(setup):
+        if not document.on(name) or not distributed(setup):
             continue
         if not setup.lora:
             what = f"{bits}-bit weights get no gradients: without adapters the Trainer refuses to train"

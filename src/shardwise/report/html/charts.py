@@ -92,11 +92,13 @@ def plot(
     height: int = HEIGHT,
     zero: bool = True,
     shade_to: float | None = None,
+    mark: float | None = None,
     legend: Mapping[str, str] | None = None,
 ) -> Chart:
     """Curves on common axes. `zero`: the axis begins at 0. `shade_to`: x up to which it is shaded.
 
-    `label` describes the chart to screen readers, `text` writes a y value, `x_labels` are spaced evenly.
+    `mark`: x of a line across all. `label` describes the chart to screen readers, `text` writes a y value,
+    `x_labels` are spaced evenly.
     """
     points = [(x, y) for curve in curves for x, y in curve.points if y is not None]
     if not points:
@@ -117,6 +119,7 @@ def plot(
         "box": f"0 0 {WIDTH} {height}",
         "height": height,
         "shade": _percent(min(1.0, ((shade_to or 0) - left) / (right - left))) if shaded else None,
+        "mark": None if mark is None else _percent((mark - left) / (right - left)),
         "grid": [place(left, mark)[1] for mark in marks],
         "lines": [(curve, _path(curve, place)) for curve in curves],
         "marks": [text(mark) for mark in reversed(marks)],

@@ -24,9 +24,11 @@ def plain(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """`12 %`, with a decimal below ten; below 0.05 % one significant digit."""
+    """`12 %`, with a decimal below ten; below 0.05 % one significant digit, down to 0.001 %."""
     if value is None:
         return NONE
+    if 0 < abs(value) < 1e-5:
+        return f"<{THIN}0.001{THIN}%"
     if 0 < abs(value) < 0.0005:
         return f"{100 * value:.1g}{THIN}%"
     return f"{100 * value:.0f}{THIN}%" if abs(value) >= 0.0995 else f"{100 * value:.1f}{THIN}%"

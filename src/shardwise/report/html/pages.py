@@ -14,9 +14,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from shardwise.record.bench import BenchRecord
 from shardwise.record.read import RunRecord
-from shardwise.report.bench import NEEDED, Row, device, pair, ran, reasons
+from shardwise.report.bench import NEEDED, Row, by_speed, device, pair, ran, reasons, recommended
 from shardwise.report.compare import row_of
 from shardwise.report.html import numbers, views
+from shardwise.report.html.energy import energies, phases
 from shardwise.units import count, duration, steps
 
 FOLDER = Path(__file__).parent
@@ -53,7 +54,7 @@ def _page(template: str, **context: Any) -> str:
 
 def bench_page(bench: BenchRecord) -> str:
     """The HTML document of a bench's folder."""
-    head, rows = bench.head, bench.rows
+    head, rows = bench.head, by_speed(bench.rows)
     job, measured = head["job"], ran(rows)
     sizes = {row["measured"].get("parameters") for row in measured} - {None}
     size = f", {count(min(sizes))} parameters" if sizes else ""
@@ -76,7 +77,7 @@ def bench_page(bench: BenchRecord) -> str:
         predicted=any(row["predicted"] for row in rows),
         apart=max(losses) / min(losses) - 1 if len(losses) > 1 else None,
         guess=max(guesses, key=lambda row: pair(row, "tokens_per_second_per_gpu")[0] or 0, default=None),
-        best=max(measured, key=lambda row: pair(row, "tokens_per_second_per_gpu")[1] or 0, default=None),
+        advice=recommended(rows),
         reasons=reasons(rows),
         failures={row["label"]: _failure(row) for row in rows if row["measured"] is None},
     )
@@ -145,6 +146,8 @@ def run_page(paths: Sequence[Path]) -> str:
         decisions=[_decision(row, record) for row, record in zip(rows, records, strict=True)],
         commands=[_command(record) for record in records],
         measured=ran(rows),
+        energies=energies(both),
+        phases=phases(rows),
         predicted=any(row["predicted"] for row in rows),
         machines=_different(records),
     )

@@ -4,14 +4,14 @@ Building the model and the optimizer is replayed, then two optimizer steps; the 
 first has left it. Of many micro-batches two are replayed: a third would repeat the second.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.memory.allocator import CachingAllocator, OutOfMemoryError
 from shardwise.simulate.memory.engine import EngineMemory
 from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GpuMemory
-from shardwise.simulate.memory.spans import PRODUCT, steps
+from shardwise.simulate.memory.spans import PRODUCT, Step, steps
 from shardwise.simulate.prediction import Memory, MemoryTerms
 from shardwise.simulate.step_trace import BACKWARD, BACKWARD_END, FORWARD, FORWARD_END, GRADIENT, StepTrace
 from shardwise.strategy import Strategy
@@ -28,6 +28,10 @@ thread of the forward pass has one, and that of the backward pass; they stay."""
 PLENTY = 1 << 90
 """Capacity of a replay that goes on where the GPU would be full, to say by how much."""
 
+Run = Callable[[int], tuple[GpuMemory, int]]
+"""Replays the model's construction and some steps with an allocator of so many bytes. Returns the memory, and
+how often the last step gave the allocator's cache back. OutOfMemoryError: they are not enough."""
+
 
 def peak_memory(
     trace: StepTrace,
@@ -41,14 +45,27 @@ def peak_memory(
     """Memory of the fullest GPU, whose process may use `capacity_bytes`, context included.
 
     `engine` makes the engine's allocations, before anything is built. `outside_allocator_bytes`: GPU memory
-    of the process outside torch's allocator. Where the GPU has room for all tensors but not for the
-    allocator's cache, the memory is that of a run whose allocator gives its cache back, if that is enough.
+    of the process outside torch's allocator.
     """
-    memory, flushes = _run(trace, strategy, hardware, engine(), allocator_bytes=PLENTY)
+    return peak_of(
+        lambda size: _run(trace, strategy, hardware, engine(), allocator_bytes=size),
+        hardware,
+        outside_allocator_bytes=outside_allocator_bytes,
+        capacity_bytes=capacity_bytes,
+    )
+
+
+def peak_of(run: Run, hardware: Hardware, *, outside_allocator_bytes: int, capacity_bytes: int) -> Memory:
+    """The memory of a replay, `run`.
+
+    Where the GPU has room for all tensors but not for the allocator's cache, it is that of a run whose
+    allocator gives its cache back, if that is enough.
+    """
+    memory, flushes = run(PLENTY)
     room = capacity_bytes - outside_allocator_bytes
     if memory.allocator.peak_allocated_bytes <= room < memory.allocator.peak_reserved_bytes:
         with suppress(OutOfMemoryError):
-            memory, flushes = _run(trace, strategy, hardware, engine(), allocator_bytes=room)
+            memory, flushes = run(room)
     terms = memory.fullest
     reserved = memory.allocator.peak_reserved_bytes
     return Memory(
@@ -82,8 +99,7 @@ def _run(
     engine.build(memory)
     for _ in range(3 * strategy.accumulation):  # token ids, labels and positions of a step's micro-batches
         memory.take(ACTIVATIONS, 8 * trace.tokens)
-    new = float(hardware.gpu.compute_capability or 0) >= HOPPER
-    workspace = WORKSPACE_BYTES if new else SMALL_WORKSPACE_BYTES
+    workspace = workspace_bytes(hardware)
     before = 0
     for number in range(STEPS):
         before = memory.allocator.alloc_retries
@@ -98,11 +114,28 @@ def _run(
     return memory, memory.allocator.alloc_retries - before
 
 
+def workspace_bytes(hardware: Hardware) -> int:
+    """What the first matrix product of each pass allocates."""
+    new = float(hardware.gpu.compute_capability or 0) >= HOPPER
+    return WORKSPACE_BYTES if new else SMALL_WORKSPACE_BYTES
+
+
 def _replay(trace: StepTrace, memory: GpuMemory, engine: EngineMemory, workspace: int) -> None:
     """Replay one micro-batch. `workspace`: bytes that the first matrix product of each pass allocates."""
-    addresses: dict[int, int] = {}
+    replay_steps(trace, steps(trace), memory, engine, workspace, {})
+
+
+def replay_steps(
+    trace: StepTrace,
+    part: Iterable[Step],
+    memory: GpuMemory,
+    engine: EngineMemory,
+    workspace: int,
+    addresses: dict[int, int],
+) -> None:
+    """Replay a part of a trace's steps; `addresses`: of the micro-batch's tensors, which later parts free."""
     names = [unit.name if unit.block < 0 else f"block {unit.block}" for unit in trace.units]
-    for span, event in steps(trace):
+    for span, event in part:
         if span is not None:
             memory.run(span, addresses)
         kind = event[0]

@@ -3,8 +3,9 @@
 A ring of N GPUs passes each of N parts on N - 1 times, so a GPU sends (N - 1) / N of the bytes; an
 all-reduce is a reduce-scatter and an all-gather (Thakur, Rabenseifner, Gropp 2005). Over several nodes NCCL
 lays one ring for each network adapter: between nodes the rings share the node's adapters. For small
-all-reduces NCCL takes its tree, a chain within a node and a binary tree between nodes (src/graph/tuning.cc,
-ncclTopoTuneModel, NCCL 2.30). Not modelled: NVLink SHARP and other reductions in a switch.
+all-reduces NCCL takes its tree, a chain within a node and a binary tree between nodes, and for few bytes on
+many GPUs a protocol with faster messages and a lower rate (src/graph/tuning.cc, ncclTopoTuneModel, NCCL
+2.30). Like NCCL, the functions take what is fastest. Not modelled: reductions in a switch, as NVLink SHARP.
 """
 
 import math
@@ -17,6 +18,11 @@ BASE_SECONDS = 8.4e-6
 
 TREE_RATE = 0.92
 """Share of the ring's rate that the tree's Simple protocol reaches: tuning.cc."""
+
+LL128_BASE_SECONDS, LL128_RATE = 14.0e-6, 0.92
+LL128_NVLINK, LL128_NETWORK = 1.9 / 3.4, 4.0 / 14.0
+"""NCCL's protocol LL128: seconds before the first byte, share of the rate, and its latencies of a step as
+shares of the Simple protocol's (tuning.cc, baseLat and hwLat of the ring). NCCL has it on NVLink only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +59,19 @@ class Group:
     @property
     def ring_latency_seconds(self) -> float:
         """N - 1 steps; one less than the number of nodes goes between nodes."""
-        within = (self.per_node - 1) * self.nodes * self.intra.latency_seconds
-        return within if self.nodes == 1 else within + (self.nodes - 1) * self._network.latency_seconds
+        return self._ring_latency(1.0, 1.0)
+
+    @property
+    def ll128_latency_seconds(self) -> float | None:
+        """The same under LL128; None where NCCL does not use it."""
+        nvlink = self.intra.name.startswith("nvlink") and self.per_node > 1
+        return self._ring_latency(LL128_NVLINK, LL128_NETWORK) if nvlink else None
+
+    def _ring_latency(self, intra: float, inter: float) -> float:
+        within = (self.per_node - 1) * self.nodes * self.intra.latency_seconds * intra
+        if self.nodes == 1:
+            return within
+        return within + (self.nodes - 1) * self._network.latency_seconds * inter
 
     @property
     def tree_latency_seconds(self) -> float:
@@ -86,8 +103,7 @@ def all_gather(num_bytes: float, group: Group) -> float:
     """Seconds until every member has `num_bytes`, each starting with an equal part."""
     if group.size == 1:
         return 0.0
-    share = (group.size - 1) / group.size
-    return BASE_SECONDS + group.ring_latency_seconds + num_bytes * share / group.bytes_per_second
+    return _ring(num_bytes, group, rounds=1)
 
 
 def reduce_scatter(num_bytes: float, group: Group) -> float:
@@ -99,8 +115,15 @@ def all_reduce(num_bytes: float, group: Group) -> float:
     """Seconds until every member has the sum of everyone's `num_bytes`, by ring or tree, the faster."""
     if group.size == 1:
         return 0.0
-    rate = group.bytes_per_second
-    share = (group.size - 1) / group.size
-    ring = 2 * (group.ring_latency_seconds + num_bytes * share / rate)
-    tree = 2 * (group.tree_latency_seconds + num_bytes / (TREE_RATE * rate))
-    return BASE_SECONDS + min(ring, tree)
+    tree = group.tree_latency_seconds + num_bytes / (TREE_RATE * group.bytes_per_second)
+    return min(_ring(num_bytes, group, rounds=2), BASE_SECONDS + 2 * tree)
+
+
+def _ring(num_bytes: float, group: Group, *, rounds: int) -> float:
+    """`rounds` times round the ring, by the faster protocol."""
+    sent = num_bytes * (group.size - 1) / group.size / group.bytes_per_second
+    simple = BASE_SECONDS + rounds * (group.ring_latency_seconds + sent)
+    latency = group.ll128_latency_seconds
+    if latency is None:
+        return simple
+    return min(simple, LL128_BASE_SECONDS + rounds * (latency + sent / LL128_RATE))

@@ -49,6 +49,7 @@ class Roofline:
         self.fp32_flops: float = gpu.flops["fp32"]
         self.half_flops: float = half or self.fp32_flops
         self.bytes_per_second = gpu.memory_bytes_per_second
+        self._flash = "ampere" if (8, 0) <= gpu.capability < (9, 0) else "flash"
         self._kernel_seconds: float = table()["kernel"]["seconds"]
         self._shares: dict[str, float] = table()["bandwidth"]
 
@@ -112,7 +113,7 @@ class Roofline:
 
     def _attention(self, op: Op) -> tuple[float, float]:
         rules = table()["attention"]
-        kernel = rules["cudnn" if "cudnn" in op.name else "flash"]
+        kernel = rules["cudnn" if "cudnn" in op.name else self._flash]
         shares = {int(size): share for size, share in kernel[direction(op)].items()}
         keys, head = op.shape[4:6]
         share = shares[min((size for size in shares if size >= head), default=max(shares))]

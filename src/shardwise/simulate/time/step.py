@@ -9,6 +9,7 @@ from shardwise.simulate.prediction import Time
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.simulate.time.schedule import Schedule
 from shardwise.simulate.time.segments import clocked_seconds
+from shardwise.simulate.time.stragglers import slowest
 from shardwise.simulate.time.streams import Clocks, Totals
 from shardwise.strategy import Strategy
 
@@ -57,12 +58,14 @@ def _play(schedule: Schedule) -> Played:
 def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, played: Played) -> Time:
     """The time of one optimizer step of `strategy` on `hardware`, whose micro-batches are each `trace`.
 
-    `played`: one GPU's steps, as all GPUs do the same. When its work would draw more than the power limit on
-    average, the clock falls until it does not, and the step lasts as long as its joules need.
+    `played`: one GPU's steps, as all GPUs do the same; the slowest of them decides. When its work would draw
+    more than the power limit on average, the clock falls until it does not, and the step lasts as long as its
+    joules need.
     """
     totals = played.totals
+    waiting = slowest(strategy.world_size, hardware.straggler_fraction)
     return Time(
-        step_seconds=max(played.seconds, Draw(hardware.gpu).powered_seconds(totals.joules)),
+        step_seconds=waiting * max(played.seconds, Draw(hardware.gpu).powered_seconds(totals.joules)),
         compute_seconds=totals.compute,
         communication_seconds=totals.communication,
         exposed_communication_seconds=totals.exposed,
@@ -71,8 +74,9 @@ def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, playe
         copy_seconds=totals.copy,
         optimizer_seconds=totals.optimizer,
         launch_seconds=totals.issue,
+        bubble_seconds=totals.bubble,
         tokens_per_step=trace.tokens * strategy.accumulation * strategy.data_parallel,
         world_size=strategy.world_size,
-        full_clock_seconds=played.seconds,
-        clocked_seconds=strategy.accumulation * clocked_seconds(trace, hardware.gpu),
+        full_clock_seconds=waiting * played.seconds,
+        clocked_seconds=strategy.accumulation * clocked_seconds(trace, hardware.gpu) / strategy.pipeline,
     )

@@ -1,7 +1,8 @@
 """The clocks of one GPU and its process: what overlaps, and what waits for what.
 
-Four things happen at a time: the process issues work, the GPU computes, it communicates with other GPUs, and
-copies go to and from the host. Each has a clock that says until when it is busy.
+Five things happen at a time: the process issues work, the GPU computes, it communicates with other GPUs, it
+sums gradients with its replicas, and copies go to and from the host. Each has a clock that says until when it
+is busy.
 
 The work of a schedule does not depend on the clocks. It is recorded once (`Streams`), and played (`Clocks`)
 as often as it repeats: most micro-batches are alike.
@@ -16,7 +17,7 @@ from shardwise.simulate.energy import Draw
 from shardwise.simulate.time.roofline import Host, Roofline, table
 
 COMPUTE, COMMUNICATE, COMPUTE_WAITS, COPY, ISSUE = range(5)
-HOST_READS, HOST_WAITS, COMMUNICATION_WAITS, SETTLE, PEERS = range(5, 10)
+HOST_READS, HOST_WAITS, COMMUNICATION_WAITS, SETTLE, PEERS, REPLICATE = range(5, 11)
 
 Work = tuple[Any, ...]
 """One piece of work: its kind, and the numbers that the method of `Streams` gives it. Plain tuples, as a plan
@@ -50,6 +51,7 @@ class Totals:
     optimizer: float = 0.0
     issue: float = 0.0
     joules: float = 0.0
+    bubble: float = 0.0  # Waiting for the computation of other stages of a pipeline
 
     def wait(self, since: float, until: float, copies: Interval) -> None:
         """The computation waits for an event; during `copies` it waits for a copy."""
@@ -108,6 +110,16 @@ class Streams:
         """Collectives of the tensor-parallel group, on the computation's own stream, in all `seconds`."""
         self.work.append((PEERS, seconds, self.draw.moving(num_bytes)))
 
+    def sum_over_replicas(self, seconds: float, num_bytes: float, *, apart: bool) -> None:
+        """A sum over replicas after the latest collective; `settle` waits for it, too.
+
+        `apart`: over other links than the collectives, which go on meanwhile.
+        """
+        if apart:
+            self.work.append((REPLICATE, seconds, self.draw.moving(num_bytes)))
+        else:
+            self.communicate(seconds, num_bytes, after_compute=False)
+
     def communication_waits(self, until: int) -> None:
         """The next collective begins after an event."""
         self.work.append((COMMUNICATION_WAITS, until))
@@ -140,6 +152,7 @@ class Clocks:
         self.host = 0.0
         self.compute = 0.0
         self.communication = 0.0
+        self.replicas = 0.0
         self.copy = 0.0
         self.totals = Totals()
         self._events = [0.0] * event(events)
@@ -158,6 +171,7 @@ class Clocks:
         """Play work: one loop for all kinds, as a plan plays millions of pieces."""
         totals, events, copying, launch = self.totals, self._events, self._copying, self._launch
         host, compute, communication, copy = self.host, self.compute, self.communication, self.copy
+        replicas = self.replicas
         for item in work:
             kind = item[0]
             if kind == COMPUTE:
@@ -165,21 +179,20 @@ class Clocks:
                 start = max(compute, host + launch)
                 host += issue
                 totals.issue += issue
-                lasts = seconds if communication <= start else self._slower(communication - start, seconds)
+                shared = max(communication, replicas) - start
+                lasts = seconds if shared <= 0.0 else self._slower(shared, seconds)
                 compute = max(start + lasts, host + launch)
                 totals.compute += seconds
                 totals.joules += joules
             elif kind == COMMUNICATE:
                 _, seconds, joules, after_compute, done = item
-                start = max(communication, host + launch)
-                if after_compute:
-                    start = max(start, compute)
+                start = max(communication, host + launch, compute if after_compute else 0.0)
                 copying[done] = self._delayed_by
                 events[done] = communication = start + seconds
                 totals.communication += seconds
                 totals.joules += joules
             elif kind in (COMPUTE_WAITS, SETTLE):
-                last = (communication, self._delayed_by)
+                last = (max(communication, replicas), self._delayed_by)
                 until, copies = last if kind == SETTLE else (events[item[1]], copying[item[1]])
                 totals.wait(max(compute, host), until, copies)
                 compute = max(compute, until)
@@ -207,14 +220,20 @@ class Clocks:
                 compute = start + seconds + shared
                 totals.communication += seconds
                 totals.joules += joules
+            elif kind == REPLICATE:
+                _, seconds, joules = item
+                replicas = max(replicas, communication) + seconds
+                totals.communication += seconds
+                totals.joules += joules
             elif kind == COMMUNICATION_WAITS:
                 over = (events[item[1]], copying[item[1]])  # the later one delays the next collective
                 communication, self._delayed_by = max((communication, self._delayed_by), over)
             elif kind == HOST_READS:
                 host = max(host, compute)
             else:
-                host = max(host, compute, communication, copy)
+                host = max(host, compute, communication, replicas, copy)
         self.host, self.compute, self.communication, self.copy = host, compute, communication, copy
+        self.replicas = replicas
 
     def _slower(self, shared: float, seconds: float) -> float:
         """Seconds of a computation while collectives, which use multiprocessors, run for `shared`."""

@@ -4,6 +4,9 @@ When parameters are gathered and released is `policy.py`. The first forward and 
 modules are called; later passes gather ahead by that record. Units of the trace are DeepSpeed's leaf modules
 (entire blocks, see runtime/engine.py) and those with parameters of their own. Other modules are called too,
 and each call gathers ahead: the loss, the base model, its rotary embedding.
+
+With hpZ (`shard_group`) each group of ranks keeps a copy of what is released. Until the optimizer's step the
+parameter is gathered from that. With qwZ what is gathered is int8, scales not counted (CUDAQuantizer).
 """
 
 from collections import deque
@@ -20,6 +23,8 @@ GATHER = 1  # The stream on which parameters are gathered, with memory of its ow
 
 ROOT, MODEL, EMPTY = -1, -2, -3
 """Calls of modules that are no unit: the loss; the base model; one without any parameters."""
+
+INT8, FP16 = 1, 2  # Bytes of an element
 
 NEVER = -(10**10)  # The step of a parameter that was not fetched yet
 
@@ -50,6 +55,9 @@ class Coordinator:
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         self._trace = trace
         self._world = strategy.data_parallel
+        self._groups = strategy.data_parallel // strategy.shard_group if strategy.shard_group else 0
+        self._quantized = strategy.quantized_weights
+        self._copies: dict[int, Block] = {}  # This rank's parts of its group's copy (ds_secondary_tensor)
         self._offload = strategy.offload_parameters != "none"
         self._limit = policy.live_limit(strategy)
         self._numel = [parameter.numel for parameter in trace.parameters]
@@ -107,7 +115,7 @@ class Coordinator:
             self._copy_out(memory, gathering)
         for gathering in coming:
             gathering.awaited -= 1
-            if not gathering.awaited and len(gathering.parameters) > 1:
+            if not gathering.awaited and (len(gathering.parameters) > 1 or self._quantized):
                 memory.give(gathering.buffer)
         if self._complete:
             self._forget_queued(wanted)
@@ -147,8 +155,12 @@ class Coordinator:
         self._live += sum(self._numel[p] for p in missing)
         buffer = None
         if self._world > 1:
-            parts = [self._item[p] * self.part(p) for p in missing]
-            buffer = memory.take(WEIGHTS, self._world * sum(parts), GATHER)
+            items = {p: INT8 if self._quantized else self._item[p] for p in missing}
+            buffer = memory.take(WEIGHTS, self._world * sum(items[p] * self.part(p) for p in missing), GATHER)
+            if self._quantized:  # shares together, in fp16, in int8
+                own = sum(self.part(p) for p in missing)
+                source = sum(self._item[p] * self.part(p) for p in missing)
+                memory.scratch(WEIGHTS, source, FP16 * own, INT8 * own, stream=GATHER)
             if self._offload:  # partitions from the host, those of persistent parameters excepted
                 sizes = [self._item[p] * self.part(p) for p in missing if p not in self.persistent]
                 memory.give(*[memory.take(WEIGHTS, size, GATHER) for size in sizes])
@@ -160,27 +172,39 @@ class Coordinator:
         if gathering.done:
             return
         gathering.done = True
-        if len(gathering.parameters) == 1 and self._world > 1:
+        unpacked: Block | None = None
+        if self._quantized and self._world > 1:
+            own = sum(self.part(p) for p in gathering.parameters)
+            unpacked = memory.take(WEIGHTS, FP16 * self._world * own, GATHER)
+        elif len(gathering.parameters) == 1 and self._world > 1:
             self._gathered[gathering.parameters[0]] = gathering.buffer  # _all_gather_sequential
             return
         in_place = self._world == 1 and not self._offload  # on one GPU its partition, unless on the host
         for parameter in gathering.parameters:
             size = self._item[parameter] * self._numel[parameter]
             self._gathered[parameter] = None if in_place else memory.take(WEIGHTS, size, GATHER)
+        memory.give(unpacked)
 
     def part(self, parameter: int) -> int:
         """Elements of a parameter on each rank (_aligned_size)."""
         return -(-self._numel[parameter] // self._world)
 
-    def release(self, unit: int) -> None:
+    def copy_to_group(self, memory: GpuMemory, parameter: int) -> None:
+        """With hpZ, before a parameter is partitioned (_partition_param_sec)."""
+        if self._groups and parameter not in self._copies:
+            size = self._item[parameter] * self._groups * self.part(parameter)
+            self._copies[parameter] = memory.take(WEIGHTS, size)
+
+    def release(self, memory: GpuMemory, unit: int) -> None:
         """A unit's forward or backward pass is over (release_sub_module)."""
         wanted = self._trace.units[unit].parameters
         going = self._not_needed_soon(unit) if self._complete else frozenset(wanted)
-        self._drop(parameter for parameter in wanted if parameter in going)
+        self._drop(memory, [parameter for parameter in wanted if parameter in going])
 
-    def _drop(self, parameters: Iterable[int]) -> None:
+    def _drop(self, memory: GpuMemory, parameters: Iterable[int]) -> None:
         for parameter in parameters:
             if parameter in self._gathered:
+                self.copy_to_group(memory, parameter)
                 self._latest.append(self._gathered.pop(parameter))
                 self._live -= self._numel[parameter]
 
@@ -202,12 +226,14 @@ class Coordinator:
 
     def release_all(self, memory: GpuMemory) -> None:
         """Before the optimizer's step (partition_all_parameters)."""
-        self._drop(list(self._gathered))
+        self._drop(memory, list(self._gathered))
         self._give_earlier(memory)
         self._give_earlier(memory)
 
-    def gather_persistent(self, memory: GpuMemory) -> None:
-        """After it, on the stream of the computation (_post_step)."""
+    def end_step(self, memory: GpuMemory) -> None:
+        """Gather what persists on the stream of the computation, and drop outdated copies (_post_step)."""
         for parameter in sorted(self.persistent):
             size = self._item[parameter] * self._world * self.part(parameter)
             self._gathered[parameter] = memory.take(WEIGHTS, size) if self._world > 1 else None
+        for parameter in self._trace.trainable:
+            memory.give(self._copies.pop(parameter, None))

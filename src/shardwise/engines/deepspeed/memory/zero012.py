@@ -14,7 +14,7 @@ from shardwise.simulate.memory.allocator import DeferredFree
 from shardwise.simulate.memory.engine import EngineMemory, cut, fill, pinned
 from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.step_trace import FP32, FP64, StepTrace
+from shardwise.simulate.step_trace import FP32, FP64, ITEM_BYTES, StepTrace
 from shardwise.strategy import Strategy
 
 ALIGNMENT = 2  # Elements a partition's size is a multiple of (stage_1_and_2.py: nccl_start_alignment_factor)
@@ -171,6 +171,7 @@ class Zero12Memory(EngineMemory):
         self._owned = set(self._flat.owned(self._rank))
         self._numel = {index: trace.parameters[index].numel for index in trace.trainable}
         self._item = FP32 if strategy.precision == "fp32" else 2
+        self._reduced_item = ITEM_BYTES[strategy.reduced_in(strategy.precision)]
         self._strategy = strategy
         self._offload = strategy.offload_optimizer != "none"
         self._fp32_sum = sums_in_fp32(strategy)  # _use_compact_grad_partition_buffer
@@ -248,6 +249,8 @@ class Zero12Memory(EngineMemory):
             # Several are reduced in a copy, a single one in its own memory (allreduce_bucket).
             numel = sum(numel for _, numel in together)
             copy = memory.take(BUFFERS, self._item * numel, REDUCTION) if len(together) > 1 else None
+            if self._reduced_item != self._item:  # communication_data_type
+                memory.scratch(BUFFERS, self._reduced_item * numel, stream=REDUCTION)
             for rank, part in together:
                 if self._fp32_sum and rank == self._rank:  # _add_to_grad_partition_buffer
                     memory.scratch(BUFFERS, FP32 * part, stream=REDUCTION)

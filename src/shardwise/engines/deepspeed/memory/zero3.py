@@ -7,7 +7,7 @@ from shardwise.simulate.memory.allocator import DeferredFree
 from shardwise.simulate.memory.engine import EngineMemory, fill, pinned
 from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.step_trace import ALLOC, BACKWARD, FP32, FP64, FREE, GRADIENT, StepTrace
+from shardwise.simulate.step_trace import ALLOC, BACKWARD, FP32, FP64, FREE, GRADIENT, ITEM_BYTES, StepTrace
 from shardwise.strategy import Strategy
 
 NORM = FP64  # Bytes of an element in the norm of an offloaded gradient (get_norm_dtype: fp64)
@@ -31,6 +31,7 @@ class Zero3Memory(EngineMemory):
         self._item = FP32 if strategy.precision == "fp32" else 2
         self._places = (strategy.offload_optimizer, strategy.offload_parameters)
         self._offload, self._offload_parameters = (place != "none" for place in self._places)
+        self._reduced_item = ITEM_BYTES[strategy.reduced_in(strategy.precision)]
         self._sum_item = FP32 if sums_in_fp32(strategy) else self._item
         self._coordinator = Coordinator(trace, strategy)
         blocks = [(i, unit) for i, unit in enumerate(trace.units) if unit.block >= 0]
@@ -107,6 +108,7 @@ class Zero3Memory(EngineMemory):
         for part in self._trace.parts:
             weights = fill(memory, self._trace, part)
             for index in part:
+                self._coordinator.copy_to_group(memory, index)
                 if not self._offload_parameters:
                     size = self._trace.parameters[index].item_bytes * self._part(index)
                     block = memory.take(WEIGHTS, size)
@@ -149,7 +151,7 @@ class Zero3Memory(EngineMemory):
 
     def forward_end(self, memory: GpuMemory, unit: int) -> None:
         if not self._in_backward:
-            self._coordinator.release(unit)
+            self._coordinator.release(memory, unit)
 
     def _free_later(self, memory: GpuMemory, blocks: list[Block]) -> None:
         """Free memory that another stream still uses, which keeps it for a while (record_stream).
@@ -189,7 +191,7 @@ class Zero3Memory(EngineMemory):
             for parameter, block in sorted(waiting.items()):
                 self._collect(memory, parameter, block)
             memory.give(output)
-        self._coordinator.release(unit)
+        self._coordinator.release(memory, unit)
 
     def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         unit = self._unit_of.get(parameter)
@@ -216,17 +218,21 @@ class Zero3Memory(EngineMemory):
             return
         parts = [self._part(index) for index in bucket]
         flat: Block | None = None
+        recast: Block | None = None  # In communication_data_type (__avg_scatter_grads)
+        if self._reduced_item != self._item:
+            numel = sum(self._trace.parameters[index].numel for index in bucket)
+            recast = memory.take(BUFFERS, self._reduced_item * numel, REDUCTION)
         if len(parts) > 1 or parts[0] * self._world != self._trace.parameters[bucket[0]].numel:
-            flat = memory.take(BUFFERS, self._item * self._world * sum(parts), REDUCTION)
+            flat = memory.take(BUFFERS, self._reduced_item * self._world * sum(parts), REDUCTION)
         fp32_parts: list[Block] = []
-        if self._sum_item != self._item:
+        if self._sum_item != self._reduced_item:
             fp32_parts = [memory.take(BUFFERS, self._sum_item * numel, REDUCTION) for numel in parts]
             memory.give(flat)
             flat = None
         if self._offload:
             for numel in parts:
                 self._to_host(memory, numel)
-        memory.give(*fp32_parts, flat)
+        memory.give(*fp32_parts, flat, recast)
         self._free_later(memory, self._oversized)
         self._oversized.clear()
         self._bucket.clear()
@@ -254,7 +260,7 @@ class Zero3Memory(EngineMemory):
             if not self._offload:
                 self._step_group(memory, len(group), numel)
         self._states = True
-        self._coordinator.gather_persistent(memory)
+        self._coordinator.end_step(memory)
 
     def _step_group(self, memory: GpuMemory, count: int, numel: int) -> None:
         """Gradients in one piece, in fp32 (_prepare_fp32_grad_for_sub_group); moments at the first step."""

@@ -47,7 +47,7 @@ from shardwise.engines.runtime.parameters import (
     trainable,
 )
 from shardwise.engines.runtime.protocol import StepResult, World
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, JobError
 from shardwise.job import schema
 from shardwise.strategy import Strategy
 
@@ -75,9 +75,12 @@ class DeepSpeedEngine:
             trainable_parameters=sum(p.numel() for p in trainable(module).values()),
             largest_parameter=max(p.numel() for p in module.parameters()),
         )
+        if world.local_disks:
+            self._config |= on_local_disks(strategy)
         _prepare_deepspeed(world)
         wait_for_locks(needed_operators(strategy))
         import deepspeed
+        from deepspeed.utils import groups
 
         move_buffers(module, world.device)
         self._fp32 = Fp32Parameters(module, precision=strategy.precision)
@@ -85,7 +88,10 @@ class DeepSpeedEngine:
             fill(part, world.device)
             self._fp32.take(part)
             if strategy.stage == 3:
-                deepspeed.zero.Init(module=part, config_dict_or_path=copy.deepcopy(self._config))
+                # hpZ's groups are made by the first call; a second set of them is an error.
+                found = groups._get_zero_param_intra_parallel_group() if strategy.shard_group else None
+                config = copy.deepcopy(self._config)
+                deepspeed.zero.Init(module=part, config_dict_or_path=config, zero_param_parallel_group=found)
         if strategy.stage == 3:
             # Blocks are gathered, not single linear layers (decision 0009). Fused layers rely on it.
             for block in blocks:
@@ -221,6 +227,16 @@ class DeepSpeedEngine:
         norm = self._engine.get_global_grad_norm()
         assert norm is not None
         return norm, bool(self._optimizer.overflow)
+
+
+def on_local_disks(strategy: Strategy) -> dict[str, Any]:
+    """Settings with which each node can load what its own ranks have saved. JobError where it could not."""
+    if (
+        strategy.tensor_parallel > 1
+    ):  # the model of local rank 0 alone is saved then (0.19.8, runtime/engine.py)
+        what = "DeepSpeed saves only one part of a tensor-parallel model where the nodes share no disk"
+        raise JobError(what, where="output", fix="--set output=DIR, on a disk that all nodes share")
+    return {"checkpoint": {"use_node_local_storage": True}}
 
 
 def _prepare_deepspeed(world: World) -> None:

@@ -1,0 +1,34 @@
+"""Memory of replicas: engines/ddp/runtime.py."""
+
+from shardwise.engines.single.memory import SingleMemory
+from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, GpuMemory
+from shardwise.simulate.memory.pool import Block
+from shardwise.simulate.step_trace import FP32, StepTrace
+from shardwise.strategy import Strategy
+
+
+class DdpMemory(SingleMemory):
+    """A single process's states, and buckets that hold all gradients as long as the engine lives.
+
+    PowerSGD also keeps what it did not send, as large as the gradients (error_dict). Not counted are its
+    factors and the copies of one bucket.
+    """
+
+    def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
+        super().__init__(trace, strategy)
+        self._trained = [trace.parameters[index] for index in trace.trainable]
+        self._keeps_errors = strategy.powersgd > 0
+
+    def build(self, memory: GpuMemory) -> None:
+        super().build(memory)
+        for account in (GRADIENTS, BUFFERS) if self._keeps_errors else (GRADIENTS,):
+            memory.take(account, sum(parameter.size_bytes for parameter in self._trained))
+
+    def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
+        memory.give(block)  # added to its place in a bucket (gradient_as_bucket_view)
+
+    def step(self, memory: GpuMemory) -> None:
+        low = [parameter for parameter in self._trained if parameter.item_bytes != FP32]
+        sums = [memory.take(GRADIENTS, FP32 * parameter.numel) for parameter in low]
+        memory.scratch(OPTIMIZER, *[FP32] * len(self._trained))  # the norm of each
+        memory.give(*sums)

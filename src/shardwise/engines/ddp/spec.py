@@ -1,0 +1,56 @@
+"""PyTorch's DistributedDataParallel: every rank has everything, and gradients may be sent compressed."""
+
+from shardwise.engines.ddp.memory import DdpMemory
+from shardwise.engines.ddp.time import DdpSchedule
+from shardwise.engines.descriptor import EngineSpec
+from shardwise.engines.facts import Rule
+from shardwise.engines.fsdp2.spec import TORCH
+from shardwise.errors import JobError
+from shardwise.strategy import Strategy
+
+
+class Ddp(EngineSpec):
+    """Replicas. `auto` does not consider it: it was not measured, and zero1 holds less and sends as much."""
+
+    name = "ddp"
+    memories, schedules = (DdpMemory,), (DdpSchedule,)
+    runtime = "shardwise.engines.ddp.runtime:DdpEngine"
+    keeps_fp32 = compresses_gradients = True
+    accelerate_type = "MULTI_GPU"
+    rules = (
+        Rule(
+            name="ddp-is-several-processes",
+            broken=lambda f: f.world_size == 1,
+            reason="with one process there are no replicas",
+            where="strategy.engine",
+            fix="strategy: single",
+            source="shardwise.engines.ddp.runtime",
+        ),
+        Rule(
+            name="ddp-does-not-offload",
+            broken=lambda f: f.offloads,
+            reason="DistributedDataParallel cannot offload",
+            where="strategy.offload_optimizer, strategy.offload_parameters",
+            fix="strategy: zero2-offload",
+            source="shardwise.engines.ddp.runtime",
+        ),
+        Rule(
+            name="powersgd-and-fp16",
+            broken=lambda f: f.strategy.powersgd > 0 and f.strategy.precision == "fp16",
+            reason="fp16 gradients overflow now and then, and PowerSGD would keep infinity as not sent",
+            where="strategy.powersgd",
+            fix="train.precision: bf16, or leave powersgd out",
+            source="torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook: error_dict",
+            versions=TORCH,
+        ),
+    )
+
+    def check_launcher(self, target: str, strategy: Strategy) -> None:
+        if target == "deepspeed":
+            what = "the strategy is PyTorch's DDP, which is no part of DeepSpeed"
+            raise JobError(what, where="--to deepspeed", fix="--to accelerate or --to torchrun")
+
+    def script_notes(self, strategy: Strategy, target: str, *, own_optimizer: bool) -> list[str]:
+        if not strategy.powersgd and strategy.reduce_dtype == "auto":
+            return []
+        return ["compression is a hook: register_comm_hook, or Accelerate's DistributedDataParallelKwargs"]

@@ -1,0 +1,143 @@
+"""This node's part in a run on several: joining, and agreeing on one end, one error and one exit code."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import MachineError, Problem, ShardwiseError, StoppedError
+from shardwise.launch.control import SILENT_SECONDS, Together, excuse, join
+from shardwise.launch.nodes import Place, free_port, interface_of, resolve
+from shardwise.launch.spec import Ending, LaunchSpec, Worker
+from shardwise.launch.startup import check, facts
+
+_LEAVING_CHARS = 100_000  # of a traceback that goes to node 0
+
+
+@contextmanager
+def joined(
+    spec: LaunchSpec, while_waiting: Callable[[], object]
+) -> Iterator[tuple[LaunchSpec, Place | None, Together | None]]:
+    """Meet the other nodes and check that they fit; nothing to do for one machine and for a dry run.
+
+    Gives what to run, this node's place, and the connection to the others, which is closed in the end.
+    """
+    if spec.nodes is None or spec.dry_run:
+        yield spec, None, None
+        return
+    try:
+        mine = facts(spec)
+    except ShardwiseError as error:
+        excuse(spec.nodes, error)
+        raise
+    team = join(spec.nodes, while_waiting)
+    try:
+        shared = check(team, spec, mine, while_waiting)
+        port = team.agree(free_port(team.address) if team.first else None, while_waiting)[0]
+        if not team.first:
+            print(
+                f"this is {team.named(spec.nodes.rank)}; the run is shown on {team.named(0)}", file=sys.stderr
+            )
+        place = Place(
+            node=spec.nodes.rank,
+            first_rank=spec.nodes.rank * spec.processes,
+            world_size=spec.world_size,
+            address=resolve(spec.nodes)[1],
+            port=port,
+            interface=interface_of(team.address),
+        )
+        yield replace(spec, nodes=replace(spec.nodes, shared=shared)), place, team
+    except BaseException as error:
+        team.close(error)
+        raise
+    team.close()
+
+
+def note_halted(workers: Sequence[Worker], halted: dict[int, float]) -> None:
+    """Report a worker that a signal has stopped for long: the other nodes would wait for it in a collective.
+
+    `halted`: since when, by rank; kept between calls.
+    """
+    for worker in workers:
+        with suppress(OSError):
+            stat = Path(f"/proc/{worker.process.pid}/stat").read_text(encoding="ascii", errors="replace")
+            if stat.rpartition(") ")[2][:1] != "T":
+                halted.pop(worker.rank, None)
+                continue
+            since = halted.setdefault(worker.rank, time.monotonic())
+            if worker.report is None and time.monotonic() - since > SILENT_SECONDS:
+                what = f"rank {worker.rank} has stood still for {SILENT_SECONDS:.0f} s: it was sent SIGSTOP"
+                problem = Problem(what=what, where=f"process {worker.process.pid}", fix="go on with --resume")
+                error = {"exit_code": MachineError.exit_code, "headline": "", "problems": [asdict(problem)]}
+                worker.report, worker.failed_at = error, time.time()
+
+
+def settle(team: Together, ending: Ending, while_waiting: Callable[[], object]) -> Ending:
+    """The ending of the run, of which every node knows its own: the first cause on any node."""
+    try:
+        endings = team.agree(_to_json(ending), while_waiting)
+    except ShardwiseError as over:
+        return replace(ending, code=over.exit_code, error=over, out_of_memory=None, log=None, traceback="")
+    node = min(range(len(endings)), key=lambda number: _importance(endings[number]))
+    first = endings[node]
+    if first["code"] == 0:
+        return ending
+    error = None if first["error"] is None else _error(first, team, node)
+    evidence = first["out_of_memory"] if team.first else None
+    return replace(
+        ending,
+        code=first["code"],
+        error=None if error is None else team.elsewhere(error),
+        out_of_memory=evidence,
+        requested=first["requested"],
+        traceback=first["traceback"] if team.first else "",
+        log=_log(first["log"], team, node) if team.first else None,
+    )
+
+
+def _importance(ending: dict[str, Any]) -> tuple[bool, bool, bool, bool, float]:
+    """Failures before stops before success; memory that ran out and causes before what follows from them."""
+    code = ending["code"]
+    stopped = code == StoppedError.exit_code
+    return code == 0, stopped, ending["out_of_memory"] is None, ending["follows"], ending["failed_at"]
+
+
+def _to_json(ending: Ending) -> dict[str, Any]:
+    error = ending.error
+    return {
+        "code": ending.code,
+        "error": None
+        if error is None
+        else {"headline": error.headline, "problems": [asdict(problem) for problem in error.problems]},
+        "out_of_memory": ending.out_of_memory,
+        "requested": ending.requested,
+        "follows": ending.follows,
+        "failed_at": ending.failed_at,
+        "traceback": ending.traceback[-_LEAVING_CHARS:],
+        "log": None if ending.log is None else str(ending.log.absolute()),
+    }
+
+
+def _error(ending: dict[str, Any], team: Together, node: int) -> ShardwiseError:
+    """The error of that node, which says where it was."""
+    problems = [Problem(**problem) for problem in ending["error"]["problems"]]
+    if ending["code"] == StoppedError.exit_code:
+        kind: type[ShardwiseError] = StoppedError
+    else:
+        kind = ShardwiseError
+        where = ", ".join(filter(None, [team.named(node), problems[0].where]))
+        problems[0] = replace(problems[0], where=where)
+    error = kind(problems[0].what, problems=problems)
+    error.exit_code = ending["code"]
+    error.headline = ending["error"]["headline"]
+    return error
+
+
+def _log(path: str | None, team: Together, node: int) -> Path | None:
+    """The log of that node, as `scp` writes places."""
+    if path is None:
+        return None
+    return Path(path if node == 0 else f"{team.names[node]}:{path}")

@@ -1,0 +1,69 @@
+"""Every architecture trains as plain transformers does sample by sample, packed wherever that is exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from packed_rows import one_by_one, packed, samples
+from shardwise.data.batch import IGNORED, MicroBatch
+from shardwise.errors import JobError
+from shardwise.models.families import FAMILIES, attention_of
+from shardwise.objective.causal_lm import CausalLM
+from tiny_models import tiny_model
+
+PACKED = sorted(name for name, family in FAMILIES.items() if family.packing not in ((), ("state",)))
+LEAKING = (
+    "bailing_hybrid", "bamba", "bloom", "falcon-alibi", "falcon_mamba", "jamba", "lfm2", "llama4_text",
+    "mamba2", "minimax", "mpt", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xglm",
+)  # fmt: skip
+"""Architectures whose samples see each other in a row, also where the position ids restart."""
+
+
+def norm(model: PreTrainedModel) -> float:
+    gradients = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    return float(torch.stack(gradients).norm())
+
+
+def check(loss: CausalLM, batch: MicroBatch, expected: tuple[float, float]) -> None:
+    loss.model.zero_grad()
+    measured = loss(batch)
+    measured.backward()
+    assert (measured.item(), norm(loss.model)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_rows_and_plain_rows_equal_samples_one_by_one(name: str) -> None:
+    model, pairs = tiny_model(name), samples()
+    total = one_by_one(model, pairs)
+    total.backward()
+    expected = total.item(), norm(model)
+    check(CausalLM(model, packed=False), packed(pairs, rows=tuple((i,) for i in range(len(pairs)))), expected)
+    check(CausalLM(model), packed(pairs), expected)
+
+
+@pytest.mark.parametrize("name", LEAKING)
+def test_what_is_refused_leaks_and_trains_on_plain_rows(name: str) -> None:
+    model, pairs = tiny_model(name), samples()
+    total = one_by_one(model, pairs)
+    total.backward()
+    expected = total.item(), norm(model)
+    with pytest.raises(JobError, match="let samples"):
+        CausalLM(model)
+    plain = CausalLM(model, packed=False)
+    assert attention_of(model.config).packing == "rows"
+    check(plain, packed(pairs, rows=tuple((i,) for i in range(len(pairs)))), expected)
+
+    batch = packed(pairs)
+    labels = batch.labels.flatten()
+    for positions in (None, batch.position_ids):
+        given = {} if positions is None else {"position_ids": positions}
+        logits = model(input_ids=batch.input_ids, use_cache=False, **given).logits.flatten(0, 1).float()
+        leaked = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        assert abs(leaked.item() - expected[0]) > 1e-5 * expected[0]
+
+
+def test_most_architectures_are_among_them() -> None:
+    assert len(PACKED) + len(LEAKING) >= 95
+    assert not {*PACKED} & {*LEAKING}
