@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardwise.errors import CheckpointError, JobError, MachineError, ShardwiseError
+from shardwise.errors import CheckpointError, JobError, MachineError, ShardwiseError, printable, render
 from shardwise.inference.conversation import Conversation
 from shardwise.inference.load import load_model
 from shardwise.inference.model import LoadedModel, TooLongError, _Text
@@ -280,3 +280,9 @@ def test_an_adapter_without_its_base_is_refused(make: Make, tmp_path: Path) -> N
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="names no base"):
         load_model(str(tmp_path / "adapter"))
+
+
+def test_foreign_text_cannot_steer_a_terminal() -> None:
+    hostile = "a\x1b[2J\x07\x9b31m\x7f\r\nb\tc é 世 🌍"
+    assert printable(hostile) == "a␛[2J␇\ufffd31m␡␍\nb\tc é 世 🌍"
+    assert "\x1b" not in render(JobError(hostile, where=hostile, fix=hostile))
