@@ -79,7 +79,8 @@ def test_a_run_goes_on_with_its_own_job_base_and_tokens_or_not_at_all(tmp_path: 
     ):
         code, _, err = forked_shardwise(*command, cwd=tmp_path)
         assert (code, err.count("error:")) == (5, 1), err
-        assert "the frozen base, base, is not the one that the adapter was trained on" in err
+        base = tmp_path / "base"
+        assert f"the frozen base, {base}, is not the one that the adapter was trained on" in err
         assert "fix: put its config.json and safetensors files back" in err
     assert not (tmp_path / "merged").exists()
     shutil.rmtree(tmp_path / "base")

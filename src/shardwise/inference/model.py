@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ from transformers.generation import BaseStreamer
 
 from shardwise.data.chat import Renderer, end_tokens
 from shardwise.data.formats import Conversation
-from shardwise.errors import DataError, DoesNotFitError, JobError, MachineError, printable
+from shardwise.errors import DataError, DoesNotFitError, JobError, MachineError
 from shardwise.inference.sampling import Sampling
 
 Message = Mapping[str, str]
@@ -253,7 +254,6 @@ def _open_end(text: str, stops: Sequence[str]) -> int:
 def _check_text(text: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in text):  # undecodable bytes in Python
         raise JobError("the prompt is not UTF-8", where="the prompt", fix="see the terminal's locale")
-    plain = text.replace("\r", "")
-    if printable(plain) != plain:
+    if any(unicodedata.category(character) == "Cc" for character in text if character not in "\t\n\r"):
         what = "the prompt has control characters"
         raise JobError(what, where="the prompt", fix="use text; line breaks and tabs are allowed")

@@ -138,7 +138,7 @@ def test_a_prompt_that_cannot_be_used_is_refused(make: Make, load: Load, content
     for asked in (content, [{"role": "user", "content": content}]):
         with pytest.raises(JobError, match=says):
             model.prompt(asked)
-    assert model.prompt("lines\r\n\tand tabs")
+    assert model.prompt("lines\r\n\tand tabs, \u2067\u05d0\u2069 is Hebrew")
     with pytest.raises(JobError, match="the prompt is empty"):
         model.prompt("")
 
@@ -284,5 +284,5 @@ def test_an_adapter_without_its_base_is_refused(make: Make, tmp_path: Path) -> N
 
 def test_foreign_text_cannot_steer_a_terminal() -> None:
     hostile = "a\x1b[2J\x07\x9b31m\x7f\r\nb\tc é 世 🌍"
-    assert printable(hostile) == "a␛[2J␇\ufffd31m␡␍\nb\tc é 世 🌍"
+    assert printable(hostile) == "a\\x1b[2J\\x07\\x9b31m\\x7f\\r\nb\tc é 世 🌍"
     assert "\x1b" not in render(JobError(hostile, where=hostile, fix=hostile))
