@@ -9,13 +9,15 @@ date, so the content has a hash of its own:
     lengths.bin   int32 [samples]    tokens of a sample
     targets.bin   int32 [samples]    trained tokens of a sample without its first, which nothing predicts
     groups.bin    int64 [samples]    samples of one group come from one conversation
-    meta.json     sizes of these, a hash of their content, and the builder's note (written last)
+    meta.json     sizes of these, hashes of their blocks, and the builder's note (written last)
 
 It is built under another name and renamed when it is complete. A lock makes the others wait for the process
 that builds; the kernel releases it when that process ends, however it ends. Machines that share the folder
 share the lock where the file system passes it on (NFS does); where it does not, each machine builds, under a
-name of its own, and the first to be complete is used. An entry whose files have other sizes than meta.json
-says is built again; one without a hash, of an earlier version, gets its hash.
+name of its own, and the first to be complete is used.
+
+An entry whose files have other sizes than meta.json says, or whose small columns have other content, is built
+again. Blocks of tokens are verified when they are first read, because there may be many gigabytes of them.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ import os
 import platform
 import shutil
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
@@ -38,11 +40,34 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import MachineError
-from shardwise.record.manifest import hash_files
 
 FORMAT = 2  # part of every key; raised when the files or the way to them change
 COLUMNS: dict[str, Any] = {"tokens": np.uint32, "trained": np.uint8}
-COLUMNS |= {"starts": np.int64, "lengths": np.int32, "targets": np.int32, "groups": np.int64}
+SMALL: dict[str, Any] = {"starts": np.int64, "lengths": np.int32, "targets": np.int32, "groups": np.int64}
+COLUMNS |= SMALL
+
+
+BLOCK_BYTES = 4 << 20
+"""Of a file that has one hash: SHA-256 takes 2 to 10 ms for them, and a step of training reads about one."""
+
+
+class Blocks:
+    """Verifies the blocks of one column's file, each when it is first read."""
+
+    def __init__(self, path: Path, hashes: Sequence[str]) -> None:
+        self._path, self._hashes = path, hashes
+        self._verified = np.zeros(len(hashes), dtype=bool)
+
+    def check(self, column: npt.NDArray[Any], start: int, end: int) -> None:
+        """MachineError where elements `start` to `end` lie in a block that is not as it was written."""
+        each = BLOCK_BYTES // column.itemsize
+        for block in range(start // each, -(-end // each)):
+            if not self._verified[block]:
+                if _hash(column[block * each : (block + 1) * each].tobytes()) != self._hashes[block]:
+                    what = f"the token cache is damaged: block {block} of {self._path.name} was changed"
+                    fix = f"remove {self._path.parent}: the data is tokenised again"
+                    raise MachineError(what, where=str(self._path), fix=fix)
+                self._verified[block] = True
 
 
 @dataclass(frozen=True)
@@ -55,6 +80,7 @@ class TokenDataset:
     lengths: npt.NDArray[np.int32]
     targets: npt.NDArray[np.int32]
     groups: npt.NDArray[np.int64]
+    blocks: Mapping[str, Blocks] = field(default_factory=dict)  # Of tokens and of trained
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -63,6 +89,8 @@ class TokenDataset:
         """Tokens of a sample, and 1 where they are trained."""
         start = int(self.starts[index])
         end = start + int(self.lengths[index])
+        for name, blocks in self.blocks.items():
+            blocks.check(getattr(self, name), start, end)
         return self.tokens[start:end], self.trained[start:end]
 
     def subset(self, indices: npt.NDArray[np.int64]) -> TokenDataset:
@@ -134,7 +162,7 @@ def load_or_build(root: Path, key: str, build: Callable[[Writer], dict[str, Any]
         with lock:
             with _disk(root / f"{key}.lock"):  # some file systems of clusters know no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            found = _open(entry) or _open(entry, without_hash=True) or _build(entry, build)
+            found = _open(entry) or _build(entry, build)
     return found
 
 
@@ -171,31 +199,47 @@ def _put(partial: Path, entry: Path) -> None:
         shutil.rmtree(partial)
 
 
-def _open(entry: Path, *, without_hash: bool = False) -> Entry | None:
-    """None where it is missing or damaged, or has no hash; `without_hash` gives it one and builds nothing."""
+def _open(entry: Path) -> Entry | None:
+    """None where it is missing or damaged."""
     try:
         meta: dict[str, Any] = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
         if meta["bytes"] != _sizes(entry):
             return None
-        if without_hash:
-            with _disk(entry):
-                meta = _seal(entry, meta["note"])
         columns = {name: _map(entry / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
-        return Entry(TokenDataset(**columns), meta["note"], meta["sha256"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        blocks = {name: Blocks(entry / f"{name}.bin", meta["blocks"][name]) for name in COLUMNS}
+        if meta["sha256"] != _content(meta["blocks"]):
+            return None
+        for name in SMALL:
+            blocks[name].check(columns[name], 0, len(columns[name]))
+        large = {name: blocks[name] for name in COLUMNS if name not in SMALL}
+        return Entry(TokenDataset(**columns, blocks=large), meta["note"], meta["sha256"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError, IndexError, MachineError):
         return None
 
 
-def _seal(entry: Path, note: dict[str, Any]) -> dict[str, Any]:
-    """Write meta.json for the columns in the folder, durable and all or nothing; return its content."""
-    hashes = hash_files(entry, [f"{name}.bin" for name in COLUMNS])
-    content = json.dumps({name: file.sha256 for name, file in hashes.items()}, sort_keys=True)
-    meta = {"bytes": _sizes(entry), "sha256": hashlib.sha256(content.encode()).hexdigest(), "note": note}
+def _seal(entry: Path, note: dict[str, Any]) -> None:
+    """Write meta.json for the columns in the folder, durable and all or nothing."""
+    blocks = {name: list(_hashes(entry / f"{name}.bin")) for name in COLUMNS}
+    meta = {"bytes": _sizes(entry), "sha256": _content(blocks), "blocks": blocks, "note": note}
     partial = entry / "meta.json.partial"
     partial.write_text(json.dumps(meta), encoding="utf-8")
     _make_durable(partial)
     partial.replace(entry / "meta.json")
-    return meta
+
+
+def _hashes(path: Path) -> Iterator[str]:
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            yield _hash(block)
+
+
+def _hash(block: bytes) -> str:
+    return hashlib.sha256(block).hexdigest()
+
+
+def _content(blocks: Mapping[str, Sequence[str]]) -> str:
+    """The hash of an entry's content."""
+    return _hash(json.dumps(blocks, sort_keys=True).encode())
 
 
 def _sizes(entry: Path) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.data.cache import COLUMNS, Writer, load_or_build
+from shardwise.data.cache import COLUMNS, SMALL, Writer, load_or_build
 from shardwise.errors import DataError, MachineError
 
 SAMPLES = [([5, 6, 7], [0, 1, 1]), ([8], [1]), ([9, 9, 70_000], [1, 0, 1])]
@@ -61,16 +61,6 @@ def test_the_hash_is_of_what_was_built_not_of_the_key(tmp_path: Path) -> None:
     assert load_or_build(tmp_path / "other", "key", build_other).sha256 != first
 
 
-def test_an_entry_from_before_there_were_hashes_is_kept_and_gets_its_own(tmp_path: Path) -> None:
-    first = load_or_build(tmp_path, "key", build)
-    path = tmp_path / "key" / "meta.json"
-    older = json.loads(path.read_text())
-    del older["sha256"]
-    path.write_text(json.dumps(older))
-    assert load_or_build(tmp_path, "key", never)[1:] == first[1:]
-    assert json.loads(path.read_text())["sha256"] == first.sha256
-
-
 @pytest.mark.parametrize("name", [*(f"{column}.bin" for column in COLUMNS), "meta.json"])
 @pytest.mark.parametrize("damage", ["truncated", "longer", "gone"])
 def test_a_damaged_entry_is_built_again(tmp_path: Path, name: str, damage: str) -> None:
@@ -84,6 +74,43 @@ def test_a_damaged_entry_is_built_again(tmp_path: Path, name: str, damage: str) 
     dataset, *_ = load_or_build(tmp_path, "key", build)
     assert [tuple(part.tolist() for part in dataset.sample(i)) for i in range(3)] == SAMPLES
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", [*SMALL, "meta.json"])
+def test_one_changed_bit_of_a_small_file_is_built_again(tmp_path: Path, name: str) -> None:
+    load_or_build(tmp_path, "key", build)
+    path = tmp_path / "key" / (name if name == "meta.json" else f"{name}.bin")
+    content = path.read_bytes()
+    at = content.index(b'"sha256": "') + 11 if name == "meta.json" else 0
+    flipped = b"x" if name == "meta.json" else bytes([content[at] ^ 1])
+    path.write_bytes(content[:at] + flipped + content[at + 1 :])
+    dataset, *_ = load_or_build(tmp_path, "key", build)
+    assert [tuple(part.tolist() for part in dataset.sample(i)) for i in range(3)] == SAMPLES
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["tokens", "trained"])
+def test_a_changed_token_is_found_when_its_block_is_read_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def build_longer(writer: Writer) -> dict[str, Any]:
+        for group in range(3):
+            writer.add(np.arange(8, dtype=np.uint32), np.ones(8, dtype=np.uint8), group=group)
+        return {}
+
+    monkeypatch.setattr("shardwise.data.cache.BLOCK_BYTES", 8)
+    first = load_or_build(tmp_path, "key", build_longer).dataset
+    path = tmp_path / "key" / f"{name}.bin"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    dataset, *_ = load_or_build(tmp_path, "key", never)
+    assert dataset.sample(0)[0].tolist() == first.sample(0)[0].tolist()
+    with pytest.raises(MachineError, match=rf"block \d+ of {name}\.bin was changed") as caught:
+        dataset.sample(2)
+    assert str(tmp_path / "key") in caught.value.problems[0].fix
+    with pytest.raises(MachineError):
+        dataset.subset(np.array([2])).sample(0)
 
 
 def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -150,7 +177,7 @@ BUILDER = """
 import os, sys, time
 from pathlib import Path
 import numpy as np
-from shardwise.data.cache import load_or_build
+from shardwise.data.cache import SMALL, load_or_build
 
 def build(writer):
     time.sleep(1)
