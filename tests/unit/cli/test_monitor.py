@@ -227,12 +227,12 @@ def test_a_run_that_starts_later_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_run_that_is_being_set_up_is_taken_once_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "LOOK_SECONDS", 0.0)
     folder = RunFolder.create(Path("runs/a"), job_yaml="name: a\n", plan={}, environment={})
-    content = (folder.path / "environment.json").read_text()
-    (folder.path / "environment.json").write_text("{")
+    content = (folder.path / "plan.json").read_text()
+    (folder.path / "plan.json").write_text("{")
     samples = app.monitor(every_seconds=0.1)
     first = next(samples)
-    assert (first["run"], first["run_unavailable"][:16]) == (None, "environment.json")
-    (folder.path / "environment.json").write_text(content)
+    assert (first["run"], first["run_unavailable"][:9]) == (None, "plan.json")
+    (folder.path / "plan.json").write_text(content)
     assert next(samples)["run"]["status"] == "starting"
     samples.close()
     folder.close()

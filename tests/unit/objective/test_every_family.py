@@ -65,5 +65,5 @@ def test_what_is_refused_leaks_and_trains_on_plain_rows(name: str) -> None:
 
 
 def test_most_architectures_are_among_them() -> None:
-    assert len(PACKED) + len(LEAKING) >= 95
+    assert len(PACKED) + len(LEAKING) >= 90
     assert not {*PACKED} & {*LEAKING}
