@@ -21,6 +21,7 @@ from shardwise.launch.hostfile import Host, own_address, read_hostfile, this_fir
 from shardwise.launch.local import launch
 from shardwise.launch.nodes import Nodes, chosen, free_port
 from shardwise.launch.resume import (
+    check_nodes,
     check_same_job,
     job_file,
     last_choice,
@@ -192,6 +193,8 @@ def _spec(
     count = 1 if nodes is None else nodes.count
     if resume:
         check_same_job(loaded, folder)
+        if nodes is None:
+            check_nodes(folder)
         _check_budget(asked, folder)
         processes = processes or processes_of(folder, nodes=count)
     processes = processes or (1 if asked.strategy == "single" else max(1, gpus))

@@ -17,6 +17,8 @@ from shardwise.errors import JobError, MachineError, Problem
 from shardwise.launch.nodes import addresses_of
 
 _LINE = re.compile(r"(?P<name>\[[^\]]+\]|[^\s:]+)(?::(?P<count>\d+))?(?P<more>(?:\s+[\w-]+\s*=\s*\S+)*)")
+_NAME = re.compile(r"(?!-)[\w.:@%-]+")  # ssh would take others for options, or a shell for commands
+_MOST_BYTES = 1 << 20  # tens of thousands of hosts
 _KNOWN = ("slots", "max_slots", "max-slots")
 _EXAMPLE = "write a line for each machine: HOST, HOST slots=8 or HOST:8"
 
@@ -33,6 +35,11 @@ class Host:
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     """The machines of a hostfile, in its order. JobError with everything that is wrong in it."""
     try:
+        if path.exists() and not path.is_file():
+            raise JobError("the hostfile is no file", where=str(path), fix="check the path")
+        if path.is_file() and path.stat().st_size > _MOST_BYTES:
+            what = f"the hostfile has {path.stat().st_size} bytes, at most {_MOST_BYTES} are read"
+            raise JobError(what, where=str(path), fix="check the path")
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         what = f"the hostfile cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}"
@@ -56,8 +63,8 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 def _host(line: str, where: str) -> Host | Problem:
     match = _LINE.fullmatch(line)
-    if match is None:
-        return Problem(what=f"{line!r} is not a host", where=where, fix=_EXAMPLE)
+    if match is None or not _NAME.fullmatch(match["name"].strip("[]")):
+        return Problem(what=f"{line[:80]!r} is not a host", where=where, fix=_EXAMPLE)
     settings = dict(re.findall(r"([\w-]+)\s*=\s*(\S+)", match["more"]))
     unknown = [name for name in settings if name not in _KNOWN]
     if unknown:

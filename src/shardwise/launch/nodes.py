@@ -55,7 +55,8 @@ class Place(NamedTuple):
 
 def chosen(nodes: int | None, node_rank: int | None, rendezvous: str | None) -> Nodes | None:
     """What --nodes, --node-rank and --rendezvous say together; None for one machine. JobError for a part."""
-    if nodes in (None, 1) and node_rank in (None, 0) and rendezvous is None:
+    alone = node_rank is None or (nodes == 1 and node_rank == 0)
+    if nodes in (None, 1) and alone and rendezvous is None:
         return None
     given = {"--nodes": nodes, "--node-rank": node_rank, "--rendezvous": rendezvous}
     missing = [flag for flag, value in given.items() if value is None]
@@ -75,8 +76,8 @@ def resolve(nodes: Nodes) -> tuple[socket.AddressFamily, str, int]:
     host, port = nodes.address()
     try:
         family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        what = f"the rendezvous {host} is unknown here: {error.strerror or error}"
+    except (OSError, UnicodeError) as error:  # the latter for names that no host can have
+        what = f"the rendezvous {host[:200]} is unknown here: {getattr(error, 'strerror', None) or error}"
         raise MachineError(what, where="--rendezvous", fix="give node 0's address in numbers") from None
     address = str(found[0])
     if nodes.count > 1 and ipaddress.ip_address(address).is_loopback and host not in (address, "localhost"):

@@ -4,6 +4,7 @@ import itertools
 import json
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from shardwise.job.load import LoadedJob, differences
 from shardwise.job.paths import absolute
 from shardwise.job.schema import Job
 from shardwise.job.source import read_file
+from shardwise.record.manifest import read_manifest, step_folders
 from shardwise.record.read import JOB, PLAN, is_run_folder, read_run
 from shardwise.strategy import Strategy
 
@@ -81,6 +83,19 @@ def last_choice(run_dir: Path, job: Job, processes: int) -> dict[str, Any] | Non
         every = {"none": 0, "full": 1}[asked] if isinstance(asked, str) else asked
         strategy = replace(strategy, checkpoint_every=every)
     return {"strategy": strategy.to_json(), "why": ["the strategy the run was last run with"]}
+
+
+def check_nodes(run_dir: Path) -> None:
+    """CheckpointError where the newest checkpoint has files on other nodes, and one node is to resume it."""
+    for _, folder in step_folders(run_dir / "checkpoints")[:1]:
+        with suppress(ValueError):  # a damaged manifest: the workers look for an older checkpoint
+            manifest = read_manifest(folder)
+            if any(not (folder / name).exists() for name in manifest.of(None)):
+                what = f"the run was on {len(manifest.nodes)} nodes, and each has its part of the checkpoints"
+                fix = "on each of them: --nodes, --node-rank and --rendezvous as before; or bring their "
+                fix += "`checkpoints` together here (docs/several-machines.md)"
+                if len(manifest.nodes) > 1:
+                    raise CheckpointError(what, where=str(run_dir), fix=fix)
 
 
 def check_same_job(loaded: LoadedJob, run_dir: Path) -> None:

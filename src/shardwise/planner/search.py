@@ -47,6 +47,9 @@ MARGIN = 0.05
 MOST_ACCUMULATION = 65536
 """Most micro-batches per step; the simulation is per micro-batch."""
 
+UNSTATED_FACTOR = 1.1
+"""How much slower a strategy may be that needs no host memory, where nobody said how much there is: about the
+mean error of step times (docs/accuracy.md)."""
 TIE_FACTOR = 1.005
 """Costs within this factor of the best count as equal; the errors of predicted time are larger."""
 
@@ -247,7 +250,8 @@ def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) ->
     """Best first: what fits, then what is tight, each by the objective; then the rest by its excess.
 
     Among ties for the best (TIE_FACTOR) strategies without offloading come first, then those with the least
-    memory.
+    memory. What needs host memory that nobody has stated ties with what is slower by less than the prediction
+    may be wrong (UNSTATED_FACTOR).
     """
 
     def key(option: Option) -> tuple[int, float, int]:
@@ -256,7 +260,11 @@ def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) ->
 
     ranked = sorted(options, key=key)
     alike = [o for o in ranked if o.fit != "no" and _group(o) == _group(ranked[0])]
-    ties = [o for o in alike if cost(o, objective) <= TIE_FACTOR * cost(ranked[0], objective)]
+    lead = next(iter(alike), None)
+    if lead is not None and uses_host(lead) and hardware.host_memory_bytes is None:
+        sure = next((o for o in alike if not uses_host(o)), lead)
+        lead = sure if cost(sure, objective) <= UNSTATED_FACTOR * cost(lead, objective) else lead
+    ties = [o for o in alike if lead and cost(o, objective) <= TIE_FACTOR * cost(lead, objective)]
     if ties:
         first = min(ties, key=lambda o: (uses_host(o), o.prediction.memory.needed_bytes))
         ranked.remove(first)

@@ -60,9 +60,12 @@ class Manifest:
         return [0, *sorted(map(int, self.elsewhere))]
 
     def of(self, node: int | None) -> Mapping[str, FileEntry]:
-        """The files on the disk of a node; None: all, once they have been brought together in one folder."""
+        """The files on the disk of a node; None: all, once they have been brought together in one folder.
+
+        DeepSpeed writes some names on every node, with the same content in other bytes: there node 0's count.
+        """
         if node is None:
-            return {name: entry for one in self.nodes for name, entry in self.of(one).items()}
+            return {name: entry for one in reversed(self.nodes) for name, entry in self.of(one).items()}
         return self.elsewhere.get(str(node), {}) if node else self.files
 
     def to_text(self) -> str:

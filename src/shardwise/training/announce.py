@@ -16,6 +16,7 @@ from shardwise.training.ready import Ready
 from shardwise.units import count, processes
 
 SAMPLE_CHARACTERS = 900
+WORTH_A_WARNING = 0.01  # of the conversations' tokens lost
 
 
 def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
@@ -35,8 +36,10 @@ def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
     }
     for name, text in lines.items():
         console.print(Text.assemble((f"{name:>9}  ", "bold"), printable(text)), soft_wrap=True)
-    if cut := _cut_line(ready):
-        console.print(Text.assemble((" warning  ", "bold yellow"), (cut, "yellow")), soft_wrap=True)
+    if found := _cut_line(ready):
+        lost, cut = found
+        name, style = ("warning", "yellow") if lost >= WORTH_A_WARNING else ("cut", "default")
+        console.print(Text.assemble((f"{name:>9}  ", f"bold {style}"), (cut, style)), soft_wrap=True)
     for reason in (*built.notes, *ready.why):
         console.print(Text.assemble(" " * 11, (reason, "dim")), soft_wrap=True)
     if ready.plan is not None:
@@ -90,11 +93,11 @@ def _data_line(ready: Ready) -> str:
     return ", ".join(parts)
 
 
-def _cut_line(ready: Ready) -> str:
-    """What `data.sequence_length` costs conversations, and the length that keeps 95 % of their tokens."""
+def _cut_line(ready: Ready) -> tuple[float, str] | None:
+    """What `data.sequence_length` costs conversations: the share, and how long rows keep 95 % of it."""
     summary, data = ready.data.summary, ready.job.data
     if "lost_tokens" not in summary:
-        return ""
+        return None
     held_out = ready.data.eval if data.eval is None else None
     kept = sum(int(part.lengths.sum(dtype="int64")) for part in (ready.data.train, held_out) if part)
     share = summary["lost_tokens"] / (kept + summary["lost_tokens"])
@@ -105,7 +108,7 @@ def _cut_line(ready: Ready) -> str:
         what.append(f"{summary['too_long']} of {summary['read']} are left out")
     if "without_target" in summary:
         what.append(f"{summary['without_target']} are left out, because all of the answer was cut off")
-    return (
+    return share, (
         f"{'; '.join(what)}: they are longer than data.sequence_length {data.sequence_length}. "
         f"{summary['length_for_95']} would keep 95 %"
     )

@@ -20,6 +20,7 @@ from shardwise.data.loader import BatchStream
 from shardwise.engines.runtime.protocol import Engine
 from shardwise.errors import CheckpointError, Problem
 from shardwise.job.load import differences
+from shardwise.job.strategies import NAMED
 from shardwise.models.fingerprint import other_base
 from shardwise.record.manifest import Manifest, Origin
 from shardwise.record.read import EVENTS, read_events
@@ -111,10 +112,12 @@ def check_origin(manifest: Manifest, expected: Origin, *, where: str) -> None:
     if layout or saved.world_size != expected.world_size:
         what = f"saved by {_place(saved)}, this run is {_place(expected)}; a checkpoint cannot be "
         what += f"loaded at another strategy yet ({', '.join(layout) or 'world_size'} differ)"
-        fix = f"resume with --set strategy={saved.strategy.get('name')} --processes {saved.world_size}"
+        name = str(saved.strategy.get("name"))
+        named = f"--set strategy={name} " if layout and name in NAMED else ""
+        fix = f"resume with {named}--processes {saved.world_size}"
         problems.append(Problem(what=what, fix=fix))
     if problems:
-        raise CheckpointError(f"{where} belongs to another run", problems=problems)
+        raise CheckpointError(f"{where} cannot be resumed like this", problems=problems)
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:

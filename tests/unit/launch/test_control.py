@@ -254,6 +254,8 @@ def test_one_machine_needs_none_of_the_options() -> None:
     assert chosen(1, 0, None) is None
     assert chosen(2, 1, "[::1]:29500") == Nodes(count=2, rank=1, rendezvous="[::1]:29500")
     with pytest.raises(JobError, match="three options"):
+        chosen(None, 0, None)
+    with pytest.raises(JobError, match="three options"):
         chosen(None, 1, None)
 
 

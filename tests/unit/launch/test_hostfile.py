@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -41,6 +42,9 @@ def test_deepspeed_s_and_mpi_s_formats(
         ("", "it names no host", "hosts"),
         ("# nothing\n", "it names no host", "hosts"),
         ("n1 slots=4\nn2 n3\n", "'n2 n3' is not a host", "hosts:2"),
+        ("-oProxyCommand=x slots=1\n", "is not a host", "hosts:1"),
+        ("n1\n$(touch${IFS}x)\n", "is not a host", "hosts:2"),
+        ("n1\nn\x002 slots=1\n", "is not a host", "hosts:2"),
         ("n1 slots=four\n", "four is not one number of processes", "hosts:1"),
         ("n1 slots=0\n", "0 is not one number of processes", "hosts:1"),
         ("n1:2 slots=4\n", "2 and 4 is not one number of processes", "hosts:1"),
@@ -61,6 +65,15 @@ def test_what_is_wrong_is_said_with_its_line(text: str, what: str, where: str, t
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     """DeepSpeed's launcher would warn, and train on this machine alone."""
     with pytest.raises(JobError, match="the hostfile cannot be read: No such file"):
+        read_hostfile(tmp_path / "hosts")
+
+
+def test_what_is_no_file_or_far_too_long_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(JobError, match="no file"):
+        read_hostfile(tmp_path / "pipe")
+    (tmp_path / "hosts").write_text("".join(f"n{number}\n" for number in range(300_000)))
+    with pytest.raises(JobError, match="at most"):
         read_hostfile(tmp_path / "hosts")
 
 

@@ -11,6 +11,7 @@ from shardwise.cli import main
 from shardwise.job.load import load_job
 from shardwise.job.paths import absolute
 from shardwise.launch.spec import LaunchSpec
+from shardwise.record.manifest import FileEntry, Manifest, Origin, hash_files
 from shardwise.record.schema import RunEvent
 from shardwise.record.write import RunFolder, to_line
 from shardwise.strategy import Strategy
@@ -85,6 +86,25 @@ def test_a_run_folder_may_have_been_moved(run: Path, launched: list[LaunchSpec])
     run.rename("elsewhere")
     assert main(["train", "elsewhere", "--resume", "--processes", "4"]) == 0
     assert (launched[0].run_dir, launched[0].processes) == ("elsewhere", 4)
+
+
+def test_a_run_of_several_nodes_is_not_resumed_on_one_that_has_its_own_part_only(
+    run: Path, launched: list[LaunchSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run / "checkpoints" / "step-000004"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    origin = Origin(world_size=2, strategy={}, identity={}, versions={})
+    mine, theirs = hash_files(folder, ["state.json"]), {"rng-rank1.json": FileEntry(size_bytes=1, sha256="0")}
+    manifest = Manifest(step=4, origin=origin, files=mine, elsewhere={"1": theirs})
+    (folder / "manifest.json").write_text(manifest.to_text())
+    assert main(["train", str(run), "--resume"]) == 5
+    err = capsys.readouterr().err
+    assert "the run was on 2 nodes" in err
+    assert "--nodes, --node-rank and --rendezvous" in err
+    assert launched == []
+    (folder / "rng-rank1.json").write_text("x")
+    assert main(["train", str(run), "--resume"]) == 0
 
 
 def test_what_differs_is_named_with_both_values_and_the_command_that_works(

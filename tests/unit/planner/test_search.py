@@ -11,11 +11,23 @@ import pytest
 from shardwise.errors import JobError, Problem, render
 from shardwise.hardware.parse import parse_hardware
 from shardwise.planner.plan import Nearest
-from shardwise.planner.search import TIE_FACTOR, excess, family, fit, leanest, leanest_that_fits, rank, search
+from shardwise.planner.search import (
+    TIE_FACTOR,
+    UNSTATED_FACTOR,
+    excess,
+    family,
+    fit,
+    leanest,
+    leanest_that_fits,
+    rank,
+    search,
+    uses_host,
+)
 from shardwise.space.candidates import Refused
 
 
 def test_throughput_chooses_the_fastest_that_fits_with_the_margin(toy) -> None:
+    toy.host_memory_bytes = 256 << 30
     plan = toy.plan("4xRTX4080")
     room = [
         option
@@ -32,6 +44,18 @@ def test_throughput_chooses_the_fastest_that_fits_with_the_margin(toy) -> None:
     ]
     assert faster, "there must be something the memory holds back"
     assert all(o.fit != "fits" for o in faster)
+
+
+def test_host_memory_that_nobody_stated_wins_by_more_than_the_prediction_s_error(toy) -> None:
+    def best(host_bytes: int | None) -> tuple[bool, float]:
+        toy.host_memory_bytes = host_bytes
+        chosen = toy.plan("4xRTX4080").chosen
+        return uses_host(chosen), chosen.prediction.time.tokens_per_second_per_gpu
+
+    offloads, fast = best(256 << 30)
+    elsewhere, sure = best(None)
+    assert (offloads, elsewhere) == (True, False)
+    assert fast / UNSTATED_FACTOR <= sure < fast
 
 
 def test_each_objective_has_its_own_winner(toy) -> None:
