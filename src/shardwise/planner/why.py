@@ -172,6 +172,9 @@ def _against_the_others(
     if chosen.fit == "fits" and lead >= 0.0005:  # see `rank`; less is shown as 0.0 %
         ahead = f"{in_words(nearly.strategy)} is {lead:.1%} ahead"
         cost = "offloads" if uses_host(nearly) and not uses_host(chosen) else "needs more memory"
+        if cost == "offloads" and hardware.host_memory_bytes is None and lead > 0.005:  # no tie (`rank`)
+            host = f"{gib(nearly.prediction.memory.host_bytes)} of host memory, which nobody has stated"
+            return f"{best} that needs no host memory: {ahead}, but needs {host}"
         return f"{AS_GOOD[objective]} as any of the {len(same) + 1} that fit: {ahead}, but {cost}"
     other = next((o for o in same if o.strategy.name != chosen.strategy.name), None)
     if other is None:

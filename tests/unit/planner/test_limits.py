@@ -39,6 +39,7 @@ def drawing(plan: Plan, share: float, *, seconds: float = 1.0) -> Plan:
 
 @pytest.fixture
 def plan(toy) -> Plan:
+    toy.host_memory_bytes = 256 << 30
     return drawing(toy.plan("4xRTX4090", objective="energy"), 0.98)
 
 
