@@ -128,6 +128,11 @@ class Running:
     def end(self) -> None:
         end_session(self._process)
 
+    @property
+    def events_file(self) -> Path:
+        """It appears when the run has begun."""
+        return self._run / "events.jsonl"
+
     def _environment(self) -> dict[str, str]:
         # One thread a core and process, of this row's cores, is the launcher's own choice.
         given = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
@@ -137,8 +142,7 @@ class Running:
         return {**given, **fixed}
 
     def _events(self) -> list[dict[str, Any]]:
-        path = self._run / "events.jsonl"
-        return read_events(path) if path.exists() else []
+        return read_events(self.events_file) if self.events_file.exists() else []
 
     def _steps(self) -> list[dict[str, Any]]:
         return [event for event in self._events() if event["kind"] == "step"]

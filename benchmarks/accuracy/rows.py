@@ -14,7 +14,7 @@ from shardwise.space.auto import resolve
 from shardwise.strategy import Strategy
 
 GIB = 1024**3
-SETS = ("fit", "held-out", "choices", "families")
+SETS = ("fit", "held-out", "choices", "families", "attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Row:
     set: str = "fit"
     """`fit`: constants may have been found with it. `held-out`: first compared after they were fixed.
     `choices`: neither, measured for choices.py. `families`: neither; Mamba, quantised bases and tensor
-    parallelism."""
+    parallelism. `attention`: neither; one row for each kind of attention, and mixtures of experts."""
 
     @property
     def id(self) -> str:

@@ -83,6 +83,9 @@ _dense = partial(Family, packing=("varlen", "positions"), plain_head=True, stage
 _positions = partial(Family, packing=("positions",), plain_head=True)
 """Kept apart by transformers' own mask, which it makes from restarting positions; measured by a test."""
 
+_own = partial(Family, packing=("varlen", "positions"), plain_head=True)
+"""The same with an attention of their own, which `own_attention` routes to the kernel."""
+
 FAMILIES: dict[str, Family] = {
     "afmoe": Family(packing=("mask",), plain_head=True),
     "apertus": _positions(unplanned_weights=True),
@@ -91,7 +94,7 @@ FAMILIES: dict[str, Family] = {
     "biogpt": Family(packing=("varlen",), plain_head=True),
     "bitnet": _positions(),
     "bloom": Family(plain_head=True),
-    "codegen": _positions(position_table=True),
+    "codegen": _own(position_table=True),
     "cohere": _dense(logits_multiplier="logit_scale"),
     "cohere2": _dense(logits_multiplier="logit_scale"),
     "cohere2_moe": _positions(logits_multiplier="logit_scale"),
@@ -106,7 +109,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": _positions(),
     "exaone4": _positions(),
     "exaone_moe": _positions(),
-    "falcon": Family(packing=("mask",), plain_head=True),
+    "falcon": Family(packing=("varlen", "mask"), plain_head=True),
     "flex_olmo": _positions(),
     "gemma": _dense(liger="geglu"),
     "gemma2": _positions(liger="geglu", norm_in_place=False, stages=True),
@@ -117,11 +120,11 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": _positions(),
     "gpt2": _dense(),
     "gpt_bigcode": _positions(),
-    "gpt_neo": _positions(),
+    "gpt_neo": _own(),
     "gpt_neox": _dense(),
     "gpt_neox_japanese": _positions(),
     "gpt_oss": Family(packing=("mask",), plain_head=True),
-    "gptj": _positions(position_table=True),
+    "gptj": _own(position_table=True),
     "granite": _dense(liger="swiglu", logits_divisor="logits_scaling"),
     "granitemoe": _positions(logits_divisor="logits_scaling"),
     "granitemoeshared": _positions(logits_divisor="logits_scaling"),
@@ -209,14 +212,15 @@ class Attention:
 def attention_of(config: Config) -> Attention:
     """The fastest exact way for a model; `rows` if nothing is known about it."""
     dropout = max(getattr(config, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
-    plain = attention_for(config)
+    plain, alibi = attention_for(config), bool(getattr(config, "alibi", False))
     for packing in family_of(config).packing:
         if packing == "varlen":
-            if dropout == 0.0 and plain is None and _kernel_takes(config):
+            if dropout == 0.0 and plain is None and not alibi and _kernel_takes(config):
                 # Mistral and others look at nothing else, whatever their layers are called
-                windowed = bool(getattr(config, "sliding_window", None))
+                local = "local" in (getattr(config, "attention_layers", None) or ())
+                windowed = bool(getattr(config, "sliding_window", None)) or local
                 return Attention(packing="varlen", implementation=VARLEN, windowed=windowed)
-        elif packing != "mask" or not getattr(config, "alibi", False):
+        elif packing != "mask" or not alibi:
             return Attention(packing=packing, implementation=plain)
     return Attention(packing="rows", implementation=plain)
 

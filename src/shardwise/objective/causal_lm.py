@@ -20,6 +20,7 @@ from shardwise.errors import JobError
 from shardwise.kernels import attention
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwise.models.families import VARLEN, attention_of, family_of, logits_after
+from shardwise.models.own_attention import route
 from shardwise.models.router_loss import router_loss_of
 from shardwise.objective import Objective
 
@@ -48,7 +49,9 @@ class CausalLM(Objective):
             raise JobError(what, where="data.packing", fix="set data.packing: false")
         self.packing = chosen.packing
         self.windowed = chosen.windowed
-        if chosen.implementation is not None:
+        if chosen.packing == "varlen":
+            route(model)
+        if chosen.implementation not in (None, model.config._attn_implementation):
             model.set_attn_implementation(chosen.implementation)
         self.router_loss = router_loss_of(model)
         head = model.get_output_embeddings()

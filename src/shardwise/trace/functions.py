@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -28,9 +28,7 @@ from shardwise.trace.recorder import record_pass
 def cuda_functions() -> Iterator[None]:
     """Within, `scaled_dot_product_attention`, `dropout` and `rms_norm` are the kernels of the target GPU.
 
-    torch picks attention's kernel in this order (sdp_utils.cpp): cuDNN on Hopper and newer, flash attention
-    where there is no mask, memory-efficient attention. All but the last need half precision. The functions
-    replace torch's: a function mode would not be active while a checkpointed block is recomputed.
+    They replace torch's: a function mode would not be active while a checkpointed block is recomputed.
     """
     stand_ins: dict[str, Any] = {"dropout": _dropout, "rms_norm": _rms_norm}
     with patch.multiple(functional, scaled_dot_product_attention=_attention, **stand_ins):
@@ -41,22 +39,54 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    half = query.dtype in (torch.bfloat16, torch.float16)
     aten: Any = torch.ops.aten
-    how = dropout_p, is_causal
-    if half and target().capability >= HOPPER.capability:
-        cudnn = aten._scaled_dot_product_cudnn_attention
-        return cudnn(query, key, value, attn_mask, True, *how, False, scale=scale)[0]  # type: ignore[no-any-return]
-    if half and attn_mask is None:
-        flash = aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, *how, False, scale=scale)[0]  # type: ignore[no-any-return]
-    if enable_gqa:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+    kernel, how = sdpa_kernel_of(query, key, value, attn_mask, dropout_p, enable_gqa), (dropout_p, is_causal)
+    if kernel == "math":
+        math = aten._scaled_dot_product_attention_math
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        return math(query, key, value, attn_mask, *how, **options)[0]  # type: ignore[no-any-return]
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # convert_boolean_attn_mask
         attn_mask = torch.where(attn_mask, 0.0, torch.full((), -torch.inf, dtype=query.dtype, device="meta"))
+    if kernel == "cudnn":
+        cudnn = aten._scaled_dot_product_cudnn_attention
+        return cudnn(query, key, value, attn_mask, True, *how, False, scale=scale)[0]  # type: ignore[no-any-return]
+    if kernel == "flash":
+        size = query.shape[-1]
+        query, key, value = (
+            functional.pad(t, (0, -size % 8)) if size % 8 else t for t in (query, key, value)
+        )
+        flash = aten._scaled_dot_product_flash_attention
+        out: Tensor = flash(query, key, value, *how, False, scale=scale or size**-0.5)[0]
+        return out[..., :size] if size % 8 else out
     efficient = aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, attn_mask, True, *how, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def sdpa_kernel_of(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, enable_gqa: bool
+) -> Literal["cudnn", "flash", "efficient", "math"]:
+    """The kernel that torch 2.11 to 2.13 picks for SDPA on the target GPU, in training.
+
+    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. cuDNN comes first on compute capability
+    9 and 10, flash attention elsewhere; then the memory-efficient kernel; `math` keeps all scores, in fp32.
+    """
+    capability, half = target().capability, query.dtype in (torch.bfloat16, torch.float16)
+    sizes = query.shape[-1], value.shape[-1]
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and not enable_gqa:  # one key head for all, too
+        return "math"
+    fast = half and (8, 0) <= capability <= (12, 1)
+    small = max(sizes) <= 128 or (sizes == (192, 128) and capability >= HOPPER.capability)
+    if fast and capability[0] in (9, 10) and small and not any(size % 8 for size in sizes):
+        return "cudnn"
+    # the backward pass of large heads needs more shared memory than these have
+    narrow = capability[0] == 12 or (8, 6) <= capability <= (8, 9)
+    fits = sizes[0] <= (192 if narrow else 256) or (narrow and 224 < sizes[0] <= 256 and not dropout)
+    if fast and mask is None and sizes[0] == sizes[1] and fits:
+        return "flash"
+    if grouped or any(size % (8 if half else 4) for size in sizes):
+        return "math"
+    return "math" if query.dtype == torch.bfloat16 and capability < (8, 0) else "efficient"
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Tensor:
