@@ -16,14 +16,17 @@ import re
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from rows import SETS, Row, load_rows
 
 from shardwise.hardware.parse import parse_hardware
+from shardwise.models.catalog import lookup
+from shardwise.models.families import FAMILIES, Packing
 from shardwise.planner.simulate import simulate
 from shardwise.simulate.prediction import Prediction
 from shardwise.simulate.step_trace import StepTrace
@@ -109,6 +112,15 @@ MISSED_MEANS: dict[str, dict[str, str]] = {
 TIMER_OFF = "2026-11-22T21:24"
 """Since then the engine turns off DeepSpeed's throughput timer, which made the process wait for the GPU."""
 
+ROUTED = "2026-11-23T17:30"
+"""Since then the models of EARLIER call the packed kernel; before, they computed all scores in fp32."""
+
+EARLIER: dict[str, tuple[Packing, ...]] = {
+    "gpt_neo": ("positions",),
+    "gptj": ("positions",),
+    "falcon": ("mask",),
+}
+
 QUANTITIES = ("reserved", "allocated", "outside", "needed", "fragmentation", "step", "joules", "host")
 
 
@@ -117,10 +129,14 @@ def measured_rows(path: Path = MEASURED) -> dict[str, dict[str, Any]]:
     """The measurements of a file by row id: for each row the one with the median step time.
 
     For an even number it is the slower of the two in the middle, so that no measurement is picked by hand.
-    Measurements with DeepSpeed's throughput timer count only if there are no others.
+    Measurements with DeepSpeed's throughput timer, or of attention as it was before ROUTED, count only if
+    there are no others.
     """
     by_id = {
-        name: [row for row in rows if not with_timer(row)] or rows for name, rows in repeats(path).items()
+        name: [row for row in rows if not with_timer(row) and not before_routing(row)]
+        or [row for row in rows if not with_timer(row)]
+        or rows
+        for name, rows in repeats(path).items()
     }
     return {name: sorted(rows, key=_seconds)[len(rows) // 2] for name, rows in by_id.items()}
 
@@ -128,6 +144,12 @@ def measured_rows(path: Path = MEASURED) -> dict[str, dict[str, Any]]:
 def with_timer(measured: Mapping[str, Any]) -> bool:
     """Whether DeepSpeed's throughput timer was on during the measurement."""
     return measured["strategy"]["engine"] == "deepspeed" and str(measured["date"]) < TIMER_OFF
+
+
+def before_routing(measured: Mapping[str, Any]) -> bool:
+    """Whether the row was measured with another attention than it has now."""
+    model = lookup(measured["row"]["model"])
+    return model is not None and model.model_type in EARLIER and str(measured["date"]) < ROUTED
 
 
 @cache
@@ -150,10 +172,10 @@ def process_bytes() -> int:
     return int(statistics.median(row["host_memory_bytes"] for row in rows))
 
 
-def predict(row: Row) -> Prediction:
-    """The prediction of a row on the GPUs it was measured on."""
+def predict(row: Row, *, earlier: bool = False) -> Prediction:
+    """The prediction of a row on the GPUs it was measured on; `earlier`: with the attention before ROUTED."""
     strategy = row.resolved()
-    tracer = row.model, row.layers, row.lora, row.quantization, row.sequence_length, row.precision
+    tracer = earlier, row.model, row.layers, row.lora, row.quantization, row.sequence_length, row.precision
     return simulate(
         _trace(
             *tracer,
@@ -169,7 +191,7 @@ def predict(row: Row) -> Prediction:
 
 @cache
 def _tracer(
-    model: str, layers: int, lora: int, quantization: str, sequence_length: int, precision: str
+    _earlier: bool, model: str, layers: int, lora: int, quantization: str, sequence_length: int, precision: str
 ) -> Tracer:
     row = Row(
         model=model,
@@ -185,9 +207,12 @@ def _tracer(
 
 @cache
 def _trace(*tracer: Any, micro_batch: int, checkpoint_every: int, tensor_parallel: int) -> StepTrace:
-    return _tracer(*tracer).trace(
-        rows=micro_batch, checkpoint_every=checkpoint_every, tensor_parallel=tensor_parallel
-    )
+    made, earlier = _tracer(*tracer), bool(tracer[0])
+    ways = {name: replace(FAMILIES[name], packing=ways) for name, ways in EARLIER.items() if earlier}
+    with patch.dict(FAMILIES, ways):
+        return made.trace(
+            rows=micro_batch, checkpoint_every=checkpoint_every, tensor_parallel=tensor_parallel
+        )
 
 
 def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,7 +224,7 @@ def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:
     processes, minus what a process takes anyway, for rows that offload. `host_share` is the part of the
     predicted step that the host needs to issue it.
     """
-    prediction = predict(row)
+    prediction = predict(row, earlier=before_routing(measured))
     memory = prediction.memory
     predicted = _values(
         reserved=memory.peak_reserved_bytes,
