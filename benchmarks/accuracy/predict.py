@@ -191,7 +191,13 @@ def predict(row: Row, *, earlier: bool = False) -> Prediction:
 
 @cache
 def _tracer(
-    _earlier: bool, model: str, layers: int, lora: int, quantization: str, sequence_length: int, precision: str
+    _earlier: bool,
+    model: str,
+    layers: int,
+    lora: int,
+    quantization: str,
+    sequence_length: int,
+    precision: str,
 ) -> Tracer:
     row = Row(
         model=model,
