@@ -20,6 +20,7 @@ import argparse
 import bisect
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -88,7 +89,7 @@ def main() -> None:
         os.environ.setdefault("SHARDWISE_CACHE", f"{folder}/cache")
         assets = Assets(Path(folder) / "assets", [])
         for row in rows:
-            if row.set == "attention" and arguments.match in row.id:
+            if row.set == "attention" and re.search(arguments.match, row.id):
                 date = datetime.now(UTC).isoformat(timespec="seconds")
                 line = {**measure(row, assets, arguments.seconds), "date": date, **machine}
                 line["command"] = f"python benchmarks/energy/measure.py --seconds {arguments.seconds:g}"

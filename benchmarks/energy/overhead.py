@@ -70,13 +70,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--match", default="")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="energy-") as folder:
         os.environ.setdefault("SHARDWISE_CACHE", f"{folder}/cache")
         (Path(folder) / "sitecustomize.py").write_text(SITE)
         os.environ["PYTHONPATH"] = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
         assets = Assets(Path(folder) / "assets", [])
-        found = [measure(row, assets) for row in ROWS]
+        found = [measure(row, assets) for row in ROWS if arguments.match in row.id]
     result = {**describe_machine(), "block_steps": BLOCK, "rows": found}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,7 +61,7 @@ def test_every_measured_row_is_one_of_the_ledger(predict: ModuleType, comparison
 
 
 SETS_AND_QUANTITIES = [
-    (s, q) for s in ("fit", "held-out", "choices", "families") for q in ("reserved", "step")
+    (s, q) for s in ("fit", "held-out", "choices", "families", "attention") for q in ("reserved", "step")
 ]
 
 
@@ -74,7 +75,7 @@ def test_each_row_is_within_its_bound(
     far = {
         c["id"]: f"{c['differences'][quantity]:+.1%}"
         for c in members
-        if abs(c["differences"][quantity]) > worst
+        if c["differences"][quantity] is not None and abs(c["differences"][quantity]) > worst
     }
     named = {c["id"] for c in members} & set(predict.MISSED[quantity])
     assert set(far) == named, far
@@ -175,3 +176,14 @@ def test_the_page_has_every_row(page: ModuleType, comparisons: Comparisons) -> N
         shown = re.findall(r"<title>(.*?)</title></circle>", picture)
         ran = [c["id"] for c in comparisons if c["measured"]]
         assert shown == ran * 2, f"{name}: in both plots"
+
+
+def test_plans_name_the_errors_that_are_computed_now(comparisons: Comparisons) -> None:
+    """`python benchmarks/accuracy/evidence.py` writes them."""
+    made = accuracy.module("evidence")
+    now = tomllib.loads(made.as_toml(made.table(comparisons)))
+    shown = tomllib.loads(made.TABLE.read_text(encoding="utf-8"))
+    assert shown["kinds"].keys() == now["kinds"].keys()
+    for kind, errors in now["kinds"].items():
+        for name, values in errors.items():
+            assert shown["kinds"][kind][name] == pytest.approx(values, abs=0.0011), f"{kind}, {name}"

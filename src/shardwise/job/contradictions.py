@@ -108,6 +108,9 @@ def _energy(job: Job, given: frozenset[str]) -> Iterator[Problem]:
         if getattr(energy, key) is None:
             what = f"objective {energy.objective} needs energy.{key}"
             yield Problem(what=what, where=f"energy.{key}, energy.objective", fix=f"set energy.{key}")
+    if energy.power_limit is not None and energy.objective != "measure":
+        what = f"energy.power_limit sets one limit, and objective {energy.objective} searches for it"
+        yield Problem(what=what, where="energy.power_limit, energy.objective", fix="remove one of them")
     for key, objective in (("eta", "eta"), ("max_slowdown", "max-slowdown"), ("power_limits", None)):
         used = energy.objective != "measure" if objective is None else energy.objective == objective
         if f"energy.{key}" in given and not used:

@@ -221,6 +221,8 @@ class Energy(Section):
     """Of `objective: max-slowdown`: how much longer than at the present limit a step may take."""
     power_limits: Literal["auto"] | Annotated[list[Positive], Field(min_length=1)] = "auto"
     """Limits to try in watts a GPU, `auto`: each 25 W. The present limit is always one, none is above it."""
+    power_limit: Positive | None = None
+    """Watts a GPU that are set for the run and put back at its end; nothing is searched."""
     budget_kwh: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """When all GPUs have used so much, the state is saved and the run ends with 75; resuming counts on."""
     price_per_kwh: Price | None = None

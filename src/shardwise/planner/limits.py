@@ -28,6 +28,18 @@ def share(text: str | float, flag: str, of: str) -> float:
     return found
 
 
+def at_limit(plan: Plan, watts: int) -> Plan:
+    """The plan with every strategy at one limit, that of the job; what fits and the choice stay."""
+
+    def limited(option: Option) -> Option:
+        prediction = under_limit(option.prediction, plan.hardware.gpu, watts)
+        binds = prediction is not option.prediction
+        return replace(option, prediction=prediction, power_limit_watts=watts if binds else None)
+
+    chosen = None if plan.chosen is None else limited(plan.chosen)
+    return replace(plan, chosen=chosen, alternatives=tuple(map(limited, plan.alternatives)))
+
+
 def with_limits(plan: Plan, max_slowdown: float, fewer: Iterable[Plan] = ()) -> Plan:
     """The plan with the strategy and the power limit of least energy per token, for the objective `energy`.
 

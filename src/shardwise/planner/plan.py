@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job, Quantization
+from shardwise.planner.evidence import Evidence, evidence_of
 from shardwise.simulate.prediction import Prediction
 from shardwise.space.candidates import Refused
 from shardwise.strategy import Strategy
@@ -197,6 +198,12 @@ class Plan:
         return self.options[0].prediction.memory.capacity_bytes
 
     @property
+    def evidence(self) -> Evidence:
+        """How far predictions like that of the best option were off."""
+        best = self.options[0]
+        return evidence_of(best.strategy, best.prediction, self.hardware)
+
+    @property
     def tokens(self) -> int:
         """The tokens that training time is shown for."""
         return self.job.total_tokens or TOKENS_TO_COMPARE
@@ -223,6 +230,7 @@ class Plan:
                 {"strategy": refused.strategy.to_json(), "rule": refused.rule, "reason": refused.reason}
                 for refused in self.refused
             ],
+            "evidence": self.evidence.to_json(),
             "nearest": None if self.nearest is None else self.nearest.to_json(),
             "power": None if self.power is None else self.power.to_json(),
             "pareto": [option.to_json() for option in self.pareto],

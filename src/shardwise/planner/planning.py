@@ -21,6 +21,7 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.planner.cache import plan_key, plan_once
 from shardwise.planner.changes import Change, nearest, small_changes
+from shardwise.planner.limits import at_limit
 from shardwise.planner.plan import Nearest, Objective, Option, Plan, Workload
 from shardwise.planner.search import MARGIN, fit, leanest_that_fits, search
 from shardwise.planner.simulate import simulate
@@ -67,7 +68,8 @@ def make_plan(
             return _make(job, hardware, objective, memory_cap_bytes, **tokens)
 
     plan = plan_once(key, make)
-    return replace(plan, job=replace(plan.job, name=job.name))  # all that the key leaves out
+    plan = replace(plan, job=replace(plan.job, name=job.name))  # all that the key leaves out
+    return plan if job.energy.power_limit is None else at_limit(plan, job.energy.power_limit)
 
 
 def predict_strategy(

@@ -105,6 +105,7 @@ def show(plan: Plan, *, console: Console | None = None, everything: bool = False
     if marks:
         line = Text(f"{', '.join(sorted(marks))}: if each host has the memory; `--gpus ...+128GiB` says so")
         console.print(Padding(line, (0, 0, 0, 2), expand=False))
+    console.print(Padding(Text(plan.evidence.text(), style="dim"), (0, 0, 0, 2), expand=False))
     if plan.chosen is not None:
         console.print()
         console.print(bullets(plan.chosen.why, plan.chosen))

@@ -98,7 +98,7 @@ class PowerTuner:
     def on_step(self, report: StepReport) -> None:
         self._recorder.on_step(report)
         self._step = report.step
-        if self._control is None:
+        if self._control is None or self._energy.power_limit is not None:
             return
         joules = self._recorder.last_joules
         if joules is not None:
@@ -138,12 +138,19 @@ class PowerTuner:
         found = permission(self._device, self._uuids)
         if not found.allowed:
             return self._measure(found.block())
-        limits, notes = levels(self._energy.power_limits, found.ranges)
+        fixed = self._energy.power_limit
+        limits, notes = levels(self._energy.power_limits if fixed is None else [fixed], found.ranges)
+        if fixed is not None and fixed not in limits:
+            return self._measure("\n  ".join(["the power limit is not set, only measured", *notes]))
         self._key |= self._of_gpus(found.ranges, limits)
         self._control = PowerControl(self._device, self._uuids, run=self._folder)
         self._control.__enter__()
         notes += self._control.notes
         self._control.notes.clear()
+        if fixed is not None:
+            if self._set(fixed, ["the job asks for it", *notes]):
+                self._recorder.say(f"power limit: {fixed} W{self._tag()}, until the run ends")
+            return None
         self._search, said = self._begun(limits)
         self._held = Held(self._device, self._uuids)
         text = objective_of(self._energy, len(self._uuids)).text()
@@ -258,9 +265,11 @@ class PowerTuner:
 
     def _saved(self, tally: _Tally) -> tuple[float, float] | None:
         """Joules and seconds that these steps would have taken more at the highest limit."""
+        if not tally.steps:
+            return None
         top = [one for one in self._search.windows if one.watts == self._search.limits[-1]]
         steps = sum(one.steps for one in top)
-        if not steps or not tally.steps:
+        if not steps:
             return None
         each = (sum(one.joules for one in top) / steps, sum(one.seconds for one in top) / steps)
         return each[0] * tally.steps - tally.joules, each[1] * tally.steps - tally.seconds

@@ -244,11 +244,13 @@ def make_observer(
     )
     if fake_file() is not None:
         recorder.say(NOTICE)
-    if ready.job.energy.objective == "measure" or spec.measure_steps is not None:
+    energy = ready.job.energy
+    searched = energy.objective != "measure" and spec.measure_steps is None
+    if not searched and energy.power_limit is None:
         return recorder
     return PowerTuner(
         recorder,
-        energy=ready.job.energy,
+        energy=energy,
         device=find(),
         cards=gpus.cards,
         key={"job": identity(ready), "strategy": ready.strategy.to_json(), "versions": versions()},

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_job_stays_small() -> None:
-    assert len(json_schema.every_key()) < 80
+    assert len(json_schema.every_key()) < 90
 
 
 def test_every_key_is_described() -> None:

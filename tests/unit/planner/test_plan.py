@@ -12,7 +12,8 @@ from shardwise.strategy import Strategy
 
 KEYS = {
     "schema", "hardware", "job", "objective", "margin_fraction", "memory_cap_bytes", "chosen", "alternatives",
-    "skipped", "refused", "nearest", "power", "pareto",
+    "skipped", "refused", "evidence",
+    "nearest", "power", "pareto",
 }  # fmt: skip
 
 

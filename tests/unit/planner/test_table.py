@@ -28,6 +28,8 @@ toy-1.3b · 1.3B parameters, all trained, bf16
   █ weights  ▓ gradients, optimizer  ▒ activations, loss  ░ rest  │ limit
   --all shows 23 more, 19 not simulated because smaller ones fail
   host?: if each host has the memory; `--gpus ...+128GiB` says so
+  error in 23 runs of zero2 on H200 SXM: memory ±0.8% on average, ±10% at worst;
+  time ±12.2% on average, ±39% at worst; none were measured on this GPU
 
 ▶ zero2 with micro-batch 8, accumulation 2, checkpointing every block
 · the fastest of the 17 that fit: 1.07x the tokens/s of zero3-offload-optimizer,
@@ -58,7 +60,7 @@ def test_links_that_were_measured_here_are_said_to_be(toy) -> None:
     )
     told = "pcie4x16 through host memory (measured) · copies from the host (measured)"
     assert told in shown(replace(plan, hardware=measured), 140)
-    assert "measured" not in shown(plan, 140)
+    assert "(measured)" not in shown(plan, 140)
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])

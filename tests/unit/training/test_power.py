@@ -454,3 +454,21 @@ def test_listed_limits_outside_the_range_are_left_out_and_said() -> None:
     found, notes = levels([800, 500, 150, 500], spans((200, 700, 650)))
     assert found == [500, 650]
     assert notes == ["left out, as they are not within 200 W and the present 650 W: 150, 800 W"]
+
+
+def test_a_limit_of_the_job_is_set_once_and_put_back(machine: Machine) -> None:
+    with machine.tuner("measure", power_limit=400) as tuner:
+        machine.train(tuner, 30)
+        assert machine.limits() == [400.0, 400.0]
+        tuner.finish(step=machine.step, status="finished")
+    assert machine.limits() == [700.0, 700.0]
+    assert len(machine.sets()) == 4, "each card once, and back once"
+    assert machine.events("window") == []
+
+
+def test_a_limit_outside_the_range_is_not_set(machine: Machine) -> None:
+    with machine.tuner("measure", power_limit=100) as tuner:
+        machine.train(tuner, 3)
+    assert machine.sets() == []
+    (event,) = machine.events("measure")
+    assert "100 W" in " ".join(event["reasons"])

@@ -1,0 +1,88 @@
+"""How far predictions like this one were off: measured runs of the same kind of strategy.
+
+The numbers are the accuracy ledger's; `benchmarks/accuracy/evidence.py` writes evidence.toml.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from shardwise.hardware.hardware import Hardware
+from shardwise.simulate.prediction import Prediction
+from shardwise.strategy import Strategy
+
+HOST_BOUND = 0.5
+"""Share of a predicted step that the host needs to issue it, from which on time is predicted less well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Absolute differences of predictions from measurements, as shares of what was measured."""
+
+    runs: int
+    mean: float
+    worst: float
+
+    def text(self, what: str) -> str:
+        return f"{what} ±{self.mean:.1%} on average, ±{self.worst:.0%} at worst"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What was measured of strategies like one of a plan."""
+
+    kind: str
+    gpus: tuple[str, ...]
+    """Kinds of GPUs that they ran on."""
+    same_gpu: bool
+    memory: Errors | None
+    time: Errors | None
+    """Of runs that wait for the host as much as this one; None where nothing like it was measured."""
+
+    def text(self) -> str:
+        ran = f"runs of {self.kind} on {', '.join(self.gpus)}"
+        if self.memory is None:
+            return f"error not known: {ran.replace('runs', 'no runs', 1)} were measured"
+        parts = [self.memory.text("memory")]
+        parts += [] if self.time is None else [self.time.text("time")]
+        elsewhere = "" if self.same_gpu else "; none were measured on this GPU"
+        return f"error in {self.memory.runs} {ran}: {'; '.join(parts)}{elsewhere}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"gpus": list(self.gpus)}
+
+
+def evidence_of(strategy: Strategy, prediction: Prediction, hardware: Hardware) -> Evidence:
+    """The measured runs most like a strategy on `hardware`."""
+    gpus, kinds = _table()
+    kind, time = kind_of(strategy), prediction.time
+    found = kinds.get(kind, {})
+    waits = "time_host_bound" if time.launch_seconds >= HOST_BOUND * time.step_seconds else "time"
+    errors = {name: Errors(**value) for name, value in found.items()}
+    return Evidence(
+        kind=kind,
+        gpus=gpus,
+        same_gpu=hardware.gpu.name in gpus,
+        memory=errors.get("memory"),
+        time=errors.get(waits),
+    )
+
+
+def kind_of(strategy: Strategy) -> str:
+    """Engine and stage, and what changes memory and time most: `zero3 offload`, `zero1 tensor-parallel`."""
+    name = f"zero{strategy.stage}" if strategy.engine == "deepspeed" else strategy.engine
+    if strategy.tensor_parallel > 1:
+        name += " tensor-parallel"
+    if {strategy.offload_optimizer, strategy.offload_parameters} != {"none"}:
+        name += " offload"
+    return name
+
+
+@cache
+def _table() -> tuple[tuple[str, ...], Mapping[str, Mapping[str, dict[str, Any]]]]:
+    text = (resources.files("shardwise.planner") / "evidence.toml").read_text(encoding="utf-8")
+    content = tomllib.loads(text)
+    return tuple(content["gpus"]), content["kinds"]
