@@ -22,6 +22,7 @@ from predict import (
     MISSED,
     MISSED_MEANS,
     Summary,
+    before_routing,
     compare_all,
     hash_alike,
     measured_rows,
@@ -160,7 +161,7 @@ def again(_: Sequence[Comparison]) -> str:
     """Rows that were measured more than once, with every measurement."""
     lines = []
     for name, rows in repeats().items():
-        ran = [row for row in rows if not row["error"]]
+        ran = [row for row in rows if _timed(row)]
         if len(ran) > 1:
             seconds = ", ".join(_step(row) for row in ran)
             memory = ", ".join(f"{row['peak_reserved_bytes'] / GIB:.2f}" for row in ran)
@@ -173,7 +174,7 @@ def apart(comparisons: Sequence[Comparison]) -> str:
     predicted = {c["id"]: c["predicted"]["step"] for c in comparisons}
     names, theirs, ours = set(), [], []
     for (name, rows), timer in product(repeats().items(), (True, False)):
-        ran = [row["step_seconds"] for row in rows if not row["error"] and with_timer(row) == timer]
+        ran = [row["step_seconds"] for row in rows if _timed(row) and with_timer(row) == timer]
         if len(ran) > 1:
             names.add(name)
             theirs += [abs(one / other - 1) for one, other in permutations(ran, 2)]
@@ -183,6 +184,11 @@ def apart(comparisons: Sequence[Comparison]) -> str:
     head += ["mean difference of the prediction from these measurements"]
     line = [str(len(names)), str(len(theirs) // 2), percent(statistics.mean(theirs)), f"{beyond:.0%}"]
     return table(head, [[*line, percent(statistics.mean(ours))]])
+
+
+def _timed(measured: Mapping[str, Any]) -> bool:
+    """Whether its time counts, and was measured with the attention of today."""
+    return not measured["error"] and measured["step_seconds"] is not None and not before_routing(measured)
 
 
 def _step(measured: Mapping[str, Any]) -> str:
