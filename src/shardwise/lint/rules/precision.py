@@ -60,7 +60,8 @@ def no_mixed_precision(document: Document, setup: Setup) -> Iterator[Hit]:
 def fp16_for_a_bf16_model(document: Document, setup: Setup) -> Iterator[Hit]:
     """A model trained in bf16 has activations that fp16 cannot hold."""
     known = _model_precision(setup)
-    if known and known[0] == "bf16" and document.on(*FP16):
+    asked = document.on(*FP16) or (document.get(*FP16) == AUTO and setup.training("fp16") is True)
+    if known and known[0] == "bf16" and asked:
         what = f"{known[1]}; its values can exceed fp16's largest number, 65,504: skipped steps, then NaN"
         yield Hit(FP16, what, '"bf16": {"enabled": true} instead', (Put(FP16, False), Put(BF16, True)))
 
