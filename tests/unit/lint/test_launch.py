@@ -214,6 +214,14 @@ def test_the_autotuners_template_is_no_broken_file() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "part", ['"fp16": {"enabled": true}', '"train_micro_batch_size_per_gpu": 2,\n"zero_optimization": {}']
+)
+def test_a_part_of_a_file_lacks_its_braces_and_nothing_else(part: str) -> None:
+    assert set(rules(part)) == {"braces-are-missing"}
+    assert rules(part, severity="warning") == {}
+
+
 def test_a_total_batch_and_the_trainers_rows() -> None:
     file = '{"train_batch_size": 64, "bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}'
     command = "deepspeed train.py --deepspeed d.json --bf16 --per_device_train_batch_size 8"

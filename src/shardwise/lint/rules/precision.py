@@ -38,7 +38,7 @@ def no_mixed_precision(document: Document, setup: Setup) -> Iterator[Hit]:
     named = [document.get(name, "enabled") for name in ("bf16", "fp16", "torch_autocast", "bfloat16")]
     launched = {doc.get("mixed_precision") for doc in setup.of("accelerate")}
     asked = any(setup.training(name) is True or name in launched for name in ("bf16", "fp16"))
-    if any(value in (True, AUTO) for value in named) or (setup.hugging_face and asked):
+    if any(value in (True, AUTO) for value in named) or (setup.hugging_face and asked) or document.bare:
         return  # on, or Accelerate adds the section
     kept = "gradients are accumulated and sent in fp32, twice the bytes, without a check for overflow"
     if stage_of(document) == 0:

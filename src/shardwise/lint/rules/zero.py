@@ -44,8 +44,8 @@ _ENGINE = "deepspeed/runtime/engine.py: _configure_zero_optimizer"
 
 
 def is_template(document: Document) -> bool:
-    """Whether DeepSpeed's autotuner completes the file: it puts in stage and batch sizes."""
-    return document.on("autotuning", "enabled") and not document.has(ZERO, "stage")
+    """Whether stage and batch are elsewhere: a part of a file, or one that the autotuner completes."""
+    return (document.bare or document.on("autotuning", "enabled")) and not document.has(ZERO, "stage")
 
 
 def stage_of(document: Document) -> int | None:
