@@ -91,7 +91,7 @@ def no_batch_size(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without a micro-batch or a total batch DeepSpeed stops."""
     if document.has(TOTAL) or document.has(MICRO) or is_template(document):
         return
-    part = setup.reader is None and set(document.values) <= {ZERO, "bf16", "fp16", "activation_checkpointing"}
+    part = setup.reader is None and set(document.values) <= {ZERO, "bf16", "fp16"}
     what = f"neither `{MICRO}` nor `{TOTAL}` is given: DeepSpeed stops with an AssertionError"
     what += ", unless this is a part of a larger file" if part else ""
     fix = f'"{MICRO}": "auto" uses the data loader\'s' if setup.hugging_face else f'"{MICRO}": 1'

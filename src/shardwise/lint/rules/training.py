@@ -95,16 +95,12 @@ def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
             what = f"{bits}-bit weights get no gradients: without adapters the Trainer refuses to train"
             certain = setup.reader == "trainer" and "lora" not in document.text.lower()
             yield Hit((name,), what, "add LoRA adapters (PEFT)", severity=None if certain else "warning")
-        if bits == 8 and stage == 3:
-            what = "8-bit weights under ZeRO-3 are reported to fail on GPUs"
-            fix = "ZeRO-2, or 4-bit with a float bnb_4bit_quant_storage"
-            yield Hit((name,), what, fix, severity="warning")
-        elif stage == 3 and setup.training("bnb_4bit_quant_storage") is None:
+        if stage == 3 and (bits == 8 or setup.training("bnb_4bit_quant_storage") is None):
             what = (
-                "every process loads the entire quantised model, and 4-bit weights stored as uint8 are not "
+                f"every process loads the entire quantised model, and {bits}-bit weights stored as integers "
             )
-            what += "sharded like the others: frameworks refuse it, or the run fails"
-            fix = "ZeRO-2, or bnb_4bit_quant_storage in the training's format (bf16), if the script takes it"
+            what += "are not sharded like the others: frameworks refuse it, or the run is reported to fail"
+            fix = "ZeRO-2, or 4-bit with bnb_4bit_quant_storage in the training's format (bf16)"
             yield Hit((name,), what, fix, severity="warning")
         elif stage in (2, 3):
             what = "every process loads the entire quantised model before anything is sharded"
