@@ -129,9 +129,6 @@ def run_tiny(setup: Setup, *, processes: int = 2) -> Tiny:
         asked = family.ask_together("tiny", ranks, TINY_SECONDS)
         family.wait()
     answers = [child.answers["tiny"] for child in asked]
-    failed = sorted(
-        (one for one in answers if one.facts is None), key=lambda one: one.failure.startswith("hung")
-    )
-    return replace(
-        tiny, refusal=failed[0].why if failed else "", losses=(answers[0].facts or {}).get("losses", ())
-    )
+    failed = [one for one in answers if one.facts is None]
+    refusal = min(failed, key=lambda one: one.failure.startswith("hung")).why if failed else ""
+    return replace(tiny, refusal=refusal, losses=(answers[0].facts or {}).get("losses", ()))

@@ -49,9 +49,8 @@ class Fit:
         if not self.fits:
             gpu = f"{gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} on the fullest GPU"
             lacks = [gpu] * (not memory.fits) + [of_host] * (memory.fits or memory.host_bytes > (host or inf))
-            what = (
-                f"it does not fit {self.gpus}: {in_words(self.option.strategy)} needs {' and '.join(lacks)}"
-            )
+            needs = f"{in_words(self.option.strategy)} needs {' and '.join(lacks)}"
+            what = f"it does not fit {self.gpus}: {needs}"
             fix = self.nearest or "`shardwise plan` shows what fits"
         elif host is None and memory.host_bytes:
             severity, what = "warning", f"it fits only if there are {of_host}, which --gpus does not state"

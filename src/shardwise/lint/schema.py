@@ -52,8 +52,8 @@ def deepspeed_schema() -> Schema:
         version=data["version"],
         sections={
             tuple(name.split(".")) if name else (): Section(
-                refuses=row["unknown"] == "refused",
-                keys={key: _kind(kind) for kind, keys in row["keys"].items() for key in keys.split()},
+                refuses="unknown" not in row,
+                keys={key: _kind(kind) for kind, keys in row.get("keys", {}).items() for key in keys.split()},
             )
             for name, row in data["sections"].items()
         },

@@ -83,15 +83,10 @@ def read_python(text: str, file: str) -> Document:
 
 def _assigned_once(program: ast.Module) -> dict[str, ast.expr]:
     """The values of names that one plain assignment gives a value, and nothing else."""
-    stored = Counter(
-        n.id for n in ast.walk(program) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-    )
-    found: dict[str, ast.expr] = {}
-    for node in ast.walk(program):
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if stored[name] == 1:
-                found[name] = value
-    return found
+    names = [node for node in ast.walk(program) if isinstance(node, ast.Name)]
+    stored = Counter(name.id for name in names if isinstance(name.ctx, ast.Store))
+    plain = (n for n in ast.walk(program) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name))
+    return {ast.unparse(n.targets[0]): n.value for n in plain if stored[ast.unparse(n.targets[0])] == 1}
 
 
 def _undefined(program: ast.Module) -> list[str]:
@@ -105,12 +100,8 @@ def _undefined(program: ast.Module) -> list[str]:
                 bound.add((node.asname or name).partition(".")[0])
             case ast.Name(id=name) | ast.arg(arg=name) | ast.ClassDef(name=name) | ast.FunctionDef(name=name):
                 bound.add(name)
-            case (
-                ast.AsyncFunctionDef(name=name)
-                | ast.ExceptHandler(name=str(name))
-                | ast.MatchAs(name=str(name))
-            ):
-                bound.add(name)
+            case ast.AsyncFunctionDef(name=name) | ast.ExceptHandler(name=name) | ast.MatchAs(name=name):
+                bound.add(name or "")
     unseen = {"*", "exec", "eval", "globals"} & {*used, *bound - {*dir(builtins)}}
     return [] if unseen else [name for name in used if name not in bound]
 

@@ -124,9 +124,7 @@ class Setup:
     @property
     def named_model(self) -> str | None:
         """The model that a script, its arguments or a job names."""
-        named = self.training(
-            "model_name_or_path", "base_model", "model_name", "pretrained_model_name_or_path"
-        )
+        named = self.training("model_name_or_path", "base_model", "model_name")
         return named if isinstance(named, str) else None
 
     @property
@@ -170,7 +168,6 @@ def _of_flags(document: Document, *, seen: bool) -> Reader | None:
     if isinstance(document.get("deepspeed"), str | Mapping):
         return "trainer" if arguments or not seen else None
     if document.get("launcher") == "accelerate":  # the flags of its plugin leave no file to read
-        return (
-            "accelerate" if document.has("deepspeed_config_file") or not document.has("zero_stage") else None
-        )
+        by_flags = document.has("zero_stage") and not document.has("deepspeed_config_file")
+        return None if by_flags else "accelerate"
     return "deepspeed" if document.has("deepspeed_config") else None

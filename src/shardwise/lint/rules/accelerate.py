@@ -146,14 +146,11 @@ def accelerate_precision(document: Document, _: Setup) -> Iterator[Hit]:
 def as_deepspeed(document: Document) -> dict[str, Any]:
     """The DeepSpeed configuration that accelerate's plugin makes of its section."""
     given, precision = document.section(DS), document.get("mixed_precision")
-    config = {
-        name: given[name] for name in ("gradient_accumulation_steps", "gradient_clipping") if name in given
-    }
+    same = {"gradient_accumulation_steps", "gradient_clipping"} & given.keys()
+    config = {name: given[name] for name in same}
     config |= {precision: {"enabled": True}} if precision in ("bf16", "fp16") else {}
-    offload = {
-        f"offload_{part}": {"device": given.get(f"offload_{part}_device")} for part in ("optimizer", "param")
-    }
-    on = {name: section for name, section in offload.items() if section["device"] in ("cpu", "nvme")}
+    devices = {name: given.get(f"{name}_device") for name in ("offload_optimizer", "offload_param")}
+    on = {name: {"device": device} for name, device in devices.items() if device in ("cpu", "nvme")}
     return {**config, "zero_optimization": {"stage": given.get("zero_stage", 2), **on}}
 
 

@@ -32,55 +32,36 @@ def optimizer_outside_engine(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit((STEPPED,), what, f"{stepped.engine}.step()", severity="warning")
 
 
-@training_rule(
-    "error", "deepspeed/runtime/engine.py: _configure_zero_optimizer; run with 0.19.8", versions=DEEPSPEED
-)
+@training_rule("error", "engine.py: _configure_zero_optimizer; run with 0.19.8", versions=DEEPSPEED)
 def no_optimizer(document: Document, setup: Setup) -> Iterator[Hit]:
     """DeepSpeed trains only with an optimizer of the file or of the script."""
-    trains = any(name.endswith(".backward") for name in document.uses)
-    if not trains or {"deepspeed.initialize(optimizer)", "deepspeed.initialize(**)"} & document.uses:
-        return
-    for config in setup.of("deepspeed") if "deepspeed.initialize" in document.uses else ():
+    trains = "deepspeed.initialize" in document.uses and ".backward(" in document.text
+    passed = {"deepspeed.initialize(optimizer)", "deepspeed.initialize(**)"} & document.uses
+    for config in setup.of("deepspeed") if trains and not passed else ():
+        stage = stage_of(config)
+        when = f"`zero stage {stage} requires an optimizer`" if stage in (1, 2) else "the first backward"
+        what = f"neither {config.name} nor deepspeed.initialize gives an optimizer: DeepSpeed stops at {when}"
+        fix = f'"optimizer": {{"type": "AdamW", "params": {{"lr": 2e-5}}}} in {config.name}, or in the call'
         if not config.section("optimizer"):
-            stage = stage_of(config)
-            when = f"`zero stage {stage} requires an optimizer`" if stage in (1, 2) else "the first backward"
-            what = f"neither {config.name} nor deepspeed.initialize gives an optimizer: DeepSpeed stops at "
-            what += when
-            fix = f'"optimizer": {{"type": "AdamW", "params": {{"lr": 2e-5}}}} in {config.name}, '
-            yield Hit(("initialize",), what, f"{fix}or optimizer=... in the call")
+            yield Hit(("initialize",), what, fix)
 
 
 @training_rule("warning", "the language: NameError")
 def undefined_name(document: Document, _: Setup) -> Iterator[Hit]:
     """A name is used that the script neither defines nor imports."""
     if document.has(UNDEFINED):
-        found = document.get(UNDEFINED)
-        what = f"no line defines {', '.join(f'`{name}`' for name in found)}: NameError where it is used"
-        fix = "define it"
-        if any("loader" in name for name in found):
-            fix += (
-                "; in several processes its DataLoader needs a DistributedSampler, or all read the same rows"
-            )
-        yield Hit((UNDEFINED,), what, fix)
+        said = ", ".join(f"`{name}`" for name in document.get(UNDEFINED))
+        fix = "define it" + "; in several processes with a DistributedSampler" * ("loader" in said)
+        yield Hit((UNDEFINED,), f"no line defines {said}: NameError where it is used", fix)
 
 
-@training_rule(
-    "error", "transformers/tokenization_utils_base.py: Asking to pad but the tokenizer does not have"
-)
+@training_rule("error", "transformers/tokenization_utils_base.py: Asking to pad but the tokenizer does not")
 def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
     """A tokenizer without a pad token stops where it is asked to pad."""
-    model, pads = document.get("model_name_or_path"), _PADS.search(document.text)
-    if (
-        not isinstance(model, str)
-        or pads is None
-        or document.syntax != "python"
-        or "pad_token" in document.text
-    ):
-        return
-    if model.lower().removeprefix("./").startswith(_NO_PAD_TOKEN) or model.split("/")[-1].lower().startswith(
-        _NO_PAD_TOKEN
-    ):
-        what = f"the tokenizer of {model} has no pad token: ValueError `Asking to pad but the tokenizer does "
+    model, pads = str(document.get("model_name_or_path")).lower(), _PADS.search(document.text)
+    without = any(part.startswith(_NO_PAD_TOKEN) for part in model.split("/"))
+    if document.syntax == "python" and pads and without and "pad_token" not in document.text:
+        what = "this model's tokenizer has no pad token: ValueError `Asking to pad but the tokenizer does "
         what += "not have a padding token`"
         yield Hit((), what, "tokenizer.pad_token = tokenizer.eos_token", line=_line(document, pads))
 
@@ -88,27 +69,21 @@ def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
 @training_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
 def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
     """The loss counts every label but -100, so also those of pad tokens."""
-    text = document.text
-    given, collated = _LABELS.search(text), any("DataCollator" in name for name in document.uses)
-    if document.syntax == "python" and given and _PADS.search(text) and "-100" not in text and not collated:
+    given, masked = _LABELS.search(document.text), re.search("-100|DataCollator", document.text)
+    if document.syntax == "python" and given and _PADS.search(document.text) and not masked:
         what = "the labels are the padded input ids: the loss also trains on pad tokens"
-        fix = "labels.masked_fill(attention_mask == 0, -100)"
-        yield Hit((), what, fix, line=_line(document, given))
+        yield Hit((), what, "labels.masked_fill(attention_mask == 0, -100)", line=_line(document, given))
 
 
 @training_rule("warning", "torch/utils/data: a DataLoader knows nothing of other processes")
 def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without a DistributedSampler all processes train on the same rows."""
-    own = (
-        "deepspeed.initialize" in document.uses and "deepspeed.initialize(training_data)" not in document.uses
-    )
+    own = {"deepspeed.initialize", "deepspeed.initialize(training_data)"} & document.uses
     loads = re.search(r"\bDataLoader\(", document.text)
-    if own and loads and distributed(setup) and not _DIVIDED.search(document.text):
-        what = "nothing here divides the rows: every process trains on the same ones, in the same order "
-        what += "if the seed is the same"
-        fix = (
-            "DataLoader(..., sampler=DistributedSampler(dataset)), or training_data= in deepspeed.initialize"
-        )
+    whole = own == {"deepspeed.initialize"} and not _DIVIDED.search(document.text)
+    if loads and whole and distributed(setup):
+        what = "nothing here divides the rows: every process trains on all of them"
+        fix = "DataLoader(..., sampler=DistributedSampler(rows)), or training_data= in deepspeed.initialize"
         yield Hit((), what, fix, line=_line(document, loads))
 
 

@@ -47,9 +47,7 @@ def auto_without_trainer(document: Document, setup: Setup) -> Iterator[Hit]:
         in_params = key[0] in ("optimizer", "scheduler")
         default = "TypeError at the start" if in_params else "it drops `auto` and uses the default"
         what = "only the Trainer and Accelerate fill in `auto`; DeepSpeed itself: "
-        harmless = (
-            not in_params and key[-1].endswith(("_size", "_threshold")) and key[0] == "zero_optimization"
-        )
+        harmless = key[0] == "zero_optimization" and key[-1].endswith(("_size", "_threshold"))
         severity: Severity = "warning" if harmless else "error"
         what += _FAILS.get(".".join(key), default)
         yield Hit(key, what, "write the value", (Drop(key),) if harmless else (), severity)

@@ -33,7 +33,7 @@ _PLUGIN_KEYS: tuple[tuple[Key, str, Any], ...] = (
     ((DS, "gradient_clipping"), "max_grad_norm", 1.0),
 )
 """The same of Accelerate's file."""
-_PLAIN = {"TrainingArguments", "Seq2SeqTrainingArguments"}
+_PLAIN = ("TrainingArguments", "Seq2SeqTrainingArguments")
 
 _PLEASE = "`Please correct the following DeepSpeed config values`"
 
@@ -96,9 +96,7 @@ def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
             certain = setup.reader == "trainer" and "lora" not in document.text.lower()
             yield Hit((name,), what, "add LoRA adapters (PEFT)", severity=None if certain else "warning")
         if stage == 3 and (bits == 8 or setup.training("bnb_4bit_quant_storage") is None):
-            what = (
-                f"every process loads the entire quantised model, and {bits}-bit weights stored as integers "
-            )
+            what = f"every process loads the entire quantised model, and {bits}-bit weights kept as integers "
             what += "are not sharded like the others: frameworks refuse it, or the run is reported to fail"
             fix = "ZeRO-2, or 4-bit with bnb_4bit_quant_storage in the training's format (bf16)"
             yield Hit((name,), what, fix, severity="warning")
@@ -116,9 +114,7 @@ def _compared(config: Document, setup: Setup) -> Iterator[tuple[Key, Any, str, A
         yield ("mixed_precision",), True, precision, False
 
 
-@training_rule(
-    "error", "transformers/integrations/deepspeed.py: fill_match; run with 5.23 and Accelerate 1.15"
-)
+@training_rule("error", "transformers/integrations/deepspeed.py: fill_match; run with 5.23, Accelerate 1.15")
 def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer compares its arguments with the DeepSpeed or Accelerate file, and stops if they differ."""
     plugins = (one for one in setup.of("accelerate") if one.section(DS) and not one.get(DS, FILE))
@@ -132,9 +128,7 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
                 absent += [(key, value, name, default)] if setup.training(name) is None else []
             elif isinstance(given, int | float) and value != given:
                 yield from _differs(config, setup, key, value, name, given)
-        called = _PLAIN & document.uses - {
-            name.removesuffix("(**)") for name in document.uses if "(**)" in name
-        }
+        called = [one for one in _PLAIN if one in document.uses and f"{one}(**)" not in document.uses]
         for key, value, name, default in absent if called and document.syntax == "python" else ():
             if value != default:
                 what = f"`{name}` is {default} by default, but {config.name} has `{'.'.join(key)}`: "
@@ -142,7 +136,7 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
                 fix = f'"auto" for `{".".join(key)}`, or {name}={value!r} in the arguments'
                 if other := next((n for n in ("bf16", "fp16") if n != name and document.on(n)), None):
                     fix += f"; `{other}` of the arguments needs a section `{other}` in the file"
-                yield Hit((min(called),), what, fix)
+                yield Hit((called[0],), what, fix)
         missing = [row for row in absent if row[1] != row[3]]
         if missing and document.syntax == "shell" and not document.has(OPEN) and ".y" not in document.text:
             words = ", ".join(f"`--{name}` (default {d}; file: {json.dumps(v)})" for _, v, name, d in missing)
