@@ -80,8 +80,8 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without a DistributedSampler all processes train on the same rows."""
     own = {"deepspeed.initialize", "deepspeed.initialize(training_data)"} & document.uses
     loads = re.search(r"\bDataLoader\(", document.text)
-    whole = own == {"deepspeed.initialize"} and not _DIVIDED.search(document.text)
-    if loads and whole and distributed(setup):
+    undivided = own == {"deepspeed.initialize"} and not _DIVIDED.search(document.text)
+    if loads and undivided and distributed(setup):
         what = "nothing here divides the rows: every process trains on all of them"
         fix = "DataLoader(..., sampler=DistributedSampler(rows)), or training_data= in deepspeed.initialize"
         yield Hit((), what, fix, line=_line(document, loads))
