@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -51,16 +51,8 @@ def check(
     """
     from shardwise.app.check import check as run
 
-    report = run(
-        files,
-        gpus=gpus,
-        model=model,
-        sequence=sequence,
-        reader=reader,
-        fix=fix,
-        tiny=run_tiny,
-        making=planning,
-    )
+    asked: dict[str, Any] = {"sequence": sequence, "reader": reader, "fix": fix, "tiny": run_tiny}
+    report = run(files, gpus=gpus, model=model, making=planning, **asked)
     try:
         if as_json:
             print(json.dumps(report.to_json()))

@@ -38,8 +38,8 @@ class Tiny:
         return (one,) if self.refusal else ()
 
     def lines(self) -> list[str]:
-        steps = f"{len(self.losses)} steps, loss " + ", ".join(f"{loss:.3f}" for loss in self.losses)
-        said = "DeepSpeed stops" if self.refusal else steps
+        losses = ", ".join(f"{loss:.3f}" for loss in self.losses)
+        said = "DeepSpeed stops" if self.refusal else f"{len(self.losses)} steps, loss {losses}"
         return [f"tiny run on the CPU: {said}", *(f"  not tried: {what}" for what in self.untried)]
 
     def to_json(self) -> dict[str, Any]:

@@ -146,8 +146,7 @@ def accelerate_precision(document: Document, _: Setup) -> Iterator[Hit]:
 def as_deepspeed(document: Document) -> dict[str, Any]:
     """The DeepSpeed configuration that accelerate's plugin makes of its section."""
     given, precision = document.section(DS), document.get("mixed_precision")
-    same = {"gradient_accumulation_steps", "gradient_clipping"} & given.keys()
-    config = {name: given[name] for name in same}
+    config = {key: given[key] for key in ("gradient_accumulation_steps", "gradient_clipping") if key in given}
     config |= {precision: {"enabled": True}} if precision in ("bf16", "fp16") else {}
     devices = {name: given.get(f"{name}_device") for name in ("offload_optimizer", "offload_param")}
     on = {name: {"device": device} for name, device in devices.items() if device in ("cpu", "nvme")}
