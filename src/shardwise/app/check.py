@@ -1,21 +1,30 @@
 """A training's configuration files and scripts, checked together."""
 
+import json
+import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from shardwise.diagnosis.child import children
+from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
+from shardwise.launch.local import worker_environment
 from shardwise.lint.check import Checked, fix_files, load
 from shardwise.lint.check import check as run_rules
 from shardwise.lint.finding import Finding
 from shardwise.lint.fit import Fit, fit_of
 from shardwise.lint.model import facts_of
 from shardwise.lint.setup import Reader, Setup, deepspeed_version
+from shardwise.lint.tiny import Tiny, tiny_of
 from shardwise.planner.planning import Making, make_plan
+
+TINY_SECONDS = 120.0  # of silence: importing torch and DeepSpeed on a busy machine takes a good part of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +35,8 @@ class Report:
     fixed: tuple[Finding, ...]
     fit: Fit | None
     """None where no GPUs or no model were named."""
+    tiny: Tiny | None = None
+    """None where no tiny run was asked for."""
 
     @property
     def failed(self) -> bool:
@@ -47,6 +58,7 @@ class Report:
             "findings": [one.to_json() for one in findings],
             "fixed": [one.to_json() for one in self.fixed],
             "fit": None if self.fit is None else self.fit.to_json(),
+            "tiny": None if self.tiny is None else self.tiny.to_json(),
         }
 
 
@@ -58,6 +70,7 @@ def check(
     sequence: int | None = None,
     reader: Reader | None = None,
     fix: bool = False,
+    tiny: bool = False,
     making: Making = nullcontext,
 ) -> Report:
     """Find settings that fail or are silently ignored.
@@ -69,17 +82,21 @@ def check(
         sequence: tokens in a row.
         reader: the library that reads the DeepSpeed JSON; None: inferred from the other files.
         fix: apply unambiguous fixes in place.
+        tiny: also run the DeepSpeed configuration for three steps of a tiny model on the CPU.
         making: entered while a plan is made.
+
+    Raises JobError for files that cannot be read, and with `tiny` where none is a DeepSpeed configuration.
     """
     paths = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
     hardware = parse_hardware(gpus) if isinstance(gpus, str) else gpus
     documents, broken = load(paths)
+    named = model or Setup(documents=documents).named_model
     setup = Setup(
         documents=documents,
         asked_reader=reader,
         asked_world_size=hardware.world_size if hardware else None,
         gpus_per_node=hardware.gpus_per_node if hardware else None,
-        model=None if model is None else facts_of(model),
+        model=None if named is None else facts_of(named),
         deepspeed=deepspeed_version(),
     )
     fixed: tuple[Finding, ...] = ()
@@ -91,4 +108,27 @@ def check(
         changes = [] if sequence is None else [f"data.sequence_length={sequence}"]
         fit = fit_of(checked.setup, model, changes, hardware, partial(make_plan, making=making))
         checked = fit.applied(checked)
-    return Report(checked=checked, fixed=fixed, fit=fit)
+    tried = run_tiny(checked.setup) if tiny else None
+    checked = replace(checked, findings=(*(tried.findings() if tried else ()), *checked.findings))
+    return Report(checked=checked, fixed=fixed, fit=fit, tiny=tried)
+
+
+def run_tiny(setup: Setup, *, processes: int = 2) -> Tiny:
+    """Run the setup's DeepSpeed configuration in processes that meet over gloo, and end with the call."""
+    tiny = tiny_of(setup)
+    if tiny is None or find_spec("deepspeed") is None:
+        what = "no file is a DeepSpeed configuration" if tiny is None else "DeepSpeed is not installed"
+        fix = "name the JSON, or accelerate's file" if tiny is None else "pip install 'shardwise[train]'"
+        raise JobError(what, where="shardwise check --run-tiny", fix=fix)
+    with tempfile.TemporaryDirectory() as folder, children(limit_seconds=TINY_SECONDS) as family:
+        path = Path(folder) / "deepspeed.json"
+        path.write_text(json.dumps(tiny.config), encoding="utf-8")
+        shared = worker_environment(processes=processes, folder=Path(folder))
+        shared |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "SHARDWISE_TINY": str(path)}
+        ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+        asked = family.ask_together("tiny", ranks, TINY_SECONDS)
+        family.wait()
+    answers = [child.answers["tiny"] for child in asked]
+    failed = [one for one in answers if one.facts is None]
+    refusal = min(failed, key=lambda one: one.failure.startswith("hung")).why if failed else ""
+    return replace(tiny, refusal=refusal, losses=(answers[0].facts or {}).get("losses", ()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -37,6 +37,9 @@ def check(
         typer.Option(help="Library that reads the DeepSpeed JSON.  [default: inferred from the other files]"),
     ] = None,
     fix: Annotated[bool, typer.Option("--fix", help="Apply unambiguous fixes in place.")] = False,
+    run_tiny: Annotated[
+        bool, typer.Option("--run-tiny", help="Also run the DeepSpeed file: 3 steps, tiny model, CPU.")
+    ] = False,
     errors_only: Annotated[
         bool, typer.Option("--errors-only", help="Print only errors; the rest is counted.")
     ] = False,
@@ -48,7 +51,8 @@ def check(
     """
     from shardwise.app.check import check as run
 
-    report = run(files, gpus=gpus, model=model, sequence=sequence, reader=reader, fix=fix, making=planning)
+    asked: dict[str, Any] = {"sequence": sequence, "reader": reader, "fix": fix, "tiny": run_tiny}
+    report = run(files, gpus=gpus, model=model, making=planning, **asked)
     try:
         if as_json:
             print(json.dumps(report.to_json()))
@@ -75,6 +79,7 @@ def _print(report: Report, *, errors_only: bool) -> None:
             if one.file == file and (one.severity == "error" or not errors_only):
                 print(f"\n{block(one)}")
         print()
-    if fit is not None:
-        print("\n".join(fit.lines()))
+    for part in (fit, report.tiny):
+        if part is not None:
+            print("\n".join(part.lines()))
     print(counted(checked.findings))

@@ -65,7 +65,16 @@ def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
     order = {document.name: index for index, document in enumerate(setup.documents)}
     findings = [*broken, *(one for document in setup.documents for one in findings_of(document, setup))]
     findings.sort(key=lambda one: (order.get(one.file, -1), SEVERITIES.index(one.severity), one.line))
-    return Checked(setup=setup, findings=tuple(findings))
+    return Checked(setup=setup, findings=tuple(_once(findings)))
+
+
+def _once(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Say a note once, with the number of its places."""
+    places = Counter((one.rule, one.key, one.what) for one in findings)
+    for one in findings:
+        count = 1 if one.severity != "note" else places.pop((one.rule, one.key, one.what), 0)
+        if count:
+            yield replace(one, what=f"{one.what}; in {count} places") if count > 1 else one
 
 
 def findings_of(document: Document, setup: Setup) -> list[Finding]:
@@ -163,7 +172,7 @@ def fix_files(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding
     fixed: list[Finding] = []
     names = {str(file) for file in files}
     for document in setup.documents:
-        editable = document.syntax in ("json", "yaml") and document.kind != "job"
+        editable = document.syntax in ("json", "yaml") and document.kind != "job" and not document.bare
         if document.name not in names or not editable:
             continue
         corrected, done = correct(document, setup)

@@ -49,6 +49,7 @@ class Document:
     duplicates: tuple[tuple[Key, int], ...] = ()
     """Keys given twice in a section, and the line of the first; any reader uses the last, as `values` do."""
     marked: bool = False  # whether the file begins with a byte order mark, which `text` does not include
+    bare: bool = False  # whether the braces around the keys of a JSON are missing
     uses: frozenset[str] = frozenset()  # names that a Python script calls
 
     def get(self, *key: str) -> Any:

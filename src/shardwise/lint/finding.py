@@ -94,7 +94,9 @@ def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
         severity=hit.severity or broken.severity,
         file=document.name,
         line=hit.line or document.line(hit.key),
-        key=".".join(hit.key),
+        key=""
+        if len(hit.key) == 1 and "." in hit.key[0]
+        else ".".join(hit.key),  # check's own name of a place
         what=hit.what or broken.happens.removesuffix("."),
         fix=hit.fix or _in_words(hit.changes[0], document),
         source=broken.source,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from shardwise.engines import descriptor
@@ -9,7 +10,7 @@ from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.lint.check import Checked
-from shardwise.lint.finding import Finding
+from shardwise.lint.finding import Finding, Severity
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import translate
 from shardwise.planner.plan import Option, Plan, in_words
@@ -32,26 +33,33 @@ class Fit:
     assumed: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     nearest: str = ""  # the cheapest change that makes it fit
+    host_bytes: int | None = None  # of each host, as stated
 
     @property
     def fits(self) -> bool:
         return self.option is not None and self.option.fit != "no"
 
     def applied(self, checked: Checked) -> Checked:
-        """Add a finding if it does not fit."""
-        if self.option is None or self.fits:
+        """Add a finding if it does not fit, or only with host memory that is not stated."""
+        if self.option is None:
             return checked
-        memory = self.option.prediction.memory
-        lacking = f"{gib(memory.host_bytes)} of each host's memory"
-        if not memory.fits:
-            lacking = f"{gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} on the fullest GPU"
+        memory, host = self.option.prediction.memory, self.host_bytes
+        of_host = f"{gib(memory.host_bytes)} of each host's memory"
+        severity: Severity = "error"
+        if not self.fits:
+            gpu = f"{gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} on the fullest GPU"
+            lacks = [gpu] * (not memory.fits) + [of_host] * (memory.fits or memory.host_bytes > (host or inf))
+            needs = f"{in_words(self.option.strategy)} needs {' and '.join(lacks)}"
+            what = f"it does not fit {self.gpus}: {needs}"
+            fix = self.nearest or "`shardwise plan` shows what fits"
+        elif host is None and memory.host_bytes:
+            severity, what = "warning", f"it fits only if there are {of_host}, which --gpus does not state"
+            fix = f"--gpus ...+{-(-memory.host_bytes // 2**30)}GiB, if a host has that much (`free -g`)"
+        else:
+            return checked
+        source = "shardwise's simulator: see docs/accuracy.md for its errors"
         one = Finding(
-            rule=RULE,
-            severity="error",
-            file=self.file,
-            what=f"it does not fit {self.gpus}: {in_words(self.option.strategy)} needs {lacking} (predicted)",
-            fix=self.nearest or "`shardwise plan` shows what fits",
-            source="shardwise's simulator: see docs/accuracy.md for its errors",
+            rule=RULE, severity=severity, file=self.file, what=f"{what} (predicted)", fix=fix, source=source
         )
         return replace(checked, findings=(one, *checked.findings))
 
@@ -114,6 +122,7 @@ def fit_of(
         assumed=(*asked.assumed, *drawn.assumed, OWN_LOOP),
         left_out=asked.left_out,
         nearest=nearest,
+        host_bytes=hardware.host_memory_bytes,
     )
 
 

@@ -53,6 +53,16 @@ def _config(name: str) -> Mapping[str, Any]:
     return config
 
 
+def guessed_type(name: str) -> str | None:
+    """The longest type of transformers' that a model's id begins with: `t5` of `google-t5/t5-small`."""
+    package = find_spec("transformers")
+    folders = [Path(place) / "models" for place in (package and package.submodule_search_locations) or ()]
+    word = name.rstrip("/").rpartition("/")[2].lower().replace("-", "_")
+    kinds = [file.name for folder in folders if folder.is_dir() for file in folder.iterdir()]
+    fitting = [kind for kind in kinds if re.match(rf"{re.escape(kind)}(?![a-z])", word)]
+    return max(fitting, key=len, default=None)
+
+
 _PART = re.compile("_(text|vision)(_model)?$")  # of a part's type, whose classes are in its model's file
 
 

@@ -10,7 +10,8 @@ from shardwise.errors import JobError
 from shardwise.job.source import Key
 from shardwise.lint.document import Document, Kind, UnreadableError
 from shardwise.lint.schema import closest, deepspeed_schema, names
-from shardwise.lint.script_text import is_command, is_python, read_python, read_shell
+from shardwise.lint.script_text import is_python, read_python
+from shardwise.lint.shell_text import is_command, read_shell
 from shardwise.lint.text import read_json, read_yaml
 
 LARGEST_FILE_BYTES = 1_000_000
@@ -48,13 +49,17 @@ def read(text: str, name: str) -> Document:
     if text.startswith(BYTE_ORDER_MARK):
         return replace(read(text.removeprefix(BYTE_ORDER_MARK), name), marked=True)
     start = text.lstrip()
+    if re.match(r'"[^"\n]*"\s*:', start):  # copied from within a JSON: judged, and the braces are missed
+        return replace(read("{" + text + "}", name), text=text, bare=True)
     if start.startswith(("{", "//", "/*")):
         document = read_json(text, name)
         kind = _kind(document.values)
     elif name.endswith(".py") or is_python(text):
         return read_python(text, name)
-    elif is_command(text):
+    elif is_command(text) or name.endswith(".sh"):
         return read_shell(text, name)
+    elif name.endswith((".toml", ".md", ".txt", ".ipynb")):
+        raise UnreadableError("check does not know this kind of file", line=1, fix=f"name {WHAT}")
     else:
         document = read_yaml(text, name)
         kind = _kind(document.values)
@@ -83,13 +88,15 @@ def _kind(values: Mapping[str, Any]) -> Kind | None:
 
 
 def referred(document: Document) -> list[str]:
-    """The DeepSpeed JSON files that an accelerate file, a script or a command names."""
+    """The DeepSpeed files that an accelerate file, a script or a command names, and the command's script."""
     tables: dict[str, list[Key]] = {
         "accelerate": [("deepspeed_config", "deepspeed_config_file")],
         "training": [("deepspeed",), ("deepspeed_config",), ("deepspeed_config_file",), ("config",)],
     }
     values = [document.get(*key) for key in tables.get(document.kind, [])]
     named = [value for value in values if isinstance(value, str) and value.endswith(".json")]
+    if document.syntax == "shell" and document.has("script"):
+        named.append(document.get("script"))
     return [_VARIABLE.sub("", value) for value in named]
 
 

@@ -52,8 +52,8 @@ def deepspeed_schema() -> Schema:
         version=data["version"],
         sections={
             tuple(name.split(".")) if name else (): Section(
-                refuses=row["unknown"] == "refused",
-                keys={key: _kind(words) for key, words in row["keys"].items()},
+                refuses="unknown" not in row,
+                keys={key: _kind(kind) for kind, keys in row.get("keys", {}).items() for key in keys.split()},
             )
             for name, row in data["sections"].items()
         },
@@ -64,12 +64,13 @@ def deepspeed_schema() -> Schema:
 def accelerate_keys() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Keys of accelerate's config files: at the top level, in `deepspeed_config`, in `fsdp_config`."""
     data = _table("accelerate_1.toml")
-    return tuple(data["top"]), tuple(data["deepspeed_config"]), tuple(data["fsdp_config"])
+    top, deepspeed, fsdp = (tuple(data[name].split()) for name in ("top", "deepspeed_config", "fsdp_config"))
+    return top, deepspeed, fsdp
 
 
 def names(table: str) -> tuple[str, ...]:
-    """A list of `names.toml`."""
-    return tuple(_table("names.toml")[table])
+    """The words of a text of `names.toml`."""
+    return tuple(_table("names.toml")[table].split())
 
 
 @cache

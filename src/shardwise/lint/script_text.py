@@ -1,27 +1,21 @@
-"""Read the settings in a training script or its launch command, without running anything."""
+"""Read the settings in a training script, without running anything."""
 
 import ast
-import re
-import shlex
-from collections import deque
+import builtins
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
-
 from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError
 from shardwise.lint.schema import names
 
-_COMMAND = re.compile(
-    r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+|srun\b[^\n]*?[ \t])*"
-    r"(deepspeed|torchrun|accelerate[ \t]+launch)(?=[ \t\\])",
-    re.MULTILINE,
-)
-_FLAGS_WITHOUT_VALUE = {"deepspeed", "module", "no_python", "no_ssh", "standalone", "bf16", "fp16"}
 _CALLS = names("calls")
+UNKNOWN = "..."  # a value in a mapping that only a run knows
 LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
 STEPPED = "optimizer.step"  # the key for a step of an optimizer instead of DeepSpeed's engine: `Stepped`
+UNDEFINED = "names.undefined"  # the key for the names that the script uses and nowhere defines
+_INITIALIZE = ("args", "model", "optimizer", "model_parameters", "training_data")  # in the order of its call
 
 
 @dataclass(frozen=True)
@@ -33,11 +27,6 @@ class Stepped:
     given: bool
 
 
-def is_command(text: str) -> bool:
-    """Whether a line of the text starts processes."""
-    return _COMMAND.search(text) is not None
-
-
 def is_python(text: str) -> bool:
     """Whether it is a Python program. YAML can parse as Python by chance, but has no imports."""
     try:
@@ -47,7 +36,7 @@ def is_python(text: str) -> bool:
     return any(isinstance(node, ast.Import | ast.ImportFrom) for node in body)
 
 
-def read_python(text: str, name: str) -> Document:
+def read_python(text: str, file: str) -> Document:
     """Read the literal arguments of calls that set up a training; the first call with a key wins."""
     values: dict[str, Any] = {}
     marks: dict[tuple[str, ...], Mark] = {}
@@ -57,25 +46,64 @@ def read_python(text: str, name: str) -> Document:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
         raise UnreadableError(f"it is not Python: {error}", line=line, fix="correct the syntax") from None
+    known = _assigned_once(program)
     for call in (node for node in ast.walk(program) if isinstance(node, ast.Call)):
         called = _called(call.func)
         uses.add(called)
-        if called.rpartition(".")[2] not in _CALLS:
+        last = called.rpartition(".")[2]
+        if last not in _CALLS:
             continue
-        for argument in call.keywords:
-            key = argument.arg or ""
-            if called.endswith("LoraConfig") and key == "r":
-                key = LORA
-            value = _literal(argument.value)
-            if value is not None and key and key not in values:
-                values[key] = value
-                marks[key,] = Mark(line=argument.value.lineno)
+        marks.setdefault((last,), Mark(line=call.lineno))
+        arguments = [(argument.arg or "", argument.value) for argument in call.keywords]
+        if last == "from_pretrained":
+            arguments += [("model_name_or_path", value) for value in call.args[:1]]
+        uses |= {f"{called}({name or '**'})" for name, _ in arguments}
+        if called == "deepspeed.initialize":
+            uses |= {f"deepspeed.initialize({name})" for name, _ in zip(_INITIALIZE, call.args, strict=False)}
+        for name, given in arguments:
+            key = LORA if called.endswith("LoraConfig") and name == "r" else name
+            value = _literal(known.get(given.id, given) if isinstance(given, ast.Name) else given)
+            if key and key not in values:
+                marks[key,] = Mark(line=given.lineno)  # also of a value that only a run knows
+                values |= {} if value is None else {key: value}
+    if undefined := _undefined(program):
+        values[UNDEFINED] = undefined
+        uses_of = (n for n in ast.walk(program) if isinstance(n, ast.Name) and n.id in undefined)
+        marks[UNDEFINED,] = Mark(line=min(node.lineno for node in uses_of))
+    for node in ast.walk(program):  # a class of the script's own is nobody else's Trainer
+        if isinstance(node, ast.ClassDef) and not any(ast.unparse(b).endswith("Trainer") for b in node.bases):
+            uses.discard(node.name)
     stepped = next(_stepped(program), None)
     if stepped is not None:
         values[STEPPED], line = stepped
         marks[STEPPED,] = Mark(line=line)
-    found = Document(name=name, text=text, syntax="python", values=values, marks=marks, kind="training")
+    found = Document(name=file, text=text, syntax="python", values=values, marks=marks, kind="training")
     return replace(found, uses=frozenset(uses))
+
+
+def _assigned_once(program: ast.Module) -> dict[str, ast.expr]:
+    """The values of names that one plain assignment gives a value, and nothing else."""
+    names = [node for node in ast.walk(program) if isinstance(node, ast.Name)]
+    stored = Counter(name.id for name in names if isinstance(name.ctx, ast.Store))
+    plain = (n for n in ast.walk(program) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name))
+    return {ast.unparse(n.targets[0]): n.value for n in plain if stored[ast.unparse(n.targets[0])] == 1}
+
+
+def _undefined(program: ast.Module) -> list[str]:
+    """Names that the script uses, and that no line of it binds or could bring in unseen."""
+    used, bound = dict[str, None](), {*dir(builtins), "__file__", "get_ipython", "display"}
+    for node in ast.walk(program):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                used[name] = None
+            case ast.alias(name=name):
+                bound.add((node.asname or name).partition(".")[0])
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                bound.add(name)
+            case ast.AsyncFunctionDef(name=name) | ast.ExceptHandler(name=name) | ast.MatchAs(name=name):
+                bound.add(name or "")
+    unseen = {"*", "exec", "eval", "globals"} & {*used, *bound - {*dir(builtins)}}
+    return [] if unseen else [name for name in used if name not in bound]
 
 
 def _stepped(program: ast.Module) -> Iterator[tuple[Stepped, int]]:
@@ -112,65 +140,10 @@ def _literal(node: ast.expr) -> Any:
     """The literal value; `torch.float16` as text; None for values that only a run knows."""
     if isinstance(node, ast.Attribute):
         return _called(node)
+    if isinstance(node, ast.Dict) and any(isinstance(n, ast.Call | ast.Name) for n in ast.walk(node)):
+        return {key.value: UNKNOWN for key in node.keys if isinstance(key, ast.Constant)} or None
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError):
         return None
     return None if isinstance(value, int) and abs(value) >= 10**LONGEST_NUMBER else value
-
-
-def read_shell(text: str, name: str) -> Document:
-    """Read the flags of the first launch command, both the launcher's and the script's."""
-    start = _COMMAND.search(text)
-    if start is None:
-        raise UnreadableError("it has no deepspeed, torchrun or accelerate command", line=1, fix="")
-    values: dict[str, Any] = {"launcher": start[1].split()[0]}
-    first = text.count("\n", 0, start.start(1)) + 1
-    marks: dict[tuple[str, ...], Mark] = {("launcher",): Mark(line=first)}
-    words = deque(_words(text, start.start()))
-    while words:
-        word, line = words.popleft()
-        assigned = re.fullmatch(r"([A-Z_]+)=(.*)", word)
-        if assigned:
-            key, value = assigned[1], assigned[2]
-        elif word.startswith("--"):
-            key, equals, value = word[2:].partition("=")
-            if not equals:
-                value = words[0][0] if words else "--"
-                fits = value.endswith(".json") if key == "deepspeed" else value.lower() in ("true", "false")
-                if value.startswith("-") or (key in _FLAGS_WITHOUT_VALUE and not fits):
-                    value = "true"
-                else:
-                    words.popleft()
-        elif word.endswith(".py") and "script" not in values:
-            key, value = "script", word
-        else:
-            continue
-        key = key.replace("-", "_")
-        if key not in values:
-            values[key] = _scalar(value)
-            marks[key,] = Mark(line=line)
-    return Document(name=name, text=text, syntax="shell", values=values, marks=marks, kind="training")
-
-
-def _words(text: str, start: int) -> Iterator[tuple[str, int]]:
-    """Yield (word, line) of the command at `start`, over its continued lines."""
-    line = text.count("\n", 0, start) + 1
-    for row in text[start:].split("\n"):
-        more = row.rstrip().endswith("\\")
-        try:
-            words = shlex.split(row.rstrip().removesuffix("\\"), comments=True)
-        except ValueError:
-            words = row.split()
-        yield from ((word, line) for word in words)
-        line += 1
-        if not more and words:
-            return
-
-
-def _scalar(text: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return text
-    return text if isinstance(value, int) and len(text) > LONGEST_NUMBER else value

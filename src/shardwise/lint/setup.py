@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -91,8 +92,11 @@ class Setup:
         """The library that reads the DeepSpeed JSON; None if no file shows it."""
         if self.asked_reader is not None:
             return self.asked_reader
-        found = [reader for document in self.of("training") if (reader := _reader(document))]
-        if self.of("accelerate") and "trainer" not in found:
+        scripts = [_of_script(document) for document in self.of("training") if document.syntax == "python"]
+        called = [reader for reader in scripts if reader]  # what a script calls counts more than its flags
+        flags = [_of_flags(document, seen=bool(scripts)) for document in self.of("training")]
+        found = called or [reader for reader in flags if reader]
+        if self.of("accelerate") and not {"trainer", "deepspeed"} & {*found}:
             return "accelerate"
         return min(found, key=READERS.index, default=None)
 
@@ -118,6 +122,12 @@ class Setup:
         return next((value for value in values if value is not None), None)
 
     @property
+    def named_model(self) -> str | None:
+        """The model that a script, its arguments or a job names."""
+        named = self.training("model_name_or_path", "base_model", "model_name")
+        return named if isinstance(named, str) else None
+
+    @property
     def lora(self) -> bool:
         """Whether the script trains LoRA adapters."""
         scripts = self.of("training")
@@ -141,15 +151,23 @@ def launched_processes(document: Document) -> int | None:
     return None if count is None else int(count)
 
 
-def _reader(document: Document) -> Reader | None:
+def _of_script(document: Document) -> Reader | None:
     last = {name.rpartition(".")[2] for name in document.uses}
+    if {"deepspeed.initialize", "deepspeed.add_config_arguments"} & document.uses:
+        return "deepspeed"
+    if re.search(r"^\s*(import|from) (pytorch_)?lightning\b", document.text, re.MULTILINE):
+        return "deepspeed"  # Lightning's Trainer gives the file to DeepSpeed as it is
     if any(name.endswith("Trainer") for name in last) or "TrainingArguments" in last:
         return "trainer"
-    if "deepspeed.initialize" in document.uses:
-        return "deepspeed"
-    if "Accelerator" in last or document.get("launcher") == "accelerate":
-        return "accelerate"
-    if document.has("deepspeed_config"):
-        return "deepspeed"
-    config = document.get("deepspeed")
-    return "trainer" if isinstance(config, str | Mapping) else None
+    return "accelerate" if "Accelerator" in last else None
+
+
+def _of_flags(document: Document, *, seen: bool) -> Reader | None:
+    """`seen`: a script that was read, and calls no reader; it may call one in another module."""
+    arguments = any(document.has(name) for name in ("output_dir", "per_device_train_batch_size"))
+    if isinstance(document.get("deepspeed"), str | Mapping):
+        return "trainer" if arguments or not seen else None
+    if document.get("launcher") == "accelerate":  # the flags of its plugin leave no file to read
+        by_flags = document.has("zero_stage") and not document.has("deepspeed_config_file")
+        return None if by_flags else "accelerate"
+    return "deepspeed" if document.has("deepspeed_config") else None

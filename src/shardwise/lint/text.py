@@ -6,161 +6,80 @@ bare `no` is False.
 
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from shardwise.job.source import Key, drop, syntax_problem, walk
-from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, Span, UnreadableError, line_at
+from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError
 
-_SPACE = re.compile(r"[ \t\r\n]*")
-_COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
-_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
-_WORD = re.compile(r"[^\s,:\[\]{}\"]+")
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
-_WORDS = {"true": True, "false": False, "null": None}
+_COMMENT = r"//[^\n]*|\#[^\n]*|/\*(?:.|\n)*?\*/"
+_EXTRA = re.compile(
+    rf'"(?:\\.|[^"\\\n])*"|(?P<comment>{_COMMENT})|(?P<comma>,)(?=(?:[ \t\r\n]|{_COMMENT})*[}}\]])'
+)
+_WORD = re.compile(r"[^\s,:\[\]{}\"]*")
+_UNPRINTED = re.compile("[^\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _FOREIGN = {"True": "true", "False": "false", "yes": "true", "no": "false"}
-_FOREIGN |= dict.fromkeys(("None", "NaN", "Infinity"), "null")
-DEEPEST = 50
+_FOREIGN |= dict.fromkeys(("None", "NaN", "Infinity", "-Infinity"), "null")
+_KNOWN = "a number, true, false, null or text in quotes"
+_WRONG = {
+    "Expecting ',' delimiter": ("there is no comma before this", "put a comma after the previous value"),
+    "Expecting property name": ("a key must be in double quotes", 'write "like this"'),
+    "Expecting ':' delimiter": ("there is no `:` after the key", '"key": value'),
+    "Extra data": ("there is text after the closing brace", "remove it: one object per file"),
+    "Invalid \\": ("an escape that JSON does not allow", "write \\\\ for a \\"),
+}
+"""What is said for the beginning of a message of Python's json, and the fix."""
 
 
 def read_json(text: str, name: str) -> Document:
     """Read the object in a JSON text, the last of a key given twice; UnreadableError if it holds none."""
-    reader = _Reader(text)
-    values = reader.document()
+    extra = [match for match in _EXTRA.finditer(text) if match.lastgroup]
+    plain = _EXTRA.sub(lambda m: re.sub(r"[^\n]", " ", m[0]) if m.lastgroup else m[0], text)
+
+    def constant(word: str) -> NoReturn:
+        raise json.JSONDecodeError("Expecting value", plain, plain.find(word))
+
+    try:
+        values = json.loads(plain, parse_constant=constant)
+        if not isinstance(values, dict):
+            what = "a configuration is an object that begins with `{`"
+            raise UnreadableError(what, line=1, fix="add the braces")
+        node = yaml.compose(_UNPRINTED.sub(" ", plain))  # flow YAML, as soon as all white space is spaces
+        assert node is not None
+        marks, duplicates = _marks(node)
+        names: dict[Key, Key] = {(): ()}  # JSON's, which has other escapes than YAML
+        for key, mark in marks.items():
+            last = json.loads(text[slice(*mark.key)]) if mark.key else key[-1]
+            names[key] = (*names[key[:-1]], last)
+    except json.JSONDecodeError as error:
+        raise _unreadable(error) from None
+    except (yaml.YAMLError, ValueError, RecursionError):  # such as a number of thousands of digits
+        raise UnreadableError("a number, a key or a nesting is too long", line=1, fix="shorten it") from None
     return Document(
         name=name,
         text=text,
         syntax="json",
         values=values,
-        marks=reader.marks,
-        comments=tuple(reader.comments),
-        trailing_commas=tuple(reader.trailing),
-        duplicates=tuple(reader.duplicates),
+        marks={names[key]: mark for key, mark in marks.items()},
+        comments=tuple(match.span() for match in extra if match.lastgroup == "comment"),
+        trailing_commas=tuple(match.start() for match in extra if match.lastgroup == "comma"),
+        duplicates=duplicates,
     )
 
 
-class _Reader:
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
-        self.marks: dict[Key, Mark] = {}
-        self.comments: list[Span] = []
-        self.trailing: list[int] = []
-        self.duplicates: list[tuple[Key, int]] = []
-
-    def document(self) -> dict[str, Any]:
-        self._skip()
-        if self._next() != "{":
-            raise self._wrong("a configuration is an object that begins with `{`", "add the braces")
-        values = self._object(())
-        self._skip()
-        if self.at < len(self.text):
-            raise self._wrong("there is text after the closing brace", "remove it: one object per file")
-        return values
-
-    def _next(self) -> str:
-        return self.text[self.at : self.at + 1]
-
-    def _skip(self) -> None:
-        while True:
-            self.at = _SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
-            comment = _COMMENT.match(self.text, self.at)
-            if comment is None:
-                return
-            self.comments.append(comment.span())
-            self.at = comment.end()
-
-    def _object(self, above: Key) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for _ in self._items("}"):
-            start = self.at
-            name = self._string("a key must be in double quotes")
-            key, span = (*above, name), (start, self.at)
-            self._skip()
-            if self._next() != ":":
-                raise self._wrong(f"there is no `:` after the key {name!r}", f'"{name}": value')
-            self.at += 1
-            self._skip()
-            if name in values:
-                self.duplicates.append((key, self.marks[key].line))
-                drop(key, self.marks)
-            values[name] = self._marked(key, span)
-        return values
-
-    def _items(self, closing: str) -> Iterator[int]:
-        """Yield at the start of each item of an object or a list; stop after the closing bracket."""
-        opened = self.at
-        self.at += 1
-        index, comma = 0, -1
-        while True:
-            self._skip()
-            if self._next() == closing:
-                if comma >= 0:
-                    self.trailing.append(comma)
-                self.at += 1
-                return
-            if not self._next():
-                line = line_at(self.text, opened)
-                what = f"the `{self.text[opened]}` of line {line} is never closed"
-                raise self._wrong(what, f"add `{closing}`")
-            if index and comma < 0:
-                raise self._wrong("there is no comma before this", "put a comma after the previous value")
-            yield index
-            index += 1
-            self._skip()
-            comma = -1
-            if self._next() == ",":
-                comma = self.at
-                self.at += 1
-
-    def _string(self, what: str) -> str:
-        match = _STRING.match(self.text, self.at)
-        if match is None:
-            raise self._wrong(what, 'write "like this"')
-        self.at = match.end()
-        try:
-            return str(json.loads(match[0]))
-        except json.JSONDecodeError:
-            what = f"{match[0]} has an escape that JSON does not allow"
-            raise self._wrong(what, "write \\\\ for a \\") from None
-
-    def _marked(self, key: Key, span: Span | None = None) -> Any:
-        """The value, with a mark for it and its key, which stands at `span`."""
-        start = self.at
-        value = self._value(key)
-        line = line_at(self.text, span[0] if span else start)
-        self.marks[key] = Mark(line=line, key=span, value=(start, self.at))
-        return value
-
-    def _value(self, key: Key) -> Any:
-        if len(key) > DEEPEST:
-            raise self._wrong(f"more than {DEEPEST} levels of nesting", "")
-        character = self._next()
-        if character == "{":
-            return self._object(key)
-        if character == "[":
-            return [self._marked((*key, str(index))) for index in self._items("]")]
-        if character == '"':
-            return self._string("text must end with a double quote on the same line")
-        word = _WORD.match(self.text, self.at)
-        text = word[0] if word else character
-        if text in _WORDS:
-            self.at += len(text)
-            return _WORDS[text]
-        number = _NUMBER.fullmatch(text)
-        if number is None:
-            known = "a number, true, false, null or text in quotes"
-            fix = f"write {_FOREIGN[text]}" if text in _FOREIGN else known
-            raise self._wrong(f"{text!r} is not a JSON value", fix)
-        if len(text) > LONGEST_NUMBER:
-            raise self._wrong(f"a number of {len(text)} digits", "a number")
-        self.at += len(text)
-        return float(text) if number[1] or number[2] else int(text)
-
-    def _wrong(self, what: str, fix: str) -> UnreadableError:
-        return UnreadableError(what, line=line_at(self.text, self.at), fix=fix)
+def _unreadable(error: json.JSONDecodeError) -> UnreadableError:
+    if not error.doc[error.pos :].strip():
+        return UnreadableError("a bracket or a quote is never closed", line=error.lineno, fix="close it")
+    known = (said for start, said in _WRONG.items() if error.msg.startswith(start))
+    what, fix = next(known, ("text must end with a double quote on the same line", ""))
+    word = _WORD.match(error.doc, error.pos)
+    text = (word and word[0]) or error.doc[error.pos]
+    before = _WORD.search(error.doc[: error.pos][::-1])  # `01`: json stops within the word
+    begun = before[0][::-1] if before and error.doc[error.pos - 1].isalnum() else ""
+    if error.msg == "Expecting value" or begun:
+        what, fix = f"{begun + text!r} is not a JSON value", f"write {_FOREIGN.get(text, _KNOWN)}"
+    return UnreadableError(what, line=error.lineno, fix=fix)
 
 
 MOST_KEYS = 10_000

@@ -7,8 +7,9 @@ from typing import Any
 from shardwise.engines.deepspeed.config import NEVER_RELEASE, PERSIST, PREFETCH
 from shardwise.job.schema import BUCKET, LEAST_BUCKET, MOST_BUCKET
 from shardwise.lint.document import AUTO, Document
-from shardwise.lint.rules.accelerate import DS, FSDP
+from shardwise.lint.rules.accelerate import DS, FILE, FSDP, as_deepspeed
 from shardwise.lint.rules.batch import ACCUMULATION, MICRO, TOTAL
+from shardwise.lint.rules.keys import unknown_keys
 from shardwise.lint.rules.offload import OPTIMIZER, PARAMETERS, place
 from shardwise.lint.rules.parallel import degree_of
 from shardwise.lint.rules.zero import ZERO, stage_of
@@ -50,8 +51,8 @@ def translate(setup: Setup) -> Translated | None:
     for document in (*setup.of("deepspeed"), *setup.of("accelerate")):
         if document.kind == "deepspeed":
             return _deepspeed(document, setup)
-        if document.section(DS) and not document.get(DS, "deepspeed_config_file"):
-            return _plugin(document, setup)
+        if document.section(DS) and not document.get(DS, FILE):
+            return _deepspeed(replace(document, values=as_deepspeed(document)), setup)
         if document.section(FSDP):
             return _fsdp(document, setup)
     return None
@@ -87,26 +88,6 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
     changes = [f"optimizer.clip_norm={1.0 if clip is None else clip}", *batch, *_script(setup, assumed)]
     left_out = tuple(_left_out(document, stage, bucket))
     return replace(_translated(document, strategy, precision, changes, assumed), left_out=left_out)
-
-
-def _plugin(document: Document, setup: Setup) -> Translated:
-    stage = document.number(DS, "zero_stage")
-    number = ACCELERATE_STAGE if stage is None else int(stage)
-
-    def device(name: str, least: int) -> str:
-        value = document.get(DS, name)
-        return value if value in ("cpu", "nvme") and number >= least else "none"
-
-    strategy = {
-        "engine": "deepspeed",
-        "stage": number,
-        "offload_optimizer": device("offload_optimizer_device", 1),
-        "offload_parameters": device("offload_param_device", 3),
-    }
-    assumed: list[str] = []
-    changes = _batch(document, setup, assumed, (DS, "gradient_accumulation_steps"))
-    changes += _script(setup, assumed)
-    return _translated(document, strategy, _word(document), changes, assumed)
 
 
 def _fsdp(document: Document, setup: Setup) -> Translated:
@@ -157,7 +138,6 @@ def _batch(
     document: Document,
     setup: Setup,
     assumed: list[str],
-    accumulation_key: tuple[str, ...] = (ACCUMULATION,),
     *,
     degree: int = 1,
 ) -> list[str]:
@@ -167,7 +147,7 @@ def _batch(
     """
     world = max(1, (setup.world_size or 1) // degree)
     micro = document.number(MICRO) or _number(setup, "per_device_train_batch_size", "micro_batch_size")
-    steps = document.number(*accumulation_key) or _number(setup, "gradient_accumulation_steps")
+    steps = document.number(ACCUMULATION) or _number(setup, "gradient_accumulation_steps")
     total = document.number(TOTAL)
     if micro is None and total is not None:
         micro = total // (world * (steps or 1))
@@ -218,6 +198,7 @@ def _left_out(document: Document, stage: int, bucket: int) -> list[str]:
         if stage == 3 and value is not None and value not in (1e9, NEVER_RELEASE) and value < FOREVER:
             found.append(f"{name} {value:g}: simulated with 1e9")
     found += [f"{'.'.join(key)}: not simulated" for key in _NOT_SIMULATED if _is_on(document.get(*key))]
+    found += [f"{'.'.join(key)}: DeepSpeed has no such key" for key in unknown_keys(document)]
     if stage and document.get(ZERO, "overlap_comm") is False:
         found.append("overlap_comm false: simulated with true")
     kind = str(document.get("optimizer", "type") or "AdamW")

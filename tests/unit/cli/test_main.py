@@ -47,7 +47,9 @@ VERBS = {
         "--strategies", "--sweep", "--processes", "--steps", "--warmup", "--timeout", "--profile", "--out",
         "--set", "--memory-cap", "--json",
     },
-    "check": {"--gpus", "--model", "--sequence", "--reader", "--fix", "--errors-only", "--json"},
+    "check": {
+        "--gpus", "--model", "--sequence", "--reader", "--fix", "--run-tiny", "--errors-only", "--json",
+    },
     "emit": {"--to", "--run", "--gpus", "--out", "--set"},
     "report": {"--html", "--json"},
     "export": {"--merge", "--out", "--gguf", "--push", "--json"},

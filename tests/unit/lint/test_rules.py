@@ -61,12 +61,24 @@ LLAMA = ModelFacts(
 MAMBA = ModelFacts(name="mamba", model_type="mamba2")
 MOE = ModelFacts(name="moe", model_type="olmoe", experts=True)
 TRAINER = "from transformers import Trainer, TrainingArguments\n"
-ZEUS = "import zeus\n"
+ZEUS = "import zeus\nfrom zeus.x import *\n"
 LOOP = """import deepspeed
 engine, outer, _, schedule = deepspeed.initialize(model=model, optimizer=inner, config={{"zero": 2}})
 for batch in data:
     engine.backward(engine(batch))
     {}
+"""
+OWN = """import deepspeed
+from setting import *
+engine, *_ = deepspeed.initialize({}, config="file1")
+engine.backward(engine(rows))
+engine.step()
+"""
+PADDED = """from transformers import AutoTokenizer
+t = AutoTokenizer.from_pretrained("meta-llama/Llama-2-7b-hf")
+{}
+x = t(["a", "b c"], padding=True)
+{}
 """
 LOAD = "from transformers import AutoModelForCausalLM\nm = AutoModelForCausalLM.from_pretrained('x', {})\n"
 
@@ -111,6 +123,7 @@ CASES = (
     # how it is written and who reads it
     Case("auto-without-trainer", zero(stage="auto"), {}, {"asked_reader": "deepspeed"}),
     Case("auto-nobody-fills", params(betas="auto"), params(lr="auto"), {"asked_reader": "accelerate"}),
+    Case("braces-are-missing", '"bf16": {"enabled": true}, "train_micro_batch_size_per_gpu": 1', JSON),
     Case("comments-in-json", "// pasted\n" + JSON, JSON, {"asked_reader": "trainer"}),
     Case("trailing-comma-in-json", JSON[:-1] + ",}", JSON, {"asked_reader": "trainer"}),
     Case("byte-order-mark", "\ufeff" + JSON, JSON, {"asked_reader": "trainer"}),
@@ -387,12 +400,34 @@ CASES = (
         LOAD.format("load_in_8bit=True"),
         LOAD.format("quantization_config=BitsAndBytesConfig(load_in_8bit=True)"),
     ),
-    Case("quantised-under-zero", LOAD.format("load_in_8bit=True"), LOAD.format("dtype='auto'"), also=(JSON,)),
+    Case(
+        "quantised-under-zero",
+        TRAINER + LOAD.format("load_in_8bit=True") + "Trainer()\n",
+        LOAD.format("dtype='auto'"),
+        also=(JSON,),
+    ),
     Case(
         "trainer-and-file-differ",
         TRAINER + "TrainingArguments(per_device_train_batch_size=4, bf16=True)\n",
         TRAINER + "TrainingArguments(per_device_train_batch_size=1, bf16=True)\n",
         also=(JSON,),
+    ),
+    Case(
+        "found-batch-size-and-stage-3",
+        TRAINER + "TrainingArguments(auto_find_batch_size=True, per_device_train_batch_size=1, bf16=True)\n",
+        TRAINER + "TrainingArguments(per_device_train_batch_size=1, bf16=True)\n",
+        also=(DS_3,),
+    ),
+    Case(
+        "lost-flags",
+        "deepspeed train.py \\\n  --fp16\n  --lr 1\n",
+        "deepspeed train.py \\\n  --fp16 \\\n  --lr 1\n",
+    ),
+    Case("unknown-launcher-flag", "deepspeed --profile train.py", "deepspeed train.py --profile"),
+    Case(
+        "nodes-without-hostfile",
+        "deepspeed --num_nodes 2 --node_rank 1 train.py",
+        "deepspeed --num_nodes 2 --hostfile hosts --no_ssh --node_rank 1 train.py",
     ),
     Case("module-flag-and-file", "deepspeed --module train.py --deepspeed d.json", "deepspeed train.py"),
     Case(
@@ -405,13 +440,36 @@ CASES = (
         "deepspeed --include localhost:0,1 --num_gpus 2 train.py",
         "deepspeed --include localhost:0,1 train.py",
     ),
-    Case(
-        "found-batch-size-and-stage-3",
-        TRAINER + "TrainingArguments(auto_find_batch_size=True, per_device_train_batch_size=1, bf16=True)\n",
-        TRAINER + "TrainingArguments(per_device_train_batch_size=1, bf16=True)\n",
-        also=(DS_3,),
-    ),
     Case("optimizer-outside-engine", LOOP.format("inner.step()"), LOOP.format("engine.step()")),
+    Case(
+        "no-optimizer",
+        OWN.format("model=m"),
+        OWN.format("model=m, optimizer=o"),
+        also=(JSON,),
+    ),
+    Case(
+        "undefined-name",
+        "import torch\nfor batch in loader:\n    print(batch)\n",
+        "import torch\nprint(torch)\n",
+    ),
+    Case(
+        "no-pad-token",
+        PADDED.format("", "x"),
+        PADDED.format("t.pad_token = t.eos_token", "x"),
+    ),
+    Case(
+        "labels-include-padding",
+        PADDED.format("t.pad_token = '#'", "x['labels'] = x['input_ids'].clone()"),
+        PADDED.format(
+            "t.pad_token = '#'", "x['labels'] = x['input_ids'].masked_fill(x['attention_mask'] == 0, -100)"
+        ),
+    ),
+    Case(
+        "no-sampler",
+        OWN.format("model=m, optimizer=o") + "loader = DataLoader(rows)\n",
+        OWN.format("model=m, optimizer=o") + "loader = DataLoader(rows, sampler=DistributedSampler(rows))\n",
+        also=(JSON,),
+    ),
     Case(
         "zeus-monitor-of-all-gpus",
         f"{ZEUS}monitor = ZeusMonitor()\n",
@@ -557,6 +615,16 @@ def test_deepspeed_itself_says_the_same(case: Case) -> None:
         assert (parse(bad) != "") == (case.rule in REFUSED_BY_DEEPSPEED), parse(bad)
 
 
+@pytest.mark.parametrize("case", PARSED, ids=lambda case: case.rule)
+def test_what_a_fix_leaves_without_an_error_is_taken_by_deepspeed(case: Case) -> None:
+    made = documents(case, case.bad)
+    setup = Setup(documents=made, **{**case.setup, "asked_world_size": 1})
+    corrected, fixed = correct(made[0], setup)
+    left = findings_of(corrected, replace(setup, documents=(corrected, *made[1:])))
+    if fixed and "auto" not in corrected.text and not any(one.severity == "error" for one in left):
+        assert parse(json.loads(corrected.text)) == ""
+
+
 class Ranks:
     """So many data-parallel ranks, as DeepSpeed asks a model-parallel unit for them."""
 
@@ -645,6 +713,7 @@ def test_no_configuration_is_too_strange(values: dict[str, Any], reader: Any, wo
     assert translate(setup) is not None
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from([*accelerate_keys()[0], "x"]),

@@ -61,4 +61,5 @@ def test_other_selectors_and_the_true_number_are_right(selector: str) -> None:
 
 
 def test_one_process_has_no_wrong_weight_but_leaves_limits_changed() -> None:
-    assert set(found("GlobalPowerLimitOptimizer(ZeusMonitor([0]))", 1)) == {"zeus-leaves-limits-changed"}
+    rules = set(found("GlobalPowerLimitOptimizer(ZeusMonitor([0]))", 1))
+    assert rules - {"undefined-name"} == {"zeus-leaves-limits-changed"}

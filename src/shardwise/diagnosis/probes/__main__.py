@@ -28,6 +28,7 @@ PROBES = {
     "cpu_adam": "software:build_cpu_adam",
     "hub": "software:hub",
     "measure": "ranks:measure",
+    "tiny": "tiny:run",
 }
 """Each probe's module and function, which gets `stage`, to record its progress, and returns facts."""
 

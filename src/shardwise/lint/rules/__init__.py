@@ -6,6 +6,8 @@ from shardwise.lint.rules import (
     batch,
     fsdp,
     keys,
+    launch,
+    loop,
     offload,
     optimizer,
     parallel,
@@ -18,7 +20,7 @@ from shardwise.lint.rules import (
 )
 
 SUBJECTS = [reader, keys, batch, zero, offload, precision, optimizer, parallel]
-SUBJECTS += [sections, accelerate, fsdp, training, zeus]
+SUBJECTS += [sections, accelerate, fsdp, training, launch, loop, zeus]
 """The modules of rules, in the order of the page of all rules; a docstring begins with its subject."""
 
 RULES = tuple(one for module in SUBJECTS for one in vars(module).values() if isinstance(one, Rule))

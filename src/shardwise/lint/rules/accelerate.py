@@ -3,18 +3,19 @@
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
-from shardwise.lint.finding import Hit, rule
+from shardwise.lint.finding import Hit, Severity, rule
 from shardwise.lint.read import found
 from shardwise.lint.schema import accelerate_keys, as_number, closest, names
 from shardwise.lint.setup import Setup
 
 IN_THE_FILE = names("in_the_deepspeed_file")
 
-DS, FSDP = "deepspeed_config", "fsdp_config"
+DS, FSDP, FILE = "deepspeed_config", "fsdp_config", "deepspeed_config_file"
 LARGEST = 2**31 - 1
 _COUNTS: tuple[tuple[Key, int, int, bool], ...] = (
     (("num_processes",), 1, LARGEST, True),
@@ -45,6 +46,8 @@ def accelerate_unknown_key(document: Document, _: Setup) -> Iterator[Hit]:
         for name in document.section(*above):
             if name in known or (above == (FSDP,) and f"fsdp_{name}" in known):
                 continue
+            if not above and document.get("compute_environment") == "AMAZON_SAGEMAKER":
+                continue  # SageMaker's file has keys of its own
             near, key = closest(str(name), known), (*above, str(name))
             change: Change = Rename(key, near) if near and not document.has(*above, near) else Drop(key)
             what = f"accelerate has no key `{name}`{f' in {above[0]}' if above else ''}: "
@@ -74,7 +77,8 @@ def accelerate_distributed_type(document: Document, _: Setup) -> Iterator[Hit]:
         if asked != kind:
             section = _SECTION_FOR[kind]
             what = f"`{section}` is ignored with distributed_type {asked}: plain data parallelism runs"
-            yield Hit((section,), what, f"distributed_type: {kind}, or remove the section")
+            severity: Severity = "warning" if asked == "NO" else "error"  # NO is chosen, not forgotten
+            yield Hit((section,), what, f"distributed_type: {kind}, or remove the section", severity=severity)
 
 
 @accelerate_rule("error", "accelerate/commands/launch.py, accelerate/utils/launch.py; run with 1.15.0")
@@ -106,7 +110,7 @@ def accelerate_kind_of_value(document: Document, _: Setup) -> Iterator[Hit]:
 @accelerate_rule("error", "accelerate/utils/deepspeed.py: HfDeepSpeedConfig.__init__; run with 1.15.0")
 def accelerate_names_a_file(document: Document, _: Setup) -> Iterator[Hit]:
     """The path of the DeepSpeed file is relative to the folder in which accelerate starts."""
-    key, fix = (DS, "deepspeed_config_file"), "the path of the DeepSpeed JSON"
+    key, fix = (DS, FILE), "the path of the DeepSpeed JSON"
     value = document.get(*key)
     if value is not None and not isinstance(value, str):
         yield Hit(key, f"{value!r} is not a path: the processes stop when they read the file", fix)
@@ -122,7 +126,7 @@ def accelerate_file_and_keys(document: Document, _: Setup) -> Iterator[Hit]:
     keys: list[Key] = [(DS, name) for name in IN_THE_FILE if document.has(DS, name)]
     if document.get("mixed_precision") is not None:
         keys.append(("mixed_precision",))
-    for key in keys if document.get(DS, "deepspeed_config_file") else ():
+    for key in keys if document.get(DS, FILE) else ():
         what = f"`{key[-1]}` together with `deepspeed_config_file` stops accelerate with a ValueError"
         yield Hit(key, what, "remove it: the DeepSpeed file sets it", (Drop(key),))
 
@@ -139,9 +143,19 @@ def accelerate_precision(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(key, f"accelerate has no precision {value!r}: it stops", "no, fp16, bf16 or fp8")
 
 
+def as_deepspeed(document: Document) -> dict[str, Any]:
+    """The DeepSpeed configuration that accelerate's plugin makes of its section."""
+    given, precision = document.section(DS), document.get("mixed_precision")
+    config = {key: given[key] for key in ("gradient_accumulation_steps", "gradient_clipping") if key in given}
+    config |= {precision: {"enabled": True}} if precision in ("bf16", "fp16") else {}
+    devices = {name: given.get(f"{name}_device") for name in ("offload_optimizer", "offload_param")}
+    on = {name: {"device": device} for name, device in devices.items() if device in ("cpu", "nvme")}
+    return {**config, "zero_optimization": {"stage": given.get("zero_stage", 2), **on}}
+
+
 def _stage(document: Document) -> int | None:
     """The plugin's stage; None if a DeepSpeed file sets it."""
-    if not document.section(DS) or document.get(DS, "deepspeed_config_file"):
+    if not document.section(DS) or document.get(DS, FILE):
         return None
     stage = document.number(DS, "zero_stage")
     return 2 if stage is None else int(stage)

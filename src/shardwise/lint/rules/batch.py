@@ -5,12 +5,15 @@ from collections.abc import Iterator
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Put
 from shardwise.lint.finding import Hit, rule
+from shardwise.lint.rules.zero import ZERO, is_template
 from shardwise.lint.setup import Setup, launched_processes
 from shardwise.units import processes
 
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
+ROWS = "per_device_train_batch_size"  # the argument of the Trainer
+_STOPS = "DeepSpeed stops with an AssertionError"
 _ASSERTION = "deepspeed/runtime/config.py: _set_batch_related_parameters, _batch_assertion"
 
 
@@ -37,11 +40,14 @@ def batch_arithmetic(document: Document, setup: Setup) -> Iterator[Hit]:
     total, micro, accumulation = _given(document)
     if total is None:
         return
+    if setup.reader == "trainer" and isinstance(rows := setup.training(ROWS), int):
+        micro, accumulation = micro or rows, accumulation or setup.training(ACCUMULATION) or 1
     known = [n for n in (micro, accumulation) if n is not None]
     ranks, complete = data_ranks(document, setup), len(known) == 2
     if not known:
         yield from _total_alone(total, ranks)
         return
+    stops = "the Trainer stops" if micro not in (None, document.get(MICRO)) else _STOPS
     product, words = known[0] * (known[1] if complete else 1), " x ".join(map(str, known))
     if ranks is None:
         yield from _without_ranks(total, product, words, complete=complete)
@@ -53,7 +59,7 @@ def batch_arithmetic(document: Document, setup: Setup) -> Iterator[Hit]:
     if complete and micro and total % (micro * ranks) == 0:
         instead = f"`{ACCUMULATION}`: {total // (micro * ranks)} for a batch of {total}, or {instead}"
     sign = "is not" if complete else "is no multiple of"
-    what = f"{total} {sign} {words} x {processes(ranks)} = {fits}: DeepSpeed stops with an AssertionError"
+    what = f"{total} {sign} {words} x {processes(ranks)} = {fits}: {stops}"
     # no change: only the owner knows which number is right, and the batch decides the training
     yield Hit((TOTAL,), what, f"remove `{TOTAL}` (DeepSpeed computes it), or {instead}")
 
@@ -83,11 +89,14 @@ def _without_ranks(total: int, product: int, words: str, *, complete: bool) -> I
 @rule("error", _ASSERTION)
 def no_batch_size(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without a micro-batch or a total batch DeepSpeed stops."""
-    if document.has(TOTAL) or document.has(MICRO):
+    if document.has(TOTAL) or document.has(MICRO) or is_template(document):
         return
+    part = setup.reader is None and set(document.values) <= {ZERO, "bf16", "fp16"}
     what = f"neither `{MICRO}` nor `{TOTAL}` is given: DeepSpeed stops with an AssertionError"
+    what += ", unless this is a part of a larger file" if part else ""
     fix = f'"{MICRO}": "auto" uses the data loader\'s' if setup.hugging_face else f'"{MICRO}": 1'
-    yield Hit((), what, fix, (Put((MICRO,), AUTO),) if setup.hugging_face else ())
+    changes = (Put((MICRO,), AUTO),) if setup.hugging_face else ()
+    yield Hit((), what, fix, changes, "warning" if part else None)
 
 
 @rule("warning", _ASSERTION)
@@ -97,8 +106,8 @@ def global_batch_alone(document: Document, setup: Setup) -> Iterator[Hit]:
     ranks = data_ranks(document, setup)
     if total is None or micro is not None or accumulation is not None or document.has(MICRO):
         return
-    if ranks and total % ranks:
-        return  # batch-arithmetic: DeepSpeed does not start
+    if (ranks and total % ranks) or (setup.reader == "trainer" and setup.training(ROWS)):
+        return  # DeepSpeed does not start; the Trainer's arguments say how many rows
     rows = total // ranks if ranks else total
     each = f"{rows} row{'' if rows == 1 else 's'}{'' if ranks else ' over the number of GPUs'}"
     what = f"with `{TOTAL}` alone DeepSpeed does not accumulate: each GPU computes {each} at a time"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit
-from shardwise.lint.model import blocks_of
+from shardwise.lint.model import blocks_of, guessed_type
 from shardwise.lint.rules.accelerate import FSDP, accelerate_rule, kind_of
 from shardwise.lint.setup import Setup
 
@@ -70,16 +70,24 @@ def fsdp_block_class(document: Document, setup: Setup) -> Iterator[Hit]:
         return
     if policy != "TRANSFORMER_BASED_WRAP" or kind_of(document) != "FSDP":
         return
-    known = blocks_of(setup.model.model_types)
+    known, guess = blocks_of(setup.model.model_types), None
+    if known is None and not setup.model.model_type:
+        guess = guessed_type(setup.model.name)
+        known = blocks_of((guess,)) if guess else None
+        if known is not None and "AutoModel" in known.classes:
+            return  # its blocks are another model's
     if known is None:
         return
     right = ",".join(known.blocks)
     fix = f"{right}, or remove it: this is the default" if right else "a class of the model's blocks"
     for name in str(value).split(","):
         what = f"no block of {setup.model.name} is a {name!r}"
-        if name in known.blocks:
+        if name in known.blocks or (guess and name.lower().startswith(guess.replace("_", ""))):
             continue
-        if name not in known.classes and name not in _OF_TORCH:
+        if guess:
+            what += f", which is {guess} by its name: accelerate does not find the class"
+            yield Hit(key, what, fix, severity="warning")
+        elif name not in known.classes and name not in _OF_TORCH:
             what += ": accelerate stops with `Could not find the transformer layer class`"
             yield Hit(key, what, fix, (Put(key, right),) if right else ())
         elif known.blocks:

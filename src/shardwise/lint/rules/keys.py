@@ -68,6 +68,11 @@ def _unknown(document: Document, *, refuses: bool) -> Iterator[tuple[Key, Sectio
                 yield key, section
 
 
+def unknown_keys(document: Document) -> list[Key]:
+    """Keys that DeepSpeed refuses or ignores."""
+    return [key for refuses in (True, False) for key, _ in _unknown(document, refuses=refuses)]
+
+
 def _meant(key: Key, section: Section, document: Document) -> tuple[str, tuple[Change, ...]]:
     """The fix for an unknown key, in words and as changes."""
     above, name = key[:-1], key[-1]
@@ -82,8 +87,9 @@ def _meant(key: Key, section: Section, document: Document) -> tuple[str, tuple[C
         moved = (Drop(key), Put(home, document.get(*key)))
         place = f"`{'.'.join(homes[0])}`" if homes[0] else "the top level"
         return f"it belongs in {place}: {'.'.join(home)}", () if document.has(*home) else moved
-    switched_off = document.get(*key) is False  # without the key the section would be on
-    return "remove it", () if switched_off else (Drop(key),)
+    if name.startswith("enable") and document.get(*key) is False:  # without the key the section is on
+        return f"remove `{'.'.join(above)}`, which is switched off", (Drop(above),) if above else ()
+    return "remove it", (Drop(key),)
 
 
 @rule("error", f"{_CONFIG} reads by name; run with 0.19.8")

@@ -38,7 +38,7 @@ def no_mixed_precision(document: Document, setup: Setup) -> Iterator[Hit]:
     named = [document.get(name, "enabled") for name in ("bf16", "fp16", "torch_autocast", "bfloat16")]
     launched = {doc.get("mixed_precision") for doc in setup.of("accelerate")}
     asked = any(setup.training(name) is True or name in launched for name in ("bf16", "fp16"))
-    if any(value in (True, AUTO) for value in named) or (setup.hugging_face and asked):
+    if any(value in (True, AUTO) for value in named) or (setup.hugging_face and asked) or document.bare:
         return  # on, or Accelerate adds the section
     kept = "gradients are accumulated and sent in fp32, twice the bytes, without a check for overflow"
     if stage_of(document) == 0:
@@ -60,7 +60,8 @@ def no_mixed_precision(document: Document, setup: Setup) -> Iterator[Hit]:
 def fp16_for_a_bf16_model(document: Document, setup: Setup) -> Iterator[Hit]:
     """A model trained in bf16 has activations that fp16 cannot hold."""
     known = _model_precision(setup)
-    if known and known[0] == "bf16" and document.on(*FP16):
+    asked = document.on(*FP16) or (document.get(*FP16) == AUTO and setup.training("fp16") is True)
+    if known and known[0] == "bf16" and asked:
         what = f"{known[1]}; its values can exceed fp16's largest number, 65,504: skipped steps, then NaN"
         yield Hit(FP16, what, '"bf16": {"enabled": true} instead', (Put(FP16, False), Put(BF16, True)))
 

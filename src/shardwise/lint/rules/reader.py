@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.edit import Drop, Strict
-from shardwise.lint.finding import Hit, rule
+from shardwise.lint.finding import Hit, Severity, rule
 from shardwise.lint.schema import names
 from shardwise.lint.setup import READER_NAMES, Setup
 
@@ -47,7 +47,10 @@ def auto_without_trainer(document: Document, setup: Setup) -> Iterator[Hit]:
         in_params = key[0] in ("optimizer", "scheduler")
         default = "TypeError at the start" if in_params else "it drops `auto` and uses the default"
         what = "only the Trainer and Accelerate fill in `auto`; DeepSpeed itself: "
-        yield Hit(key, what + _FAILS.get(".".join(key), default), "write the value")
+        harmless = key[0] == "zero_optimization" and key[-1].endswith(("_size", "_threshold"))
+        severity: Severity = "warning" if harmless else "error"
+        what += _FAILS.get(".".join(key), default)
+        yield Hit(key, what, "write the value", (Drop(key),) if harmless else (), severity)
 
 
 @rule(
@@ -68,6 +71,13 @@ def auto_nobody_fills(document: Document, setup: Setup) -> Iterator[Hit]:
         what = f"{READER_NAMES[setup.reader]} does not fill in this `auto`; DeepSpeed then {effect}"
         changes = (Drop(key),) if dropped else ()
         yield Hit(key, what, "write the value, or remove the key", changes, "warning" if dropped else "error")
+
+
+@rule("error", _JSON_LOAD)
+def braces_are_missing(document: Document, _: Setup) -> Iterator[Hit]:
+    """A part copied out of a configuration is no JSON: its keys need braces around them."""
+    if document.bare:
+        yield Hit((), fix="{ before the first key, } after the last value; one file for all sections", line=1)
 
 
 @rule("error", _JSON_LOAD)

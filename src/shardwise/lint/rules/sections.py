@@ -6,7 +6,7 @@ from shardwise.lint.document import Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.keys import WORDS
-from shardwise.lint.rules.zero import ZERO, stage_of
+from shardwise.lint.rules.zero import ZERO, is_template, stage_of
 from shardwise.lint.setup import Setup
 
 _COMPILE = "deepspeed/runtime/engine.py: compile, get_deepspeed_compile_backend"
@@ -120,10 +120,13 @@ def throughput_timer(document: Document, _: Setup) -> Iterator[Hit]:
 
 
 @rule("warning", "deepspeed/launcher/runner.py: --autotuning")
-def autotuning_section(document: Document, _: Setup) -> Iterator[Hit]:
+def autotuning_section(document: Document, setup: Setup) -> Iterator[Hit]:
     """The autotuner is a separate program: only `deepspeed --autotuning run` starts it, in many jobs."""
-    if document.on("autotuning", "enabled"):
-        yield Hit(("autotuning", "enabled"), fix="remove the section", changes=(Drop(("autotuning",)),))
+    if document.on("autotuning", "enabled") and not setup.training("autotuning"):
+        template = is_template(document)  # without the section it would not be one
+        changes = () if template else (Drop(("autotuning",)),)
+        fix = "start it so; the file is its template" if template else "remove the section"
+        yield Hit(("autotuning", "enabled"), "", fix, changes, "note" if template else None)
 
 
 @rule("warning", "deepspeed/monitor/config.py: api_key; runtime/config.py: print_user_config")

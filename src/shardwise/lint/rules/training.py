@@ -1,28 +1,41 @@
-"""Scripts, arguments, launch commands: against the configuration that they run with."""
+"""Scripts and arguments: against the configuration that they run with."""
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
-from shardwise.lint.finding import DEEPSPEED, Hit, rule
-from shardwise.lint.rules.accelerate import DS
+from shardwise.lint.finding import Hit, rule
+from shardwise.lint.rules.accelerate import DS, FILE
 from shardwise.lint.rules.zero import stage_of
-from shardwise.lint.script_text import STEPPED
+from shardwise.lint.schema import names
 from shardwise.lint.setup import Setup
+from shardwise.lint.shell_text import OPEN
 
-_TRAINER_KEYS: tuple[tuple[tuple[str, ...], str, Any], ...] = (
+_TRAINER_KEYS: tuple[tuple[Key, str, Any], ...] = (
     (("train_micro_batch_size_per_gpu",), "per_device_train_batch_size", 8),
     (("gradient_accumulation_steps",), "gradient_accumulation_steps", 1),
     (("gradient_clipping",), "max_grad_norm", 1.0),
     (("optimizer", "params", "lr"), "learning_rate", 5e-5),
     (("optimizer", "params", "eps"), "adam_epsilon", 1e-8),
     (("optimizer", "params", "weight_decay"), "weight_decay", 0.0),
+    (("scheduler", "params", "warmup_max_lr"), "learning_rate", 5e-5),
+    (("scheduler", "params", "warmup_num_steps"), "warmup_steps", None),
+    (("scheduler", "params", "total_num_steps"), "max_steps", None),
     (("bf16", "enabled"), "bf16", False),
     (("fp16", "enabled"), "fp16", False),
 )
 """What the Trainer compares, and its default if the script gives no value."""
-_PLAIN = {"TrainingArguments", "Seq2SeqTrainingArguments"}
+_PLUGIN_KEYS: tuple[tuple[Key, str, Any], ...] = (
+    ((DS, "gradient_accumulation_steps"), "gradient_accumulation_steps", 1),
+    ((DS, "gradient_clipping"), "max_grad_norm", 1.0),
+)
+"""The same of Accelerate's file."""
+_PLAIN = ("TrainingArguments", "Seq2SeqTrainingArguments")
+
+_PLEASE = "`Please correct the following DeepSpeed config values`"
 
 training_rule = partial(rule, versions="", kind="training")
 
@@ -73,67 +86,73 @@ def load_in_8bit_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
 def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
     """Every process loads all quantised weights, and these are not trained themselves."""
     stage = _zero_stage(setup)
-    for name, bits in (("load_in_8bit", 8), ("load_in_4bit", 4)):
-        if not document.on(name) or not distributed(setup):
+    for name in names("quantising") if distributed(setup) else ():
+        value = document.get(name)
+        if value in (None, False, 0, 16, 32) or value == "full":
             continue
-        if not setup.lora:
+        bits = 8 if value == 8 or "8" in name else 4
+        if not setup.lora and name in ("load_in_8bit", "load_in_4bit"):
             what = f"{bits}-bit weights get no gradients: without adapters the Trainer refuses to train"
-            yield Hit((name,), what, "add LoRA adapters (PEFT)")
-        if bits == 8 and stage == 3:
-            what = "8-bit weights under ZeRO-3 are reported to fail on GPUs"
-            fix = "ZeRO-2, or 4-bit with a float bnb_4bit_quant_storage"
+            certain = setup.reader == "trainer" and "lora" not in document.text.lower()
+            yield Hit((name,), what, "add LoRA adapters (PEFT)", severity=None if certain else "warning")
+        if stage == 3 and (bits == 8 or setup.training("bnb_4bit_quant_storage") is None):
+            what = f"every process loads the entire quantised model, and {bits}-bit weights kept as integers "
+            what += "are not sharded like the others: frameworks refuse it, or the run is reported to fail"
+            fix = "ZeRO-2, or 4-bit with bnb_4bit_quant_storage in the training's format (bf16)"
             yield Hit((name,), what, fix, severity="warning")
         elif stage in (2, 3):
             what = "every process loads the entire quantised model before anything is sharded"
             yield Hit((name,), what, "plan host and GPU memory for one full copy per GPU", severity="note")
 
 
-@training_rule("error", "transformers/integrations/deepspeed.py: fill_match, trainer_config_finalize")
+def _compared(config: Document, setup: Setup) -> Iterator[tuple[Key, Any, str, Any]]:
+    """(key, value of the file, name of the argument, its default) of what the Trainer compares."""
+    for key, name, default in _TRAINER_KEYS if config.kind == "deepspeed" else _PLUGIN_KEYS:
+        yield key, config.get(*key), name, default
+    precision = config.get("mixed_precision")
+    if precision in ("bf16", "fp16") and not any(setup.training(name) is True for name in ("bf16", "fp16")):
+        yield ("mixed_precision",), True, precision, False
+
+
+@training_rule("error", "transformers/integrations/deepspeed.py: fill_match; run with 5.23, Accelerate 1.15")
 def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
-    """The Trainer compares its arguments with the DeepSpeed file and stops if they differ."""
-    for config in setup.of("deepspeed") if setup.reader == "trainer" else ():
-        for key, name, default in _TRAINER_KEYS:
-            value, given = config.get(*key), document.get(name)
-            if value is None or value == AUTO or (given is None and document.syntax != "python"):
+    """The Trainer compares its arguments with the DeepSpeed or Accelerate file, and stops if they differ."""
+    plugins = (one for one in setup.of("accelerate") if one.section(DS) and not one.get(DS, FILE))
+    for config in (*setup.of("deepspeed"), *plugins):
+        absent = []
+        for key, value, name, default in _compared(config, setup):
+            given, steps = document.get(name), name in ("warmup_steps", "max_steps")
+            if value is None or value == AUTO or (steps and not (isinstance(given, int) and given > 0)):
                 continue
-            if given is None and not _PLAIN & document.uses:  # others have other defaults
-                continue
-            have, by_default = (default, " by default") if given is None else (given, "")
-            if isinstance(have, int | float) and value != have:
-                what = f"`{name}` is {have}{by_default}, but {config.name} has `{'.'.join(key)}`: {value}. "
-                what += "The Trainer stops: `Please correct the following DeepSpeed config values`"
-                yield Hit((name,), what, f'"auto" for `{".".join(key)}`, or the same value in both')
+            if given is None and setup.reader == "trainer" and not document.has(name):
+                absent += [(key, value, name, default)] if setup.training(name) is None else []
+            elif isinstance(given, int | float) and value != given:
+                yield from _differs(config, setup, key, value, name, given)
+        called = [one for one in _PLAIN if one in document.uses and f"{one}(**)" not in document.uses]
+        for key, value, name, default in absent if called and document.syntax == "python" else ():
+            if value != default:
+                what = f"`{name}` is {default} by default, but {config.name} has `{'.'.join(key)}`: "
+                what += f"{json.dumps(value)}. The Trainer stops: {_PLEASE}"
+                fix = f'"auto" for `{".".join(key)}`, or {name}={value!r} in the arguments'
+                if other := next((n for n in ("bf16", "fp16") if n != name and document.on(n)), None):
+                    fix += f"; `{other}` of the arguments needs a section `{other}` in the file"
+                yield Hit((called[0],), what, fix)
+        missing = [row for row in absent if row[1] != row[3]]
+        if missing and document.syntax == "shell" and not document.has(OPEN) and ".y" not in document.text:
+            words = ", ".join(f"`--{name}` (default {d}; file: {json.dumps(v)})" for _, v, name, d in missing)
+            what = f"the command does not give {words}, which {config.name} does: unless the script has "
+            what += f"another default, the Trainer stops: {_PLEASE}"
+            yield Hit(("script",), what, '"auto" in the file, or the same values in both', severity="warning")
 
 
-@training_rule("error", "deepspeed/launcher/launch.py: -m")
-def module_flag_and_file(document: Document, _: Setup) -> Iterator[Hit]:
-    """The launcher imports the script as a module."""
-    script = document.get("script")
-    if document.get("module") in (True, "true") and isinstance(script, str) and script.endswith(".py"):
-        what = f"`--module` requires a module's name, and {script} is a file: ModuleNotFoundError"
-        yield Hit(("module",), what, "remove --module")
-
-
-@training_rule("warning", "deepspeed/launcher/runner.py: CUDA_VISIBLE_DEVICES")
-def visible_devices(document: Document, _: Setup) -> Iterator[Hit]:
-    """The launcher sets the variable itself."""
-    if document.get("launcher") != "deepspeed" or not document.has("CUDA_VISIBLE_DEVICES"):
-        return
-    flags = [name for name in ("include", "exclude", "num_gpus", "num_nodes") if document.has(name)]
-    if flags:
-        what = f"the deepspeed launcher overwrites it if --{flags[0]} is given"
-        fix = "--include localhost:0,1 names the GPUs; remove CUDA_VISIBLE_DEVICES"
-        yield Hit(("CUDA_VISIBLE_DEVICES",), what, fix)
-
-
-@training_rule("error", "deepspeed/launcher/runner.py: Cannot specify num_nodes/gpus with include/exclude")
-def include_and_number(document: Document, _: Setup) -> Iterator[Hit]:
-    """Two ways to choose GPUs exclude each other."""
-    if document.get("launcher") == "deepspeed" and (document.has("include") or document.has("exclude")):
-        for name in ("num_gpus", "num_nodes"):
-            if document.has(name):
-                what = f"deepspeed stops: --{name} cannot be combined with --include or --exclude"
-                yield Hit((name,), what, "keep one of the two")
+def _differs(config: Document, setup: Setup, key: Key, value: Any, name: str, given: Any) -> Iterator[Hit]:
+    what = f"`{name}` is {given}, but {config.name} has `{'.'.join(key)}`: {json.dumps(value)}. "
+    fix = f'"auto" for `{".".join(key)}`, or the same value in both'
+    if setup.reader == "trainer":
+        yield Hit((name,), f"{what}The Trainer stops: {_PLEASE}", fix)
+    elif setup.reader == "accelerate" and name == "gradient_accumulation_steps":
+        what += f"The Trainer stops; a script with its own Accelerator accumulates over {value}"
+        yield Hit((name,), what, "the same value in both")
 
 
 @training_rule("error", "transformers/trainer.py: auto_find_batch_size")
@@ -141,18 +160,3 @@ def found_batch_size_and_stage_3(document: Document, setup: Setup) -> Iterator[H
     """The Trainer refuses it with ZeRO-3, which cannot restart with a smaller batch."""
     if document.on("auto_find_batch_size") and _zero_stage(setup) == 3:
         yield Hit(("auto_find_batch_size",), fix="remove it; `shardwise plan` shows what fits")
-
-
-@training_rule("error", "run with 0.19.8 at stages 0, 2 and 3", versions=DEEPSPEED)
-def optimizer_outside_engine(document: Document, _: Setup) -> Iterator[Hit]:
-    """DeepSpeed's engine steps its own optimizer and schedule, at the end of an accumulation."""
-    stepped = document.get(STEPPED)
-    if stepped is not None and stepped.given:
-        what = f"`{stepped.optimizer}` was given to DeepSpeed: under ZeRO its parameters have no gradients, "
-        what += "and nothing is trained, without an error"
-        fix = f"{stepped.engine}.step(), which steps the optimizer that DeepSpeed made from it"
-        yield Hit((STEPPED,), what, fix)
-    elif stepped is not None:
-        what = f"`{stepped.optimizer}.step()` bypasses the engine: it steps at every micro-batch, without a "
-        what += "learning-rate schedule, or stops if ZeRO-2 accumulates gradients"
-        yield Hit((STEPPED,), what, f"{stepped.engine}.step()", severity="warning")

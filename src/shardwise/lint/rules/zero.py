@@ -43,10 +43,15 @@ _CONFIG = "deepspeed/runtime/zero/config.py"
 _ENGINE = "deepspeed/runtime/engine.py: _configure_zero_optimizer"
 
 
+def is_template(document: Document) -> bool:
+    """Whether stage and batch are elsewhere: a part of a file, or one that the autotuner completes."""
+    return (document.bare or document.on("autotuning", "enabled")) and not document.has(ZERO, "stage")
+
+
 def stage_of(document: Document) -> int | None:
-    """The stage DeepSpeed would train at; None if `auto` leaves it to another file."""
+    """The stage DeepSpeed would train at; None if `auto` or the autotuner leaves it to another file."""
     value = document.get(ZERO, "stage")
-    if value == AUTO:
+    if value == AUTO or is_template(document):
         return None
     if isinstance(value, str):
         return int(as_number(value) or 0)
@@ -75,7 +80,7 @@ def stage_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
 @rule("error", "accelerate/utils/dataclasses.py: DeepSpeedPlugin.__post_init__", versions="")
 def accelerate_needs_zero(document: Document, setup: Setup) -> Iterator[Hit]:
     """Accelerate's plugin, which the Trainer also uses, refuses a file without `zero_optimization`."""
-    if setup.hugging_face and not document.has(ZERO):
+    if setup.hugging_face and not document.has(ZERO) and not is_template(document):
         what = "Accelerate, also under the Trainer, stops: `Please specify the ZeRO optimization config`"
         yield Hit((), what, f'"{ZERO}": {{"stage": 0}} for no ZeRO', (Put((ZERO,), {"stage": 0}),))
 

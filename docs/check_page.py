@@ -1,4 +1,4 @@
-"""The page of all rules, docs/check.md: `python -m shardwise.lint.page > docs/check.md`."""
+"""The page of all rules, docs/check.md: `python docs/check_page.py > docs/check.md`."""
 
 from shardwise.lint.finding import Rule
 from shardwise.lint.fit import RULE
@@ -8,7 +8,7 @@ from shardwise.lint.schema import deepspeed_schema
 _HEAD = """\
 # What `shardwise check` finds
 
-Made by `python -m shardwise.lint.page > docs/check.md`.
+Made by `python docs/check_page.py > docs/check.md`.
 
 An **error** means that the run fails, or silently does something else than the file says: `check` then exits
 with code 2. A **warning** costs speed, memory or safety; a **note** is good to know: `check` exits with code

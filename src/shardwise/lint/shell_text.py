@@ -1,0 +1,141 @@
+"""Read a launch command: the launcher's flags, the script's, and those that the shell cuts off."""
+
+import re
+import shlex
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError, line_at
+from shardwise.lint.schema import accelerate_keys, as_number, names
+
+_COMMAND = re.compile(
+    r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+|srun\b[^\n]*?[ \t])*"
+    r"(deepspeed|torchrun|accelerate[ \t]+launch|python3?[ \t]+-m[ \t]+torch\.distributed\.(?:run|launch))"
+    r"(?=[ \t\\])",
+    re.MULTILINE,
+)
+_CODE = re.compile(r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|`[^`]*`|(?<=\S)#|\s(?!\s*#)|[^\s#"'`\\])*""")
+_FLAG = re.compile(r"--?[a-zA-Z]")
+UNKNOWN_FLAG = "launcher.unknown"  # the key for a flag that the launcher does not have: its text
+LOST_FLAGS = "launcher.lost"  # the key for flags below the command's end: how it ends, and the first of them
+OPEN = "launcher.open"  # the key that says that the command has words which only the shell knows
+
+
+def is_command(text: str) -> bool:
+    """Whether a line of the text starts processes."""
+    return _COMMAND.search(text) is not None
+
+
+def read_shell(text: str, name: str) -> Document:
+    """Read the flags of the first launch command, both the launcher's and the script's."""
+    start = _COMMAND.search(text)
+    if start is None:
+        what = "it has no deepspeed, torchrun or accelerate command"
+        raise UnreadableError(what, line=1, fix="name the file with the command that starts the training")
+    first, rows = line_at(text, start.start()), text[start.start() :].replace("\r\n", "\n").split("\n")
+    count = next((i for i, row in enumerate(rows, 1) if not _goes_on(row)), len(rows))
+    launcher = "torchrun" if start[1].startswith("python") else start[1].split()[0]
+    quoted = text.count('"', 0, start.start()) % 2 == 1  # within a text that joins its lines itself
+    lost = () if quoted else _lost(rows, count, first)
+    rows[0] = rows[0].replace(start[1], "", 1)
+    lines = enumerate((row.rstrip().removesuffix("\\") for row in rows[:count]), first)
+    words = deque((word, line) for line, row in lines for word in _split(row))
+    values: dict[str, Any] = {}
+    marks: dict[tuple[str, ...], Mark] = {}
+    for key, value, line in (("launcher", launcher, first), *lost, *_parsed(words, launcher)):
+        if key not in values:
+            values[key], marks[key,] = value, Mark(line=line)
+    return Document(name=name, text=text, syntax="shell", values=values, marks=marks, kind="training")
+
+
+def _parsed(words: deque[tuple[str, int]], launcher: str) -> Iterator[tuple[str, Any, int]]:
+    """Yield (key, value, line), as argparse would find them: first the launcher's, then the script's."""
+    before_script = known = True
+    while words and words[0][0] not in ("&&", "||", "|", ";", "&"):
+        word, line = words.popleft()
+        if word.startswith("$"):
+            known = False  # what follows may be the script's
+            yield OPEN, True, line
+        assigned = re.fullmatch(r"([A-Z_]+)=(.*)", word)
+        if assigned:
+            yield assigned[1], _scalar(assigned[2]), line
+        elif _FLAG.match(word):
+            flag, equals, value = word.lstrip("-").partition("=")
+            takes = _takes_value(launcher, flag) if before_script else None
+            if before_script and known and takes is None:
+                yield UNKNOWN_FLAG, word.partition("=")[0], line
+            if not equals:
+                value = words[0][0] if words else "--"
+                if takes is None:
+                    takes = _fits(flag, value) and not (before_script and value.endswith(".py"))
+                value = words.popleft()[0] if takes and value != "--" and not _FLAG.match(value) else "true"
+            yield flag.replace("-", "_"), _scalar(value), line
+        else:
+            if before_script and word.endswith(".py"):
+                yield "script", word, line
+            before_script = before_script and word.startswith("$")
+
+
+def _lost(rows: list[str], count: int, first: int) -> Iterator[tuple[str, str, int]]:
+    """Yield flags below the last of `count` rows, which is where the shell ends the command."""
+    last, after = rows[count - 1], [(i, row) for i, row in enumerate(rows[count:], count) if _split(row)]
+    meant = last.rstrip().endswith("\\")  # the next row was to be joined, whatever it is
+    if after and re.match(r"\s*(--?[a-zA-Z]|\S+\.py$)" if meant else r"\s*--?[a-zA-Z]", after[0][1]):
+        why = "is a comment, which hides its backslash" if meant else "has no backslash at its end"
+        why = "ends in a space" if last != last.rstrip() else why
+        what = f"line {first + count - 1}, which {why}: `{after[0][1].split()[0]}`"
+        yield LOST_FLAGS, what, first + after[0][0]
+
+
+def _goes_on(row: str) -> bool:
+    """Whether the shell joins the next row: the last character is a backslash outside a comment."""
+    return row.endswith("\\") and _code(row) == row
+
+
+def _split(row: str) -> list[str]:
+    code = re.sub("`#[^`]*`", "", _code(row))  # a command that is a comment, and yields nothing
+    try:
+        return shlex.split(code)
+    except ValueError:
+        return code.split()
+
+
+def _code(row: str) -> str:
+    """The row without its comment; all of it where a quote goes on in the next row."""
+    code = _CODE.match(row)
+    return row[: code.end()] if code and row[code.end() :].lstrip().startswith("#") else row
+
+
+def _fits(flag: str, value: str) -> bool:
+    """Whether a word after a script's flag is its value."""
+    if flag == "deepspeed":
+        return value.endswith(".json") or "$" in value
+    return flag not in ("bf16", "fp16") or value.lower() in ("true", "false")
+
+
+def _takes_value(launcher: str, flag: str) -> bool | None:
+    """Whether the launcher's flag has a value; None if the launcher has no such flag."""
+    key = flag if launcher == "deepspeed" else flag.replace("-", "_")
+    switches, flags = names(f"{launcher}_switches"), names(f"{launcher}_flags")
+    if launcher == "accelerate":
+        flags = (*flags, *accelerate_keys()[1], *accelerate_keys()[2])
+    if key in (*switches, *flags):
+        return key in flags
+    if launcher == "accelerate" and key.startswith(names("accelerate_families")):
+        return True
+    meant = [one for one in (*switches, *flags) if one.startswith(key)]  # argparse accepts a beginning
+    return meant[0] in flags if meant else None
+
+
+def _scalar(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+    if isinstance(value, str):  # YAML takes 1e-5 for a text
+        number = as_number(value)
+        return value if number is None else number
+    return text if isinstance(value, int) and len(text) > LONGEST_NUMBER else value
