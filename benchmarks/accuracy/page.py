@@ -346,7 +346,7 @@ def _points(comparisons: Sequence[Comparison], quantity: str, unit: float) -> li
             hollow=c["set"] != "fit",
         )
         for c in comparisons
-        if c["measured"]
+        if c["measured"].get(quantity) is not None
     ]
 
 

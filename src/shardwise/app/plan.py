@@ -28,6 +28,7 @@ def plan(
     max_slowdown: str | float | None = None,
     pareto: bool = False,
     straggler: str | float | None = None,
+    documents: int | None = None,
     making: Making = nullcontext,
 ) -> Plan:
     """Predict memory, time and energy of every allowed strategy, and choose one. Touches no GPU.
@@ -45,6 +46,7 @@ def plan(
         pareto: also list what nothing else beats in time and energy, over strategies and power limits.
         straggler: standard deviation of a GPU's step time, as a share of it; `5%` or 0.05. Each step lasts as
             long as the slowest GPU's.
+        documents: tokens of a document, where rows hold several; None: each row is one.
         making: entered while a plan is made; a kept one is only read.
 
     Returns:
@@ -68,7 +70,14 @@ def plan(
     loaded, assumed = _job(job, model, changes, hardware)
 
     def plan_for(hardware: Hardware) -> Plan:
-        made = make_plan(loaded.job, hardware, objective=objective, memory_cap_bytes=cap, making=making)
+        made = make_plan(
+            loaded.job,
+            hardware,
+            objective=objective,
+            memory_cap_bytes=cap,
+            making=making,
+            document_tokens=documents,
+        )
         return with_pareto(made) if pareto else made
 
     try:

@@ -29,6 +29,10 @@ def plan(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Train all weights.")] = False,
     sequence: RowLength = None,
+    documents: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens of a document in packed rows.  [default: a row's]"),
+    ] = None,
     global_batch: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Rows of a step, over all GPUs.")
     ] = None,
@@ -101,7 +105,7 @@ def plan(
     from shardwise.planner.table import show
     from shardwise.planner.why import does_not_fit
 
-    made = make(job, max_slowdown=max_slowdown, pareto=pareto, **asked)
+    made = make(job, max_slowdown=max_slowdown, pareto=pareto, documents=documents, **asked)
     _write(made.to_json(), out, as_json=as_json)
     if not as_json:
         show(made, everything=everything)

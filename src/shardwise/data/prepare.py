@@ -297,6 +297,9 @@ def _summary(
         summary |= {"eval_samples": len(held_out), "eval_target_tokens": _total(held_out.targets)}
     summary |= {"tokens": _total(train.lengths), "target_tokens": _total(train.targets)}
     summary["longest_tokens"] = int(train.lengths.max())
+    # Attention costs the sum of squares: a token's own document, on average
+    squares = float(np.square(train.lengths, dtype=np.float64).sum())
+    summary["document_tokens"] = max(1, round(squares / _total(train.lengths)))
     if job.data.packing:
         length, seed = job.data.sequence_length, job.train.seed
         rows = rows_of_epoch(train.lengths, sequence_length=length, seed=seed, epoch=0, packing=True)

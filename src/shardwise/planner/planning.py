@@ -56,7 +56,8 @@ def make_plan(
         memory_cap_bytes: limit per GPU for the process.
         making: see `Making`.
         tokens: `vocab_size`, rows of the embedding (None: as the job says; for a tokenizer to be learned the
-            most it may have), and `epoch_tokens`, of one pass over the data (None: not known).
+            most it may have); `epoch_tokens`, of one pass over the data (None: not known); `document_tokens`,
+            how long the documents in packed rows are (None: each row is one).
 
     Raises:
         JobError: no strategy is allowed; and what building the model raises.
@@ -108,9 +109,10 @@ def _make(
     *,
     vocab_size: int | None = None,
     epoch_tokens: int | None = None,
+    document_tokens: int | None = None,
 ) -> Plan:
     with _other_processes(job) as executor, _no_collection():
-        tracer = _tracer(job, hardware, vocab_size)
+        tracer = _tracer(job, hardware, vocab_size, document_tokens)
         strategies, refused = predictable(job, hardware, tracer.architecture)
         return search(
             strategies,
@@ -189,10 +191,12 @@ def _no_collection() -> Iterator[None]:
             atexit.register(gc.disable)
 
 
-def _tracer(job: Job, hardware: Hardware, vocab_size: int | None) -> JobTracer:
+def _tracer(
+    job: Job, hardware: Hardware, vocab_size: int | None, document_tokens: int | None = None
+) -> JobTracer:
     """The job's tracer; the last one is kept: a job is often planned for several numbers of GPUs."""
     alike = job.model_copy(update={"train": job.train.model_copy(update=_NOT_TRACED), "strategy": "auto"})
-    return _kept_tracer(alike.model_dump_json(), vocab_size, hardware.gpu.capability)
+    return _kept_tracer(alike.model_dump_json(), vocab_size, hardware.gpu.capability, document_tokens)
 
 
 _NOT_TRACED = {"global_batch": 1, "micro_batch": None, "checkpointing": "auto"}
@@ -200,11 +204,18 @@ _NOT_TRACED = {"global_batch": 1, "micro_batch": None, "checkpointing": "auto"}
 
 
 @lru_cache(maxsize=1)
-def _kept_tracer(job: str, vocab_size: int | None, capability: tuple[int, int]) -> JobTracer:
+def _kept_tracer(
+    job: str, vocab_size: int | None, capability: tuple[int, int], document_tokens: int | None
+) -> JobTracer:
     with _no_collection():
         from shardwise.trace.job import JobTracer
 
-        return JobTracer(Job.model_validate_json(job), vocab_size=vocab_size, capability=capability)
+        return JobTracer(
+            Job.model_validate_json(job),
+            vocab_size=vocab_size,
+            capability=capability,
+            document_tokens=document_tokens,
+        )
 
 
 def _attempt(change: Change, *, vocab_size: int | None, margin: float) -> Option | None:

@@ -7,14 +7,16 @@ from shardwise.engines.facts import Architecture
 from shardwise.job.schema import Job
 from shardwise.kernels.target import Target
 from shardwise.models.build import check_length
+from shardwise.models.families import attention_of
 from shardwise.models.tokenizer import expected_rows
 from shardwise.objective import objective_of
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.step_trace import Op, StepTrace
 from shardwise.simulate.time.roofline import MULTIPROCESSORS
 from shardwise.trace.trace import Tracer
 
 PACKED_ROWS, UNPACKED_ROWS = "_varlen_attn", "_varlen_as_cudnn_attn"
 """Names of the kernel for packed rows, and of one as fast as cuDNN's for unpacked rows."""
+CUDNN = "_scaled_dot_product_cudnn_attention"
 
 
 class JobTracer:
@@ -26,8 +28,18 @@ class JobTracer:
         total, trainable: numbers of parameters.
     """
 
-    def __init__(self, job: Job, *, vocab_size: int | None, capability: tuple[int, int]) -> None:
-        """`vocab_size`: rows of the embedding; None: as the job says. `capability`: the GPU's."""
+    def __init__(
+        self,
+        job: Job,
+        *,
+        vocab_size: int | None,
+        capability: tuple[int, int],
+        document_tokens: int | None = None,
+    ) -> None:
+        """`vocab_size`: rows of the embedding; None: as the job says. `capability`: the GPU's.
+
+        `document_tokens`: length of the documents in packed rows; None: each row is one.
+        """
         objective = objective_of(job)
         self.assumed: tuple[str, ...] = ()
         if vocab_size is None:
@@ -46,7 +58,7 @@ class JobTracer:
         check_length(tracer.built, job.data.sequence_length)
         self.total, self.trainable = tracer.built.total, tracer.built.trainable
         self.architecture = Architecture.of(tracer.built.config)
-        self._tracer = tracer
+        self._tracer, self._documents = tracer, document_tokens if job.data.packing else None
         self.trace = cache(self._trace)
 
     def _trace(self, rows: int, checkpoint_every: int, tensor_parallel: int) -> StepTrace:
@@ -62,7 +74,21 @@ class JobTracer:
             tensor_parallel=tensor_parallel,
             single_segment_rows=max(1, rows - 1),
         )
+        if self._documents is not None and attention_of(self._tracer.built.config).packing == "varlen":
+            return replace(trace, ops=tuple(_in_documents(op, self._documents) for op in trace.ops))
         if not any("cudnn" in op.name for op in trace.ops):
             return trace
         ops = (replace(op, name=op.name.replace(PACKED_ROWS, UNPACKED_ROWS)) for op in trace.ops)
         return replace(trace, ops=tuple(ops))
+
+
+def _in_documents(op: Op, tokens: int) -> Op:
+    """The packed kernel's work in rows of documents of `tokens` tokens: (tokens + 1) / 2 keys a query."""
+    if op.kind != "attention" or not op.name.startswith((PACKED_ROWS, CUDNN)):
+        return op
+    *before, keys, size = op.shape
+    name = op.name.replace(CUDNN, PACKED_ROWS)
+    if tokens >= keys:  # or the window is shorter
+        return replace(op, name=name)
+    flops = op.flops * (tokens + 1) / (keys + 1)
+    return replace(op, name=name, flops=flops, shape=(*before, tokens, size))

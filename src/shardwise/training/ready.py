@@ -109,6 +109,7 @@ def _plan(
         memory_cap_bytes=memory_cap_bytes,
         vocab_size=built.config.get_text_config().vocab_size if job.model.weights == "random" else None,
         epoch_tokens=int(data.summary["tokens"]),
+        document_tokens=data.summary.get("document_tokens"),
     )
     if plan.chosen is None:
         raise does_not_fit(plan)
