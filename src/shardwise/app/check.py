@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,11 +15,13 @@ from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 from shardwise.launch.local import worker_environment
-from shardwise.lint.check import Checked, fix_files, load
+from shardwise.lint.check import Checked, fix_files, load, unreadable
 from shardwise.lint.check import check as run_rules
+from shardwise.lint.document import UnreadableError
 from shardwise.lint.finding import Finding
 from shardwise.lint.fit import Fit, fit_of
 from shardwise.lint.model import facts_of
+from shardwise.lint.read import read
 from shardwise.lint.setup import Reader, Setup, deepspeed_version
 from shardwise.lint.tiny import Tiny, tiny_of
 from shardwise.planner.planning import Making, make_plan
@@ -132,3 +134,17 @@ def run_tiny(setup: Setup, *, processes: int = 2) -> Tiny:
     failed = [one for one in answers if one.facts is None]
     refusal = min(failed, key=lambda one: one.failure.startswith("hung")).why if failed else ""
     return replace(tiny, refusal=refusal, losses=(answers[0].facts or {}).get("losses", ()))
+
+
+def check_texts(texts: Mapping[str, str]) -> Checked:
+    """Findings on texts by their file names; no file is read. JobError for a job, which names other files."""
+    documents, broken = [], []
+    for name, text in texts.items():
+        try:
+            documents.append(read(text, name))
+        except UnreadableError as error:
+            broken.append(unreadable(name, error))
+    job = next((document.name for document in documents if document.kind == "job"), None)
+    if job is not None:
+        raise JobError(f"{job} is a job file, which names other files", fix=f"shardwise check {job}")
+    return run_rules(Setup(documents=tuple(documents), deepspeed=deepspeed_version()), broken)

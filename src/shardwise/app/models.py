@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from collections.abc import Callable
 from pathlib import Path
-from socket import AF_INET, AF_INET6
 from typing import TYPE_CHECKING, Any
 
 from shardwise.app import publish
+from shardwise.app.listen import listen
 from shardwise.errors import JobError, MachineError
 from shardwise.inference.sampling import Sampling
 from shardwise.record.read import read_run
@@ -87,29 +85,14 @@ def serve(name: str, *, host: str, port: int, token: str | None, show: Callable[
 
     Raises JobError where others would reach the address without a token, MachineError where it is taken.
     """
-    if not token and not _is_local(host):
-        what = f"everybody who reaches {host} could use the model"
-        fix = "set SHARDWISE_TOKEN, or add --token; clients send it as their API key"
-        raise JobError(what, where="--host", fix=fix)
-    try:
-        listener = socket.create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)
-    except OSError as error:
-        what = f"{host}:{port} cannot be listened on: {error.strerror or error}"
-        raise MachineError(what, where="--host, --port", fix="name another port, e.g. --port 0") from None
+    fix = "set SHARDWISE_TOKEN, or add --token; clients send it as their API key"
+    listener = listen(host, port, token=token, use="use the model", fix=fix)
     with listener:
         try:
             from shardwise.inference.endpoint import run
         except ImportError as error:
-            fix = "pip install 'shardwise[serve]'"
-            raise MachineError(f"{error.name} is not installed", where="serve", fix=fix) from None
+            what, fix = f"{error.name} is not installed", "pip install 'shardwise[serve]'"
+            raise MachineError(what, where="serve", fix=fix) from None
         from shardwise.inference.load import load_model
 
         run(load_model(name), listener, token=token or None, show=show)
-
-
-def _is_local(host: str) -> bool:
-    """Whether only this machine reaches the address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from shardwise.cli.bench import bench
+from shardwise.cli.board import board
 from shardwise.cli.chat import chat, generate, serve
 from shardwise.cli.check import check
 from shardwise.cli.demo import demo
@@ -47,7 +48,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 _VERBS: list[Callable[..., Any]] = [demo, init, config, plan, train, monitor, bench, check]
-_VERBS += [emit, report, export, generate, chat, serve, doctor, power]
+_VERBS += [emit, report, export, generate, chat, serve, board, doctor, power]
 for _verb in _VERBS:
     app.command()(_verb)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.options import progress, say, stdout_to_stderr
+from shardwise.cli.options import Host, Port, Token, progress, say, stdout_to_stderr
 from shardwise.errors import ShardwiseError, printable, render
 from shardwise.inference.sampling import Sampling
 
@@ -112,17 +112,9 @@ def chat(
 
 def serve(
     model: Name,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Another one needs a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0 takes a free one.")] = 8000,
-    token: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKEN",
-            envvar="SHARDWISE_TOKEN",
-            show_envvar=False,
-            help="The key that clients must send.  [env: SHARDWISE_TOKEN]",
-        ),
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    token: Token = None,
 ) -> None:
     """Answer programs that speak OpenAI's API, on this machine.
 

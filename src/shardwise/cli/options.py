@@ -18,6 +18,17 @@ Changes = Annotated[
 ]
 MemoryCap = Annotated[str | None, typer.Option(metavar="SIZE", help="Use no more of each GPU, e.g. 16GiB.")]
 RowLength = Annotated[int | None, typer.Option(min=2, metavar="N", help="Tokens in a row.")]
+Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Another one needs a token.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0 takes a free one.")]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKEN",
+        envvar="SHARDWISE_TOKEN",
+        show_envvar=False,
+        help="The key that clients must send.  [env: SHARDWISE_TOKEN]",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")]
 
 

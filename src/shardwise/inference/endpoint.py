@@ -1,8 +1,7 @@
 """OpenAI's API for one model, on one address: `/v1/models`, `/v1/chat/completions`, `/v1/completions`.
 
-Answers are computed one after another. Web pages of other origins are refused by the headers that browsers
-send: `Origin`, and `Host` where only this machine reaches the address (a foreign name that resolves to
-127.0.0.1 is DNS rebinding). Everything that is refused is an `error` in OpenAI's form.
+Answers are computed one after another. Everything that is refused (shardwise/web.py) is an `error` in
+OpenAI's form.
 """
 
 import asyncio
@@ -14,25 +13,22 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import urlsplit
 
-import pydantic
-import uvicorn
-from anyio import CancelScope
 from anyio.to_thread import run_sync
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
+from shardwise import web
 from shardwise.errors import DoesNotFitError, JobError, ShardwiseError, printable, render
 from shardwise.inference.model import Answer, LoadedModel, TooLongError
 from shardwise.inference.requests import ChatRequest, TextRequest
 
 MOST_BYTES = 1 << 20
 """Of a request's body."""
+_NO_KEY = "send the server's token as the API key (Authorization: Bearer ...)"
 MOST_WAITING = 32
 """Requests that wait for the one that is answered."""
 
@@ -45,53 +41,8 @@ _Handler = Callable[[Request], Awaitable[Response]]
 def run(model: LoadedModel, listener: socket.socket, *, token: str | None, show: _Show) -> None:
     """Serve until SIGINT or SIGTERM; `token` is what clients send as their key, None: nothing."""
     service = _Service(model, token, show)
-    options: _Values = {"lifespan": "off", "timeout_graceful_shutdown": 1, "server_header": False}
-    config = uvicorn.Config(service.app(), log_config=None, log_level="critical", **options)
-    host, port = listener.getsockname()[:2]
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    show(f"{model.name} answers on http://{place}/v1 (Ctrl-C ends it)")
-    with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
-
-
-class _RefusedError(HTTPException):
-    def __init__(self, status: int, what: str, code: str | None = None) -> None:
-        super().__init__(status, what)
-        self.code = code
-
-
-def _check(request: Request, token: str | None) -> None:
-    """Refuse a request by its headers; without a token, the address is one that only this machine reaches."""
-    host, origin = request.headers.get("host", ""), request.headers.get("origin")
-    with contextlib.suppress(ValueError):
-        if token is None and urlsplit(f"//{host}").hostname not in ("localhost", "127.0.0.1", "::1"):
-            raise _RefusedError(403, f"the host {host!r} is not this machine")
-        if origin is not None and urlsplit(origin).netloc != host:
-            raise _RefusedError(403, "pages of other origins may not use this server")
-        given = request.headers.get("authorization", "").encode()
-        if token is not None and not secrets.compare_digest(given, f"Bearer {token}".encode()):
-            raise _RefusedError(401, "send the server's token as the API key (Authorization: Bearer ...)")
-        return
-    raise _RefusedError(400, "the headers Host and Origin cannot be read")
-
-
-async def _read(request: Request, form: Any) -> Any:
-    """The body of a request, as `form` describes it."""
-    body, announced = bytearray(), request.headers.get("content-length", "0")
-    too_large = _RefusedError(413, f"a request has at most {MOST_BYTES} bytes")
-    if not announced.isdecimal() or int(announced[:20]) > MOST_BYTES:
-        raise too_large
-    async for part in request.stream():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise too_large
-    try:
-        return form.model_validate_json(bytes(body))
-    except pydantic.ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        place = ".".join(map(str, first["loc"]))[:100]
-        what = first["msg"].removeprefix("Value error, ")
-        raise _RefusedError(400, f"{place}: {what}" if place else what) from None
+    show(f"{model.name} answers on http://{web.place(listener)}/v1 (Ctrl-C ends it)")
+    web.run(service.app(), listener)
 
 
 def _error(status: int, what: str, code: str | None = None) -> _Values:
@@ -99,21 +50,6 @@ def _error(status: int, what: str, code: str | None = None) -> _Values:
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = code or HTTPStatus(status).name.lower()
     return {"error": {"message": printable(what), "type": kind, "param": None, "code": code}}
-
-
-class _Stream(StreamingResponse):
-    """Server-sent events; the answer ends with the response, also where the client has gone."""
-
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
-        self._events = events
-        super().__init__(events, media_type="text/event-stream")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            with CancelScope(shield=True):
-                await self._events.aclose()
 
 
 class _Service:
@@ -129,7 +65,7 @@ class _Service:
     def app(self) -> Starlette:
         def guarded(handler: _Handler) -> _Handler:
             async def checked(request: Request) -> Response:
-                _check(request, self._token)
+                web.check(request.headers, self._token, _NO_KEY)
                 return await handler(request)
 
             return checked
@@ -165,28 +101,28 @@ class _Service:
         return JSONResponse({"object": "list", "data": [{"id": name, **about} for name in self._names]})
 
     async def _chat(self, request: Request) -> Response:
-        asked = await _read(request, ChatRequest)
+        asked = await web.read(request, ChatRequest, MOST_BYTES)
         if not self._model.has_template:
-            raise _RefusedError(400, "this model has no chat template: use /v1/completions")
+            raise web.RefusedError(400, "this model has no chat template: use /v1/completions")
         messages = [message.plain() for message in asked.messages]
         return await self._answer(request, asked, messages, "chat.completion")
 
     async def _text(self, request: Request) -> Response:
-        asked = await _read(request, TextRequest)
+        asked = await web.read(request, TextRequest, MOST_BYTES)
         return await self._answer(request, asked, asked.prompt, "text_completion")
 
     async def _answer(self, request: Request, asked: Any, prompt: Any, kind: str) -> Response:
         name = asked.model or self._model.name
         if name not in self._names:
             what = f"there is no model {name[:200]!r} here, only {' and '.join(self._names)}"
-            raise _RefusedError(404, what, "model_not_found")
+            raise web.RefusedError(404, what, "model_not_found")
         if self._waiting > MOST_WAITING:
-            raise _RefusedError(429, f"{MOST_WAITING} requests are waiting already")
+            raise web.RefusedError(429, f"{MOST_WAITING} requests are waiting already")
         ids = await run_sync(self._model.prompt, prompt)
         pieces = self._pieces(ids, asked, base=self._names[name])
         frame = {"id": secrets.token_hex(12), "object": kind, "created": int(time.time()), "model": name}
         if asked.stream:
-            return _Stream(self._events(pieces, frame, asked, len(ids)))
+            return web.Stream(self._events(pieces, frame, asked, len(ids)))
         text = ""
         async with contextlib.aclosing(pieces):
             async for piece, answer in pieces:

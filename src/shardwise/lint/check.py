@@ -49,8 +49,7 @@ def load(files: Sequence[Path]) -> tuple[tuple[Document, ...], tuple[Finding, ..
         try:
             document = read(text_of(file), str(file))
         except UnreadableError as error:
-            unread = replace(_UNREADABLE, file=str(file), line=error.line, what=error.what, fix=error.fix)
-            broken.append(unread)
+            broken.append(unreadable(str(file), error))
             continue
         documents.append(document)
         for path in found(referred(document), file.parent):
@@ -58,6 +57,11 @@ def load(files: Sequence[Path]) -> tuple[tuple[Document, ...], tuple[Finding, ..
                 seen.add(os.path.realpath(path))
                 waiting.append(path)
     return tuple(documents), tuple(broken)
+
+
+def unreadable(name: str, error: UnreadableError) -> Finding:
+    """The finding for a file of no known kind, or a broken one."""
+    return replace(_UNREADABLE, file=name, line=error.line, what=error.what, fix=error.fix)
 
 
 def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:

@@ -101,7 +101,7 @@ def show(plan: Plan, *, console: Console | None = None, everything: bool = False
     console.print(Padding(legend(), (1, 0, 0, 2), expand=False))
     for line in _refused(plan) if everything else _left_out(plan, len(plan.options) - len(shown)):
         console.print(Padding(line, (0, 0, 0, 2), expand=False))
-    marks = {_fit(option, plan).plain for option in shown} & {"host?", "tight?"}
+    marks = {fit_word(option, plan).plain for option in shown} & {"host?", "tight?"}
     if marks:
         line = Text(f"{', '.join(sorted(marks))}: if each host has the memory; `--gpus ...+128GiB` says so")
         console.print(Padding(line, (0, 0, 0, 2), expand=False))
@@ -218,7 +218,7 @@ def _row(option: Option, plan: Plan, width: int, unit_seconds: float) -> list[Te
         name,
         *batch(option.strategy),
         f"{memory.needed_bytes / GIB:.1f}",
-        _fit(option, plan),
+        fit_word(option, plan),
         f"{option.prediction.time.tokens_per_second_per_gpu:,.0f}",
         f"{long:.1f}" if long < 100 else f"{long:,.0f}",
         joules(option),
@@ -236,7 +236,7 @@ def limit(option: Option, plan: Plan) -> str:
     return str(option.power_limit_watts or plan.hardware.gpu.power_watts)
 
 
-def _fit(option: Option, plan: Plan) -> Text:
+def fit_word(option: Option, plan: Plan) -> Text:
     """Whether it fits; with a question mark where host memory decides and is not known."""
     if option.fit == "no" and option.prediction.memory.fits:
         return Text("no host", style=_STYLES["no"])

@@ -10,6 +10,9 @@ FREE_SECONDS = 10.0
 """A lock that was found free is not tried again for so long: trying it holds it for microseconds."""
 
 
+AT_ONCE = 200  # events of one look: all of a long run would take a gigabyte, and a collector much time
+
+
 class Follower:
     """The events of one run folder, and whether a process writes to it."""
 
@@ -22,7 +25,7 @@ class Follower:
         """Why the file cannot be read, or which of its lines are no events; empty where all is well."""
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """New events; True before them where the file is another one: then they are all events.
+        """At most AT_ONCE new events; True before them where the file is a new one: then they are its first.
 
         A resumed run replaces its file. A last line without its end is left for the next look; a line that
         is no event is skipped, and `problem` names it.
@@ -65,8 +68,24 @@ class Follower:
                 self._damage = f"{EVENTS}:{self._lines} is not an event and was skipped"
             else:
                 events.append(event)
+            if len(events) == AT_ONCE:
+                break
         self._free_since = None if events else self._free_since
         return again, events
+
+
+def ends(run_dir: Path, tail_bytes: int = 1 << 16) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The first event of a run, and those in the last bytes: enough to say how far it is."""
+    try:
+        with (run_dir / EVENTS).open("rb") as file:
+            first, size = file.readline(tail_bytes), file.seek(0, os.SEEK_END)
+            file.seek(max(len(first), size - tail_bytes))
+            if file.tell() > len(first):
+                file.readline()
+            lines = [line for line in file if line.endswith(b"\n")]
+    except OSError:
+        return {}, []
+    return parse_event(first) or {}, [event for event in map(parse_event, lines) if event is not None]
 
 
 def newest_running(folder: Path) -> Path | None:

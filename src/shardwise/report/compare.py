@@ -7,6 +7,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from shardwise.errors import JobError
+from shardwise.job.paths import unplaced
 from shardwise.record.manifest import check_sizes, read_manifest, step_folders
 from shardwise.record.read import RunRecord, is_being_written, read_run
 from shardwise.report.energy import energy
@@ -34,7 +35,7 @@ BY_RANK = {
 """Key of a measurement: key of the step events."""
 
 
-def summary(run_dir: str | Path) -> dict[str, Any]:
+def summary(run_dir: str | Path | RunRecord) -> dict[str, Any]:
     """Headline numbers of one run, from its folder alone.
 
     Losses are nats per target token; units are in the names. `status`: finished, paused (at
@@ -42,7 +43,7 @@ def summary(run_dir: str | Path) -> dict[str, Any]:
     step time are of the `steady_steps`. Numbers that the run has not produced are None. Raises JobError
     where the folder is not a complete run folder.
     """
-    run = read_run(Path(run_dir))
+    run = run_dir if isinstance(run_dir, RunRecord) else read_run(Path(run_dir))
     heads = _of_kind(run.events, "run")
     if not heads:
         what = f"the run in {run.path} has not started: events.jsonl has no lines"
@@ -81,7 +82,8 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
 
     Speed is that of `summary`. Nothing is measured before the first step. Raises JobError as `summary` does.
     """
-    run, numbers = read_run(path), summary(path)
+    run = read_run(path)
+    numbers = summary(run)
     steps, header = _with_loss(run.events), _of_kind(run.events, "run")[0]
     chosen = run.plan.get("chosen") or {}
     predicted = chosen.get("prediction")
@@ -99,7 +101,7 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
         found["evaluations"] = [(one["step"], one["loss"]) for one in numbers["evaluations"]]
     return {
         "label": str(numbers["name"]),
-        "about": _about(run.job),
+        "about": " on ".join(about(run.job)),
         "strategy": chosen.get("strategy"),
         "status": numbers["status"],
         "error": None if found else "no step is done yet",
@@ -111,16 +113,12 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
     }, run
 
 
-def _about(job: Mapping[str, Any]) -> str:
-    """The model and the data."""
-    model, data = (job.get(key) or {} for key in ("model", "data"))
-    trained = data.get("train")
-    return f"{model.get('source')} on {', '.join(trained) if isinstance(trained, list) else trained}"
-
-
-def losses(run_dir: str | Path) -> list[float]:
-    """Finite training losses in step order, for curves."""
-    return [event["loss"] for event in _with_loss(read_run(Path(run_dir)).events)]
+def about(job: Mapping[str, Any]) -> tuple[str, str]:
+    """The model and the data; of paths the last part."""
+    short = unplaced({key: job.get(key) or {} for key in ("model", "data")})
+    trained = short["data"].get("train")
+    data = ", ".join(map(str, trained)) if isinstance(trained, list) else str(trained)
+    return str(short["model"].get("source")), data
 
 
 def _with_loss(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.report.bench import NEEDED, pair
-from shardwise.report.compare import losses, row_of, summary
+from shardwise.report.compare import row_of, summary
 from shardwise.report.energy import lines
 from shardwise.units import count, duration, gib
 
@@ -22,7 +22,7 @@ def show(run_dirs: Sequence[str | Path], *, console: Console | None = None) -> N
     console = console or Console()
     if len(run_dirs) == 1:
         row, _ = row_of(Path(run_dirs[0]))
-        _show_one(row, losses(run_dirs[0]), console)
+        _show_one(row, (row["measured"] or {"loss": []})["loss"], console)
     else:
         _show_several([summary(path) for path in run_dirs], console)
 

@@ -56,6 +56,7 @@ VERBS = {
     "generate": {"--prompt", *SAMPLING},
     "chat": SAMPLING,
     "serve": {"--host", "--port", "--token"},
+    "board": {"--host", "--port", "--token"},
     "doctor": {"--calibrate", "--json"},
     "power": {"--force", "--json"},
 }  # fmt: skip

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import shardwise
+from fake_launcher import FakeLauncher
 from shardwise.errors import DoesNotFitError
-from shardwise.launch.fake import FakeLauncher
 from shardwise.launch.oom import OomHandling
 from shardwise.launch.spec import Ending, LaunchSpec
 from shardwise.record.write import RunFolder

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import shardwise
-from shardwise.launch.fake import FakeLauncher
+from fake_launcher import FakeLauncher
 from shardwise.launch.spec import LaunchSpec, write_report
 from shardwise.launch.supervise import POST_MORTEM_MODULE, WORKER_MODULE, supervise
 from shardwise.record.write import RunFolder

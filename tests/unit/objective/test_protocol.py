@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from fake_objective import FakeObjective
 from shardwise.data.batch import IGNORED, MicroBatch
 from shardwise.engines.runtime.protocol import World
 from shardwise.engines.single.runtime import SingleEngine
 from shardwise.job.schema import Data, Job, Model, Optimizer, Train
 from shardwise.objective import objective_of
 from shardwise.objective.causal_lm import CausalLM
-from shardwise.objective.fake import FakeObjective
 from shardwise.strategy import Strategy
 
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), data_rank=0, data_size=1)

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import browser
 import pytest
-from browser import Browser
 from test_report import HEAD, make, step
 
+import browser
+from browser import Browser
 from shardwise.record.energy import Used, write_used
 from shardwise.record.schema import Event, PowerEvent, StepEvent
 from shardwise.report.compare import row_of

@@ -16,7 +16,7 @@ from shardwise.record.manifest import FileEntry, Manifest, Origin, hash_files
 from shardwise.record.read import LOCK
 from shardwise.record.schema import EvalEvent, Event, ResumeEvent, RunEvent, StepEvent, StopEvent
 from shardwise.record.write import RunFolder, to_line
-from shardwise.report.compare import losses, row_of, summary
+from shardwise.report.compare import row_of, summary
 from shardwise.report.terminal import compared, show, sparkline
 
 HEAD = RunEvent(
@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_finite_is_left_out_and_its_step_counted(tmp_path: Pa
     path = make(tmp_path / "a", (0, HEAD), (1, step(1)), (2, step(2, loss=float("nan"))), (3, step(3)))
     run = summary(path)
     assert (run["steps"], run["last_loss"], run["best_loss"], run["skipped_steps"]) == (3, 4.7, 4.7, 1)
-    assert losses(path) == [4.9, 4.7]
+    assert row_of(path)[0]["measured"]["loss"] == [4.9, 4.7]
 
 
 @pytest.mark.parametrize("status", ["finished", "paused", "stopped", "failed"])

@@ -54,7 +54,7 @@ def test_last_losses_are_compared(bench_folder: Path) -> None:
     assert "they are 5.3 % apart" in text  # 4 and 3.8
 
 
-@pytest.mark.parametrize(("capacity", "drawn"), [(24, True), (26, True), (28, False)])
+@pytest.mark.parametrize(("capacity", "drawn"), [(14, True), (15, True), (17, False)])
 def test_a_limit_is_drawn_where_it_is_not_far_beyond_the_bars(capacity: int, drawn: bool) -> None:
     guess = prediction(9.0)  # and 1 outside: 10 GiB
     guess["memory"]["capacity_bytes"] = capacity * GIB

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shardwise.report.curves import extremes
+
 HEIGHT = 210
 SMALL = 120
 WIDTH = 1000  # of a curve's own coordinates, which are stretched to the page's
@@ -131,7 +133,7 @@ def _path(curve: Curve, place: Callable[[float, float], tuple[float, float]]) ->
     """An SVG path with a piece for each stretch without a gap, and a point where a stretch is one value."""
     steps: list[str] = []
     begun, before = False, 0.0
-    for x, y in curve.points:
+    for x, y in map(curve.points.__getitem__, extremes([y for _, y in curve.points])):
         if y is None:
             begun = False
             continue

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 from shardwise.energy import PHASES
 from shardwise.record.read import RunRecord
 from shardwise.report.bench import Row
+from shardwise.report.curves import over_time
 from shardwise.report.energy import lines
 from shardwise.report.html import numbers
 from shardwise.report.html.charts import SMALL, Bar, Chart, Curve, Part, bars, plot
 from shardwise.report.html.views import Panel, step_labels
 
-LEAST_SECONDS = 2.0  # of a point: shorter ones would show the counter's ticks
 Event = Mapping[str, Any]
 
 
@@ -51,7 +51,8 @@ def phases(rows: Sequence[Row]) -> Chart | None:
 
 
 def _over_steps(events: Sequence[Event], power: Sequence[Event]) -> list[Panel]:
-    points = list(_points([event for event in events if event.get("kind") == "step"]))
+    steps = (event for event in events if event.get("kind") == "step")
+    points = list(over_time((one["step"], one["seconds"], one.get("joules")) for one in steps))
     if len(points) < 2:
         return []
     watts = [Curve("power", [(step, joules / seconds) for step, _, seconds, joules in points], "l-measured")]
@@ -64,20 +65,6 @@ def _over_steps(events: Sequence[Event], power: Sequence[Event]) -> list[Panel]:
         _panel("Power, all GPUs", watts, "W"),
         _panel("Energy of a step, all GPUs", each, "J"),
     ]
-
-
-def _points(steps: Sequence[Event]) -> list[tuple[int, int, float, float]]:
-    """(last step, steps, seconds, joules) of neighbours with readings, LEAST_SECONDS or more together."""
-    found, count, seconds, joules = [], 0, 0.0, 0.0
-    for step in steps:
-        if step.get("joules") is None:
-            count, seconds, joules = 0, 0.0, 0.0
-            continue
-        count, seconds, joules = count + 1, seconds + step["seconds"], joules + step["joules"]
-        if seconds >= LEAST_SECONDS:
-            found.append((step["step"], count, seconds, joules))
-            count, seconds, joules = 0, 0.0, 0.0
-    return found
 
 
 def _search(power: Sequence[Event]) -> list[Panel]:

@@ -12,10 +12,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from shardwise.errors import printable
 from shardwise.record.bench import BenchRecord
 from shardwise.record.read import RunRecord
 from shardwise.report.bench import NEEDED, Row, by_speed, device, pair, ran, reasons, recommended
-from shardwise.report.compare import row_of
+from shardwise.report.compare import about, row_of
 from shardwise.report.html import numbers, views
 from shardwise.report.html.energy import energies, phases
 from shardwise.units import count, duration, steps
@@ -25,11 +26,12 @@ Fact = tuple[str, str, str]  # a large figure: its name, its value, a remark
 
 
 @cache
-def templates() -> Environment:
-    """The templates' environment: values are escaped, and a name that is missing is an error."""
+def templates(*more: Path) -> Environment:
+    """The templates here and in `more` folders; values are escaped, a name that is missing is an error."""
     made = Environment(
-        loader=FileSystemLoader(FOLDER),
+        loader=FileSystemLoader([*more, FOLDER]),
         autoescape=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
@@ -47,12 +49,14 @@ def policy(style: str) -> str:
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
 
 
-def _page(template: str, **context: Any) -> str:
-    style = (FOLDER / "style.css").read_text(encoding="utf-8")
-    return templates().get_template(template).render(style=style, policy=policy(style), **context)
+def page(template: str, *more: Path, on_board: bool = False, **context: Any) -> str:
+    """A document that needs nothing else; or, `on_board`, one that links to what the board serves."""
+    style = (FOLDER / "static" / "style.css").read_text(encoding="utf-8")
+    made = templates(*more).get_template(template)
+    return made.render(style=style, policy=policy(style), on_board=on_board, **context)
 
 
-def bench_page(bench: BenchRecord) -> str:
+def bench_page(bench: BenchRecord, *, on_board: bool = False) -> str:
     """The HTML document of a bench's folder."""
     head, rows = bench.head, by_speed(bench.rows)
     job, measured = head["job"], ran(rows)
@@ -63,10 +67,11 @@ def bench_page(bench: BenchRecord) -> str:
     dates = sorted(f"{row['date'][:10]} {row['date'][11:16]} UTC" for row in rows)
     losses = [loss[-1] for row in measured if (loss := row["measured"]["loss"])[-1] is not None]
     guesses = [row for row in rows if row.get("fit") in ("fits", "tight") and not _flushes(row)]
-    return _page(
+    return page(
         "bench.html.j2",
+        on_board=on_board,
         title=str(head["name"]),
-        lead=f"{job['model']['source']}{size} · {shape}, {job['train']['precision']} · {machine}",
+        lead=f"{about(job)[0]}{size} · {shape}, {job['train']['precision']} · {machine}",
         made=f"measured {dates[0]} to {dates[-1]}" if dates else "nothing is measured yet",
         facts=_bench_facts(measured),
         path=bench.path,
@@ -124,20 +129,21 @@ def _failure(row: Row) -> tuple[str, str]:
     return f"{row['status']}, {first}{f': {what}' if what else ''}", rest
 
 
-def run_page(paths: Sequence[Path]) -> str:
+def run_page(paths: Sequence[Path], *, on_board: bool = False) -> str:
     """The HTML document of one run or of several. JobError where a folder is no run folder."""
     both = [row_of(Path(path)) for path in paths]
     rows, records = [row for row, _ in both], [record for _, record in both]
-    about = list(dict.fromkeys(row["about"] for row in rows))
-    lead = about[0] if len(about) == 1 else f"{len(rows)} runs of different models or data"
-    if len(about) > 1:
+    subjects = list(dict.fromkeys(row["about"] for row in rows))
+    lead = subjects[0] if len(subjects) == 1 else f"{len(rows)} runs of different models or data"
+    if len(subjects) > 1:
         rows = [{**row, "remark": row["about"]} for row in rows]
     if len(rows) == 1:
         run = rows[0]["summary"]
         progress = f"{run['status']}, {run['steps']} of {run['total_steps']} steps"
         lead += f" · {run['strategy']} on {run['processes']} · {progress}"
-    return _page(
+    return page(
         "run.html.j2",
+        on_board=on_board,
         title=", ".join(row["label"] for row in rows),
         lead=lead,
         made=", ".join(str(record.path) for record in records),

@@ -52,6 +52,12 @@ def note(row: Row) -> str:
     return "; ".join(filter(None, [row.get("remark"), batch(row) if row.get("strategy") else ""]))
 
 
+def title(row: Row) -> str:
+    """Its label, without what the note below it says."""
+    noted = {"train.checkpointing", "train.micro_batch"} >= (row.get("sweep") or {}).keys()
+    return str(row["label"]).split(" ")[0] if row.get("sweep") and noted else str(row["label"])
+
+
 def table(rows: Sequence[Row], *, verdicts: bool) -> Table:
     """All rows in numbers; columns without any number are left out."""
     names = [f"Memory per {per(rows)}", f"Tokens/s per {per(rows)}", "TFLOP/s"]
@@ -59,7 +65,7 @@ def table(rows: Sequence[Row], *, verdicts: bool) -> Table:
     cells = [_cells(row, verdicts=verdicts) for row in rows]
     kept = [place for place in range(len(names)) if any(line[place] != Cell(numbers.NONE) for line in cells)]
     pairs_of = zip(rows, cells, strict=True)
-    lines = [(row["label"], note(row), [line[place] for place in kept]) for row, line in pairs_of]
+    lines = [(title(row), note(row), [line[place] for place in kept]) for row, line in pairs_of]
     return Table([names[place] for place in kept], lines)
 
 
@@ -113,10 +119,10 @@ def memory(rows: Sequence[Row]) -> Chart:
         if found is not None:
             drawn.append(Bar(_measured_parts(row["measured"]), f"{numbers.gib(found)} measured"))
         if drawn:
-            lines.append((row["label"], note(row), drawn))
+            lines.append((title(row), note(row), drawn))
     longest = max((sum(part.value for part in bar.parts) for *_, drawn in lines for bar in drawn), default=0)
     # A limit far beyond all bars would only make them short.
-    limit = capacity if capacity is not None and lines and capacity <= 2.5 * longest else None
+    limit = capacity if capacity is not None and lines and capacity <= 1.5 * longest else None
     legend = {"resident set of the fullest process": "f-measured"}
     if capacity is not None or any(row["measured"]["memory_of"] == "gpu" for row in ran(rows)):
         legend = {name: f"f-{COLOUR[key]}" for key, name in TERMS.items()}
@@ -131,7 +137,7 @@ def memory_table(rows: Sequence[Row]) -> Table | None:
     if all(pair(row, "outside_allocator_bytes") == (None, None) for row in rows):
         return None
     shown = ("peak_reserved_bytes", "peak_allocated_bytes", "outside_allocator_bytes")
-    lines = [(row["label"], None, [_both(pair(row, name), numbers.gib) for name in shown]) for row in rows]
+    lines = [(title(row), note(row), [_both(pair(row, name), numbers.gib) for name in shown]) for row in rows]
     return Table(["Reserved", "Allocated", "Outside"], lines)
 
 
@@ -156,7 +162,7 @@ def pairs(rows: Sequence[Row], quantity: str, text: Text, unit: str) -> Chart | 
         if predicted is not None:
             parts, compared = [Part("predicted", predicted, "predicted")], True
             drawn.insert(0, Bar(parts, f"{text(predicted)} predicted", guess=True))
-        lines.append((row["label"], note(row), drawn))
+        lines.append((title(row), note(row), drawn))
     legend = {"predicted": "f-predicted"} if compared else {}
     return bars(lines, text=text, legend={**legend, "measured": "f-measured"}) if lines else None
 

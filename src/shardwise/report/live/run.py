@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.record.follow import Follower
 from shardwise.record.read import read_run
@@ -25,8 +24,7 @@ QUIET_SECONDS, QUIET_STEPS = 60.0, 10
 """A run that writes nothing for so long, and for so many of its steps, has no predicted end."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Step:
+class _Step(NamedTuple):
     number: int
     tokens: int
     seconds: float
@@ -44,13 +42,24 @@ class _Step:
             tokens=int(event["tokens"]),
             seconds=float(event["seconds"]),
             time=float(event["time"]),
-            **{name: _float(event.get(name)) for name in ("loss", "joules", "mfu")},
+            loss=_float(event.get("loss")),
+            joules=_float(event.get("joules")),
+            mfu=_float(event.get("mfu")),
             peak_bytes=max(map(int, event.get("peak_memory_reserved_bytes") or [0])) or None,
         )
 
 
 def _float(value: Any) -> float | None:
     return None if value is None else float(value)
+
+
+def status(last: Mapping[str, Any], *, in_use: bool) -> str:
+    """Of a run with this last event, whose folder a process holds (`in_use`) or none."""
+    if last.get("kind") == "stop":
+        return str(last.get("status"))
+    if not last:
+        return "starting" if in_use else "not started"
+    return "running" if in_use else "interrupted"
 
 
 class LiveRun:
@@ -84,18 +93,18 @@ class LiveRun:
         self._warm: _Step | None = None  # the last step of the launch's warm-up
 
     def look(self, now: float) -> dict[str, Any]:
-        """The run at `now`, in Unix seconds; None has its reason in `unavailable`.
-
-        `status` is that of `shardwise report`, or `starting` or `not started` before the first event.
-        """
-        again, events = self._follower.read()
-        if again:
-            self._begin()
-        for event in events:
-            try:
-                self._add(event)
-            except (TypeError, ValueError, KeyError, OverflowError) as error:
-                self._bad = f"an event has a value that is no number ({error})"
+        """The run at `now`, in Unix seconds; None has its reason in `unavailable`."""
+        more = True
+        while more:
+            again, events = self._follower.read()
+            if again:
+                self._begin()
+            for event in events:
+                try:
+                    self._add(event)
+                except (TypeError, ValueError, KeyError, OverflowError) as error:
+                    self._bad = f"an event has a value that is no number ({error})"
+            more = bool(events)
         problems = [text for text in (self._follower.problem, self._bad) if text]
         return {"path": str(self.path), "name": self._name, **self._values(now), "problems": problems}
 
@@ -137,7 +146,7 @@ class LiveRun:
         in_use = self._follower.is_written(now)  # by a process that trains, starts or ends
         step = self._step
         found = {
-            "status": self._status(in_use),
+            "status": status(self._last, in_use=in_use),
             "in_use": in_use,
             "strategy": self._head.get("strategy"),
             "processes": self._head.get("processes"),
@@ -160,13 +169,6 @@ class LiveRun:
             if value is None and key not in reasons:
                 reasons[key] = _WITHOUT.get(key, "no step is done yet")
         return {**found, "predicted": self._predicted, "unavailable": reasons}
-
-    def _status(self, in_use: bool) -> str:
-        if self._last.get("kind") == "stop":
-            return str(self._last.get("status"))
-        if not self._last:
-            return "starting" if in_use else "not started"
-        return "running" if in_use else "interrupted"
 
     def _speed(self, reasons: dict[str, str]) -> dict[str, Any]:
         rate = each = middle = None

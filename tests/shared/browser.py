@@ -89,8 +89,8 @@ class Browser:
                 result: dict[str, Any] = answer["result"]
                 return result
 
-    def show(self, page: Path, *, width: int, dark: bool = False) -> None:
-        """Load a file in a window of this width."""
+    def show(self, page: Path | str, *, width: int, dark: bool = False) -> None:
+        """Load a file or an address in a window of this width."""
         self.events.clear()
         self.ask(
             "Emulation.setDeviceMetricsOverride",
@@ -101,25 +101,41 @@ class Browser:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
-        self.ask("Page.navigate", url=page.resolve().as_uri())
+        self.ask("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         until = time.monotonic() + 30
         while time.monotonic() < until and not self.seen("Page.loadEventFired"):
             self._next()
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression gives on the page."""
-        answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
+        """What a JavaScript expression, or its promise, gives on the page."""
+        answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def wait(self, expression: str, seconds: float = 30.0) -> Any:
+        """The first true value of an expression."""
+        until = time.monotonic() + seconds
+        while not (found := self.value(expression)):
+            assert time.monotonic() < until, expression
+            time.sleep(0.05)
+        return found
+
+    def press(self, key: str) -> None:
+        """One key, as `Tab`, `Enter`, `ArrowRight` or a character."""
+        codes = {"Tab": 9, "Enter": 13, " ": 32, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}
+        text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
+        same = {"key": key, "windowsVirtualKeyCode": codes.get(key, ord(key[0]))}
+        self.ask("Input.dispatchKeyEvent", type="keyDown", text=text, **same)
+        self.ask("Input.dispatchKeyEvent", type="keyUp", **same)
 
     def seen(self, method: str) -> list[dict[str, Any]]:
         """The parameters of the events of a kind since the page was asked for."""
         return [event["params"] for event in self.events if event["method"] == method]
 
-    def picture(self, path: Path) -> None:
-        """The whole page as a PNG file."""
+    def picture(self) -> bytes:
+        """The entire page as a PNG."""
         shot = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
+        return base64.b64decode(shot["data"])
 
     def _next(self) -> dict[str, Any]:
         """The next message; events are kept on the way."""

@@ -1,0 +1,248 @@
+"""The board as a user starts it: what it refuses, what it never reads, what its streams bring."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from board_server import Folders, Server, begin, head, step, write
+from shardwise.cli import main
+from shardwise.record.schema import StopEvent
+from shardwise.record.write import RunFolder
+
+PAGES = ("/", "/run?of=runs/done", "/bench?of=bench-4xh200", "/report?of=runs/done", "/plan", "/check")
+PAGES += ("/compare?of=runs/done&of=bench-4xh200", "/run?of=runs/hostile", "/report?of=runs/hostile")
+
+
+class Elements(HTMLParser):
+    """Every tag with its attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_has_no_script_or_style_in_it_and_a_policy_that_allows_none(path: str, board: Folders) -> None:
+    status, text, headers = board.server.ask(path)
+    assert status == 200
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["content-security-policy"].startswith(
+        "default-src 'none'; script-src 'self'; style-src 'self'"
+    )
+    assert (headers["x-content-type-options"], headers["cache-control"]) == ("nosniff", "no-store")
+    for tag, attributes in Elements(text).found:
+        assert not any(key.startswith("on") or key == "style" for key in attributes), (tag, attributes)
+        assert tag != "style"
+        assert tag != "script" or str(attributes["src"]).startswith("/static/")
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example:80"}, 403),
+        ({"Host": "[::1"}, 400),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "localhost"}, 200),
+    ],
+)
+def test_foreign_hosts_and_origins_are_refused(headers: dict[str, str], status: int, board: Folders) -> None:
+    for path in ("/", "/live", "/static/board.js"):
+        if (status, path) != (200, "/live"):  # which does not end
+            assert board.server.ask(path, **headers)[0] == status
+
+
+def test_what_is_outside_of_the_folder_is_neither_shown_nor_read(board: Folders) -> None:
+    text = board.server.ask("/")[1]
+    assert "runs/done" in text
+    assert "linked" not in text
+    assert "runs/part" not in text
+    for name in (
+        "linked",
+        "runs/part",
+        "../outside/secret",
+        "runs/../../outside/secret",
+        "/etc",
+        "runs/done/",
+    ):
+        for page in ("run", "report", "compare", "bench", "live"):
+            status, text, _ = board.server.ask(f"/{page}?of={name}")
+            assert status == 400, (page, name)
+            assert "1.234" not in text
+    for path in ("/static/../server.py", "/static/%2e%2e/server.py", "/static//etc/passwd"):
+        assert board.server.ask(path)[0] == 404
+
+
+def test_the_first_page_says_how_far_each_run_is(board: Folders) -> None:
+    text = board.server.ask("/")[1]
+    row = text.partition('data-key="runs/done"')[2].partition("</tr>")[0]
+    assert "org/tiny on texts.jsonl" in row
+    assert '<span class="tag finished">finished</span>' in row
+    assert ">20<small>of 20</small>" in row
+    assert '<td data-name="Loss">4.8</td>' in row
+    assert '<td data-name="Tokens/s">1,000</td>' in row
+    assert "interrupted" in text.partition('data-key="runs/long"')[2].partition("</tr>")[0]
+    assert "<h1>&lt;/title&gt;&lt;script&gt;" in board.server.ask("/run?of=runs/hostile")[1]
+
+
+def test_a_stream_brings_all_curves_and_then_what_is_written(board: Folders) -> None:
+    path = begin(board.root / "runs" / "now")
+    writer = RunFolder.reopen(path)
+    write(path, head(), *map(step, (1, 2, 3, 4)))
+    try:
+        with board.server.events("/live?of=runs/now") as events:
+            first = next(events)["0"]
+            assert first["all"]
+            assert first["curves"]["loss"] == {"x": [1, 2, 3, 4], "y": [4.99, 4.98, 4.97, 4.96]}
+            assert first["curves"]["memory_gib"]["y"] == [8, 8, 8, 8]
+            assert first["curves"]["watts"] == {"x": [2, 4], "y": [300, 300]}  # of two seconds each
+            assert '<span class="tag running">running</span>' in first["facts"]
+            written = time.monotonic()
+            write(path, step(5, loss=None), step(6))
+            then = next(events)["0"]
+            assert time.monotonic() - written < 5
+            assert not then["all"]
+            assert then["curves"]["loss"] == {"x": [5, 6], "y": [None, 4.94]}
+            assert then["curves"]["watts"] == {"x": [6], "y": [300]}
+            write(path, StopEvent(step=6, status="stopped", seconds=6.0))
+            assert '<span class="tag stopped">stopped</span>' in next(events)["0"]["facts"]
+            (path / "again").write_text("")
+            write(path.parent / "now", head())
+            (path / "events.jsonl").rename(path / "before")
+            write(path, head(), step(1))
+            last = {}
+            while not last.get("all"):
+                last = next(events)["0"]
+            assert last["curves"]["loss"]["x"] == [1], "a resumed run replaces its file"
+    finally:
+        writer.close()
+
+
+def test_a_stream_of_the_first_page_shows_a_new_run(board: Folders) -> None:
+    with board.server.events("/live") as events:
+        assert "runs/fresh" not in next(events)["rows"]
+        write(begin(board.root / "runs" / "fresh"), head(), step(1))
+        assert "runs/fresh" in next(events)["rows"]
+
+
+def test_a_hundred_thousand_steps_come_with_few_points_and_their_spike(board: Folders) -> None:
+    with board.server.events("/live?of=runs/long") as events:
+        curves = next(events)["0"]["curves"]
+    assert len(curves["grad_norm"]["x"]) < 1300
+    assert dict(zip(*curves["grad_norm"].values(), strict=True))[43_210] == 77
+    assert curves["loss"]["x"][0] == 1
+    assert curves["loss"]["x"][-1] == 100_000
+    with board.server.events("/live?of=runs/long&first=43200&last=43220") as events:
+        zoomed = next(events)["0"]["curves"]["grad_norm"]
+    assert zoomed["x"] == list(range(43_199, 43_222))
+    assert board.server.ask("/live?of=runs/long&first=x")[0] == 400
+
+
+def test_predicted_and_measured_are_compared(board: Folders) -> None:
+    with board.server.events("/live?of=runs/done") as events:
+        found = next(events)["0"]
+    assert found["predicted"]["tokens_per_second_per_gpu"] == 520
+    assert "predicted 520, +4.0\u202f%" in found["facts"]
+    assert "predicted 8.00\u202fGiB, +0.0\u202f%" in found["facts"]
+    assert "held out 4 at step 20" in found["facts"]
+
+
+def test_runs_and_benches_are_compared(board: Folders) -> None:
+    text = board.server.ask("/compare?of=runs/done&of=bench-4xh200")[1]
+    assert "bench-4xh200/fsdp2-noreshard<small>" in text
+    assert '<th scope="row">runs/done' in text
+    assert "data-of" in text
+
+
+def sign_in(kind: str, text: str) -> dict[str, str]:
+    sent = base64.b64encode(f"me:{text}".encode()).decode() if kind == "Basic" else text
+    return {"Authorization": f"{kind} {sent}"}
+
+
+def test_a_token_is_asked_for_as_a_password(tmp_path: Path) -> None:
+    server = Server(tmp_path, SHARDWISE_TOKEN="s3cret")
+    try:
+        status, _, headers = server.ask("/")
+        assert (status, headers["www-authenticate"]) == (401, "Basic realm=shardwise")
+        for kind in ("Basic", "Bearer"):
+            assert server.ask("/", **sign_in(kind, "s3cret"))[0] == 200
+            assert server.ask("/", **sign_in(kind, "wrong"))[0] == 401
+            assert server.ask("/static/board.js", **sign_in(kind, ""))[0] == 401
+        assert server.ask("/", Authorization="Basic \xff")[0] in (400, 401)
+        assert server.ask("/", **sign_in("Basic", "s3cret"), Origin="http://evil.example")[0] == 403
+    finally:
+        server.close()
+
+
+def test_findings_of_texts(board: Folders, tmp_path: Path) -> None:
+    files = {"ds_config.json": '{"zero_optimization": {"stage": 7}, "train_batch_sized": 3}'}
+    status, text, _ = board.server.ask("/check", {"files": files})
+    assert status == 200
+    assert "<h2>3 errors" in text
+    assert "ds_config.json:1: train_batch_sized" in text
+    (tmp_path / "other.json").write_text('{"zero_optimization": {"stage": 7}}')
+    text = f"deepspeed_config: {{deepspeed_config_file: {tmp_path}/other.json}}\ndistributed_type: DEEPSPEED"
+    named = {"a.yaml": text}
+    assert "stage" not in board.server.ask("/check", {"files": named})[1], "a file on disk was read"
+    status, text, _ = board.server.ask(
+        "/check", {"files": {"job.yaml": "model: {source: a}\ndata: {train: b}"}}
+    )
+    assert (status, "job.yaml is a job file" in text) == (400, True)
+    assert board.server.ask("/check", {"files": {}})[0] == 400
+    assert board.server.ask("/check", {"files": {"a": "x" * (1 << 20)}})[0] == 413
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        ({"model": "/etc"}, 400, "is a path"),
+        ({"model": "./x"}, 400, "is a path"),
+        ({"rank": 0}, 400, "rank"),
+        ({"output": "x"}, 400, "output"),
+        ({"gpus": "4xNothing"}, 200, "error"),
+    ],
+)
+def test_a_plan_is_refused(change: dict[str, Any], status: int, said: str, board: Folders) -> None:
+    """The last one by the planner itself, in its process."""
+    found = board.server.ask("/plan", {"model": "smollm2-135m", "gpus": "1x24GB", **change})
+    assert found[0] == status
+    assert said in found[1]
+
+
+def test_a_plan_ends_with_its_page(board: Folders) -> None:
+    """The client goes away while the model is being built."""
+    connection = http.client.HTTPConnection(board.server.host, board.server.port, timeout=60)
+    connection.request("POST", "/plan", json.dumps({"model": "opt-125m", "gpus": "1x24GB", "sequence": 99}))
+    assert connection.getresponse().readline() == b"{}\n"
+    planner = psutil.Process(board.server.process.pid)
+    assert len(planner.children()) == 1
+    connection.close()
+    until = time.monotonic() + 20
+    while planner.children():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_what_the_command_refuses(board: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["board", str(tmp_path), "--host", "0.0.0.0"]) == 2
+    assert "everybody who reaches 0.0.0.0 could read your runs" in capsys.readouterr().err
+    assert main(["board", str(tmp_path / "none"), "--port", "0"]) == 2
+    assert main(["board", str(board.root / "runs" / "done"), "--port", "0"]) == 2
+    assert "is one run" in capsys.readouterr().err
+    assert main(["board", str(tmp_path), "--port", str(board.server.port)]) == 4
