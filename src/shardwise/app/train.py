@@ -28,6 +28,7 @@ from shardwise.launch.resume import (
     processes_of,
     resume_command,
     set_aside,
+    step_named,
 )
 from shardwise.launch.slurm import nodes_of_step, share_secret, stopped_in_time
 from shardwise.launch.spec import LaunchSpec
@@ -65,6 +66,8 @@ def train(
     workdir: str | Path | None = None,
     resume: bool = False,
     resume_or_start: bool = False,
+    resume_from: str | None = None,
+    trust_checkpoint: bool = False,
     max_steps: int | None = None,
     dry_run: bool = False,
     changes: Sequence[str] = (),
@@ -87,6 +90,8 @@ def train(
         workdir: the folder that the others start in; None: the same as here.
         resume: continue from the run's newest checkpoint.
         resume_or_start: the same if the run has one, else begin: a batch system may repeat it.
+        resume_from: resume from `step-000400`, `final` or `latest`; newer checkpoints are set aside.
+        trust_checkpoint: load DeepSpeed's own files even if they name code that they do not need.
         max_steps: stop after this step; the schedule stays the job's.
         dry_run: show what would run; train nothing.
         changes: `key=value` texts, as for `--set`.
@@ -112,6 +117,8 @@ def train(
             processes=processes,
             resume=resume,
             resume_or_start=resume_or_start,
+            resume_from=resume_from,
+            trust_checkpoint=trust_checkpoint,
             max_steps=max_steps,
             dry_run=dry_run,
             changes=changes,
@@ -160,7 +167,9 @@ def _again(job: AnyJob, spec: LaunchSpec, changes: Sequence[str], memory_cap: st
     if isinstance(job, Job):
         raise JobError("hosts read the job from a file", where="hostfile", fix="name a job file")
     values = {"--max-steps": spec.max_steps, "--memory-cap": memory_cap, "--processes": spec.processes}
+    values["--resume-from"] = spec.resume_from
     words = ["train", str(job), *(["--resume"] if spec.resume else []), *(["--debug"] if spec.debug else [])]
+    words += ["--trust-checkpoint"] if spec.trust_checkpoint else []
     words += [word for name, value in values.items() if value is not None for word in (name, str(value))]
     return words + [word for change in changes for word in ("--set", change)]
 
@@ -172,12 +181,14 @@ def _spec(
     processes: int | None,
     resume: bool,
     resume_or_start: bool,
+    resume_from: str | None,
     changes: Sequence[str],
     memory_cap: str | int | None,
     simulate_power: bool,
     **options: Any,
 ) -> tuple[LaunchSpec, Path]:
     """What to launch, and the run folder, after all checks that this machine can make by itself."""
+    resume = resume or resume_from is not None
     named = None if isinstance(job, Job) else Path(job)
     file = None if named is None else job_file(named, resume=resume or resume_or_start)
     loaded, gpus = read(job if file is None else file, changes), gpu_count()
@@ -212,6 +223,7 @@ def _spec(
         processes=processes,
         nodes=nodes,
         resume=resume,
+        resume_from=None if resume_from is None else step_named(folder, resume_from),
         memory_cap_bytes=cap_in_bytes(memory_cap, gpus),
         chosen=last_choice(folder, asked, processes * count) if resume else None,
         **{**options, "command": list(options["command"])},

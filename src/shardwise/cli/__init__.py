@@ -19,6 +19,7 @@ from shardwise.cli.bench import bench
 from shardwise.cli.board import board
 from shardwise.cli.chat import chat, generate, serve
 from shardwise.cli.check import check
+from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.demo import demo
 from shardwise.cli.doctor import doctor
 from shardwise.cli.emit import emit
@@ -48,7 +49,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 _VERBS: list[Callable[..., Any]] = [demo, init, config, plan, train, monitor, bench, check]
-_VERBS += [emit, report, export, generate, chat, serve, board, doctor, power]
+_VERBS += [emit, report, checkpoint, export, generate, chat, serve, board, doctor, power]
 for _verb in _VERBS:
     app.command()(_verb)
 

@@ -50,6 +50,13 @@ def train(
     resume_or_start: Annotated[
         bool, typer.Option("--resume-or-start", help="The same if the run has one, else start it.")
     ] = False,
+    resume_from: Annotated[
+        str | None,
+        typer.Option(metavar="STEP", help="Resume from step-000400, final or latest; set newer ones aside."),
+    ] = None,
+    trust_checkpoint: Annotated[
+        bool, typer.Option("--trust-checkpoint", help="Load DeepSpeed's own files whatever code they name.")
+    ] = False,
     max_steps: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Stop after this step; the schedule stays the job's."),
@@ -82,6 +89,8 @@ def train(
             workdir=workdir,
             resume=resume,
             resume_or_start=resume_or_start,
+            resume_from=resume_from,
+            trust_checkpoint=trust_checkpoint,
             max_steps=max_steps,
             dry_run=dry_run,
             changes=changes,

@@ -62,6 +62,11 @@ def within(key: str, keys: tuple[str, ...]) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
+def longer(then: Any, now: Any) -> bool:
+    """Whether a run's length was only increased: `train.steps`, or `train.epochs`."""
+    return isinstance(then, (int, float)) and isinstance(now, (int, float)) and now > then
+
+
 def identity_of(job: Job) -> dict[str, Any]:
     """The job's part of a checkpoint's identity, as JSON values."""
     values: Any = absolute(job.model_dump(mode="json"))

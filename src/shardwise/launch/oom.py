@@ -45,7 +45,7 @@ class OomHandling:
         failure: dict[str, Any] = {"evidence": evidence, "retried_with": None, "from_step": None}
         self._failures.append(failure)
         newest = step_folders(self._run_dir / "checkpoints")  # sound or not
-        saved = newest[0][0] if newest else None
+        saved = spec.resume_from or (newest[0][0] if newest else None)
         answer = self._ask(spec, saved)
         if answer is None:
             return ending.error, None

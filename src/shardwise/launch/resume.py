@@ -11,12 +11,12 @@ from typing import Any
 
 from shardwise.errors import CheckpointError, JobError, Problem
 from shardwise.job import validate
-from shardwise.job.identity import DECISIVE, within
+from shardwise.job.identity import DECISIVE, longer, within
 from shardwise.job.load import LoadedJob, differences
 from shardwise.job.paths import absolute
 from shardwise.job.schema import Job
 from shardwise.job.source import read_file
-from shardwise.record.manifest import read_manifest, step_folders
+from shardwise.record.manifest import folder_name, read_manifest, step_folders
 from shardwise.record.read import JOB, PLAN, is_run_folder, read_run
 from shardwise.strategy import Strategy
 
@@ -85,6 +85,34 @@ def last_choice(run_dir: Path, job: Job, processes: int) -> dict[str, Any] | Non
     return {"strategy": strategy.to_json(), "why": ["the strategy the run was last run with"]}
 
 
+def step_named(run_dir: Path, name: str) -> int | None:
+    """The step of a checkpoint: `step-000400` or `400`, `final`, or None for the `latest`.
+
+    Raises CheckpointError where the run has none of that name.
+    """
+    if name == "latest":
+        return None
+    steps = [step for step, _ in step_folders(run_dir / "checkpoints")]
+    if name == "final":
+        if steps and _last_step(run_dir / "checkpoints" / folder_name(steps[0])) == steps[0]:
+            return steps[0]
+    else:
+        digits = name.removeprefix("step-")
+        if digits.isdigit() and int(digits) in steps:
+            return int(digits)
+    there = ", ".join(map(folder_name, steps[:5])) or "none"
+    what = "the run has not ended" if name == "final" else f"there is no checkpoint {name}"
+    raise CheckpointError(what, where=str(run_dir / "checkpoints"), fix=f"name one that is there: {there}")
+
+
+def _last_step(checkpoint: Path) -> int | None:
+    """The last step of the run that a checkpoint was made for."""
+    try:
+        return int(json.loads((checkpoint / "state.json").read_text())["total_steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def check_nodes(run_dir: Path) -> None:
     """CheckpointError where the newest checkpoint has files on other nodes, and one node is to resume it."""
     for _, folder in step_folders(run_dir / "checkpoints")[:1]:
@@ -107,14 +135,12 @@ def check_same_job(loaded: LoadedJob, run_dir: Path) -> None:
     problems = [
         Problem(what=_difference(key, old, new), where=loaded.where(key))
         for key, old, new in differences(then, now)
-        if within(key, DECISIVE)
+        if within(key, DECISIVE) and not (key in _LENGTH and longer(old, new))
     ]
     if problems:
         advice = f"`{resume_command(run_dir)}` goes on with the run's own job"
         if any(problem.what.startswith(_LENGTH) for problem in problems):
-            advice += (
-                "; to train longer, start another run from its weights: `shardwise export`, model.source"
-            )
+            advice += "; --max-steps ends it earlier"
         problems[-1] = replace(problems[-1], fix=advice)
         raise CheckpointError(f"this is not the job that {run_dir} was started with", problems=problems)
 
@@ -131,9 +157,7 @@ def _job_of(run_dir: Path) -> Job:
 def _difference(key: str, old: object, new: object) -> str:
     text = f"{key} is {_shown(new)}, in the run it is {_shown(old)}"
     if key in _LENGTH:
-        # With a constant rate and a warm-up given in steps the weights would not depend on the length,
-        # but the run's record (its steps, the evaluation after the last) still would.
-        text += "; a run keeps its length, from which its learning rates and its record follow"
+        text += "; a run can become longer only: its learning rates follow from its length"
     return text
 
 

@@ -23,6 +23,8 @@ class LaunchSpec:
     processes: int  # Worker processes on this machine, one per GPU
     nodes: Nodes | None = None  # The machines that train together; None: this one alone
     resume: bool = False
+    resume_from: int | None = None  # The step of the checkpoint to resume from; None: of the newest
+    trust_checkpoint: bool = False  # Load pickles of DeepSpeed whatever they name
     max_steps: int | None = None
     """Stop after this step even if the job has more; the schedule stays the job's."""
     dry_run: bool = False  # Show what would be run, with one process; write and train nothing

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from shardwise.errors import JobError, MachineError
 from shardwise.job.secrets import SHAPES
+from shardwise.job.source import job_text, job_values
 from shardwise.record.read import (
     ENVIRONMENT,
     EVENTS,
@@ -86,6 +87,14 @@ class RunFolder:
         plan = dict(read_run(self.path).plan)
         if plan.get("chosen", {}).get("strategy") != chosen["strategy"]:
             replace_json(self.path / PLAN, {**plan, "chosen": chosen})
+
+    def keep_length(self, steps: int | None, epochs: float | None) -> None:
+        """Write the run's length to job.yaml, where it is another there."""
+        values = job_values((self.path / JOB).read_text(encoding="utf-8"))
+        train, new = values.get("train", {}), {"steps": steps, "epochs": epochs}
+        if {key: train.get(key) for key in new} != new:
+            train = train | {key: value for key, value in new.items() if value is not None}
+            _replace(self.path / JOB, job_text({**values, "train": train}))
 
     def close(self) -> None:
         """Release the folder's lock."""

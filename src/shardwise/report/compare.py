@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.errors import JobError
 from shardwise.job.paths import unplaced
-from shardwise.record.manifest import check_sizes, read_manifest, step_folders
+from shardwise.record.manifest import check_sizes, read_manifest, step_folders, verify
 from shardwise.record.read import RunRecord, is_being_written, read_run
 from shardwise.report.energy import energy
 
@@ -51,7 +51,9 @@ def summary(run_dir: str | Path | RunRecord) -> dict[str, Any]:
     head, steps = heads[-1], _of_kind(run.events, "step")
     losses = [(event["loss"], event["step"]) for event in _with_loss(run.events)]
     best_loss, best_step = min(losses, default=(None, None))
-    steady, seconds = _steady(run.events), _wall_seconds(run.events)
+    # Steps of another strategy or number of processes have another speed and other ranks.
+    latest = run.events[max(index for index, event in enumerate(run.events) if event is head) :]
+    steady, seconds = _steady(latest), _wall_seconds(run.events)
     return {
         "name": run.job.get("name"),
         "path": str(run.path),
@@ -68,11 +70,11 @@ def summary(run_dir: str | Path | RunRecord) -> dict[str, Any]:
         "skipped_steps": sum(bool(event.get("skipped")) for event in steps),
         "evaluations": [{key: one[key] for key in ("step", "loss")} for one in _of_kind(run.events, "eval")],
         **_throughput(steady, int(head.get("processes") or 1)),
-        "peak_memory_reserved_bytes": _peak(steps, "peak_memory_reserved_bytes"),
-        "peak_memory_allocated_bytes": _peak(steps, "peak_memory_allocated_bytes"),
+        "peak_memory_reserved_bytes": _peak(_of_kind(latest, "step"), "peak_memory_reserved_bytes"),
+        "peak_memory_allocated_bytes": _peak(_of_kind(latest, "step"), "peak_memory_allocated_bytes"),
         "wall_seconds": seconds,
         "energy": energy(run, steady, seconds=seconds),
-        "checkpoints": _checkpoints(run.path / "checkpoints"),
+        "checkpoints": checkpoints(run.path / "checkpoints"),
         "events_missing_before_lines": run.gaps,
     }
 
@@ -84,7 +86,7 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
     """
     run = read_run(path)
     numbers = summary(run)
-    steps, header = _with_loss(run.events), _of_kind(run.events, "run")[0]
+    steps, header = _with_loss(run.events), _of_kind(run.events, "run")[-1]
     chosen = run.plan.get("chosen") or {}
     predicted = chosen.get("prediction")
     found = None
@@ -168,6 +170,7 @@ def _throughput(steps: Sequence[Mapping[str, Any]], processes: int) -> dict[str,
 
 def _peak(steps: Sequence[Mapping[str, Any]], field: str) -> list[int]:
     by_step = [event[field] for event in steps if event.get(field)]
+    by_step = [values for values in by_step if len(values) == len(by_step[-1])]  # of the ranks of now
     return [max(values) for values in zip(*by_step, strict=True)]
 
 
@@ -177,16 +180,19 @@ def _wall_seconds(events: Sequence[Mapping[str, Any]]) -> float:
     return sum((b["time"] - a["time"] for a, b in lines if b["kind"] not in ("run", "resume")), 0.0)
 
 
-def _checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """List checkpoints, newest first. `complete`: manifest and sizes are right; contents are not read."""
+def checkpoints(folder: Path, *, every_byte: bool = False) -> list[dict[str, Any]]:
+    """List checkpoints, newest first. `complete`: manifest and sizes are right, and contents where read."""
     found = []
     for step, path in step_folders(folder):
+        one: dict[str, Any] = {"step": step, "path": str(path), "bytes": None}
         try:
             manifest = read_manifest(path)
-            size, complete = manifest.size_bytes, not check_sizes(path, manifest, node=0)
-        except ValueError:
-            size, complete = None, False
-        found.append({"step": step, "path": str(path), "bytes": size, "complete": complete})
+            one |= {"bytes": manifest.size_bytes, "strategy": manifest.origin.strategy.get("name")}
+            one["processes"] = manifest.origin.world_size
+            problems = verify(path, node=0) if every_byte else check_sizes(path, manifest, node=0)
+        except ValueError as error:
+            problems = [str(error)]
+        found.append({**one, "complete": not problems, "problems": problems})
     return found
 
 

@@ -16,6 +16,7 @@ before leaves folders on other nodes that nobody asks for, and that the next sav
 """
 
 import errno
+import itertools
 import os
 import shutil
 import sys
@@ -157,15 +158,17 @@ class CheckpointStore:
         self._on_leads(lambda: self._prune(step))
         return Checkpoint(step=step, path=final, manifest=manifest)
 
-    def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that verifies; None where none was ever saved. Collective.
+    def latest(self, only: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint that verifies, or the one of step `only`; None where none was ever saved.
 
-        Damaged ones are skipped and named in `Checkpoint.damaged`. Raises CheckpointError when there are
-        checkpoints and none is sound: starting again from step 0 is never silent.
+        Collective. Damaged ones are skipped and named in `Checkpoint.damaged`. Raises CheckpointError when
+        there are checkpoints and none is sound: starting again from step 0 is never silent.
         """
         damaged: list[Problem] = []
         seen = self.agree(step_folders(self.folder))
         for step, _ in seen[0]:
+            if only not in (None, step):
+                continue
             path = self.folder / folder_name(step)
             by_rank = self.agree(self._verify(path, len(seen)))
             problems = sorted({problem for problems, _ in by_rank for problem in problems})
@@ -182,6 +185,17 @@ class CheckpointStore:
             what += "restore one from a copy, or start again under another name"
             raise CheckpointError(what, problems=damaged)
         return None
+
+    def set_aside(self, step: int) -> None:
+        """Rename checkpoints after `step`, which the run will not pass as it did then. Collective."""
+
+        def rename() -> None:
+            for _, path in (one for one in step_folders(self.folder) if one[0] > step):
+                names = (path.with_name(f"aside{n or ''}-{path.name}") for n in itertools.count())
+                self.fs.rename(path, next(name for name in names if not name.exists()))
+            self.fs.sync(self.folder)
+
+        self._on_leads(rename)
 
     def _verify(self, path: Path, size: int) -> tuple[list[str], str]:
         """What is wrong with this rank's share of a checkpoint, and the manifest."""
@@ -257,7 +271,7 @@ class CheckpointStore:
         if path.is_symlink() or not path.is_dir():
             self.fs.unlink(path)
             return
-        if (path / NAME).exists():
+        if (path / NAME).is_file():
             self.fs.unlink(path / NAME)
             self.fs.sync(path)
         for child in sorted(path.iterdir()):

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from shardwise.device.rapl import PARTS
 from shardwise.energy import END_SECONDS, StepJoules
 from shardwise.errors import JobError, printable
 from shardwise.record.energy import WRITE_SECONDS, Used, read_used, write_used
+from shardwise.record.read import read_events
 from shardwise.record.schema import EvalEvent, Event, ResumeEvent, RunEvent, SaveEvent, StepEvent, StopEvent
 from shardwise.record.trackers import Trackers
 from shardwise.record.write import EventWriter, RunFolder
@@ -136,7 +138,10 @@ class Recorder:
         self._trackers = Trackers(job["tracking"], run_dir=folder.path, job=job)
         self._display = Display(first_step=self.step, total_steps=header.total_steps)
         header = replace(header, energy_source=energy, outside_allocator_source=outside)
-        self._events.write(header if resumed_step is None else ResumeEvent(step=resumed_step))
+        if resumed_step is None or other_layout(folder.events, header):
+            self._events.write(header)
+        if resumed_step is not None:
+            self._events.write(ResumeEvent(step=resumed_step))
         self._joules = StepJoules(self.no_energy, cards=cards, first=_known(first), lag=lag(), waited=waited)
         self.last_joules: float | None = None
         self._stop, self._budget_kwh = stop, (job.get("energy") or {}).get("budget_kwh")
@@ -273,6 +278,13 @@ def _earlier(folder: RunFolder, *, simulated: bool, measured: bool) -> Used:
         what = f"the energy of this run was {kind} so far, and would not be from here on"
         raise JobError(what, where=str(folder.path), fix=f"resume {flag} --simulate-power")
     return found or Used()
+
+
+def other_layout(events: Path, header: RunEvent) -> bool:
+    """Whether a resumed run goes on under another strategy, number of processes, or length."""
+    launches = [event for event in read_events(events) if event["kind"] == header.kind]
+    keys = ("strategy", "processes", "total_steps")
+    return not launches or any(launches[-1].get(key) != getattr(header, key) for key in keys)
 
 
 def _known(millijoules: Sequence[float]) -> list[int | None]:

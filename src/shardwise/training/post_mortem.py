@@ -131,8 +131,7 @@ def post_mortem(request: Mapping[str, Any], hardware: Hardware | None) -> dict[s
     if case.spec.on_oom == "retry":
         answer["next"] = chosen = _next(case)
         if chosen is None:
-            kept = ", with the state that was saved," if case.saved else ""
-            answer["why_no_next"] = f"nothing{kept} is known to need less than what was tried"
+            answer["why_no_next"] = "nothing is known to need less than what was tried"
             answer["instead"] = case.nearest()
         else:
             answer["next_in_words"] = in_words(Strategy.from_json(chosen["strategy"]))
@@ -212,29 +211,25 @@ def _changes(case: Case) -> Iterator[Problem]:
 
 
 def _how(case: Case, strategy: Strategy) -> str:
-    """The flags, and whether they can go on with what was saved."""
+    """The flags; with what was saved, where something was."""
     arguments = " ".join(flags(case.failed, strategy))
-    if not case.saved:
-        return arguments
-    if same_state(case.failed, strategy):
-        return f"{resume_command(Path(case.spec.run_dir))} {arguments}"
-    return f"{arguments}, from the start under another name: another kind of strategy cannot load the state"
+    return f"{resume_command(Path(case.spec.run_dir))} {arguments}" if case.saved else arguments
 
 
 def _next(case: Case) -> dict[str, Any] | None:
     """What to retry with, as plan.json's `chosen`.
 
-    With a saved state, or a kind that the job names, the failed strategy's kind comes first.
+    Where the job names a kind, that comes first.
     """
     why = f"instead of {in_words(case.failed)}: {headline(case.evidence)}"
     if case.prediction is None or case.hardware is None:
         leaner = case.unpredicted()
         return {"strategy": leaner[0].to_json(), "why": [why]} if leaner else None
     found, against = None, (case.tried, case.beyond_bytes, case.hardware)
-    if case.saved or case.job.strategy != "auto":
+    if case.job.strategy != "auto":
         own = [option for option in case.own_kind if same_state(case.failed, option.strategy)]
         found = following(case.prediction, own, *against)
-    if found is None and not case.saved:
+    if found is None:
         found = following(case.prediction, case.all_kinds, *against)
     return None if found is None else replace(found, why=(why,)).to_json()
 

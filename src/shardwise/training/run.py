@@ -121,6 +121,8 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             ready.built, engine.weights(), folder, ready.tokenizer, rank=world.rank
         ),
         total_steps=total_steps,
+        resume_from=spec.resume_from,
+        trusted=spec.trust_checkpoint,
     )
     progress = snapshots.restore() if spec.resume else Progress()
     cards, first = zip(*ranks.gather((card_of(world.device), mine)), strict=True)
@@ -264,6 +266,7 @@ def run_folder(ready: Ready, spec: LaunchSpec) -> RunFolder:
     if spec.resume:
         folder = RunFolder.reopen(path)
         folder.keep_choice(plan["chosen"])
+        folder.keep_length(ready.job.train.steps, ready.job.train.epochs)
         return folder
     # Only what differs from the defaults: a job file again, which can be trained as it is.
     values = absolute(ready.job.model_dump(mode="json", exclude_defaults=True))

@@ -1,12 +1,14 @@
 """Saves and restores the full state of a run: engine, weights for export, generators, data position.
 
-A checkpoint belongs to this run where the job, the strategy and the number of processes are the same.
+A checkpoint belongs to this run where the job is the same. Its state is named tensors, which every strategy
+and number of processes reads (decision 0060); DeepSpeed's own files need those that wrote them.
 """
 
 import base64
 import json
 import random
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,14 +19,16 @@ import numpy as np
 import torch
 
 from shardwise.data.loader import BatchStream
+from shardwise.engines.runtime.pickles import check_pickles
 from shardwise.engines.runtime.protocol import Engine
+from shardwise.engines.runtime.state import PICKLED
 from shardwise.errors import CheckpointError, Problem
+from shardwise.job.identity import longer
 from shardwise.job.load import differences
-from shardwise.job.strategies import NAMED
 from shardwise.models.fingerprint import other_base
 from shardwise.record.manifest import Manifest, Origin
 from shardwise.record.read import EVENTS, read_events
-from shardwise.training.checkpoint import CheckpointStore
+from shardwise.training.checkpoint import Checkpoint, CheckpointStore
 from shardwise.training.loop import Progress
 from shardwise.units import processes
 
@@ -39,6 +43,8 @@ class Snapshots:
     stream: BatchStream
     write_weights: Callable[[Path], None]
     total_steps: int
+    resume_from: int | None = None  # The step of the checkpoint to go on from; None: of the newest
+    trusted: bool = False  # Load pickles whatever they name
 
     def save(self, progress: Progress) -> int:
         """Commit a checkpoint of `progress.step`; returns its bytes."""
@@ -50,21 +56,41 @@ class Snapshots:
 
         CheckpointError where it is another job's, or what was saved is gone.
         """
-        found = self.store.latest()
-        if found is None:
+        found = self.store.latest(self.resume_from)
+        if found is None and self.resume_from is None:
             return self._beginning()
-        if self.engine.world.rank == 0:
+        if found is None:
+            raise CheckpointError(f"step {self.resume_from} is not there", where=str(self.store.folder))
+        world, engine = self.engine.world, found.path / "engine"
+        if world.rank == 0:
             found.warn_of_damaged()
-        check_origin(found.manifest, self.origin, where=str(found.path))
+        named, where = not (engine / PICKLED).is_dir(), str(found.path)
+        check_origin(found.manifest, self.origin, where=where, named=named)
+        if not (named or self.trusted):
+            check_pickles(engine)
         state = load_state(found.path)
         if state.step != found.step:
             what = f"it is said to be of step {found.step}, and its state is of step {state.step}"
-            raise CheckpointError(what, where=str(found.path), fix="remove it: an older one is used then")
-        self.engine.load(found.path / "engine")
+            raise CheckpointError(what, where=where, fix="remove it: an older one is used then")
+        if state.total_steps != self.total_steps and world.rank == 0:
+            text = f"the run was {state.total_steps} steps long, and is now {self.total_steps}: the learning "
+            print(f"{text}rates of its other steps follow from that", file=sys.stderr, flush=True)
+        self.engine.load(engine)
         self.stream.load_state_dict(dict(state.data))
-        world = self.engine.world
-        load_rng(found.path, rank=world.rank, device=world.device)
+        self._restore_rng(found)
+        if self.resume_from is not None:
+            self.store.set_aside(found.step)
         return Progress(step=state.step, tokens=state.tokens, target_tokens=state.target_tokens)
+
+    def _restore_rng(self, found: Checkpoint) -> None:
+        """Each share of the rows goes on with its generators; shared among others, with new ones."""
+        world, origin = self.engine.world, found.manifest.origin
+        if origin.strategy["data_parallel"] != world.data_size:
+            seed_rng(int(origin.identity["seed"]), found.step, world.data_rank)
+            return
+        alike = _place(origin) == _place(self.origin)
+        rank = world.rank if alike else world.data_rank * int(origin.strategy["tensor_parallel"])
+        load_rng(found.path, rank=rank, device=world.device)
 
     def _beginning(self) -> Progress:
         """Where a run goes on that ended before its first checkpoint."""
@@ -93,28 +119,16 @@ class Snapshots:
             save_state(folder, TrainerState(**vars(progress), total_steps=self.total_steps, data=data))
 
 
-LAYOUT: tuple[str, ...] = ("engine", "stage", "offload_optimizer", "offload_parameters")
-LAYOUT += ("tensor_parallel", "data_parallel", "precision", "shard_group", "pipeline", "pipeline_schedule")
-"""The parts of a strategy that decide how the state lies in the files."""
-LATER = {"shard_group": 0, "pipeline": 1, "pipeline_schedule": "1f1b"}
-"""Parts that older checkpoints do not name, and what they were then."""
-NO_LONGER_COMPARED = "micro_batch"
-"""Older checkpoints name it. How many rows a process takes at a time changes a step by rounding only
-(decision 0024)."""
+def check_origin(manifest: Manifest, expected: Origin, *, where: str, named: bool = True) -> None:
+    """Raises CheckpointError naming every field in which the checkpoint is not this run's.
 
-
-def check_origin(manifest: Manifest, expected: Origin, *, where: str) -> None:
-    """Raises CheckpointError naming every field in which the checkpoint is not this run's."""
+    `named`: its state is named tensors; otherwise only the same strategy and number of processes load it.
+    """
     saved = manifest.origin
     problems = _differences(saved.identity, expected.identity)
-    before, now = LATER | dict(saved.strategy), LATER | dict(expected.strategy)
-    layout = [key for key in LAYOUT if before.get(key) != now.get(key)]
-    if layout or saved.world_size != expected.world_size:
-        what = f"saved by {_place(saved)}, this run is {_place(expected)}; a checkpoint cannot be "
-        what += f"loaded at another strategy yet ({', '.join(layout) or 'world_size'} differ)"
-        name = str(saved.strategy.get("name"))
-        named = f"--set strategy={name} " if layout and name in NAMED else ""
-        fix = f"resume with {named}--processes {saved.world_size}"
+    if not named and _place(saved) != _place(expected):
+        what = f"saved by {_place(saved)} in DeepSpeed's own files, and this run is {_place(expected)}"
+        fix = f"resume with --set strategy={saved.strategy.get('name')} --processes {saved.world_size}"
         problems.append(Problem(what=what, fix=fix))
     if problems:
         raise CheckpointError(f"{where} cannot be resumed like this", problems=problems)
@@ -126,7 +140,8 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Proble
     Where the content is the same, its origin does not count: a branch that has moved may be replaced by its
     commit, and a template that writes the date by one with the date in it.
     """
-    skipped = {NO_LONGER_COMPARED}
+    skipped = {"micro_batch"}  # older checkpoints name it; it changes a step by rounding only (decision 0024)
+    skipped |= {key for key in ("steps", "epochs") if longer(then.get(key), now.get(key))}
     problems = []
     if "tokens" in then and then["tokens"] == now.get("tokens"):
         skipped.add("data")
@@ -224,6 +239,14 @@ def load_rng(folder: Path, *, rank: int, device: torch.device) -> None:
             where=str(path),
             fix="resume on the same kind of device and with the same versions of torch and numpy",
         ) from None
+
+
+def seed_rng(*values: int) -> None:
+    """Seed this process's generators with a hash of `values`."""
+    seed = zlib.crc32(repr(values).encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _restore(state: dict[str, Any], device: torch.device) -> None:

@@ -86,9 +86,9 @@ def test_the_same_run_may_resume_with_other_micro_batches_and_libraries() -> Non
 def test_a_checkpoint_from_before_groups_of_ranks_has_none() -> None:
     older = {key: value for key, value in SAVED.to_json().items() if key != "shard_group"}
     saved = Manifest(step=1, origin=replace(origin(), strategy=older), files={})
-    check_origin(saved, origin(), where="x")
-    with pytest.raises(CheckpointError, match="shard_group differ"):
-        check_origin(saved, origin(replace(SAVED, shard_group=2)), where="x")
+    check_origin(saved, origin(), where="x", named=False)
+    with pytest.raises(CheckpointError, match="in DeepSpeed's own files"):
+        check_origin(saved, origin(replace(SAVED, shard_group=2)), where="x", named=False)
 
 
 def test_every_differing_field_is_named_with_both_values() -> None:
@@ -157,15 +157,12 @@ def test_a_checkpoint_that_names_no_base_is_still_resumed() -> None:
     check_origin(stored(), origin(base=base("00bb")), where="x")
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [({"stage": 3}, "stage"), ({"data_parallel": 1}, "data_parallel"), ({"offload_optimizer": "cpu"}, "off")],
-)
-def test_another_strategy_is_refused_with_the_one_to_use(change: dict[str, object], named: str) -> None:
+@pytest.mark.parametrize("change", [{"stage": 3}, {"data_parallel": 1}, {"offload_optimizer": "cpu"}])
+def test_another_strategy_is_refused_for_deepspeeds_files_only(change: dict[str, object]) -> None:
+    other = origin(replace(SAVED, **change))  # type: ignore[arg-type]
+    check_origin(stored(), other, where="x")
     with pytest.raises(CheckpointError) as error:
-        check_origin(stored(), origin(replace(SAVED, **change)), where="x")  # type: ignore[arg-type]
+        check_origin(stored(), other, where="x", named=False)
     block = render(error.value)
-    assert "another strategy yet" in block
-    assert named in block
-    assert "saved by zero2 on 2 processes, this run" in block
+    assert "saved by zero2 on 2 processes in DeepSpeed's own files, and this run is" in block
     assert "--set strategy=zero2 --processes 2" in block

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.errors import CheckpointError, JobError, MachineError
+from shardwise.errors import CheckpointError, MachineError
 from shardwise.record.manifest import Origin, read_manifest, verify
-from shardwise.strategy import Strategy
 from shardwise.training.checkpoint import Checkpoint, CheckpointStore, Disk, FileSystem, newest_valid
 
 ORIGIN = Origin(world_size=4, strategy={"name": "zero2"}, identity={}, versions={})
@@ -217,11 +216,3 @@ def test_a_full_disk_is_that_of_the_node_that_wrote(tmp_path: Path) -> None:
         assert "free are 0.0 GiB (7 bytes)" in error.problems[0].what
         assert "node1" in error.problems[0].where
     assert not list(tmp_path.rglob(".tmp-*"))
-
-
-def test_deepspeeds_tensor_parallelism_needs_a_shared_disk() -> None:
-    from shardwise.engines.deepspeed.runtime.engine import on_local_disks
-
-    assert on_local_disks(Strategy(engine="deepspeed", stage=2)) != {}
-    with pytest.raises(JobError, match="tensor-parallel"):
-        on_local_disks(Strategy(engine="deepspeed", stage=1, tensor_parallel=2))

@@ -39,7 +39,7 @@ VERBS = {
     },
     "train": {
         "--processes", "--nodes", "--node-rank", "--rendezvous", "--hostfile", "--workdir", "--resume",
-        "--resume-or-start", "--max-steps", "--dry-run", "--set",
+        "--resume-or-start", "--resume-from", "--trust-checkpoint", "--max-steps", "--dry-run", "--set",
         "--memory-cap", "--on-oom", "--simulate-power", "--json",
     },
     "monitor": {"--every", "--csv", "--jsonl", "--once", "--json"},
@@ -52,6 +52,7 @@ VERBS = {
     },
     "emit": {"--to", "--run", "--gpus", "--out", "--set"},
     "report": {"--html", "--json"},
+    "checkpoint": {"--step", "--out", "--json"},
     "export": {"--merge", "--out", "--gguf", "--push", "--json"},
     "generate": {"--prompt", *SAMPLING},
     "chat": SAMPLING,

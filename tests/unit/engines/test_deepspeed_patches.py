@@ -7,6 +7,7 @@ import importlib.metadata
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engines.deepspeed.runtime import patches
+from shardwise.engines.deepspeed.runtime.state import PUBLISHING, NamedState
 from shardwise.errors import MachineError
 from shardwise.patch import hash_of, supported
 
@@ -53,6 +55,11 @@ def joined(stage: int, place: tuple[str, str | None]) -> Any:
     return optimizer
 
 
+def published(stage: int, place: tuple[str, str | None]) -> Any:
+    flats = {"single_partition_of_fp32_groups": [], "fp32_partitioned_groups_flat": []}
+    return NamedState(bare(place, optimizer=None, **flats), torch.nn.Linear(1, 1), stage=stage)
+
+
 def in_order() -> Any:
     coordinator = bare(COORDINATOR, **{LIMIT: 2})
     offload = SimpleNamespace(
@@ -86,6 +93,8 @@ CASES: list[tuple[Callable[[], Any], tuple[str, str | None], str]] = [
     (in_order, COORDINATOR, "release_sub_module"),
     (in_order, COORDINATOR, "release_and_reset_all"),
     (in_order, PARTITION, "free_param"),
+    *((partial(published, 2, ZERO12), ZERO12, name) for name in PUBLISHING[2]),
+    *((partial(published, 3, ZERO3), ZERO3, name) for name in PUBLISHING[3]),
     (without_check, ENGINE, "_configure_tensor_parallel_states"),
     (patches.skip_shared_memory_transport, TRANSPORT, "build_shm_op"),
 ]

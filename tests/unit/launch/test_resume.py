@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -123,14 +124,35 @@ def test_what_differs_is_named_with_both_values_and_the_command_that_works(
     assert "fix: `shardwise train runs/a.b --resume` goes on with the run's own job" in err
 
 
-def test_a_run_keeps_its_length_and_the_refusal_says_why(
-    run: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_becomes_longer_only(
+    run: Path, launched: list[LaunchSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", str(run), "--resume", "--set", "train.steps=90"]) == 5
+    assert main(["train", str(run), "--resume", "--set", "train.steps=90"]) == 0
+    assert launched[0].job["train"]["steps"] == 90
+    assert main(["train", str(run), "--resume", "--set", "train.steps=59"]) == 5
     err = capsys.readouterr().err
-    assert "train.steps is 90, in the run it is 60; a run keeps its length" in err
-    assert "learning rates" in err
-    assert "`shardwise export`" in err
+    assert "train.steps is 59, in the run it is 60; a run can become longer only" in err
+    assert "--max-steps ends it earlier" in err
+
+
+def test_a_checkpoint_is_named_by_its_step(
+    run: Path, launched: list[LaunchSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (20, 60):
+        folder = run / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text('{"step": 60, "total_steps": 60}')
+    for name in ("step-000020", "20", "final", "latest"):
+        assert main(["train", str(run), "--resume-from", name]) == 0, name
+    assert [spec.resume_from for spec in launched] == [20, 20, 60, None]
+    assert all(spec.resume for spec in launched)
+    assert main(["train", str(run), "--resume-from", "step-000030"]) == 5
+    err = capsys.readouterr().err
+    assert "there is no checkpoint step-000030" in err
+    assert "name one that is there: step-000060, step-000020" in err
+    shutil.rmtree(run / "checkpoints" / "step-000060")
+    assert main(["train", str(run), "--resume-from", "final"]) == 5
+    assert "the run has not ended" in capsys.readouterr().err
 
 
 def test_what_does_not_make_the_run_may_change(run: Path, launched: list[LaunchSpec]) -> None:

@@ -6,7 +6,6 @@ Every rank steps all fp32 weights. Gradients are averaged in buckets, in the com
 
 import warnings
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.data.batch import MicroBatch
-from shardwise.engines.runtime.base import load_state, save_state
 from shardwise.engines.runtime.parameters import Fill, trainable
 from shardwise.engines.single.runtime import SingleEngine
 from shardwise.models.structure import DTYPES
@@ -78,28 +76,21 @@ class DdpEngine(SingleEngine):
                 master.grad = average.float().mul_(self.world.size)
                 average.zero_()  # it is a part of a bucket
 
-    def save(self, directory: Path) -> None:
-        save_state(directory, self.world, {**self._optimizer.state(), **self._unsent()})
-
-    def load(self, directory: Path) -> None:
-        saved = load_state(directory, self.world)
-        for name in [name for name in saved if name.startswith("powersgd/")]:
-            _, kind, index = name.split("/")
-            tensor = saved.pop(name)
-            if kind == "iter":
-                self._powersgd.iter = int(tensor)
-            else:
-                getattr(self._powersgd, kind)[int(index)] = tensor.to(self.world.device)
-        self._optimizer.restore(saved)
-        self._publish()
-
-    def _unsent(self) -> dict[str, torch.Tensor]:
-        """What PowerSGD keeps between steps, by name in a checkpoint."""
+    def _private(self) -> dict[str, torch.Tensor]:
+        """What PowerSGD keeps between steps."""
         if not self._strategy.powersgd:
             return {}
         state, kinds = self._powersgd, ("error_dict", "p_memory_dict", "q_memory_dict")
         kept = {f"powersgd/{kind}/{index}": t for kind in kinds for index, t in getattr(state, kind).items()}
         return {"powersgd/iter/0": torch.tensor(state.iter), **kept}
+
+    def _load_private(self, saved: dict[str, torch.Tensor]) -> None:
+        for name in saved if self._strategy.powersgd else ():
+            _, kind, index = name.split("/")
+            if kind == "iter":
+                self._powersgd.iter = int(saved[name])
+            else:
+                getattr(self._powersgd, kind)[int(index)] = saved[name].to(self.world.device)
 
     def config(self) -> dict[str, Any]:
         strategy = self._strategy

@@ -8,8 +8,9 @@ With `shard_group` (HSDP) each group of ranks shares a copy of its own: gatherin
 micro-batch's gradients are summed within it, and over the groups once a step (decision 0045).
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardwise.engines.runtime.adamw import MOMENTS
 from shardwise.engines.runtime.base import TorchEngine
 from shardwise.engines.runtime.parameters import Fill, Fp32Parameters, chosen, trainable
+from shardwise.engines.runtime.state import Part, parts_of
 from shardwise.models.structure import DTYPES
 
 
@@ -57,9 +58,14 @@ class FsdpEngine(TorchEngine):
             p.grad = None
         self._fp32.reduce()
 
-    def _shapes(self) -> Mapping[str, torch.Size]:
-        keys = ("parameter", *MOMENTS)
-        return {f"{key}/{name}": p.shape for name, p in self._sharded.items() for key in keys}
+    def _parts(self) -> dict[str, Part]:
+        parts = parts_of(self._fp32.trainable)
+        for name in self._shards.keys() & self._optimizer.parameters.keys():
+            shape = tuple(self._sharded[name].shape)
+            rows = -(-shape[0] // self._strategy.sharers)  # as torch.chunk does
+            first = self.world.rank % self._strategy.sharers * rows
+            parts[name] = Part(shape, begin=first * prod(shape[1:]))
+        return parts
 
     def load(self, directory: Path) -> None:
         super().load(directory)

@@ -11,14 +11,11 @@ import torch.distributed as dist
 
 from shardwise.engines.runtime.parameters import parameter_groups
 from shardwise.engines.runtime.protocol import StepResult
-from shardwise.errors import CheckpointError
 from shardwise.job import schema
 
 # torch.amp.GradScaler's defaults: start at 2^16, halve on overflow, double after 2000 steps without one.
 INITIAL_LOSS_SCALE = 2.0**16
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
@@ -123,19 +120,6 @@ class AdamW:
         tensors = {f"guard/{name}": getattr(self, name) for name in ("stopped", "loss_scale", "growth")}
         for name, p in self.parameters.items():
             tensors[f"parameter/{name}"] = p.detach()
-            for key in ("step", *MOMENTS):
+            for key in ("step", "exp_avg", "exp_avg_sq"):
                 tensors[f"{key}/{name}"] = self.torch_optimizer.state[p][key]
         return tensors
-
-    @torch.no_grad()
-    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Copy saved tensors into those of `state`. Raises CheckpointError if names or shapes differ."""
-        live = self.state()
-        differing = sorted(live.keys() ^ saved.keys()) or sorted(
-            name for name in live if live[name].shape != saved[name].shape
-        )
-        if differing:
-            what = f"the checkpoint holds other tensors than this model has, such as {differing[0]}"
-            raise CheckpointError(what, fix="resume with the model and strategy the run was started with")
-        for name, tensor in live.items():
-            tensor.copy_(saved[name])

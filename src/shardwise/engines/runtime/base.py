@@ -1,62 +1,18 @@
-"""What engines share: a state file for each rank, and in plain PyTorch the loop over micro-batches and AdamW.
+"""What engines in plain PyTorch share: the loop over micro-batches, AdamW, and their state."""
 
-A rank's state is a safetensors file without pickle: reading one cannot run code. The header has the number of
-ranks and the global shapes of sharded tensors. Rows are split as `torch.chunk` does, so each file's part
-follows from its rank (decision 0032), or its rank within a group: replicas each write theirs (decision 0045).
-"""
-
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.runtime.adamw import AdamW
 from shardwise.engines.runtime.parameters import Fill, decay_by_name, move_buffers
 from shardwise.engines.runtime.protocol import StepResult, World
-from shardwise.errors import CheckpointError
+from shardwise.engines.runtime.state import Part, load_state, parts_of, save_state
 from shardwise.job import schema
 from shardwise.strategy import Strategy
-
-
-def save_state(
-    directory: Path,
-    world: World,
-    tensors: Mapping[str, torch.Tensor],
-    sharded: Mapping[str, torch.Size] | None = None,
-) -> None:
-    """Write this rank's tensors into an existing folder; `sharded` maps names to global shapes."""
-    layout = {"ranks": world.size, "sharded": {name: list(shape) for name, shape in (sharded or {}).items()}}
-    save_file(
-        {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
-        _path(directory, world.rank),
-        metadata={"layout": json.dumps(layout)},
-    )
-
-
-def load_state(directory: Path, world: World) -> dict[str, torch.Tensor]:
-    """Read on the CPU what this rank saved. Raises CheckpointError."""
-    path = _path(directory, world.rank)
-    try:
-        with safe_open(path, framework="pt") as file:
-            ranks = int(json.loads(file.metadata()["layout"])["ranks"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        what = f"this rank's part of the checkpoint cannot be read: {error}"
-        fix = "resume from an older checkpoint, with the number of processes that wrote it"
-        raise CheckpointError(what, where=str(path), fix=fix) from error
-    if ranks != world.size:
-        what = f"the checkpoint was written by {ranks} processes and this run has {world.size}"
-        raise CheckpointError(what, where=str(path), fix=f"resume with --processes {ranks}")
-    return tensors
-
-
-def _path(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank:05d}.safetensors"
 
 
 class TorchEngine:
@@ -120,10 +76,12 @@ class TorchEngine:
             self.module.train()
 
     def save(self, directory: Path) -> None:
-        save_state(directory, self.world, self._optimizer.state(), self._shapes())
+        tensors = {**self._optimizer.state(), **self._private()}
+        save_state(directory, self.world, tensors, self._parts())
 
     def load(self, directory: Path) -> None:
-        self._optimizer.restore(load_state(directory, self.world))
+        private = load_state(directory, self.world, self._optimizer.state(), self._parts())
+        self._load_private(private)
         self._publish()
 
     def _prepare(
@@ -148,6 +106,13 @@ class TorchEngine:
     def _publish(self) -> None:
         """Make the weights follow the tensors that AdamW stepped."""
 
-    def _shapes(self) -> Mapping[str, torch.Size]:
-        """Global shapes of sharded tensors, by their name in a checkpoint."""
+    def _parts(self) -> dict[str, Part]:
+        """Which elements of each parameter AdamW steps on this rank."""
+        return parts_of(self._optimizer.parameters)
+
+    def _private(self) -> dict[str, torch.Tensor]:
+        """What only this engine has, and only in this layout can use."""
         return {}
+
+    def _load_private(self, saved: dict[str, torch.Tensor]) -> None:
+        """Take back what `_private` gave; empty where the layout is another."""

@@ -28,15 +28,16 @@ from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed.config import deepspeed_config
 from shardwise.engines.deepspeed.runtime.extensions import needed_operators, wait_for_locks
 from shardwise.engines.deepspeed.runtime.patches import (
+    DEEPSPEED,
     drop_first_batch_check,
     join_norm,
     release_in_order,
     skip_shared_memory_transport,
     use_joint_norms,
 )
+from shardwise.engines.deepspeed.runtime.state import SCALER, Guard, NamedState
 from shardwise.engines.deepspeed.runtime.tensor_parallel import check_same_rows, cut_by_plan, gathered
 from shardwise.engines.runtime.adamw import AdamW
-from shardwise.engines.runtime.base import load_state, save_state
 from shardwise.engines.runtime.parameters import (
     Fill,
     Fp32Parameters,
@@ -47,11 +48,11 @@ from shardwise.engines.runtime.parameters import (
     trainable,
 )
 from shardwise.engines.runtime.protocol import StepResult, World
-from shardwise.errors import CheckpointError, JobError
+from shardwise.engines.runtime.state import PICKLED, Part, load_state, parts_of, save_state
+from shardwise.errors import CheckpointError
 from shardwise.job import schema
+from shardwise.patch import supported
 from shardwise.strategy import Strategy
-
-TAG = "state"
 
 
 class DeepSpeedEngine:
@@ -76,7 +77,7 @@ class DeepSpeedEngine:
             largest_parameter=max(p.numel() for p in module.parameters()),
         )
         if world.local_disks:
-            self._config |= on_local_disks(strategy)
+            self._config["checkpoint"] = {"use_node_local_storage": True}  # of its own files
         _prepare_deepspeed(world)
         wait_for_locks(needed_operators(strategy))
         import deepspeed
@@ -127,8 +128,17 @@ class DeepSpeedEngine:
         for state in getattr(self._optimizer, "optimizer", self._optimizer).state.values():
             if "step" in state:
                 state["step"] = state["step"] * 0
+        self._named = self._named_state()
+        self._guard = Guard(self._optimizer, fp16=strategy.precision == "fp16")
         self._frozen = any(not p.requires_grad for p in module.parameters())
         self._engine.train()
+
+    def _named_state(self) -> NamedState | None:
+        """Its state by name; None where DeepSpeed saves it in files of its own."""
+        strategy = self._strategy
+        if "nvme" in (strategy.offload_optimizer, strategy.offload_parameters) or not supported(DEEPSPEED):
+            return None
+        return NamedState(self._optimizer, self._engine.module, stage=strategy.stage)
 
     def step(
         self, micro_batches: Sequence[MicroBatch], *, target_tokens: int, learning_rate: float
@@ -174,26 +184,56 @@ class DeepSpeedEngine:
             self._engine.train()
 
     def save(self, directory: Path) -> None:
-        self._engine.save_checkpoint(
-            str(directory),
-            tag=TAG,
-            client_state={"shardwise_diverged": self._diverged},
-            save_latest=False,
-            exclude_frozen_parameters=self._frozen,  # they come from the base model again
-        )
-        if self._fp32_adamw is not None:
-            save_state(directory, self.world, self._fp32_adamw.state())
+        if self._named is None:
+            self._engine.save_checkpoint(
+                str(directory),
+                tag=PICKLED,
+                client_state={"shardwise_diverged": self._diverged},
+                save_latest=False,
+                exclude_frozen_parameters=self._frozen,  # they come from the base model again
+            )
+            save_state(directory, self.world, *self._own())
+            return
+        tensors, parts = self._own()
+        tensors |= {**self._named.tensors(), **self._named.steps()}
+        tensors |= self._guard.tensors(diverged=self._diverged)
+        save_state(directory, self.world, tensors, parts | self._named.parts())
 
     def load(self, directory: Path) -> None:
+        live, parts = self._own()
+        if (directory / PICKLED).is_dir():
+            self._load_pickled(directory)
+            if live:
+                load_state(directory, self.world, live, parts)
+            return
+        if self._named is None:
+            fix = "resume with the strategy that the run was started with"
+            raise CheckpointError("DeepSpeed found no state of its own", where=str(directory), fix=fix)
+        live |= {**self._named.tensors(), **self._named.steps(), **self._guard.tensors(diverged=False)}
+        live.pop(SCALER, None)
+        private = load_state(directory, self.world, live, parts | self._named.parts())
+        self._named.load_steps(live)
+        self._diverged = bool(live["guard/stopped"])
+        self._guard.load(live, private)
+        self._named.publish()
+
+    def _own(self) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
+        """The state of parameters that DeepSpeed does not see."""
+        if self._fp32_adamw is None:
+            return {}, {}
+        state = self._fp32_adamw.state()
+        tensors = {key: tensor for key, tensor in state.items() if not key.startswith("guard/")}
+        return tensors, parts_of(self._fp32_adamw.parameters)
+
+    def _load_pickled(self, directory: Path) -> None:
+        """Load DeepSpeed's own files: of NVMe, of versions that were not read, and older checkpoints."""
         strict = not self._frozen
-        path, client_state = self._engine.load_checkpoint(str(directory), tag=TAG, load_module_strict=strict)
+        path, client = self._engine.load_checkpoint(str(directory), tag=PICKLED, load_module_strict=strict)
         if path is None:
             fix = "resume with the strategy that the run was started with"
             what = "DeepSpeed found no state in the checkpoint"
-            raise CheckpointError(what, where=str(directory / TAG), fix=fix)
-        self._diverged = bool(client_state["shardwise_diverged"])
-        if self._fp32_adamw is not None:
-            self._fp32_adamw.restore(load_state(directory, self.world))
+            raise CheckpointError(what, where=str(directory / PICKLED), fix=fix)
+        self._diverged = bool(client["shardwise_diverged"])
 
     @torch.no_grad()
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -227,16 +267,6 @@ class DeepSpeedEngine:
         norm = self._engine.get_global_grad_norm()
         assert norm is not None
         return norm, bool(self._optimizer.overflow)
-
-
-def on_local_disks(strategy: Strategy) -> dict[str, Any]:
-    """Settings with which each node can load what its own ranks have saved. JobError where it could not."""
-    if (
-        strategy.tensor_parallel > 1
-    ):  # the model of local rank 0 alone is saved then (0.19.8, runtime/engine.py)
-        what = "DeepSpeed saves only one part of a tensor-parallel model where the nodes share no disk"
-        raise JobError(what, where="output", fix="--set output=DIR, on a disk that all nodes share")
-    return {"checkpoint": {"use_node_local_storage": True}}
 
 
 def _prepare_deepspeed(world: World) -> None:

@@ -24,6 +24,7 @@ from shardwise.engines.pipeline.runtime.zero1 import Zero1
 from shardwise.engines.pipeline.stages import stage_count
 from shardwise.engines.runtime.base import TorchEngine
 from shardwise.engines.runtime.parameters import Fill, chosen, trainable
+from shardwise.engines.runtime.state import Part
 from shardwise.models.structure import DTYPES
 from shardwise.objective import Objective
 
@@ -143,6 +144,10 @@ class PipelineEngine(TorchEngine):
 
     def _publish(self) -> None:
         self._zero1.publish()
+
+    def _parts(self) -> dict[str, Part]:
+        places = {name: self._zero1.place(name) for name in self._optimizer.parameters}
+        return {name: self._split.part(name, shape, begin) for name, (shape, begin) in places.items()}
 
     @torch.no_grad()
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
+from shardwise.engines.runtime.state import Cut, Part
 from shardwise.errors import JobError
 from shardwise.models.tensor_plan import planned
 
@@ -96,6 +97,14 @@ class TensorParallel:
         for name, gradient in gradients:
             if name in self.partial and gradient is not None:
                 dist.all_reduce(gradient, group=self._group)
+
+    def part(self, name: str, shape: tuple[int, ...], begin: int) -> Part:
+        """The part of a parameter whose share on this rank has that shape, from element `begin` on."""
+        if name not in self.dims:
+            return Part(shape, begin)
+        dim = self.dims[name]
+        cut = Cut(dim, self._rank * shape[dim], (self._rank + 1) * shape[dim])
+        return Part((*shape[:dim], self._ranks * shape[dim], *shape[dim + 1 :]), begin, cut)
 
     def full(self, name: str, share: torch.Tensor) -> torch.Tensor:
         """The complete parameter. Collective."""

@@ -6,6 +6,7 @@ these in fp32, the ranks gather the weights in the computation's format.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,12 @@ class Zero1:
             slices.append(_Slice(name, rows, begin, end))
             begin = end
         return slices
+
+    def place(self, name: str) -> tuple[tuple[int, ...], int]:
+        """The shape of a weight, and the first element of its shard."""
+        shape = tuple(self._weights[name].shape)
+        rank, rows = dist.get_rank(self._group), -(-shape[0] // self._ranks)
+        return shape, min(rank * rows, shape[0]) * prod(shape[1:])
 
     def _add(self, name: str) -> Callable[[torch.Tensor], None]:
         def add(weight: torch.Tensor) -> None:

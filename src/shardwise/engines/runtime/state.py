@@ -1,0 +1,284 @@
+"""A run's state as named tensors, whatever the engine and the number of processes (decision 0060).
+
+Each rank writes what it holds into one safetensors file, without pickle: reading one cannot run code. Of a
+parameter these are `parameter/NAME` in fp32, `exp_avg/NAME`, `exp_avg_sq/NAME` and `step/NAME`; `guard/…` is
+the same on all ranks, and anything else the engine's own. The header says which elements a rank has: a range
+of the flattened parameter, or of the flattened part of it that tensor parallelism gives the rank.
+
+Ranks that have what the same rank had before read their own file. Others map all files into memory and copy
+the ranges they need, so that no rank ever holds more than its share.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from shardwise.engines.runtime.protocol import World
+from shardwise.errors import CheckpointError
+
+KINDS = ("parameter", "exp_avg", "exp_avg_sq")
+"""What is saved of each element of a parameter."""
+GUARD = ("guard/stopped", "guard/loss_scale", "guard/growth")
+"""What is the same on all ranks: `AdamW` has them."""
+CHUNK = 1 << 24
+"""Elements copied at a time: 64 MiB."""
+
+PICKLED = "state"
+"""The folder of DeepSpeed's own files, which are pickles, below the engine's."""
+
+OLDER = "resume from an older checkpoint"
+SAME = "resume with the strategy that saved it"
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32"}
+
+
+class Cut(NamedTuple):
+    """Tensor parallelism's part of a parameter: indices `first` to `end` of dimension `dim`.
+
+    `dim` is -1 for a part that only the same part can be read from.
+    """
+
+    dim: int
+    first: int
+    end: int
+
+
+class Part(NamedTuple):
+    """Which elements of a parameter a rank holds: those from `begin` on, of the flattened cut."""
+
+    shape: tuple[int, ...]  # Of the complete parameter
+    begin: int = 0
+    cut: Cut | None = None
+
+    @staticmethod
+    def from_json(values: Sequence[Any]) -> "Part":
+        shape, begin, cut = values
+        return Part(tuple(map(int, shape)), int(begin), None if cut is None else Cut(*map(int, cut)))
+
+    def place(self) -> tuple[Cut | None, int]:
+        """A cut along the first dimension is a range of the complete parameter."""
+        if self.cut is None or self.cut.dim != 0:
+            return self.cut, self.begin
+        return None, self.cut.first * prod(self.shape[1:]) + self.begin
+
+
+def parts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+    """The parts of a rank that holds complete parameters."""
+    return {name: Part(tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def save_state(
+    directory: Path, world: World, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, Part]
+) -> None:
+    """Write this rank's tensors into an existing folder; the host needs memory for `CHUNK` elements."""
+    chunks = (chunk for t in tensors.values() for chunk in t.detach().reshape(-1).split(CHUNK))
+    _write(_path(directory, world.rank), tensors, world.size, parts, chunks)
+
+
+def consolidate(directory: Path, out: Path) -> int:
+    """Write a saved state into one new file, as a single process would have saved it; returns its tensors.
+
+    No tensor is ever complete in memory.
+    """
+    saved = SavedState(directory)
+    shapes = {f"{kind}/{name}": shape for name, shape in saved.shapes.items() for kind in KINDS}
+    numbers = {key: saved.number(key) for key in (*(f"step/{name}" for name in saved.shapes), *GUARD)}
+    chunks = (chunk for key, shape in shapes.items() for chunk in saved.read(key, Part(shape), prod(shape)))
+    parts = {name: Part(shape) for name, shape in saved.shapes.items()}
+    specs = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()} | numbers
+    _write(out, specs, 1, parts, chain(chunks, numbers.values()))
+    return len(shapes)
+
+
+def _write(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    ranks: int,
+    parts: Mapping[str, Part],
+    chunks: Iterable[torch.Tensor],
+) -> None:
+    """A safetensors file (https://huggingface.co/docs/safetensors) of the tensors, given in chunks."""
+    header: dict[str, Any] = {"__metadata__": {"layout": json.dumps({"ranks": ranks, "parts": parts})}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.writelines(c.cpu().contiguous().view(-1).view(torch.uint8).numpy().data for c in chunks)
+
+
+def load_state(
+    directory: Path, world: World, live: Mapping[str, torch.Tensor], parts: Mapping[str, Part]
+) -> dict[str, torch.Tensor]:
+    """Copy what was saved into the tensors of `live`, as `save_state` names them.
+
+    Returns what else this rank saved, where it has what it had then; nothing else fits another layout. Raises
+    CheckpointError.
+    """
+    with suppress(CheckpointError):
+        own = _File(_path(directory, world.rank))
+        if own.ranks == world.size and own.holds(live, parts):
+            for key, tensor in live.items():
+                tensor.detach().copy_(own.tensor(key).view(tensor.shape))
+            return {key: own.tensor(key) for key in own.keys - live.keys()}
+    saved = SavedState(directory)
+    for key, tensor in live.items():
+        kind, _, name = key.partition("/")
+        if kind in KINDS:
+            saved.copy(key, parts[name], tensor.detach())
+        else:
+            tensor.detach().copy_(saved.number(key))
+    return {}
+
+
+class _File:
+    """The file of one rank, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._open = safe_open(path, framework="pt")
+            layout = json.loads(self._open.metadata()["layout"])
+            self.ranks, self.keys = int(layout["ranks"]), set(self._open.keys())
+            self.parts = {name: Part.from_json(part) for name, part in layout.get("parts", {}).items()}
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            what = f"a rank's part of the checkpoint cannot be read: {error}"
+            raise CheckpointError(what, where=str(path), fix=OLDER) from error
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """A tensor on the CPU; its bytes are read when they are used."""
+        found: torch.Tensor = self._open.get_tensor(key)
+        return found
+
+    def shape(self, key: str) -> list[int]:
+        found: list[int] = self._open.get_slice(key).get_shape()
+        return found
+
+    def holds(self, live: Mapping[str, torch.Tensor], parts: Mapping[str, Part]) -> bool:
+        """Whether it has exactly these elements. Older files do not say which: there the shapes count."""
+        if not live.keys() <= self.keys or (self.parts and self.parts != dict(parts)):
+            return False
+        if self.parts:
+            return all(prod(self.shape(key)) == tensor.numel() for key, tensor in live.items())
+        return all(self.shape(key) == [*tensor.shape] for key, tensor in live.items())
+
+
+class _Piece(NamedTuple):
+    """Elements `begin` to `end` of a flattened parameter, or of a flattened cut."""
+
+    begin: int
+    end: int
+    file: _File
+
+
+class SavedState:
+    """The state in a folder, as named tensors that any range can be read from."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files = [_File(path) for path in sorted(directory.glob("rank-*.safetensors"))]
+        ranks = max((file.ranks for file in self._files), default=1)
+        if len(self._files) != ranks:
+            fix = "bring the files of all nodes together in one folder (docs/several-machines.md)"
+            raise self._error(f"there are the files of {len(self._files)} ranks, and {ranks} have saved", fix)
+        if not any(file.parts for file in self._files):
+            fix = "resume with the strategy and the number of processes that saved it, and save again"
+            raise self._error("an older version saved it, without saying what each rank has", fix)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._pieces: dict[str, dict[Cut | None, list[_Piece]]] = {}
+        for file in self._files:
+            for name, part in file.parts.items():
+                if self.shapes.setdefault(name, part.shape) != part.shape:
+                    raise self._error(f"its ranks have other shapes of {name}")
+                cut, begin = part.place()
+                piece = _Piece(begin, begin + prod(file.shape(f"parameter/{name}")), file)
+                self._pieces.setdefault(name, {}).setdefault(cut, []).append(piece)
+
+    def _error(self, what: str, fix: str = "") -> CheckpointError:
+        return CheckpointError(what, where=str(self.directory), fix=fix or OLDER)
+
+    def number(self, key: str) -> torch.Tensor:
+        """What every rank that has it has saved the same."""
+        found = next((file for file in self._files if key in file.keys), None)
+        if found is None:
+            raise self._error(f"the checkpoint has no {key}")
+        return found.tensor(key)
+
+    def copy(self, key: str, part: Part, into: torch.Tensor) -> None:
+        """Fill a tensor with its part of `key`, `kind/name`. CheckpointError where that is not there."""
+        name = key.partition("/")[2]
+        if self.shapes.get(name) != part.shape:
+            has = self.shapes.get(name, "not there")
+            raise self._error(
+                f"{name} has the shape {part.shape} in this model, and is {has} in the checkpoint"
+            )
+        flat = into.contiguous().view(-1)  # a copy, where it is not
+        at = 0
+        for chunk in self.read(key, part, flat.numel()):
+            flat[at : at + len(chunk)].copy_(chunk)
+            at += len(chunk)
+        if not into.is_contiguous():
+            into.copy_(flat.view(into.shape))
+
+    def read(self, key: str, part: Part, count: int) -> Iterator[torch.Tensor]:
+        """The elements of a part, in pieces of about `CHUNK`."""
+        cut, begin = part.place()
+        if cut is None or cut in self._pieces[key.partition("/")[2]]:
+            for at in range(begin, begin + count, CHUNK):
+                yield self._range(key, cut, at, min(at + CHUNK, begin + count))
+            return
+        if cut.dim < 0:
+            raise self._error(f"this part of {key} can be read only where the same part was saved", SAME)
+        row, inner = prod(part.shape[cut.dim :]), prod(part.shape[cut.dim + 1 :])
+        own = (cut.end - cut.first) * inner  # elements of a row in the cut
+        end, rows = begin + count, max(1, CHUNK // row)
+        for first in range(begin // own, -(-end // own), rows):
+            last = min(first + rows, -(-end // own))
+            full = self._range(key, None, first * row, last * row).view(last - first, row)
+            mine = full[:, cut.first * inner : cut.end * inner].reshape(-1)
+            yield mine[max(0, begin - first * own) : end - first * own]
+
+    def _range(self, key: str, cut: Cut | None, begin: int, end: int) -> torch.Tensor:
+        """Elements `begin` to `end` of a flattened parameter, or of a flattened cut that was saved."""
+        pieces = self._pieces[key.partition("/")[2]]
+        if cut not in pieces:
+            return self._joined(key, begin, end)
+        out, at = [torch.empty(0)], begin
+        while at < end:
+            found = max((p for p in pieces[cut] if p.begin <= at), key=lambda p: p.end, default=None)
+            if found is None or found.end <= at:
+                raise self._error(f"no rank has saved element {at} of {key}")
+            last = min(end, found.end)
+            out.append(found.file.tensor(key).reshape(-1)[at - found.begin : last - found.begin])
+            at = last
+        return out[-1] if len(out) <= 2 else torch.cat(out)
+
+    def _joined(self, key: str, begin: int, end: int) -> torch.Tensor:
+        """The same where only cuts were saved: their rows side by side."""
+        name = key.partition("/")[2]
+        cuts, shape = sorted(cut for cut in self._pieces[name] if cut), self.shapes[name]
+        dim, borders = cuts[0].dim, [0, *(cut.end for cut in cuts)]
+        tiled = [cut.first for cut in cuts] == borders[:-1] and borders[-1] == shape[dim]
+        if dim < 0 or cuts[-1].dim != dim or not tiled:
+            raise self._error(f"the parts of {name} under tensor parallelism cannot be joined", SAME)
+        row, inner = prod(shape[dim:]), prod(shape[dim + 1 :])
+        first, last = begin // row, -(-end // row)
+        full = torch.empty(last - first, row)
+        for cut in cuts:
+            own = (cut.end - cut.first) * inner
+            mine = self._range(key, cut, first * own, last * own)
+            full[:, cut.first * inner : cut.end * inner] = mine.view(last - first, own)
+        return full.view(-1)[begin - first * row : end - first * row]
+
+
+def _path(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank:05d}.safetensors"
