@@ -2,10 +2,10 @@
 
     python benchmarks/resume/gpu.py [--folder DIR] [--out FILE]
 
-Each engine loads what the one before it saved, and takes the next steps. Its losses stand beside those of a
-single process that never stopped: in bf16 they differ by rounding. What it loaded must have the saved bits.
-Takes about three minutes, 13.3 GB of disk in DIR at a time, and 45 GB of GPU memory. `--tiny` rehearses it on
-the CPU.
+Each engine loads what the one before it saved, and takes the next steps. Its losses are compared with those
+of a single process that never stopped: in bf16 they differ by rounding. What it loaded must have the saved
+bits. Takes about three minutes, 13.3 GB of disk in DIR at a time, and 45 GB of GPU memory. `--tiny` rehearses
+it on the CPU.
 """
 
 from __future__ import annotations

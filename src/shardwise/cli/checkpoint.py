@@ -22,7 +22,7 @@ def checkpoint(
 ) -> int:
     """List and verify the checkpoints of a run, or write one into a single file.
 
-    No conversion is needed to go on under another strategy: `train RUN --resume-from STEP`.
+    To resume from a step, under any strategy, nothing has to be converted.
     """
     from shardwise.app.checkpoint import checkpoints, convert
     from shardwise.units import gib, processes
