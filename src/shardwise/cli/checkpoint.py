@@ -24,7 +24,7 @@ def checkpoint(
 
     To resume from a step, under any strategy, nothing has to be converted.
     """
-    from shardwise.app.checkpoint import checkpoints, convert
+    from shardwise.app.models import checkpoints, convert
     from shardwise.units import gib, processes
 
     if (out is None) == (action == "convert"):
@@ -37,11 +37,9 @@ def checkpoint(
     found = checkpoints(run, step, every_byte=action == "verify")
     sound = "sound" if action == "verify" else "complete"
     for one in [] if as_json else found:
-        texts = [sound if one["complete"] else "; ".join(one["problems"][:3])]
-        if one["bytes"] is not None:
-            texts += [gib(one["bytes"]), f"{one['strategy']} on {processes(one['processes'])}"]
-        print(f"step {one['step']}: {', '.join(texts)}")
+        about = "" if one["bytes"] is None else f", {gib(one['bytes'])}, {one['strategy']} on "
+        about += processes(one["processes"]) if about else ""
+        print(f"step {one['step']}: {'; '.join(one['problems'][:3]) or sound}{about}")
     if as_json:
         print(json.dumps(found))
-    wrong = action == "verify" and not all(one["complete"] for one in found)
-    return CheckpointError.exit_code if wrong else 0
+    return CheckpointError.exit_code if action == "verify" and any(one["problems"] for one in found) else 0

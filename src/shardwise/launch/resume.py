@@ -16,7 +16,7 @@ from shardwise.job.load import LoadedJob, differences
 from shardwise.job.paths import absolute
 from shardwise.job.schema import Job
 from shardwise.job.source import read_file
-from shardwise.record.manifest import folder_name, read_manifest, step_folders
+from shardwise.record.manifest import read_manifest, step_folders
 from shardwise.record.read import JOB, PLAN, is_run_folder, read_run
 from shardwise.strategy import Strategy
 
@@ -90,27 +90,16 @@ def step_named(run_dir: Path, name: str) -> int | None:
 
     Raises CheckpointError where the run has none of that name.
     """
-    if name == "latest":
-        return None
-    steps = [step for step, _ in step_folders(run_dir / "checkpoints")]
-    if name == "final":
-        if steps and _last_step(run_dir / "checkpoints" / folder_name(steps[0])) == steps[0]:
-            return steps[0]
-    else:
-        digits = name.removeprefix("step-")
-        if digits.isdigit() and int(digits) in steps:
-            return int(digits)
-    there = ", ".join(map(folder_name, steps[:5])) or "none"
-    what = "the run has not ended" if name == "final" else f"there is no checkpoint {name}"
-    raise CheckpointError(what, where=str(run_dir / "checkpoints"), fix=f"name one that is there: {there}")
-
-
-def _last_step(checkpoint: Path) -> int | None:
-    """The last step of the run that a checkpoint was made for."""
-    try:
-        return int(json.loads((checkpoint / "state.json").read_text())["total_steps"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    folders, wanted = dict(step_folders(run_dir / "checkpoints")), name.removeprefix("step-")
+    if name == "final" and folders:
+        with suppress(OSError, ValueError, KeyError):
+            state = next(iter(folders.values())) / "state.json"
+            wanted = str(json.loads(state.read_text())["total_steps"])
+    if name == "latest" or (wanted.isdigit() and int(wanted) in folders):
+        return None if name == "latest" else int(wanted)
+    there = ", ".join(path.name for path in folders.values()) or "none"
+    fix = f"name one that is there: {there}"
+    raise CheckpointError(f"there is no checkpoint {name}", where=str(run_dir / "checkpoints"), fix=fix)
 
 
 def check_nodes(run_dir: Path) -> None:

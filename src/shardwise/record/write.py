@@ -38,7 +38,7 @@ class RunFolder:
     """A run folder that this process writes to, and no other: it holds the folder's lock until `close`."""
 
     path: Path
-    _lock: int  # Descriptor of the locked file
+    _locks: tuple[int, ...]  # Descriptors that hold it
 
     @property
     def events(self) -> Path:
@@ -98,7 +98,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the folder's lock."""
-        os.close(self._lock)
+        for descriptor in self._locks:
+            os.close(descriptor)
 
     def write_engine_config(self, name: str, config: Mapping[str, Any]) -> None:
         """Write `engine/NAME`: the engine's own configuration."""
@@ -177,24 +178,39 @@ def replace_json(path: Path, values: Mapping[str, Any]) -> None:
     _replace(path, json.dumps(values, indent=1) + "\n")
 
 
-def _lock(path: Path) -> int:
-    """Lock the folder while the returned descriptor is open. MachineError where another process has."""
-    descriptor = locked(path / LOCK)
-    if descriptor is None:
-        fix = "wait for that run to end, or stop it; two runs in one folder would mix"
-        what = f"another process is writing to the run folder {path}"
-        raise MachineError(what, where=str(path / LOCK), fix=fix)
-    return descriptor
+def _lock(path: Path) -> tuple[int, ...]:
+    """Lock the folder while the returned descriptors are open. MachineError where another process has.
+
+    The folder itself is locked, too: its file may be removed.
+    """
+    held: list[int] = []
+    for place in (path, path / LOCK):
+        descriptor = locked(place)
+        if descriptor is None:
+            for one in held:
+                os.close(one)
+            fix = "wait for that run to end, or stop it; two runs in one folder would mix"
+            what = f"another process is writing to the run folder {path}"
+            raise MachineError(what, where=str(path / LOCK), fix=fix)
+        held.append(descriptor)
+    return tuple(held)
 
 
 def locked(path: Path) -> int | None:
-    """The descriptor of a file that is locked while it is open; None where another process has locked it."""
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    """The descriptor of a file that is locked while it is open; None where another process has locked it.
+
+    A folder's counts as locked where the file system cannot lock folders (NFS).
+    """
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_CREAT | os.O_RDWR, 0o600)
     for _ in range(3):  # who asks whether it is locked, as `monitor` does, holds it for microseconds
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(0.01)
+        except OSError:
+            if not path.is_dir():
+                raise
+            return descriptor
         else:
             return descriptor
     os.close(descriptor)

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -31,6 +30,7 @@ from shardwise.units import duration, gib
 Floats = Sequence[float]
 
 BAR_WIDTH = 110  # Columns of a terminal; in a narrower one the numbers need the bar's place
+OF_LAUNCH = ("strategy", "processes", "total_steps")  # Where one differs, a resumed run has another header
 QUIET_SECONDS = 10.0  # Seconds between two lines where there is no terminal
 
 
@@ -138,7 +138,8 @@ class Recorder:
         self._trackers = Trackers(job["tracking"], run_dir=folder.path, job=job)
         self._display = Display(first_step=self.step, total_steps=header.total_steps)
         header = replace(header, energy_source=energy, outside_allocator_source=outside)
-        if resumed_step is None or other_layout(folder.events, header):
+        launches = [event for event in read_events(folder.events) if event["kind"] == header.kind]
+        if not launches or any(launches[-1].get(key) != getattr(header, key) for key in OF_LAUNCH):
             self._events.write(header)
         if resumed_step is not None:
             self._events.write(ResumeEvent(step=resumed_step))
@@ -278,13 +279,6 @@ def _earlier(folder: RunFolder, *, simulated: bool, measured: bool) -> Used:
         what = f"the energy of this run was {kind} so far, and would not be from here on"
         raise JobError(what, where=str(folder.path), fix=f"resume {flag} --simulate-power")
     return found or Used()
-
-
-def other_layout(events: Path, header: RunEvent) -> bool:
-    """Whether a resumed run goes on under another strategy, number of processes, or length."""
-    launches = [event for event in read_events(events) if event["kind"] == header.kind]
-    keys = ("strategy", "processes", "total_steps")
-    return not launches or any(launches[-1].get(key) != getattr(header, key) for key in keys)
 
 
 def _known(millijoules: Sequence[float]) -> list[int | None]:

@@ -4,14 +4,12 @@ The run folder is written only after the job, the data and the model have been c
 """
 
 import os
-import random
 import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from shardwise.device.find import fake_file, find
@@ -51,7 +49,7 @@ from shardwise.training.power import PowerTuner
 from shardwise.training.process import Ranks, StopSignal, join, place, settled
 from shardwise.training.ready import Ready, count_steps, get_ready, identity, make_streams
 from shardwise.training.rehearsal import NOTICE, rehearsal
-from shardwise.training.snapshot import Snapshots
+from shardwise.training.snapshot import Snapshots, seed_rng
 from shardwise.units import gib
 
 CHECKED_WEIGHTS = 6
@@ -301,10 +299,7 @@ def _evaluated(run_dir: Path, step: int) -> bool:
 
 def _seed(job: Job, world: World) -> None:
     """Seeds dropout per data-parallel rank; rows and initial weights have seeds of their own."""
-    seed = job.train.seed + world.data_rank
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    seed_rng(job.train.seed + world.data_rank)
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -19,9 +19,8 @@ import numpy as np
 import torch
 
 from shardwise.data.loader import BatchStream
-from shardwise.engines.runtime.pickles import check_pickles
 from shardwise.engines.runtime.protocol import Engine
-from shardwise.engines.runtime.state import PICKLED
+from shardwise.engines.runtime.state import PICKLED, check_pickles
 from shardwise.errors import CheckpointError, Problem
 from shardwise.job.identity import longer
 from shardwise.job.load import differences
@@ -86,7 +85,7 @@ class Snapshots:
         """Each share of the rows goes on with its generators; shared among others, with new ones."""
         world, origin = self.engine.world, found.manifest.origin
         if origin.strategy["data_parallel"] != world.data_size:
-            seed_rng(int(origin.identity["seed"]), found.step, world.data_rank)
+            seed_rng(zlib.crc32(f"{origin.identity['seed']} {found.step} {world.data_rank}".encode()))
             return
         alike = _place(origin) == _place(self.origin)
         rank = world.rank if alike else world.data_rank * int(origin.strategy["tensor_parallel"])
@@ -241,9 +240,8 @@ def load_rng(folder: Path, *, rank: int, device: torch.device) -> None:
         ) from None
 
 
-def seed_rng(*values: int) -> None:
-    """Seed this process's generators with a hash of `values`."""
-    seed = zlib.crc32(repr(values).encode())
+def seed_rng(seed: int) -> None:
+    """Seed this process's generators."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -152,7 +152,7 @@ def test_a_checkpoint_is_named_by_its_step(
     assert "name one that is there: step-000060, step-000020" in err
     shutil.rmtree(run / "checkpoints" / "step-000060")
     assert main(["train", str(run), "--resume-from", "final"]) == 5
-    assert "the run has not ended" in capsys.readouterr().err
+    assert "there is no checkpoint final" in capsys.readouterr().err
 
 
 def test_what_does_not_make_the_run_may_change(run: Path, launched: list[LaunchSpec]) -> None:

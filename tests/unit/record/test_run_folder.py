@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import shardwise
-from shardwise.errors import JobError, MachineError
+from shardwise.errors import WRITE_ERRORS, JobError, MachineError
 from shardwise.record.read import is_being_written, read_events, read_events_and_gaps, read_run
 from shardwise.record.schema import EvalEvent, Event, ResumeEvent, SaveEvent, StepEvent, StopEvent
 from shardwise.record.write import EventWriter, RunFolder
@@ -274,3 +274,28 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
     (run.path / name).write_text("[1, 2")
     with pytest.raises(JobError, match=name):
         read_run(run.path)
+
+
+def test_a_run_folder_stays_locked_without_its_lock_file(tmp_path: Path) -> None:
+    folder = create(tmp_path / "a")
+    (folder.path / ".lock").unlink()
+    with pytest.raises(MachineError, match="another process is writing"):
+        RunFolder.reopen(folder.path)
+    folder.close()
+    RunFolder.reopen(folder.path).close()
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    folder = create(tmp_path / "a")
+    (folder.path / "engine" / "single.json").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError) as error:
+        folder.write_engine_config("single.json", {})
+    assert error.value.errno in WRITE_ERRORS
+
+
+def test_a_longer_run_says_so_in_its_job(tmp_path: Path) -> None:
+    folder = create(tmp_path / "a", "name: a\ntrain: {steps: 60, seed: 3}\n")
+    folder.keep_length(60, None)
+    assert (folder.path / "job.yaml").read_text() == "name: a\ntrain: {steps: 60, seed: 3}\n"
+    folder.keep_length(90, None)
+    assert read_run(folder.path).job == {"name": "a", "train": {"steps": 90, "seed": 3}}

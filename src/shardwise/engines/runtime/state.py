@@ -10,7 +10,7 @@ the ranges they need, so that no rank ever holds more than its share.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from math import prod
@@ -19,20 +19,23 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from shardwise.engines.runtime.protocol import World
 from shardwise.errors import CheckpointError
 
-KINDS = ("parameter", "exp_avg", "exp_avg_sq")
-"""What is saved of each element of a parameter."""
-GUARD = ("guard/stopped", "guard/loss_scale", "guard/growth")
-"""What is the same on all ranks: `AdamW` has them."""
-CHUNK = 1 << 24
-"""Elements copied at a time: 64 MiB."""
+KINDS = ("parameter", "exp_avg", "exp_avg_sq")  # Saved of each element of a parameter
+GUARD = ("guard/stopped", "guard/loss_scale", "guard/growth")  # Of `AdamW`; the same on all ranks
+CHUNK = 1 << 24  # Elements copied at a time: 64 MiB
 
-PICKLED = "state"
-"""The folder of DeepSpeed's own files, which are pickles, below the engine's."""
-
+PICKLED = "state"  # The folder of DeepSpeed's own files, which are pickles, below the engine's
+ALLOWED = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
+"""Plain values in DeepSpeed 0.19.8's files that torch does not load by itself."""
 OLDER = "resume from an older checkpoint"
 SAME = "resume with the strategy that saved it"
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32"}
@@ -55,11 +58,6 @@ class Part(NamedTuple):
     shape: tuple[int, ...]  # Of the complete parameter
     begin: int = 0
     cut: Cut | None = None
-
-    @staticmethod
-    def from_json(values: Sequence[Any]) -> "Part":
-        shape, begin, cut = values
-        return Part(tuple(map(int, shape)), int(begin), None if cut is None else Cut(*map(int, cut)))
 
     def place(self) -> tuple[Cut | None, int]:
         """A cut along the first dimension is a range of the complete parameter."""
@@ -149,7 +147,10 @@ class _File:
             self._open = safe_open(path, framework="pt")
             layout = json.loads(self._open.metadata()["layout"])
             self.ranks, self.keys = int(layout["ranks"]), set(self._open.keys())
-            self.parts = {name: Part.from_json(part) for name, part in layout.get("parts", {}).items()}
+            self.parts = {
+                name: Part(tuple(shape), begin, cut and Cut(*cut))
+                for name, (shape, begin, cut) in layout.get("parts", {}).items()
+            }
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             what = f"a rank's part of the checkpoint cannot be read: {error}"
             raise CheckpointError(what, where=str(path), fix=OLDER) from error
@@ -282,3 +283,17 @@ class SavedState:
 
 def _path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}.safetensors"
+
+
+def check_pickles(folder: Path) -> None:
+    """Raise CheckpointError where DeepSpeed's own files name code that they need not (decision 0061)."""
+    for path in sorted(folder.rglob("*.pt")):
+        try:
+            named = set(get_unsafe_globals_in_checkpoint(path)) - ALLOWED
+            what = f"it would call {', '.join(sorted(named))} when it is loaded"
+        except Exception as error:  # noqa: BLE001 - a file by somebody else
+            named, what = {""}, f"it is no file that torch.save has written ({type(error).__name__}: {error})"
+        if named:
+            raise CheckpointError(
+                what, where=str(path), fix=f"{OLDER}; --trust-checkpoint loads it all the same"
+            )

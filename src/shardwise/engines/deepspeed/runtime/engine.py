@@ -35,7 +35,7 @@ from shardwise.engines.deepspeed.runtime.patches import (
     skip_shared_memory_transport,
     use_joint_norms,
 )
-from shardwise.engines.deepspeed.runtime.state import SCALER, Guard, NamedState
+from shardwise.engines.deepspeed.runtime.state import Guard, NamedState
 from shardwise.engines.deepspeed.runtime.tensor_parallel import check_same_rows, cut_by_plan, gathered
 from shardwise.engines.runtime.adamw import AdamW
 from shardwise.engines.runtime.parameters import (
@@ -201,39 +201,29 @@ class DeepSpeedEngine:
 
     def load(self, directory: Path) -> None:
         live, parts = self._own()
-        if (directory / PICKLED).is_dir():
-            self._load_pickled(directory)
+        if self._named is None or (directory / PICKLED).is_dir():  # of NVMe, or an older checkpoint
+            strict = not self._frozen
+            path, client = self._engine.load_checkpoint(
+                str(directory), tag=PICKLED, load_module_strict=strict
+            )
+            if path is None:
+                what, fix = "DeepSpeed found no state of its own", "resume with the strategy that saved it"
+                raise CheckpointError(what, where=str(directory), fix=fix)
+            self._diverged = bool(client["shardwise_diverged"])
             if live:
                 load_state(directory, self.world, live, parts)
             return
-        if self._named is None:
-            fix = "resume with the strategy that the run was started with"
-            raise CheckpointError("DeepSpeed found no state of its own", where=str(directory), fix=fix)
         live |= {**self._named.tensors(), **self._named.steps(), **self._guard.tensors(diverged=False)}
-        live.pop(SCALER, None)
-        private = load_state(directory, self.world, live, parts | self._named.parts())
+        load_state(directory, self.world, live, parts | self._named.parts())
         self._named.load_steps(live)
         self._diverged = bool(live["guard/stopped"])
-        self._guard.load(live, private)
+        self._guard.load(live)
         self._named.publish()
 
     def _own(self) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
         """The state of parameters that DeepSpeed does not see."""
-        if self._fp32_adamw is None:
-            return {}, {}
-        state = self._fp32_adamw.state()
-        tensors = {key: tensor for key, tensor in state.items() if not key.startswith("guard/")}
-        return tensors, parts_of(self._fp32_adamw.parameters)
-
-    def _load_pickled(self, directory: Path) -> None:
-        """Load DeepSpeed's own files: of NVMe, of versions that were not read, and older checkpoints."""
-        strict = not self._frozen
-        path, client = self._engine.load_checkpoint(str(directory), tag=PICKLED, load_module_strict=strict)
-        if path is None:
-            fix = "resume with the strategy that the run was started with"
-            what = "DeepSpeed found no state in the checkpoint"
-            raise CheckpointError(what, where=str(directory / PICKLED), fix=fix)
-        self._diverged = bool(client["shardwise_diverged"])
+        adamw = self._fp32_adamw
+        return ({}, {}) if adamw is None else (adamw.state(), parts_of(adamw.parameters))
 
     @torch.no_grad()
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,16 +23,11 @@ from shardwise.engines.runtime.parameters import trainable
 from shardwise.engines.runtime.state import KINDS, Cut, Part
 from shardwise.errors import CheckpointError
 
-SCALER = "deepspeed/scaler"
-"""The counts of DeepSpeed's loss scaler, exactly."""
-
-
+# By stage, what DeepSpeed does when it has loaded fp32 weights itself
 PUBLISHING = {
-    1: ("update_lp_params",),
-    2: ("update_lp_params",),
+    **dict.fromkeys((1, 2), ("update_lp_params",)),
     3: ("checkpoint_event_prologue", "_unflatten_partitioned_parameters", "checkpoint_event_epilogue"),
 }
-"""By stage, what DeepSpeed does when it has loaded fp32 weights itself."""
 
 
 class _Place(NamedTuple):
@@ -171,20 +166,18 @@ class Guard:
             self._scaler = getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
 
     def tensors(self, *, diverged: bool) -> dict[str, torch.Tensor]:
-        """After an overflow DeepSpeed doubles the scale one good step later than torch, then as often."""
-        s, scale, good, counts = self._scaler, 1.0, 0, {}
+        """`growth` begins with -1: DeepSpeed doubles the scale one good step later than torch."""
+        s, scale, growth = self._scaler, 1.0, 0
         if s is not None:
             scale, good = float(s.cur_scale), s.cur_iter - s.last_overflow_iter - 1
-            counts = {SCALER: torch.tensor([s.cur_iter, s.last_overflow_iter])}
+            growth = (good - 1) % GROWTH_INTERVAL if good else -1
         return {
             "guard/stopped": torch.tensor(float(diverged)),
             "guard/loss_scale": torch.tensor(scale),
-            "guard/growth": torch.tensor(max(0, good - 1) % GROWTH_INTERVAL, dtype=torch.int32),
-            **counts,
+            "guard/growth": torch.tensor(growth, dtype=torch.int32),
         }
 
-    def load(self, saved: Mapping[str, torch.Tensor], private: Mapping[str, torch.Tensor]) -> None:
-        s, good = self._scaler, int(saved["guard/growth"]) + 1
-        if s is not None:
-            s.cur_scale = float(saved["guard/loss_scale"])
-            s.cur_iter, s.last_overflow_iter = private[SCALER].tolist() if SCALER in private else (good, -1)
+    def load(self, saved: Mapping[str, torch.Tensor]) -> None:
+        if self._scaler is not None:
+            self._scaler.cur_scale = float(saved["guard/loss_scale"])
+            self._scaler.cur_iter, self._scaler.last_overflow_iter = int(saved["guard/growth"]) + 1, -1
