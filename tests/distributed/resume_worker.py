@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.engines.runtime.protocol import Engine, World, build_engine
-from shardwise.engines.runtime.state import KINDS, Part, SavedState
+from shardwise.engines.runtime.state import GUARD, KINDS, Part, SavedState, check_pickles
 from shardwise.job.schema import Lora
 from shardwise.models.adapters import add_lora
 from shardwise.models.structure import find_blocks
@@ -141,6 +141,23 @@ def load(
     return results
 
 
+def pickled(folder: Path, world: World, kind: str, names: list[str], steps: range) -> dict[str, Any]:
+    """DeepSpeed's own files, as before this format: whether they pass the check, and load to the bit."""
+    results: dict[str, Any] = {}
+    for name in names:
+        engine, strategy = engine_for(name, kind, folder, world)
+        named, engine._named = engine._named, None  # type: ignore[attr-defined]
+        losses(engine, strategy, range(SAVED_AFTER))
+        saved = _save(engine, folder / f"own-{name}")
+        check_pickles(saved)
+        engine._named = named  # type: ignore[attr-defined]
+        before = _save(engine, folder / f"before-{name}")
+        losses(engine, strategy, steps)
+        engine.load(saved)
+        results[name] = differing(before, _save(engine, folder / f"after-{name}"))
+    return results
+
+
 def differing(one: Path, other: Path) -> list[str]:
     """Names of fp32 weights, moments and step counts that are not equal to the bit."""
     old, new = SavedState(one), SavedState(other)
@@ -153,8 +170,7 @@ def differing(one: Path, other: Path) -> list[str]:
             wrong += [] if mine.equal(theirs) else [f"{kind}/{name}"]
         step = f"step/{name}"
         wrong += [] if old.number(step).equal(new.number(step)) else [step]
-    guards = ("guard/stopped", "guard/loss_scale", "guard/growth")
-    return wrong + [key for key in guards if not old.number(key).equal(new.number(key))]
+    return wrong + [key for key in GUARD if not old.number(key).equal(new.number(key))]
 
 
 def main(path: str, what: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from forked_command import forked_shardwise
+from forks import run_set
 from harness import ROOT, steps_of
 from test_whole_runs import CONFIG, SAMPLES
 
@@ -38,6 +39,14 @@ def test_parameters_in_fp32_and_the_loss_scale_go_along(tmp_path: Path, kind: st
     assert len(rows) == 9
     assert [row for row in rows if row["differs"]] == []
     assert [row for row in rows if row["loss_error"] > 2e-2] == []
+
+
+@pytest.mark.parametrize("kind", ["full", "fp16"])
+def test_deepspeeds_own_files_of_older_checkpoints_are_loaded(tmp_path: Path, kind: str) -> None:
+    names = ["zero0", "zero2", "zero3"]
+    asked = json.dumps({"phase": "pickled", "kind": kind, "names": names, "count": 2})
+    run_set("resume_worker:main", str(tmp_path), asked, processes=1, folder=tmp_path)
+    assert json.loads((tmp_path / "result.json").read_text()) == {name: [] for name in names}
 
 
 KEPT = [("aside-step", 9), ("aside-step", 14), ("step", 1), ("step", 3), ("step", 6), ("step", 8)]

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from shardwise.engines.runtime import state
 from shardwise.engines.runtime.protocol import World
-from shardwise.engines.runtime.state import KINDS, Cut, Part, SavedState, load_state, save_state
+from shardwise.engines.runtime.state import (
+    KINDS,
+    Cut,
+    Part,
+    SavedState,
+    check_pickles,
+    consolidate,
+    load_state,
+    save_state,
+)
 from shardwise.errors import CheckpointError
 
 WORLD = World(rank=1, size=2, local_rank=1, device=torch.device("cpu"), data_rank=1, data_size=2)
@@ -64,6 +77,7 @@ def write(folder: Path, layout: list[tuple[Part, int]]) -> None:
         if part.cut is None or part.cut.dim >= 0:
             tensors = {f"{kind}/w": elements(part, length, FULL[kind]) for kind in KINDS}
         tensors |= {"step/w": torch.tensor(3.0), "guard/growth": torch.tensor(7, dtype=torch.int32)}
+        tensors |= {"guard/stopped": torch.zeros(()), "guard/loss_scale": torch.ones(())}
         save_state(folder, replace(WORLD, rank=rank, size=len(layout)), tensors, {"w": part})
 
 
@@ -153,3 +167,38 @@ def test_a_damaged_part_is_a_checkpoint_error(tmp_path: Path, damage: str) -> No
     part, length = LAYOUTS["rows"][1]
     with pytest.raises(CheckpointError, match=r"cannot be read|files of 1 ranks, and 2 have saved"):
         load_state(tmp_path, WORLD, {"parameter/w": torch.zeros(length)}, {"w": part})
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("touched"),)
+
+
+def test_a_pickle_that_names_other_code_is_refused_and_not_loaded(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / "state"
+    place.mkdir()
+    path = place / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    fine = {"tensor": torch.ones(3), "scaler": LossScaler(1.0), "at": fragment_address(numel=3, start=0)}
+    torch.save(fine, path)
+    check_pickles(tmp_path)
+    torch.save({**fine, "evil": Evil()}, path)
+    with pytest.raises(CheckpointError, match=r"it would call .*getattr"):
+        check_pickles(tmp_path)
+    path.write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"no file that torch\.save has written"):
+        check_pickles(tmp_path)
+    assert not Path("touched").exists()
+
+
+def test_a_file_of_its_own_is_what_a_single_process_would_have_saved(tmp_path: Path) -> None:
+    state_of = tmp_path / "state"
+    state_of.mkdir()
+    write(state_of, LAYOUTS["columns and ranges"])
+    out = tmp_path / "rank-00000.safetensors"
+    assert consolidate(state_of, out) == 3
+    found = load_file(out)
+    assert all(found[f"{kind}/w"].equal(FULL[kind]) for kind in KINDS)
+    live = {f"{kind}/w": torch.zeros(SHAPE) for kind in KINDS} | {"step/w": torch.zeros(())}
+    load_state(tmp_path, ALONE, live, {"w": Part(SHAPE)})
+    assert live["step/w"] == 3.0

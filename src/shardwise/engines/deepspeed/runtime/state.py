@@ -161,14 +161,18 @@ class Guard:
     """What `AdamW` keeps of the loss scale and of steps that were not finite."""
 
     def __init__(self, optimizer: Any, *, fp16: bool) -> None:
-        self._scaler = None
-        if fp16:
-            self._scaler = getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
+        self._optimizer, self._fp16 = optimizer, fp16
+
+    @property
+    def _scaler(self) -> Any:
+        """Loading DeepSpeed's own files replaces it. None outside fp16."""
+        o = self._optimizer
+        return (getattr(o, "loss_scaler", None) or o.loss_scale_config) if self._fp16 else None
 
     def tensors(self, *, diverged: bool) -> dict[str, torch.Tensor]:
         """`growth` begins with -1: DeepSpeed doubles the scale one good step later than torch."""
-        s, scale, growth = self._scaler, 1.0, 0
-        if s is not None:
+        scale, growth = 1.0, 0
+        if s := self._scaler:
             scale, good = float(s.cur_scale), s.cur_iter - s.last_overflow_iter - 1
             growth = (good - 1) % GROWTH_INTERVAL if good else -1
         return {
@@ -178,6 +182,6 @@ class Guard:
         }
 
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
-        if self._scaler is not None:
-            self._scaler.cur_scale = float(saved["guard/loss_scale"])
-            self._scaler.cur_iter, self._scaler.last_overflow_iter = int(saved["guard/growth"]) + 1, -1
+        if s := self._scaler:
+            s.cur_scale = float(saved["guard/loss_scale"])
+            s.cur_iter, s.last_overflow_iter = int(saved["guard/growth"]) + 1, -1
