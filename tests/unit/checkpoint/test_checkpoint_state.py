@@ -6,15 +6,27 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from shardwise.engines.runtime.protocol import World
 from shardwise.errors import CheckpointError, render
 from shardwise.record.manifest import Manifest, Origin
 from shardwise.strategy import Strategy
-from shardwise.training.snapshot import TrainerState, check_origin, load_rng, load_state, save_rng, save_state
+from shardwise.training.checkpoint import Checkpoint, CheckpointStore
+from shardwise.training.snapshot import (
+    Snapshots,
+    TrainerState,
+    check_origin,
+    load_rng,
+    load_state,
+    save_rng,
+    save_state,
+    seed_rng,
+)
 
 CPU = torch.device("cpu")
 
@@ -49,6 +61,35 @@ def test_a_missing_or_foreign_generator_state_is_refused(tmp_path: Path) -> None
     path.write_text(json.dumps({**json.loads(path.read_text()), "cuda": "AAAA"}))
     with pytest.raises(CheckpointError, match="saved with a GPU"):
         load_rng(tmp_path, rank=1, device=CPU)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_generators_go_on_with_the_rows_that_they_were_drawn_for(tmp_path: Path, size: int) -> None:
+    """Saved by a pipeline of two stages, on two shares of the rows; two shares go on, three begin anew."""
+    drawn = {}
+    for rank in range(4):
+        seed_rng(rank)
+        save_rng(tmp_path, rank=rank, device=CPU)
+        drawn[rank] = draw()
+    pipeline = origin(Strategy(engine="pipeline", pipeline=2, data_parallel=2), seed=7)
+    manifest = Manifest(step=5, origin=pipeline, files={})
+    found = []
+    for rank in range(size):
+        world = World(rank=rank, size=size, local_rank=rank, device=CPU, data_rank=rank, data_size=size)
+        snapshots = Snapshots(
+            store=CheckpointStore(tmp_path, keep=1),
+            origin=origin(replace(SAVED, data_parallel=size), seed=7),
+            engine=SimpleNamespace(world=world),  # type: ignore[arg-type]
+            stream=None,  # type: ignore[arg-type]
+            write_weights=lambda _: None,
+            total_steps=9,
+        )
+        for _ in range(2):
+            snapshots._restore_rng(Checkpoint(step=5, path=tmp_path, manifest=manifest))
+            found.append(draw())
+    assert found[::2] == found[1::2]
+    assert len(set(map(str, found))) == size
+    assert (found[::2] == [drawn[0], drawn[1]]) == (size == 2)
 
 
 def test_the_trainer_state_comes_back_and_a_broken_one_is_refused(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Engine(Protocol):
         """Write this rank's part of weights, optimizer and loss scaler into a folder. Collective."""
 
     def load(self, directory: Path) -> None:
-        """Restore exactly what `save` wrote, with the same strategy and world size. Collective."""
+        """Restore what `save` of any engine wrote on any number of ranks: see state.py. Collective."""
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Full weights by Hugging Face name, on the CPU, in the computation's dtype. Collective.
