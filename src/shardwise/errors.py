@@ -79,10 +79,8 @@ class StoppedError(ShardwiseError):
     title = "stopped"  # nothing is wrong: it was asked for
 
 
-WRITE_ERRORS = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),
-    *(errno.EACCES, errno.EPERM, errno.EISDIR),
-)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+WRITE_ERRORS = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
 """Numbers of an OSError that say the machine does not let a file be written."""
 
 

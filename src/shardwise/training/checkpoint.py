@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.errors import CheckpointError, MachineError, Problem
+from shardwise.errors import FULL, CheckpointError, MachineError, Problem
 from shardwise.record.manifest import (
     NAME,
     FileEntry,
@@ -49,7 +49,6 @@ Agree = Callable[[object], list[Any]]
 ANSWER_SECONDS = 60.0  # How long a rank that failed waits for the others to hear of it
 
 _TEMPORARY = ".tmp-"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_TEXTS = ["No space left on device", "Disk quota exceeded", "File too large", "file write failed"]
 _FULL_TEXTS += ["inline_container.cc"]  # torch's archive, when less was written than it gave
 
@@ -355,7 +354,7 @@ def newest_valid(folder: Path) -> Checkpoint | None:
 
 def _is_full(error: Exception) -> bool:
     """Whether the disk or the quota is full; libraries that write themselves hide the error number."""
-    by_number = isinstance(error, OSError) and error.errno in _FULL
+    by_number = isinstance(error, OSError) and error.errno in FULL
     return by_number or any(text in str(error) for text in _FULL_TEXTS)
 
 

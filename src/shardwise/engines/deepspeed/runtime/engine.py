@@ -202,10 +202,8 @@ class DeepSpeedEngine:
     def load(self, directory: Path) -> None:
         live, parts = self._own()
         if self._named is None or (directory / PICKLED).is_dir():  # of NVMe, or an older checkpoint
-            strict = not self._frozen
-            path, client = self._engine.load_checkpoint(
-                str(directory), tag=PICKLED, load_module_strict=strict
-            )
+            options = {"tag": PICKLED, "load_module_strict": not self._frozen}
+            path, client = self._engine.load_checkpoint(str(directory), **options)
             if path is None:
                 what, fix = "DeepSpeed found no state of its own", "resume with the strategy that saved it"
                 raise CheckpointError(what, where=str(directory), fix=fix)
