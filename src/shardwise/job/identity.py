@@ -62,8 +62,9 @@ def within(key: str, keys: tuple[str, ...]) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
-def longer(then: Any, now: Any) -> bool:
-    """Whether a run's length was only increased: `train.steps`, or `train.epochs`."""
+def longer(key: str, then: Any, now: Any) -> bool:
+    """Whether a run became longer: in `train.steps`, or in `train.epochs`, 1 where it has neither."""
+    then = 1.0 if then is None and key.endswith("epochs") else then
     return isinstance(then, (int, float)) and isinstance(now, (int, float)) and now > then
 
 

@@ -124,7 +124,7 @@ def check_same_job(loaded: LoadedJob, run_dir: Path) -> None:
     problems = [
         Problem(what=_difference(key, old, new), where=loaded.where(key))
         for key, old, new in differences(then, now)
-        if within(key, DECISIVE) and not (key in _LENGTH and longer(old, new))
+        if within(key, DECISIVE) and not (key in _LENGTH and longer(key, old, new))
     ]
     if problems:
         advice = f"`{resume_command(run_dir)}` goes on with the run's own job"

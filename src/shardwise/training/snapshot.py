@@ -140,7 +140,7 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Proble
     commit, and a template that writes the date by one with the date in it.
     """
     skipped = {"micro_batch"}  # older checkpoints name it; it changes a step by rounding only (decision 0024)
-    skipped |= {key for key in ("steps", "epochs") if longer(then.get(key), now.get(key))}
+    skipped |= {key for key in ("steps", "epochs") if longer(key, then.get(key), now.get(key))}
     problems = []
     if "tokens" in then and then["tokens"] == now.get("tokens"):
         skipped.add("data")

@@ -207,3 +207,21 @@ def test_another_strategy_is_refused_for_deepspeeds_files_only(change: dict[str,
     block = render(error.value)
     assert "saved by zero2 on 2 processes in DeepSpeed's own files, and this run is" in block
     assert "--set strategy=zero2 --processes 2" in block
+
+
+LENGTHS = [
+    ({"steps": 60, "epochs": None}, {"steps": 90, "epochs": None}, True),
+    ({"steps": 60, "epochs": None}, {"steps": 59, "epochs": None}, False),
+    ({"steps": None, "epochs": None}, {"steps": None, "epochs": 2.0}, True),
+    ({"steps": None, "epochs": None}, {"steps": None, "epochs": 0.5}, False),
+    ({"steps": None, "epochs": 2.0}, {"steps": 900, "epochs": None}, False),
+]
+
+
+@pytest.mark.parametrize(("then", "now", "fine"), LENGTHS)
+def test_a_run_may_become_longer(then: dict[str, object], now: dict[str, object], fine: bool) -> None:
+    if fine:
+        check_origin(stored(**then), origin(**now), where="x")
+    else:
+        with pytest.raises(CheckpointError, match=r"steps|epochs"):
+            check_origin(stored(**then), origin(**now), where="x")

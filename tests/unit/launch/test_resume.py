@@ -145,7 +145,9 @@ def test_a_checkpoint_is_named_by_its_step(
     for name in ("step-000020", "20", "final", "latest"):
         assert main(["train", str(run), "--resume-from", name]) == 0, name
     assert [spec.resume_from for spec in launched] == [20, 20, 60, None]
-    assert all(spec.resume for spec in launched)
+    assert all(spec.resume and not spec.trust_checkpoint for spec in launched)
+    assert main(["train", str(run), "--resume", "--trust-checkpoint"]) == 0
+    assert launched[-1].trust_checkpoint
     assert main(["train", str(run), "--resume-from", "step-000030"]) == 5
     err = capsys.readouterr().err
     assert "there is no checkpoint step-000030" in err
