@@ -56,6 +56,9 @@ def _model(job: Job, given: frozenset[str]) -> Iterator[Problem]:
         what = "model.quantization freezes the weights, and without model.lora nothing else is trained"
         fix = "add `lora: {rank: 16}` to model, or remove model.quantization to train all weights"
         yield Problem(what=what, where="model.quantization, model.lora", fix=fix)
+    if model.lora is None and "optimizer.lora_plus" in given:
+        what = "optimizer.lora_plus is the rate of adapters, and there are none"
+        yield Problem(what=what, where="optimizer.lora_plus", fix="remove it, or set model.lora")
     if model.weights == "pretrained" and model.config:
         what = "model.config changes the shape that pretrained weights were made for"
         fix = "remove model.config, or start from weights: random"

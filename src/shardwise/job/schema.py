@@ -25,6 +25,7 @@ else:
     StrategyName = Literal[("auto", *NAMED)]
 
 Quantization = Literal["none", "int8", "nf4"]
+OptimizerName = Literal["adamw", "adamw8bit"]
 
 
 class Section(BaseModel):
@@ -40,10 +41,14 @@ class Lora(Section):
     """Rank of the update matrices."""
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
     """The update is scaled by alpha / rank. Unset: twice the rank, so that another rank keeps the scale."""
+    variants: list[Literal["dora", "rslora"]] = []
+    """`dora` learns the length of each weight's rows apart; `rslora` scales by alpha / sqrt(rank)."""
     dropout: Fraction = 0.0
     """Dropout on the adapter's input while training."""
     targets: Literal["all-linear"] | Texts = "all-linear"
     """Names of the linear modules that get an adapter, or `all-linear` (all but the output head)."""
+    modules_to_save: list[Text] = []
+    """Modules without an adapter that are trained in full, e.g. [embed_tokens, lm_head] for new tokens."""
 
     @model_validator(mode="after")
     def _alpha(self) -> Lora:
@@ -118,8 +123,12 @@ all weights (Schulman et al., LoRA Without Regret, 2025)."""
 class Optimizer(Section):
     """AdamW and its learning-rate schedule."""
 
+    name: OptimizerName = "adamw"
+    """`adamw8bit` keeps both moments in 8 bits (bitsandbytes): 2 bytes a trained weight instead of 8."""
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-5
     """Peak learning rate. Unset: 2e-5, and 2e-4 with `model.lora`."""
+    lora_plus: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """LoRA+: how many times the rate of A the adapters' B get; its authors propose 16."""
     beta1: Fraction = 0.9
     """Decay of the first moment."""
     beta2: Fraction = 0.95

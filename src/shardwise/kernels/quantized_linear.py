@@ -75,6 +75,10 @@ class QuantizedLinear(nn.Linear):
         """The weight used in the computation: [O, I] in `dtype`."""
         return self.unpack(*self.stored())
 
+    W_q = property(lambda self: self.weight)
+    """With `dequantize`, PEFT's sign of a layer that unpacks its own weight, which DoRA asks for."""
+    dequantize = dequantized
+
     @torch.no_grad()
     def holds(self, weight: Tensor, packed: Tensor) -> bool:
         """Whether `packed`, this layer's weight as an engine returns it, was quantised from `weight`."""

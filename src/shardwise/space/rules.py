@@ -276,6 +276,23 @@ RULES: tuple[Rule, ...] = (
         versions=TORCH,
     ),
     Rule(
+        name="8-bit-moments-stay-on-the-gpu",
+        broken=lambda f: f.strategy.optimizer == "adamw8bit" and f.offloads,
+        reason="moments in 8 bits save GPU memory, and offloading moves them to the host, in fp32",
+        where="optimizer.name, strategy.offload_optimizer",
+        fix="optimizer.name: adamw, or leave offloading out",
+        source="deepspeed/ops/adam: DeepSpeedCPUAdam, which keeps fp32 moments",
+        versions=DEEPSPEED,
+    ),
+    Rule(
+        name="8-bit-moments-of-split-layers",
+        broken=lambda f: f.strategy.optimizer == "adamw8bit" and _together(f.strategy) > 1,
+        reason="moments in 8 bits are not tested where tensor parallelism or a pipeline splits the model",
+        where="optimizer.name",
+        fix="optimizer.name: adamw, or zero2, zero3, fsdp2",
+        source="shardwise.engines.runtime.adamw8bit",
+    ),
+    Rule(
         name="global-batch-divides",
         broken=lambda f: f.strategy.global_batch != f.global_batch,
         reason=_uneven_reason,

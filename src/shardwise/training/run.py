@@ -76,7 +76,7 @@ def run(spec: LaunchSpec) -> None:
         announce(ready, total_steps=total_steps, json_plan=spec.dry_run and spec.as_json)
     if spec.dry_run:
         return
-    check_bitsandbytes(job.model)
+    check_bitsandbytes(job.model, job.optimizer.name)
     at_most = _left_of_the_cap(spec.memory_cap_bytes, ready.strategy)
     with explained(ready):
         world = join(

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.runtime.adamw import AdamW
-from shardwise.engines.runtime.parameters import Fill, decay_by_name, move_buffers
+from shardwise.engines.runtime.parameters import Fill, groups_by_name, move_buffers
 from shardwise.engines.runtime.protocol import StepResult, World
 from shardwise.errors import CheckpointError
 from shardwise.job import schema
@@ -76,12 +76,12 @@ class TorchEngine:
     ) -> None:
         self.world, self.module = world, module
         self._strategy, self._settings = strategy, optimizer
-        decay = decay_by_name(module, optimizer.weight_decay)
+        groups = groups_by_name(module, optimizer)
         move_buffers(module, world.device)
         tensors, not_counted = self._prepare(blocks, fill)
         self._optimizer = AdamW(
             tensors,
-            decay,
+            groups,
             optimizer,
             clip_norm=strategy.clip_norm,
             fp16=strategy.precision == "fp16",
