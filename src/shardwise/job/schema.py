@@ -75,9 +75,15 @@ class Model(Section):
     lora: Lora | None = None
     """Train adapters instead of all weights."""
     quantization: Quantization = "none"
-    """Format of the frozen weights below `lora`: int8 (LLM.int8's) or nf4 (QLoRA's). Needs bitsandbytes."""
+    """Frozen weights below `lora`: int8 (LLM.int8's) or nf4 (QLoRA's), with bitsandbytes. Sets `lora: {}`."""
     trust_remote_code: bool = False
     """Run Python code that a hub repository brings. Needs `revision` to be a commit hash."""
+
+    @model_validator(mode="after")
+    def _adapters(self) -> Model:
+        if self.quantization != "none" and "lora" not in self.model_fields_set:
+            object.__setattr__(self, "lora", Lora())
+        return self
 
 
 class Data(Section):
@@ -85,6 +91,10 @@ class Data(Section):
 
     train: Text | Texts
     """Files or folders (json, jsonl, parquet, txt), or one hub dataset id."""
+    weights: (
+        Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)] | None
+    ) = None
+    """How often an epoch takes the samples of each entry of `train`: 2: twice, 0.5: every second one."""
     format: Literal["auto", "alpaca", "sharegpt", "messages", "text"] = "auto"
     """The samples' shape; `auto` looks at the fields and says what it found."""
     split: Text = "train"
@@ -102,7 +112,7 @@ class Data(Section):
     loss_on: Literal["answers", "all"] = "answers"
     """`answers` trains on the assistant's messages; plain text is always trained in full."""
     chat_template: Text | None = None
-    """A Jinja file that replaces the tokenizer's chat template."""
+    """Replaces the tokenizer's: a Jinja file, or `chatml`, `llama-3`, `zephyr` or `alpaca`."""
     system: str | None = None
     """System message put before conversations that have none."""
     too_long: Literal["error", "truncate", "drop"] = "truncate"
@@ -114,6 +124,10 @@ class Data(Section):
 WARMUP_SHARE = 0.03
 """Of all steps, where `optimizer.warmup_steps` is unset."""
 
+
+DECAY_SHARE = 0.2
+"""Of all steps, the last ones in which `schedule: wsd` (warm-up, stable, decay) lowers the rate: as 1 - sqrt
+(Haegele et al. 2024, https://arxiv.org/abs/2405.18392)."""
 
 LORA_RATE = 2e-4
 """Where `model.lora` is set and `optimizer.learning_rate` is not: adapters need about ten times the rate of
@@ -139,8 +153,8 @@ class Optimizer(Section):
     """Decoupled weight decay on matrices; never on biases and norms."""
     clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the rate after warm-up; `wsd`: constant, then down over the last 20 % of the steps."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     """Steps of linear warm-up; unset means 3 % of all steps."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -164,6 +178,10 @@ class Train(Section):
     """Recompute activations in the backward pass: of no block, all, or every n-th. `auto`: the plan's."""
     eval_every: Annotated[int, Field(ge=0)] = 50
     """Steps between evaluations, in addition to those before and after training; 0: only those."""
+    patience: Annotated[int, Field(ge=0)] | None = None
+    """End after so many evaluations without a lower loss; 0: never. The best step is kept and exported."""
+    sample_prompts: list[Text] = []
+    """At each evaluation the model continues or answers these, greedily, by up to 48 tokens."""
     save_every: Annotated[int, Field(ge=0)] = 100
     """Steps between checkpoints; the last step is always saved. 0: only the last."""
     keep: Annotated[int, Field(ge=1)] = 2

@@ -93,14 +93,13 @@ def _train_in_full(model: PreTrainedModel, names: list[str]) -> list[str]:
             fix = "embed_tokens, norm or lm_head, as the model calls them; or model.lora.targets"
             raise JobError(f"{name!r} {why} cannot be trained in full", where=where, fix=fix)
         owners |= found
-    for parameter in (p.requires_grad_() for module in owners.values() for p in module.parameters()):
-        ties = [
-            full for full, m in model.named_modules() if any(parameter is p for p in m._parameters.values())
-        ]
-        missing = [full for full in ties if not any(full == o or full.startswith(f"{o}.") for o in owners)]
-        if missing:
-            what = f"{', '.join(ties)} share one weight, and {', '.join(missing)} would be trained unnamed"
-            raise JobError(what, where=where, fix=f"name {missing[0].rpartition('.')[2]} as well")
+    for module in owners.values():
+        module.requires_grad_(True)
+    for names in tensor_names(model).values():
+        unnamed = [name for name in names if not any(name.startswith(f"{owner}.") for owner in owners)]
+        if unnamed and len(unnamed) < len(names):
+            what = f"{' and '.join(names)} are one weight, which is trained if all its modules are named"
+            raise JobError(what, where=where, fix=f"name {unnamed[0].split('.')[-2]} as well")
     return sorted(owners)
 
 

@@ -43,6 +43,7 @@ class Snapshots:
 
     def save(self, progress: Progress) -> int:
         """Commit a checkpoint of `progress.step`; returns its bytes."""
+        self.store.best = progress.best
         saved = self.store.save(progress.step, partial(self._write, progress), origin=self.origin)
         return saved.manifest.size_bytes
 
@@ -193,6 +194,7 @@ class TrainerState:
     tokens: int  # Trained on so far, without padding
     target_tokens: int
     data: Mapping[str, Any]  # The loader's own position
+    best: int | None = None  # As `Progress.best`, before the evaluation of this step
 
 
 def save_state(folder: Path, state: TrainerState) -> None:

@@ -113,9 +113,13 @@ class TorchEngine:
 
     @torch.no_grad()
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
+        return self.logits(micro_batch, None)
+
+    @torch.no_grad()
+    def logits(self, micro_batch: MicroBatch, at: torch.Tensor | None) -> torch.Tensor:
         self.module.eval()
         try:
-            return self.module(micro_batch)
+            return self.module(micro_batch) if at is None else self.module(micro_batch, at)
         finally:
             self.module.train()
 

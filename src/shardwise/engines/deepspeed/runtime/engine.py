@@ -167,9 +167,13 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
+        return self.logits(micro_batch, None)
+
+    @torch.no_grad()
+    def logits(self, micro_batch: MicroBatch, at: torch.Tensor | None) -> torch.Tensor:
         self._engine.eval()
         try:
-            return self._engine(micro_batch)
+            return self._engine(micro_batch) if at is None else self._engine(micro_batch, at)
         finally:
             self._engine.train()
 
