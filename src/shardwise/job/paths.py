@@ -15,7 +15,7 @@ from typing import Any, Literal
 LOCAL = ("model.source", "model.tokenizer", "data.train", "data.eval", "data.chat_template")
 """Keys of what is read: their values may be paths."""
 RULE = "paths in a job file count from its folder, in --set from the working directory"
-TEMPLATES = ("chatml", "llama-3", "zephyr", "alpaca")
+TEMPLATES = ("chatml", "llama-3", "alpaca")
 """Chat templates that a job may name instead of a file (data/templates/)."""
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
 

@@ -112,7 +112,7 @@ class Data(Section):
     loss_on: Literal["answers", "all"] = "answers"
     """`answers` trains on the assistant's messages; plain text is always trained in full."""
     chat_template: Text | None = None
-    """Replaces the tokenizer's: a Jinja file, or `chatml`, `llama-3`, `zephyr` or `alpaca`."""
+    """Replaces the tokenizer's: a Jinja file, or `chatml`, `llama-3` or `alpaca`."""
     system: str | None = None
     """System message put before conversations that have none."""
     too_long: Literal["error", "truncate", "drop"] = "truncate"

@@ -52,14 +52,11 @@ def make_samples(ready: Ready, engine: Engine) -> Callable[[], list[tuple[str, s
 
 def _batch(ids: list[int]) -> MicroBatch:
     row = torch.tensor([ids])
+    positions, borders = torch.arange(len(ids))[None], torch.tensor([0, len(ids)], dtype=torch.int32)
     return MicroBatch(
-        input_ids=row,
-        labels=torch.full_like(row, IGNORED),
-        position_ids=torch.arange(len(ids))[None],
-        cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32),
-        max_seqlen=len(ids),
-        single_segment_rows=1,
-    )
+        input_ids=row, labels=torch.full_like(row, IGNORED), position_ids=positions, cu_seqlens=borders,
+        max_seqlen=len(ids), single_segment_rows=1,
+    )  # fmt: skip
 
 
 def _texts(ready: Ready) -> list[str]:

@@ -341,7 +341,6 @@ def test_files_of_the_working_directory_stand_in_for_no_module(
             "<s><|start_header_id|>user<|end_header_id|>\n\nHello!<|eot_id|>"
             "<|start_header_id|>assistant<|end_header_id|>\n\nHow can I help?<|eot_id|>",
         ),
-        ("zephyr", "<|user|>\nHello!</s>\n<|assistant|>\nHow can I help?</s>"),
         ("alpaca", "### Instruction:\nHello!\n\n### Response:\nHow can I help?</s>"),
     ],
 )

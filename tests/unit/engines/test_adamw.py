@@ -103,6 +103,7 @@ def test_in_8_bits_it_takes_the_steps_of_bitsandbytes(clip_norm: float) -> None:
     assert state["state1/matrix"].dtype == state["state2/matrix"].dtype == torch.uint8
     assert state["absmax1/matrix"].shape == theirs["absmax1"].shape == (83,)
     assert state["state1/vector"].dtype == torch.float32
+    assert state["step/matrix"].item() == theirs["step"] == 3
     same = (state["state1/matrix"] == theirs["state1"]).float().mean()
     assert same > 0.999, "a code on the border of two may round either way"
 

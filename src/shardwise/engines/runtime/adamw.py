@@ -5,12 +5,12 @@ the loss scale. It skips the step if `found_inf` is 1: the guard.
 """
 
 from collections.abc import Collection, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.engines.runtime.adamw8bit import AdamW8bit
 from shardwise.engines.runtime.parameters import Group, parameter_groups, set_rate
 from shardwise.engines.runtime.protocol import StepResult
 from shardwise.errors import CheckpointError
@@ -39,6 +39,10 @@ class FusedAdamW(torch.optim.AdamW):
                 "exp_avg": torch.zeros_like(p),
                 "exp_avg_sq": torch.zeros_like(p),
             }
+
+    def saved(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of a tensor, not copied."""
+        return dict(self.state[p])
 
     def step(self, divisor: torch.Tensor, skipped: torch.Tensor) -> None:  # type: ignore[override]
         """Step with gradients divided by `divisor`, unless `skipped` is 1.0."""
@@ -74,7 +78,9 @@ class AdamW:
         self.clip_norm, self.device = clip_norm, device
         self.fp16, self.sharded, self.copies = fp16, sharded, copies
         self._not_counted = frozenset(not_counted)
-        how = AdamW8bit if optimizer.name == "adamw8bit" else FusedAdamW
+        how: Any = FusedAdamW
+        if optimizer.name == "adamw8bit":
+            how = import_module("shardwise.engines.runtime.adamw8bit").AdamW8bit  # needs bitsandbytes
         self._moments = how(parameter_groups(self.parameters, groups), optimizer)
         self.stopped = torch.zeros((), device=device)
         """1.0 once a bf16 or fp32 step was not finite: no later step is applied either."""
@@ -133,7 +139,7 @@ class AdamW:
         tensors = {f"guard/{name}": getattr(self, name) for name in ("stopped", "loss_scale", "growth")}
         for name, p in self.parameters.items():
             tensors[f"parameter/{name}"] = p.detach()
-            for key, tensor in self._moments.state[p].items():
+            for key, tensor in self._moments.saved(p).items():
                 tensors[f"{key}/{name}"] = tensor
         return tensors
 

@@ -111,7 +111,6 @@ class TorchEngine:
             (loss * factor).backward()
         return loss_sum
 
-    @torch.no_grad()
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
         return self.logits(micro_batch, None)
 

@@ -35,8 +35,8 @@ ADAMW_BYTES = 7 * FP32
 """torch's fused AdamW reads weight, gradient and both moments in fp32, and writes all but the gradient
 (FusedAdamKernel.cu)."""
 
-ADAMW_8BIT_BYTES = 4 * FP32
-"""bitsandbytes' reads weight and gradient in fp32, both moments in bytes, and writes all but the gradient."""
+ADAMW_8BIT_BYTES = 4 * FP32 + copied(FP32)
+"""bitsandbytes' reads fp32 weight and gradient, moments in bytes; all but the gradient are written."""
 
 TORCH_CPU_ADAMW_BYTES = ADAMW_BYTES + FP32
 """In host memory, with the clipped gradient written back by torch as it goes."""
@@ -153,7 +153,7 @@ class Schedule:
     def adamw(self, elements: float, tensors: int) -> None:
         """AdamW on the GPU: torch's fused kernel, or one of bitsandbytes' for each tensor.
 
-        bitsandbytes' takes the divisor of the gradients from the host (engines/runtime/adamw8bit.py).
+        Before bitsandbytes' the host waits for the norm (engines/runtime/adamw8bit.py).
         """
         if self.strategy.optimizer == "adamw":
             self.streams.move(ADAMW_BYTES * elements, "fused_adamw")

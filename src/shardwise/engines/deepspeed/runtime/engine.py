@@ -165,7 +165,6 @@ class DeepSpeedEngine:
         self._diverged = was_skipped and not fp16
         return StepResult(loss=loss, grad_norm=norm, skipped=skipped, loss_scale=loss_scale)
 
-    @torch.no_grad()
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
         return self.logits(micro_batch, None)
 
