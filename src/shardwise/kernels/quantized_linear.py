@@ -75,9 +75,8 @@ class QuantizedLinear(nn.Linear):
         """The weight used in the computation: [O, I] in `dtype`."""
         return self.unpack(*self.stored())
 
+    dequantize = dequantized  # by this and `W_q` PEFT's DoRA knows a layer that unpacks its own weight
     W_q = property(lambda self: self.weight)
-    """With `dequantize`, PEFT's sign of a layer that unpacks its own weight, which DoRA asks for."""
-    dequantize = dequantized
 
     @torch.no_grad()
     def holds(self, weight: Tensor, packed: Tensor) -> bool:

@@ -1,7 +1,6 @@
 """What the model writes while it is trained: a few prompts at each evaluation, continued greedily.
 
-Every rank computes the same tokens through the engine, so sharded weights are gathered as in training. There
-is no cache of keys and values: each token costs a forward pass over its prompt, which is short.
+Every rank computes the same tokens, without a cache, through the engine, which gathers sharded weights.
 """
 
 from collections.abc import Callable

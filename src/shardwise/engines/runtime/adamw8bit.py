@@ -1,7 +1,6 @@
 """bitsandbytes' AdamW with moments in 8 bits (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861).
 
-Its own `step` waits for the GPU after every tensor and cannot skip a step. Here a step waits once, to read on
-the host whether it is skipped; gradients are divided in place.
+Its own `step` waits for the GPU after every tensor, and cannot be skipped. Here a step waits once, for that.
 """
 
 from typing import Any
