@@ -276,6 +276,15 @@ RULES: tuple[Rule, ...] = (
         versions=TORCH,
     ),
     Rule(
+        name="8-bit-moments-are-of-data-parallel-ranks",
+        broken=lambda f: f.strategy.optimizer == "adamw8bit" and (f.offloads or _together(f.strategy) > 1),
+        reason="moments in 8 bits save nothing in host memory, and are not tested where a model is split",
+        where="optimizer.name",
+        fix="optimizer.name: adamw, or single, zero2, zero3 or fsdp2 without offloading",
+        source="deepspeed/ops/adam: DeepSpeedCPUAdam keeps fp32 moments; shardwise.engines.runtime.adamw8bit",
+        versions=DEEPSPEED,
+    ),
+    Rule(
         name="global-batch-divides",
         broken=lambda f: f.strategy.global_batch != f.global_batch,
         reason=_uneven_reason,

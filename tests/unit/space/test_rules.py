@@ -69,6 +69,7 @@ BROKEN = {
     "powersgd-and-fp16": facts(engine="ddp", stage=0, powersgd=4, precision="fp16"),
     "powersgd-is-ddps": facts(powersgd=4),
     "powersgd-or-reduce-dtype": facts(engine="ddp", stage=0, powersgd=4, reduce_dtype="bf16"),
+    "8-bit-moments-are-of-data-parallel-ranks": facts(optimizer="adamw8bit", offload_optimizer="cpu"),
     "reduce-dtype-suits-the-precision": facts(reduce_dtype="fp16"),
     "reduce-dtype-needs-zero": facts(stage=0, reduce_dtype="fp32"),
     "single-reduces-nothing": facts(engine="single", stage=0, world_size=1, reduce_dtype="bf16"),

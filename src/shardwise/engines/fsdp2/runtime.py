@@ -58,7 +58,8 @@ class FsdpEngine(TorchEngine):
         self._fp32.reduce()
 
     def _shapes(self) -> Mapping[str, torch.Size]:
-        keys = ("parameter", *MOMENTS)
+        own = self._settings.name == "adamw"  # blocks of 8-bit moments are a rank's own
+        keys = ("parameter", *(MOMENTS if own else ()))
         return {f"{key}/{name}": p.shape for name, p in self._sharded.items() for key in keys}
 
     def load(self, directory: Path) -> None:

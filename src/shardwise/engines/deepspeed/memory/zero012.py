@@ -88,7 +88,7 @@ class Zero0Memory(EngineMemory):
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         self._trace = trace
-        self._masters = strategy.precision != "fp32"
+        self._masters, self._optimizer = strategy.precision != "fp32", strategy.optimizer
         self._numel = [trace.parameters[index].numel for index in trace.trainable]
         self._gradients: dict[int, Block] = {}
         self._states = False
@@ -142,7 +142,7 @@ class Zero0Memory(EngineMemory):
 
     def _take_states(self, memory: GpuMemory) -> None:
         for numel in [] if self._states else self._numel:
-            memory.take_adamw_state(FP32 * numel)
+            memory.take_adamw_state(numel, self._optimizer)
         self._states = True
 
 
@@ -313,7 +313,7 @@ class Zero12Memory(EngineMemory):
         gradient = self._gradient_of_partition(memory, size)
         if not self._states:
             self._states = True
-            memory.take_adamw_state(size)
+            memory.take_adamw_state(self._flat.partition, self._strategy.optimizer)
         memory.give(gradient)
 
     def _gradient_of_partition(self, memory: GpuMemory, size: int) -> Block:

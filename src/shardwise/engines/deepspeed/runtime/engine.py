@@ -41,9 +41,10 @@ from shardwise.engines.runtime.parameters import (
     Fill,
     Fp32Parameters,
     chosen,
-    decay_by_name,
+    groups_by_name,
     move_buffers,
     parameter_groups,
+    set_rate,
     trainable,
 )
 from shardwise.engines.runtime.protocol import StepResult, World
@@ -68,7 +69,7 @@ class DeepSpeedEngine:
     ) -> None:
         self.world, self._strategy = world, strategy
         self._diverged = False
-        decay = decay_by_name(module, optimizer.weight_decay)
+        by_name = groups_by_name(module, optimizer)
         self._config = deepspeed_config(
             strategy,
             optimizer,
@@ -101,7 +102,7 @@ class DeepSpeedEngine:
         with cut_by_plan(module) if parallel else nullcontext():
             self._engine, self._optimizer, *_ = deepspeed.initialize(
                 model=module,
-                optimizer=_make_optimizer(strategy, parameter_groups(trainable(module), decay), optimizer),
+                optimizer=_make_optimizer(strategy, parameter_groups(trainable(module), by_name), optimizer),
                 config=copy.deepcopy(self._config),
                 dist_init_required=False,
             )
@@ -116,7 +117,7 @@ class DeepSpeedEngine:
         if self._fp32.trainable:
             self._fp32_adamw = AdamW(
                 self._fp32.trainable,
-                decay,
+                by_name,
                 optimizer,
                 clip_norm=strategy.clip_norm,
                 fp16=False,
@@ -153,8 +154,7 @@ class DeepSpeedEngine:
         loss = loss_sum / (target_tokens * self._strategy.tensor_parallel)  # its ranks hold the same one
         if self.world.size > 1:
             dist.all_reduce(loss)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_rate(self._optimizer.param_groups, learning_rate)
         self._fp32.reduce(divisor=self.world.data_size)
         found, was_skipped = self._apply()
         norm = found.to(self.world.device).float() if isinstance(found, torch.Tensor) else self._scalar(found)
@@ -165,11 +165,14 @@ class DeepSpeedEngine:
         self._diverged = was_skipped and not fp16
         return StepResult(loss=loss, grad_norm=norm, skipped=skipped, loss_scale=loss_scale)
 
-    @torch.no_grad()
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
+        return self.logits(micro_batch, None)
+
+    @torch.no_grad()
+    def logits(self, micro_batch: MicroBatch, at: torch.Tensor | None) -> torch.Tensor:
         self._engine.eval()
         try:
-            return self._engine(micro_batch)
+            return self._engine(micro_batch) if at is None else self._engine(micro_batch, at)
         finally:
             self._engine.train()
 
@@ -275,6 +278,11 @@ def _make_optimizer(
 ) -> torch.optim.Optimizer:
     betas = (optimizer.beta1, optimizer.beta2)
     values: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": optimizer.epsilon}  # a step sets its own lr
+    if strategy.optimizer == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        found: torch.optim.Optimizer = AdamW8bit(groups, **values)
+        return found
     if strategy.offload_optimizer == "none":
         return torch.optim.AdamW(groups, fused=True, **values)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
