@@ -148,7 +148,7 @@ def with_timer(measured: Mapping[str, Any]) -> bool:
 
 def before_routing(measured: Mapping[str, Any]) -> bool:
     """Whether the row was measured with another attention than it has now."""
-    model = lookup(measured["row"]["model"])
+    model = lookup(measured.get("row", {}).get("model", ""))
     return model is not None and model.model_type in EARLIER and str(measured["date"]) < ROUTED
 
 

@@ -34,7 +34,7 @@ VERBS = {
     "config": {"--set", "--json"},
     "plan": {"--scale", "--straggler", "--qlora",
         "--gpus", "--model", "--lora", "--full", "--sequence", "--global-batch", "--objective",
-        "--max-slowdown", "--pareto", "--all",
+        "--max-slowdown", "--pareto", "--all", "--documents",
         "--explain", "--json", "--out", "--set", "--memory-cap",
     },
     "train": {
