@@ -51,6 +51,7 @@ class Strategy:
     clip_norm: float = 1.0  # Largest global gradient norm; 0.0: no clipping
     bucket: int = BUCKET
     """Elements that DeepSpeed reduces, and below ZeRO-3 gathers, at once. ZeRO-1 and 2 have two buckets."""
+    overlap_comm: bool = True  # Buckets are reduced during the backward pass; ZeRO-2 can do without
 
     @property
     def world_size(self) -> int:

@@ -256,6 +256,7 @@ def test_parts_are_kept_with_what_the_job_fixes() -> None:
         "checkpoint_every": 3,
         "clip_norm": 1.0,
         "bucket": 50_000_000,
+        "overlap_comm": True,
     }
     assert refused == []
 
