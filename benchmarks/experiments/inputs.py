@@ -7,6 +7,7 @@ Nothing is downloaded. Weights are random and saved once, so that every program 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -85,7 +86,8 @@ def prepare(shape: str, folder: Path) -> None:
     """Write the model and the text where they are absent, in a process of its own: it uses the GPU."""
     if not (folder / "models" / shape / "config.json").exists():
         print(f"writing random weights of {shape}", file=sys.stderr, flush=True)
-        subprocess.run([sys.executable, __file__, shape, str(folder)], check=True)
+        command, quiet = [sys.executable, __file__, shape, str(folder)], {**os.environ, "TQDM_DISABLE": "1"}
+        subprocess.run(command, env=quiet, check=True)
 
 
 def config_of(shape: str) -> dict[str, Any]:
