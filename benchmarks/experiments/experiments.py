@@ -80,7 +80,7 @@ def sweep(gpu: bool, *, full: bool = False) -> Rows:
             Program(
                 name=name,
                 strategy={**parts, "overlap_comm": point["overlap"]},
-                steps=4,
+                steps=5,
                 warmup=1,
                 about={"point": point},
             ),
