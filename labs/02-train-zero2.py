@@ -179,6 +179,6 @@ lab.table(found)
 #    weights stay $2P$. ZeRO-1 and 2 then save nearly nothing: use ZeRO-3 or FSDP2, or a quantised base.
 # 2. $2P$: 13.5 GB for 7B. Weights alone nearly fill 16 GB, so ZeRO-2 cannot be enough, however many cards there are.
 # 3. Yes: ZeRO-1 keeps $2P$ of gradients until the last micro-batch, ZeRO-2 an fp32 sum of its part, $4P/N$.
-# 4. DDP reduces gradients: an all-reduce, which is a reduce-scatter and an all-gather, $2P$ elements for each GPU.
-#    ZeRO-1 and 2 reduce-scatter gradients and all-gather weights: $2P$ elements as well. The 1.5 is ZeRO-3's, which
-#    gathers the weights twice.
+# 4. DDP all-reduces gradients: that is a reduce-scatter and an all-gather, $2P$ elements for each GPU. The paper's ZeRO-1
+#    and 2 reduce-scatter gradients and all-gather weights: $2P$ as well, so the factor is 1. DeepSpeed 0.19 all-reduces
+#    each bucket, keeps its part, and gathers weights: $3P$. There the factor is 1.5, for another reason than the seeds'.

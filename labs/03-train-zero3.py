@@ -29,8 +29,9 @@ print(f"{here.processes} processes on {here.name}")
 #
 # | | states on each GPU | sent and received by each GPU in a step |
 # |---|---|---|
-# | DDP, ZeRO-1, ZeRO-2 | $16P$, $4P+12P/N$, $2P+14P/N$ | about $2P$ elements |
-# | ZeRO-3, FSDP2 | $16P/N$ | about $3P$ elements |
+# | DDP | $16P$ | $2P$ elements: an all-reduce of the gradients |
+# | ZeRO-2 | $2P+14P/N$ | $2P$; with DeepSpeed's all-reduce of each bucket $3P$ |
+# | ZeRO-3, FSDP2 | $16P/N$ | $3P$: weights twice, gradients once |
 #
 # DeepSpeed calls it ZeRO-3, PyTorch calls it FSDP (version 2: `fully_shard`). The idea is the same.
 #
@@ -141,8 +142,8 @@ slowdown = rows[1]["measured s"] / rows[0]["measured s"] - 1
 print(f"\nZeRO-3's step takes {slowdown:+.0%}; you guessed {my_slowdown:+.0%}")
 
 # %% [markdown]
-# Three halves of the communication, but far less than three halves of the time: NVLink is fast, and most gathers are
-# hidden behind the products. Over PCIe, or between machines, it is the other way round (labs 07 and 09).
+# ZeRO-3 sends weights in the middle of the computation, and for every micro-batch. Over NVLink that is nearly hidden.
+# Over PCIe, or between machines, it is what the step waits for (labs 07 and 09).
 #
 # ## Exercises
 #
@@ -161,7 +162,7 @@ print(f"\nZeRO-3's step takes {slowdown:+.0%}; you guessed {my_slowdown:+.0%}")
 #    carries about 10 GB/s: the plan says 5.5 s a step, four fifths of it waiting.
 # 2. ZeRO-3 gathers the weights for **each** micro-batch. More micro-batches are more computation and as many more
 #    gathers. ZeRO-1 and the optimizer's step are what accumulation makes cheaper. A larger **micro-batch** helps.
-# 3. It saves the second gather: $2P$ elements instead of $3P$, 2.8 s instead of 3.7 s on eight such cards. It costs $2P$
+# 3. It saves the second gather, $2P$ elements instead of $3P$: 2.8 s instead of 3.7 s on eight such cards. It costs $2P$
 #    bytes, as all weights stay between forward and backward: 28 instead of 17 GiB, which no longer fits.
 # 4. The gathers remain, $2P$ elements for forward and backward, as the frozen weights are sharded too. Gradients are
 #    only those of the adapters. So LoRA saves a third of the communication, and nearly all of the optimizer.

@@ -8,7 +8,7 @@
 # After this lab you know
 #
 # - how energy is measured, and which of it is counted;
-# - why a lower power limit can save more energy than it costs time;
+# - what a lower power limit saves, and what it costs in time;
 # - how shardwise finds the limit while it trains, and puts the old one back.
 
 # %%
@@ -71,8 +71,9 @@ if at_500:
     print(f"500 W on H200: {at_500[0]:+.1%} time predicted; you guessed {my_slowdown:+.0%}")
 
 # %% [markdown]
-# Where the line of time is flat the card draws less than the limit: lowering it changes nothing. Then the clock falls.
-# Power grows faster than the clock, so the last watts buy little speed.
+# Where the lines are flat the card draws less than the limit: lowering it changes nothing. Then the clock falls. Power
+# grows faster than the clock, so the last watts buy little speed. Below a point the step takes so long that the power
+# which does not depend on the clock costs more than is saved: energy rises again.
 #
 # ## Run: let a run choose
 #

@@ -61,9 +61,8 @@ lab.table(
 # %% [markdown]
 # ## Run: which network?
 #
-# A pencil first. ZeRO-2 sends and receives about $2P$ numbers for each GPU; for a node of four cards with one adapter
-# the adapter carries $2 \times 6.74 \cdot 10^9 \times 2$ bytes = 27 GB in each step, less what stays within the node.
-# 25 Gbit/s are 3.1 GB/s.
+# A pencil first. DeepSpeed's ZeRO-2 sends $3P$ numbers of 2 bytes in a step (lab 02, answer 4): 40 GB for Llama-2-7B. In
+# a ring over all GPUs that is what the adapter of each node carries. 25 Gbit/s are 3.1 GB/s.
 
 # %%
 networks = ("eth10", "eth25", "eth100", "ib400")
