@@ -160,7 +160,9 @@ def summary(row: dict[str, Any]) -> str:
     """One line for a person."""
     found = row["measured"]
     if found is None:
-        return f"{row['row']}: {row['status']}: {row['error'].splitlines()[-1][:200]}"
+        return (
+            f"{row['row']}: {row['status']}: {(row['error'].strip() or 'no output').splitlines()[-1][:200]}"
+        )
     gib = found["peak_reserved_bytes"] / 2**30
     planned = row["predicted"]
     memory = f", predicted {planned['memory']['peak_reserved_bytes'] / 2**30:.2f}" if planned else ""

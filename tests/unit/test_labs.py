@@ -1,4 +1,4 @@
-"""The labs: what every one of them has, and that the notebooks are those of the scripts. `make labs` runs them."""
+"""What every lab has, and that the notebooks are those of the scripts. `make labs` runs them."""
 
 from __future__ import annotations
 
