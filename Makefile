@@ -38,7 +38,7 @@ demo: setup
 
 ## labs: run every notebook in a kernel of its own; pages with outputs in build/labs. LABS=01-setup runs one
 labs: .venv/.labs operators
-	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions $(BIN)/python labs/notebooks.py execute --out build/labs $(LABS)
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions $(BIN)/python labs/notebooks.py execute $(LABS)
 
 .venv/.labs: .venv/.ready
 	$(PIP) --editable '.[labs]'

@@ -89,7 +89,6 @@ job = lab.job(
     energy={"objective": "energy", "power_limits": [700, 600, 500, 400, 300, 200]} if simulate else {},
 )
 run = shardwise.train(job, processes=1, simulate_power=simulate)
-summary = run.summary()["energy"]
 for event in run.events("power"):
     if event["what"] == "choice":
         print("\n".join(event["reasons"]))
