@@ -91,6 +91,8 @@ def execute(script: Path, out: Path) -> float:
                 client.execute(stdout=log, stderr=log)
         finally:  # after an error, too: the page shows where
             nbformat.write(book, out / f"{script.stem}.ipynb")
+    for cell in book.cells:
+        cell.update({"outputs": joined(cell["outputs"])} if "outputs" in cell else {})
     (out / f"{script.stem}.html").write_text(HTMLExporter().from_notebook_node(book)[0], encoding="utf-8")
     page, files = MarkdownExporter().from_notebook_node(
         book, {"output_files_dir": f"{script.stem}", "unique_key": script.stem}
@@ -100,6 +102,19 @@ def execute(script: Path, out: Path) -> float:
         (out / name).write_bytes(content)
     (out / f"{script.stem}.md").write_text(page, encoding="utf-8")
     return time.monotonic() - began
+
+
+def joined(outputs: list[Any]) -> list[Any]:
+    """Consecutive texts as one output. The progress of runs is on stderr, which pages show as errors."""
+    found: list[Any] = []
+    for output in outputs:
+        if output["output_type"] == "stream" and found and found[-1]["output_type"] == "stream":
+            found[-1]["text"] += output["text"]
+        else:
+            found.append(output)
+        if output["output_type"] == "stream":
+            found[-1]["name"] = "stdout"
+    return found
 
 
 def main() -> None:
