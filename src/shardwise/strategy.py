@@ -52,6 +52,7 @@ class Strategy:
     optimizer: OptimizerName = "adamw"
     bucket: int = BUCKET
     """Elements that DeepSpeed reduces, and below ZeRO-3 gathers, at once. ZeRO-1 and 2 have two buckets."""
+    overlap_comm: bool = True  # Buckets are reduced during the backward pass; ZeRO-2 can do without
 
     @property
     def world_size(self) -> int:

@@ -36,7 +36,7 @@ from shardwise.power.lease import FOLDER as LEASES
 from shardwise.record.energy import read_used
 from shardwise.record.follow import Follower
 from shardwise.record.manifest import step_folders
-from shardwise.record.read import is_run_folder
+from shardwise.record.read import is_run_folder, read_run
 from shardwise.space.auto import resolve
 
 
@@ -53,6 +53,10 @@ class Run:
         from shardwise.report.compare import summary
 
         return summary(self.folder)
+
+    def events(self, kind: str = "step") -> list[dict[str, Any]]:
+        """The events of a kind, in order; `record/schema.py` says what is in them."""
+        return [event for event in read_run(self.folder).events if event["kind"] == kind]
 
 
 def train(

@@ -232,6 +232,8 @@ class StrategySpec(Section):
     """Of `engine: pipeline`: the order of its passes. `interleaved`: two parts of the blocks a GPU."""
     bucket: Annotated[int, Field(ge=LEAST_BUCKET, le=MOST_BUCKET)] = BUCKET
     """Elements of gradients that DeepSpeed reduces at once. Smaller ones take less memory."""
+    overlap_comm: bool = True
+    """ZeRO-2: reduce gradients while the backward pass goes on. False needs one bucket instead of two."""
 
 
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -222,6 +222,15 @@ RULES: tuple[Rule, ...] = (
         versions=DEEPSPEED,
     ),
     Rule(
+        name="only-zero2-reduces-afterwards",
+        broken=lambda f: not f.strategy.overlap_comm and f.strategy.stage != 2,
+        reason="overlap_comm can be turned off under ZeRO-2 alone: no plan knows what the others do then",
+        where="strategy.overlap_comm",
+        fix="leave overlap_comm out, or take ZeRO-2",
+        source="deepspeed/runtime/zero/stage_1_and_2.py: average_tensor, setup_buckets",
+        versions=DEEPSPEED,
+    ),
+    Rule(
         name="tensor-parallel-is-deepspeed",
         broken=lambda f: f.strategy.tensor_parallel > 1 and not _engine(f).tensor_parallel,
         reason="tensor parallelism is DeepSpeed's AutoTP, or within the stages of a pipeline",

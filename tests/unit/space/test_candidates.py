@@ -257,6 +257,7 @@ def test_parts_are_kept_with_what_the_job_fixes() -> None:
         "clip_norm": 1.0,
         "optimizer": "adamw",
         "bucket": 50_000_000,
+        "overlap_comm": True,
     }
     assert refused == []
 

@@ -78,6 +78,7 @@ BROKEN = {
     "shard-group-keeps-parameters-on-the-gpu": facts(stage=3, shard_group=2, offload_parameters="cpu"),
     "hpz-needs-reshard": facts(stage=3, shard_group=2, reshard=False),
     "buckets-are-zeros": facts(engine="fsdp2", stage=0, bucket=50_000_000),
+    "only-zero2-reduces-afterwards": facts(stage=3, overlap_comm=False),
     "tensor-parallel-is-deepspeed": facts(engine="fsdp2", stage=0, tensor_parallel=2, data_parallel=2),
     "tensor-parallel-divides-the-processes": facts(tensor_parallel=3, data_parallel=1),
     "tensor-parallel-and-lora": facts(tensor_parallel=2, data_parallel=2, lora=True),

@@ -104,7 +104,7 @@ def _zero(strategy: Strategy, bucket: int, largest_parameter: int) -> dict[str, 
         return zero
     zero |= {
         # Reduce while the backward pass goes on; DeepSpeed's default only at stage 3.
-        "overlap_comm": True,
+        "overlap_comm": strategy.overlap_comm,
         "contiguous_gradients": True,
         "reduce_bucket_size": bucket,
     }

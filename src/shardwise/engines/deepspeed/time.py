@@ -208,6 +208,8 @@ class Zero12(_Buckets):
         seconds += communication.all_reduce(self.summed * elements, self.group)
         moved += collective(self.summed, elements, ranks=self.ranks)
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
+        if not self.strategy.overlap_comm:  # on the computation's stream (average_tensor)
+            streams.compute_waits(REDUCED)
         if self.offload:  # with accumulation, earlier gradients come back to be added to
             if not first:
                 streams.copy(self.item * own, after=REDUCED)
