@@ -9,7 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles its CPU kernels with ninja, which it looks up on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo test test-distributed test-others test-machines newest check format schema lock clean
+.PHONY: setup operators demo labs notebooks test test-distributed test-others test-machines newest check format schema \
+	lock clean
 
 ## setup: create .venv with everything pinned in constraints.txt
 setup: .venv/.ready
@@ -34,6 +35,18 @@ operators: .venv/.operators
 ## demo: train a small model on the packaged text, report on it, let it write
 demo: setup
 	$(BIN)/shardwise demo
+
+## labs: run every notebook in a kernel of its own; pages with outputs in build/labs. LABS=01-setup runs one
+labs: .venv/.labs operators
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions $(BIN)/python labs/notebooks.py execute $(LABS)
+
+.venv/.labs: .venv/.ready
+	$(PIP) --editable '.[labs]'
+	touch $@
+
+## notebooks: write labs/*.ipynb again after a change of labs/*.py
+notebooks:
+	$(PYTHON) labs/notebooks.py write
 
 ## test: everything that needs no GPU. The tests in tests/distributed start several processes each and often
 ## wait for them: a core is theirs, and the others take the rest meanwhile
@@ -80,7 +93,7 @@ schema: setup
 	$(BIN)/python -m shardwise.job.json_schema > docs/job.schema.json
 
 ## lock: pin what is installed now
-lock: setup
+lock: setup .venv/.labs
 	$(BIN)/python -m pip list --format freeze --exclude-editable --exclude pip \
 		| grep -vi '^nvidia-\|^cuda-\|^shardwise' | sed 's/+[a-z0-9.]*$$//' > constraints.new
 	{ sed -n '/^#/p' constraints.txt; cat constraints.new; } > constraints.tmp

@@ -148,7 +148,7 @@ def with_timer(measured: Mapping[str, Any]) -> bool:
 
 def before_routing(measured: Mapping[str, Any]) -> bool:
     """Whether the row was measured with another attention than it has now."""
-    model = lookup(measured["row"]["model"])
+    model = lookup(measured.get("row", {}).get("model", ""))
     return model is not None and model.model_type in EARLIER and str(measured["date"]) < ROUTED
 
 
@@ -175,10 +175,11 @@ def process_bytes() -> int:
 def predict(row: Row, *, earlier: bool = False) -> Prediction:
     """The prediction of a row on the GPUs it was measured on; `earlier`: with the attention before ROUTED."""
     strategy = row.resolved()
-    tracer = earlier, row.model, row.layers, row.lora, row.quantization, row.sequence_length, row.precision
+    tracer = earlier, row.model, row.layers, row.lora, row.variants, row.quantization, row.sequence_length
     return simulate(
         _trace(
             *tracer,
+            row.precision,
             micro_batch=row.micro_batch,
             checkpoint_every=strategy.checkpoint_every,
             tensor_parallel=strategy.tensor_parallel,
@@ -195,6 +196,7 @@ def _tracer(
     model: str,
     layers: int,
     lora: int,
+    variants: str,
     quantization: str,
     sequence_length: int,
     precision: str,
@@ -203,6 +205,7 @@ def _tracer(
         model=model,
         layers=layers,
         lora=lora,
+        variants=variants,
         quantization=quantization,
         sequence_length=sequence_length,
         precision=precision,

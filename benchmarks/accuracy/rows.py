@@ -35,6 +35,9 @@ class Row:
     checkpointing: str | int = "none"
     lora: int = 0
     """Rank of adapters on all linear layers; 0 trains all weights."""
+    variants: str = ""
+    """LoRA's variants, joined by `+`."""
+    optimizer: str = "adamw"
     quantization: str = "none"
     """Format of the base below adapters: `int8` or `nf4`."""
     precision: str = "bf16"
@@ -51,12 +54,13 @@ class Row:
             f"{self.model}{f'-{self.layers}l' if self.layers else ''}",
             f"{self.gpus}gpu",
             self.strategy_name,
-            f"lora{self.lora}" if self.lora else "full",
+            "-".join([f"lora{self.lora}", *self.variants.split("+")]).rstrip("-") if self.lora else "full",
             f"s{self.sequence_length}",
             f"b{self.micro_batch}x{self.accumulation}",
             f"ck{ {'none': 0, 'full': 1}.get(str(self.checkpointing), self.checkpointing) }",
         ]
         parts += [self.quantization] if self.quantization != "none" else []
+        parts += [self.optimizer] if self.optimizer != "adamw" else []
         parts += [self.precision] if self.precision != "bf16" else []
         parts += [f"cap{self.memory_cap_gib:g}"] if self.memory_cap_gib else []
         return ".".join(parts)
@@ -99,6 +103,7 @@ class Row:
         model: dict[str, Any] = {"source": source, "weights": "random", "config": self.config}
         if self.lora:
             model["lora"] = {"rank": self.lora, "alpha": 2.0 * self.lora, "targets": "all-linear"}
+            model["lora"]["variants"] = list(filter(None, self.variants.split("+")))
             model["quantization"] = self.quantization
         return Job.model_validate(
             {
@@ -111,7 +116,12 @@ class Row:
                     "sequence_length": self.sequence_length,
                     "eval_fraction": 0.0,
                 },
-                "optimizer": {"learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0},
+                "optimizer": {
+                    "name": self.optimizer,
+                    "learning_rate": 1e-5,
+                    "schedule": "constant",
+                    "warmup_steps": 0,
+                },
                 "train": {
                     "steps": 1,  # measure.py sets the number
                     "global_batch": self.global_batch,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardwise.app.jobs import load_job
     from shardwise.app.machine import doctor
     from shardwise.app.plan import plan
-    from shardwise.app.train import train
+    from shardwise.app.train import Run, train
     from shardwise.hardware.hardware import Hardware
     from shardwise.job.schema import Job
     from shardwise.planner.plan import Plan
@@ -23,12 +23,25 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Hardware", "Job", "Plan", "Strategy", "bench", "check", "doctor", "load_job", "plan", "train"]
+__all__ = [
+    "Hardware",
+    "Job",
+    "Plan",
+    "Run",
+    "Strategy",
+    "bench",
+    "check",
+    "doctor",
+    "load_job",
+    "plan",
+    "train",
+]
 
 _HOMES = {
     "Hardware": "hardware.hardware",
     "Job": "job.schema",
     "Plan": "planner.plan",
+    "Run": "app.train",
     "Strategy": "strategy",
     "bench": "app.bench",
     "check": "app.check",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from shardwise.job.schema import BUCKET
+from shardwise.job.schema import BUCKET, OptimizerName
 from shardwise.job.strategies import ENGINES
 
 Place = Literal["none", "cpu", "nvme"]
@@ -49,8 +49,10 @@ class Strategy:
     powersgd: int = 0  # Rank of the two factors that DDP sends of a gradient; 0: all of it
     reduce_dtype: ReduceDtype = "auto"  # Format in which gradients are summed over ranks; auto: the engine's
     clip_norm: float = 1.0  # Largest global gradient norm; 0.0: no clipping
+    optimizer: OptimizerName = "adamw"
     bucket: int = BUCKET
     """Elements that DeepSpeed reduces, and below ZeRO-3 gathers, at once. ZeRO-1 and 2 have two buckets."""
+    overlap_comm: bool = True  # Buckets are reduced during the backward pass; ZeRO-2 can do without
 
     @property
     def world_size(self) -> int:

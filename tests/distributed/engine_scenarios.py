@@ -271,6 +271,13 @@ def lossy(folder: Path, world: World) -> dict[str, Any]:
     return results
 
 
+def fine_tuning(folder: Path, world: World) -> dict[str, Any]:
+    import fine_tuning_worker
+
+    names = ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3")
+    return fine_tuning_worker.fine_tuning(folder, world, {name: engines(world)[name] for name in names})
+
+
 def same_in_bf16(tensor: torch.Tensor) -> bool:
     return torch.equal(tensor, tensor.bfloat16().to(tensor.dtype))
 
@@ -400,6 +407,7 @@ SCENARIOS = {
     "tensor_parallel_checks": tensor_parallel_checks,
     "quantization": quantization,
     "lossy": lossy,
+    "fine_tuning": fine_tuning,
 }
 
 

@@ -99,7 +99,7 @@ def test_packages_that_promise_it_load_without_torch() -> None:
 def test_everything_the_project_needs_is_pinned() -> None:
     project = tomllib.loads(read("pyproject.toml"))["project"]
     extras = project["optional-dependencies"]
-    needed = [*project["dependencies"], *extras["train"], *extras["dev"]]
+    needed = [*project["dependencies"], *extras["train"], *extras["dev"], *extras["labs"]]
     lines = [line for line in read("constraints.txt").splitlines() if not line.startswith("#")]
     pins = dict(line.lower().replace("_", "-").split("==") for line in lines)
     names = [re.split(r"[<>=~;\[ ]", requirement)[0].lower().replace("_", "-") for requirement in needed]

@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,9 @@ from shardwise.launch.spec import LaunchSpec
 from shardwise.launch.ssh import launch_on
 from shardwise.power.lease import FOLDER as LEASES
 from shardwise.record.energy import read_used
+from shardwise.record.follow import Follower
 from shardwise.record.manifest import step_folders
-from shardwise.record.read import is_run_folder
+from shardwise.record.read import is_run_folder, read_run
 from shardwise.space.auto import resolve
 
 
@@ -53,6 +54,10 @@ class Run:
         from shardwise.report.compare import summary
 
         return summary(self.folder)
+
+    def events(self, kind: str = "step") -> list[dict[str, Any]]:
+        """The events of a kind, in order; `record/schema.py` says what is in them."""
+        return [event for event in read_run(self.folder).events if event["kind"] == kind]
 
 
 def train(
@@ -77,6 +82,7 @@ def train(
     simulate_power: bool = False,
     debug: bool = False,
     command: Sequence[str] = ("shardwise.train",),
+    on_event: Callable[[dict[str, Any]], object] | None = None,
 ) -> Run:
     """Train a model as the job says, in processes of its own; returns when they have ended.
 
@@ -101,6 +107,8 @@ def train(
         simulate_power: rehearse power limits on the CPU, with a fake GPU for each process.
         debug: print the traceback of a process that fails.
         command: what the user typed, for the run's record.
+        on_event: called with each new line of events.jsonl while the run goes on, in this process. False
+            asks the run to save and stop; an exception ends it at once.
 
     Raises:
         JobError: the job, the run folder or an argument is wrong.
@@ -138,8 +146,25 @@ def train(
         code = launch_on(hosts, again, rendezvous=among.rendezvous, workdir=there, run_dir=folder)
         return Run(folder=folder, exit_code=code)
     simulated = _simulated(spec.processes) if simulate_power and not dry_run else nullcontext()
+    look = _looker(folder, on_event)
     with simulated, stopped_in_time():
-        return Run(folder=folder, exit_code=launch(spec))
+        code = launch(spec, look=look)
+    look()
+    return Run(folder=folder, exit_code=code)
+
+
+def _looker(folder: Path, on_event: Callable[[dict[str, Any]], object] | None) -> Callable[[], bool]:
+    """A function that hands new events on; it returns False where a call asks to stop."""
+    events, on_event = Follower(folder), on_event or (lambda _: None)
+    events.read()  # what is there is of earlier launches
+
+    def look() -> bool:
+        again, found = events.read()
+        if again:  # a resumed run has replaced its file
+            found = found[max(i for i, event in enumerate(found) if event["kind"] == "resume") :]
+        return False not in [on_event(event) for event in found]
+
+    return look
 
 
 def _nodes(

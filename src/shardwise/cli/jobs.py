@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.options import AsJson, Changes, JobFile
+from shardwise.cli.options import AsJson, Changes, JobFile, QLora
 from shardwise.errors import JobError
 
 
@@ -15,6 +15,7 @@ def init(
     preset: Annotated[str, typer.Argument(help="What to start from; see --list.")] = "lora",
     out: Annotated[Path, typer.Option(metavar="FILE", help="Job file to write.")] = Path("job.yaml"),
     list_presets: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
+    qlora: QLora = False,
     list_models: Annotated[
         bool, typer.Option("--models", help="List the model shapes known without network.")
     ] = False,
@@ -35,7 +36,7 @@ def init(
         if preset not in presets.names():
             what = f"there is no preset {preset!r}"
             raise JobError(what, where="shardwise init", fix=presets.suggestion(preset))
-        for path in presets.write(preset, out):
+        for path in presets.write(preset, out, qlora=qlora):
             print(f"wrote {path}")
         print(f"next: shardwise train {shlex.quote(str(out))}")
 

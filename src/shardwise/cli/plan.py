@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from shardwise.cli.options import AsJson, Changes, MemoryCap, RowLength, planning, write_text
+from shardwise.cli.options import QLORA, AsJson, Changes, MemoryCap, QLora, RowLength, planning, write_text
 from shardwise.errors import JobError
 
 
@@ -28,6 +28,7 @@ def plan(
         int | None, typer.Option(min=1, metavar="RANK", help="Train LoRA adapters of this rank.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Train all weights.")] = False,
+    qlora: QLora = False,
     sequence: RowLength = None,
     documents: Annotated[
         int | None,
@@ -69,8 +70,9 @@ def plan(
     memory_cap: MemoryCap = None,
 ) -> None:
     """Show what fits and how fast it is, before any GPU is touched."""
-    if lora is not None and full:
-        raise JobError("--lora and --full say opposite things", where="shardwise plan", fix="keep one")
+    if (lora is not None or qlora) and full:
+        what = f"{'--qlora' if qlora else '--lora'} and --full say opposite things"
+        raise JobError(what, where="shardwise plan", fix="keep one")
     flags = {
         "model.lora.rank": lora,
         "model.lora": "null" if full else None,
@@ -80,7 +82,11 @@ def plan(
     asked: dict[str, Any] = {
         "gpus": gpus,
         "model": model,
-        "changes": [*changes, *(f"{key}={value}" for key, value in flags.items() if value is not None)],
+        "changes": [
+            *changes,
+            *[QLORA] * qlora,
+            *(f"{key}={value}" for key, value in flags.items() if value is not None),
+        ],
         "objective": objective,
         "memory_cap": memory_cap,
         "straggler": straggler,

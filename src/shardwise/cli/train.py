@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from shardwise.cli.options import AsJson, Changes, MemoryCap, stdout_to_stderr
+from shardwise.cli.options import QLORA, AsJson, Changes, MemoryCap, QLora, stdout_to_stderr
 
 
 def train(
@@ -63,6 +63,7 @@ def train(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; train nothing.")] = False,
     changes: Changes = [],
+    qlora: QLora = False,
     memory_cap: MemoryCap = None,
     on_oom: Annotated[
         Literal["stop", "retry"],
@@ -93,7 +94,7 @@ def train(
             trust_checkpoint=trust_checkpoint,
             max_steps=max_steps,
             dry_run=dry_run,
-            changes=changes,
+            changes=[*changes, *[QLORA] * qlora],
             memory_cap=memory_cap,
             on_oom=on_oom,
             simulate_power=simulate_power,

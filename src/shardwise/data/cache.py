@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from shardwise.errors import MachineError
 
-FORMAT = 2  # part of every key; raised when the files or the way to them change
+FORMAT = 3  # part of every key; raised when the files or the way to them change
 COLUMNS: dict[str, Any] = {"tokens": np.uint32, "trained": np.uint8}
 SMALL: dict[str, Any] = {"starts": np.int64, "lengths": np.int32, "targets": np.int32, "groups": np.int64}
 COLUMNS |= SMALL
@@ -80,6 +80,7 @@ class TokenDataset:
     lengths: npt.NDArray[np.int32]
     targets: npt.NDArray[np.int32]
     groups: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float64] | None = None  # How often an epoch takes each sample; None: once
     blocks: Mapping[str, Blocks] = field(default_factory=dict)  # Of tokens and of trained
 
     def __len__(self) -> int:
@@ -95,7 +96,8 @@ class TokenDataset:
 
     def subset(self, indices: npt.NDArray[np.int64]) -> TokenDataset:
         """These samples, in this order; the tokens are shared."""
-        chosen = {name: getattr(self, name)[indices] for name in ("starts", "lengths", "targets", "groups")}
+        names = ("starts", "lengths", "targets", "groups", *(["weights"] if self.weights is not None else []))
+        chosen = {name: getattr(self, name)[indices] for name in names}
         return replace(self, **chosen)
 
 

@@ -19,6 +19,7 @@ from shardwise.data.formats import Conversation
 from shardwise.data.render import Rendered, Span, time_limit
 from shardwise.data.sources import Text
 from shardwise.errors import DataError, MachineError, Problem
+from shardwise.job.paths import TEMPLATES
 
 Tokens = npt.NDArray[np.uint32]
 Mask = npt.NDArray[np.uint8]
@@ -47,6 +48,8 @@ Other roles are `### System:` and `### Tool:`; tools come first as JSON, calls a
 
 def template_for(tokenizer: PreTrainedTokenizerBase, file: str | None = None) -> str:
     """Return the Jinja text of `file` (`data.chat_template`), else the tokenizer's, else the default."""
+    if file in TEMPLATES:
+        file = str(Path(__file__).with_name("templates") / f"{file}.jinja")
     if file is not None:
         try:
             return Path(file).read_text(encoding="utf-8")

@@ -94,8 +94,13 @@ class Reader:
         self.bad = Findings("samples cannot be used", fix, tolerated=data.skip_bad)
 
     def __iter__(self) -> Iterator[Sample]:
+        for samples in self.each():
+            yield from samples
+
+    def each(self) -> Iterator[Iterator[Sample]]:
+        """The samples of one source after the other."""
         for source in self.sources:
-            yield from self._read(source)
+            yield self._read(source)
         self.bad.raise_if_fatal()
 
     def _read(self, source: Source) -> Iterator[Sample]:

@@ -77,7 +77,8 @@ class BatchStream(_Stream, Iterator[StepBatch]):
             raise JobError(what, where="train.global_batch", fix=f"make it a multiple of {each}")
         self._consumed = self._produced = Position()
         longest_first = self.global_batch if self.worst_case_first else 0
-        plan = partial(self._rows, seed=self.seed, longest_first=longest_first)
+        weights = self.dataset.weights
+        plan = partial(self._rows, seed=self.seed, longest_first=longest_first, weights=weights)
         self._plan = lru_cache(maxsize=2)(plan)  # a step may lie in two epochs
         self._row_counts: dict[int, int] = {}
         self._pending: deque[Future[tuple[StepBatch, Position]]] = deque()
@@ -108,7 +109,7 @@ class BatchStream(_Stream, Iterator[StepBatch]):
 
     def rows_per_epoch(self, epoch: int) -> int:
         if epoch not in self._row_counts:
-            self._row_counts[epoch] = len(self._plan(epoch)) if self.packing else len(self.dataset)
+            self._row_counts[epoch] = len(self._plan(epoch))
         return self._row_counts[epoch]
 
     def steps_for(self, epochs: float) -> int:

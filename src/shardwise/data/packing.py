@@ -38,6 +38,16 @@ def permutation(size: int, *seed: int) -> Indices:
     return np.argsort(numbers, kind="stable")
 
 
+def taken(weights: npt.NDArray[np.float64], seed: int, epoch: int) -> Indices:
+    """Samples of an epoch: each as often as its weight says, fractions spread over the epochs.
+
+    With u spread evenly over [0, 1), epoch e has a sample floor((e + 1) w + u) - floor(e w + u) times.
+    """
+    spread = permutation(len(weights), seed) / max(len(weights), 1)
+    times = np.floor((epoch + 1) * weights + spread) - np.floor(epoch * weights + spread)
+    return np.repeat(np.arange(len(weights)), times.astype(np.int64))
+
+
 def rows_of_epoch(
     lengths: npt.NDArray[np.int32],
     *,
@@ -47,13 +57,15 @@ def rows_of_epoch(
     packing: bool,
     shuffle: bool = True,
     longest_first: int = 0,
+    weights: npt.NDArray[np.float64] | None = None,
 ) -> Rows:
-    """Rows of one epoch: every sample in exactly one row, no row over `sequence_length` tokens.
+    """Rows of one epoch: every sample, or those `taken`, in one row; no row over `sequence_length` tokens.
 
     lengths: int [samples], each in 1..sequence_length. Unpacked, a row is one sample and epoch 0 begins with
     the `longest_first` longest, which need the most memory. O(n log n) time.
     """
-    order = permutation(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths))
+    samples = np.arange(len(lengths)) if weights is None else taken(weights, seed, epoch)
+    order = samples[permutation(len(samples), seed, epoch)] if shuffle else samples
     if packing:
         return _pack(order, np.asarray(lengths), sequence_length, (seed, epoch) if shuffle else None)
     if epoch == 0 and longest_first:

@@ -7,7 +7,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,11 @@ def prepare(
     build = _Build(data, tokenizer, vocab_size, cache_root or folders.cache_root())
     entries = [build.dataset(data.train, key="data.train")]
     (train, note, _), held_out = entries[0][1], None
+    if data.weights is not None:
+        names = [data.train] if isinstance(data.train, str) else data.train
+        opened = [open_sources(name, split=data.split, key="data.train") for name in names]
+        each = np.repeat(data.weights, [len(sources) for sources in opened])
+        train = replace(train, weights=np.repeat(each, note["of_sources"]))
     if data.eval is not None:
         entries.append(build.dataset(data.eval, key="data.eval"))
         held_out = entries[1][1].dataset
@@ -154,23 +159,26 @@ class _Build:
         reader = Reader(sources, self.data)
         encoder = Encoder(self.tokenizer, vocab_size=self.vocab_size)
         rows = _RowWriter(writer, self.data.sequence_length, self.data.too_long)
+        of_sources = []
         with Renderer(self.tokenizer, self.template, answers_only=self.data.loss_on == "answers") as renderer:
-            for batch in _batches(reader):
-                if reader.bad.fatal:
-                    continue  # reading on only to count
-                if isinstance(batch[0], Text):
-                    for text, tokens in encoder.documents(batch):
-                        rows.document(text, tokens)
-                else:
-                    _conversations(batch, renderer, encoder, rows, reader.bad)
-        reader.bad.raise_if_fatal()
+            for samples in reader.each():
+                before = len(writer)
+                for batch in _batches(samples):
+                    if reader.bad.fatal:
+                        continue  # reading on only to count
+                    if isinstance(batch[0], Text):
+                        for text, tokens in encoder.documents(batch):
+                            rows.document(text, tokens)
+                    else:
+                        _conversations(batch, renderer, encoder, rows, reader.bad)
+                of_sources.append(len(writer) - before)
         rows.long.raise_if_fatal()
         rows.finish()
         counts = rows.counts
         counts.read, counts.bad, counts.samples = reader.read, reader.bad.count, len(writer)
         if not len(writer):
             raise _nothing_left(counts, key)
-        return {"formats": reader.formats, "counts": asdict(counts)}
+        return {"formats": reader.formats, "counts": asdict(counts), "of_sources": of_sources}
 
 
 def _conversations(
@@ -295,20 +303,23 @@ def _summary(
     summary = {"format": " and ".join(note["formats"]), **counts, "train_samples": len(train)}
     if held_out is not None:
         summary |= {"eval_samples": len(held_out), "eval_target_tokens": _total(held_out.targets)}
-    summary |= {"tokens": _total(train.lengths), "target_tokens": _total(train.targets)}
+    weights = 1.0 if train.weights is None else train.weights
+    summary |= {"tokens": _total(train.lengths * weights), "target_tokens": _total(train.targets * weights)}
     summary["longest_tokens"] = int(train.lengths.max())
     # Attention costs the sum of squares: a token's own document, on average
     squares = float(np.square(train.lengths, dtype=np.float64).sum())
     summary["document_tokens"] = max(1, round(squares / _total(train.lengths)))
     if job.data.packing:
         length, seed = job.data.sequence_length, job.train.seed
-        rows = rows_of_epoch(train.lengths, sequence_length=length, seed=seed, epoch=0, packing=True)
-        summary["fill"] = round(_total(train.lengths) / (len(rows) * length), 4)
+        rows = rows_of_epoch(
+            train.lengths, sequence_length=length, seed=seed, epoch=0, packing=True, weights=train.weights
+        )
+        summary["fill"] = round(_total(train.lengths[rows.order]) / (len(rows) * length), 4)
     return summary
 
 
-def _total(column: npt.NDArray[np.int32]) -> int:
-    return int(column.sum(dtype=np.int64))
+def _total(column: npt.NDArray[Any]) -> int:
+    return round(column.sum(dtype=np.float64 if column.dtype.kind == "f" else np.int64))
 
 
 def _show(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> RenderedSample:

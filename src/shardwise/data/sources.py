@@ -96,15 +96,14 @@ Source = FileSource | HubSource
 
 
 def open_sources(spec: str | list[str], *, split: str, key: str) -> list[Source]:
-    """Open files, folders or one hub dataset. `key` is the job's key that names them, for error messages."""
-    entries = [spec] if isinstance(spec, str) else spec
-    if not entries:
-        raise DataError("no data is named", where=key, fix="name a file, a folder or a hub dataset")
-    name = entries[0] if len(entries) == 1 else ""
+    """Open files, folders or hub datasets. `key` is the job's key that names them, for error messages."""
+    if not isinstance(spec, str):
+        return [source for name in spec for source in open_sources(name, split=split, key=key)]
+    name = spec
     local = name.lower().endswith(DATA_SUFFIXES) or Path(name).exists()
     if not local and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         return [_hub(name, split=split, key=key)]
-    return [FileSource(path) for entry in entries for path in _local(Path(entry), key=key)]
+    return [FileSource(path) for path in _local(Path(name), key=key)]
 
 
 def _local(path: Path, *, key: str) -> list[Path]:

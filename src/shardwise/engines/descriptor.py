@@ -108,7 +108,7 @@ class EngineSpec:
         make, apart = self.memories[strategy.stage], fp32_parameters(trace, strategy.precision)
         if self.keeps_fp32 or not apart:
             return make(trace, strategy)
-        return WithFp32Parameters(make(without(trace, apart), strategy), trace, apart)
+        return WithFp32Parameters(make(without(trace, apart), strategy), trace, apart, strategy.optimizer)
 
     def schedule(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Schedule:
         return self.schedules[strategy.stage](trace, strategy, hardware)

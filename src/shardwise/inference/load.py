@@ -51,7 +51,8 @@ def _of_run(path: Path) -> LoadedModel:
     folder, peft = checkpoint.path / "model", None
     if (folder / ADAPTER_CONFIG).is_file():
         built = load_with_adapter(folder, job.model, _device(), base_of(checkpoint))
-        model, peft = built.model, built.peft
+        model, lora = built.model, job.model.lora
+        peft = None if lora is None or lora.modules_to_save else built.peft  # nothing has the base's modules
     else:
         model = _from_folder(folder, trusted=job.model.trust_remote_code)
     tokenizer = _tokenizer(folder, trusted=job.model.trust_remote_code)

@@ -56,6 +56,9 @@ def _model(job: Job, given: frozenset[str]) -> Iterator[Problem]:
         what = "model.quantization freezes the weights, and without model.lora nothing else is trained"
         fix = "add `lora: {rank: 16}` to model, or remove model.quantization to train all weights"
         yield Problem(what=what, where="model.quantization, model.lora", fix=fix)
+    if model.lora is None and "optimizer.lora_plus" in given:
+        what = "optimizer.lora_plus is the rate of adapters, and there are none"
+        yield Problem(what=what, where="optimizer.lora_plus", fix="remove it, or set model.lora")
     if model.weights == "pretrained" and model.config:
         what = "model.config changes the shape that pretrained weights were made for"
         fix = "remove model.config, or start from weights: random"
@@ -88,6 +91,9 @@ def _data(job: Job, given: frozenset[str]) -> Iterator[Problem]:
         what = "data.eval and data.eval_fraction both say what is held out"
         yield Problem(what=what, where="data.eval, data.eval_fraction", fix="keep one")
     files = [data.train] if isinstance(data.train, str) else data.train
+    if data.weights is not None and len(data.weights) != len(files):
+        what = f"data.weights has {len(data.weights)} numbers, and data.train {len(files)} entries"
+        yield Problem(what=what, where="data.weights, data.train", fix="one number for each entry")
     if "data.split" in given and all(Path(name).exists() for name in files):
         what = "data.split belongs to a hub dataset, and data.train is local"
         yield Problem(what=what, where="data.split, data.train", fix="remove data.split")

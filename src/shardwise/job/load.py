@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ _PATHS: dict[str, Callable[[Any], Iterator[tuple[str, str]]]] = {
     "model.tokenizer": paths.missing_tokenizer,
     "data.train": paths.missing_data,
     "data.eval": paths.missing_data,
-    "data.chat_template": partial(paths.missing, kind="file"),
+    "data.chat_template": paths.missing_template,
     "strategy.nvme_path": paths.missing,
 }
 """Keys whose values are paths, and what finds an absent file."""

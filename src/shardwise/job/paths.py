@@ -15,6 +15,8 @@ from typing import Any, Literal
 LOCAL = ("model.source", "model.tokenizer", "data.train", "data.eval", "data.chat_template")
 """Keys of what is read: their values may be paths."""
 RULE = "paths in a job file count from its folder, in --set from the working directory"
+TEMPLATES = ("chatml", "llama-3", "alpaca")
+"""Chat templates that a job may name instead of a file (data/templates/)."""
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
 
 
@@ -63,7 +65,7 @@ def _with_paths(job: Mapping[str, Any], change: Callable[[str], str]) -> dict[st
 
 
 def _is_path(key: str, name: str, folder: Path = Path()) -> bool:
-    word = key == "model.tokenizer" and name == "train"
+    word = (key, name) == ("model.tokenizer", "train") or (key == "data.chat_template" and name in TEMPLATES)
     return not word and (key == "data.chat_template" or is_local(name, folder))
 
 
@@ -121,6 +123,12 @@ def missing(name: str | None, kind: Literal["file", "folder"] = "folder") -> Ite
     """Yield (what, fix) if a file or folder is absent."""
     if name is not None and not (Path(name).is_file() if kind == "file" else Path(name).is_dir()):
         yield f"the {kind} {name} does not exist", nearest(Path(name))
+
+
+def missing_template(name: str | None) -> Iterator[tuple[str, str]]:
+    """Yield (what, fix) if a chat template is neither a file nor one that is known by name."""
+    for what, fix in missing(None if name in TEMPLATES else name, "file"):
+        yield what, f"{fix}; or one of {', '.join(TEMPLATES)}"
 
 
 def blocked_output(output: str) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ else:
     StrategyName = Literal[("auto", *NAMED)]
 
 Quantization = Literal["none", "int8", "nf4"]
+OptimizerName = Literal["adamw", "adamw8bit"]
 
 
 class Section(BaseModel):
@@ -40,10 +41,14 @@ class Lora(Section):
     """Rank of the update matrices."""
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
     """The update is scaled by alpha / rank. Unset: twice the rank, so that another rank keeps the scale."""
+    variants: list[Literal["dora", "rslora"]] = []
+    """`dora` learns the length of each weight's rows apart; `rslora` scales by alpha / sqrt(rank)."""
     dropout: Fraction = 0.0
     """Dropout on the adapter's input while training."""
     targets: Literal["all-linear"] | Texts = "all-linear"
     """Names of the linear modules that get an adapter, or `all-linear` (all but the output head)."""
+    modules_to_save: list[Text] = []
+    """Modules without an adapter that are trained in full, e.g. [embed_tokens, lm_head] for new tokens."""
 
     @model_validator(mode="after")
     def _alpha(self) -> Lora:
@@ -70,9 +75,15 @@ class Model(Section):
     lora: Lora | None = None
     """Train adapters instead of all weights."""
     quantization: Quantization = "none"
-    """Format of the frozen weights below `lora`: int8 (LLM.int8's) or nf4 (QLoRA's). Needs bitsandbytes."""
+    """Frozen weights below `lora`: int8 (LLM.int8's) or nf4 (QLoRA's), with bitsandbytes. Sets `lora: {}`."""
     trust_remote_code: bool = False
     """Run Python code that a hub repository brings. Needs `revision` to be a commit hash."""
+
+    @model_validator(mode="after")
+    def _adapters(self) -> Model:
+        if self.quantization != "none" and "lora" not in self.model_fields_set:
+            object.__setattr__(self, "lora", Lora())
+        return self
 
 
 class Data(Section):
@@ -80,6 +91,10 @@ class Data(Section):
 
     train: Text | Texts
     """Files or folders (json, jsonl, parquet, txt), or one hub dataset id."""
+    weights: (
+        Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)] | None
+    ) = None
+    """How often an epoch takes the samples of each entry of `train`: 2: twice, 0.5: every second one."""
     format: Literal["auto", "alpaca", "sharegpt", "messages", "text"] = "auto"
     """The samples' shape; `auto` looks at the fields and says what it found."""
     split: Text = "train"
@@ -97,7 +112,7 @@ class Data(Section):
     loss_on: Literal["answers", "all"] = "answers"
     """`answers` trains on the assistant's messages; plain text is always trained in full."""
     chat_template: Text | None = None
-    """A Jinja file that replaces the tokenizer's chat template."""
+    """Replaces the tokenizer's: a Jinja file, or `chatml`, `llama-3` or `alpaca`."""
     system: str | None = None
     """System message put before conversations that have none."""
     too_long: Literal["error", "truncate", "drop"] = "truncate"
@@ -110,6 +125,10 @@ WARMUP_SHARE = 0.03
 """Of all steps, where `optimizer.warmup_steps` is unset."""
 
 
+DECAY_SHARE = 0.2
+"""Of all steps, the last ones in which `schedule: wsd` (warm-up, stable, decay) lowers the rate: as 1 - sqrt
+(Haegele et al. 2024, https://arxiv.org/abs/2405.18392)."""
+
 LORA_RATE = 2e-4
 """Where `model.lora` is set and `optimizer.learning_rate` is not: adapters need about ten times the rate of
 all weights (Schulman et al., LoRA Without Regret, 2025)."""
@@ -118,8 +137,12 @@ all weights (Schulman et al., LoRA Without Regret, 2025)."""
 class Optimizer(Section):
     """AdamW and its learning-rate schedule."""
 
+    name: OptimizerName = "adamw"
+    """`adamw8bit` keeps both moments in 8 bits (bitsandbytes): 2 bytes a trained weight instead of 8."""
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-5
     """Peak learning rate. Unset: 2e-5, and 2e-4 with `model.lora`."""
+    lora_plus: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """LoRA+: how many times the rate of A the adapters' B get; its authors propose 16."""
     beta1: Fraction = 0.9
     """Decay of the first moment."""
     beta2: Fraction = 0.95
@@ -130,8 +153,8 @@ class Optimizer(Section):
     """Decoupled weight decay on matrices; never on biases and norms."""
     clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the rate after warm-up; `wsd`: constant, then down over the last 20 % of the steps."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     """Steps of linear warm-up; unset means 3 % of all steps."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -155,6 +178,10 @@ class Train(Section):
     """Recompute activations in the backward pass: of no block, all, or every n-th. `auto`: the plan's."""
     eval_every: Annotated[int, Field(ge=0)] = 50
     """Steps between evaluations, in addition to those before and after training; 0: only those."""
+    patience: Annotated[int, Field(ge=0)] | None = None
+    """End after so many evaluations without a lower loss; 0: never. The best step is kept and exported."""
+    sample_prompts: list[Text] = []
+    """At each evaluation the model continues or answers these, greedily, by up to 48 tokens."""
     save_every: Annotated[int, Field(ge=0)] = 100
     """Steps between checkpoints; the last step is always saved. 0: only the last."""
     keep: Annotated[int, Field(ge=1)] = 2
@@ -205,6 +232,8 @@ class StrategySpec(Section):
     """Of `engine: pipeline`: the order of its passes. `interleaved`: two parts of the blocks a GPU."""
     bucket: Annotated[int, Field(ge=LEAST_BUCKET, le=MOST_BUCKET)] = BUCKET
     """Elements of gradients that DeepSpeed reduces at once. Smaller ones take less memory."""
+    overlap_comm: bool = True
+    """ZeRO-2: reduce gradients while the backward pass goes on. False needs one bucket instead of two."""
 
 
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]

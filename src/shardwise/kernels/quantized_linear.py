@@ -75,6 +75,9 @@ class QuantizedLinear(nn.Linear):
         """The weight used in the computation: [O, I] in `dtype`."""
         return self.unpack(*self.stored())
 
+    dequantize = dequantized  # by this and `W_q` PEFT's DoRA knows a layer that unpacks its own weight
+    W_q = property(lambda self: self.weight)
+
     @torch.no_grad()
     def holds(self, weight: Tensor, packed: Tensor) -> bool:
         """Whether `packed`, this layer's weight as an engine returns it, was quantised from `weight`."""

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -52,18 +52,19 @@ def supervise(
     module: str = WORKER_MODULE,
     post_mortem: str = POST_MORTEM_MODULE,
     grace_seconds: float = 10.0,
+    look: Callable[[], object] = lambda: None,
 ) -> int:
     """Run the job with `spec.processes` workers; print their error and return the exit code.
 
     0: all workers finished. 75: stopped on request with the state saved. 130, 143: stopped by a signal before
     the state could be saved. Otherwise the code of the worker that failed first. When GPU memory ran out,
     `post_mortem` explains it in another process, and with `spec.on_oom` "retry" the job runs again; neither
-    for a run that only measures. Call it from the main thread, which receives the signals. Raises
-    MachineError when no worker can start.
+    for a run that only measures. `look` is called again and again; False asks the run to stop. Call it from
+    the main thread, which receives the signals. Raises MachineError when no worker can start.
     """
     handling = OomHandling(spec, launcher, module=post_mortem)
     while True:
-        ending = _run(spec, launcher, module, grace_seconds)
+        ending = _run(spec, launcher, module, grace_seconds, look)
         error, retry = ending.error, None
         if ending.out_of_memory is not None and spec.measure_steps is None:
             error, retry = handling.handle(spec, ending)
@@ -79,7 +80,9 @@ def supervise(
         spec = retry
 
 
-def _run(spec: LaunchSpec, launcher: Launcher, module: str, grace_seconds: float) -> Ending:
+def _run(
+    spec: LaunchSpec, launcher: Launcher, module: str, grace_seconds: float, look: Callable[[], object]
+) -> Ending:
     folder = Path(tempfile.mkdtemp(prefix="shardwise-"))  # mode 0700
     log = None
     try:
@@ -90,7 +93,8 @@ def _run(spec: LaunchSpec, launcher: Launcher, module: str, grace_seconds: float
             spec_path.write_text(json.dumps(spec.to_json()), encoding="utf-8")
             workers = launcher.start(processes, module, spec_path, place=place, debug=spec.debug)
             try:
-                _watch(launcher, workers, requests, grace_seconds, team, saving=spec.measure_steps is None)
+                saving = spec.measure_steps is None
+                _watch(launcher, workers, requests, grace_seconds, team, look, saving=saving)
             finally:
                 launcher.kill(workers)
             ending = _conclude(spec, workers, requests, killed_before=killed_before)
@@ -115,6 +119,11 @@ def _pass_on(requests: list[_Request], team: Together) -> None:
     """Let the other nodes know of requests made here, and this one of those made there."""
     team.tick(stop=bool(requests))
     if team.stop and not requests:
+        requests.append(_Request(signal.SIGTERM, time.monotonic()))
+
+
+def _ask(requests: list[_Request], look: Callable[[], object]) -> None:
+    if look() is False and not requests:
         requests.append(_Request(signal.SIGTERM, time.monotonic()))
 
 
@@ -152,6 +161,7 @@ def _watch(
     requests: list[_Request],
     grace_seconds: float,
     team: Together | None,
+    look: Callable[[], object],
     *,
     saving: bool,
 ) -> None:
@@ -161,6 +171,7 @@ def _watch(
     while True:
         if team is not None:
             note_halted(workers, halted)
+        _ask(requests, look)
         ended = [worker.look(time.time()) for worker in workers]
         failures = [worker.failed_at for worker in workers if worker.failed_at and _code(worker) != STOPPED]
         if team is not None:

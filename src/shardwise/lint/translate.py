@@ -77,6 +77,8 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
     }
     if stage:
         strategy["bucket"] = bucket
+    if stage == 2 and document.get(ZERO, "overlap_comm") is False:
+        strategy["overlap_comm"] = False
     if degree > 1:
         strategy["tensor_parallel"] = degree
     group, world = document.number(ZERO, "zero_hpz_partition_size") or 1, setup.world_size or 1
@@ -199,7 +201,7 @@ def _left_out(document: Document, stage: int, bucket: int) -> list[str]:
             found.append(f"{name} {value:g}: simulated with 1e9")
     found += [f"{'.'.join(key)}: not simulated" for key in _NOT_SIMULATED if _is_on(document.get(*key))]
     found += [f"{'.'.join(key)}: DeepSpeed has no such key" for key in unknown_keys(document)]
-    if stage and document.get(ZERO, "overlap_comm") is False:
+    if stage in (1, 3) and document.get(ZERO, "overlap_comm") is False:
         found.append("overlap_comm false: simulated with true")
     kind = str(document.get("optimizer", "type") or "AdamW")
     if kind.lower() not in ("adam", "adamw"):

@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.errors import JobError, MachineError
-from shardwise.job.schema import Lora, Model
+from shardwise.job.schema import Lora, Model, OptimizerName
 from shardwise.kernels.quantized_linear import LAYERS, QuantizedLinear
 from shardwise.models.families import family_of
+from shardwise.models.structure import tensor_names
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -57,6 +58,8 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
         lora_dropout=lora.dropout,
         target_modules=targets,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in candidates.values()),
+        use_dora="dora" in lora.variants,
+        use_rslora="rslora" in lora.variants,
     )
     with quiet_peft():
         peft = get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
@@ -68,9 +71,36 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
         isinstance(m, Conv1D) or (isinstance(m, QuantizedLinear) and m.transposed)
         for m in candidates.values()
     )
+    config.modules_to_save = _train_in_full(model, lora.modules_to_save) or None
     config.base_model_name_or_path = source  # PEFT put the model's own, empty name there
     config.revision = revision
     return peft
+
+
+def _train_in_full(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """Train modules of the base themselves; PEFT would train copies, and keep the originals as well.
+
+    Returns their full names: PEFT takes every module that ends like a name. Raises JobError where one is no
+    module, has an adapter or a quantised weight, or shares a weight with a module that is not named.
+    """
+    where, owners = "model.lora.modules_to_save", dict[str, nn.Module]()
+    adapted = [name for name, _ in model.named_parameters() if is_adapter(name)]
+    for name in names:
+        found = {full: m for full, m in model.named_modules() if _named(full, [name]) and [*m.parameters()]}
+        quantized = any(isinstance(part, QuantizedLinear) for m in found.values() for part in m.modules())
+        if not found or quantized or any(one.startswith(f"{full}.") for one in adapted for full in found):
+            why = "has adapters or quantised weights, and" if found else "is no module of this model; it"
+            fix = "embed_tokens, norm or lm_head, as the model calls them; or model.lora.targets"
+            raise JobError(f"{name!r} {why} cannot be trained in full", where=where, fix=fix)
+        owners |= found
+    for module in owners.values():
+        module.requires_grad_(True)
+    for names in tensor_names(model).values():
+        unnamed = [name for name in names if not any(name.startswith(f"{owner}.") for owner in owners)]
+        if unnamed and len(unnamed) < len(names):
+            what = f"{' and '.join(names)} are one weight, which is trained if all its modules are named"
+            raise JobError(what, where=where, fix=f"name {unnamed[0].split('.')[-2]} as well")
+    return sorted(owners)
 
 
 @contextmanager
@@ -141,14 +171,33 @@ def base_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
+_LENGTHS = ".lora_magnitude_vector."
+
+
 def saved_name(name: str) -> str:
-    """An adapter parameter's name in PEFT's file, from its name in the model."""
+    """A trained parameter's name in PEFT's file, from its name in the model."""
+    if _LENGTHS in name:
+        name = name.removesuffix(f".{ADAPTER}.weight")
     return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
+def saved_names(skeleton: nn.Module, trained: Iterable[str]) -> dict[str, str]:
+    """Names in PEFT's file to those in the model: all names of a tied weight, which `skeleton` knows."""
+    ties = tensor_names(skeleton)
+    return {saved_name(twin): name for name in trained for twin in ties.get(name, [name])}
+
+
 @torch.no_grad()
-def initial_values(name: str, shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """PEFT's initial adapter in fp32: A as in nn.Linear, B zero, so that it changes nothing."""
+def initial_values(model: nn.Module, name: str, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """PEFT's initial adapter, which changes nothing: A in fp32 as in nn.Linear, B zero.
+
+    DoRA's lengths are those of the rows of the base's weight, which `model` holds already.
+    """
+    if _LENGTHS in name:
+        base: Any = model.get_submodule(name.partition(_LENGTHS)[0]).base_layer
+        weight = base.dequantized() if isinstance(base, QuantizedLinear) else base.weight
+        lengths: torch.Tensor = torch.linalg.norm(weight, dim=0 if isinstance(base, Conv1D) else 1)
+        return lengths
     value = torch.empty(shape, device=device)
     if ".lora_A." in name:
         return nn.init.kaiming_uniform_(value, a=math.sqrt(5))
@@ -229,20 +278,22 @@ def dequantize_linears(model: nn.Module) -> None:
             model.set_submodule(name, plain)
 
 
-def check_bitsandbytes(model: Model) -> None:
-    """Raise MachineError where the model is to be quantised and bitsandbytes cannot do it here."""
+def check_bitsandbytes(model: Model, optimizer: OptimizerName = "adamw") -> None:
+    """Raise MachineError where bitsandbytes is asked for and does not work here."""
+    where, without = f"model.quantization: {model.quantization}", "quantization: none"
     if model.quantization == "none":
-        return
-    where = f"model.quantization: {model.quantization}"
+        where, without = f"optimizer.name: {optimizer}", "optimizer.name: adamw"
+        if optimizer == "adamw":
+            return
     try:
         import bitsandbytes
     except ImportError as error:
-        what = f"bitsandbytes, which quantises the weights, cannot be imported: {error}"
-        raise MachineError(what, where=where, fix=f"{_INSTALL}, or quantization: none") from None
+        what = f"bitsandbytes, whose kernels this needs, cannot be imported: {error}"
+        raise MachineError(what, where=where, fix=f"{_INSTALL}, or {without}") from None
     device = "GPUs" if torch.cuda.is_available() else "CPU"
     library = bitsandbytes.cextension.lib
     native = not isinstance(library, bitsandbytes.cextension.ErrorHandlerMockBNBNativeLibrary)
     if not native or (device == "GPUs" and not library.compiled_with_cuda):
         what = f"bitsandbytes {bitsandbytes.__version__} has no kernels for this machine's {device}"
-        fix = f"{_INSTALL} -U (`python -m bitsandbytes` says what is missing), or quantization: none"
+        fix = f"{_INSTALL} -U (`python -m bitsandbytes` says what is missing), or {without}"
         raise MachineError(what, where=where, fix=fix)

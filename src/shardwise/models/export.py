@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from shardwise.errors import CheckpointError, JobError
 from shardwise.job.schema import Model
-from shardwise.models.adapters import ADAPTER, check_bitsandbytes, dequantize_linears, saved_name
+from shardwise.models.adapters import ADAPTER, check_bitsandbytes, dequantize_linears, saved_names
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.file_weights import quiet
 from shardwise.models.fingerprint import check_base
@@ -71,7 +71,8 @@ def save_weights(
         saved.inference_mode = True
         saved.target_modules = sorted(saved.target_modules)
         saved.save_pretrained(directory)
-        tensors = {saved_name(name): tensor for name, tensor in state.items()}
+        names = saved_names(built.skeleton, state)
+        tensors = {saved: state[name].clone() for saved, name in names.items()}  # twins share memory
         save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         _copy_mode(directory, ADAPTER_CONFIG)
 
@@ -130,12 +131,13 @@ def load_with_adapter(
         raise JobError(what, where="model.weights", fix="train adapters on pretrained weights")
     check_bitsandbytes(base)
     built = build_model(base, dtype=next(iter(tensors.values())).dtype, seed=0)
-    _check(tensors, {saved_name(name): shape for name, shape in built.trainable_shapes.items()})
+    names = saved_names(built.skeleton, built.trainable_shapes)
+    _check(tensors, {saved: built.trainable_shapes[name] for saved, name in names.items()})
     check_base(trained_on, base, built.found)
     built.weights.fill(built.model, device)
     with torch.no_grad():
-        for name in built.trainable_shapes:
-            built.model.get_parameter(name).copy_(tensors[saved_name(name)])
+        for saved, name in names.items():
+            built.model.get_parameter(name).copy_(tensors[saved])
     built.model.to(device).eval()
     built.model.config.use_cache = True
     folder = built.found.folder

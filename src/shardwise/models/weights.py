@@ -68,7 +68,7 @@ class Weights:
             if is_adapter(name):
                 with seeded(device) as seed:
                     seed(self._seed, name)
-                    _put(slot, initial_values(name, slot.tensor.shape, device))
+                    _put(slot, initial_values(self._model, name, slot.tensor.shape, device))
         left = [name for name, parameter in module.named_parameters() if parameter.is_meta]
         if left:
             raise RuntimeError(f"{len(left)} parameters are not of the model that was built, e.g. {left[0]}")

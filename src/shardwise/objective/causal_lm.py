@@ -60,9 +60,12 @@ class CausalLM(Objective):
         if self.fused:
             _fuse_loss(head, *logits_after(model.config))
 
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Loss in nats, summed over the targets of `batch`; fp32 scalar."""
+    def forward(self, batch: MicroBatch, at: torch.Tensor | None = None) -> torch.Tensor:
+        """Loss in nats, summed over the targets of `batch`, fp32 scalar; or the logits `at` some tokens."""
         inputs = self.inputs(batch)
+        if at is not None:
+            logits: torch.Tensor = self.model(**inputs).logits
+            return logits.flatten(0, 1)[at]
         labels = batch.labels.reshape(-1)
         loss: torch.Tensor
         if self.fused:

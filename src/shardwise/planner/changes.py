@@ -49,9 +49,10 @@ def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = N
     yield from _shorter_rows(asked)
     if job.model.lora is None and job.model.weights == "pretrained" and published(job.model.source):
         lora = Lora()
-        adapted = job.model_copy(update={"model": job.model.model_copy(update={"lora": lora})})
-        what = f"LoRA of rank {lora.rank} instead of training all weights"
-        yield replace(asked, what=what, how=f"--lora {lora.rank}", job=adapted)
+        for kind, how, base in (("none", f"--lora {lora.rank}", ""), ("nf4", "--qlora", " on a base in NF4")):
+            model = job.model.model_copy(update={"lora": lora, "quantization": kind})
+            what = f"LoRA of rank {lora.rank}{base} instead of training all weights"
+            yield replace(asked, what=what, how=how, job=job.model_copy(update={"model": model}))
     if job.model.lora is not None:
         yield from _fewer_bits(asked)
     held_back = binds(memory_cap_bytes, hardware.gpu)

@@ -27,6 +27,7 @@ from shardwise.planner.search import MARGIN, fit, leanest_that_fits, search
 from shardwise.planner.simulate import simulate
 from shardwise.space.candidates import predictable
 from shardwise.strategy import Strategy
+from shardwise.units import gib
 
 if TYPE_CHECKING:
     from shardwise.trace.job import JobTracer
@@ -114,7 +115,7 @@ def _make(
     with _other_processes(job) as executor, _no_collection():
         tracer = _tracer(job, hardware, vocab_size, document_tokens)
         strategies, refused = predictable(job, hardware, tracer.architecture)
-        return search(
+        made = search(
             strategies,
             refused=refused,
             hardware=hardware,
@@ -134,6 +135,20 @@ def _make(
             ),
             memory_cap_bytes=memory_cap_bytes,
         )
+        if made.chosen is None or not _offloads(made.chosen.strategy):
+            return made
+        changes = small_changes(job, hardware, memory_cap_bytes)
+        four_bits = next((one for one in changes if one.job.model.quantization == "nf4"), None)
+        option = four_bits and _attempt(four_bits, vocab_size=vocab_size, margin=MARGIN, offload=False)
+        if not four_bits or not option:
+            return made
+        needed = gib(option.prediction.memory.needed_bytes)
+        hint = f"without offloading {four_bits.how} fits, in {needed}: {four_bits.what}"
+        return replace(made, chosen=replace(made.chosen, why=(*made.chosen.why, hint)))
+
+
+def _offloads(strategy: Strategy) -> bool:
+    return {strategy.offload_optimizer, strategy.offload_parameters} != {"none"}
 
 
 @contextmanager
@@ -218,14 +233,14 @@ def _kept_tracer(
         )
 
 
-def _attempt(change: Change, *, vocab_size: int | None, margin: float) -> Option | None:
+def _attempt(change: Change, *, vocab_size: int | None, margin: float, offload: bool = True) -> Option | None:
     try:
         tracer = _tracer(change.job, change.hardware, vocab_size)
         strategies, _ = predictable(change.job, change.hardware, tracer.architecture)
     except JobError:
         return None
     return leanest_that_fits(
-        strategies,
+        [one for one in strategies if offload or not _offloads(one)],
         hardware=change.hardware,
         trace_for=tracer.trace,
         simulate=partial(simulate, memory_cap_bytes=change.memory_cap_bytes),

@@ -69,7 +69,7 @@ def flags(asked: Strategy, other: Strategy) -> list[str]:
     """What to add to the command line to get from one strategy to the other."""
     changes = []
     if asked.name != other.name:
-        parts = settings_of(other).model_dump(exclude={"bucket"}, exclude_none=True)
+        parts = settings_of(other).model_dump(exclude={"bucket", "overlap_comm"}, exclude_none=True)
         changes.append(f"strategy={other.name if other.name in NAMED else repr(json.dumps(parts))}")
     if asked.micro_batch != other.micro_batch:
         changes.append(f"train.micro_batch={other.micro_batch}")

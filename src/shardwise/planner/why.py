@@ -97,7 +97,7 @@ def _tried(plan: Plan) -> Iterator[str]:
     if plan.job.lora_rank is not None:
         yield "a quantised base"
     elif published(plan.job.model):
-        yield "LoRA unless the weights are random"  # a plan does not know
+        yield "LoRA, on a base in NF4 too, unless the weights are random"  # a plan does not know
     if binds(plan.memory_cap_bytes, plan.hardware.gpu):
         yield "the GPU without --memory-cap"
         yield "more GPUs"

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,16 @@ class RunRecord:
 def is_run_folder(path: Path) -> bool:
     """Whether a run was set up here."""
     return (path / JOB).is_file() and (path / PLAN).is_file()
+
+
+def best_step(evaluations: Iterable[tuple[int, float]]) -> int | None:
+    """The step with the lowest loss, the first of equal ones; None where only step 0 was evaluated."""
+    return min((one for one in evaluations if one[0]), key=lambda one: one[1], default=(None, 0.0))[0]
+
+
+def evaluations_of(events: Iterable[dict[str, Any]], *, until: int) -> list[tuple[int, float]]:
+    """(step, loss) of the evaluations up to a step."""
+    return [(e["step"], e["loss"]) for e in events if e.get("kind") == "eval" and e["step"] <= until]
 
 
 def read_run(path: Path, *, with_events: bool = True) -> RunRecord:

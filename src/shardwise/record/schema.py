@@ -4,6 +4,7 @@ Losses are nats per target token, `time` is Unix seconds, lists have one value p
 the names. A number that is not finite is written as null and listed in `not_finite`: {"grad_norm": "inf"}.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -74,6 +75,7 @@ class EvalEvent:
     loss: float
     target_tokens: int
     seconds: float
+    samples: Sequence[tuple[str, str]] = ()  # `train.sample_prompts`, and what the model wrote
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,6 +81,7 @@ def resolve(
         precision=train.precision,
         checkpoint_every=_checkpoint_every(train, parts, situation, why),
         clip_norm=job.optimizer.clip_norm,
+        optimizer=job.optimizer.name,
     )
     problems = spec_problems(spec) + violations(
         Facts(

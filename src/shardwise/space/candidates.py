@@ -207,6 +207,7 @@ def _variants(
                 precision=train.precision,
                 checkpoint_every=checkpoint_every,
                 clip_norm=job.optimizer.clip_norm,
+                optimizer=job.optimizer.name,
             )
 
 

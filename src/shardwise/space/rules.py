@@ -222,6 +222,15 @@ RULES: tuple[Rule, ...] = (
         versions=DEEPSPEED,
     ),
     Rule(
+        name="only-zero2-reduces-afterwards",
+        broken=lambda f: not f.strategy.overlap_comm and f.strategy.stage != 2,
+        reason="overlap_comm can be turned off under ZeRO-2 alone: no plan knows what the others do then",
+        where="strategy.overlap_comm",
+        fix="leave overlap_comm out, or take ZeRO-2",
+        source="deepspeed/runtime/zero/stage_1_and_2.py: average_tensor, setup_buckets",
+        versions=DEEPSPEED,
+    ),
+    Rule(
         name="tensor-parallel-is-deepspeed",
         broken=lambda f: f.strategy.tensor_parallel > 1 and not _engine(f).tensor_parallel,
         reason="tensor parallelism is DeepSpeed's AutoTP, or within the stages of a pipeline",
@@ -274,6 +283,15 @@ RULES: tuple[Rule, ...] = (
         fix="train.precision: fp32, or a GPU of compute capability 8.0",
         source="torch, aten/.../flash_attn/flash_api.cpp: mha_varlen_fwd; shardwise.kernels.attention",
         versions=TORCH,
+    ),
+    Rule(
+        name="8-bit-moments-are-of-data-parallel-ranks",
+        broken=lambda f: f.strategy.optimizer == "adamw8bit" and (f.offloads or _together(f.strategy) > 1),
+        reason="moments in 8 bits save nothing in host memory, and are not tested where a model is split",
+        where="optimizer.name",
+        fix="optimizer.name: adamw, or single, zero2, zero3 or fsdp2 without offloading",
+        source="deepspeed/ops/adam: DeepSpeedCPUAdam keeps fp32 moments; shardwise.engines.runtime.adamw8bit",
+        versions=DEEPSPEED,
     ),
     Rule(
         name="global-batch-divides",

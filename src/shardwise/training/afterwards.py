@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from shardwise.errors import JobError, MachineError
 from shardwise.job.schema import Job
 from shardwise.models.export import export
 from shardwise.record.card import model_card
-from shardwise.record.read import read_run
+from shardwise.record.read import best_step, evaluations_of, read_run
 from shardwise.training.checkpoint import Checkpoint, newest_valid
 
 Show = Callable[[str], None]
@@ -67,16 +68,21 @@ def _complete(out: Path) -> Iterator[Path]:
 
 
 def newest_checkpoint(run_dir: str | Path) -> tuple[Job, Checkpoint]:
-    """The run's job and its newest sound checkpoint; warns of damaged newer ones on stderr."""
+    """The run's job and its newest sound checkpoint, or the best one where `train.patience` keeps it.
+
+    Warns of damaged ones that were passed over on stderr.
+    """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, imported by transformers, would warn
     record = read_run(Path(run_dir))
-    checkpoint = newest_valid(Path(run_dir) / "checkpoints")
+    job = Job.model_validate(record.job)
+    found = evaluations_of(record.events, until=sys.maxsize) if job.train.patience is not None else []
+    checkpoint = newest_valid(Path(run_dir) / "checkpoints", best_step(found))
     if checkpoint is None:
         fix = "let `shardwise train` save one"
         raise JobError("the run has no checkpoint yet", where=str(run_dir), fix=fix)
     checkpoint.warn_of_damaged()
-    return Job.model_validate(record.job), checkpoint
+    return job, checkpoint
 
 
 def base_of(checkpoint: Checkpoint) -> Mapping[str, Any] | None:

@@ -133,6 +133,8 @@ class CheckpointStore:
         self.disk, self.node = disk, None if disk is None else disk.node
         self._leads = rank == 0 if disk is None else disk.rank == 0  # One rank for each folder
         self._sound: set[int] = set()  # steps that this process has verified
+        self.best: int | None = None
+        """A step that is kept in addition, if it is sound."""
         self._last_bytes = 0  # size of the newest one known, the forecast for the next
 
     def save(self, step: int, write: Callable[[Path], None], *, origin: Origin) -> Checkpoint:
@@ -157,15 +159,15 @@ class CheckpointStore:
         self._on_leads(lambda: self._prune(step))
         return Checkpoint(step=step, path=final, manifest=manifest)
 
-    def latest(self, only: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint that verifies, or the one of step `only`; None where none was ever saved.
+    def latest(self, first: int | None = None, *, only: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint that verifies; that of step `first` before it; or only that of step `only`.
 
         Collective. Damaged ones are skipped and named in `Checkpoint.damaged`. Raises CheckpointError when
         there are checkpoints and none is sound: starting again from step 0 is never silent.
         """
         damaged: list[Problem] = []
         seen = self.agree(step_folders(self.folder))
-        for step, _ in seen[0]:
+        for step, _ in sorted(seen[0], key=lambda found: found[0] != first):
             if only not in (None, step):
                 continue
             path = self.folder / folder_name(step)
@@ -257,7 +259,7 @@ class CheckpointStore:
         """
         sound = 1
         for step, path in step_folders(self.folder):
-            if step >= saved:
+            if step >= saved or step == self.best:
                 continue
             if sound < self.keep and (step in self._sound or not verify(path, node=self.node)):
                 self._sound.add(step)
@@ -345,11 +347,11 @@ class CheckpointStore:
         return Problem(what=what, where=str(self.folder), fix=fix)
 
 
-def newest_valid(folder: Path) -> Checkpoint | None:
+def newest_valid(folder: Path, first: int | None = None) -> Checkpoint | None:
     """`CheckpointStore.latest` for a single process that only reads what lies here."""
     store = CheckpointStore(folder, keep=1)
     store.node = 0
-    return store.latest()
+    return store.latest(first)
 
 
 def _is_full(error: Exception) -> bool:

@@ -16,7 +16,8 @@ from shardwise.data.batch import StepBatch
 from shardwise.data.loader import BatchStream, EvalStream
 from shardwise.engines.runtime.protocol import Engine, StepResult
 from shardwise.errors import DivergedError, JobError
-from shardwise.job.schema import WARMUP_SHARE, Job, Optimizer
+from shardwise.job.schema import DECAY_SHARE, WARMUP_SHARE, Job, Optimizer
+from shardwise.record.read import best_step
 from shardwise.training.meter import MEMORY_FIELDS, Mark, Stopwatch, memory
 from shardwise.training.process import Ranks, StopSignal
 
@@ -47,7 +48,7 @@ class Observer(Protocol):
 
     def on_step(self, report: StepReport) -> None: ...
 
-    def on_eval(self, *, step: int, loss: float, target_tokens: int, seconds: float) -> None: ...
+    def on_eval(self, *, step: int, loss: float, seconds: float, **more: Any) -> None: ...
 
     def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None: ...
 
@@ -59,6 +60,7 @@ class Progress:
     step: int = 0
     tokens: int = 0
     target_tokens: int = 0
+    best: int | None = None  # The evaluated step with the lowest loss, where that is to be kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,9 @@ class Loop:
     save_state: Callable[[Progress], int] | None
     progress: Progress
     total_steps: int
-    evaluated: bool = False  # Whether the step that `progress` begins with has been evaluated already
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    """(step, loss) of all evaluations so far, those before a resumed run's start included."""
+    sample: Callable[[], list[tuple[str, str]]] = list  # Prompts and what the model makes of them; collective
     _issued: _Issued | None = field(default=None, init=False)
     _stop_agreed: bool = field(default=False, init=False)
 
@@ -101,9 +105,9 @@ class Loop:
         saved first: an evaluation may fail, or take longer than the machine is ours.
         """
         saved_at = self.progress.step or None
-        if not self.evaluated:
+        if self.progress.step not in dict(self.evaluations):
             self._evaluate_if_due()
-        while self.progress.step < last_step and not self._stop_agreed:
+        while self.progress.step < last_step and not self._stop_agreed and not self.worse:
             self._issue()
             step, train = self.progress.step, self.job.train
             early = train.worst_case_first and step == 1
@@ -111,10 +115,20 @@ class Loop:
                 self.save()
                 saved_at = step
             self._evaluate_if_due()
+            if self.progress.best == step != saved_at:
+                self.save()
+                saved_at = step
         self._read()
         if saved_at != self.progress.step:
             self.save()
-        return self.progress.step >= last_step
+        return self.progress.step >= last_step or self.worse
+
+    @property
+    def worse(self) -> bool:
+        """Whether `train.patience` evaluations since the best one are used up."""
+        patience, later = self.job.train.patience, [step for step, _ in self.evaluations if step]
+        best = best_step(self.evaluations)
+        return bool(patience and best and len(later) - later.index(best) > patience)
 
     def _evaluate_if_due(self) -> None:
         """Before the first step, after the last, and as often as asked; not once a stop is agreed."""
@@ -141,7 +155,12 @@ class Loop:
             fix = "lower optimizer.learning_rate, or look at the held-out data"
             raise DivergedError(f"the evaluation loss is {loss}", where=f"step {self.progress.step}", fix=fix)
         step, tokens = self.progress.step, self.evaluation.target_tokens
-        self.observer.on_eval(step=step, loss=loss, target_tokens=tokens, seconds=self.watch.lap())
+        self.evaluations.append((step, loss))
+        if self.job.train.patience is not None:
+            self.progress.best = best_step(self.evaluations)
+        more = {"samples": samples} if (samples := self.sample()) else {}
+        seconds = self.watch.lap()
+        self.observer.on_eval(step=step, loss=loss, target_tokens=tokens, seconds=seconds, **more)
         self.watch.restart()
         return loss
 
@@ -270,5 +289,8 @@ def learning_rate(optimizer: Optimizer, *, step: int, steps: int) -> float:
     if optimizer.schedule == "constant":
         return peak
     progress = (step - warmup) / max(1, steps - warmup)
-    remaining = 1 - progress if optimizer.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    if optimizer.schedule == "wsd":
+        remaining = 1 - math.sqrt(max(0.0, 1 - (steps - step) / (DECAY_SHARE * steps)))
+    else:
+        remaining = 1 - progress if optimizer.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return peak * (optimizer.final_fraction + (1 - optimizer.final_fraction) * remaining)

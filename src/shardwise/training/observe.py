@@ -18,7 +18,15 @@ from shardwise.energy import END_SECONDS, StepJoules
 from shardwise.errors import JobError, printable
 from shardwise.record.energy import WRITE_SECONDS, Used, read_used, write_used
 from shardwise.record.read import read_events
-from shardwise.record.schema import EvalEvent, Event, ResumeEvent, RunEvent, SaveEvent, StepEvent, StopEvent
+from shardwise.record.schema import (
+    EvalEvent,
+    Event,
+    ResumeEvent,
+    RunEvent,
+    SaveEvent,
+    StepEvent,
+    StopEvent,
+)
 from shardwise.record.trackers import Trackers
 from shardwise.record.write import EventWriter, RunFolder
 from shardwise.report.compare import row_of
@@ -99,7 +107,7 @@ class Quiet:
 
     def on_step(self, report: StepReport) -> None: ...
 
-    def on_eval(self, *, step: int, loss: float, target_tokens: int, seconds: float) -> None: ...
+    def on_eval(self, **_: object) -> None: ...
 
     def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None: ...
 
@@ -197,12 +205,14 @@ class Recorder:
         self._display.step(report)
         self._count()
 
-    def on_eval(self, *, step: int, loss: float, target_tokens: int, seconds: float) -> None:
+    def on_eval(self, *, step: int, loss: float, seconds: float, **more: Any) -> None:
         self._between("evaluation", seconds)
-        self._events.write(EvalEvent(step=step, loss=loss, target_tokens=target_tokens, seconds=seconds))
+        self._events.write(EvalEvent(step=step, loss=loss, seconds=seconds, **more))
         self._trackers.log(step, {"eval/loss": loss})
         numbers = f"evaluation loss {loss:.4f} (perplexity {math.exp(min(loss, 50.0)):.4g})"
         self._display.say(f"step {step}: {numbers}, {duration(seconds)}")
+        for prompt, text in more.get("samples", ()):
+            self._display.say(f"  {prompt} -> {text}")
 
     def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None:
         self._between("saving", seconds)

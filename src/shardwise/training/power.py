@@ -113,9 +113,9 @@ class PowerTuner:
         if found is not None:
             self._take(found)
 
-    def on_eval(self, *, step: int, loss: float, target_tokens: int, seconds: float) -> None:
+    def on_eval(self, *, step: int, loss: float, seconds: float, **more: Any) -> None:
         self._windows.interrupt()
-        self._recorder.on_eval(step=step, loss=loss, target_tokens=target_tokens, seconds=seconds)
+        self._recorder.on_eval(step=step, loss=loss, seconds=seconds, **more)
 
     def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None:
         self._windows.interrupt()

@@ -29,7 +29,7 @@ from shardwise.models.structure import checkpoint_blocks
 from shardwise.objective import objective_of
 from shardwise.record.environment import environment, versions
 from shardwise.record.manifest import Origin
-from shardwise.record.read import EVENTS, read_events
+from shardwise.record.read import EVENTS, best_step, evaluations_of, read_events
 from shardwise.record.write import RunFolder
 from shardwise.strategy import Strategy
 from shardwise.training.announce import announce, header, speed
@@ -49,6 +49,7 @@ from shardwise.training.power import PowerTuner
 from shardwise.training.process import Ranks, StopSignal, join, place, settled
 from shardwise.training.ready import Ready, count_steps, get_ready, identity, make_streams
 from shardwise.training.rehearsal import NOTICE, rehearsal
+from shardwise.training.samples import make_samples
 from shardwise.training.snapshot import Snapshots, seed_rng
 from shardwise.units import gib
 
@@ -74,7 +75,7 @@ def run(spec: LaunchSpec) -> None:
         announce(ready, total_steps=total_steps, json_plan=spec.dry_run and spec.as_json)
     if spec.dry_run:
         return
-    check_bitsandbytes(job.model)
+    check_bitsandbytes(job.model, job.optimizer.name)
     at_most = _left_of_the_cap(spec.memory_cap_bytes, ready.strategy)
     with explained(ready):
         world = join(
@@ -130,7 +131,10 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     if world.rank > 0 and world.local_disks and world.local_rank == 0:
         run_folder(ready, spec).close()
     ranks.barrier()  # the run folder exists now, for every rank
-    evaluated = spec.resume and ranks.gather(world.rank == 0 and _evaluated(run_dir, progress.step))[0]
+    known = evaluations_of(read_events(run_dir / EVENTS), until=progress.step) if spec.resume else []
+    evaluations = ranks.gather(known if world.rank == 0 else [])[0]
+    if job.train.patience is not None:
+        progress.best = best_step(evaluations)
     if spec.profile is not None and spec.measure_steps is not None:
         profile_steps(engine, after=spec.measure_steps, trace=Path(spec.profile))
     with rehearsal(engine, cards[world.rank]), observer:
@@ -145,12 +149,13 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             save_state=None if measuring else snapshots.save,
             progress=progress,
             total_steps=total_steps,
-            evaluated=evaluated,
+            evaluations=evaluations,
+            sample=make_samples(ready, engine),
         )
         last_step = _steps_to_measure(spec) or min(total_steps, spec.max_steps or total_steps)
         with settled():
             arrived = loop.run(last_step)
-        done = progress.step >= (last_step if measuring else total_steps)
+        done = loop.worse or progress.step >= (last_step if measuring else total_steps)
         status = "finished" if done else "paused" if arrived else "stopped"
         ends = ranks.gather((observer.stopping, millijoules(world.device), *host_millijoules()))
         (why, *_), gpus_end, *host_end = zip(*ends, strict=True)
@@ -289,12 +294,6 @@ def check_alike(ready: Ready, ranks: Ranks) -> None:
             what = f"rank {rank} has another {' and another '.join(keys)} than rank 0"
             fix = "give every node the same data, the same tokenizer and the same cache; or name a strategy"
             raise JobError(what, where=", ".join(keys), fix=fix)
-
-
-def _evaluated(run_dir: Path, step: int) -> bool:
-    """Whether the run was evaluated after that step, which is saved before."""
-    found = ((event.get("kind"), event.get("step")) for event in read_events(run_dir / EVENTS))
-    return ("eval", step) in found
 
 
 def _seed(job: Job, world: World) -> None:

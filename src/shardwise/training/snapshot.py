@@ -24,6 +24,7 @@ from shardwise.engines.runtime.state import PICKLED, check_pickles
 from shardwise.errors import CheckpointError, Problem
 from shardwise.job.identity import longer
 from shardwise.job.load import differences
+from shardwise.job.schema import Model, Optimizer
 from shardwise.models.fingerprint import other_base
 from shardwise.record.manifest import Manifest, Origin
 from shardwise.record.read import EVENTS, read_events
@@ -47,6 +48,7 @@ class Snapshots:
 
     def save(self, progress: Progress) -> int:
         """Commit a checkpoint of `progress.step`; returns its bytes."""
+        self.store.best = progress.best
         saved = self.store.save(progress.step, partial(self._write, progress), origin=self.origin)
         return saved.manifest.size_bytes
 
@@ -55,7 +57,7 @@ class Snapshots:
 
         CheckpointError where it is another job's, or what was saved is gone.
         """
-        found = self.store.latest(self.resume_from)
+        found = self.store.latest(only=self.resume_from)
         if found is None and self.resume_from is None:
             return self._beginning()
         if found is None:
@@ -152,9 +154,19 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Proble
             skipped.add("model.revision")
         else:
             problems.append(other_base(old_base, new_base, source=now["model"]["source"]))
-    then, now = ({key: value for key, value in side.items() if key != "base"} for side in (then, now))
+    sides = ({**side, **_with_later_keys(side)} for side in (then, now))
+    then, now = ({key: value for key, value in side.items() if key != "base"} for side in sides)
     found = differences(then, now)
     return problems + [_problem(key, old, new) for key, old, new in found if key not in skipped]
+
+
+def _with_later_keys(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of the job with the defaults of keys that an older version did not write."""
+    return {
+        name: section.model_validate_json(json.dumps(identity[name])).model_dump(mode="json")
+        for name, section in (("model", Model), ("optimizer", Optimizer))
+        if name in identity
+    }
 
 
 def _problem(key: str, then: object, now: object) -> Problem:
@@ -196,6 +208,7 @@ class TrainerState:
     tokens: int  # Trained on so far, without padding
     target_tokens: int
     data: Mapping[str, Any]  # The loader's own position
+    best: int | None = None  # As `Progress.best`, before the evaluation of this step
 
 
 def save_state(folder: Path, state: TrainerState) -> None:

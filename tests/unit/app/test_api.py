@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -70,6 +71,20 @@ def test_a_job_value_is_checked_as_a_file_is(job: Path) -> None:
 def test_a_size_that_is_none_is_refused(size: str | int) -> None:
     with pytest.raises(JobError, match="is not a size"):
         size_in_bytes(size, "memory_cap")
+
+
+def test_a_run_has_its_events(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: first\n")
+    (tmp_path / "plan.json").write_text("{}")
+    lines = [
+        {"kind": "run", "processes": 1},
+        {"kind": "step", "step": 1, "loss": 2.0, "tokens": 8, "seconds": 0.1},
+        {"kind": "eval", "step": 1, "loss": 3.0},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run = shardwise.Run(folder=tmp_path, exit_code=0)
+    assert [event["loss"] for event in run.events()] == [2.0]
+    assert [event["loss"] for event in run.events("eval")] == [3.0]
 
 
 def test_one_file_may_be_checked_by_its_name(tmp_path: Path) -> None:

@@ -225,3 +225,14 @@ def test_a_run_may_become_longer(then: dict[str, object], now: dict[str, object]
     else:
         with pytest.raises(CheckpointError, match=r"steps|epochs"):
             check_origin(stored(**then), origin(**now), where="x")
+
+
+def test_a_checkpoint_from_before_a_key_had_its_default() -> None:
+    now = {"optimizer": {"learning_rate": 1e-4, "name": "adamw", "lora_plus": 1.0}}
+    before = Origin(world_size=1, strategy={}, identity={"optimizer": {"learning_rate": 1e-4}}, versions={})
+    same = Origin(world_size=1, strategy={}, identity=now, versions={})
+    check_origin(Manifest(step=1, origin=before, files={}), same, where="x")
+    other = Origin(world_size=1, strategy={}, identity={"optimizer": {"name": "adamw8bit"}}, versions={})
+    with pytest.raises(CheckpointError) as caught:
+        check_origin(Manifest(step=1, origin=before, files={}), other, where="x")
+    assert "optimizer.name is 'adamw8bit', the checkpoint's is 'adamw'" in render(caught.value)

@@ -30,14 +30,15 @@ SAMPLING = {
 }  # fmt: skip
 VERBS = {
     "demo": {"--out"},
-    "init": {"--out", "--list", "--models"},
+    "init": {"--out", "--list", "--models", "--qlora"},
     "config": {"--set", "--json"},
-    "plan": {"--scale", "--straggler",
+    "plan": {"--scale", "--straggler", "--qlora",
         "--gpus", "--model", "--lora", "--full", "--sequence", "--global-batch", "--objective",
-        "--max-slowdown", "--pareto", "--all",
+        "--max-slowdown", "--pareto", "--all", "--documents",
         "--explain", "--json", "--out", "--set", "--memory-cap",
     },
     "train": {
+        "--qlora",
         "--processes", "--nodes", "--node-rank", "--rendezvous", "--hostfile", "--workdir", "--resume",
         "--resume-or-start", "--resume-from", "--trust-checkpoint", "--max-steps", "--dry-run", "--set",
         "--memory-cap", "--on-oom", "--simulate-power", "--json",
@@ -77,7 +78,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSpec]:
     """What the launcher is asked for, instead of worker processes."""
     specs: list[LaunchSpec] = []
 
-    def launch(spec: LaunchSpec) -> int:
+    def launch(spec: LaunchSpec, **_: object) -> int:
         specs.append(spec)
         os.write(1, b"a worker speaks\n")
         return 0
@@ -132,7 +133,7 @@ def test_errors_end_in_one_block_and_their_code(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def launch(spec: LaunchSpec) -> int:
+    def launch(spec: LaunchSpec, **_: object) -> int:
         raise error
 
     monkeypatch.setattr("shardwise.app.train.launch", launch)
@@ -143,7 +144,7 @@ def test_errors_end_in_one_block_and_their_code(
 def test_a_bug_is_called_a_bug_and_debug_shows_where(
     job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def launch(spec: LaunchSpec) -> int:
+    def launch(spec: LaunchSpec, **_: object) -> int:
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr("shardwise.app.train.launch", launch)

@@ -330,3 +330,32 @@ def test_files_of_the_working_directory_stand_in_for_no_module(
     monkeypatch.chdir(tmp_path)
     (sample,) = render_one(tokenizer, CHATML)
     assert len(sample.spans) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("chatml", "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\nHow can I help?<|im_end|>"),
+        (
+            "llama-3",
+            "<s><|start_header_id|>user<|end_header_id|>\n\nHello!<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\nHow can I help?<|eot_id|>",
+        ),
+        ("alpaca", "### Instruction:\nHello!\n\n### Response:\nHow can I help?</s>"),
+    ],
+)
+def test_templates_with_a_name(tokenizer: PreTrainedTokenizerFast, name: str, text: str) -> None:
+    """The answer and the token that ends it are trained, the question is not; asked, it ends as it begins."""
+    source = template_for(tokenizer, name)
+    messages = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "How can I help?"}]
+    with Renderer(tokenizer, source, answers_only=True) as renderer:
+        [(_, [rendered])] = renderer.render([Conversation("x", messages)])  # type: ignore[misc]
+    assert rendered.text.rstrip() == text
+    [(start, end)] = rendered.spans
+    assert text[start:end].rstrip() in (
+        "How can I help?" + stop for stop in ("<|im_end|>", "<|eot_id|>", "</s>")
+    )
+    with Renderer(tokenizer, source, answers_only=False, invite=True) as renderer:
+        [(_, [asked])] = renderer.render([Conversation("x", messages[:1])])  # type: ignore[misc]
+    assert text.startswith(asked.text)
+    assert text[len(asked.text) :].startswith("How can I help?")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,3 +135,26 @@ def test_each_window_has_a_random_order_of_its_own() -> None:
     turns = [[int(place[rows[first + row][0]]) % 4096 for row in range(1024)] for first in (0, 1024)]
     assert sorted(turns[0]) == sorted(turns[1])
     assert turns[0] != turns[1]
+
+
+def test_weights_say_how_often_a_sample_is_taken_and_fractions_are_spread_over_epochs() -> None:
+    weights = np.repeat([1.0, 2.0, 0.25], [10, 5, 40])
+    lengths = np.full(55, 4, dtype=np.int32)
+    counts = np.zeros(55, dtype=int)
+    for epoch in range(4):
+        rows = rows_of_epoch(lengths, sequence_length=8, seed=3, epoch=epoch, packing=True, weights=weights)
+        found = np.bincount(rows.order, minlength=55)
+        assert (found[:10] == 1).all()
+        assert (found[10:15] == 2).all()
+        assert 3 <= found[15:].sum() <= 17
+        counts += found
+    assert (counts[15:] == 1).all(), "each quarter of the third data set has had its epoch"
+
+
+def test_weights_of_one_change_nothing() -> None:
+    lengths = chat_lengths(500, 64)
+    shape: dict[str, Any] = {"sequence_length": 64, "seed": 1, "epoch": 2, "packing": True}
+    plain = rows_of_epoch(lengths, **shape)
+    weighted = rows_of_epoch(lengths, weights=np.ones(500), **shape)
+    assert (plain.order == weighted.order).all()
+    assert (plain.borders == weighted.borders).all()

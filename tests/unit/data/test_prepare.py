@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from shardwise.data.loader import BatchStream
 from shardwise.data.prepare import Prepared, documents, prepare
 from shardwise.errors import DataError
 from shardwise.job.schema import Job
@@ -306,3 +307,33 @@ def test_a_tokenizer_that_was_used_with_padding_is_still_the_same(
     prepared = run(make_job(train=path))
     assert prepared.summary["key"] == first
     assert np.all(prepared.train.lengths > 5)
+
+
+def test_data_sets_are_mixed_by_their_weights(
+    run: Any, make_job: Make, json_lines: Any, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A folder of two files, and a file; weights follow the samples that are not held out."""
+    pairs = [{"instruction": f"what is {n}?", "output": f"it is {n}"} for n in range(8)]
+    folder = Path(json_lines(pairs[:1])).with_name("both")
+    folder.mkdir()
+    json_lines(pairs[:3], "both/one.jsonl"), json_lines(pairs[3:5], "both/two.jsonl")
+    rare = json_lines(pairs[5:], "rare.jsonl")
+    once = run(make_job(train=[str(folder), rare], eval_fraction=0.0))
+    mixed = run(make_job(train=[str(folder), rare], weights=[3, 0.5], eval_fraction=0.0))
+    assert once.train.weights is None
+    assert mixed.train.weights.tolist() == [3.0] * 5 + [0.5] * 3
+    assert mixed.content == once.content, "the tokens are the same, and come from the same cache"
+    lengths = mixed.train.lengths
+    assert mixed.summary["tokens"] == round(3 * lengths[:5].sum() + 0.5 * lengths[5:].sum())
+    held = run(make_job(train=[str(folder), rare], weights=[3, 0.5], eval_fraction=0.25))
+    assert len(held.train) + len(held.eval) == 8
+    texts_of = {n: held.train.weights[n] for n in range(len(held.train))}
+    for index, weight in texts_of.items():
+        number = int(tokenizer.decode(held.train.sample(index)[0].tolist()).split("what is ")[1][0])
+        assert weight == (3.0 if number < 5 else 0.5)
+    stream = BatchStream(
+        mixed.train, sequence_length=64, packing=False, pad_id=0, micro_batch=1, data_rank=0, data_size=1,
+        global_batch=1, seed=0, worst_case_first=False,
+    )  # fmt: skip
+    assert stream.rows_per_epoch(0) in (16, 17)
+    stream.close()

@@ -198,7 +198,6 @@ def test_a_folder_is_read_in_sorted_order_without_foreign_files(tmp_path: Path) 
         (lambda tmp: str(tmp / "no" / "x.json"), "there is no file", "which exists"),
         (str, "holds no data", ".jsonl"),
         (lambda tmp: str(tmp / "x.csv"), "of an unknown kind (.csv)", ".parquet"),
-        (lambda tmp: [], "no data is named", "name a file"),
     ],
 )
 def test_what_cannot_be_opened_is_said_with_a_way_out(

@@ -60,6 +60,11 @@ def test_a_bucket_is_as_large_as_asked_and_as_there_is_to_reduce(
     assert zero.get("allgather_bucket_size") == (size if stage < 3 else None)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_overlap_is_as_asked(overlap: bool) -> None:
+    assert config(stage=2, overlap_comm=overlap)["zero_optimization"]["overlap_comm"] is overlap
+
+
 def test_no_clipping_is_written_as_zero() -> None:
     assert config(stage=2, clip_norm=0.0)["gradient_clipping"] == 0.0
 

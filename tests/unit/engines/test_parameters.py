@@ -7,7 +7,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.engines.runtime.parameters import decay_by_name, parameter_groups, trainable
+from shardwise.engines.runtime.parameters import groups_by_name, parameter_groups, trainable
+from shardwise.job.schema import Optimizer
+
+
+def decays(model: nn.Module) -> dict[str, float]:
+    groups = groups_by_name(model, Optimizer(weight_decay=0.1))
+    return {name: group.weight_decay for name, group in groups.items()}
 
 
 class Model(nn.Module):
@@ -24,7 +30,7 @@ class Model(nn.Module):
 
 
 def test_matrices_decay_and_vectors_exempt_and_frozen_ones_do_not() -> None:
-    assert decay_by_name(Model(), 0.1) == {
+    assert decays(Model()) == {
         "a_log": 0.0,
         "embedding.weight": 0.1,
         "norm.weight": 0.0,
@@ -36,7 +42,7 @@ def test_matrices_decay_and_vectors_exempt_and_frozen_ones_do_not() -> None:
 
 def test_each_trainable_parameter_is_in_one_group() -> None:
     model = Model()
-    groups = parameter_groups(trainable(model), decay_by_name(model, 0.1))
+    groups = parameter_groups(trainable(model), groups_by_name(model, Optimizer(weight_decay=0.1)))
     assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.1, 2), (0.0, 4)]
     members = [p for group in groups for p in group["params"]]
     assert {id(p) for p in members} == {id(p) for p in model.parameters() if p.requires_grad}
@@ -44,7 +50,7 @@ def test_each_trainable_parameter_is_in_one_group() -> None:
 
 def test_without_decay_there_is_one_group() -> None:
     model = Model()
-    assert len(parameter_groups(trainable(model), decay_by_name(model, 0.0))) == 1
+    assert len(parameter_groups(trainable(model), groups_by_name(model, Optimizer()))) == 1
 
 
 SIZES = {
@@ -76,7 +82,7 @@ def test_biases_and_norms_that_are_matrices_never_decay(
 ) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **sizes))
-    parameters, decay = dict(model.named_parameters()), decay_by_name(model, 0.1)
+    parameters, decay = dict(model.named_parameters()), decays(model)
     matrices = {name for name, parameter in parameters.items() if parameter.ndim >= 2}
     spared = {name for name in matrices if decay[name] == 0.0}
     found = {end: {tuple(parameters[n].shape) for n in spared if n.endswith(end)} for end in exempt}
@@ -97,7 +103,7 @@ def test_matrices_of_normed_layers_decay_and_so_do_those_below_a_module_called_n
     model = nn.Module()
     model.embed, model.head = NormedEmbedding(5, 4), NormHead(4, 5, bias=False)
     model.layernorm = nn.Sequential(nn.LayerNorm((2, 4)), nn.Linear(4, 4))  # as in AXK2
-    assert decay_by_name(model, 0.1) == {
+    assert decays(model) == {
         "embed.weight": 0.1,
         "head.weight": 0.1,
         "layernorm.0.weight": 0.0,

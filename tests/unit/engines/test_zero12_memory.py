@@ -139,6 +139,11 @@ def test_a_full_bucket_is_reduced_in_the_middle_of_the_backward_pass() -> None:
     assert run.backward() == run.built + 2 * (2 * 8 * K) + 2 * (NUMEL[1] + NUMEL[2])
 
 
+def test_without_overlap_there_is_one_bucket() -> None:
+    run = _run(2, bucket=8 * K, overlap_comm=False)
+    assert run.backward() == run.built + 2 * 8 * K + 2 * (NUMEL[1] + NUMEL[2])
+
+
 def test_a_gradient_larger_than_a_bucket_stays_where_it_is() -> None:
     run = _run(2, bucket=4 * K)
     assert run.backward() == run.built + 2 * (2 * 4 * K) + 2 * (NUMEL[1] + NUMEL[2]) + 2 * NUMEL[0]

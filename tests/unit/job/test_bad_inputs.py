@@ -131,7 +131,7 @@ CASES = [
     ),
     Case(
         "quantised-without-lora",
-        model("quantization: int8"),
+        model("quantization: int8", "lora: null"),
         ["job.yaml:4: model.quantization", "model.lora", "add `lora: {rank: 16}`"],
     ),
     Case(
@@ -247,7 +247,7 @@ def test_bad_input_ends_in_one_block(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shardwise.app.train.launch", lambda spec: pytest.fail("workers were started"))
+    monkeypatch.setattr("shardwise.app.train.launch", lambda spec, **_: pytest.fail("workers were started"))
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")
     (tmp_path / "empty").mkdir()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.job import json_schema, presets
 from shardwise.job.load import load_job
-from shardwise.job.schema import Job
+from shardwise.job.schema import LORA_RATE, Job, Lora
 
 ROOT = Path(__file__).parents[3]
 
@@ -68,3 +69,18 @@ def test_a_job_is_a_frozen_value() -> None:
     job = Job.model_validate({"name": "x", "model": {"source": "m"}, "data": {"train": "d"}})
     with pytest.raises(ValueError, match="frozen"):
         job.name = "y"
+
+
+def test_a_quantised_base_means_adapters_and_their_rate() -> None:
+    """What `--qlora` gives; with adapters of the user's own they stay."""
+    values: dict[str, Any] = {
+        "name": "a",
+        "data": {"train": "x"},
+        "model": {"source": "m", "quantization": "nf4"},
+    }
+    job = Job.model_validate(values)
+    assert job.model.lora == Lora()
+    assert job.optimizer.learning_rate == LORA_RATE
+    own = Job.model_validate({**values, "model": {**values["model"], "lora": {"rank": 4}}})
+    assert own.model.lora is not None
+    assert own.model.lora.rank == 4

@@ -61,7 +61,7 @@ def test_a_run_folder_that_has_lost_a_file_says_which(
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSpec]:
     specs: list[LaunchSpec] = []
-    monkeypatch.setattr("shardwise.app.train.launch", lambda spec: specs.append(spec) or 0)
+    monkeypatch.setattr("shardwise.app.train.launch", lambda spec, **_: specs.append(spec) or 0)
     return specs
 
 

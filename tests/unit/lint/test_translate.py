@@ -74,6 +74,19 @@ def test_buckets_are_as_large_as_the_file_says(
     assert asked.left_out == left_out
 
 
+@pytest.mark.parametrize(
+    ("stage", "overlaps", "left_out"),
+    [(1, True, ("overlap_comm false: simulated with true",)), (2, False, ())],
+)
+def test_overlap_is_simulated_as_written_under_zero_2(
+    stage: int, overlaps: bool, left_out: tuple[str, ...]
+) -> None:
+    zero = {"stage": stage, "overlap_comm": False}
+    job, asked = planned(json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))
+    assert job["strategy"]["overlap_comm"] is overlaps
+    assert asked.left_out == left_out
+
+
 def test_sizes_follow_from_each_other() -> None:
     config = {"train_batch_size": 64, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1}}
     job, _ = planned(json.dumps(config))

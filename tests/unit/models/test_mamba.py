@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from shardwise.data.batch import IGNORED, MicroBatch
-from shardwise.engines.runtime.parameters import decay_by_name
+from shardwise.engines.runtime.parameters import groups_by_name
 from shardwise.errors import JobError
-from shardwise.job.schema import Lora, Model
+from shardwise.job.schema import Lora, Model, Optimizer
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.export import save_weights
 from shardwise.models.flops import train_flops_per_token
@@ -168,8 +168,8 @@ def test_a_log_d_and_dt_bias_stay_in_fp32_and_nothing_but_matrices_decays():
     for name, p in built.model.named_parameters():
         short = name.rpartition("mixer.")[2]
         assert p.dtype == (torch.float32 if short in whole else torch.bfloat16), name
-    decay = decay_by_name(built.model, 0.1)
-    decaying = {name.rpartition("mixer.")[2] for name, value in decay.items() if value}
+    groups = groups_by_name(built.model, Optimizer(weight_decay=0.1))
+    decaying = {name.rpartition("mixer.")[2] for name, group in groups.items() if group.weight_decay}
     assert decaying == {
         "backbone.embeddings.weight",
         "conv1d.weight",

@@ -19,10 +19,11 @@ JOB = Job(
 
 def test_the_order_is_rows_lora_more_gpus_larger_gpus() -> None:
     changes = list(small_changes(JOB, parse_hardware("2xRTX4080")))
-    assert [c.how for c in changes][:6] == [
+    assert [c.how for c in changes][:7] == [
         "--sequence 512",
         "--sequence 256",
         "--lora 16",
+        "--qlora",
         "--gpus 4xRTX-4080",
         "--gpus 8xRTX-4080",
         "--gpus 2xRTX-4090",
@@ -30,8 +31,9 @@ def test_the_order_is_rows_lora_more_gpus_larger_gpus() -> None:
     assert changes[0].job.data.sequence_length == 512
     assert changes[2].job.model.lora == Lora()
     assert changes[2].job.data == JOB.data, "one change at a time"
-    assert [c.hardware.world_size for c in changes[3:6]] == [4, 8, 2]
-    sizes = [c.hardware.gpu.sold_as_gb for c in changes[5:]]
+    assert changes[3].job.model == Model(source="m", quantization="nf4"), "what the flag gives"
+    assert [c.hardware.world_size for c in changes[4:7]] == [4, 8, 2]
+    sizes = [c.hardware.gpu.sold_as_gb for c in changes[6:]]
     assert sizes == sorted(set(sizes))
     assert sizes[-1] >= 141
 
@@ -62,7 +64,9 @@ def test_no_adapters_are_offered_on_a_shape_without_published_weights() -> None:
         return [c.how for c in small_changes(job, parse_hardware("2xT4")) if "lora" in c.how]
 
     assert offered("7b_mamba") == offered("gpt3-13b") == []
-    assert offered("llama-2-7b") == offered("someone/model") == offered("./gpt3-13b") == ["--lora 16"]
+    assert (
+        offered("llama-2-7b") == offered("someone/model") == offered("./gpt3-13b") == ["--lora 16", "--qlora"]
+    )
 
 
 def test_below_adapters_the_base_is_quantised_further() -> None:

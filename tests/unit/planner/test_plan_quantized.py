@@ -9,6 +9,7 @@ import pytest
 
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Lora, Model
+from shardwise.planner.plan import Plan
 from shardwise.planner.planning import make_plan, nearest_change
 from shardwise.planner.sketch import sketch
 from shardwise.simulate.memory.allocator import CachingAllocator
@@ -151,3 +152,22 @@ def test_where_weights_are_what_does_not_fit_the_nearest_change_is_to_quantise_t
     assert near is not None
     assert near.how == "--set model.quantization=int8"
     assert near.option.prediction.memory.needed_bytes < 11 * 2**30
+
+
+@pytest.mark.slow
+def test_where_only_offloading_fits_the_plan_says_that_nf4_would_do_without() -> None:
+    """Llama-2-7B on 12 GB: 12.6 GiB of weights wait in host memory, or take 3.7 GiB in NF4."""
+    changes = ["train.global_batch=1", "train.checkpointing=full", "data.sequence_length=512"]
+
+    def plan(*more: str) -> Plan:
+        job = sketch("llama-2-7b", [*changes, *more], world_size=1).job
+        return make_plan(job, parse_hardware("1x12GB+64GiB"))
+
+    made = plan("model.lora.rank=16")
+    assert made.chosen is not None
+    assert made.chosen.strategy.offload_parameters == "cpu"
+    hint = made.chosen.why[-1]
+    assert hint.startswith("without offloading --set model.quantization=nf4 fits, in ")
+    typed = plan("model.lora.rank=16", "model.quantization=nf4")
+    assert typed.chosen is not None
+    assert typed.chosen.strategy.offload_parameters == "none"

@@ -169,6 +169,11 @@ def test_a_bucket_is_reduced_beside_the_backward_pass(layers, unlimited) -> None
     assert time.exposed_communication_seconds > gathered
 
 
+def test_without_overlap_every_bucket_is_waited_for(layers, unlimited) -> None:
+    time = predict(layers(blocks=16, width=8192, tokens=16384), **zero(2, overlap_comm=False))
+    assert time.exposed_communication_seconds == pytest.approx(time.communication_seconds, rel=0.01)
+
+
 def test_stage_0_hides_nothing(layers) -> None:
     time = predict(layers(width=8192), **zero(0))
     assert time.exposed_communication_seconds == pytest.approx(time.communication_seconds, rel=0.02)

@@ -255,7 +255,9 @@ def test_parts_are_kept_with_what_the_job_fixes() -> None:
         "precision": "fp16",
         "checkpoint_every": 3,
         "clip_norm": 1.0,
+        "optimizer": "adamw",
         "bucket": 50_000_000,
+        "overlap_comm": True,
     }
     assert refused == []
 

@@ -60,6 +60,17 @@ class Evaluation:
         return iter([MICRO_BATCH])
 
 
+class Falling(Evaluation):
+    """Evaluations with these losses, one after the other."""
+
+    def __init__(self, losses: Sequence[float]) -> None:
+        self._targets = iter([2 * 3.0 / loss for loss in losses])
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self.target_tokens = next(self._targets)  # type: ignore[assignment]  # the sum of losses is 6
+        return iter([MICRO_BATCH])
+
+
 class Diary:
     """An observer that writes down what it is told, in order."""
 
@@ -71,8 +82,8 @@ class Diary:
         self.lines.append(f"step {report.step}")
         self.losses.append(report.loss)
 
-    def on_eval(self, *, step: int, loss: float, target_tokens: int, seconds: float) -> None:
-        self.lines.append(f"eval {step}: {loss}")
+    def on_eval(self, *, step: int, loss: float, samples: Sequence[object] = (), **_: object) -> None:
+        self.lines.append(f"eval {step}: {loss}{' with samples' if samples else ''}")
 
     def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None:
         self.lines.append(f"save {step}")
@@ -90,6 +101,7 @@ def make(
     start: int = 0,
     norm: float = 1.0,
     evaluated: bool | None = None,
+    evaluations: Sequence[float] | None = None,
     **train: Any,
 ) -> tuple[Loop, Diary]:
     job = Job.model_validate(
@@ -105,14 +117,14 @@ def make(
         job=job,
         engine=Scripted(losses, norm),  # type: ignore[arg-type]
         stream=stream(),  # type: ignore[arg-type]
-        evaluation=Evaluation(),  # type: ignore[arg-type]
+        evaluation=Evaluation() if evaluations is None else Falling(evaluations),  # type: ignore[arg-type]
         ranks=Ranks(WORLD),
         stop=StopSignal(),
         observer=diary,
         save_state=lambda progress: progress.step,
         progress=Progress(step=start),
         total_steps=steps,
-        evaluated=start > 0 if evaluated is None else evaluated,
+        evaluations=[(start, 6.0)] if (start > 0 if evaluated is None else evaluated) else [],
     )
     return loop, diary
 
@@ -224,3 +236,39 @@ def test_fp16_that_overflows_at_every_scale_ends_the_run(scale: float, ends: boo
     with pytest.raises(DivergedError, match="loss scale of 1") if ends else nullcontext():
         loop.run(2)
     assert ("save 2" in diary.lines) != ends
+
+
+def test_without_a_lower_loss_it_ends_and_keeps_the_best_step() -> None:
+    """Losses of the evaluations at 0, 2, 4, ...: the one before training does not count."""
+    loop, diary = make([5] * 20, steps=20, eval_every=2, patience=2, evaluations=[1, 4, 3, 3.5, 3, 2])
+    kept: list[tuple[int, int | None]] = []
+    loop.save_state = lambda progress: kept.append((progress.step, progress.best)) or 1
+    assert loop.run(20), "it is done"
+    assert loop.worse
+    assert diary.lines[-2:] == ["eval 8: 3.0", "save 8"]
+    assert kept == [(2, 2), (4, 4), (8, 4)], (
+        "each best step is saved, and the last; an equal loss is no better"
+    )
+
+
+def test_patience_0_keeps_the_best_step_and_never_ends() -> None:
+    loop, _ = make([5] * 8, steps=8, eval_every=2, save_every=4, patience=0, evaluations=[9, 2, 3, 4, 5])
+    kept: list[tuple[int, int | None]] = []
+    loop.save_state = lambda progress: kept.append((progress.step, progress.best)) or 1
+    assert loop.run(8)
+    assert not loop.worse
+    assert kept == [(2, 2), (4, 2), (8, 2)]
+
+
+def test_a_resumed_run_counts_the_evaluations_before() -> None:
+    loop, diary = make([5] * 2, steps=8, start=6, eval_every=2, patience=2, evaluations=[])
+    loop.evaluations = [(2, 1.0), (4, 2.0), (6, 3.0)]
+    assert loop.run(8)
+    assert diary.lines == []
+
+
+def test_samples_go_with_an_evaluation() -> None:
+    loop, diary = make([5], steps=1)
+    loop.sample = lambda: [("a", "b")]
+    assert loop.run(1)
+    assert diary.lines[-1] == "eval 1: 2.0 with samples"

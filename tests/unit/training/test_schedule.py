@@ -31,6 +31,15 @@ def test_halfway_values() -> None:
     assert learning_rate(cosine, step=25, steps=100) == pytest.approx(0.5 + 0.5 * 2**-0.5)
 
 
+def test_wsd_is_stable_then_falls_as_the_square_root_over_the_last_fifth() -> None:
+    wsd = Optimizer(learning_rate=1.0, warmup_steps=10, schedule="wsd", final_fraction=0.1)
+    found = rates(wsd, 100)
+    assert found[:10] == pytest.approx([step / 10 for step in range(1, 11)])
+    assert set(found[10:80]) == {1.0}
+    assert found[84] == pytest.approx(0.1 + 0.9 * (1 - 0.5))  # a quarter of the decay: sqrt(1/4)
+    assert found[99] == pytest.approx(0.1)
+
+
 def test_constant_stays() -> None:
     optimizer = Optimizer(learning_rate=3e-4, warmup_steps=1, schedule="constant")
     assert set(rates(optimizer, 9)) == {3e-4}

@@ -5,7 +5,7 @@ from math import prod
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.step_trace import FP32, ITEM_BYTES, StepTrace
 from shardwise.simulate.time import collectives as communication
-from shardwise.simulate.time.schedule import ADAMW_BYTES, NORM_BYTES, Schedule, added, converted, copied
+from shardwise.simulate.time.schedule import NORM_BYTES, Schedule, added, converted, copied
 from shardwise.strategy import Strategy
 
 BUCKET_BYTES = 25 * 1024**2  # bucket_cap_mb's default
@@ -67,6 +67,6 @@ class DdpSchedule(Schedule):
         streams.move(NORM_BYTES * elements, "foreach_norm")
         seconds = communication.all_reduce(2 * FP32, self.group)
         streams.compute_waits(streams.communicate(seconds, 0.0, after_compute=True))
-        streams.move(ADAMW_BYTES * elements, "fused_adamw")
+        self.adamw(elements, len(self.trace.trainable))
         if self.mixed:
             streams.move(converted(FP32, self.item) * elements, "foreach_copy")

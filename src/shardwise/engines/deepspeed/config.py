@@ -45,7 +45,7 @@ def deepspeed_config(
         "gradient_accumulation_steps": strategy.accumulation,
         # Always written: the default became 1.0 in DeepSpeed 0.19.3; 0.0 turns clipping off.
         "gradient_clipping": strategy.clip_norm,
-        "optimizer": _optimizer(strategy, optimizer),
+        **_optimizer(strategy, optimizer),
         **_precision(strategy),
         "zero_optimization": _zero(strategy, bucket, largest_parameter),
         # On by default, it makes the process wait for the GPU twice a micro-batch, to time it.
@@ -71,6 +71,8 @@ def sums_in_fp32(strategy: Strategy) -> bool:
 
 
 def _optimizer(strategy: Strategy, optimizer: schema.Optimizer) -> dict[str, Any]:
+    if strategy.optimizer == "adamw8bit":  # DeepSpeed has none: bitsandbytes' is handed to it
+        return {"zero_allow_untested_optimizer": True}
     params: dict[str, Any] = {
         "lr": optimizer.learning_rate,
         "betas": [optimizer.beta1, optimizer.beta2],
@@ -80,7 +82,7 @@ def _optimizer(strategy: Strategy, optimizer: schema.Optimizer) -> dict[str, Any
     if strategy.offload_optimizer == "none":
         # torch's fused AdamW instead of DeepSpeed's, which is compiled on the spot and needs nvcc.
         params |= {"torch_adam": True, "fused": True}
-    return {"type": "AdamW", "params": params}
+    return {"optimizer": {"type": "AdamW", "params": params}}
 
 
 def _precision(strategy: Strategy) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def _zero(strategy: Strategy, bucket: int, largest_parameter: int) -> dict[str, 
         return zero
     zero |= {
         # Reduce while the backward pass goes on; DeepSpeed's default only at stage 3.
-        "overlap_comm": True,
+        "overlap_comm": strategy.overlap_comm,
         "contiguous_gradients": True,
         "reduce_bucket_size": bucket,
     }
@@ -178,7 +180,7 @@ def own_config(
         trainable_parameters=max(LEAST_BUCKET, trainable_parameters),
     )
     if optimizer is None:
-        del config["optimizer"]
+        config.pop("optimizer", None)
     if strategy.stage == 3:
         # Otherwise nothing that loads as a model can be saved.
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True

@@ -12,7 +12,6 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.step_trace import FP32, FP64, ITEM_BYTES, StepTrace
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.schedule import (
-    ADAMW_BYTES,
     DEEPSPEED_CPU_ADAMW_BYTES,
     NORM_BYTES,
     NVME_ADAMW_BYTES,
@@ -73,7 +72,7 @@ class Zero0(Schedule):
         streams.move(NORM_BYTES * elements, "foreach_norm")
         streams.host_waits()
         streams.move(copied(FP32) * elements)
-        streams.move(ADAMW_BYTES * elements, "fused_adamw")
+        self.adamw(elements, len(self.trace.trainable))
         if self.mixed:
             streams.move(converted(FP32, self.item) * elements, "foreach_copy")
 
@@ -136,7 +135,7 @@ class _Buckets(Schedule):
             streams.move(copied(self.item) * part, "foreach_copy")
             streams.move(converted(self.item, FP32) * part, "mixed")
         streams.move(copied(FP32) * part)
-        streams.move(ADAMW_BYTES * part, "fused_adamw")
+        self.adamw(part, 1)
         if self.mixed:
             streams.move(converted(FP32, self.item) * part, "foreach_copy")
 
@@ -209,6 +208,8 @@ class Zero12(_Buckets):
         seconds += communication.all_reduce(self.summed * elements, self.group)
         moved += collective(self.summed, elements, ranks=self.ranks)
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
+        if not self.strategy.overlap_comm:  # on the computation's stream (average_tensor)
+            streams.compute_waits(REDUCED)
         if self.offload:  # with accumulation, earlier gradients come back to be added to
             if not first:
                 streams.copy(self.item * own, after=REDUCED)

@@ -259,7 +259,7 @@ class Fsdp2Memory(EngineMemory):
         if self._offload:
             memory.host_bytes += self._host_bytes()
         for shard in [] if self._offload else self._trained:
-            memory.take_adamw_state(FP32 * shard.numel)
+            memory.take_adamw_state(shard.numel, self._strategy.optimizer)
         for _ in range(GUARDS):
             memory.take(OPTIMIZER, FP32)
 

@@ -14,7 +14,6 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.step_trace import FP32, ITEM_BYTES, StepTrace
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.schedule import (
-    ADAMW_BYTES,
     NORM_BYTES,
     TORCH_CPU_ADAMW_BYTES,
     Schedule,
@@ -139,4 +138,4 @@ class Fsdp2Schedule(Schedule):
         streams.move(NORM_BYTES * part, "foreach_norm")
         seconds = communication.all_reduce(2 * FP32, self.group)
         streams.compute_waits(streams.communicate(seconds, 0.0, after_compute=True))
-        streams.move(ADAMW_BYTES * part, "fused_adamw")
+        self.adamw(part, len(self.trace.trainable))

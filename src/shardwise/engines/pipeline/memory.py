@@ -47,7 +47,7 @@ class RankMemory(EngineMemory):
             for size in shards:
                 memory.take(OPTIMIZER, size)
         for size in shards:
-            memory.take_adamw_state(size)
+            memory.take_adamw_state(size // FP32, self._strategy.optimizer)
         for stage in self._stages:  # hidden states from the stage before, gradients from the one after
             for is_end in (stage.blocks[0] == 0, stage.blocks[-1] == blocks - 1):
                 if total > 1 and not is_end:

@@ -5,17 +5,48 @@ the loss scale. It skips the step if `found_inf` is 1: the guard.
 """
 
 from collections.abc import Collection, Mapping
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.engines.runtime.parameters import parameter_groups
+from shardwise.engines.runtime.parameters import Group, parameter_groups, set_rate
 from shardwise.engines.runtime.protocol import StepResult
 from shardwise.job import schema
 
 # torch.amp.GradScaler's defaults: start at 2^16, halve on overflow, double after 2000 steps without one.
 INITIAL_LOSS_SCALE = 2.0**16
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW, whose kernel reads clipping and the guard on the device."""
+
+    def __init__(self, param_groups: list[dict[str, Any]], optimizer: schema.Optimizer) -> None:
+        betas = (optimizer.beta1, optimizer.beta2)
+        super().__init__(
+            param_groups, lr=optimizer.learning_rate, betas=betas, eps=optimizer.epsilon, fused=True
+        )
+        # With the state allocated here, a GPU that is too small fails before the first step, and every
+        # checkpoint has the same tensors.
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+
+    def saved(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of a tensor, not copied."""
+        return dict(self.state[p])
+
+    def step(self, divisor: torch.Tensor, skipped: torch.Tensor) -> None:  # type: ignore[override]
+        """Step with gradients divided by `divisor`, unless `skipped` is 1.0."""
+        # The kernel needs the scalars on the device of the weights, which may be offloaded.
+        device = next(iter(self.state)).device if self.state else divisor.device
+        self.grad_scale, self.found_inf = divisor.to(device), skipped.to(device)
+        super().step()
 
 
 class AdamW:
@@ -29,7 +60,7 @@ class AdamW:
     def __init__(
         self,
         parameters: Mapping[str, torch.Tensor],
-        decay: Mapping[str, float],
+        groups: Mapping[str, Group],
         optimizer: schema.Optimizer,
         *,
         clip_norm: float,
@@ -44,21 +75,10 @@ class AdamW:
         self.clip_norm, self.device = clip_norm, device
         self.fp16, self.sharded, self.copies = fp16, sharded, copies
         self._not_counted = frozenset(not_counted)
-        self.torch_optimizer = torch.optim.AdamW(
-            parameter_groups(self.parameters, decay),
-            lr=optimizer.learning_rate,
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.epsilon,
-            fused=True,
-        )
-        # With the state allocated here, a GPU that is too small fails before the first step, and every
-        # checkpoint has the same tensors.
-        for p in self.parameters.values():
-            self.torch_optimizer.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
+        how: Any = FusedAdamW
+        if optimizer.name == "adamw8bit":
+            how = import_module("shardwise.engines.runtime.adamw8bit").AdamW8bit  # needs bitsandbytes
+        self._moments = how(parameter_groups(self.parameters, groups), optimizer)
         self.stopped = torch.zeros((), device=device)
         """1.0 once a bf16 or fp32 step was not finite: no later step is applied either."""
         self.loss_scale = torch.tensor(INITIAL_LOSS_SCALE if fp16 else 1.0, device=device)
@@ -106,20 +126,16 @@ class AdamW:
         divisor = loss_scale
         if self.clip_norm > 0:  # the inverse of torch.nn.utils.clip_grad_norm_'s min(1, clip / (norm + 1e-6))
             divisor = divisor * ((norm + 1e-6) / self.clip_norm).clamp(min=1.0)
-        for group in self.torch_optimizer.param_groups:
-            group["lr"] = learning_rate
-        # The kernel needs the scalars on the device of the weights, which may be offloaded.
-        device = next(iter(self.parameters.values())).device if self.parameters else self.device
-        self.torch_optimizer.grad_scale = divisor.to(device)  # type: ignore[attr-defined]
-        self.torch_optimizer.found_inf = skipped.to(device)  # type: ignore[attr-defined]
-        self.torch_optimizer.step()
-        self.torch_optimizer.zero_grad(set_to_none=True)
+        set_rate(self._moments.param_groups, learning_rate)
+        self._moments.step(divisor, skipped)
+        for p in self.parameters.values():
+            p.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint by name, not copied."""
         tensors = {f"guard/{name}": getattr(self, name) for name in ("stopped", "loss_scale", "growth")}
         for name, p in self.parameters.items():
             tensors[f"parameter/{name}"] = p.detach()
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                tensors[f"{key}/{name}"] = self.torch_optimizer.state[p][key]
+            for key, tensor in self._moments.saved(p).items():
+                tensors[f"{key}/{name}"] = tensor
         return tensors

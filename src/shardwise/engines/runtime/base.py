@@ -8,7 +8,7 @@ from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.runtime.adamw import AdamW
-from shardwise.engines.runtime.parameters import Fill, decay_by_name, move_buffers
+from shardwise.engines.runtime.parameters import Fill, groups_by_name, move_buffers
 from shardwise.engines.runtime.protocol import StepResult, World
 from shardwise.engines.runtime.state import Part, load_state, parts_of, save_state
 from shardwise.job import schema
@@ -32,12 +32,12 @@ class TorchEngine:
     ) -> None:
         self.world, self.module = world, module
         self._strategy, self._settings = strategy, optimizer
-        decay = decay_by_name(module, optimizer.weight_decay)
+        groups = groups_by_name(module, optimizer)
         move_buffers(module, world.device)
         tensors, not_counted = self._prepare(blocks, fill)
         self._optimizer = AdamW(
             tensors,
-            decay,
+            groups,
             optimizer,
             clip_norm=strategy.clip_norm,
             fp16=strategy.precision == "fp16",
@@ -67,11 +67,14 @@ class TorchEngine:
             (loss * factor).backward()
         return loss_sum
 
-    @torch.no_grad()
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
+        return self.logits(micro_batch, None)
+
+    @torch.no_grad()
+    def logits(self, micro_batch: MicroBatch, at: torch.Tensor | None) -> torch.Tensor:
         self.module.eval()
         try:
-            return self.module(micro_batch)
+            return self.module(micro_batch) if at is None else self.module(micro_batch, at)
         finally:
             self.module.train()
 

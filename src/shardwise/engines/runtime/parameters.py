@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from shardwise.job import schema
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -39,13 +41,27 @@ def chosen(tensors: Iterable[tuple[str, T]], names: Collection[str] | None) -> d
     return {name: t for name, t in public if (t.requires_grad if names is None else name in names)}
 
 
-def decay_by_name(module: nn.Module, weight_decay: float) -> dict[str, float]:
-    """Weight decay of every trainable parameter. Call before sharding, which changes shapes and classes.
+class Group(NamedTuple):
+    """What the optimizer does differently with some parameters."""
+
+    weight_decay: float
+    rate: float = 1.0  # Of the step's learning rate
+
+
+def groups_by_name(module: nn.Module, optimizer: schema.Optimizer) -> dict[str, Group]:
+    """The group of every trainable parameter. Call before sharding, which changes shapes and classes.
 
     Matrices decay, embeddings included. Vectors, biases, norms and what the model exempts
-    (`_no_weight_decay`: Mamba's A_log and D) do not.
+    (`_no_weight_decay`: Mamba's A_log and D) do not. LoRA+ (https://arxiv.org/abs/2402.12354) gives the
+    adapters' B another rate, and as PEFT does all vectors (DoRA's lengths).
     """
-    return {name: weight_decay if _decays(module, name, p) else 0.0 for name, p in trainable(module).items()}
+    return {
+        name: Group(
+            weight_decay=optimizer.weight_decay if _decays(module, name, p) else 0.0,
+            rate=optimizer.lora_plus if ".lora_B." in name or p.ndim == 1 else 1.0,
+        )
+        for name, p in trainable(module).items()
+    }
 
 
 _NORM = re.compile(r"[Nn]orm(Gated|\dd)?$")
@@ -62,13 +78,19 @@ def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
 
 
 def parameter_groups(
-    parameters: Mapping[str, torch.Tensor], decay: Mapping[str, float]
+    parameters: Mapping[str, torch.Tensor], groups: Mapping[str, Group]
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: one per weight decay."""
+    """Groups for a torch optimizer."""
     return [
-        {"params": [p for name, p in parameters.items() if decay[name] == value], "weight_decay": value}
-        for value in sorted({decay[name] for name in parameters}, reverse=True)
+        {"params": [p for name, p in parameters.items() if groups[name] == group], **group._asdict()}
+        for group in sorted({groups[name] for name in parameters}, reverse=True)
     ]
+
+
+def set_rate(param_groups: Iterable[dict[str, Any]], learning_rate: float) -> None:
+    """Give the groups of `parameter_groups` this step's learning rate."""
+    for group in param_groups:
+        group["lr"] = learning_rate * group.get("rate", 1.0)  # older checkpoints of DeepSpeed have none
 
 
 class Fp32Parameters:

@@ -59,6 +59,9 @@ class Engine(Protocol):
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Summed cross entropy of one micro-batch on this rank; eval mode, no gradients; fp32 scalar."""
 
+    def logits(self, micro_batch: MicroBatch, at: torch.Tensor) -> torch.Tensor:
+        """Logits [N, vocabulary] of N of the flattened B*S tokens; eval mode, no gradients. Collective."""
+
     def save(self, directory: Path) -> None:
         """Write this rank's part of weights, optimizer and loss scaler into a folder. Collective."""
 

@@ -39,6 +39,7 @@ ALLOWED = {
 OLDER = "resume from an older checkpoint"
 SAME = "resume with the strategy that saved it"
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32"}
+_DTYPES["uint8"] = "U8"
 
 
 class Cut(NamedTuple):
@@ -134,6 +135,8 @@ def load_state(
         kind, _, name = key.partition("/")
         if kind in KINDS:
             saved.copy(key, parts[name], tensor.detach())
+        elif kind not in ("step", "guard"):  # 8-bit moments, in blocks of a rank's own
+            raise CheckpointError(f"{kind} is read by the same layout only", where=str(directory), fix=SAME)
         else:
             tensor.detach().copy_(saved.number(key))
     return {}

@@ -12,6 +12,7 @@ class SingleMemory(EngineMemory):
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         self._trace, self._masters = trace, strategy.precision != "fp32"
+        self._optimizer = strategy.optimizer
         self._gradients: dict[int, Block] = {}
 
     def build(self, memory: GpuMemory) -> None:
@@ -20,12 +21,12 @@ class SingleMemory(EngineMemory):
             fill(memory, trace, part)
         for size in trace.buffers:
             memory.take(WEIGHTS, size)
-        sizes = [FP32 * trace.parameters[index].numel for index in trace.trainable]
+        numels = [trace.parameters[index].numel for index in trace.trainable]
         if self._masters:
-            for size in sizes:
-                memory.take(OPTIMIZER, size)
-        for size in sizes:
-            memory.take_adamw_state(size)
+            for numel in numels:
+                memory.take(OPTIMIZER, FP32 * numel)
+        for numel in numels:
+            memory.take_adamw_state(numel, self._optimizer)
 
     def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         first = parameter not in self._gradients

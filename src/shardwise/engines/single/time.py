@@ -1,7 +1,7 @@
 """One optimizer step of a single process."""
 
 from shardwise.simulate.step_trace import FP32
-from shardwise.simulate.time.schedule import ADAMW_BYTES, NORM_BYTES, Schedule, added, converted
+from shardwise.simulate.time.schedule import NORM_BYTES, Schedule, added, converted
 
 
 class SingleSchedule(Schedule):
@@ -23,6 +23,6 @@ class SingleSchedule(Schedule):
     def update(self) -> None:
         streams, elements = self.streams, self.trainable
         streams.move(NORM_BYTES * elements, "foreach_norm")
-        streams.move(ADAMW_BYTES * elements, "fused_adamw")
+        self.adamw(elements, len(self.trace.trainable))
         if self.mixed:
             streams.move(converted(FP32, self.item) * elements, "foreach_copy")

@@ -39,12 +39,14 @@ def samples(name: str) -> list[Path]:
     return [path for path in sorted(_SAMPLES.iterdir()) if re.search(rf"\b{path.name}\b", text(name))]
 
 
-def write(name: str, out: Path) -> Iterator[Path]:
+def write(name: str, out: Path, *, qlora: bool = False) -> Iterator[Path]:
     """Write the job file, the samples it names, and the schema that lets editors complete it.
 
     JobError if a file would be overwritten; nothing is written then.
     """
-    files = {out: f"# yaml-language-server: $schema={SCHEMA_FILE}\n{text(name)}"}
+    nf4 = "\nmodel:\n  quantization: nf4              # the frozen base in 4 bits; needs bitsandbytes\n"
+    job = text(name).replace("\nmodel:\n", nf4, 1) if qlora else text(name)
+    files = {out: f"# yaml-language-server: $schema={SCHEMA_FILE}\n{job}"}
     files |= {out.parent / sample.name: sample.read_text(encoding="utf-8") for sample in samples(name)}
     for path, content in files.items():
         if path.exists() and (path == out or path.read_text(encoding="utf-8") != content):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from shardwise.job.schema import OptimizerName
 from shardwise.simulate.memory.gpu import GRADIENTS, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.step_trace import FP32, StepTrace
@@ -100,8 +101,10 @@ class WithFp32Parameters(EngineMemory):
     Follows Fp32Parameters of engines/runtime/parameters.py.
     """
 
-    def __init__(self, engine: EngineMemory, trace: StepTrace, apart: frozenset[int]) -> None:
-        self._engine, self._apart = engine, apart
+    def __init__(
+        self, engine: EngineMemory, trace: StepTrace, apart: frozenset[int], optimizer: OptimizerName
+    ) -> None:
+        self._engine, self._apart, self._optimizer = engine, apart, optimizer
         for moment in ("begin", "forward", "forward_end", "backward", "backward_end", "end"):
             setattr(self, moment, getattr(engine, moment))  # nothing happens to these parameters
         self._sizes = {index: FP32 * trace.parameters[index].numel for index in sorted(apart)}
@@ -113,7 +116,7 @@ class WithFp32Parameters(EngineMemory):
             memory.take(WEIGHTS, size)
         self._engine.build(memory)
         for index in self._trained:
-            memory.take_adamw_state(self._sizes[index])
+            memory.take_adamw_state(self._sizes[index] // FP32, self._optimizer)
 
     def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         if parameter not in self._apart:

@@ -5,15 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from shardwise.job.schema import OptimizerName
 from shardwise.simulate.memory.allocator import CachingAllocator, DeferredFree
 from shardwise.simulate.memory.pool import Block, Pool
 from shardwise.simulate.prediction import Moment
+from shardwise.simulate.step_trace import FP32
 
 if TYPE_CHECKING:
     from shardwise.simulate.memory.spans import Span
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, BUFFERS = range(6)
 """Accounts, in the order of prediction.MemoryTerms."""
+
+EIGHT_BIT_BLOCK, LEAST_EIGHT_BIT = 256, 4096
+"""Values that share a scale, and elements of the smallest tensor with moments in 8 bits (bitsandbytes 0.50,
+optim/optimizer.py: Optimizer2State)."""
 
 _EMPTY = Block(Pool(page_bytes=1), 0, 0, WEIGHTS)
 """A tensor without elements, which has no memory."""
@@ -83,9 +89,17 @@ class GpuMemory:
             self.allocator.complete(deferred)
             self.accounts[deferred.block.account] -= deferred.block.requested_bytes
 
-    def take_adamw_state(self, size_bytes: int) -> None:
-        """Allocate what torch's AdamW keeps of one tensor: its step count and two moments of its size."""
-        for size in (4, size_bytes, size_bytes):
+    def take_adamw_state(self, numel: int, optimizer: OptimizerName) -> None:
+        """Allocate what AdamW keeps of one tensor.
+
+        torch's: its step count and two fp32 moments. bitsandbytes' (engines/runtime/adamw8bit.py): two
+        moments in bytes, and an fp32 scale for each block of both; fp32 moments of small tensors.
+        """
+        sizes = [FP32, FP32 * numel, FP32 * numel]
+        if optimizer == "adamw8bit":
+            scales = FP32 * -(-numel // EIGHT_BIT_BLOCK)
+            sizes = sizes[1:] if numel < LEAST_EIGHT_BIT else [numel, numel, scales, scales]
+        for size in sizes:
             self.take(OPTIMIZER, size)
 
     def scratch(self, account: int, *sizes: int, stream: int = 0) -> None:

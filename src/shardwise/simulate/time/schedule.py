@@ -35,6 +35,9 @@ ADAMW_BYTES = 7 * FP32
 """torch's fused AdamW reads weight, gradient and both moments in fp32, and writes all but the gradient
 (FusedAdamKernel.cu)."""
 
+ADAMW_8BIT_BYTES = 4 * FP32 + copied(FP32)
+"""bitsandbytes' reads fp32 weight and gradient, moments in bytes; all but the gradient are written."""
+
 TORCH_CPU_ADAMW_BYTES = ADAMW_BYTES + FP32
 """In host memory, with the clipped gradient written back by torch as it goes."""
 
@@ -146,6 +149,18 @@ class Schedule:
     def count(self, parameters: Iterable[int]) -> float:
         """Elements of several gathered parameters."""
         return sum(self.elements(index) for index in parameters)
+
+    def adamw(self, elements: float, tensors: int) -> None:
+        """AdamW on the GPU: torch's fused kernel, or one of bitsandbytes' for each tensor.
+
+        Before bitsandbytes' the host waits for the norm (engines/runtime/adamw8bit.py).
+        """
+        if self.strategy.optimizer == "adamw":
+            self.streams.move(ADAMW_BYTES * elements, "fused_adamw")
+            return
+        self.streams.host_reads()
+        issue = tensors * self.host.seconds("adamw8bit")
+        self.streams.move(ADAMW_8BIT_BYTES * elements, "adamw8bit", kernels=tensors, issue=issue)
 
     def run(self, segment: Segment, *, issue: float = 0.0) -> None:
         """A segment's kernels, and the sums over tensor-parallel ranks within it."""

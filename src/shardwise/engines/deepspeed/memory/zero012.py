@@ -88,7 +88,7 @@ class Zero0Memory(EngineMemory):
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         self._trace = trace
-        self._masters = strategy.precision != "fp32"
+        self._masters, self._optimizer = strategy.precision != "fp32", strategy.optimizer
         self._numel = [trace.parameters[index].numel for index in trace.trainable]
         self._gradients: dict[int, Block] = {}
         self._states = False
@@ -142,7 +142,7 @@ class Zero0Memory(EngineMemory):
 
     def _take_states(self, memory: GpuMemory) -> None:
         for numel in [] if self._states else self._numel:
-            memory.take_adamw_state(FP32 * numel)
+            memory.take_adamw_state(numel, self._optimizer)
         self._states = True
 
 
@@ -152,8 +152,9 @@ def _reduce(memory: GpuMemory, sizes: list[int]) -> None:
         memory.scratch(BUFFERS, sum(sizes))
 
 
-REDUCTION = 1
-"""The stream on which gradients are reduced and copied, with memory of its own (reduction_stream)."""
+COMPUTE, REDUCTION = 0, 1
+"""The computation's stream, and that on which gradients are reduced and copied, with memory of its own
+(reduction_stream)."""
 
 
 class Zero12Memory(EngineMemory):
@@ -177,6 +178,7 @@ class Zero12Memory(EngineMemory):
         self._fp32_sum = sums_in_fp32(strategy)  # _use_compact_grad_partition_buffer
         self._last = True
         self._unreduced: dict[int, Block] = {}  # gradients that stage 1 adds up before it reduces them
+        self._stream = REDUCTION if strategy.overlap_comm else COMPUTE
         self._buffers: list[Block] = []
         self._bucket = policy.Bucket(trace, strategy)
         self._oversized: Block | None = None
@@ -221,9 +223,9 @@ class Zero12Memory(EngineMemory):
         self._last = last
 
     def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
-        if not self._buffers:  # two, so that one fills up while the other is reduced (setup_buckets)
-            size = self._item * self._bucket.size
-            self._buffers = [memory.take(BUFFERS, size), memory.take(BUFFERS, size)]
+        if not self._buffers:  # with overlap two: one fills up while the other is reduced (setup_buckets)
+            size, count = self._item * self._bucket.size, 1 + self._strategy.overlap_comm
+            self._buffers = [memory.take(BUFFERS, size) for _ in range(count)]
         before = self._unreduced.pop(parameter, None)
         if before is not None:  # autograd adds to it
             memory.give(block)
@@ -244,16 +246,16 @@ class Zero12Memory(EngineMemory):
         """Average the bucket's gradients, and copy those of this rank (reduce_ipg_grads)."""
         slices = self._flat.slices(self._bucket.parameters, joined=not self._fp32_sum, rank=self._rank)
         if self._fp32_sum and self._sum is None and any(rank == self._rank for rank, _ in slices):
-            self._sum = memory.take(GRADIENTS, FP32 * self._flat.partition, REDUCTION)
+            self._sum = memory.take(GRADIENTS, FP32 * self._flat.partition, self._stream)
         for together in self._at_once(slices):
             # Several are reduced in a copy, a single one in its own memory (allreduce_bucket).
             numel = sum(numel for _, numel in together)
-            copy = memory.take(BUFFERS, self._item * numel, REDUCTION) if len(together) > 1 else None
+            copy = memory.take(BUFFERS, self._item * numel, self._stream) if len(together) > 1 else None
             if self._reduced_item != self._item:  # communication_data_type
-                memory.scratch(BUFFERS, self._reduced_item * numel, stream=REDUCTION)
+                memory.scratch(BUFFERS, self._reduced_item * numel, stream=self._stream)
             for rank, part in together:
                 if self._fp32_sum and rank == self._rank:  # _add_to_grad_partition_buffer
-                    memory.scratch(BUFFERS, FP32 * part, stream=REDUCTION)
+                    memory.scratch(BUFFERS, FP32 * part, stream=self._stream)
             memory.give(copy)
         for parameter in self._bucket.parameters:
             if parameter in self._owned:
@@ -280,12 +282,12 @@ class Zero12Memory(EngineMemory):
         if self._offload:
             if self._last:
                 numel = next(n for rank, n in self._flat.pieces(parameter) if rank == self._rank)
-                memory.scratch(BUFFERS, FP64 * numel, stream=REDUCTION)  # for its norm
+                memory.scratch(BUFFERS, FP64 * numel, stream=self._stream)  # for its norm
                 if self._item != FP32 and not self._fp32_sum:
-                    memory.scratch(BUFFERS, FP32 * numel, stream=REDUCTION)
+                    memory.scratch(BUFFERS, FP32 * numel, stream=self._stream)
         elif self._reduced is None and not self._fp32_sum:
             size = self._item * sum(self._numel[index] for index in self._owned)
-            self._reduced = memory.take(GRADIENTS, size, REDUCTION)
+            self._reduced = memory.take(GRADIENTS, size, self._stream)
 
     def end(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
         if not policy.reduces(self._strategy, last=last):
@@ -313,7 +315,7 @@ class Zero12Memory(EngineMemory):
         gradient = self._gradient_of_partition(memory, size)
         if not self._states:
             self._states = True
-            memory.take_adamw_state(size)
+            memory.take_adamw_state(self._flat.partition, self._strategy.optimizer)
         memory.give(gradient)
 
     def _gradient_of_partition(self, memory: GpuMemory, size: int) -> Block:

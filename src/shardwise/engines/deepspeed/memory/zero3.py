@@ -26,7 +26,7 @@ class Zero3Memory(EngineMemory):
     """Everything is partitioned, parameter by parameter; a unit's parameters are gathered while it runs."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
-        self._trace = trace
+        self._trace, self._optimizer = trace, strategy.optimizer
         self._world = strategy.data_parallel
         self._item = FP32 if strategy.precision == "fp32" else 2
         self._places = (strategy.offload_optimizer, strategy.offload_parameters)
@@ -270,7 +270,7 @@ class Zero3Memory(EngineMemory):
             memory.give(gradient)
             gradient = converted
         if not self._states:
-            memory.take_adamw_state(FP32 * numel)
+            memory.take_adamw_state(numel, self._optimizer)
         memory.give(gradient)
 
 

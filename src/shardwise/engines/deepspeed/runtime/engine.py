@@ -42,9 +42,10 @@ from shardwise.engines.runtime.parameters import (
     Fill,
     Fp32Parameters,
     chosen,
-    decay_by_name,
+    groups_by_name,
     move_buffers,
     parameter_groups,
+    set_rate,
     trainable,
 )
 from shardwise.engines.runtime.protocol import StepResult, World
@@ -69,7 +70,7 @@ class DeepSpeedEngine:
     ) -> None:
         self.world, self._strategy = world, strategy
         self._diverged = False
-        decay = decay_by_name(module, optimizer.weight_decay)
+        by_name = groups_by_name(module, optimizer)
         self._config = deepspeed_config(
             strategy,
             optimizer,
@@ -102,7 +103,7 @@ class DeepSpeedEngine:
         with cut_by_plan(module) if parallel else nullcontext():
             self._engine, self._optimizer, *_ = deepspeed.initialize(
                 model=module,
-                optimizer=_make_optimizer(strategy, parameter_groups(trainable(module), decay), optimizer),
+                optimizer=_make_optimizer(strategy, parameter_groups(trainable(module), by_name), optimizer),
                 config=copy.deepcopy(self._config),
                 dist_init_required=False,
             )
@@ -117,7 +118,7 @@ class DeepSpeedEngine:
         if self._fp32.trainable:
             self._fp32_adamw = AdamW(
                 self._fp32.trainable,
-                decay,
+                by_name,
                 optimizer,
                 clip_norm=strategy.clip_norm,
                 fp16=False,
@@ -136,7 +137,8 @@ class DeepSpeedEngine:
     def _named_state(self) -> NamedState | None:
         """Its state by name; None where DeepSpeed saves it in files of its own."""
         strategy = self._strategy
-        if "nvme" in (strategy.offload_optimizer, strategy.offload_parameters) or not supported(DEEPSPEED):
+        nvme = "nvme" in (strategy.offload_optimizer, strategy.offload_parameters)
+        if nvme or strategy.optimizer != "adamw" or not supported(DEEPSPEED):
             return None
         return NamedState(self._optimizer, self._engine.module, stage=strategy.stage)
 
@@ -163,8 +165,7 @@ class DeepSpeedEngine:
         loss = loss_sum / (target_tokens * self._strategy.tensor_parallel)  # its ranks hold the same one
         if self.world.size > 1:
             dist.all_reduce(loss)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_rate(self._optimizer.param_groups, learning_rate)
         self._fp32.reduce(divisor=self.world.data_size)
         found, was_skipped = self._apply()
         norm = found.to(self.world.device).float() if isinstance(found, torch.Tensor) else self._scalar(found)
@@ -175,11 +176,14 @@ class DeepSpeedEngine:
         self._diverged = was_skipped and not fp16
         return StepResult(loss=loss, grad_norm=norm, skipped=skipped, loss_scale=loss_scale)
 
-    @torch.no_grad()
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
+        return self.logits(micro_batch, None)
+
+    @torch.no_grad()
+    def logits(self, micro_batch: MicroBatch, at: torch.Tensor | None) -> torch.Tensor:
         self._engine.eval()
         try:
-            return self._engine(micro_batch)
+            return self._engine(micro_batch) if at is None else self._engine(micro_batch, at)
         finally:
             self._engine.train()
 
@@ -293,6 +297,11 @@ def _make_optimizer(
 ) -> torch.optim.Optimizer:
     betas = (optimizer.beta1, optimizer.beta2)
     values: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": optimizer.epsilon}  # a step sets its own lr
+    if strategy.optimizer == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        found: torch.optim.Optimizer = AdamW8bit(groups, **values)
+        return found
     if strategy.offload_optimizer == "none":
         return torch.optim.AdamW(groups, fused=True, **values)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
