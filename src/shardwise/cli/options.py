@@ -17,6 +17,9 @@ Changes = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; may be repeated.")
 ]
 MemoryCap = Annotated[str | None, typer.Option(metavar="SIZE", help="Use no more of each GPU, e.g. 16GiB.")]
+Margin = Annotated[
+    str | None, typer.Option(metavar="SHARE", help="Leave so much of the memory free.  [default: 5%]")
+]
 RowLength = Annotated[int | None, typer.Option(min=2, metavar="N", help="Tokens in a row.")]
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Another one needs a token.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0 takes a free one.")]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from shardwise.cli.options import AsJson, Changes, MemoryCap, RowLength, planning, write_text
+from shardwise.cli.options import AsJson, Changes, Margin, MemoryCap, RowLength, planning, write_text
 from shardwise.errors import JobError
 
 
@@ -67,6 +67,7 @@ def plan(
     ] = None,
     changes: Changes = [],
     memory_cap: MemoryCap = None,
+    margin: Margin = None,
 ) -> None:
     """Show what fits and how fast it is, before any GPU is touched."""
     if lora is not None and full:
@@ -84,6 +85,7 @@ def plan(
         "objective": objective,
         "memory_cap": memory_cap,
         "straggler": straggler,
+        "margin": margin,
         "making": planning,
     }
     if scale is not None:
@@ -91,13 +93,12 @@ def plan(
             what = "--scale shows the choice for each number of GPUs, without its alternatives"
             fix = "leave --max-slowdown, --pareto, --all and --explain out, or --scale"
             raise JobError(what, where="shardwise plan", fix=fix)
-        from shardwise.app.scale import scale as make_scaling
-        from shardwise.planner.scaling import show_scaling
+        from shardwise.app.tables import scale as make_table
 
-        scaling = make_scaling(scale, job, **asked)
-        _write(scaling.to_json(), out, as_json=as_json)
+        table = make_table(scale, job, **asked)
+        _write(table.to_json(), out, as_json=as_json)
         if not as_json:
-            show_scaling(scaling)
+            print(table)
         return
     from shardwise.app.plan import plan as make
     from shardwise.planner.explain import show_explanation

@@ -35,7 +35,11 @@ VERBS = {
     "plan": {"--scale", "--straggler",
         "--gpus", "--model", "--lora", "--full", "--sequence", "--global-batch", "--objective",
         "--max-slowdown", "--pareto", "--all",
-        "--explain", "--json", "--out", "--set", "--memory-cap",
+        "--explain", "--json", "--out", "--set", "--memory-cap", "--margin",
+    },
+    "tables": {
+        "--models", "--gpus", "--modes", "--sequence", "--format", "--out", "--set", "--memory-cap",
+        "--margin",
     },
     "train": {
         "--processes", "--nodes", "--node-rank", "--rendezvous", "--hostfile", "--workdir", "--resume",
