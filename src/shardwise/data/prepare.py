@@ -98,7 +98,9 @@ def prepare(
 
 def documents(job: Job) -> Iterator[str]:
     """Yield the raw text of the training data, one message, document or part of a document at a time."""
-    for sample in Reader(open_sources(job.data.train, split=job.data.split, key="data.train"), job.data):
+    data = job.data
+    sources = open_sources(data.train, split=data.split, subset=data.subset, key="data.train")
+    for sample in Reader(sources, data):
         if isinstance(sample, Text):
             yield sample.text
         else:
@@ -137,7 +139,7 @@ class _Build:
         self._identity = _tokenizer_identity(self.tokenizer)
 
     def dataset(self, spec: str | list[str], *, key: str) -> tuple[str, Entry]:
-        sources = open_sources(spec, split=self.data.split, key=key)
+        sources = open_sources(spec, split=self.data.split, subset=self.data.subset, key=key)
         deciding = {"format", "max_samples", "sequence_length", "loss_on", "system", "too_long", "skip_bad"}
         content = {
             "format": FORMAT,

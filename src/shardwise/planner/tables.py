@@ -1,7 +1,6 @@
 """Tables of predictions over models, GPUs and modes: typed rows, shown as text, CSV, Markdown, HTML, JSON."""
 
 import csv
-import html
 import io
 import json
 import shutil
@@ -9,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from markdown_it import MarkdownIt
 from rich.console import Console
 from rich.table import Table as Grid
 
 from shardwise.planner.plan import Option, Plan
-from shardwise.planner.table import NARROW, batch, fit_word
+from shardwise.planner.table import NARROW, fit_word
 from shardwise.space.auto import QUANTIZED_BYTES
 from shardwise.units import GIB, JOULES_PER_KWH, SECONDS_PER_HOUR, count, gib
 
@@ -41,51 +41,30 @@ class Row:
     """Of `scaling`: tokens/s of all GPUs, divided by those of the first row that fits."""
     efficiency: float | None = None
     """The same for tokens/s of one GPU."""
-    price_per_gpu_hour: float | None = None
-    """In the user's currency."""
 
     @property
     def option(self) -> Option | None:
         """What the numbers are of; it need not fit."""
         return None if self.plan is None else self.plan.options[0]
 
-    @property
-    def cost(self) -> float | None:
-        """Of all GPUs for the job's tokens, energy not included."""
-        if self.plan is None or self.option is None or self.price_per_gpu_hour is None:
-            return None
-        hours = self.option.seconds(self.plan.tokens) / SECONDS_PER_HOUR
-        return self.price_per_gpu_hour * hours * self.plan.hardware.world_size
-
-    @property
-    def parameters(self) -> int | None:
-        """Of the model, without adapters."""
-        if self.plan is None:
-            return None
-        job = self.plan.job
-        return job.parameters - (0 if job.lora_rank is None else job.trainable_parameters)
-
-    @property
-    def weights_bytes(self) -> float | None:
-        """Of all of the model's weights in the mode's format: 2P, P in int8, 0.516P in NF4, 4P in fp32.
-
-        Training stores more in int8 and NF4: embeddings, head and norms are not quantised.
-        """
-        if self.plan is None or self.parameters is None:
-            return None
-        return weights_bytes(self.parameters, self.plan.job.quantization, self.plan.job.precision)
-
     def to_json(self) -> dict[str, Any]:
-        """One flat level: bytes, seconds, joules. Without the numbers where nothing was simulated."""
+        """One flat level: bytes, seconds, joules. Without the numbers where nothing was simulated.
+
+        `weights_bytes`: of all of the model's weights in the mode's format: 2P, P in int8, 0.516P in NF4, 4P
+        in fp32. Training stores more in int8 and NF4: embeddings, head and norms are not quantised.
+        """
         values = {"model": self.model, "gpus": self.gpus, "mode": self.mode, "command": self.command}
         if self.plan is None or self.option is None:
             return values | {"problem": self.problem}
         job, strategy, tokens = self.plan.job, self.option.strategy, self.plan.tokens
         memory, time = self.option.prediction.memory, self.option.prediction.time
+        parameters = job.parameters - (0 if job.lora_rank is None else job.trainable_parameters)
+        each = QUANTIZED_BYTES.get(job.quantization, 4 if job.precision == "fp32" else 2)
+        seconds, price = self.option.seconds(tokens), job.price_per_gpu_hour
         return values | {
-            "parameters": self.parameters,
+            "parameters": parameters,
             "trainable_parameters": job.trainable_parameters,
-            "weights_bytes": self.weights_bytes,
+            "weights_bytes": parameters * each,
             "sequence_length": job.sequence_length,
             "global_batch": job.global_batch,
             "world_size": time.world_size,
@@ -102,15 +81,10 @@ class Row:
             "speedup": self.speedup,
             "efficiency_fraction": self.efficiency,
             "tokens": tokens,
-            "seconds": self.option.seconds(tokens),
-            "cost": self.cost,
+            "seconds": seconds,
+            "cost": None if price is None else price * time.world_size * seconds / SECONDS_PER_HOUR,
             "joules": self.option.prediction.energy.joules_per_token * tokens,
         }
-
-
-def weights_bytes(parameters: int, quantization: str, precision: str = "bf16") -> float:
-    """Bytes of so many weights in a format."""
-    return parameters * QUANTIZED_BYTES.get(quantization, 4 if precision == "fp32" else 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,40 +116,34 @@ class Part(NamedTuple):
     body: list[list[str]]
 
 
-Columns = dict[str, Callable[[Row], str]]
-
-
 def parts(table: Table) -> list[Part]:
     """What is shown: what all rows have in common stands above the columns instead of in one."""
-    named = {**_NAMED, **({} if table.kind == "memory" else _CHOSEN)}
-    if all(row.option is None or row.option.strategy.name in row.mode.split("+") for row in table.rows):
-        named.pop("strategy", None)
-    cells = {name: list(map(cell, table.rows)) for name, cell in named.items()}
-    same = {name: column[0] for name, column in cells.items() if len(set(column)) == 1}
-    line = " · ".join([f"ckpt {text}" if name == "ckpt" else text for name, text in same.items() if text])
-    line = " · ".join([line, *_common(table)])
-    columns = {name: cell for name, cell in named.items() if name not in same}
-    if table.kind == "memory":
-        return [_weights(table), _memory(table, line, columns)]
-    columns |= {name: cell for name, cell in _COLUMNS[table.kind].items() if any(map(cell, table.rows))}
-    body = [[cell(row) for cell in columns.values()] for row in table.rows]
-    return [Part([line, *_notes(table)], list(columns), body)]
+    memory, rows = table.kind == "memory", table.to_json()["rows"]
+    named = [*_NAMED, *(() if memory else _CHOSEN)]
+    if all(row["strategy"] in (None, *row["mode"].split("+")) for row in rows):
+        named = [name for name in named if name != "strategy"]
+    cells = {name: [_cell(name, row) for row in rows] for name in (*named, *_COLUMNS[table.kind])}
+    same = [name for name in named if len(set(cells[name])) == 1]
+    above = [f"ckpt {cells[name][0]}" if name == "ckpt" else cells[name][0] for name in same]
+    keys = list(_COMMON)[: _FIRST[table.kind]]
+    shared = {key: {row[key] for row in rows if row["strategy"]} for key in keys}
+    above += [_COMMON[key](*values) for key, values in shared.items() if len(values) == 1]
+    line, left = " · ".join(filter(None, above)), [name for name in named if name not in same]
+    if memory:
+        return [_weights(rows), _memory(table, rows, line, [name for name in left if name != "mode"])]
+    columns = [*left, *(name for name in _COLUMNS[table.kind] if any(cells[name]))]
+    body = [list(row) for row in zip(*(cells[name] for name in columns), strict=True)]
+    return [Part([line, *_notes(table)], columns, body)]
 
 
-def _common(table: Table) -> Iterator[str]:
-    """The workload, as far as all rows share it."""
-    plans = [row.plan for row in table.rows if row.plan is not None]
-
-    def shared(values: set[str]) -> Iterator[str]:
-        return iter(values if len(values) == 1 else ())
-
-    yield from shared({f"{gib(plan.capacity_bytes)} to use of each GPU" for plan in plans})
-    if table.kind != "batch":
-        yield from shared({f"{plan.job.global_batch} rows a step" for plan in plans})
-    yield from shared({f"rows of {plan.job.sequence_length} tokens" for plan in plans})
-    if table.kind == "memory":
-        yield from shared({plan.options[0].strategy.name for plan in plans})
-        yield from shared({f"micro-batch {plan.options[0].strategy.micro_batch}" for plan in plans})
+_COMMON: dict[str, Callable[[Any], str]] = {
+    "capacity_bytes": lambda value: f"{gib(value)} to use of each GPU",
+    "sequence_length": lambda value: f"rows of {value} tokens",
+    "global_batch": lambda value: f"{value} of them a step",
+    "strategy": str,
+    "micro_batch": lambda value: f"micro-batch {value}",
+}
+_FIRST: dict[Kind, int] = {"batch": 2, "speed": 3, "scaling": 3, "memory": 5}  # of _COMMON
 
 
 def _notes(table: Table) -> Iterator[str]:
@@ -205,76 +173,71 @@ def _notes(table: Table) -> Iterator[str]:
             yield f"refused: {' '.join(filter(None, (row.model, row.mode, row.gpus)))}: {row.problem}"
 
 
-def _weights(table: Table) -> Part:
-    known = {row.model: row.parameters for row in table.rows if row.parameters is not None}
-    formats = {"bf16": "none", "int8": "int8", "NF4": "nf4"}
+def _weights(rows: Sequence[dict[str, Any]]) -> Part:
+    known = {row["model"]: row["parameters"] for row in rows if row["strategy"]}
+    each = {"bf16": 2.0, "int8": QUANTIZED_BYTES["int8"], "NF4": QUANTIZED_BYTES["nf4"]}
     body = [
-        [model, count(number), *(f"{weights_bytes(number, one) / GIB:.2f}" for one in formats.values())]
+        [model, count(number), *(f"{number * one / GIB:.2f}" for one in each.values())]
         for model, number in known.items()
     ]
     line = "the weights alone, GiB, if all of them were in the format"
-    return Part([line], ["model", "parameters", *formats], body)
+    return Part([line], ["model", "parameters", *each], body)
 
 
-def _memory(table: Table, line: str, named: Columns) -> Part:
+def _memory(table: Table, rows: Sequence[dict[str, Any]], line: str, down: list[str]) -> Part:
     """Models and GPUs down, modes across."""
-    modes = list(dict.fromkeys(row.mode for row in table.rows))
-    down = {name: cell for name, cell in named.items() if name != "mode"} or {"model": _NAMED["model"]}
-    found: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in table.rows:
-        found.setdefault(tuple(cell(row) for cell in down.values()), {})[row.mode] = row
-    body = [[*names, *(_need(cells[mode]) or "refused" for mode in modes)] for names, cells in found.items()]
+    down, modes = down or ["model"], list(dict.fromkeys(row["mode"] for row in rows))
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        names = tuple(_cell(name, row) for name in down)
+        found.setdefault(names, {})[row["mode"]] = _cell("GiB", row) or "refused"
+    body = [[*names, *(cells[mode] for mode in modes)] for names, cells in found.items()]
     return Part([f"GPU memory needed, GiB · {line}", *_notes(table)], [*down, *modes], body)
 
 
-def _of(show: Callable[[Option, Plan], str]) -> Callable[[Row], str]:
-    """A cell that is empty where nothing was simulated."""
-    return lambda row: "" if row.option is None or row.plan is None else show(row.option, row.plan)
+def _cell(name: str, row: dict[str, Any]) -> str:
+    """Empty where nothing was simulated."""
+    return _SHOWN[name](row) if row["strategy"] or name in _NAMED else ""
 
 
-def _in_gib(option: Option, plan: Plan) -> str:
-    """`22.4`, `22.4 no`."""
-    word = fit_word(option, plan).plain
-    return f"{option.prediction.memory.needed_bytes / GIB:.1f}{'' if word == 'fits' else f' {word}'}"
+def _ckpt(row: dict[str, Any]) -> str:
+    every = row["checkpoint_every"]
+    return {0: "none", 1: "all"}.get(every, f"1/{every}")
 
 
-def _most(option: Option, _: Plan) -> str:
+def _most(row: dict[str, Any]) -> str:
     """The largest micro-batch; nothing larger than MOST_ROWS is tried."""
-    rows = option.strategy.micro_batch if option.fit == "fits" else 0
+    rows = row["micro_batch"] if row["fits"] in ("fits", "host?") else 0
     return f"{rows}{' or more' if rows == MOST_ROWS else ''}"
 
 
-_need = _of(_in_gib)
-_NAMED: Columns = {"model": lambda row: row.model, "GPUs": lambda row: row.gpus, "mode": lambda row: row.mode}
-_CHOSEN: Columns = {
-    "strategy": _of(lambda option, _: option.strategy.name),
-    "ckpt": _of(lambda option, _: batch(option.strategy)[1]),
+def _known(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+_SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
+    "model": lambda row: row["model"],
+    "GPUs": lambda row: row["gpus"],
+    "mode": lambda row: row["mode"],
+    "strategy": lambda row: row["strategy"],
+    "ckpt": _ckpt,
+    "micro ×\naccum.": lambda row: f"{row['micro_batch']} × {row['accumulation']}",
+    "rows\nat once": _most,
+    "GiB": lambda row: f"{row['needed_bytes'] / GIB:.1f} {row['fits']}".removesuffix(" fits"),
+    "tokens/s\nper GPU": lambda row: f"{row['tokens_per_second'] / row['world_size']:,.0f}",
+    "steps/s": lambda row: f"{1 / row['step_seconds']:.3g}",
+    "times": lambda row: _known(row["speedup"], ".2f"),
+    "effi-\nciency": lambda row: _known(row["efficiency_fraction"], ".1%"),
+    "days": lambda row: f"{row['seconds'] / 24 / SECONDS_PER_HOUR:,.3g}",
+    "cost": lambda row: _known(row["cost"], ",.0f"),
+    "energy\nkWh": lambda row: f"{row['joules'] / JOULES_PER_KWH:,.3g}",
 }
-_BATCH: Columns = {"micro ×\naccum.": _of(lambda option, _: batch(option.strategy)[0])}
-_PER_GPU: Columns = {
-    "GiB": _need,
-    "tokens/s\nper GPU": _of(lambda o, _: f"{o.prediction.time.tokens_per_second_per_gpu:,.0f}"),
-}
-_DAYS: Columns = {"days": _of(lambda o, plan: f"{o.seconds(plan.tokens) / 24 / SECONDS_PER_HOUR:,.3g}")}
-_COLUMNS: dict[Kind, Columns] = {
-    "speed": {
-        **_BATCH,
-        **_PER_GPU,
-        "steps/s": _of(lambda option, _: f"{1 / option.prediction.time.step_seconds:.3g}"),
-        **_DAYS,
-    },
-    "scaling": {
-        **_BATCH,
-        **_PER_GPU,
-        "times": lambda row: "" if row.speedup is None else f"{row.speedup:.2f}",
-        "effi-\nciency": lambda row: "" if row.efficiency is None else f"{row.efficiency:.1%}",
-        **_DAYS,
-        "cost": lambda row: "" if row.cost is None else f"{row.cost:,.0f}",
-        "energy\nkWh": _of(
-            lambda o, p: f"{o.prediction.energy.joules_per_token * p.tokens / JOULES_PER_KWH:,.3g}"
-        ),
-    },
-    "batch": {"rows\nat once": _of(_most), **_PER_GPU},
+_NAMED, _CHOSEN, _PER_GPU = ("model", "GPUs", "mode"), ("strategy", "ckpt"), ("GiB", "tokens/s\nper GPU")
+_COLUMNS: dict[Kind, tuple[str, ...]] = {
+    "memory": (),
+    "speed": ("micro ×\naccum.", *_PER_GPU, "steps/s", "days"),
+    "scaling": ("micro ×\naccum.", *_PER_GPU, "times", "effi-\nciency", "days", "cost", "energy\nkWh"),
+    "batch": ("rows\nat once", *_PER_GPU),
 }
 _WORDS = {*_NAMED, *_CHOSEN}  # the other columns hold numbers
 
@@ -312,18 +275,9 @@ def _markdown(table: Table) -> str:
 
 def _html(table: Table) -> str:
     """A page without scripts or other files."""
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-    shown = [f"<title>shardwise tables {table.kind}</title>"]
-    for part in parts(table):
-        shown += [f"<p>{'<br>'.join(map(html.escape, part.lines))}</p>", "<table>"]
-        shown += [row(_flat(part.header), "th"), *(row(cells, "td") for cells in part.body), "</table>"]
-    style = "body{font:15px system-ui;margin:2em}td,th{padding:.2em .8em;text-align:right}"
-    style += "td:first-child,th:first-child{text-align:left}tr:nth-child(even){background:#f3f3f3}"
+    style = "body{font:15px system-ui;margin:2em}td,th{padding:.2em .8em;border-bottom:1px solid #ddd}"
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><style>{style}</style>'
-    return "\n".join([head, *shown])
+    return f"{head}\n{MarkdownIt().enable('table').render(_markdown(table)).rstrip()}"
 
 
 def _csv(table: Table) -> str:

@@ -30,7 +30,7 @@ SAMPLING = {
 }  # fmt: skip
 VERBS = {
     "demo": {"--out"},
-    "init": {"--out", "--list", "--models"},
+    "init": {"--from", "--out", "--list", "--models"},
     "config": {"--set", "--json"},
     "plan": {"--scale", "--straggler",
         "--gpus", "--model", "--lora", "--full", "--sequence", "--global-batch", "--objective",
@@ -54,7 +54,7 @@ VERBS = {
     "check": {
         "--gpus", "--model", "--sequence", "--reader", "--fix", "--run-tiny", "--errors-only", "--json",
     },
-    "emit": {"--to", "--run", "--gpus", "--out", "--set"},
+    "emit": {"--to", "--run", "--gpus", "--preset", "--out", "--set"},
     "report": {"--html", "--json"},
     "export": {"--merge", "--out", "--gguf", "--push", "--json"},
     "generate": {"--prompt", *SAMPLING},
