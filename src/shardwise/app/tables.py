@@ -95,17 +95,11 @@ def tables(
 def scale(
     sizes: str, job: AnyJob | None = None, *, gpus: str | None, model: str | None, **asked: Any
 ) -> Table:
-    """Plan the same job on several numbers of GPUs: the table `scaling`, in the order asked for.
+    """Plan the same job on `1,2,4,8,16x8` GPUs or nodes x GPUs: the table `scaling`, in that order.
 
-    Args:
-        sizes: `1,2,4,8,16x8`: GPUs, or nodes x GPUs. More GPUs than a node has are several nodes.
-        job: as for `plan`.
-        gpus: their kind and links, as for `plan`; its last number says how many a node has.
-        model: instead of a job; a step then has the rows that `plan` takes for the most GPUs.
-        asked: the other arguments of `plan`.
-
-    Raises:
-        JobError: the sizes cannot be read, or the job is wrong whatever the number of GPUs.
+    `gpus`: their kind and links, as for `plan`; its last number says how many a node has. More are several
+    nodes. `model` is instead of a job; a step then has the rows that `plan` takes for the most GPUs.
+    JobError where the sizes cannot be read, or the job is wrong whatever the number of GPUs.
     """
     if gpus is None:
         raise JobError("--scale needs to know which GPUs", where="--scale", fix="name them: --gpus 8xH100")
@@ -163,9 +157,8 @@ def _compared(rows: Sequence[Row]) -> Iterator[Row]:
 
 def _listed(value: str | Sequence[str]) -> list[str]:
     """Each text once, in order."""
-    if not isinstance(value, str):
-        return list(dict.fromkeys(value))
-    return list(dict.fromkeys(text.strip() for text in value.split(",") if text.strip()))
+    texts = [text.strip() for text in value.split(",") if text.strip()] if isinstance(value, str) else value
+    return list(dict.fromkeys(texts))
 
 
 def _changes(mode: str) -> dict[str, str]:

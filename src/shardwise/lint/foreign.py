@@ -19,6 +19,7 @@ from shardwise.lint.translate import translate
 
 TABLE = tomllib.loads(resources.files("shardwise.lint").joinpath("foreign.toml").read_text(encoding="utf-8"))
 FILL_IN = {"model.source": "fill-in-the-model", "data.train": "fill-in-the-data.jsonl"}
+_EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
 _MODEL = re.compile(r"Model\w*\.from_pretrained\(\s*[\"']([^\"']+)")
 
 
@@ -43,7 +44,7 @@ def translation(files: Sequence[Path]) -> tuple[str, list[str]]:
     precision: dict[str, str] = {}
     for document in documents:
         model = _MODEL.search(document.text) if document.syntax == "python" else None
-        changes += [] if model is None else [f"model.source={model[1]}"]
+        changes += [] if model is None else [f"model.source={json.dumps(model[1])}"]
         for key, value in _leaves(document.values):
             rule, found = TABLE["keys"].get(key), _meaning(key, value)
             line = document.line(tuple(key.split(".")))
@@ -62,9 +63,9 @@ def translation(files: Sequence[Path]) -> tuple[str, list[str]]:
     job = source.Document(name="the files")
     source.apply(job, [f"name={_name(files[0])}", *words, *changes, *_rows(batch, said)])
     _complete(job, said)
-    head = [f"made of {', '.join(map(str, files))}", *said]
+    lines = (" ".join(line.split()) for line in (f"made of {', '.join(map(str, files))}", *said))
     ordered = {key: job.values[key] for key in json_schema.names_below(()) if key in job.values}
-    return "".join(f"# {line}\n" for line in head) + f"\n{source.job_text(ordered)}", said
+    return "".join(f"# {line}\n" for line in lines) + f"\n{source.job_text(ordered)}", said
 
 
 def _complete(job: source.Document, said: list[str]) -> None:
@@ -77,8 +78,7 @@ def _complete(job: source.Document, said: list[str]) -> None:
     made, wrong = validate.check(job)
     problems = [(key, problem.what) for key, problem in wrong.items()]
     if made is not None:
-        given = frozenset(map(source.dotted, job.origins))
-        found = contradictions.find(made, given)
+        found = contradictions.find(made, frozenset(map(source.dotted, job.origins)))
         problems += [(tuple(one.where.split(", ")[0].split(".")), one.what) for one in found]
     for key, what in problems:
         said.append(f"left out: {source.dotted(key)}: {what}")
@@ -101,8 +101,11 @@ def _meaning(key: str, value: Any) -> list[str] | str:
     if value in (AUTO, None) or key in TABLE["strategy"]["keys"]:
         return []
     rule = TABLE["keys"].get(key)
-    number = None if isinstance(value, bool) else as_number(value)
+    plain = isinstance(value, bool) or (isinstance(value, str) and not _EXPONENT.fullmatch(value))
+    number = None if plain else as_number(value)
     text = json.dumps(value if number is None else number)
+    if isinstance(rule, str) and rule.startswith("batch.") and not (isinstance(number, int) and number > 0):
+        return f"{text} is no number of rows, steps or GPUs"
     if isinstance(rule, str):
         return [f"name={_name(Path(str(value)))}" if rule == "name" else f"{rule}={text}"]
     if rule is not None and text.strip('"') in rule:

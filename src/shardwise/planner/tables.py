@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from markdown_it import MarkdownIt
 from rich.console import Console
@@ -63,19 +63,15 @@ class Row:
         seconds, price = self.option.seconds(tokens), job.price_per_gpu_hour
         return values | {
             "parameters": parameters,
-            "trainable_parameters": job.trainable_parameters,
             "weights_bytes": parameters * each,
+            "trainable_parameters": job.trainable_parameters,
             "sequence_length": job.sequence_length,
             "global_batch": job.global_batch,
             "world_size": time.world_size,
             "strategy": strategy.name,
-            "micro_batch": strategy.micro_batch,
-            "accumulation": strategy.accumulation,
-            "checkpoint_every": strategy.checkpoint_every,
+            **{name: getattr(strategy, name) for name in ("micro_batch", "accumulation", "checkpoint_every")},
             "fits": fit_word(self.option, self.plan).plain,
-            "needed_bytes": memory.needed_bytes,
-            "capacity_bytes": memory.capacity_bytes,
-            "host_bytes": memory.host_bytes,
+            **{name: getattr(memory, name) for name in ("needed_bytes", "capacity_bytes", "host_bytes")},
             "tokens_per_second": time.tokens_per_second_per_gpu * time.world_size,
             "step_seconds": time.step_seconds,
             "speedup": self.speedup,
@@ -96,7 +92,8 @@ class Table:
 
     def to(self, form: Format) -> str:
         """The table as text for the terminal's width, CSV, Markdown, a page of HTML, or JSON."""
-        return _FORMS[form](self)
+        forms = {"text": _text, "csv": _csv, "md": _markdown, "html": _html}
+        return forms[form](self) if form in forms else json.dumps(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """Every row has every key; a value that is not known is null."""
@@ -108,12 +105,8 @@ class Table:
         return self.to("text")
 
 
-class Part(NamedTuple):
-    """What is shown to a person: lines, then columns and cells."""
-
-    lines: list[str]
-    header: list[str]
-    body: list[list[str]]
+Part = tuple[list[str], list[str], list[list[str]]]
+"""What is shown to a person: lines, columns, rows of cells."""
 
 
 def parts(table: Table) -> list[Part]:
@@ -133,7 +126,7 @@ def parts(table: Table) -> list[Part]:
         return [_weights(rows), _memory(table, rows, line, [name for name in left if name != "mode"])]
     columns = [*left, *(name for name in _COLUMNS[table.kind] if any(cells[name]))]
     body = [list(row) for row in zip(*(cells[name] for name in columns), strict=True)]
-    return [Part([line, *_notes(table)], columns, body)]
+    return [([line, *_notes(table)], columns, body)]
 
 
 _COMMON: dict[str, Callable[[Any], str]] = {
@@ -158,9 +151,7 @@ def _notes(table: Table) -> Iterator[str]:
         "host?": "it fits if the hosts have the memory; `+128GiB` behind the GPUs says how much",
         "tight?": "both",
     }
-    for word, text in meaning.items():
-        if word in words:
-            yield f"{word}: {text}"
+    yield from (f"{word}: {text}" for word, text in meaning.items() if word in words)
     for gpus, plan in plans.items():
         if plan.hardware.gpu.assumed_from is not None:
             yield f"{gpus}: assumed as fast as {plan.hardware.gpu.assumed_from}"
@@ -181,7 +172,7 @@ def _weights(rows: Sequence[dict[str, Any]]) -> Part:
         for model, number in known.items()
     ]
     line = "the weights alone, GiB, if all of them were in the format"
-    return Part([line], ["model", "parameters", *each], body)
+    return [line], ["model", "parameters", *each], body
 
 
 def _memory(table: Table, rows: Sequence[dict[str, Any]], line: str, down: list[str]) -> Part:
@@ -192,17 +183,12 @@ def _memory(table: Table, rows: Sequence[dict[str, Any]], line: str, down: list[
         names = tuple(_cell(name, row) for name in down)
         found.setdefault(names, {})[row["mode"]] = _cell("GiB", row) or "refused"
     body = [[*names, *(cells[mode] for mode in modes)] for names, cells in found.items()]
-    return Part([f"GPU memory needed, GiB · {line}", *_notes(table)], [*down, *modes], body)
+    return [f"GPU memory needed, GiB · {line}", *_notes(table)], [*down, *modes], body
 
 
 def _cell(name: str, row: dict[str, Any]) -> str:
     """Empty where nothing was simulated."""
     return _SHOWN[name](row) if row["strategy"] or name in _NAMED else ""
-
-
-def _ckpt(row: dict[str, Any]) -> str:
-    every = row["checkpoint_every"]
-    return {0: "none", 1: "all"}.get(every, f"1/{every}")
 
 
 def _most(row: dict[str, Any]) -> str:
@@ -220,7 +206,7 @@ _SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
     "GPUs": lambda row: row["gpus"],
     "mode": lambda row: row["mode"],
     "strategy": lambda row: row["strategy"],
-    "ckpt": _ckpt,
+    "ckpt": lambda row: {0: "none", 1: "all"}.get(e := row["checkpoint_every"], f"1/{e}"),
     "micro ×\naccum.": lambda row: f"{row['micro_batch']} × {row['accumulation']}",
     "rows\nat once": _most,
     "GiB": lambda row: f"{row['needed_bytes'] / GIB:.1f} {row['fits']}".removesuffix(" fits"),
@@ -247,14 +233,13 @@ def _text(table: Table) -> str:
     width = shutil.get_terminal_size((80, 24)).columns
     console = Console(file=io.StringIO(), width=width)
     with console.capture() as captured:
-        for part in parts(table):
-            console.print(*part.lines, sep="\n", highlight=False, markup=False)
-            gap = 1 if width < NARROW else 2
-            grid = Grid(box=None, padding=(0, gap, 0, 0), pad_edge=False)
-            for name in part.header:
+        for lines, header, body in parts(table):
+            console.print(*lines, sep="\n", highlight=False, markup=False)
+            grid = Grid(box=None, padding=(0, 1 if width < NARROW else 2, 0, 0), pad_edge=False)
+            for name in header:
                 justify: Literal["left", "right"] = "left" if name in _WORDS else "right"
                 grid.add_column(name.replace("+", "+\n"), justify=justify, overflow="fold", vertical="bottom")
-            for cells in part.body:
+            for cells in body:
                 grid.add_row(*cells)
             console.print(grid, "")
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
@@ -266,10 +251,10 @@ def _flat(header: Sequence[str]) -> list[str]:
 
 def _markdown(table: Table) -> str:
     blocks = []
-    for part in parts(table):
-        aligned = ["---" if name in _WORDS else "---:" for name in part.header]
-        rows = [f"| {' | '.join(cells)} |" for cells in (_flat(part.header), aligned, *part.body)]
-        blocks.append("\n".join(["  \n".join(part.lines), "", *rows]))
+    for lines, header, body in parts(table):
+        aligned = ["---" if name in _WORDS else "---:" for name in header]
+        rows = [f"| {' | '.join(cells)} |" for cells in (_flat(header), aligned, *body)]
+        blocks += ["\n- ".join(lines).replace("\n", "\n\n", 1), "\n".join(rows)]
     return "\n\n".join(blocks)
 
 
@@ -286,12 +271,3 @@ def _csv(table: Table) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue().rstrip()
-
-
-_FORMS: dict[Format, Callable[[Table], str]] = {
-    "text": _text,
-    "csv": _csv,
-    "md": _markdown,
-    "html": _html,
-    "json": lambda table: json.dumps(table.to_json()),
-}

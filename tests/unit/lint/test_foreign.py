@@ -179,6 +179,17 @@ def test_every_key_is_one_of_a_job() -> None:
     assert {one for one in targets if not one.startswith(("batch.", "model.config."))} <= known
 
 
+def test_values_that_make_no_sense_are_left_out(files: Path) -> None:
+    wrong = "per_device_train_batch_size: 0\ngradient_accumulation_steps: many\nlearning_rate: fast\n"
+    Path("wrong.yaml").write_text(f"model_name_or_path: a/b\n{wrong}seed: 1e3\nmodel_revision: '123'\n")
+    job, said = job_of(files, "wrong.yaml")
+    text = "\n".join(said)
+    assert "per_device_train_batch_size (line 2): 0 is no number" in text
+    assert 'gradient_accumulation_steps (line 3): "many" is no number' in text
+    assert "`optimizer.learning_rate`" in text
+    assert (job.model.revision, job.train.seed, job.train.global_batch) == ("123", 1000, 16)
+
+
 def test_what_cannot_be_read_is_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text, message in {"a: [": "not YAML", "- 1": "it holds no `key: value` lines"}.items():
         Path("bad.yaml").write_text(text)
