@@ -32,7 +32,7 @@ VERBS = {
     "demo": {"--out"},
     "init": {"--from", "--out", "--list", "--models"},
     "config": {"--set", "--json"},
-    "plan": {"--scale", "--straggler",
+    "plan": {"--scale", "--straggler", "--documents",
         "--gpus", "--model", "--lora", "--full", "--sequence", "--global-batch", "--objective",
         "--max-slowdown", "--pareto", "--all",
         "--explain", "--json", "--out", "--set", "--memory-cap", "--margin",
