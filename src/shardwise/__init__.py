@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.app.jobs import load_job
     from shardwise.app.machine import doctor
     from shardwise.app.plan import plan
+    from shardwise.app.tables import tables
     from shardwise.app.train import Run, train
     from shardwise.hardware.hardware import Hardware
     from shardwise.job.schema import Job
@@ -23,19 +24,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Hardware",
-    "Job",
-    "Plan",
-    "Run",
-    "Strategy",
-    "bench",
-    "check",
-    "doctor",
-    "load_job",
-    "plan",
-    "train",
-]
+__all__ = ["Hardware", "Job", "Plan", "Run", "Strategy", "bench", "check", "doctor", "load_job"]
+__all__ += ["plan", "tables", "train"]
 
 _HOMES = {
     "Hardware": "hardware.hardware",
@@ -48,6 +38,7 @@ _HOMES = {
     "doctor": "app.machine",
     "load_job": "app.jobs",
     "plan": "app.plan",
+    "tables": "app.tables",
     "train": "app.train",
 }
 

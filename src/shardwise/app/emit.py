@@ -10,16 +10,20 @@ from typing import Any, Literal
 from shardwise.app.jobs import hardware_of
 from shardwise.emit.cluster import TARGETS, WORK
 from shardwise.emit.energy import with_energy
-from shardwise.emit.files import Emitted, Target
+from shardwise.emit.files import Emitted, Target, as_json
 from shardwise.emit.files import emit as files_for
 from shardwise.emit.request import Request
+from shardwise.engines import descriptor, parts_of
 from shardwise.errors import JobError
 from shardwise.job.load import load_job
 from shardwise.job.paths import absolute, below
+from shardwise.job.schema import BUCKET, Optimizer
 from shardwise.job.source import job_text
+from shardwise.job.strategies import NAMED
 from shardwise.planner.plan import SCHEMA
 from shardwise.planner.planning import Making, make_plan
 from shardwise.planner.why import does_not_fit
+from shardwise.strategy import Strategy
 
 
 def emit(
@@ -65,8 +69,23 @@ def emit(
             values = below(WORK, values) if to in TARGETS else absolute(values)
             request = replace(chosen, job_text=job_text(values))
     emitted = files_for(to, request)
-    if run == "script":
-        emitted = with_energy(emitted)
+    return _new(with_energy(emitted) if run == "script" else emitted, out)
+
+
+def library(name: str, out: Path) -> Emitted:
+    """DeepSpeed's files of a strategy's name: for a script of your own, and with `auto` for a Trainer."""
+    names = [one for one, parts in NAMED.items() if parts["engine"] == "deepspeed"]
+    if name not in names:
+        raise JobError(f"there are no files {name!r}", where="--preset", fix=f"one of {', '.join(names)}")
+    strategy = Strategy(**parts_of(name), data_parallel=1, accumulation=1)
+    files = descriptor(strategy).script_files(strategy, Optimizer(), BUCKET).files
+    texts = {f"{name}{Path(file).stem.removeprefix('deepspeed')}.json": files[file] for file in files}
+    notes = ("write your batch and learning rate; the Trainer fills in `auto` from its arguments",)
+    return _new(Emitted(files={file: as_json(config) for file, config in texts.items()}, notes=notes), out)
+
+
+def _new(emitted: Emitted, out: Path) -> Emitted:
+    """The same; JobError where a file is there already."""
     taken = [name for name in emitted.files if (out / name).exists()]
     if taken:
         fix = "name a new folder, or remove the file"

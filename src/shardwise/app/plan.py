@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 from shardwise.app.jobs import AnyJob, hardware_of, read, size_in_bytes
 from shardwise.errors import JobError
@@ -13,6 +14,7 @@ from shardwise.planner.limits import share as share_of
 from shardwise.planner.limits import with_limits, with_pareto
 from shardwise.planner.plan import Objective, Plan
 from shardwise.planner.planning import Making, make_plan
+from shardwise.planner.search import MARGIN
 from shardwise.planner.sketch import sketch
 from shardwise.planner.why import uses_host
 
@@ -29,6 +31,8 @@ def plan(
     pareto: bool = False,
     straggler: str | float | None = None,
     documents: int | None = None,
+    margin: str | float | None = None,
+    nearest: bool = True,
     making: Making = nullcontext,
 ) -> Plan:
     """Predict memory, time and energy of every allowed strategy, and choose one. Touches no GPU.
@@ -47,6 +51,8 @@ def plan(
         straggler: standard deviation of a GPU's step time, as a share of it; `5%` or 0.05. Each step lasts as
             long as the slowest GPU's.
         documents: tokens of a document, where rows hold several; None: each row is one.
+        margin: share of the memory that the choice leaves free; `10%` or 0.1.
+        nearest: where nothing fits, look for the nearest change that does.
         making: entered while a plan is made; a kept one is only read.
 
     Returns:
@@ -63,6 +69,7 @@ def plan(
         what = f"--max-slowdown bounds the time of the least energy, and the objective is {objective}"
         raise JobError(what, where="--max-slowdown", fix=fix)
     cap = None if memory_cap is None else size_in_bytes(memory_cap, "--memory-cap")
+    free = MARGIN if margin is None else share_of(margin, "--margin", "the memory")
     hardware = hardware_of(gpus)
     if straggler is not None:
         spread = share_of(straggler, "--straggler", "a GPU's step time")
@@ -70,14 +77,9 @@ def plan(
     loaded, assumed = _job(job, model, changes, hardware)
 
     def plan_for(hardware: Hardware) -> Plan:
-        made = make_plan(
-            loaded.job,
-            hardware,
-            objective=objective,
-            memory_cap_bytes=cap,
-            making=making,
-            document_tokens=documents,
-        )
+        limits: dict[str, Any] = {"memory_cap_bytes": cap, "margin": free, "nearest": nearest}
+        limits["document_tokens"] = documents
+        made = make_plan(loaded.job, hardware, objective=objective, **limits, making=making)
         return with_pareto(made) if pareto else made
 
     try:

@@ -30,6 +30,7 @@ from shardwise.cli.options import write_no_more
 from shardwise.cli.plan import plan
 from shardwise.cli.power import power
 from shardwise.cli.report import report
+from shardwise.cli.tables import tables
 from shardwise.cli.train import train
 from shardwise.errors import WRITE_ERRORS, JobError, ShardwiseError, render, unwritten
 
@@ -48,7 +49,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-_VERBS: list[Callable[..., Any]] = [demo, init, config, plan, train, monitor, bench, check]
+_VERBS: list[Callable[..., Any]] = [demo, init, config, plan, tables, train, monitor, bench, check]
 _VERBS += [emit, report, checkpoint, export, generate, chat, serve, board, doctor, power]
 for _verb in _VERBS:
     app.command()(_verb)

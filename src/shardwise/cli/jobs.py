@@ -10,21 +10,26 @@ import typer
 from shardwise.cli.options import AsJson, Changes, JobFile, QLora
 from shardwise.errors import JobError
 
+START = typer.Argument(metavar="[PRESET]", help="What to start from; see --list.  [default: lora]")
+FROM = typer.Option("--from", help="Make it of files of DeepSpeed, Trainer, accelerate, Axolotl and others.")
+OUT = typer.Option(metavar="FILE", help="Job file to write.")
+MODELS = typer.Option("--models", help="List the model shapes known without network.")
+
 
 def init(
-    preset: Annotated[str, typer.Argument(help="What to start from; see --list.")] = "lora",
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Job file to write.")] = Path("job.yaml"),
+    start: Annotated[list[str] | None, START] = None,
+    foreign: Annotated[bool, FROM] = False,
+    out: Annotated[Path, OUT] = Path("job.yaml"),
     list_presets: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
     qlora: QLora = False,
-    list_models: Annotated[
-        bool, typer.Option("--models", help="List the model shapes known without network.")
-    ] = False,
+    list_models: Annotated[bool, MODELS] = False,
 ) -> None:
-    """Write a commented job file."""
+    """Write a commented job file; `init --from FILE...` makes it of other tools' files."""
     from shardwise.job import presets
 
+    preset, *more = start or ["lora"]
     if list_presets:
-        for name in presets.names():
+        for name in sorted(presets.names(), key=presets.title):  # which begins with what is trained
             print(f"{name:<22} {presets.title(name)}")
     elif list_models:
         from shardwise.models.catalog import shapes
@@ -32,6 +37,14 @@ def init(
 
         for shape in shapes():
             print(f"{shape.name:<22} {count(shape.parameters):>6}  {shape.hub or ''}".rstrip())
+    elif foreign and start:
+        from shardwise.lint.foreign import translation
+
+        made, said = translation(list(map(Path, start)))
+        print(f"wrote {next(presets.write_new({out: made}, out))}", *said, sep="\n")
+    elif foreign or more:
+        fix = "shardwise init --from ds_config.json train.py"
+        raise JobError("it takes one preset, or --from and files", where="shardwise init", fix=fix)
     else:
         if preset not in presets.names():
             what = f"there is no preset {preset!r}"

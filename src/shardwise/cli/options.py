@@ -19,6 +19,9 @@ Changes = Annotated[
 MemoryCap = Annotated[str | None, typer.Option(metavar="SIZE", help="Use no more of each GPU, e.g. 16GiB.")]
 QLora = Annotated[bool, typer.Option("--qlora", help="Train LoRA adapters on a base in NF4.")]
 QLORA = "model.quantization=nf4"
+Margin = Annotated[
+    str | None, typer.Option(metavar="SHARE", help="Leave so much of the memory free.  [default: 5%]")
+]
 RowLength = Annotated[int | None, typer.Option(min=2, metavar="N", help="Tokens in a row.")]
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Another one needs a token.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0 takes a free one.")]

@@ -6,68 +6,65 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from shardwise.cli.options import QLORA, AsJson, Changes, MemoryCap, QLora, RowLength, planning, write_text
+from shardwise.cli.options import (
+    QLORA,
+    AsJson,
+    Changes,
+    Margin,
+    MemoryCap,
+    QLora,
+    RowLength,
+    planning,
+    write_text,
+)
 from shardwise.errors import JobError
+
+JOB = typer.Argument(metavar="JOB", help="Job file (YAML); without it --model.", show_default=False)
+GPUS = typer.Option(
+    metavar="GPUS",
+    help="4xRTX4080, 2x8xH100, 4x24GB; 4xRTX4080@pcie4x8+128GiB also says slots and host memory.  "
+    "[default: this machine's]",
+)
+MODEL = typer.Option(metavar="MODEL", help="Hub id, folder or known name.")
+LORA = typer.Option(min=1, metavar="RANK", help="Train LoRA adapters of this rank.")
+FULL = typer.Option("--full", help="Train all weights.")
+DOCUMENTS = typer.Option(min=1, metavar="N", help="Tokens of a document in packed rows.  [default: a row's]")
+BATCH = typer.Option(min=1, metavar="N", help="Rows of a step, over all GPUs.")
+OBJECTIVE = typer.Option(help="Metric to rank strategies by.")
+SLOWDOWN = typer.Option(
+    metavar="SHARE",
+    help="With --objective energy: also choose a power limit and how many GPUs, this much slower.",
+)
+PARETO = typer.Option("--pareto", help="Show time against energy over strategies and power limits.")
+SCALE = typer.Option(metavar="SIZES", help="Plan for several numbers of GPUs: 1,2,4,8,16x8. Needs --gpus.")
+STRAGGLER = typer.Option(metavar="SHARE", help="Standard deviation of a GPU's step time, as 5%.")
+ALL = typer.Option("--all", help="Show every strategy.")
+EXPLAIN = typer.Option("--explain", help="Show where memory and time go, and what more memory buys.")
+OUT = typer.Option(metavar="FILE", help="Also write the plan there, as JSON.")
 
 
 def plan(
-    job: Annotated[
-        Path | None,
-        typer.Argument(metavar="JOB", help="Job file (YAML); without it --model.", show_default=False),
-    ] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GPUS",
-            help="4xRTX4080, 2x8xH100, 4x24GB; 4xRTX4080@pcie4x8+128GiB also says slots and host memory.  "
-            "[default: this machine's]",
-        ),
-    ] = None,
-    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Hub id, folder or known name.")] = None,
-    lora: Annotated[
-        int | None, typer.Option(min=1, metavar="RANK", help="Train LoRA adapters of this rank.")
-    ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Train all weights.")] = False,
+    job: Annotated[Path | None, JOB] = None,
+    gpus: Annotated[str | None, GPUS] = None,
+    model: Annotated[str | None, MODEL] = None,
+    lora: Annotated[int | None, LORA] = None,
+    full: Annotated[bool, FULL] = False,
     qlora: QLora = False,
     sequence: RowLength = None,
-    documents: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Tokens of a document in packed rows.  [default: a row's]"),
-    ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Rows of a step, over all GPUs.")
-    ] = None,
-    objective: Annotated[
-        Literal["throughput", "memory", "energy"], typer.Option(help="Metric to rank strategies by.")
-    ] = "throughput",
-    max_slowdown: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SHARE",
-            help="With --objective energy: also choose a power limit and how many GPUs, this much slower.",
-        ),
-    ] = None,
-    pareto: Annotated[
-        bool, typer.Option("--pareto", help="Show time against energy over strategies and power limits.")
-    ] = False,
-    scale: Annotated[
-        str | None,
-        typer.Option(metavar="SIZES", help="Plan for several numbers of GPUs: 1,2,4,8,16x8. Needs --gpus."),
-    ] = None,
-    straggler: Annotated[
-        str | None,
-        typer.Option(metavar="SHARE", help="Standard deviation of a GPU's step time, as 5%."),
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Show every strategy.")] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Show where memory and time go, and what more memory buys.")
-    ] = False,
+    documents: Annotated[int | None, DOCUMENTS] = None,
+    global_batch: Annotated[int | None, BATCH] = None,
+    objective: Annotated[Literal["throughput", "memory", "energy"], OBJECTIVE] = "throughput",
+    max_slowdown: Annotated[str | None, SLOWDOWN] = None,
+    pareto: Annotated[bool, PARETO] = False,
+    scale: Annotated[str | None, SCALE] = None,
+    straggler: Annotated[str | None, STRAGGLER] = None,
+    everything: Annotated[bool, ALL] = False,
+    explain: Annotated[bool, EXPLAIN] = False,
     as_json: AsJson = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the plan there, as JSON.")
-    ] = None,
+    out: Annotated[Path | None, OUT] = None,
     changes: Changes = [],
     memory_cap: MemoryCap = None,
+    margin: Margin = None,
 ) -> None:
     """Show what fits and how fast it is, before any GPU is touched."""
     if (lora is not None or qlora) and full:
@@ -90,6 +87,7 @@ def plan(
         "objective": objective,
         "memory_cap": memory_cap,
         "straggler": straggler,
+        "margin": margin,
         "making": planning,
     }
     if scale is not None:
@@ -97,13 +95,12 @@ def plan(
             what = "--scale shows the choice for each number of GPUs, without its alternatives"
             fix = "leave --max-slowdown, --pareto, --all and --explain out, or --scale"
             raise JobError(what, where="shardwise plan", fix=fix)
-        from shardwise.app.scale import scale as make_scaling
-        from shardwise.planner.scaling import show_scaling
+        from shardwise.app.tables import scale as make_table
 
-        scaling = make_scaling(scale, job, **asked)
-        _write(scaling.to_json(), out, as_json=as_json)
+        table = make_table(scale, job, **asked)
+        _write(table.to_json(), out, as_json=as_json)
         if not as_json:
-            show_scaling(scaling)
+            print(table)
         return
     from shardwise.app.plan import plan as make
     from shardwise.planner.explain import show_explanation

@@ -82,7 +82,9 @@ def prepare(
     (train, note, _), held_out = entries[0][1], None
     if data.weights is not None:
         names = [data.train] if isinstance(data.train, str) else data.train
-        opened = [open_sources(name, split=data.split, key="data.train") for name in names]
+        opened = [
+            open_sources(name, split=data.split, subset=data.subset, key="data.train") for name in names
+        ]
         each = np.repeat(data.weights, [len(sources) for sources in opened])
         train = replace(train, weights=np.repeat(each, note["of_sources"]))
     if data.eval is not None:
@@ -103,7 +105,9 @@ def prepare(
 
 def documents(job: Job) -> Iterator[str]:
     """Yield the raw text of the training data, one message, document or part of a document at a time."""
-    for sample in Reader(open_sources(job.data.train, split=job.data.split, key="data.train"), job.data):
+    data = job.data
+    sources = open_sources(data.train, split=data.split, subset=data.subset, key="data.train")
+    for sample in Reader(sources, data):
         if isinstance(sample, Text):
             yield sample.text
         else:
@@ -142,7 +146,7 @@ class _Build:
         self._identity = _tokenizer_identity(self.tokenizer)
 
     def dataset(self, spec: str | list[str], *, key: str) -> tuple[str, Entry]:
-        sources = open_sources(spec, split=self.data.split, key=key)
+        sources = open_sources(spec, split=self.data.split, subset=self.data.subset, key=key)
         deciding = {"format", "max_samples", "sequence_length", "loss_on", "system", "too_long", "skip_bad"}
         content = {
             "format": FORMAT,

@@ -82,10 +82,11 @@ class FileSource:
 class HubSource:
     name: str
     split: str
+    subset: str | None
     rows: Any  # a `datasets.Dataset`, memory-mapped by that library
 
     def fingerprint(self) -> str:
-        return f"hub:{self.name}:{self.split}:{self.rows._fingerprint}"
+        return f"hub:{self.name}:{self.subset}:{self.split}:{self.rows._fingerprint}"
 
     def read(self, bad: Findings) -> Iterator[Record | Text]:  # noqa: ARG002 (as FileSource has it)
         for number, row in enumerate(self.rows, 1):
@@ -95,14 +96,17 @@ class HubSource:
 Source = FileSource | HubSource
 
 
-def open_sources(spec: str | list[str], *, split: str, key: str) -> list[Source]:
+def open_sources(spec: str | list[str], *, split: str, subset: str | None = None, key: str) -> list[Source]:
     """Open files, folders or hub datasets. `key` is the job's key that names them, for error messages."""
+    if not spec:
+        raise DataError("no data is named", where=key, fix="name a file, a folder or a hub dataset")
     if not isinstance(spec, str):
-        return [source for name in spec for source in open_sources(name, split=split, key=key)]
+        shared: Any = {"split": split, "subset": subset, "key": key}
+        return [source for name in spec for source in open_sources(name, **shared)]
     name = spec
     local = name.lower().endswith(DATA_SUFFIXES) or Path(name).exists()
     if not local and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        return [_hub(name, split=split, key=key)]
+        return [_hub(name, split=split, subset=subset, key=key)]
     return [FileSource(path) for path in _local(Path(name), key=key)]
 
 
@@ -123,18 +127,18 @@ def _local(path: Path, *, key: str) -> list[Path]:
     return [path]
 
 
-def _hub(name: str, *, split: str, key: str) -> HubSource:
+def _hub(name: str, *, split: str, subset: str | None, key: str) -> HubSource:
     import datasets
 
     try:
-        rows = datasets.load_dataset(name, split=split)
+        rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # a dozen unrelated kinds: network, permission, split, format
         reason = str(error).strip().splitlines() or [type(error).__name__]
         what = f"{name} is neither a local path nor a hub dataset that could be loaded: {reason[0]}"
-        fix = f"check the name and data.split ({split}); without a network, download it first "
-        fix += f"(hf download --repo-type dataset {name}) and name the folder"
+        fix = f"check the name, data.subset ({subset}) and data.split ({split}); without a network, "
+        fix += f"download it first (hf download --repo-type dataset {name}) and name the folder"
         raise DataError(what, where=key, fix=fix) from error
-    return HubSource(name=name, split=split, rows=rows)
+    return HubSource(name=name, split=split, subset=subset, rows=rows)
 
 
 def _lines(path: Path, bad: Findings) -> Iterator[tuple[str, str]]:

@@ -191,7 +191,7 @@ def _files(target: Target, request: Request, own: str, trainer: str) -> dict[str
     else:
         made = descriptor(strategy).script_files(strategy, request.optimizer, request.trainable_parameters)
         files, of_trainer = {}, [*made.flags, *of_trainer]
-    files |= {name: _json(values) for name, values in made.files.items()}
+    files |= {name: as_json(values) for name, values in made.files.items()}
     start = _start(target, request, configs)
     scripts = {own: [], trainer: of_trainer}
     return files | {name: _script(target, request, start, flags) for name, flags in scripts.items()}
@@ -233,6 +233,6 @@ def _notes(target: Target, request: Request) -> list[str]:
     return notes
 
 
-def _json(values: Mapping[str, Any]) -> str:
+def as_json(values: Mapping[str, Any]) -> str:
     """Strict JSON, as the Trainer reads it."""
     return json.dumps(values, indent=2, allow_nan=False) + "\n"

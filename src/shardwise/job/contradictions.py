@@ -94,9 +94,10 @@ def _data(job: Job, given: frozenset[str]) -> Iterator[Problem]:
     if data.weights is not None and len(data.weights) != len(files):
         what = f"data.weights has {len(data.weights)} numbers, and data.train {len(files)} entries"
         yield Problem(what=what, where="data.weights, data.train", fix="one number for each entry")
-    if "data.split" in given and all(Path(name).exists() for name in files):
-        what = "data.split belongs to a hub dataset, and data.train is local"
-        yield Problem(what=what, where="data.split, data.train", fix="remove data.split")
+    for key in ("data.split", "data.subset"):
+        if key in given and all(Path(name).exists() for name in files):
+            what = f"{key} belongs to a hub dataset, and data.train is local"
+            yield Problem(what=what, where=f"{key}, data.train", fix=f"remove {key}")
     chat = ("data.loss_on", "data.chat_template", "data.system", "data.too_long")
     keys = tuple(key for key in chat if key in given)
     names = ", ".join(keys)

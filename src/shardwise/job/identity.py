@@ -36,7 +36,7 @@ IN_DATA_KEY = (
 )
 """Keys that a checkpoint's identity holds in one hash: how samples become tokens (data/prepare.py)."""
 
-BY_CONTENT = ("data.train", "data.eval", "data.split", "data.chat_template")
+BY_CONTENT = ("data.train", "data.eval", "data.split", "data.subset", "data.chat_template")
 """Names of files and data sets: they may change, their content not. Only the worker can compare that."""
 
 FREE = (

@@ -38,7 +38,7 @@ class LoadedJob:
     def located(self, error: JobError) -> JobError:
         """Return an error that names keys, separated by ", ", with their lines."""
         found = [replace(p, where=", ".join(map(self.where, p.where.split(", ")))) for p in error.problems]
-        return _error(found, error.headline)
+        return _error(found, error.headline, type(error))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +92,10 @@ def _checked(document: Document, folder: Path, *, given: frozenset[str] | None =
     return LoadedJob(job=job, origins={dotted(key): origin for key, origin in document.origins.items()})
 
 
-def _error(problems: list[Problem], headline: str) -> JobError:
+def _error(problems: list[Problem], headline: str, kind: type[JobError] = JobError) -> JobError:
     if len(problems) > 1:
-        return JobError(headline, problems=problems)
-    return JobError(problems[0].what, where=problems[0].where, fix=problems[0].fix)
+        return kind(headline, problems=problems)
+    return kind(problems[0].what, where=problems[0].where, fix=problems[0].fix)
 
 
 def resolved(loaded: LoadedJob) -> list[Setting]:

@@ -99,6 +99,8 @@ class Data(Section):
     """The samples' shape; `auto` looks at the fields and says what it found."""
     split: Text = "train"
     """Split of a hub dataset."""
+    subset: Text | None = None
+    """Configuration of a hub dataset that has several, such as wikitext-2-raw-v1."""
     eval: Text | Texts | None = None
     """Held-out data of its own; unset takes `eval_fraction` of the samples."""
     eval_fraction: Fraction = 0.02

@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwise.errors import JobError, Problem
 from shardwise.job.load import LoadedJob, load_job
 from shardwise.job.schema import StrategySpec
-from shardwise.lint.document import Document, UnreadableError
+from shardwise.lint.document import Document, Kind, UnreadableError
 from shardwise.lint.edit import CannotEditError, edited
 from shardwise.lint.finding import SEVERITIES, Finding, finding, holds_for
 from shardwise.lint.model import architecture_of
@@ -36,8 +36,12 @@ class Checked:
         return any(one.severity == "error" for one in self.findings)
 
 
-def load(files: Sequence[Path]) -> tuple[tuple[Document, ...], tuple[Finding, ...]]:
+def load(
+    files: Sequence[Path], *, other: Kind | None = None
+) -> tuple[tuple[Document, ...], tuple[Finding, ...]]:
     """Read the files, and the DeepSpeed files that they name; return a finding for each unreadable one.
+
+    `other`: the kind of a file that is of no known one.
 
     Raises JobError if a file does not exist or is not text.
     """
@@ -47,7 +51,7 @@ def load(files: Sequence[Path]) -> tuple[tuple[Document, ...], tuple[Finding, ..
     while waiting:
         file = waiting.pop(0)
         try:
-            document = read(text_of(file), str(file))
+            document = read(text_of(file), str(file), other=other)
         except UnreadableError as error:
             broken.append(unreadable(str(file), error))
             continue

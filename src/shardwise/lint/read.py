@@ -44,10 +44,10 @@ def text_of(path: Path) -> str:
         raise JobError("it is not UTF-8 text", where=str(path), fix=f"name {WHAT}") from None
 
 
-def read(text: str, name: str) -> Document:
-    """Read a text; UnreadableError if it is none of the known kinds."""
+def read(text: str, name: str, *, other: Kind | None = None) -> Document:
+    """Read a text; if it is none of the known kinds, it is of the `other` kind, else UnreadableError."""
     if text.startswith(BYTE_ORDER_MARK):
-        return replace(read(text.removeprefix(BYTE_ORDER_MARK), name), marked=True)
+        return replace(read(text.removeprefix(BYTE_ORDER_MARK), name, other=other), marked=True)
     start = text.lstrip()
     if re.match(r'"[^"\n]*"\s*:', start):  # copied from within a JSON: judged, and the braces are missed
         return replace(read("{" + text + "}", name), text=text, bare=True)
@@ -63,11 +63,13 @@ def read(text: str, name: str) -> Document:
     else:
         document = read_yaml(text, name)
         kind = _kind(document.values)
-        if kind == "deepspeed":
+        if kind == "deepspeed" and other is None:
             what = "DeepSpeed keys in YAML: DeepSpeed reads JSON"
             raise UnreadableError(what, line=1, fix="write it as JSON")
+    kind = kind or other
     if kind is None:
-        raise UnreadableError("check does not know this kind of file", line=1, fix=f"name {WHAT}")
+        fix = f"name {WHAT}; `shardwise init --from {name}` makes a job file of other settings"
+        raise UnreadableError("check does not know this kind of file", line=1, fix=fix)
     return replace(document, kind=kind)
 
 

@@ -39,6 +39,8 @@ class Workload:
     precision: str
     total_tokens: int | None
     """Tokens of the entire training, padding included; None where the data's size is not known."""
+    price_per_gpu_hour: float | None = None
+    """In the user's currency."""
     assumed: tuple[str, ...] = ()
     """Defaults that were used, as the flags that change them."""
 
@@ -68,6 +70,7 @@ class Workload:
             global_batch=job.train.global_batch,
             precision=job.train.precision,
             total_tokens=total,
+            price_per_gpu_hour=job.energy.price_per_gpu_hour,
             assumed=tuple(assumed),
         )
 

@@ -14,13 +14,14 @@ from functools import lru_cache, partial
 from multiprocessing import get_context
 from threading import Lock
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.planner.cache import plan_key, plan_once
-from shardwise.planner.changes import Change, nearest, small_changes
+from shardwise.planner.changes import Change, small_changes
+from shardwise.planner.changes import nearest as nearest_of
 from shardwise.planner.limits import at_limit
 from shardwise.planner.plan import Nearest, Objective, Option, Plan, Workload
 from shardwise.planner.search import MARGIN, fit, leanest_that_fits, search
@@ -45,6 +46,8 @@ def make_plan(
     *,
     objective: Objective = "throughput",
     memory_cap_bytes: int | None = None,
+    margin: float = MARGIN,
+    nearest: bool = True,
     making: Making = nullcontext,
     **tokens: int | None,
 ) -> Plan:
@@ -55,6 +58,8 @@ def make_plan(
         hardware: for which GPUs.
         objective: the metric to rank strategies by.
         memory_cap_bytes: limit per GPU for the process.
+        margin: share of the capacity that the choice leaves free.
+        nearest: look for the nearest change that fits, where nothing does.
         making: see `Making`.
         tokens: `vocab_size`, rows of the embedding (None: as the job says; for a tokenizer to be learned the
             most it may have); `epoch_tokens`, of one pass over the data (None: not known); `document_tokens`,
@@ -63,11 +68,13 @@ def make_plan(
     Raises:
         JobError: no strategy is allowed; and what building the model raises.
     """
-    key = plan_key(job, hardware, objective=objective, memory_cap_bytes=memory_cap_bytes, **tokens)
+    asked: dict[str, Any] = {"memory_cap_bytes": memory_cap_bytes, "margin": margin, "nearest": nearest}
+    asked |= {"objective": objective, **tokens}
+    key = plan_key(job, hardware, **asked)
 
     def make() -> Plan:
         with making(), _ONE_AT_A_TIME:
-            return _make(job, hardware, objective, memory_cap_bytes, **tokens)
+            return _make(job, hardware, **asked)
 
     plan = plan_once(key, make)
     plan = replace(plan, job=replace(plan.job, name=job.name))  # all that the key leaves out
@@ -99,7 +106,7 @@ def nearest_change(
 ) -> Nearest | None:
     """The nearest change of the job or the hardware with which something fits, or None."""
     attempt = partial(_attempt, vocab_size=vocab_size, margin=margin)
-    return nearest(small_changes(job, hardware, memory_cap_bytes), attempt)
+    return nearest_of(small_changes(job, hardware, memory_cap_bytes), attempt)
 
 
 def _make(
@@ -108,11 +115,15 @@ def _make(
     objective: Objective,
     memory_cap_bytes: int | None,
     *,
+    margin: float = MARGIN,
+    nearest: bool = True,
     vocab_size: int | None = None,
     epoch_tokens: int | None = None,
     document_tokens: int | None = None,
 ) -> Plan:
     with _other_processes(job) as executor, _no_collection():
+        limits: dict[str, Any] = {"memory_cap_bytes": memory_cap_bytes, "margin": margin}
+        limits["vocab_size"] = vocab_size
         tracer = _tracer(job, hardware, vocab_size, document_tokens)
         strategies, refused = predictable(job, hardware, tracer.architecture)
         made = search(
@@ -130,9 +141,8 @@ def _make(
             trace_for=tracer.trace,
             simulate=partial(simulate, memory_cap_bytes=memory_cap_bytes),
             executor=executor,
-            nearest=lambda: nearest_change(
-                job, hardware, memory_cap_bytes=memory_cap_bytes, vocab_size=vocab_size
-            ),
+            nearest=partial(nearest_change, job, hardware, **limits) if nearest else lambda: None,
+            margin=margin,
             memory_cap_bytes=memory_cap_bytes,
         )
         if made.chosen is None or not _offloads(made.chosen.strategy):

@@ -22,6 +22,11 @@ from shardwise.space.candidates import Refused
 from shardwise.strategy import Strategy
 from shardwise.units import GIB, gib
 
+
+class RefusedError(JobError):
+    """Rules refuse every strategy that the job leaves open."""
+
+
 Report = Callable[[int, int], object]
 """Called with the number of strategies that are decided, and of all."""
 
@@ -83,7 +88,7 @@ def search(
     `predict`.
 
     Raises:
-        JobError: no strategy is allowed; it lists the rules that refused them.
+        RefusedError: no strategy is allowed; it lists the rules that refused them.
     """
     if not strategies:
         raise _all_refused(refused)
@@ -344,7 +349,7 @@ def _check_accumulation(strategies: Sequence[Strategy]) -> None:
         raise JobError(what, where="train.global_batch", fix=fix)
 
 
-def _all_refused(refused: Sequence[Refused]) -> JobError:
+def _all_refused(refused: Sequence[Refused]) -> RefusedError:
     """The rules that refuse every strategy; rules that refuse some are added where they alone decide."""
     names: dict[str, set[str]] = defaultdict(set)
     for one in refused:
@@ -362,4 +367,4 @@ def _all_refused(refused: Sequence[Refused]) -> JobError:
         # not --processes: a plan is for all GPUs that were named
         fixes = [part for part in one.fix.split(", or ") if not part.startswith("--processes ")]
         problems.append(Problem(what=what, where=f"{one.where}, rule {rule}", fix=", or ".join(fixes)))
-    return JobError("no strategy can be used for this job", problems=problems)
+    return RefusedError("no strategy can be used for this job", problems=problems)

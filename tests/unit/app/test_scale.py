@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from shardwise.app.plan import plan
-from shardwise.app.scale import scale
+from shardwise.app.tables import scale
 from shardwise.errors import JobError
-from shardwise.planner.scaling import Scaling, show_scaling
+from shardwise.planner.tables import Table
 
 CHANGES = ("strategy=zero2", "train.micro_batch=1", "train.checkpointing=none")
 TOKENS = 10**9  # what a plan compares where the job does not say how many
 
 
 @pytest.fixture(scope="module")
-def scaling(tmp_path_factory: pytest.TempPathFactory) -> Scaling:
+def scaling(tmp_path_factory: pytest.TempPathFactory) -> Table:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDWISE_CACHE", str(tmp_path_factory.mktemp("cache")))
         changes = (*CHANGES, "energy.price_per_gpu_hour=2.5")
         return scale("2, 8,4x8", gpus="8xH100+ib400", model="smollm2-135m", changes=changes)
 
 
-def test_each_size_is_its_own_plan_of_the_same_step(scaling: Scaling) -> None:
+def test_each_size_is_its_own_plan_of_the_same_step(scaling: Table) -> None:
     """Without a job the rows are those that 32 GPUs take."""
-    assert [size.gpus for size in scaling.sizes] == ["2xH100", "8xH100", "4x8xH100+ib400"]
-    assert [size.world_size for size in scaling.sizes] == [2, 8, 32]
-    assert {size.plan.job.global_batch for size in scaling.sizes if size.plan} == {512}
+    assert [row.gpus for row in scaling.rows] == ["2xH100", "8xH100", "4x8xH100+ib400"]
+    assert [row["world_size"] for row in scaling.to_json()["rows"]] == [2, 8, 32]
+    assert {row.plan.job.global_batch for row in scaling.rows if row.plan} == {512}
     same = plan(gpus="8xH100", model="smollm2-135m", changes=(*CHANGES, "train.global_batch=512"))
-    assert scaling.sizes[1].chosen is not None
+    assert scaling.rows[1].option is not None
     assert same.chosen is not None
-    assert scaling.sizes[1].chosen.prediction == same.chosen.prediction
+    assert scaling.rows[1].option.prediction == same.chosen.prediction
 
 
-def test_the_numbers_follow_from_the_prediction(scaling: Scaling) -> None:
-    rows = scaling.to_json()["sizes"]
+def test_the_numbers_follow_from_the_prediction(scaling: Table) -> None:
+    rows = scaling.to_json()["rows"]
     assert rows[0]["efficiency_fraction"] == 1.0
     for row in rows:
         assert row["seconds"] == pytest.approx(TOKENS / row["tokens_per_second"])
@@ -50,18 +48,13 @@ def test_the_numbers_follow_from_the_prediction(scaling: Scaling) -> None:
     json.dumps(rows)
 
 
-def test_the_table_has_a_row_for_each_size(scaling: Scaling) -> None:
-    console = Console(width=100, file=io.StringIO())
-    with console.capture() as captured:
-        show_scaling(scaling, console=console)
-    text = captured.get()
+def test_the_table_has_a_row_for_each_size(scaling: Table) -> None:
+    text = str(scaling)
     assert "an assumed 1B tokens" in text
     assert "100.0%" in text
-    assert [line.split()[0] for line in text.splitlines() if "zero2" in line] == [
-        "2xH100",
-        "8xH100",
-        "4x8xH100+ib400",
-    ]
+    assert "smollm2-135m · zero2 · ckpt none" in text, "what all rows share"
+    lines = [line.split()[0] for line in text.splitlines()]
+    assert lines[-3:] == ["2xH100", "8xH100", "4x8xH100+ib400"]
 
 
 def test_a_size_that_the_rows_do_not_divide_by_says_so(
@@ -70,13 +63,13 @@ def test_a_size_that_the_rows_do_not_divide_by_says_so(
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     changes = (*CHANGES, "train.global_batch=8")
     found = scale("2,3", gpus="8xH100", model="smollm2-135m", changes=changes)
-    assert found.sizes[0].problem == ""
-    assert found.sizes[1].plan is None
-    assert "8" in found.sizes[1].problem
-    row = found.to_json()["sizes"][1]
+    assert found.rows[0].problem == ""
+    assert found.rows[1].plan is None
+    assert "8" in found.rows[1].problem
+    row = found.to_json()["rows"][1]
     assert row["tokens_per_second"] is None
     assert row["cost"] is None
-    with pytest.raises(JobError, match="no number of GPUs is possible"):
+    with pytest.raises(JobError, match="no row is possible"):
         scale("3,5", gpus="8xH100", model="smollm2-135m", changes=changes)
 
 
@@ -89,7 +82,7 @@ def test_stragglers_lengthen_each_step_by_the_expected_maximum(
         scale("8", gpus="8xH100", model="smollm2-135m", changes=CHANGES, straggler=spread)
         for spread in (None, "10%")
     ]
-    seconds = [one.to_json()["sizes"][0]["step_seconds"] for one in found]
+    seconds = [one.to_json()["rows"][0]["step_seconds"] for one in found]
     assert seconds[1] / seconds[0] == pytest.approx(1.143, abs=0.001)
 
 

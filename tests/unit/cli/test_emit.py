@@ -433,3 +433,35 @@ def test_a_job_is_planned_first(
     assert asked == [("emitted", 4)]
     assert json.loads(Path("engine/deepspeed.json").read_text())["optimizer"]["params"]["lr"] == 3e-4
     assert "--learning_rate 0.0003" in Path("engine/launch-trainer.sh").read_text()
+
+
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload"])
+def test_a_preset_is_a_pair_of_files_that_deepspeed_and_check_take(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    assert main(["emit", "--to", "deepspeed", "--preset", name, "--out", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.auto.json", f"{name}.json"]
+    own = tmp_path / f"{name}.json"
+    assert DeepSpeedConfig(json.loads(own.read_text())).zero_optimization_stage == int(name[4])
+    assert ("offload_optimizer" in own.read_text()) == name.endswith("offload")
+    capsys.readouterr()
+    assert main(["check", str(own)]) == 0
+    assert "error" not in capsys.readouterr().out
+    assert main(["emit", "--to", "deepspeed", "--preset", name, "--out", str(tmp_path)]) == 2, "they exist"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to", "deepspeed", "--preset", "fsdp2"], "there are no files 'fsdp2'"),
+        (["--preset", "zero2"], "it takes a job, a plan or a preset of deepspeed"),
+        ([], "it takes a job, a plan or a preset of deepspeed"),
+    ],
+)
+def test_presets_that_are_none(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["emit", *arguments]) == 2
+    assert message in capsys.readouterr().err

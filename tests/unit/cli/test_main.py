@@ -30,12 +30,16 @@ SAMPLING = {
 }  # fmt: skip
 VERBS = {
     "demo": {"--out"},
-    "init": {"--out", "--list", "--models", "--qlora"},
+    "init": {"--from", "--out", "--list", "--models", "--qlora"},
     "config": {"--set", "--json"},
-    "plan": {"--scale", "--straggler", "--qlora",
+    "plan": {"--scale", "--straggler", "--documents", "--qlora",
         "--gpus", "--model", "--lora", "--full", "--sequence", "--global-batch", "--objective",
-        "--max-slowdown", "--pareto", "--all", "--documents",
-        "--explain", "--json", "--out", "--set", "--memory-cap",
+        "--max-slowdown", "--pareto", "--all",
+        "--explain", "--json", "--out", "--set", "--memory-cap", "--margin",
+    },
+    "tables": {
+        "--models", "--gpus", "--modes", "--sequence", "--format", "--out", "--set", "--memory-cap",
+        "--margin",
     },
     "train": {
         "--qlora",
@@ -51,7 +55,7 @@ VERBS = {
     "check": {
         "--gpus", "--model", "--sequence", "--reader", "--fix", "--run-tiny", "--errors-only", "--json",
     },
-    "emit": {"--to", "--run", "--gpus", "--out", "--set"},
+    "emit": {"--to", "--run", "--gpus", "--preset", "--out", "--set"},
     "report": {"--html", "--json"},
     "checkpoint": {"--step", "--out", "--json"},
     "export": {"--merge", "--out", "--gguf", "--push", "--json"},

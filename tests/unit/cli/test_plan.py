@@ -66,7 +66,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
 
     def make_plan(
-        job: Job, hardware: Hardware, *, objective: Any, memory_cap_bytes: int | None, making: Any
+        job: Job, hardware: Hardware, *, objective: Any, memory_cap_bytes: int | None, making: Any, **_: Any
     ) -> Plan:
         with making():
             os.write(1, b"a library speaks\n")
@@ -327,7 +327,7 @@ def test_scale_is_one_json_object_with_a_row_for_each_size(
     assert main(["plan", "--model", "gpt2", "--straggler", "5%", *flags]) == 0
     printed = capfd.readouterr().out
     assert json.loads(printed) == json.loads(out.read_text(encoding="utf-8"))
-    assert [size["gpus"] for size in json.loads(printed)["sizes"]] == ["4xH100", "2x8xH100"]
+    assert [size["gpus"] for size in json.loads(printed)["rows"]] == ["4xH100", "2x8xH100"]
     assert [one["hardware"].world_size for one in asked] == [4, 16]
     assert {one["hardware"].straggler_fraction for one in asked} == {0.05}
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.sources import PART_CHARS, FileSource, Findings, Text, open_sources
+from shardwise.data.sources import PART_CHARS, FileSource, Findings, Text, _hub, open_sources
 from shardwise.errors import DataError
 
 RECORDS = [{"text": f"sample {number}: ünïcödé 😀", "n": number} for number in range(5)]
@@ -220,3 +220,20 @@ def test_a_hub_dataset_that_cannot_be_loaded_says_what_to_do(monkeypatch: pytest
     with pytest.raises(DataError, match="neither a local path nor a hub dataset") as caught:
         open_sources("nobody/no-such-dataset", split="train", key="data.train")
     assert "download it first" in caught.value.problems[0].fix
+
+
+def test_a_hub_dataset_with_several_configurations_needs_its_subset(tmp_path: Path) -> None:
+    """A folder with the hub's own description of configurations, read by the datasets library."""
+    folder = tmp_path / "set"
+    for name, text in {"one": "first", "two": "second"}.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "train.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    configs = "".join(f"- config_name: {name}\n  data_dir: {name}\n" for name in ("one", "two"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    sources = [_hub(str(folder), split="train", subset=name, key="data.train") for name in ("one", "two")]
+    records = [fields for source in sources for _, fields in source.read(Findings("", ""))]  # type: ignore[misc]
+    assert records == [{"text": "first"}, {"text": "second"}]
+    assert sources[0].fingerprint() != sources[1].fingerprint()
+    with pytest.raises(DataError, match="Config name is missing") as raised:
+        _hub(str(folder), split="train", subset=None, key="data.train")
+    assert "data.subset (None)" in raised.value.problems[0].fix

@@ -10,6 +10,7 @@ from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Job
 from shardwise.planner.cache import cached_plan, plan_key, plan_once
 from shardwise.planner.planning import make_plan
+from shardwise.planner.search import MARGIN
 
 JOB = Job.model_validate(
     {
@@ -40,7 +41,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_cached_plan_is_the_plan(cache: Path) -> None:
     made = make_plan(JOB, HARDWARE)
-    assert cached_plan(plan_key(JOB, HARDWARE, objective="throughput", memory_cap_bytes=None)) == made
+    asked: dict[str, object] = {"objective": "throughput", "memory_cap_bytes": None, "margin": MARGIN}
+    assert cached_plan(plan_key(JOB, HARDWARE, **asked, nearest=True)) == made
 
 
 def test_another_question_has_another_key() -> None:

@@ -40,14 +40,19 @@ def samples(name: str) -> list[Path]:
 
 
 def write(name: str, out: Path, *, qlora: bool = False) -> Iterator[Path]:
-    """Write the job file, the samples it names, and the schema that lets editors complete it.
-
-    JobError if a file would be overwritten; nothing is written then.
-    """
+    """Write a preset's job file and the samples it names; see `write_new`."""
     nf4 = "\nmodel:\n  quantization: nf4              # the frozen base in 4 bits; needs bitsandbytes\n"
     job = text(name).replace("\nmodel:\n", nf4, 1) if qlora else text(name)
     files = {out: f"# yaml-language-server: $schema={SCHEMA_FILE}\n{job}"}
     files |= {out.parent / sample.name: sample.read_text(encoding="utf-8") for sample in samples(name)}
+    return write_new(files, out)
+
+
+def write_new(files: dict[Path, str], out: Path) -> Iterator[Path]:
+    """Write the job file `out` and its samples, and the schema that lets editors complete it.
+
+    JobError if a file would be overwritten; nothing is written then.
+    """
     for path, content in files.items():
         if path.exists() and (path == out or path.read_text(encoding="utf-8") != content):
             raise JobError(f"{path} exists already", where="shardwise init", fix="--out names another file")

@@ -1,0 +1,45 @@
+"""`shardwise tables KIND`: memory, speed, scaling and batch sizes over models, GPUs and modes."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from shardwise.cli import options
+
+KIND = typer.Argument(help="`batch` is the largest micro-batch that fits.", show_default=False)
+MODELS = typer.Option(metavar="A,B", help="Names or hub ids.  [default: GPT-3's eight sizes]")
+GPUS = typer.Option(metavar="A,B", help="4x24GB,8xH100.  [default: this machine's]")
+MODES = typer.Option(
+    metavar="A,B", help="Words joined by +: full, lora16, int8, nf4, fp16, nockpt, zero2, zero3-offload, ..."
+)
+FORMAT = typer.Option("--format", help="How to show it.")
+OUT = typer.Option(metavar="FILE", help="Write it there instead of printing it.")
+
+
+def tables(
+    kind: Annotated[Literal["memory", "speed", "scaling", "batch"], KIND],
+    models: Annotated[str | None, MODELS] = None,
+    gpus: Annotated[str | None, GPUS] = None,
+    modes: Annotated[str | None, MODES] = None,
+    sequence: options.RowLength = None,
+    form: Annotated[Literal["text", "csv", "md", "html", "json"], FORMAT] = "text",
+    out: Annotated[Path | None, OUT] = None,
+    changes: options.Changes = [],
+    memory_cap: options.MemoryCap = None,
+    margin: options.Margin = None,
+) -> None:
+    """Compare models, GPUs and ways to train in one table; every row is what `plan` says."""
+    from shardwise.app import tables as app
+
+    asked: dict[str, Any] = {"gpus": gpus, "modes": modes, "sequence": sequence, "changes": changes}
+    asked |= {"memory_cap": memory_cap, "margin": margin}
+    with options.stdout_to_stderr(), options.progress("planning") as show:
+        table = app.tables(
+            kind, models or app.MODELS, progress=lambda text: show(f"planning {text}"), **asked
+        )
+    if out is None:
+        print(table.to(form))
+    else:
+        options.write_text(out, f"{table.to(form)}\n", "--out")
+        print(f"wrote {out}")

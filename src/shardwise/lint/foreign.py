@@ -1,0 +1,133 @@
+"""A job from files of other tools (foreign.toml has their keys), and what of them it leaves out."""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import JobError
+from shardwise.job import contradictions, json_schema, source, validate
+from shardwise.lint.check import load
+from shardwise.lint.document import AUTO
+from shardwise.lint.schema import as_number
+from shardwise.lint.setup import Setup
+from shardwise.lint.translate import translate
+
+TABLE = tomllib.loads(resources.files("shardwise.lint").joinpath("foreign.toml").read_text(encoding="utf-8"))
+FILL_IN = {"model.source": "fill-in-the-model", "data.train": "fill-in-the-data.jsonl"}
+_EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
+_MODEL = re.compile(r"Model\w*\.from_pretrained\(\s*[\"']([^\"']+)")
+
+
+def translation(files: Sequence[Path]) -> tuple[str, list[str]]:
+    """The job file that configurations and scripts of other tools describe, as far as a job can.
+
+    Also a sentence for each key that is left out (`left out: file: keys: reason`), and for each value
+    that no file says. JobError where a file is missing, unreadable or a job already.
+    """
+    documents, broken = load(list(dict.fromkeys(files)), other="training")
+    for one in broken:
+        raise JobError(one.what, where=one.where, fix=one.fix)
+    for document in documents:
+        if document.kind == "job":
+            raise JobError("it is a job file already", where=document.name, fix="shardwise train takes it")
+    setup = Setup(documents=documents)
+    engine = translate(replace(setup, asked_world_size=setup.launched or 1))
+    kept = ("strategy=", "train.precision=")
+    words = [change for change in (engine.changes if engine else ()) if change.startswith(kept)]
+    changes, batch, said = list[str](), dict[str, int](), list[str]()
+    left_out: dict[tuple[str, str], list[str]] = {}
+    precision: dict[str, str] = {}
+    for document in documents:
+        model = _MODEL.search(document.text) if document.syntax == "python" else None
+        changes += [] if model is None else [f"model.source={json.dumps(model[1])}"]
+        for key, value in _leaves(document.values):
+            rule, found = TABLE["keys"].get(key), _meaning(key, value)
+            line = document.line(tuple(key.split(".")))
+            if isinstance(found, str):
+                left_out.setdefault((document.name, found), []).append(f"{key} (line {line})")
+            elif isinstance(rule, str) and found and rule.startswith("batch."):
+                batch.setdefault(rule.removeprefix("batch."), int(found[0].partition("=")[2]))
+            elif isinstance(rule, str):
+                changes += found
+            else:
+                words += found  # a key of its own says more than a word
+                precision |= {one: f"{document.name}:{line}" for one in found if one.startswith(kept)}
+    said += [f"left out: {name}: {', '.join(keys)}: {why}" for (name, why), keys in left_out.items()]
+    if len(precision) > 1:
+        said.append("to do: " + "; ".join(f"{place} says {change}" for change, place in precision.items()))
+    job = source.Document(name="the files")
+    source.apply(job, [f"name={_name(files[0])}", *words, *changes, *_rows(batch, said)])
+    _complete(job, said)
+    lines = (" ".join(line.split()) for line in (f"made of {', '.join(map(str, files))}", *said))
+    ordered = {key: job.values[key] for key in json_schema.names_below(()) if key in job.values}
+    return "".join(f"# {line}\n" for line in lines) + f"\n{source.job_text(ordered)}", said
+
+
+def _complete(job: source.Document, said: list[str]) -> None:
+    """Fill in what a job must have, and leave out what it may not."""
+    for name, text in FILL_IN.items():
+        section, last = name.split(".")
+        if last not in job.values.get(section, {}):
+            source.apply(job, [f"{name}={text}"])
+            said.append(f"to do: {name}: no file says it; write it in place of {text}")
+    made, wrong = validate.check(job)
+    problems = [(key, problem.what) for key, problem in wrong.items()]
+    if made is not None:
+        found = contradictions.find(made, frozenset(map(source.dotted, job.origins)))
+        problems += [(tuple(one.where.split(", ")[0].split(".")), one.what) for one in found]
+    for key, what in problems:
+        said.append(f"left out: {source.dotted(key)}: {what}")
+        job.forget(key)
+
+
+def _leaves(values: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value); items of a list have their index as key, but for a list of texts."""
+    if isinstance(values, list) and not all(isinstance(item, str) for item in values):
+        values = {str(index): item for index, item in enumerate(values)}
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from _leaves(value, f"{above}.{name}" if above else str(name))
+    else:
+        yield above, values
+
+
+def _meaning(key: str, value: Any) -> list[str] | str:
+    """The changes of a job that a key means; or why it is left out."""
+    if value in (AUTO, None) or key in TABLE["strategy"]["keys"]:
+        return []
+    rule = TABLE["keys"].get(key)
+    plain = isinstance(value, bool) or (isinstance(value, str) and not _EXPONENT.fullmatch(value))
+    number = None if plain else as_number(value)
+    text = json.dumps(value if number is None else number)
+    if isinstance(rule, str) and rule.startswith("batch.") and not (isinstance(number, int) and number > 0):
+        return f"{text} is no number of rows, steps or GPUs"
+    if isinstance(rule, str):
+        return [f"name={_name(Path(str(value)))}" if rule == "name" else f"{rule}={text}"]
+    if rule is not None and text.strip('"') in rule:
+        return list(rule[text.strip('"')])
+    near = max((one for one in TABLE["reasons"] if key.startswith(one)), key=len, default="")
+    known = f"{text}: nothing in a job file has this value" if rule else "a job file has no such key"
+    return str(TABLE["reasons"].get(near, known))
+
+
+def _rows(batch: Mapping[str, int], said: list[str]) -> Iterator[str]:
+    """The micro-batch, and the rows of a step over all GPUs."""
+    if not batch.keys() - {"gpus"}:
+        return
+    gpus, micro, times = (batch.get(name, 1) for name in ("gpus", "micro", "accumulation"))
+    rows = batch.get("total", gpus * micro * times)
+    yield f"train.global_batch={rows}"
+    if "micro" in batch and rows % micro == 0:
+        yield f"train.micro_batch={micro}"
+    if not batch.keys() & {"gpus", "total"}:
+        said.append(f"to do: train.global_batch {rows} is {micro} x {times} x GPUs; no file says how many")
+
+
+def _name(path: Path) -> str:
+    """A job's name from a file's or folder's."""
+    return re.sub(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+", "-", path.stem).strip("-.")[:100] or "job"

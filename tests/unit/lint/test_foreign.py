@@ -1,0 +1,217 @@
+"""Jobs from files of other tools: every key becomes a key of the job, or is listed with a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.errors import JobError
+from shardwise.job import json_schema
+from shardwise.job.load import load_job
+from shardwise.job.schema import Job, StrategySpec
+from shardwise.lint.foreign import TABLE, translation
+
+MAMBA = """\
+model_type: "mamba"
+num_gpus: 4
+model: {vocab_size: 50257, max_seq_length: 4096, d_model: 4864, n_layers: 45, d_state: 16, d_conv: 4,
+  expand: 2}
+training: {batch_size: 1, gradient_accumulation_steps: 8, learning_rate: 1e-4, max_steps: 200000}
+"""
+DEEPSPEED = {
+    "train_batch_size": 64,
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.999], "eps": 1e-8}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 2e-5, "warmup_num_steps": 100, "total_num_steps": 1000},
+    },
+    "fp16": {"enabled": True, "hysteresis": 2},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "reduce_bucket_size": 2e8,
+        "overlap_comm": True,
+    },
+    "wall_clock_breakdown": False,
+}
+SCRIPT = """\
+from transformers import AutoModelForCausalLM, TrainingArguments
+from peft import LoraConfig
+model = AutoModelForCausalLM.from_pretrained("EleutherAI/gpt-neo-2.7B", load_in_8bit=True)
+lora = LoraConfig(r=8, lora_alpha=32, lora_dropout=0.05, target_modules=["q_proj", "v_proj"])
+args = TrainingArguments(
+    output_dir="./outputs", per_device_train_batch_size=2, gradient_accumulation_steps=8, bf16=True,
+    num_train_epochs=3, gradient_checkpointing=True, deepspeed="ds.json", optim="adafactor",
+)
+"""
+ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false, fsdp_activation_checkpointing: true}
+mixed_precision: bf16
+num_processes: 8
+"""
+FACTORY = """\
+model_name_or_path: meta-llama/Llama-2-7b-hf
+stage: sft
+finetuning_type: lora
+lora_rank: 32
+lora_target: all
+quantization_bit: 4
+dataset: my_data.jsonl
+template: llama2
+cutoff_len: 2048
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 16
+learning_rate: 1.0e-4
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+"""
+AXOLOTL = """\
+base_model: HuggingFaceTB/SmolLM2-360M
+adapter: qlora
+lora_r: 16
+lora_target_linear: true
+datasets:
+  - path: tatsu-lab/alpaca
+    type: alpaca
+sequence_len: 1024
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 2
+optimizer: adamw_torch
+flash_attention: true
+"""
+
+
+def job_of(folder: Path, *files: str) -> tuple[Job, list[str]]:
+    text, said = translation([Path(file) for file in files])
+    (folder / "job.yaml").write_text(text)
+    (folder / "fill-in-the-data.jsonl").touch()
+    return load_job(folder / "job.yaml").job, said
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    texts = {"mamba.yaml": MAMBA, "train.py": SCRIPT, "accelerate.yaml": ACCELERATE, "axolotl.yaml": AXOLOTL}
+    for name, text in {**texts, "factory.yaml": FACTORY, "ds.json": json.dumps(DEEPSPEED)}.items():
+        Path(name).write_text(text)
+    Path("my_data.jsonl").touch()
+    return tmp_path
+
+
+def test_a_yaml_for_mamba(files: Path) -> None:
+    job, said = job_of(files, "mamba.yaml")
+    assert job.model.weights == "random"
+    sizes = {"hidden_size": 4864, "num_hidden_layers": 45, "state_size": 16, "conv_kernel": 4, "expand": 2}
+    assert job.model.config == sizes
+    assert job.data.sequence_length == 4096
+    assert job.train.global_batch == 4 * 8, "1 row x 8 x 4 GPUs"
+    assert (job.train.steps, job.train.micro_batch, job.optimizer.learning_rate) == (200_000, 1, 1e-4)
+    assert said == ["to do: data.train: no file says it; write it in place of fill-in-the-data.jsonl"]
+
+
+def test_a_trainer_s_script_and_the_deepspeed_file_it_names(files: Path) -> None:
+    job, said = job_of(files, "train.py")
+    assert (job.name, job.model.source) == ("outputs", "EleutherAI/gpt-neo-2.7B")
+    assert job.model.quantization == "int8"
+    assert job.model.lora is not None
+    assert (job.model.lora.rank, job.model.lora.targets) == (8, ["q_proj", "v_proj"])
+    assert job.strategy == StrategySpec(
+        engine="deepspeed", stage=2, offload_optimizer="cpu", bucket=200_000_000
+    )
+    assert (job.optimizer.beta2, job.optimizer.schedule, job.optimizer.final_fraction) == (0.999, "linear", 0)
+    assert (job.optimizer.warmup_steps, job.train.epochs, job.train.steps) == (100, 3, None)
+    assert (job.train.global_batch, job.train.micro_batch, job.train.checkpointing) == (64, 2, "full")
+    text = "\n".join(said)
+    assert "train.py: optim (line 7): AdamW is the only optimizer" in text
+    assert "fp16.hysteresis" in text
+    assert "train.steps: train.steps and train.epochs both say how long to train" in text
+    assert "wall_clock_breakdown (line 1): `shardwise bench --profile`" in text
+    assert "train.py:6 says train.precision=bf16; ds.json:1 says train.precision=fp16" in text
+
+
+def test_accelerate_with_fsdp(files: Path) -> None:
+    job, said = job_of(files, "accelerate.yaml", "train.py")
+    assert job.train.global_batch == 64, "the DeepSpeed file says it"
+    assert any("compute_environment" in one for one in said)
+    Path("ds.json").unlink()
+    job, _ = job_of(files, "accelerate.yaml", "train.py")
+    assert job.strategy == StrategySpec(engine="fsdp2", reshard=False)
+    assert job.train.global_batch == 2 * 8 * 8, "2 rows x 8 x 8 processes"
+
+
+def test_llama_factory(files: Path) -> None:
+    job, said = job_of(files, "factory.yaml")
+    assert job.model.quantization == "nf4"
+    assert job.model.lora is not None
+    assert job.model.lora.rank == 32, "what a key says, not the tool's default"
+    assert job.data.train == str(files / "my_data.jsonl")
+    assert (job.optimizer.schedule, job.optimizer.final_fraction) == ("cosine", 0)
+    text = "\n".join(said)
+    assert "warmup_ratio (line 14): write optimizer.warmup_steps" in text
+    assert "template (line 8)" in text
+    assert "train.global_batch 16 is 1 x 16 x GPUs; no file says how many" in text
+
+
+def test_axolotl(files: Path) -> None:
+    job, said = job_of(files, "axolotl.yaml")
+    assert (job.data.train, job.data.format) == ("tatsu-lab/alpaca", "alpaca")
+    assert (job.model.quantization, job.train.epochs) == ("nf4", 2)
+    assert job.model.lora is not None
+    assert (job.model.lora.rank, job.model.lora.targets) == (16, "all-linear")
+    assert any("flash_attention (line 14): the fastest kernel" in one for one in said)
+
+
+def test_every_key_is_one_of_a_job() -> None:
+    known = {".".join(key) for key in json_schema.every_key()}
+    changes = [rule if isinstance(rule, str) else "" for rule in TABLE["keys"].values()]
+    changes += [
+        c for rule in TABLE["keys"].values() if isinstance(rule, dict) for v in rule.values() for c in v
+    ]
+    targets = {change.partition("=")[0] for change in changes if change}
+    assert {one for one in targets if not one.startswith(("batch.", "model.config."))} <= known
+
+
+def test_values_that_make_no_sense_are_left_out(files: Path) -> None:
+    wrong = "per_device_train_batch_size: 0\ngradient_accumulation_steps: many\nlearning_rate: fast\n"
+    Path("wrong.yaml").write_text(f"model_name_or_path: a/b\n{wrong}seed: 1e3\nmodel_revision: '123'\n")
+    job, said = job_of(files, "wrong.yaml")
+    text = "\n".join(said)
+    assert "per_device_train_batch_size (line 2): 0 is no number" in text
+    assert 'gradient_accumulation_steps (line 3): "many" is no number' in text
+    assert "`optimizer.learning_rate`" in text
+    assert (job.model.revision, job.train.seed, job.train.global_batch) == ("123", 1000, 16)
+
+
+def test_what_cannot_be_read_is_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, message in {"a: [": "not YAML", "- 1": "it holds no `key: value` lines"}.items():
+        Path("bad.yaml").write_text(text)
+        with pytest.raises(JobError) as raised:
+            translation([Path("bad.yaml")])
+        assert message in str(raised.value)
+    with pytest.raises(JobError, match="there is no file"):
+        translation([Path("nowhere.yaml")])
+    Path("j.yaml").write_text("name: a\nmodel: {source: m}\ndata: {train: my_data.jsonl}\n")
+    with pytest.raises(JobError, match="a job file already"):
+        translation([Path("j.yaml")])
+    assert main(["init", "--from"]) == 2
+    assert main(["init", "lora", "full"]) == 2
+    assert "it takes one preset, or --from and files" in capsys.readouterr().err
+
+
+def test_the_verb_writes_the_job_and_check_names_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--from", "mamba.yaml", "--out", "new.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("wrote new.yaml\nto do: data.train")
+    assert Path("new.yaml").read_text().startswith("# made of mamba.yaml\n# to do: data.train")
+    assert main(["init", "--from", "mamba.yaml", "--out", "new.yaml"]) == 2, "it exists"
+    capsys.readouterr()
+    assert main(["check", "mamba.yaml"]) == 2
+    assert "`shardwise init --from mamba.yaml`" in capsys.readouterr().out
