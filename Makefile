@@ -9,8 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles its CPU kernels with ninja, which it looks up on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo labs notebooks test test-distributed test-others test-machines newest check format schema \
-	lock clean
+.PHONY: setup operators demo labs notebooks test test-distributed test-others test-machines newest wheel check \
+	format schema lock clean
 
 ## setup: create .venv with everything pinned in constraints.txt
 setup: .venv/.ready
@@ -63,8 +63,10 @@ test-others: setup operators
 test-machines: setup operators
 	$(BIN)/python -m pytest tests/machines
 
-## newest: test with the newest releases, without pins, in .venv-newest; by hand or on a schedule, not in CI
+## newest: test with the newest releases, without pins, in .venv-newest; by hand or on a schedule, not in CI.
+## NEWEST_TESTS="tests/unit/test_patch.py tests/unit/engines" is the part that finds most, in minutes
 NEWEST := .venv-newest/bin/python
+NEWEST_TESTS ?= tests/unit/test_patch.py tests/unit/engines tests/unit tests/distributed/test_patches.py
 newest:
 	$(PYTHON) -m venv --clear .venv-newest
 	$(NEWEST) -m pip install --quiet setuptools wheel torch numpy packaging psutil py-cpuinfo ninja hjson
@@ -73,8 +75,11 @@ newest:
 		bitsandbytes liger-kernel nvidia-ml-py
 	@echo "pinned:"; grep -E '^(torch|transformers|deepspeed|peft)==' constraints.txt
 	@echo "newest:"; $(NEWEST) -m pip list --format freeze | grep -E '^(torch|transformers|deepspeed|peft)=='
-	PATH="$(CURDIR)/.venv-newest/bin:$$PATH" $(NEWEST) -m pytest -m 'not gpu' --numprocesses logical --tb line \
-		tests/unit/test_patch.py tests/unit/engines tests/unit tests/distributed/test_patches.py
+	PATH="$(CURDIR)/.venv-newest/bin:$$PATH" $(NEWEST) -m pytest -m 'not gpu' --numprocesses logical --tb line $(NEWEST_TESTS)
+
+## wheel: build wheel and sdist, install them in clean environments of three Pythons, run them; needs uv
+wheel:
+	$(PYTHON) benchmarks/install/try.py
 
 ## check: lint, format, types, import contracts
 check: setup

@@ -16,7 +16,9 @@ Anything else that reaches the command line is a bug in shardwise and ends with 
 import errno
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,20 @@ def unwritten(error: OSError) -> MachineError:
     what = f"it cannot be written: {error.strerror}"
     fix = "make room or give permission, or name another place"
     return MachineError(what, where=str(error.filename or "stdout"), fix=fix)
+
+
+def not_installed(error: ModuleNotFoundError) -> MachineError | None:
+    """A missing package, and what installs it: our extra if one brings it. None for a module of our own."""
+    module = (error.name or "").partition(".")[0]
+    if module in ("", "shardwise"):
+        return None
+    wanted = package = {"yaml": "pyyaml"}.get(module, module)
+    with suppress(PackageNotFoundError):  # started from a folder of sources
+        for line in requires("shardwise") or ():
+            extra = re.search(r"extra == ['\"](?!all|dev)(\w+)", line)
+            if re.split(r"[^\w-]", line)[0].replace("-", "_") == package and (extra or ";" not in line):
+                wanted = f"'shardwise[{extra[1]}]'" if extra else "shardwise"
+    return MachineError(f"{package} is not installed", fix=f"pip install {wanted}")
 
 
 _STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.errors import JobError, printable, render
+from shardwise.errors import JobError, MachineError, not_installed, printable, render
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,25 @@ from shardwise.errors import JobError, printable, render
 def test_text_cannot_steer_a_terminal(text: str, shown: str) -> None:
     assert printable(text) == shown
     assert render(JobError(text, where=text)) == f"error: {shown}\n  at:  {shown}"
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("torch.nn", "pip install shardwise"),
+        ("deepspeed", "pip install 'shardwise[train]'"),
+        ("liger_kernel", "pip install 'shardwise[train]'"),
+        ("bitsandbytes", "pip install 'shardwise[train]'"),
+        ("hypothesis", "pip install hypothesis"),  # of `dev`, which is not for users
+        ("yaml", "pip install shardwise"),
+        ("einops", "pip install einops"),  # what the code of a model imports
+    ],
+)
+def test_a_missing_package_is_named_with_what_installs_it(module: str, line: str) -> None:
+    error = not_installed(ModuleNotFoundError(name=module))
+    assert isinstance(error, MachineError)
+    assert error.problems[0].fix == line
+
+
+def test_a_missing_module_of_our_own_is_a_bug() -> None:
+    assert not_installed(ModuleNotFoundError(name="shardwise.gone")) is None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.diagnosis.child import children
-from shardwise.errors import JobError
+from shardwise.errors import JobError, MachineError
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 from shardwise.launch.local import worker_environment
@@ -118,10 +118,12 @@ def check(
 def run_tiny(setup: Setup, *, processes: int = 2) -> Tiny:
     """Run the setup's DeepSpeed configuration in processes that meet over gloo, and end with the call."""
     tiny = tiny_of(setup)
-    if tiny is None or find_spec("deepspeed") is None:
-        what = "no file is a DeepSpeed configuration" if tiny is None else "DeepSpeed is not installed"
-        fix = "name the JSON, or accelerate's file" if tiny is None else "pip install 'shardwise[train]'"
-        raise JobError(what, where="shardwise check --run-tiny", fix=fix)
+    where = "shardwise check --run-tiny"
+    if tiny is None:
+        what, fix = "no file is a DeepSpeed configuration", "name the JSON, or accelerate's file"
+        raise JobError(what, where=where, fix=fix)
+    if find_spec("deepspeed") is None:
+        raise MachineError("deepspeed is not installed", where=where, fix="pip install 'shardwise[train]'")
     with tempfile.TemporaryDirectory() as folder, children(limit_seconds=TINY_SECONDS) as family:
         path = Path(folder) / "deepspeed.json"
         path.write_text(json.dumps(tiny.config), encoding="utf-8")

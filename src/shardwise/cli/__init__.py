@@ -32,7 +32,7 @@ from shardwise.cli.power import power
 from shardwise.cli.report import report
 from shardwise.cli.tables import tables
 from shardwise.cli.train import train
-from shardwise.errors import WRITE_ERRORS, JobError, ShardwiseError, render, unwritten
+from shardwise.errors import WRITE_ERRORS, JobError, ShardwiseError, not_installed, render, unwritten
 
 INTERRUPTED = 130
 _QUOTES = "?.)'"
@@ -44,7 +44,6 @@ app = typer.Typer(
     help="Train language models on DeepSpeed and FSDP2. Start with `shardwise demo`.",
     epilog="Exit codes: 0 done, 1 a bug, 2 wrong job, data or command line, 3 does not fit, "
     "4 machine not able, 5 damaged checkpoint, 75 stopped with its state saved.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -125,6 +124,8 @@ def _known(error: Exception) -> ShardwiseError:
         return _usage(error)
     if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
         return unwritten(error)
+    if isinstance(error, ModuleNotFoundError) and (missing := not_installed(error)):
+        return missing
     fix = "this is a bug in shardwise: run again with --debug and report what it shows"
     return ShardwiseError(f"{type(error).__name__}: {error}", fix=fix)
 

@@ -7,7 +7,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from shardwise.errors import WRITE_ERRORS, MachineError, ShardwiseError, render, unwritten
+from shardwise.errors import WRITE_ERRORS, MachineError, ShardwiseError, not_installed, render, unwritten
 from shardwise.launch.spec import LaunchSpec, write_report
 
 
@@ -40,6 +40,8 @@ def _work(spec: LaunchSpec) -> None:
 
 def _translate(error: Exception) -> ShardwiseError:
     """An error of a library with a cause the user can act on; any other is a bug."""
+    if isinstance(error, ModuleNotFoundError) and (missing := not_installed(error)):
+        return missing
     import torch
 
     where = f"rank {os.environ.get('RANK', '0')}"

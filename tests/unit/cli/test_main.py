@@ -162,6 +162,37 @@ def test_a_bug_is_called_a_bug_and_debug_shows_where(
         assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["plan job.yaml --gpus 8xH100", "generate runs/x --prompt a"])
+def test_without_torch_its_install_line_is_shown(job_file: Path, command: str) -> None:
+    script = "import sys; sys.modules['torch'] = None; from shardwise.cli import run; run()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command.split()], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 4
+    assert done.stderr.endswith("error: torch is not installed\n  fix: pip install shardwise\n")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "answers"),
+    [
+        ("shardwise mo", "monitor\n"),
+        ("shardwise plan --objective e", "energy\n"),
+        ("shardwise emit --to sl", "slurm\n"),
+    ],
+)
+def test_the_shell_completes_verbs_and_choices(
+    words: str, answers: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_SHARDWISE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == answers
+
+
 def test_train_hands_the_launcher_what_was_asked(
     job_file: Path, launched: list[LaunchSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,8 @@ def test_an_old_lock_is_removed_with_a_warning(lock: Path, caplog: pytest.LogCap
     age(lock, STALE_SECONDS + 1)
     wait_for_locks(["cpu_adam"])
     assert not lock.exists()
-    assert caplog.messages == [f"compiling cpu_adam was interrupted: removed {lock}"]
+    ours = [record.message for record in caplog.records if record.name.startswith("shardwise")]
+    assert ours == [f"compiling cpu_adam was interrupted: removed {lock}"]  # torch with CUDA warns, too
 
 
 def test_a_recent_lock_is_waited_for_until_it_is_old(lock: Path, caplog: pytest.LogCaptureFixture) -> None:
