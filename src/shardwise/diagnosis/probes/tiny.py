@@ -14,6 +14,9 @@ def run(stage: Callable[[str], None]) -> dict[str, Any]:
     """The loss of each step with the file $SHARDWISE_TINY; what DeepSpeed raises is the answer."""
     import deepspeed
 
+    from shardwise.engines.deepspeed.runtime.patches import skip_shared_memory_transport
+
+    skip_shared_memory_transport()  # else the first start compiles it, for minutes
     config = json.loads(Path(os.environ["SHARDWISE_TINY"]).read_text(encoding="utf-8"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 64))
