@@ -9,8 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles its CPU kernels with ninja, which it looks up on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo labs notebooks test test-distributed test-others test-machines newest wheel check \
-	format schema lock clean
+.PHONY: setup operators demo labs notebooks lessons docs test test-distributed test-others test-machines newest wheel \
+	check format schema lock clean
 
 ## setup: create .venv with everything pinned in constraints.txt
 setup: .venv/.ready
@@ -47,6 +47,20 @@ labs: .venv/.labs operators
 ## notebooks: write labs/*.ipynb again after a change of labs/*.py
 notebooks:
 	$(PYTHON) labs/notebooks.py write
+
+## lessons: run the commands of the lessons again and write what they print; LESSONS=02-zero runs one
+lessons: setup
+	$(BIN)/python docs/lessons/run.py $(LESSONS)
+
+## docs: compare the lessons with what their commands print, build the site in build/site, check its links
+docs: setup .venv-docs/.ready
+	$(BIN)/python docs/lessons/run.py --check
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+.venv-docs/.ready: docs/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --no-compile --requirement docs/requirements.txt
+	touch $@
 
 ## test: everything that needs no GPU. The tests in tests/distributed start several processes each and often
 ## wait for them: a core is theirs, and the others take the rest meanwhile

@@ -76,7 +76,7 @@ def long_sentences(text: str, name: str) -> list[str]:
     found = []
     for number, paragraph in paragraphs(text):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", paragraph))
-        for sentence in re.split(r"(?<=[.!?])[)*\"]*\s+", plain):
+        for sentence in re.split(r"(?<=[.!?])[)*\"]*\s+|(?<=[。！？；])", plain):
             words = len(re.findall(r"\S*\w\S*", sentence))
             if words > MOST_WORDS:
                 found.append(f"{name}:{number}: {words} words: {sentence[:60]}")
