@@ -159,13 +159,13 @@ def train(
         code = launch_on(hosts, again, rendezvous=among.rendezvous, workdir=there, run_dir=folder)
         return Run(folder=folder, exit_code=code)
     simulated = _simulated(spec.processes) if simulate_power and not dry_run else nullcontext()
-    more: dict[str, Any] = {}
+    restarts = None
     if supervise and not dry_run:
-        next_one = partial(_on_what_is_left, lambda count: build(count)[0], spec.processes, gpu_count())
-        more["restarts"] = Restarts(folder, next_one)
+        build_again = partial(_on_what_is_left, lambda count: build(count)[0], spec.processes, gpu_count())
+        restarts = Restarts(folder, build_again)
     look = _looker(folder, on_event)
     with simulated, stopped_in_time():
-        code = launch(spec, look=look, **more)
+        code = launch(spec, look=look, restarts=restarts)
     look()
     return Run(folder=folder, exit_code=code)
 

@@ -98,13 +98,11 @@ class Seen(NamedTuple):
         return any(part in place for part in _WAITING) or (in_backward and not self.busy)
 
     def in_words(self) -> str:
-        """What it does, and where: `waits in all_reduce (distributed_c10d.py:2806)`."""
+        """What it does, and where: `rank 0 waits in all_reduce (distributed_c10d.py:2806)`."""
         if self.halted:
-            return "is stopped (SIGSTOP)"
-        does = "waits" if self.waits or not self.busy else "computes"
-        if self.frame is None:
-            return f"{does}; it gave no stack"
-        return f"{does} in {self.frame[1]} ({Path(self.frame[0]).name})"
+            return f"rank {self.rank} is stopped (SIGSTOP)"
+        does = f"rank {self.rank} {'waits' if self.waits or not self.busy else 'computes'}"
+        return f"{does} in {self.frame[1]} ({Path(self.frame[0]).name})" if self.frame else does
 
 
 def suspects(ranks: Sequence[Seen]) -> list[Seen]:
@@ -169,18 +167,13 @@ class Pulse:
         running = [rank for rank in self._ranks if rank.worker.process.poll() is None]
         if self.hung or not running or any(worker.failed_at for worker in self.workers):
             return
-        usual = USUAL * median(self._steps) if self._steps else 0.0
         # A rank may wait for another that compiles or saves: the longest limit counts for all.
-        limit = max(self._limit(rank.phase, usual) for rank in running)
+        limit = max(PATIENCE.get(rank.phase, float("inf")) for rank in running) * self.least
+        limit = max(limit, USUAL * median(self._steps or [0.0]))
         silent = now - min(rank.since for rank in running)
         halted = max(now - (now if rank.halted is None else rank.halted) for rank in running)
         if silent > limit * (STOP_SHARE if requested else 1.0) or halted > self.least * _HALTED_SHARE:
             self._accuse(running, max(silent, halted), alone=alone)
-
-    def _limit(self, phase: str, usual: float) -> float:
-        """Seconds; for a program without marks, none."""
-        limit = PATIENCE.get(phase, float("inf")) * self.least
-        return max(limit, usual) if phase == "training" else limit
 
     def _read(self, rank: _Rank, now: float) -> None:
         with suppress(OSError, struct.error, IndexError):
@@ -207,11 +200,9 @@ class Pulse:
         verb = f"rank {ranks} hangs" if len(found) == 1 else f"ranks {ranks} hang"
         headline = f"{verb} in step {first.step}, {first.phase}: no progress for {seconds:.0f} s"
         worker = next(worker for worker in self.workers if worker.rank == first.rank)
-        at = f"process {worker.process.pid}"
         fix = "the stacks of all ranks are in the logs; go on with --resume, or train with --supervise"
-        others = [f"rank {one.rank} {one.in_words()}" for one in seen if one is not first]
-        problems = [Problem(what=f"rank {first.rank} {first.in_words()}", where=at)]
-        problems += [Problem(what=what) for what in others]
+        problems = [Problem(what=first.in_words(), where=f"process {worker.process.pid}")]
+        problems += [Problem(what=one.in_words()) for one in seen if one is not first]
         problems[-1] = replace(problems[-1], fix=fix)
         worker.report = {
             "exit_code": MachineError.exit_code,
@@ -231,15 +222,8 @@ def _seen(rank: _Rank) -> Seen:
         stacks = _stack(worker.folder, worker.rank).read_text(encoding="utf-8", errors="replace")
     with suppress(OSError), worker.log.open("a", encoding="utf-8") as file:
         file.write(f"--- stacks of rank {worker.rank} when the run hung (state {state}) ---\n{stacks}")
-    return Seen(
-        rank.worker.rank,
-        rank.step,
-        rank.phase,
-        rank.marks,
-        halted=state == "T",
-        busy=state == "R",
-        frame=innermost(stacks),
-    )
+    own = (worker.rank, rank.step, rank.phase, rank.marks)
+    return Seen(*own, halted=state == "T", busy=state == "R", frame=innermost(stacks))
 
 
 def innermost(stacks: str) -> tuple[str, str] | None:
