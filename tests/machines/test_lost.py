@@ -115,7 +115,7 @@ def test_a_worker_that_stands_still(running: Cluster) -> None:
     none_left(pids, since)
     running.wait()
     assert (first.code, second.code) == (4, 4)
-    assert "error: rank 1 has stood still for 20 s: it was sent SIGSTOP" in first.errors
+    assert "rank 1 is stopped (SIGSTOP)" in first.errors
     assert "at:  node 1 (desk-b), process" in first.errors
 
 

@@ -2,17 +2,19 @@
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.app.jobs import AnyJob, cap_in_bytes, read
 from shardwise.device.fake import create
 from shardwise.device.find import FAKE, REPLAY
-from shardwise.errors import JobError, ShardwiseError
+from shardwise.errors import JobError, MachineError, ShardwiseError
 from shardwise.hardware.detect import gpu_count
 from shardwise.job.load import LoadedJob
 from shardwise.job.schema import Job
@@ -20,6 +22,7 @@ from shardwise.launch.control import excuse
 from shardwise.launch.hostfile import Host, own_address, read_hostfile, this_first
 from shardwise.launch.local import launch
 from shardwise.launch.nodes import Nodes, chosen, free_port
+from shardwise.launch.restart import Restarts
 from shardwise.launch.resume import (
     check_nodes,
     check_same_job,
@@ -79,6 +82,7 @@ def train(
     memory_cap: str | int | None = None,
     on_oom: Literal["stop", "retry"] = "stop",
     as_json: bool = False,
+    supervise: bool = False,
     simulate_power: bool = False,
     debug: bool = False,
     command: Sequence[str] = ("shardwise.train",),
@@ -103,6 +107,7 @@ def train(
         changes: `key=value` texts, as for `--set`.
         memory_cap: use no more of each GPU; bytes, or `16GiB`.
         on_oom: after a GPU ran out of memory: stop, or retry with a strategy that needs less.
+        supervise: start it again after a crash, a hang or a lost GPU, and resume what the folder has.
         as_json: a dry run prints its plan as one JSON object.
         simulate_power: rehearse power limits on the CPU, with a fake GPU for each process.
         debug: print the traceback of a process that fails.
@@ -118,25 +123,33 @@ def train(
     among = _nodes(hosts, nodes, node_rank, rendezvous)
     if hosts:
         processes = processes or hosts[0].slots
-    try:
-        spec, folder = _spec(
+    if supervise and among is not None:
+        fix = "leave it out; the batch system starts all nodes again, with --resume-or-start"
+        raise JobError("--supervise works on one machine", where="--supervise", fix=fix)
+
+    def build(processes: int | None, resume_from: str | None = None) -> tuple[LaunchSpec, Path]:
+        return _spec(
             job,
             nodes=among,
             processes=processes,
             resume=resume,
             resume_or_start=resume_or_start,
             resume_from=resume_from,
+            supervise=supervise,
             trust_checkpoint=trust_checkpoint,
             max_steps=max_steps,
             dry_run=dry_run,
             changes=changes,
             memory_cap=memory_cap,
-            on_oom=on_oom,
+            on_oom="retry" if supervise else on_oom,
             as_json=as_json,
             simulate_power=simulate_power,
             debug=debug,
             command=command,
         )
+
+    try:
+        spec, folder = build(processes, resume_from)
     except ShardwiseError as error:
         if among is not None and not dry_run:
             excuse(among, error)
@@ -146,11 +159,32 @@ def train(
         code = launch_on(hosts, again, rendezvous=among.rendezvous, workdir=there, run_dir=folder)
         return Run(folder=folder, exit_code=code)
     simulated = _simulated(spec.processes) if simulate_power and not dry_run else nullcontext()
+    restarts = None
+    if supervise and not dry_run:
+        build_again = partial(_on_what_is_left, lambda count: build(count)[0], spec.processes, gpu_count())
+        restarts = Restarts(folder, build_again)
     look = _looker(folder, on_event)
     with simulated, stopped_in_time():
-        code = launch(spec, look=look)
+        code = launch(spec, look=look, restarts=restarts)
     look()
     return Run(folder=folder, exit_code=code)
+
+
+def _on_what_is_left(build: Callable[[int], LaunchSpec], wanted: int, gpus: int) -> LaunchSpec:
+    """`build` with `wanted` processes, or the most that the job allows on the GPUs left of `gpus`."""
+    left = min(wanted, gpu_count()) if gpus else wanted
+    refused: ShardwiseError = MachineError("no GPU is left", fix="see `shardwise doctor`")
+    for processes in range(left, 0, -1):
+        try:
+            spec = build(processes)
+        except JobError as error:
+            refused = error if processes == left else refused
+            continue
+        if processes < wanted:
+            text = f"supervise: {left} of {wanted} GPUs are left: going on with {processes} processes"
+            print(text, file=sys.stderr, flush=True)
+        return spec
+    raise refused
 
 
 def _looker(folder: Path, on_event: Callable[[dict[str, Any]], object] | None) -> Callable[[], bool]:
@@ -161,7 +195,7 @@ def _looker(folder: Path, on_event: Callable[[dict[str, Any]], object] | None) -
     def look() -> bool:
         again, found = events.read()
         if again:  # a resumed run has replaced its file
-            found = found[max(i for i, event in enumerate(found) if event["kind"] == "resume") :]
+            found = found[max((i for i, event in enumerate(found) if event["kind"] == "resume"), default=0) :]
         return False not in [on_event(event) for event in found]
 
     return look
@@ -207,6 +241,7 @@ def _spec(
     resume: bool,
     resume_or_start: bool,
     resume_from: str | None,
+    supervise: bool,
     changes: Sequence[str],
     memory_cap: str | int | None,
     simulate_power: bool,
@@ -215,11 +250,12 @@ def _spec(
     """What to launch, and the run folder, after all checks that this machine can make by itself."""
     resume = resume or resume_from is not None
     named = None if isinstance(job, Job) else Path(job)
-    file = None if named is None else job_file(named, resume=resume or resume_or_start)
+    file = None if named is None else job_file(named, resume=resume or resume_or_start or supervise)
     loaded, gpus = read(job if file is None else file, changes), gpu_count()
     asked = loaded.job
     folder = named if named is not None and file != named else Path(asked.output) / asked.name
     first = nodes is None or nodes.rank == 0
+    resume = resume or (supervise and is_run_folder(folder))
     if resume_or_start:
         resume = resume or bool(step_folders(folder / "checkpoints"))
         if not resume and not options["dry_run"] and first:

@@ -69,6 +69,13 @@ def train(
         Literal["stop", "retry"],
         typer.Option(help="After a GPU ran out of memory: stop, or retry with a strategy that needs less."),
     ] = "stop",
+    supervise: Annotated[
+        bool,
+        typer.Option(
+            "--supervise",
+            help="Start again by itself after a crash, a hang, a lost GPU or memory that ran out.",
+        ),
+    ] = False,
     simulate_power: Annotated[
         bool,
         typer.Option("--simulate-power", help="Rehearse power limits on the CPU with fake GPUs; slow."),
@@ -97,6 +104,7 @@ def train(
             changes=[*changes, *[QLORA] * qlora],
             memory_cap=memory_cap,
             on_oom=on_oom,
+            supervise=supervise,
             simulate_power=simulate_power,
             as_json=as_json,
             debug=bool(context.obj),

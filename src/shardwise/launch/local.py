@@ -53,10 +53,14 @@ class LocalLauncher:
         return workers
 
     def stop(self, workers: Sequence[Worker]) -> None:
-        """Send SIGTERM to the workers alone: they still need what they started (a renderer, a compiler)."""
+        """Send SIGTERM to the workers alone: they still need what they started (a renderer, a compiler).
+
+        One that SIGSTOP has stopped goes on, or it would never hear of it.
+        """
         for worker in workers:
             if worker.process.poll() is None:
                 os.kill(worker.process.pid, signal.SIGTERM)
+                os.kill(worker.process.pid, signal.SIGCONT)
 
     def kill(self, workers: Sequence[Worker]) -> None:
         """See `Launcher.kill`: every worker leads a process group."""

@@ -135,6 +135,7 @@ class Ending:
     requested: bool = False  # The user asked the run to stop
     follows: bool = False  # The error is of a connection that another's end has cut
     failed_at: float = 0.0  # Unix seconds
+    step: int = 0  # The last one that a rank has begun; 0 before the first
     traceback: str = ""
     log: Path | None = None  # The failed worker's log, which is kept; on the node that failed
 

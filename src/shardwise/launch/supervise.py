@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -22,9 +23,11 @@ from typing import NamedTuple
 from shardwise.errors import MachineError, Problem, ShardwiseError, StoppedError, render
 from shardwise.hardware.detect import host_memory_bytes
 from shardwise.launch.control import Together
+from shardwise.launch.heartbeat import Pulse
 from shardwise.launch.oom import OomHandling
+from shardwise.launch.restart import Restarts
 from shardwise.launch.spec import Ending, Launcher, LaunchSpec, Worker
-from shardwise.launch.team import joined, note_halted, settle
+from shardwise.launch.team import joined, settle
 from shardwise.record.read import is_run_folder
 from shardwise.units import gib
 
@@ -53,17 +56,21 @@ def supervise(
     post_mortem: str = POST_MORTEM_MODULE,
     grace_seconds: float = 10.0,
     look: Callable[[], object] = lambda: None,
+    restarts: Restarts | None = None,
 ) -> int:
     """Run the job with `spec.processes` workers; print their error and return the exit code.
 
     0: all workers finished. 75: stopped on request with the state saved. 130, 143: stopped by a signal before
     the state could be saved. Otherwise the code of the worker that failed first. When GPU memory ran out,
     `post_mortem` explains it in another process, and with `spec.on_oom` "retry" the job runs again; neither
-    for a run that only measures. `look` is called again and again; False asks the run to stop. Call it from
-    the main thread, which receives the signals. Raises MachineError when no worker can start.
+    for a run that only measures. With `restarts` it is started again after other failures, too. `look` is
+    called again and again; False asks the run to stop. Call it from the main thread, which receives the
+    signals. Raises MachineError when no worker can start.
     """
     handling = OomHandling(spec, launcher, module=post_mortem)
     while True:
+        if restarts is not None:
+            restarts.began(spec)
         ending = _run(spec, launcher, module, grace_seconds, look)
         error, retry = ending.error, None
         if ending.out_of_memory is not None and spec.measure_steps is None:
@@ -74,10 +81,27 @@ def supervise(
                 print(ending.traceback, file=sys.stderr)
             log = "" if not ending.log or retry is not None else f"\n  log: {ending.log}"
             print(f"{render(error)}{log}", file=sys.stderr, flush=True)
-        if retry is None:
+        if retry is not None:
+            handling.make_room(retry)
+            if restarts is not None:
+                restarts.note(spec, ending)
+        elif restarts is None or (seconds := restarts.wait(spec, ending)) is None:
             return ending.code
-        handling.make_room(retry)
+        elif (number := _asked_within(seconds)) is not None:
+            restarts.end("stopped while no rank ran; the same command goes on")
+            return 128 + number
+        else:
+            retry = restarts.again()
         spec = retry
+
+
+def _asked_within(seconds: float) -> int | None:
+    """Wait; the signal that asked to stop meanwhile, if any."""
+    until = time.monotonic() + seconds
+    with _requests() as requests:
+        while not requests and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_SECONDS)
+    return requests[0].signal if requests else None
 
 
 def _run(
@@ -93,11 +117,13 @@ def _run(
             spec_path.write_text(json.dumps(spec.to_json()), encoding="utf-8")
             workers = launcher.start(processes, module, spec_path, place=place, debug=spec.debug)
             try:
+                pulse = Pulse(workers)
                 saving = spec.measure_steps is None
-                _watch(launcher, workers, requests, grace_seconds, team, look, saving=saving)
+                _watch(launcher, workers, pulse, requests, grace_seconds, team, look, saving=saving)
             finally:
                 launcher.kill(workers)
             ending = _conclude(spec, workers, requests, killed_before=killed_before)
+            ending = replace(ending, step=pulse.last_step())
             log = ending.log
             if team is not None:
                 ending = settle(team, ending, lambda: _pass_on(requests, team))
@@ -158,6 +184,7 @@ def _impatient(requests: Sequence[_Request]) -> int | None:
 def _watch(
     launcher: Launcher,
     workers: list[Worker],
+    pulse: Pulse,
     requests: list[_Request],
     grace_seconds: float,
     team: Together | None,
@@ -167,11 +194,9 @@ def _watch(
 ) -> None:
     """Returns when all workers have ended, or when those left are to be killed."""
     forwarded = warned = explained = False
-    halted: dict[int, float] = {}
     while True:
-        if team is not None:
-            note_halted(workers, halted)
         _ask(requests, look)
+        pulse.look(requested=bool(requests), alone=team is None)
         ended = [worker.look(time.time()) for worker in workers]
         failures = [worker.failed_at for worker in workers if worker.failed_at and _code(worker) != STOPPED]
         if team is not None:
@@ -180,7 +205,7 @@ def _watch(
             failures += [team.failed_at] if team.failed_at is not None else []
             if team.over is not None:
                 return
-        if all(ended) or _impatient(requests) is not None:
+        if all(ended) or _impatient(requests) is not None or (pulse.hung and team is None):
             return
         if requests and not forwarded:
             forwarded = True

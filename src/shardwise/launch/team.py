@@ -1,17 +1,16 @@
 """This node's part in a run on several: joining, and agreeing on one end, one error and one exit code."""
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import MachineError, Problem, ShardwiseError, StoppedError
-from shardwise.launch.control import SILENT_SECONDS, Together, excuse, join
+from shardwise.errors import Problem, ShardwiseError, StoppedError
+from shardwise.launch.control import Together, excuse, join
 from shardwise.launch.nodes import Place, free_port, interface_of, resolve
-from shardwise.launch.spec import Ending, LaunchSpec, Worker
+from shardwise.launch.spec import Ending, LaunchSpec
 from shardwise.launch.startup import check, facts
 
 _LEAVING_CHARS = 100_000  # of a traceback that goes to node 0
@@ -54,25 +53,6 @@ def joined(
         team.close(error)
         raise
     team.close()
-
-
-def note_halted(workers: Sequence[Worker], halted: dict[int, float]) -> None:
-    """Report a worker that a signal has stopped for long: the other nodes would wait for it in a collective.
-
-    `halted`: since when, by rank; kept between calls.
-    """
-    for worker in workers:
-        with suppress(OSError):
-            stat = Path(f"/proc/{worker.process.pid}/stat").read_text(encoding="ascii", errors="replace")
-            if stat.rpartition(") ")[2][:1] != "T":
-                halted.pop(worker.rank, None)
-                continue
-            since = halted.setdefault(worker.rank, time.monotonic())
-            if worker.report is None and time.monotonic() - since > SILENT_SECONDS:
-                what = f"rank {worker.rank} has stood still for {SILENT_SECONDS:.0f} s: it was sent SIGSTOP"
-                problem = Problem(what=what, where=f"process {worker.process.pid}", fix="go on with --resume")
-                error = {"exit_code": MachineError.exit_code, "headline": "", "problems": [asdict(problem)]}
-                worker.report, worker.failed_at = error, time.time()
 
 
 def settle(team: Together, ending: Ending, while_waiting: Callable[[], object]) -> Ending:

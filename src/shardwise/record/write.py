@@ -94,7 +94,7 @@ class RunFolder:
         train, new = values.get("train", {}), {"steps": steps, "epochs": epochs}
         if {key: train.get(key) for key in new} != new:
             train = train | {key: value for key, value in new.items() if value is not None}
-            _replace(self.path / JOB, job_text({**values, "train": train}))
+            replace_text(self.path / JOB, job_text({**values, "train": train}))
 
     def close(self) -> None:
         """Release the folder's lock."""
@@ -154,7 +154,7 @@ def _drop_after(path: Path, step: int) -> tuple[str, bool]:
             last = max(last, event.get("step", 0))
             lines.append(json.dumps({**event, **_links(after, gap=number in gaps)}) + "\n")
             after = line_hash(lines[-1].encode())
-    _replace(path, "".join(lines))
+    replace_text(path, "".join(lines))
     return after, last < step
 
 
@@ -162,7 +162,7 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Write a file at once: a reader sees the old or the new content. A link in its place is not followed."""
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)  # left by a crash, or put there by someone else
@@ -175,7 +175,7 @@ def _replace(path: Path, text: str) -> None:
 
 def replace_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a file at once: a reader sees the old or the new content, never a part."""
-    _replace(path, json.dumps(values, indent=1) + "\n")
+    replace_text(path, json.dumps(values, indent=1) + "\n")
 
 
 def _lock(path: Path) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from shardwise.errors import JobError
 from shardwise.job.paths import unplaced
 from shardwise.record.manifest import check_sizes, read_manifest, step_folders, verify
 from shardwise.record.read import RunRecord, is_being_written, read_run
+from shardwise.record.restarts import restarts_of
 from shardwise.report.energy import energy
 
 WARM_UP_STEPS = 5  # of a launch, which throughput leaves out (compilation, allocator, caches)
@@ -73,6 +74,7 @@ def summary(run_dir: str | Path | RunRecord) -> dict[str, Any]:
         "peak_memory_reserved_bytes": _peak(_of_kind(latest, "step"), "peak_memory_reserved_bytes"),
         "peak_memory_allocated_bytes": _peak(_of_kind(latest, "step"), "peak_memory_allocated_bytes"),
         "wall_seconds": seconds,
+        "supervised": restarts_of(run.path, run.events),
         "energy": energy(run, steady, seconds=seconds),
         "checkpoints": checkpoints(run.path / "checkpoints"),
         "events_missing_before_lines": run.gaps,

@@ -63,6 +63,8 @@ def _show_one(row: dict[str, Any], curve: Sequence[float], console: Console) -> 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, read in _ROWS:
         table.add_row(label, Text(read(run)))
+    if (found := run["supervised"]) is not None and found["ettr"] is not None:
+        table.add_row("ETTR", f"{found['ettr']:.1%}, {len(found['failures'])} failures")
     for label, text in lines(run["energy"]).items():
         table.add_row(label, Text(text))
     for label, text in compared(row).items():

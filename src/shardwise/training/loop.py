@@ -17,6 +17,7 @@ from shardwise.data.loader import BatchStream, EvalStream
 from shardwise.engines.runtime.protocol import Engine, StepResult
 from shardwise.errors import DivergedError, JobError
 from shardwise.job.schema import DECAY_SHARE, WARMUP_SHARE, Job, Optimizer
+from shardwise.launch.heartbeat import FIRST_STEPS, mark
 from shardwise.record.read import best_step
 from shardwise.training.meter import MEMORY_FIELDS, Mark, Stopwatch, memory
 from shardwise.training.process import Ranks, StopSignal
@@ -94,6 +95,7 @@ class Loop:
     sample: Callable[[], list[tuple[str, str]]] = list  # Prompts and what the model makes of them; collective
     _issued: _Issued | None = field(default=None, init=False)
     _stop_agreed: bool = field(default=False, init=False)
+    _compiled: int = field(default=FIRST_STEPS, init=False)  # The step in which the last kernel is compiled
 
     def __post_init__(self) -> None:
         self.watch = Stopwatch(self.engine.world.device)
@@ -105,6 +107,7 @@ class Loop:
         saved first: an evaluation may fail, or take longer than the machine is ours.
         """
         saved_at = self.progress.step or None
+        self._compiled = self.progress.step + FIRST_STEPS
         if self.progress.step not in dict(self.evaluations):
             self._evaluate_if_due()
         while self.progress.step < last_step and not self._stop_agreed and not self.worse:
@@ -147,6 +150,7 @@ class Loop:
         device = self.engine.world.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         for micro_batch in self.evaluation:
+            mark("evaluating", self.progress.step)
             total += self.engine.loss_sum(micro_batch.to(device))
         # Of ranks that have seen the same rows the last one has the loss.
         shares = dict[int, Any](self.ranks.gather((self.engine.world.data_rank, total.item())))
@@ -169,6 +173,7 @@ class Loop:
         if self.save_state is None:
             return
         self.watch.restart()
+        mark("saving", self.progress.step)
         size_bytes = self.save_state(self.progress)
         self.observer.on_save(step=self.progress.step, size_bytes=size_bytes, seconds=self.watch.lap())
         self.watch.restart()
@@ -176,6 +181,7 @@ class Loop:
     def _issue(self) -> None:
         """Start one optimizer step, then read the one before it while this one runs."""
         step = self.progress.step + 1
+        mark("training" if step > self._compiled else "the first steps", step)
         batch = next(self.stream)
         rate = learning_rate(self.job.optimizer, step=step, steps=self.total_steps)
         device = self.engine.world.device

@@ -20,6 +20,7 @@ from shardwise.job.paths import absolute
 from shardwise.job.schema import Job
 from shardwise.job.source import job_text
 from shardwise.kernels.fused import apply_fused_kernels
+from shardwise.launch import heartbeat
 from shardwise.launch.resume import resume_command
 from shardwise.launch.spec import LaunchSpec
 from shardwise.models.adapters import check_bitsandbytes, is_adapter
@@ -77,6 +78,7 @@ def run(spec: LaunchSpec) -> None:
         return
     check_bitsandbytes(job.model, job.optimizer.name)
     at_most = _left_of_the_cap(spec.memory_cap_bytes, ready.strategy)
+    heartbeat.mark("building")
     with explained(ready):
         world = join(
             tensor_parallel=ready.strategy.tensor_parallel,
@@ -155,6 +157,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
         last_step = _steps_to_measure(spec) or min(total_steps, spec.max_steps or total_steps)
         with settled():
             arrived = loop.run(last_step)
+        heartbeat.mark("ending", progress.step)
         done = loop.worse or progress.step >= (last_step if measuring else total_steps)
         status = "finished" if done else "paused" if arrived else "stopped"
         ends = ranks.gather((observer.stopping, millijoules(world.device), *host_millijoules()))

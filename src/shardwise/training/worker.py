@@ -8,7 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.errors import WRITE_ERRORS, MachineError, ShardwiseError, not_installed, render, unwritten
+from shardwise.launch import heartbeat
 from shardwise.launch.spec import LaunchSpec, write_report
+
+ERROR_DIR = "SHARDWISE_ERROR_DIR"  # Where the launcher reads what a rank leaves
 
 
 class DisconnectedError(MachineError):
@@ -19,6 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the job in the spec file; return the exit code. Errors go to the launcher, or to stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
     spec = LaunchSpec.from_json(json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
+    if (folder := os.environ.get(ERROR_DIR)) is not None:
+        heartbeat.begin(Path(folder), int(os.environ.get("RANK", "0")))
     try:
         _work(spec)
     except Exception as error:  # noqa: BLE001  (the last place where a bug becomes an exit code)
@@ -62,7 +67,7 @@ def _translate(error: Exception) -> ShardwiseError:
 
 def _report(error: ShardwiseError, trace: str, *, debug: bool) -> None:
     """Leave the error for the launcher, which prints one block for all ranks; without one, print it."""
-    folder, rank = os.environ.get("SHARDWISE_ERROR_DIR"), os.environ.get("RANK", "0")
+    folder, rank = os.environ.get(ERROR_DIR), os.environ.get("RANK", "0")
     if folder is None:
         if debug:
             print(trace, file=sys.stderr)

@@ -45,7 +45,8 @@ VERBS = {
         "--qlora",
         "--processes", "--nodes", "--node-rank", "--rendezvous", "--hostfile", "--workdir", "--resume",
         "--resume-or-start", "--resume-from", "--trust-checkpoint", "--max-steps", "--dry-run", "--set",
-        "--memory-cap", "--on-oom", "--simulate-power", "--json",
+        "--memory-cap", "--on-oom", "--simulate-power",
+            "--supervise", "--json",
     },
     "monitor": {"--every", "--csv", "--jsonl", "--once", "--json"},
     "bench": {
