@@ -247,7 +247,7 @@ def errors(peers: Mapping[str, Mapping[str, Any]], measured: Iterable[Mapping[st
 
 def known_rows() -> list[Row]:
     """Rows whose model family other tools know."""
-    return [row for row in load_rows(HERE / "rows.toml") if row.set != "families"]
+    return [row for row in load_rows(HERE / "rows.toml") if row.set not in ("families", "attention")]
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from inputs import Setting
-from rows import Program
+from programs import Program
 
 Rows = Iterator[tuple[Setting, Program]]
 

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from experiments import EXPERIMENTS, Rows, sweep
-from rows import Place, run, summary
+from programs import Place, run, summary
 
 from shardwise.hardware.detect import detect_hardware
 

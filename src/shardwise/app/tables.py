@@ -178,6 +178,9 @@ def _changes(mode: str) -> dict[str, str]:
             what = f"{mode!r} says {', '.join(changes)} twice"
             raise JobError(what, where="--modes", fix="keep one of the words")
         found |= changes
+    if "model.quantization" in found and "model.lora" not in found:
+        what = f"{mode!r} freezes the weights, and trains none"
+        raise JobError(what, where="--modes", fix=f"{mode}+lora16")
     return found
 
 

@@ -150,7 +150,7 @@ def test_step_times_are_separated_by_who_waits(page: ModuleType) -> None:
     """A step that the host issues for half of it is among the uncertain ones."""
     shares = {"busy": 0.49, "waits": 0.5}
     lines = page.bound([comparison(name) | {"host_share": share} for name, share in shares.items()])
-    assert [line.split(" | ")[:4] for line in lines.splitlines()[2::4]] == [
+    assert [line.split(" | ")[:4] for line in lines.splitlines()[2::5]] == [
         ["| less than half", "fit", "1", "25.0 %"],
         ["| half or more", "fit", "1", "25.0 %"],
     ]

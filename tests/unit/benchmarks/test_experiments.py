@@ -60,7 +60,7 @@ def test_every_row_is_allowed(name: str, gpu: bool, experiments: ModuleType, fol
 @pytest.mark.slow
 def test_the_plain_loop_and_shardwise_compute_the_same(experiments: ModuleType, tmp_path: Path) -> None:
     """With accumulation: both divide by the tokens of the step, whatever the micro-batch."""
-    rows, (setting,) = module("rows"), experiments.ON_CPU
+    rows, (setting,) = module("programs"), experiments.ON_CPU
     plain, single = (
         rows.run(
             "plain",

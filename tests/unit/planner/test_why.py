@@ -280,7 +280,8 @@ def test_the_error_names_the_nearest_change(toy) -> None:
     assert "at:  toy-1.3b on 4 × RTX 3060" in text
     assert "fix: --gpus 4xRTX-3090 (RTX 3090, of 24 GB, instead of RTX 3060): zero1 with" in text
     hopeless = toy.plan("4xRTX3060", "zero1")
-    tried = "fix: tried shorter rows, LoRA unless the weights are random, more and larger GPUs;"
+    tried = "fix: tried shorter rows, LoRA, on a base in NF4 too, unless the weights are random, "
+    tried += "more and larger GPUs;"
     assert tried in render(does_not_fit(hopeless))
     adapters = replace(hopeless, job=replace(hopeless.job, lora_rank=16))
     assert "shorter rows, a quantised base, more and larger GPUs" in render(does_not_fit(adapters))

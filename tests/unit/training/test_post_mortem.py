@@ -114,7 +114,7 @@ def test_with_a_saved_state_a_change_is_the_command_that_goes_on() -> None:
     rows, checkpointing, kind = ask(evidence(used=USED), saved=2, on_oom="stop")["changes"]
     assert rows["fix"] == "shardwise train runs/run --resume --set train.micro_batch=2"
     assert checkpointing["fix"].startswith("shardwise train runs/run --resume --set train.checkpointing=")
-    assert "from the start under another name" in kind["fix"]
+    assert kind["fix"].startswith("shardwise train runs/run --resume --set strategy=")
 
 
 def test_the_terms_above_the_plan_are_named() -> None:
@@ -152,9 +152,11 @@ def test_what_is_short_by_more_makes_the_next_leaner() -> None:
     assert needed(MORE) < needed(12 * GIB)
 
 
-def test_with_a_saved_state_auto_keeps_its_kind_and_without_one_it_is_free() -> None:
-    assert following(ask(evidence(used=USED), strategy="auto", saved=1)).name == "zero2"
+def test_auto_is_free_with_and_without_a_saved_state() -> None:
+    """Every strategy loads what another has saved (decision 0060)."""
+    saved = following(ask(evidence(used=MORE), strategy="auto", saved=1))
     free = following(ask(evidence(used=MORE), strategy="auto"))
+    assert saved == free
     assert free.name != "zero2"
 
 
@@ -169,7 +171,7 @@ def test_where_nothing_is_left_the_nearest_change_is_named() -> None:
     smallest = replace(ZERO2, micro_batch=1, accumulation=8, checkpoint_every=1)
     answer = ask(evidence(smallest, used=int(15.9 * GIB)), saved=1)
     assert answer["next"] is None
-    assert answer["why_no_next"].startswith("nothing, with the state that was saved, is known to need less")
+    assert answer["why_no_next"].startswith("nothing is known to need less")
     assert answer["instead"].startswith(("--sequence ", "--gpus "))
     assert "fits, in" in answer["instead"]
 

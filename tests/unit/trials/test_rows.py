@@ -132,7 +132,7 @@ def test_a_forbidden_strategy_is_a_row_that_says_why(job: Path) -> None:
         ("train.micro_batch", "not key=value,value"),
         ("train.micro_batch=1,,2", "not key=value,value"),
         ("strategy=zero2,zero3", "a flag of their own"),
-        ("strategy.overlap_comm=true,false", "no key overlap_comm"),
+        ("strategy.contiguous=true,false", "no key contiguous"),
         ("train.micro_bach=1", "micro_bach"),
         ("train.precision=bf16,int3", "int3"),
     ],
