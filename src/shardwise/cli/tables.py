@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from shardwise.cli import options
+from shardwise.errors import JobError
 
 KIND = typer.Argument(help="`batch` is the largest micro-batch that fits.", show_default=False)
 MODELS = typer.Option(metavar="A,B", help="Names or hub ids.  [default: GPT-3's eight sizes]")
@@ -32,6 +33,8 @@ def tables(
     """Compare models, GPUs and ways to train in one table; every row is what `plan` says."""
     from shardwise.app import tables as app
 
+    if out is not None and out.exists():
+        raise JobError(f"{out} exists already", where="--out", fix="name another file, or delete it")
     asked: dict[str, Any] = {"gpus": gpus, "modes": modes, "sequence": sequence, "changes": changes}
     asked |= {"memory_cap": memory_cap, "margin": margin}
     with options.stdout_to_stderr(), options.progress("planning") as show:

@@ -6,7 +6,9 @@ like a data file, or has more than one `/`; otherwise it is a name on a hub or i
 """
 
 import difflib
+import errno
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -143,3 +145,14 @@ def blocked_output(output: str) -> Iterator[tuple[str, str]]:
 def expand_home(value: Any) -> Any:
     """Make `~/data` an absolute path, in a name or in a list of names."""
     return _each(value, lambda name: str(Path(name).expanduser()) if name.startswith("~") else name)
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """The first `most + 1` bytes of a regular file; OSError for others, which may have no end."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return file.read(most + 1)

@@ -247,7 +247,7 @@ def _check_scalar(node: yaml.ScalarNode, key: Key, document: Document) -> None:
 
 def _text(path: Path) -> str:
     try:
-        raw = path.read_bytes()
+        raw = paths.read_bounded(path, LARGEST_FILE_BYTES)
     except FileNotFoundError:
         fix = f"{paths.nearest(path)}; `shardwise init` writes one"
         raise JobError(f"there is no job file {path}", fix=fix) from None
@@ -256,7 +256,7 @@ def _text(path: Path) -> str:
     except OSError as error:
         raise JobError(f"the job file cannot be read: {error.strerror}", where=str(path)) from None
     if len(raw) > LARGEST_FILE_BYTES:
-        what = f"the file has {len(raw):,} bytes: too large for a job file"
+        what = f"the file has more than {LARGEST_FILE_BYTES:,} bytes: too large for a job file"
         fix = "name the job file; the data belongs under data.train inside it"
         raise JobError(what, where=str(path), fix=fix)
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError
+from shardwise.job.paths import read_bounded
 from shardwise.job.source import Key
 from shardwise.lint.document import Document, Kind, UnreadableError
 from shardwise.lint.schema import closest, deepspeed_schema, names
@@ -30,13 +31,13 @@ WHAT = (
 def text_of(path: Path) -> str:
     """Return a file's text, with its byte order mark; JobError if it cannot be read."""
     try:
-        raw = path.read_bytes()
+        raw = read_bounded(path, LARGEST_FILE_BYTES)
     except FileNotFoundError:
         raise JobError(f"there is no file {path}", where="shardwise check", fix="check the path") from None
     except OSError as error:
         raise JobError(f"it cannot be read: {error.strerror}", where=str(path), fix=f"name {WHAT}") from None
     if len(raw) > LARGEST_FILE_BYTES:
-        what = f"{len(raw):,} bytes are too many for a configuration"
+        what = f"more than {LARGEST_FILE_BYTES:,} bytes are too many for a configuration"
         raise JobError(what, where=str(path), fix=f"name {WHAT}")
     try:
         return raw.decode("utf-8")

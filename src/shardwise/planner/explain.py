@@ -21,6 +21,7 @@ from shardwise.units import gib
 LINES_OF_BLOCKS = 4
 """Lines that show the blocks of one pass."""
 LEAST_BAR, MOST_BAR = 16, 60
+NOTHING = 0.0005  # a share of the step that is not worth a line
 _OTHER_COLUMNS = 28
 """Width of a line without its name and its bar."""
 _BLOCK = re.compile(r"block (\d+) (.+)")
@@ -172,7 +173,7 @@ def _consecutive(option: Option, plan: Plan) -> dict[str, float]:
 def _seconds(parts: dict[str, float], time: Time) -> Iterator[Line]:
     for name, seconds in parts.items():
         share = seconds / time.step_seconds
-        if seconds:
+        if share > NOTHING:
             bold = name == "the step"
             yield Line(name=name, share=share, text=f"{seconds:.3g} s", remark=f"{share:.0%}", bold=bold)
 

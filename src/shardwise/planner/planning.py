@@ -147,6 +147,8 @@ def _make(
         )
         if made.chosen is None or not _offloads(made.chosen.strategy):
             return made
+        if any(option.fit != "no" and not _offloads(option.strategy) for option in made.options):
+            return made
         changes = small_changes(job, hardware, memory_cap_bytes)
         four_bits = next((one for one in changes if one.job.model.quantization == "nf4"), None)
         option = four_bits and _attempt(four_bits, vocab_size=vocab_size, margin=MARGIN, offload=False)

@@ -49,8 +49,9 @@ def sketch(model: str, changes: Sequence[str], *, world_size: int) -> Sketch:
     assumed = {
         "data.sequence_length": f"--sequence {tokens}",
         "train.global_batch": f"--global-batch {rows}",
-        "model.lora": "--full",
     }
+    if job.model.lora is None:
+        assumed["model.lora"] = "--full"
     defaults = (flag for key, flag in assumed.items() if not any(name.startswith(key) for name in given))
     return Sketch(job=job, assumed=tuple(defaults))
 
