@@ -79,6 +79,8 @@ def _cells(memory: Memory, before: int, most: int) -> list[tuple[str, str]]:
 
 ROWS = 12
 """Rows shown, or more where there are more kinds of strategies."""
+LONGEST_NAME = 15
+"""Of a strategy, in a narrow terminal."""
 NARROW = 100
 """Columns of a terminal below which the gaps are one cell, and the longest names take two lines."""
 LEAST_BAR, MOST_BAR = 12, 40
@@ -249,6 +251,9 @@ def _name(strategy: Strategy, width: int) -> Text:
     name = strategy.name
     if width < NARROW:
         name = name.replace("-offload-", "-offload\n    -")
+        *before, last = name.split("-")
+        if len(name.splitlines()[-1]) > LONGEST_NAME:
+            name = f"{'-'.join(before)}\n    -{last}"
     return Text(f"  {name}")
 
 

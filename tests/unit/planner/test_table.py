@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from shardwise.planner.plan import Objective
-from shardwise.planner.table import excerpt, show, unit_of_time
+from shardwise.planner.table import _name, excerpt, show, unit_of_time
 from shardwise.space.candidates import Refused
+from shardwise.strategy import Strategy
 
 GOLDEN = """\
 toy-1.3b · 1.3B parameters, all trained, bf16
@@ -166,3 +167,11 @@ def test_what_hangs_on_the_hosts_memory_is_told_until_it_is_known(toy) -> None:
     assert "32.0 GiB in each host" in " ".join(known.split())
     assert " fits " in known
     assert "host?" not in shown(toy.plan("4xRTX4080", "zero2"), 80), "nothing is kept there"
+
+
+def test_the_longest_names_take_two_lines_at_80_columns() -> None:
+    sharded = Strategy(engine="fsdp2", shard_group=8, reshard=False, data_parallel=16)
+    offloaded = Strategy(engine="deepspeed", stage=3, offload_optimizer="cpu")
+    assert _name(sharded, 80).plain.splitlines() == ["  fsdp2-hsdp8", "    -noreshard"]
+    assert _name(offloaded, 80).plain.splitlines() == ["  zero3-offload", "    -optimizer"]
+    assert _name(sharded, 100).plain == "  fsdp2-hsdp8-noreshard"
