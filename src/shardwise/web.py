@@ -14,12 +14,15 @@ from urllib.parse import urlsplit
 
 import pydantic
 import uvicorn
-from anyio import CancelScope
+from anyio import CancelScope, move_on_after
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+MOST_DISCARDED, DISCARD_SECONDS = 64 << 20, 2.0
+"""Read of a body that is too large: a client that is still sending would see no answer."""
 
 
 class RefusedError(HTTPException):
@@ -52,14 +55,17 @@ def check(headers: Headers, token: str | None, fix: str) -> None:
 
 async def read(request: Request, form: type[pydantic.BaseModel], most_bytes: int) -> Any:
     """The JSON body of a request, as `form` describes it; refused where it is larger or something else."""
-    body, announced = bytearray(), request.headers.get("content-length", "0")
-    too_large = RefusedError(413, f"a request has at most {most_bytes} bytes")
-    if not announced.isdecimal() or int(announced[:20]) > most_bytes:
-        raise too_large
-    async for part in request.stream():
-        body += part
-        if len(body) > most_bytes:
-            raise too_large
+    body, size, announced = bytearray(), 0, request.headers.get("content-length", "0")
+    large = not announced.isdecimal() or int(announced[:20]) > most_bytes
+    with move_on_after(DISCARD_SECONDS if large else None):
+        async for part in request.stream():
+            size += len(part)
+            large = large or size > most_bytes
+            body += b"" if large else part
+            if size > MOST_DISCARDED:
+                break
+    if large:
+        raise RefusedError(413, f"a request has at most {most_bytes} bytes")
     try:
         return form.model_validate_json(bytes(body))
     except pydantic.ValidationError as error:

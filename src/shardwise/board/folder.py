@@ -1,18 +1,22 @@
 """The folder that the board shows: its runs and benches, and nothing outside of it."""
 
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError
-from shardwise.record import bench, energy, follow, manifest, read
+from shardwise.record import bench, energy, follow, manifest, read, restarts
 from shardwise.report.compare import about
 from shardwise.report.live.run import status
 
 _FILES = (read.JOB, read.PLAN, read.ENVIRONMENT, read.EVENTS, read.LOCK, bench.BENCH, bench.ROWS)
-READ = (".", *_FILES, energy.METER, "checkpoints")
+READ = (".", *_FILES, energy.METER, restarts.LOG, "checkpoints")
 """What is read of a run or bench, with the manifests of checkpoints: no link out of the board's folder."""
+MOST_EVENTS = 128 << 20
+"""Bytes of events that a report reads at once: 200,000 steps on 2 GPUs, in 0.4 GB of memory."""
 
 
 class Folder:
@@ -48,7 +52,33 @@ class Folder:
 
         steps = (folder / "checkpoints").glob("*") if inside(folder / "checkpoints") else ()
         read_too = (path for step in steps for path in (step, step / manifest.NAME))
-        return all(map(inside, (*(folder / name for name in READ), *read_too)))
+        try:
+            return all(map(inside, (*(folder / name for name in READ), *read_too)))
+        except (OSError, RuntimeError):  # a link to itself
+            return False
+
+
+@contextmanager
+def readable(names: Collection[str]) -> Iterator[None]:
+    """JobError for what readers meet in files of these runs that hold other values than shardwise writes."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        if not names:
+            raise
+        what = f"{', '.join(names)} cannot be read: {type(error).__name__}: {str(error)[:200]}"
+        raise JobError(what, fix="restore the files from a copy") from error
+
+
+def few_events(paths: Mapping[str, Path]) -> list[Path]:
+    """The folders; JobError without any, or where a report of one would take much time and memory."""
+    if not paths:
+        raise JobError("no run is named", fix="choose one on the first page")
+    for name, path in paths.items():
+        if (path / read.EVENTS).exists() and (size := (path / read.EVENTS).stat().st_size) > MOST_EVENTS:
+            what = f"the events of {name} have {size >> 20} MiB, a report here reads {MOST_EVENTS >> 20}"
+            raise JobError(what, fix=f"/run?of={name} draws it; `shardwise report` writes a report")
+    return [*paths.values()]
 
 
 def _entry(name: str, path: Path) -> dict[str, Any]:
@@ -57,8 +87,9 @@ def _entry(name: str, path: Path) -> dict[str, Any]:
     changed = datetime.fromtimestamp((file if file.exists() else path).stat().st_mtime).astimezone()
     entry = {"name": name, "bench": not of_run, "changed": f"{changed:%Y-%m-%d %H:%M:%S}"}
     try:
-        return entry | (_of_run(path) if of_run else _of_bench(path))
-    except (JobError, KeyError, TypeError) as error:
+        with readable([name]):
+            return entry | (_of_run(path) if of_run else _of_bench(path))
+    except JobError as error:
         return entry | {"about": str(error), "status": "damaged"}
 
 
@@ -69,11 +100,15 @@ def _of_run(path: Path) -> dict[str, Any]:
     return {
         "about": _about(path, (path / read.JOB).stat().st_mtime_ns),
         "status": status(events[-1] if events else first, in_use=read.is_being_written(path)),
-        "step": step.get("step"),
-        "total": head.get("total_steps"),
-        "loss": step.get("loss"),
-        "rate": step.get("tokens_per_second"),
+        "step": _number(step.get("step"), int),
+        "total": _number(head.get("total_steps"), int),
+        "loss": _number(step.get("loss")),
+        "rate": _number(step.get("tokens_per_second")),
     }
+
+
+def _number(value: Any, kind: Callable[[Any], float] = float) -> float | None:
+    return None if value is None else kind(value)
 
 
 @lru_cache(maxsize=1024)

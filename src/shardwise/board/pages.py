@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from shardwise.board.folder import few_events
 from shardwise.hardware.catalog import gpus
 from shardwise.models.catalog import shapes
 from shardwise.planner import table
@@ -93,6 +94,7 @@ def run_page(name: str, path: Path) -> str:
 
 def compare_page(paths: Mapping[str, Path]) -> str:
     """Runs and the rows of benches together; the curves of runs come as a stream."""
+    few_events(paths)
     rows: list[Row] = []
     for name, path in paths.items():
         if is_bench_folder(path):

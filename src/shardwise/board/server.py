@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardwise import web
 from shardwise.board import pages
-from shardwise.board.folder import Folder
+from shardwise.board.folder import Folder, few_events, readable
 from shardwise.errors import JobError, ShardwiseError, printable, render
 from shardwise.job.paths import is_local
 from shardwise.lint.check import Checked, counted
@@ -95,7 +95,7 @@ class Board:
             "/": lambda _: pages.render("start.html.j2", title="Runs", folder=self._folder),
             "/run": lambda paths: pages.run_page(*_first(paths)),
             "/bench": lambda paths: bench_page(read_bench(_first(paths)[1], to_show=True), on_board=True),
-            "/report": lambda paths: run_page([_first(paths)[1], *[*paths.values()][1:]], on_board=True),
+            "/report": lambda paths: run_page(few_events(paths), on_board=True),
             "/compare": pages.compare_page,
             "/plan": lambda _: pages.plan_page(),
             "/check": lambda _: pages.render("check.html.j2", title="Check"),
@@ -112,7 +112,11 @@ class Board:
 
     def _page(self, show: Callable[[dict[str, Path]], str]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            return HTMLResponse(await run_sync(lambda: show(self._paths(request))))
+            return HTMLResponse(await run_sync(shown, request))
+
+        def shown(request: Request) -> str:
+            with readable(paths := self._paths(request)):
+                return show(paths)
 
         return answer
 

@@ -75,11 +75,13 @@ class _Service:
             Route("/v1/chat/completions", guarded(self._chat), methods=["POST"]),
             Route("/v1/completions", guarded(self._text), methods=["POST"]),
         ]
-        kinds = (HTTPException, JobError, DoesNotFitError, Exception)
+        kinds = (HTTPException, JobError, DoesNotFitError, ClientDisconnect, Exception)
         return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, self._failed))
 
     def _failed(self, _: Request, error: Exception) -> Response:
         headers = None
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=499)  # nobody reads it
         if isinstance(error, HTTPException):
             status, body = (
                 error.status_code,

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.errors import JobError, MachineError
 from shardwise.job.load import differences
-from shardwise.record.read import LOCK, read_events
+from shardwise.record.read import LOCK, read_events, text_of
 from shardwise.record.write import locked, redact_tree, replace_json
 from shardwise.simulate.prediction import MemoryTerms
 
@@ -84,7 +84,7 @@ def read_bench(path: Path, *, to_show: bool = False) -> BenchRecord:
     `to_show`: require all keys that a report reads. Continuing a bench needs fewer.
     """
     try:
-        head = json.loads((path / BENCH).read_text(encoding="utf-8"))
+        head = json.loads(text_of(path / BENCH))
     except (OSError, ValueError) as error:
         what = f"{BENCH} cannot be read ({type(error).__name__})"
         raise JobError(what, where=str(path), fix="name a bench's folder") from None

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwise.errors import CheckpointError
+from shardwise.record.read import text_of
 from shardwise.record.write import replace_json
 from shardwise.units import JOULES_PER_KWH
 
@@ -57,7 +58,7 @@ def read_used(run_dir: Path) -> Used | None:
     if not path.exists():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(text_of(path))
         return Used(**{key: value for key, value in values.items() if key != "schema"})
     except (OSError, ValueError, TypeError, AttributeError):
         fix = "delete it: the energy used so far is then not counted"

@@ -1,10 +1,11 @@
 """Following a run while it runs: each look reads only what was written since the last one."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.record.read import EVENTS, is_being_written, parse_event, runs_in
+from shardwise.record.read import EVENTS, MOST_LINE, is_being_written, opened, parse_event, runs_in
 
 FREE_SECONDS = 10.0
 """A lock that was found free is not tried again for so long: trying it holds it for microseconds."""
@@ -20,7 +21,7 @@ class Follower:
         self._run_dir, self._path = run_dir, run_dir / EVENTS
         self._inode, self._offset, self._lines = 0, 0, 0
         self._free_since: float | None = None
-        self._damage = ""
+        self._damage, self._cut = "", False  # cut: within a line that is too long
         self.problem = ""
         """Why the file cannot be read, or which of its lines are no events; empty where all is well."""
 
@@ -31,7 +32,7 @@ class Follower:
         is no event is skipped, and `problem` names it.
         """
         try:
-            with self._path.open("rb") as file:
+            with opened(self._path) as file:
                 found = self._new(file)
         except FileNotFoundError:
             again, self._inode, self._offset = self._offset > 0, 0, 0
@@ -54,16 +55,17 @@ class Follower:
         found = os.fstat(file.fileno())
         again = self._inode != 0 and (found.st_ino != self._inode or found.st_size < self._offset)
         if again or self._inode == 0:
-            self._inode, self._offset, self._lines, self._damage = found.st_ino, 0, 0, ""
+            self._inode, self._offset, self._lines, self._damage, self._cut = found.st_ino, 0, 0, "", False
         if found.st_size == self._offset:
             return again, []
         file.seek(self._offset)
         events = []
-        for line in file:
-            if not line.endswith(b"\n"):
+        for line in iter(partial(file.readline, MOST_LINE), b""):
+            ended = line.endswith(b"\n")
+            if not ended and len(line) < MOST_LINE:
                 break  # still being written, or torn
-            self._offset, self._lines = self._offset + len(line), self._lines + 1
-            event = parse_event(line)
+            self._offset, self._lines = self._offset + len(line), self._lines + (not self._cut)
+            event, self._cut = None if self._cut else parse_event(line), not ended
             if event is None:
                 self._damage = f"{EVENTS}:{self._lines} is not an event and was skipped"
             else:
@@ -77,13 +79,13 @@ class Follower:
 def ends(run_dir: Path, tail_bytes: int = 1 << 16) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The first event of a run, and those in the last bytes: enough to say how far it is."""
     try:
-        with (run_dir / EVENTS).open("rb") as file:
+        with opened(run_dir / EVENTS) as file:
             first, size = file.readline(tail_bytes), file.seek(0, os.SEEK_END)
             file.seek(max(len(first), size - tail_bytes))
             if file.tell() > len(first):
                 file.readline()
             lines = [line for line in file if line.endswith(b"\n")]
-    except OSError:
+    except FileNotFoundError:
         return {}, []
     return parse_event(first) or {}, [event for event in map(parse_event, lines) if event is not None]
 

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.record.read import text_of
+
 SCHEMA = 1
 NAME = "manifest.json"
 
@@ -120,7 +122,7 @@ def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint. ValueError where it is missing, damaged or of another step."""
     try:
-        manifest = Manifest.from_text((folder / NAME).read_text(encoding="utf-8"))
+        manifest = Manifest.from_text(text_of(folder / NAME))
     except FileNotFoundError:
         raise ValueError("there is no manifest.json: the checkpoint was never finished") from None
     except (OSError, UnicodeDecodeError) as error:

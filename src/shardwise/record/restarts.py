@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shardwise.record.read import text_of
+
 LOG = "supervise.jsonl"
 BEGAN, FAILED, ENDED = "began", "failed", "ended"
 """Its events: ranks are started; they ended with an error; they ended without."""
@@ -15,7 +17,7 @@ def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of the log; none for a run without supervision. A line that is no JSON is left out."""
     found: list[dict[str, Any]] = []
     with suppress(OSError):
-        for text in (run_dir / LOG).read_text(encoding="utf-8", errors="replace").splitlines():
+        for text in text_of(run_dir / LOG, errors="replace").splitlines():
             with suppress(ValueError):
                 line = json.loads(text)
                 found += [line] if isinstance(line, dict) and "at" in line else []

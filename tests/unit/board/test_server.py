@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import os
 import time
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -246,3 +248,86 @@ def test_what_the_command_refuses(board: Folders, tmp_path: Path, capsys: pytest
     assert main(["board", str(board.root / "runs" / "done"), "--port", "0"]) == 2
     assert "is one run" in capsys.readouterr().err
     assert main(["board", str(tmp_path), "--port", str(board.server.port)]) == 4
+
+
+GOOD_STEP = '{"kind": "step", "time": 1.0, "step": 3, "loss": 2.0, "tokens": 5, "seconds": 1.0}\n'
+RUN = '{"kind": "run", "time": 1.0, "processes": 2, "total_steps": 9}\n'
+DAMAGES = {
+    "loss": ("events.jsonl", RUN + GOOD_STEP.replace("2.0", '"<b>12"')),
+    "step": ("events.jsonl", RUN + GOOD_STEP.replace(": 3", ': "three"')),
+    "deep plan": ("plan.json", "[" * 300_000),
+    "deep job": ("job.yaml", "[" * 300_000),
+    "model": ("job.yaml", "{name: a, model: 5, data: 6}"),
+    "pace": ("events.jsonl", RUN + GOOD_STEP.replace("}", ', "learning_rate": "x"}') + GOOD_STEP),
+    "gpus": ("environment.json", '{"gpus": "<script>"}'),
+    "head": ("events.jsonl", RUN.replace('"processes": 2, ', "") + GOOD_STEP),
+    "kind": ("events.jsonl", RUN + GOOD_STEP.replace('"kind": "step", ', "")),
+    "line": ("events.jsonl", RUN + "x" * (5 << 20) + "\n" + GOOD_STEP),
+    "many": ("events.jsonl", RUN + GOOD_STEP.replace("}", " " * 4_000_000 + "}") * 34),
+}
+LISTED = {"loss", "step", "deep plan", "deep job", "model", "kind"}  # as damaged on the first page
+PIPES = ("events.jsonl", "environment.json", "supervise.jsonl", ".lock", "energy/meter.json")
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Beside a good run `good`: one for each of DAMAGES, one for each of PIPES, and a link to itself."""
+    root = tmp_path_factory.mktemp("damaged")
+    for name, (file, text) in DAMAGES.items():
+        run = begin(root / name)
+        write(run, head(), step(1))
+        (run / file).write_text(text)
+    for number, file in enumerate(PIPES):
+        run = begin(root / f"pipe{number}")
+        write(run, head(), step(1))
+        (run / file).unlink(missing_ok=True)
+        (run / file).parent.mkdir(exist_ok=True)
+        os.mkfifo(run / file)
+    (begin(root / "loop") / "events.jsonl").unlink()
+    (root / "loop" / "events.jsonl").symlink_to("events.jsonl")
+    write(begin(root / "good"), head(), step(1))
+    server = Server(root)
+    yield server
+    server.close()
+
+
+def test_a_damaged_run_is_shown_as_such_and_the_others_as_always(damaged: Server) -> None:
+    status, text, _ = damaged.ask("/")
+    assert status == 200
+    rows = {
+        name: text.partition(f'data-key="{name}"')[2].partition("</tr>")[0] for name in [*DAMAGES, "good"]
+    }
+    assert {name for name, row in rows.items() if '"tag damaged"' in row} == LISTED
+    assert "plan.json cannot be read (RecursionError)" in rows["deep plan"]
+    assert "loss cannot be read: ValueError" in rows["loss"]
+    assert "4.99" in rows["good"]
+    assert '"tag damaged"' in text.partition('data-key="pipe0"')[2].partition("</tr>")[0]
+    assert "it is no regular file" in text.partition('data-key="pipe0"')[2].partition("</tr>")[0]
+    assert 'data-key="loop"' not in text
+
+
+@pytest.mark.parametrize("page", ["report", "compare"])
+@pytest.mark.parametrize("name", [*DAMAGES, *(f"pipe{number}" for number in range(len(PIPES)))])
+def test_a_report_of_a_damaged_run_says_what_is_damaged(name: str, page: str, damaged: Server) -> None:
+    status, text, _ = damaged.ask(f"/{page}?of={name.replace(' ', '%20')}", accept="text/html")
+    assert "Traceback" not in text
+    if status == 200:  # the broken file is not needed
+        assert name in {"gpus", "pace", "pipe1", "pipe2", "pipe3", "step"}
+        return
+    assert status == 400
+    expected = {"line": "events.jsonl:2", "many": "shardwise report", "pipe4": "energy meter"}
+    assert expected.get(name, "cannot be") in text
+
+
+@pytest.mark.parametrize("name", ["pace", "line", "loss", "pipe0"])
+def test_a_stream_of_a_damaged_run_says_so_and_goes_on(name: str, damaged: Server) -> None:
+    with damaged.events(f"/live?of={name}") as events:
+        found = next(events)["0"]
+    assert '<span class="tag failed">' in found["facts"]
+    if name in ("pace", "line"):
+        assert found["curves"]["loss"] == {"x": [3], "y": [2]}
+
+
+def test_a_body_that_is_too_large_is_answered_after_it_was_sent(damaged: Server) -> None:
+    for size in (5 << 20, 20 << 20):
+        assert damaged.ask("/check", {"files": {"a": "x" * size}})[0] == 413

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.errors import JobError
 from shardwise.record import follow
 from shardwise.record.follow import FREE_SECONDS, Follower, newest_running
+from shardwise.record.read import MOST_LINE, read_events
 from shardwise.record.write import RunFolder, locked
 
 
@@ -77,6 +79,30 @@ def test_a_damaged_line_is_named_and_skipped(bad: str, tmp_path: Path) -> None:
     follower = Follower(run.path)
     assert steps(follower.read()) == [1, 3]
     assert follower.problem == "events.jsonl:2 is not an event and was skipped"
+
+
+def test_a_line_that_is_too_long_is_skipped_without_being_held(tmp_path: Path) -> None:
+    """Its last part alone would be an event, and comes later."""
+    run = create(tmp_path / "a")
+    run.events.write_text(line(1) + " " * (2 * MOST_LINE) + line(2)[:9])
+    follower = Follower(run.path)
+    assert steps(follower.read()) == [1]
+    with run.events.open("a") as file:
+        file.write(line(2)[9:] + line(3))
+    assert steps(follower.read()) == [3]
+    assert follower.problem == "events.jsonl:2 is not an event and was skipped"
+    with pytest.raises(JobError, match=r"not an event of at most 4194304 bytes"):
+        read_events(run.events)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    run = create(tmp_path / "a")
+    os.mkfifo(run.events)
+    follower = Follower(run.path)
+    assert follower.read() == (False, [])
+    assert follower.problem == "events.jsonl cannot be read: it is no regular file"
+    with pytest.raises(JobError, match="it is no regular file"):
+        read_events(run.events)
 
 
 def test_a_file_that_cannot_be_read_is_a_problem_while_it_lasts(tmp_path: Path) -> None:

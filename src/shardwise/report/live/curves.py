@@ -35,7 +35,8 @@ class CurvesOfRun(LiveRun):
             self._evals.extend((event["step"], _number(event["loss"])))
         elif event["kind"] == "step" and step is not None:
             memory = None if step.peak_bytes is None else step.peak_bytes / GIB
-            self._table.extend([step.number, *map(_number, (step.loss, memory, *map(event.get, KEPT[2:])))])
+            values = step.loss, memory, *map(event.get, KEPT[2:])
+            self._table.extend(array("d", [step.number, *map(_number, values)]))  # all of them or none
 
     def size(self) -> tuple[int, int]:
         """Numbers of steps and evaluations: what `curves` takes as `after`."""
