@@ -40,7 +40,7 @@ def init(
     elif foreign and start:
         from shardwise.lint.foreign import translation
 
-        made, said = translation(list(map(Path, start)))
+        made, said = translation(list(map(Path, start)), out.parent)
         print(f"wrote {next(presets.write_new({out: made}, out))}", *said, sep="\n")
     elif foreign or more:
         fix = "shardwise init --from ds_config.json train.py"

@@ -1,6 +1,8 @@
 """A job from files of other tools (foreign.toml has their keys), and what of them it leaves out."""
 
 import json
+import math
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,62 +12,94 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError
-from shardwise.job import contradictions, json_schema, source, validate
+from shardwise.job import contradictions, json_schema, paths, source, validate
 from shardwise.lint.check import load
-from shardwise.lint.document import AUTO
+from shardwise.lint.document import AUTO, Document, line_at
+from shardwise.lint.read import found, referred
 from shardwise.lint.schema import as_number
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import translate
 
 TABLE = tomllib.loads(resources.files("shardwise.lint").joinpath("foreign.toml").read_text(encoding="utf-8"))
+TABLE["keys"] |= {other: TABLE["keys"][key] for other, key in TABLE["same"].items()}
 FILL_IN = {"model.source": "fill-in-the-model", "data.train": "fill-in-the-data.jsonl"}
 _EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
 _MODEL = re.compile(r"Model\w*\.from_pretrained\(\s*[\"']([^\"']+)")
 
 
-def translation(files: Sequence[Path]) -> tuple[str, list[str]]:
-    """The job file that configurations and scripts of other tools describe, as far as a job can.
+def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list[str]]:
+    """The job file, for `folder`, that configurations and scripts of other tools describe.
 
     Also a sentence for each key that is left out (`left out: file: keys: reason`), and for each value
     that no file says. JobError where a file is missing, unreadable or a job already.
     """
-    documents, broken = load(list(dict.fromkeys(files)), other="training")
-    for one in broken:
-        raise JobError(one.what, where=one.where, fix=one.fix)
-    for document in documents:
-        if document.kind == "job":
-            raise JobError("it is a job file already", where=document.name, fix="shardwise train takes it")
+    documents = _read(list(dict.fromkeys(files)), said := list[str]())
     setup = Setup(documents=documents)
     engine = translate(replace(setup, asked_world_size=setup.launched or 1))
     kept = ("strategy=", "train.precision=")
     words = [change for change in (engine.changes if engine else ()) if change.startswith(kept)]
-    changes, batch, said = list[str](), dict[str, int](), list[str]()
-    left_out: dict[tuple[str, str], list[str]] = {}
-    precision: dict[str, str] = {}
+    changes, batch, keys = list[str](), dict[str, int](), set[str]()
+    left_out, precision = dict[tuple[str, str], list[str]](), dict[str, str]()
     for document in documents:
         model = _MODEL.search(document.text) if document.syntax == "python" else None
         changes += [] if model is None else [f"model.source={json.dumps(model[1])}"]
         for key, value in _leaves(document.values):
-            rule, found = TABLE["keys"].get(key), _meaning(key, value)
+            rule, meant = TABLE["keys"].get(key), _meaning(key, value, setup)
             line = document.line(tuple(key.split(".")))
-            if isinstance(found, str):
-                left_out.setdefault((document.name, found), []).append(f"{key} (line {line})")
-            elif isinstance(rule, str) and found and rule.startswith("batch."):
-                batch.setdefault(rule.removeprefix("batch."), int(found[0].partition("=")[2]))
+            keys |= {key} if value is not None else set()
+            if str(value) in TABLE["notes"]:
+                said.append(f"changed: {document.name}:{line}: {key}: {value}: {TABLE['notes'][value]}")
+            if isinstance(meant, str):
+                left_out.setdefault((document.name, meant), []).append(f"{key} (line {line})")
+            elif isinstance(rule, str) and meant and rule.startswith("batch."):
+                batch.setdefault(rule.removeprefix("batch."), int(meant[0].partition("=")[2]))
             elif isinstance(rule, str):
-                changes += found
+                changes += meant
             else:
-                words += found  # a key of its own says more than a word
-                precision |= {one: f"{document.name}:{line}" for one in found if one.startswith(kept)}
-    said += [f"left out: {name}: {', '.join(keys)}: {why}" for (name, why), keys in left_out.items()]
+                words += meant  # a key of its own says more than a word
+                precision |= {one: f"{document.name}:{line}" for one in meant if one.startswith(kept)}
+    words += ["model.lora.variants=[dora, rslora]"] * (len({one for one in words if "variants" in one}) == 2)
+    defaults = _defaults(keys | {change.partition("=")[0] for change in (*words, *changes)}, said)
+    said += [f"left out: {name}: {', '.join(lost)}: {why}" for (name, why), lost in left_out.items()]
     if len(precision) > 1:
         said.append("to do: " + "; ".join(f"{place} says {change}" for change, place in precision.items()))
     job = source.Document(name="the files")
-    source.apply(job, [f"name={_name(files[0])}", *words, *changes, *_rows(batch, said)])
+    source.apply(job, [f"name={_name(files[0])}", *defaults, *words, *changes, *_rows(batch, said)])
     _complete(job, said)
+    if (back := os.path.relpath(Path.cwd(), folder)) != ".":
+        job.values = paths.below(back, job.values)
     lines = (" ".join(line.split()) for line in (f"made of {', '.join(map(str, files))}", *said))
     ordered = {key: job.values[key] for key in json_schema.names_below(()) if key in job.values}
     return "".join(f"# {line}\n" for line in lines) + f"\n{source.job_text(ordered)}", said
+
+
+def _read(files: Sequence[Path], said: list[str]) -> tuple[Document, ...]:
+    """The files and the DeepSpeed files that they name; Axolotl's own may have keys of DeepSpeed's."""
+    documents, broken = load(files, other="training")
+    for one in broken:
+        raise JobError(one.what, where=one.where, fix=one.fix)
+    known, more, read = {Path(one.name).resolve() for one in documents}, list[Path](), list[Document]()
+    for one in documents:
+        if one.kind == "job":
+            raise JobError("it is a job file already", where=one.name, fix="shardwise train takes it")
+        mistaken = one.kind == "deepspeed" and one.syntax == "yaml" and {*TABLE["marks"]} & one.values.keys()
+        read.append(replace(one, kind="training") if mistaken else one)
+        for name in referred(read[-1]):
+            there = found([name], Path(one.name).parent)
+            more += [path for path in there if path.resolve() not in known]
+            line = line_at(one.text, max(0, one.text.find(name)))
+            said += [] if there else [f"to do: {one.name}:{line}: {name} is not there; add it to --from"]
+    return (*read, *(_read(list(dict.fromkeys(more)), said) if more else ()))
+
+
+def _defaults(given: set[str], said: list[str]) -> list[str]:
+    """What Axolotl or the Trainer does where none of the keys says it; those of the job and of the files."""
+    rows = [
+        row for row in TABLE["defaults"] if given >= {*row.get("only", ())} and not given & {*row["unless"]}
+    ]
+    unsaid = [change for row in rows for change in row["job"]] if given & {*TABLE["marks"]} else []
+    said += [f"assumed, the tool's defaults: {', '.join(unsaid)}"] * bool(unsaid)
+    return unsaid
 
 
 def _complete(job: source.Document, said: list[str]) -> None:
@@ -96,23 +130,29 @@ def _leaves(values: Any, above: str = "") -> Iterator[tuple[str, Any]]:
         yield above, values
 
 
-def _meaning(key: str, value: Any) -> list[str] | str:
+def _meaning(key: str, value: Any, setup: Setup) -> list[str] | str:
     """The changes of a job that a key means; or why it is left out."""
-    if value in (AUTO, None) or key in TABLE["strategy"]["keys"]:
-        return []
     rule = TABLE["keys"].get(key)
+    value = paths.expand_home(value) if rule in paths.LOCAL else value
     plain = isinstance(value, bool) or (isinstance(value, str) and not _EXPONENT.fullmatch(value))
     number = None if plain else as_number(value)
     text = json.dumps(value if number is None else number)
-    if isinstance(rule, str) and rule.startswith("batch.") and not (isinstance(number, int) and number > 0):
-        return f"{text} is no number of rows, steps or GPUs"
-    if isinstance(rule, str):
-        return [f"name={_name(Path(str(value)))}" if rule == "name" else f"{rule}={text}"]
-    if rule is not None and text.strip('"') in rule:
+    if isinstance(rule, Mapping) and text.strip('"') in rule:
         return list(rule[text.strip('"')])
+    if value in (AUTO, None) or key in TABLE["strategy"]["keys"]:
+        return []
+    rule = rule if isinstance(rule, str) else TABLE["otherwise"].get(key)
+    if isinstance(value, str) and key in TABLE["lists"] and ("," in value or key != "dataset"):
+        text = json.dumps([part.strip() for part in value.split(",") if part.strip()])
+    if rule and rule.startswith("batch.") and not (isinstance(number, int) and number > 0):
+        return f"{text} is no number of rows, steps or GPUs"
+    if rule:
+        return [f"name={_name(Path(str(value)))}" if rule == "name" else f"{rule}={text}"]
+    if key == "warmup_ratio" and number and (steps := as_number(setup.training("max_steps")) or 0) > 0:
+        return [f"optimizer.warmup_steps={math.ceil(number * steps)}"]
     near = max((one for one in TABLE["reasons"] if key.startswith(one)), key=len, default="")
-    known = f"{text}: nothing in a job file has this value" if rule else "a job file has no such key"
-    return str(TABLE["reasons"].get(near, known))
+    known = f"{text}: nothing in a job file has this value"
+    return str(TABLE["reasons"].get(near, known if key in TABLE["keys"] else "a job file has no such key"))
 
 
 def _rows(batch: Mapping[str, int], said: list[str]) -> Iterator[str]:

@@ -155,7 +155,7 @@ def test_llama_factory(files: Path) -> None:
     assert job.data.train == str(files / "my_data.jsonl")
     assert (job.optimizer.schedule, job.optimizer.final_fraction) == ("cosine", 0)
     text = "\n".join(said)
-    assert "warmup_ratio (line 14): write optimizer.warmup_steps" in text
+    assert "warmup_ratio (line 14): the number of steps is not known; write optimizer.warmup_steps" in text
     assert "template (line 8)" in text
     assert "train.global_batch 16 is 1 x 16 x GPUs; no file says how many" in text
 
@@ -169,12 +169,120 @@ def test_axolotl(files: Path) -> None:
     assert any("flash_attention (line 14): the fastest kernel" in one for one in said)
 
 
+def test_an_axolotl_yaml_with_an_optimizer_is_not_deepspeed_s(files: Path) -> None:
+    yaml = AXOLOTL.replace("adamw_torch", "adamw_bnb_8bit") + "bf16: auto\nlearning_rate: 1e-4\n"
+    Path("a.yaml").write_text(yaml)
+    job, said = job_of(files, "a.yaml")
+    assert (job.strategy, job.train.precision, job.optimizer.name) == ("auto", "bf16", "adamw8bit")
+    Path("conf").mkdir()
+    Path("conf/a.yaml").write_text(f"{yaml}deepspeed: deepspeed_configs/zero2.json\n")
+    job, said = job_of(files, "conf/a.yaml")
+    there = "to do: conf/a.yaml:17: deepspeed_configs/zero2.json is not there; add it to --from"
+    assert there in said
+    assert job.strategy == "auto"
+    Path("conf/deepspeed_configs").mkdir()
+    auto = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    Path("conf/deepspeed_configs/zero2.json").write_text(json.dumps(auto))
+    job, said = job_of(files, "conf/a.yaml")
+    assert job.strategy == StrategySpec(engine="deepspeed", stage=2)
+    assert job.train.precision == "bf16"
+    assert there not in said
+    Path("f.yaml").write_text(f"{FACTORY}deepspeed: conf/deepspeed_configs/zero2.json\n")
+    assert job_of(files, "f.yaml")[0].strategy == job.strategy
+
+
+def test_kinds_of_lora_and_lists_with_commas(files: Path) -> None:
+    more = "use_dora: true\nuse_rslora: true\nloraplus_lr_ratio: 16.0\nearly_stopping_steps: 3\n"
+    Path("other.jsonl").touch()
+    yaml = FACTORY.replace("target: all", "target: q_proj, v_proj").replace(
+        "my_data.jsonl", "my_data.jsonl,other.jsonl"
+    )
+    Path("f.yaml").write_text(f"{yaml}{more}additional_target: embed_tokens\ndataset_dir: data\n")
+    job, said = job_of(files, "f.yaml")
+    lora = job.model.lora
+    assert lora is not None
+    assert (lora.targets, lora.modules_to_save) == (["q_proj", "v_proj"], ["embed_tokens"])
+    assert (lora.variants, job.optimizer.lora_plus, job.train.patience) == (["dora", "rslora"], 16, 3)
+    assert job.data.train == [str(files / name) for name in ("my_data.jsonl", "other.jsonl")]
+    assert any("dataset_dir (line 21): name files" in one for one in said)
+    one = "early_stopping_patience: 2\npeft_use_dora: true\n"
+    Path("a.yaml").write_text(AXOLOTL + one)
+    axolotl, _ = job_of(files, "a.yaml")
+    assert axolotl.model.lora is not None
+    assert (axolotl.model.lora.variants, axolotl.train.patience) == (["dora"], 2)
+    Path("f.yaml").write_text(FACTORY.replace("target: all", "target: q_proj"))
+    factory, _ = job_of(files, "f.yaml")
+    assert factory.model.lora is not None
+    assert factory.model.lora.targets == ["q_proj"]
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"])
+def test_adamw_in_8_bits(files: Path, name: str) -> None:
+    Path("f.yaml").write_text(f"{FACTORY}optim: {name}\n")
+    job, said = job_of(files, "f.yaml")
+    assert job.optimizer.name == "adamw8bit"
+    noted = (
+        "changed: f.yaml:16: optim: paged_adamw_8bit: optimizer.name adamw8bit keeps the moments on the GPU"
+    )
+    assert any(one.startswith(noted) for one in said) == name.startswith("paged")
+
+
+def test_chat_templates_by_name(files: Path) -> None:
+    for key, name, known in (
+        ("template", "llama3", "llama-3"),
+        ("chat_template", "chatml", "chatml"),
+        ("template", "qwen", None),
+    ):
+        Path("f.yaml").write_text(f"{FACTORY.replace('template: llama2', f'{key}: {name}')}")
+        job, said = job_of(files, "f.yaml")
+        assert job.data.chat_template == known
+        assert any(f"{key} (line 8)" in one for one in said) == (known is None)
+
+
+def test_the_tool_s_defaults_are_written_and_listed_once(files: Path) -> None:
+    Path("t.yaml").write_text("model_name_or_path: a/b\ndataset: my_data.jsonl\n")
+    job, said = job_of(files, "t.yaml")
+    optimizer = job.optimizer
+    assert (job.data.packing, job.data.eval_fraction, job.train.epochs) == (False, 0, 3)
+    assert (optimizer.schedule, optimizer.final_fraction, optimizer.warmup_steps) == ("linear", 0, 0)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.learning_rate) == (0.9, 0.999, 5e-5)
+    assert "\n".join(said).count("optimizer.schedule=linear") == 1
+    job, _ = job_of(files, "axolotl.yaml")
+    assert (job.data.packing, job.optimizer.schedule, job.optimizer.warmup_steps) == (True, "cosine", None)
+    assert job.optimizer.beta2 == 0.999
+    Path("t.yaml").write_text(
+        "model_name_or_path: a/b\nadam_beta2: 0.98\nlr_scheduler_type: constant\npacking: true\n"
+    )
+    job, _ = job_of(files, "t.yaml")
+    assert (job.data.packing, job.optimizer.schedule, job.optimizer.beta2) == (True, "constant", 0.98)
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [("warmup_ratio: 0.1\nmax_steps: 105", 11), ("warmup_ratio: 0.0", 0), ("warmup_ratio: 0.03", None)],
+)
+def test_a_share_of_warm_up(files: Path, keys: str, steps: int | None) -> None:
+    Path("t.yaml").write_text(f"model_name_or_path: a/b\n{keys}\n")
+    job, said = job_of(files, "t.yaml")
+    assert job.optimizer.warmup_steps == steps
+    assert not any("left out" in one for one in said)
+
+
+def test_paths_count_from_the_folder_of_the_job(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a").mkdir()
+    assert main(["init", "--from", "factory.yaml", "--out", "a/job.yaml"]) == 0
+    job = load_job(Path("a/job.yaml")).job
+    assert Path(str(job.data.train)).resolve() == files / "my_data.jsonl"
+    assert job.model.source == "meta-llama/Llama-2-7b-hf"
+
+
 def test_every_key_is_one_of_a_job() -> None:
     known = {".".join(key) for key in json_schema.every_key()}
     changes = [rule if isinstance(rule, str) else "" for rule in TABLE["keys"].values()]
     changes += [
         c for rule in TABLE["keys"].values() if isinstance(rule, dict) for v in rule.values() for c in v
     ]
+    changes += [change for row in TABLE["defaults"] for change in row["job"]]
     targets = {change.partition("=")[0] for change in changes if change}
     assert {one for one in targets if not one.startswith(("batch.", "model.config."))} <= known
 
