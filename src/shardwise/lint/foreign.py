@@ -76,8 +76,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
 def _read(files: Sequence[Path], said: list[str]) -> tuple[Document, ...]:
     """The files and the DeepSpeed files that they name; Axolotl's own may have keys of DeepSpeed's."""
     documents, broken = load(files, other="training")
-    for one in broken:
-        raise JobError(one.what, where=one.where, fix=one.fix)
+    for wrong in broken:
+        raise JobError(wrong.what, where=wrong.where, fix=wrong.fix)
     known, more, read = {Path(one.name).resolve() for one in documents}, list[Path](), list[Document]()
     for one in documents:
         if one.kind == "job":
