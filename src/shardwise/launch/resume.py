@@ -16,7 +16,7 @@ from shardwise.job.load import LoadedJob, differences
 from shardwise.job.paths import absolute
 from shardwise.job.schema import Job
 from shardwise.job.source import read_file
-from shardwise.record.manifest import read_manifest, step_folders
+from shardwise.record.manifest import read_json, read_manifest, step_folders
 from shardwise.record.read import JOB, PLAN, is_run_folder, read_run
 from shardwise.strategy import Strategy
 
@@ -92,9 +92,9 @@ def step_named(run_dir: Path, name: str) -> int | None:
     """
     folders, wanted = dict(step_folders(run_dir / "checkpoints")), name.removeprefix("step-")
     if name == "final" and folders:
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             state = next(iter(folders.values())) / "state.json"
-            wanted = str(json.loads(state.read_text())["total_steps"])
+            wanted = str(read_json(state)["total_steps"])
     if name == "latest" or (wanted.isdigit() and int(wanted) in folders):
         return None if name == "latest" else int(wanted)
     there = ", ".join(path.name for path in folders.values()) or "none"

@@ -9,16 +9,43 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.record.read import text_of
+from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.record.read import opened
 
 SCHEMA = 1
 NAME = "manifest.json"
+LIMIT = 64 << 20  # Bytes of a JSON file that are read at most
+
+
+def read_json(path: Path) -> Any:
+    """What a checkpoint's file says. OSError, or ValueError where it is no JSON, too long or too deep."""
+    with opened(path) as file:
+        content = file.read(LIMIT + 1)
+    if len(content) > LIMIT:
+        raise ValueError(f"it has more than {LIMIT} bytes of JSON")
+    try:
+        return json.loads(content.decode())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+@contextmanager
+def reading(path: Path, what: str, fix: str) -> Iterator[None]:
+    """Whatever content of a checkpoint cannot be used as expected is a CheckpointError with its file."""
+    try:
+        yield
+    except Exception as error:  # its values may be anything: every operation on them can fail
+        if isinstance(error, ShardwiseError):
+            raise
+        text = f"{what} ({type(error).__name__}: {str(error)[:500]})"
+        raise CheckpointError(text, where=str(path), fix=fix) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +110,9 @@ class Manifest:
         return json.dumps({**body, "manifest_sha256": _hash_of(body)}, indent=1) + "\n"
 
     @staticmethod
-    def from_text(text: str) -> Manifest:
-        """Parse what `to_text` wrote. ValueError where it is damaged or of another schema."""
+    def from_json(body: Any) -> Manifest:
+        """What `to_text` wrote, parsed. ValueError where it is damaged or of another schema."""
         try:
-            body = json.loads(text)
             claimed = body.pop("manifest_sha256")
             if body["schema"] != SCHEMA:
                 raise ValueError(f"it has schema {body['schema']!r}, this version reads {SCHEMA}")
@@ -95,8 +121,11 @@ class Manifest:
             files = _entries(body["files"])
             elsewhere = {node: _entries(of_node) for node, of_node in body.get("elsewhere", {}).items()}
             fields = {key: body[key] for key in ("world_size", "strategy", "identity", "versions")}
+            types = [type(value) for value in (body["step"], *fields.values())]
+            if types != [int, int, dict, dict, dict] or not all(map(str.isdecimal, elsewhere)):
+                raise TypeError("a value has another type")
             return Manifest(step=body["step"], origin=Origin(**fields), files=files, elsewhere=elsewhere)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"it cannot be read ({type(error).__name__}: {error})") from None
 
 
@@ -122,7 +151,7 @@ def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint. ValueError where it is missing, damaged or of another step."""
     try:
-        manifest = Manifest.from_text(text_of(folder / NAME))
+        manifest = Manifest.from_json(read_json(folder / NAME))
     except FileNotFoundError:
         raise ValueError("there is no manifest.json: the checkpoint was never finished") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -20,13 +20,13 @@ import torch
 
 from shardwise.data.loader import BatchStream
 from shardwise.engines.runtime.protocol import Engine
-from shardwise.engines.runtime.state import PICKLED, check_pickles
+from shardwise.engines.runtime.state import OLDER, PICKLED, check_pickles
 from shardwise.errors import CheckpointError, Problem
 from shardwise.job.identity import longer
 from shardwise.job.load import differences
 from shardwise.job.schema import Model, Optimizer
 from shardwise.models.fingerprint import other_base
-from shardwise.record.manifest import Manifest, Origin
+from shardwise.record.manifest import Manifest, Origin, read_json, reading
 from shardwise.record.read import EVENTS, read_events
 from shardwise.training.checkpoint import Checkpoint, CheckpointStore
 from shardwise.training.loop import Progress
@@ -66,7 +66,8 @@ class Snapshots:
         if world.rank == 0:
             found.warn_of_damaged()
         named, where = not (engine / PICKLED).is_dir(), str(found.path)
-        check_origin(found.manifest, self.origin, where=where, named=named)
+        with reading(found.path, "its manifest cannot be used", OLDER):
+            check_origin(found.manifest, self.origin, where=where, named=named)
         if not (named or self.trusted):
             check_pickles(engine)
         state = load_state(found.path)
@@ -76,17 +77,28 @@ class Snapshots:
         if state.total_steps != self.total_steps and world.rank == 0:
             text = f"the run was {state.total_steps} steps long, and is now {self.total_steps}: the learning "
             print(f"{text}rates of its other steps follow from that", file=sys.stderr, flush=True)
+        self._check_position(state, found.path)
         self.engine.load(engine)
         self.stream.load_state_dict(dict(state.data))
-        self._restore_rng(found)
+        with reading(found.path, "its manifest cannot be used", OLDER):
+            self._restore_rng(found)
         if self.resume_from is not None:
             self.store.set_aside(found.step)
         return Progress(step=state.step, tokens=state.tokens, target_tokens=state.target_tokens)
 
+    def _check_position(self, state: "TrainerState", folder: Path) -> None:
+        """Every step takes `global_batch` rows: CheckpointError where the data goes on elsewhere."""
+        epoch, row = 0, state.step * self.stream.global_batch
+        while row > (rows := self.stream.rows_per_epoch(epoch)):
+            epoch, row = epoch + 1, row - rows
+        if dict(state.data) != {"epoch": epoch, "row": row}:
+            what = f"its data is at {dict(state.data)}, step {state.step} ended at epoch {epoch}, row {row}"
+            raise CheckpointError(what, where=str(folder / NAME), fix=OLDER)
+
     def _restore_rng(self, found: Checkpoint) -> None:
         """Each share of the rows goes on with its generators; shared among others, with new ones."""
         world, origin = self.engine.world, found.manifest.origin
-        if origin.strategy["data_parallel"] != world.data_size:
+        if int(origin.strategy["data_parallel"]) != world.data_size:
             seed_rng(zlib.crc32(f"{origin.identity['seed']} {found.step} {world.data_rank}".encode()))
             return
         alike = _place(origin) == _place(self.origin)
@@ -218,12 +230,13 @@ def save_state(folder: Path, state: TrainerState) -> None:
 
 def load_state(folder: Path) -> TrainerState:
     """Read `state.json`; CheckpointError where it is missing or not one of this version."""
-    try:
-        return TrainerState(**json.loads((folder / NAME).read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        what = f"the trainer's state cannot be read ({type(error).__name__}: {error})"
-        fix = "resume with the version of shardwise that saved it"
-        raise CheckpointError(what, where=str(folder / NAME), fix=fix) from None
+    fix = f"resume with the version of shardwise that saved it, or {OLDER}"
+    with reading(folder / NAME, "the trainer's state cannot be read", fix):
+        state = TrainerState(**read_json(folder / NAME))
+        counts = (state.step, state.total_steps, state.tokens, state.target_tokens, state.best or 0)
+        if any(type(n) is not int or n < 0 for n in (*counts, state.data["epoch"], state.data["row"])):
+            raise ValueError("a count is no whole number, or is negative")
+        return state
 
 
 def save_rng(folder: Path, *, rank: int, device: torch.device) -> None:
@@ -243,14 +256,9 @@ def save_rng(folder: Path, *, rank: int, device: torch.device) -> None:
 def load_rng(folder: Path, *, rank: int, device: torch.device) -> None:
     """Restore the generators that `save_rng` wrote. CheckpointError where it cannot."""
     path = folder / f"rng-rank{rank}.json"
-    try:
-        _restore(json.loads(path.read_text()), device)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the state of the random number generators cannot be restored ({type(error).__name__}: {error})",
-            where=str(path),
-            fix="resume on the same kind of device and with the same versions of torch and numpy",
-        ) from None
+    fix = "resume on the same kind of device and with the same versions of torch and numpy"
+    with reading(path, "the state of the random number generators cannot be restored", fix):
+        _restore(read_json(path), device)
 
 
 def seed_rng(seed: int) -> None:

@@ -18,7 +18,7 @@ from shardwise.training.checkpoint import CheckpointStore
 
 STRATEGY = Strategy(engine="deepspeed", stage=2, data_parallel=2)
 ORIGIN = Origin(world_size=2, strategy=STRATEGY.to_json(), identity={}, versions={})
-FULL = {kind: torch.randn(7, 3) for kind in KINDS}
+FULL = {kind: torch.rand(7, 3) for kind in KINDS}
 
 
 def write(folder: Path) -> None:

@@ -32,7 +32,7 @@ from shardwise.errors import CheckpointError
 WORLD = World(rank=1, size=2, local_rank=1, device=torch.device("cpu"), data_rank=1, data_size=2)
 ALONE = replace(WORLD, rank=0, size=1)
 SHAPE = (5, 6, 2)
-FULL = {kind: torch.randn(SHAPE) for kind in KINDS}
+FULL = {kind: torch.rand(SHAPE) for kind in KINDS}
 
 
 def ranges(count: int, length: int) -> list[range]:

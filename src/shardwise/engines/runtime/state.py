@@ -11,18 +11,18 @@ the ranges they need, so that no rank ever holds more than its share.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from itertools import chain
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from shardwise.engines.runtime.protocol import World
 from shardwise.errors import CheckpointError
+from shardwise.record.manifest import reading
 
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")  # Saved of each element of a parameter
 GUARD = ("guard/stopped", "guard/loss_scale", "guard/growth")  # Of `AdamW`; the same on all ranks
@@ -40,6 +40,7 @@ OLDER = "resume from an older checkpoint"
 SAME = "resume with the strategy that saved it"
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32"}
 _DTYPES["uint8"] = "U8"
+_SAVED_AS = dict.fromkeys(KINDS, "F32") | dict.fromkeys(("step", "guard"), "F32, I32 or I64")
 
 
 class Cut(NamedTuple):
@@ -65,6 +66,13 @@ class Part(NamedTuple):
         if self.cut is None or self.cut.dim != 0:
             return self.cut, self.begin
         return None, self.cut.first * prod(self.shape[1:]) + self.begin
+
+    def size(self) -> int:
+        """Elements of the cut."""
+        shape = list(self.shape)
+        if self.cut is not None and self.cut.dim >= 0:
+            shape[self.cut.dim] = len(range(shape[self.cut.dim])[self.cut.first : self.cut.end])
+        return prod(shape)
 
 
 def parts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
@@ -124,12 +132,12 @@ def load_state(
     Returns what else this rank saved, where it has what it had then; nothing else fits another layout. Raises
     CheckpointError.
     """
-    with suppress(CheckpointError):
-        own = _File(_path(directory, world.rank))
-        if own.ranks == world.size and own.holds(live, parts):
-            for key, tensor in live.items():
-                tensor.detach().copy_(own.tensor(key).view(tensor.shape))
-            return {key: own.tensor(key) for key in own.keys - live.keys()}
+    path = _path(directory, world.rank)
+    own = _File(path) if path.exists() else None
+    if own is not None and own.ranks == world.size and own.holds(live, parts):
+        for key, tensor in live.items():
+            tensor.detach().copy_(own.checked(key, own.tensor(key)).view(tensor.shape))
+        return {key: own.tensor(key) for key in own.keys - live.keys()}
     saved = SavedState(directory)
     for key, tensor in live.items():
         kind, _, name = key.partition("/")
@@ -146,7 +154,8 @@ class _File:
     """The file of one rank, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
-        try:
+        self._path = path
+        with reading(path, "a rank's part of the checkpoint cannot be read", OLDER):
             self._open = safe_open(path, framework="pt")
             layout = json.loads(self._open.metadata()["layout"])
             self.ranks, self.keys = int(layout["ranks"]), set(self._open.keys())
@@ -154,13 +163,39 @@ class _File:
                 name: Part(tuple(shape), begin, cut and Cut(*cut))
                 for name, (shape, begin, cut) in layout.get("parts", {}).items()
             }
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            what = f"a rank's part of the checkpoint cannot be read: {error}"
-            raise CheckpointError(what, where=str(path), fix=OLDER) from error
+            self._check()
+
+    def _check(self) -> None:
+        """Number formats are those that the engines save, and a part has as many elements of each kind."""
+        for key in self.keys:
+            kind, shape, dtype = key.partition("/")[0], self.shape(key), self._open.get_slice(key).get_dtype()
+            if dtype not in _SAVED_AS.get(kind, dtype):
+                raise ValueError(f"{key} is stored as {dtype}, the engines save {_SAVED_AS[kind]}")
+            if kind in ("step", "guard") and shape:
+                raise ValueError(f"{key} has the shape {shape}, and is one number")
+        for name, part in self.parts.items():
+            whole = all(type(number) is int and number >= 0 for number in (*part.shape, part.begin))
+            count = prod(self.shape(f"parameter/{name}"))
+            for key in {f"{kind}/{name}" for kind in KINDS} & self.keys:
+                if not whole or part.begin + count > part.size() or prod(self.shape(key)) != count:
+                    raise ValueError(f"{key} has {prod(self.shape(key))} elements, which is not {part}")
+
+    def checked(self, key: str, values: torch.Tensor) -> torch.Tensor:
+        """Some values of a tensor. CheckpointError where no run can have saved them."""
+        kind, wrong = key.partition("/")[0], ""
+        if kind in _SAVED_AS and values.numel():
+            low, high = (float(end) for end in values.aminmax())  # NaN where one is
+            wrong = "" if isfinite(high - low) else "that is not finite"
+            if low < 0 and kind not in ("parameter", "exp_avg"):
+                wrong = wrong or "below 0"
+        if wrong:
+            raise CheckpointError(f"{key} has a value {wrong}", where=str(self._path), fix=OLDER)
+        return values
 
     def tensor(self, key: str) -> torch.Tensor:
         """A tensor on the CPU; its bytes are read when they are used."""
-        found: torch.Tensor = self._open.get_tensor(key)
+        with reading(self._path, f"{key} cannot be read", OLDER):
+            found: torch.Tensor = self._open.get_tensor(key)
         return found
 
     def shape(self, key: str) -> list[int]:
@@ -215,7 +250,7 @@ class SavedState:
         found = next((file for file in self._files if key in file.keys), None)
         if found is None:
             raise self._error(f"the checkpoint has no {key}")
-        return found.tensor(key)
+        return found.checked(key, found.tensor(key))
 
     def copy(self, key: str, part: Part, into: torch.Tensor) -> None:
         """Fill a tensor with its part of `key`, `kind/name`. CheckpointError where that is not there."""
@@ -262,7 +297,8 @@ class SavedState:
             if found is None or found.end <= at:
                 raise self._error(f"no rank has saved element {at} of {key}")
             last = min(end, found.end)
-            out.append(found.file.tensor(key).reshape(-1)[at - found.begin : last - found.begin])
+            values = found.file.tensor(key).reshape(-1)[at - found.begin : last - found.begin]
+            out.append(found.file.checked(key, values))
             at = last
         return out[-1] if len(out) <= 2 else torch.cat(out)
 
