@@ -235,7 +235,7 @@ def load_state(folder: Path) -> TrainerState:
         state = TrainerState(**read_json(folder / NAME))
         counts = (state.step, state.total_steps, state.tokens, state.target_tokens, state.best or 0)
         if any(type(n) is not int or n < 0 for n in (*counts, state.data["epoch"], state.data["row"])):
-            raise ValueError("a count is no whole number, or is negative")
+            raise ValueError("a count is no integer, or is negative")
         return state
 
 

@@ -121,7 +121,7 @@ def test_the_list_keeps_what_is_chosen_while_it_changes(board: Folders, chromium
     chromium.value(f"{box}.click(), {box}.focus(), 1")
     write(begin(board.root / "runs" / "newest"), head(), step(7))
     chromium.wait("!!document.querySelector('[data-key=\"runs/newest\"]')")
-    assert chromium.value(f"{box}.checked && document.activeElement === {box}")
+    chromium.wait(f"{box}.checked && document.activeElement === {box}")
 
 
 def test_findings_and_a_refused_plan_are_shown(board: Folders, chromium: Browser) -> None:

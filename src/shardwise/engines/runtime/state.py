@@ -174,10 +174,10 @@ class _File:
             if kind in ("step", "guard") and shape:
                 raise ValueError(f"{key} has the shape {shape}, and is one number")
         for name, part in self.parts.items():
-            whole = all(type(number) is int and number >= 0 for number in (*part.shape, part.begin))
+            counts = all(type(number) is int and number >= 0 for number in (*part.shape, part.begin))
             count = prod(self.shape(f"parameter/{name}"))
             for key in {f"{kind}/{name}" for kind in KINDS} & self.keys:
-                if not whole or part.begin + count > part.size() or prod(self.shape(key)) != count:
+                if not counts or part.begin + count > part.size() or prod(self.shape(key)) != count:
                     raise ValueError(f"{key} has {prod(self.shape(key))} elements, which is not {part}")
 
     def checked(self, key: str, values: torch.Tensor) -> torch.Tensor:
