@@ -9,8 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles its CPU kernels with ninja, which it looks up on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo labs notebooks lessons docs test test-distributed test-others test-machines newest wheel \
-	check format schema lock clean
+.PHONY: setup operators demo labs notebooks lessons scenarios docs test test-distributed test-others \
+	test-machines newest wheel check format schema lock clean
 
 ## setup: create .venv with everything pinned in constraints.txt
 setup: .venv/.ready
@@ -51,6 +51,10 @@ notebooks:
 ## lessons: run the commands of the lessons again and write what they print; LESSONS=02-zero runs one
 lessons: setup
 	$(BIN)/python docs/lessons/run.py $(LESSONS)
+
+## scenarios: run the commands of docs/scenarios.md, minutes, and look for what the page says they print
+scenarios: setup
+	$(BIN)/python docs/scenarios.py
 
 ## docs: compare the lessons with what their commands print, build the site in build/site, check its links
 docs: setup .venv-docs/.ready

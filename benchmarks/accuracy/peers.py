@@ -141,7 +141,7 @@ def cookbook(row: Row) -> Estimate:
     if row.lora:
         return None, LORA
     strategy = row.resolved()
-    if {strategy.offload_optimizer, strategy.offload_parameters} != {"none"}:
+    if strategy.offloads:
         return None, "has no word for offloading"
     return round(cookbook_bytes(cookbook_arguments(row))), None
 

@@ -2,8 +2,7 @@
 
     python benchmarks/accuracy/predict.py [--set fit] [--match REGEX] [--out FILE]
 
-Needs no GPU. It traces a row's model on meta tensors and simulates its strategy on `NxH200`, as `shardwise
-plan` does. A difference is (predicted - measured) / measured; memory is measured on the worst rank.
+No GPU is needed. A difference is (predicted - measured) / measured; memory is the worst rank's.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from rows import SETS, Row, load_rows
 from shardwise.hardware.parse import parse_hardware
 from shardwise.models.catalog import lookup
 from shardwise.models.families import FAMILIES, Packing
+from shardwise.planner.evidence import kind_of
 from shardwise.planner.simulate import simulate
 from shardwise.simulate.prediction import Prediction
 from shardwise.simulate.step_trace import StepTrace
@@ -261,9 +261,7 @@ def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:
 
 def family(row: Row) -> str:
     """Engine and stage of a row, and whether it offloads: `zero3`, `fsdp2 offload`."""
-    strategy = row.resolved()
-    name = f"zero{strategy.stage}" if strategy.engine == "deepspeed" else strategy.engine
-    return f"{name} offload" if _offloads(strategy.to_json()) else name
+    return kind_of(row.resolved()).replace(" tensor-parallel", "")
 
 
 def _offloads(strategy: Mapping[str, Any]) -> bool:

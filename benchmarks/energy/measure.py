@@ -81,7 +81,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--match", default="")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of a row's window, at least")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a row's window, at least")
     arguments = parser.parse_args()
     rows = load_rows(Path(__file__).parents[1] / "accuracy" / "rows.toml")
     machine = describe_machine()
@@ -113,7 +113,8 @@ def measure(row: Row, assets: Assets, seconds: float) -> dict[str, Any]:
         running.end()
     if result["error"] is not None:
         return result
-    first, last = limits.warmup_steps + 1, result["steps"] - 1  # the reader may miss the last line
+    # `look` times the host's calls at the first step that counts, and the reader may miss the last line.
+    first, last = limits.warmup_steps + 3, result["steps"] - 1
     window = result["joules_all"][first:last]  # steps count from 1: from the first's reading to the last's
     if None in window:
         return result

@@ -62,6 +62,11 @@ class Strategy:
     def global_batch(self) -> int:
         return self.micro_batch * self.accumulation * self.data_parallel
 
+    @property
+    def offloads(self) -> bool:
+        """Whether anything waits on the host or on a disk, so that the speed depends on them."""
+        return {self.offload_optimizer, self.offload_parameters} != {"none"}
+
     def reduced_in(self, default: Precision) -> Precision:
         """The format in which gradients are summed, where the engine's own is `default`."""
         return default if self.reduce_dtype == "auto" else self.reduce_dtype

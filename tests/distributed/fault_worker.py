@@ -1,20 +1,26 @@
-"""The real worker, with faults: `FAULTS` is a JSON list of {rank, step, do, times}.
+"""The real worker, with faults: `FAULTS` is a JSON list of {rank, step, do, with, times}.
 
-What has come is noted in the folder `FAULTS_IN`. A fault comes as its step begins, so many times (once by
-default) over all restarts of the run.
+What has come is noted in the folder `FAULTS_IN`, which has the folder `runs`. A fault comes as its step
+begins (null: each step), so many times (once by default) over all restarts of the run; `with` has its
+arguments. Some are no faults, only what slows a healthy rank down.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.device.fake import FakeNvml
+from shardwise.device.find import fake_file
+from shardwise.launch.local import die_with
 from shardwise.training import loop
 from shardwise.training.loop import Loop
 from shardwise.training.worker import main
@@ -54,11 +60,75 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_all() -> None:
+    """As the kernel's or a batch system's memory guard does: all ranks, at once."""
+    ranks = Path(f"/proc/{LAUNCHER}/task/{LAUNCHER}/children").read_text().split()
+    for pid in sorted(map(int, ranks), key=os.getpid().__eq__):
+        os.kill(pid, signal.SIGKILL)
+
+
 def fail() -> None:
     raise RuntimeError("a bug that comes back")
 
 
-FAULTS = {one.__name__: one for one in (spin, sleep, stop, stop_and_ask, deadlock, kill, fail)}
+def leave() -> None:
+    """A library that ends the process, without a word."""
+    os._exit(7)
+
+
+def preempt() -> None:
+    """A batch system takes the machine back."""
+    os.kill(LAUNCHER, signal.SIGTERM)
+
+
+def tear() -> None:
+    """The newest checkpoint loses half of its largest file, and the rank dies."""
+    newest = max(FOLDER.glob("runs/*/checkpoints/step-*"))
+    largest = max((file for file in newest.rglob("*") if file.is_file()), key=lambda one: one.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    kill()
+
+
+def fill() -> None:
+    """No file can grow any more, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def lose_gpu() -> None:
+    """This rank's card, of the fake driver, answers no more."""
+    fake = FakeNvml(str(fake_file()))
+    with fake.changing() as state:
+        state["slow_seconds"][state["gpus"][RANK]["uuid"]] = 1000.0
+
+
+def pause(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def duty(running: float, stopped: float) -> None:
+    """From now on this process runs a share of the time, as under cpulimit or while memory is swapped."""
+    rank = os.getpid()
+    if os.fork() == 0:
+        die_with(rank)
+        while True:
+            for number, seconds in ((signal.SIGSTOP, stopped), (signal.SIGCONT, running)):
+                os.kill(rank, number)
+                time.sleep(seconds)
+
+
+def load(processes: int) -> None:
+    """Others want the processor, too."""
+    rank = os.getpid()
+    for _ in range(processes):
+        if os.fork() == 0:
+            die_with(rank)
+            spin()
+
+
+FAULTS: dict[str, Callable[..., None]] = {
+    **{one.__name__: one for one in (spin, sleep, stop, stop_and_ask, deadlock, kill, kill_all, fail, leave)},
+    **{one.__name__: one for one in (preempt, tear, fill, lose_gpu, pause, duty, load)},
+}
 LAUNCHER = os.getppid()
 GROUPS: list[Any] = []
 
@@ -76,10 +146,11 @@ def watch() -> None:
         for number, fault in enumerate(faults):
             done = FOLDER / f"fault-{number}"
             before = len(done.read_text()) if done.exists() else 0
-            if (fault["rank"], fault["step"]) == (RANK, step) and before < fault.get("times", 1):
+            due = fault["rank"] == RANK and fault["step"] in (step, None)
+            if due and before < fault.get("times", 1):
                 with done.open("a") as file:
                     file.write("x")
-                FAULTS[fault["do"]]()
+                FAULTS[fault["do"]](**fault.get("with", {}))
         return rate(optimizer, step=step, steps=steps)
 
     def evaluated(self: Loop) -> float | None:
@@ -87,8 +158,8 @@ def watch() -> None:
         time.sleep(slow)
         return loss
 
-    def saved(self: Loop) -> None:
-        save(self)
+    def saved(self: Loop, *, wait: bool = False) -> None:
+        save(self, wait=wait)
         time.sleep(slow)
 
     loop.learning_rate = in_step

@@ -42,11 +42,11 @@ class State:
     rows = 0
 
 
-def reached(phase: str) -> None:
-    """Runs out of memory, if this is where it is to happen."""
+def reached(phase: str, step: int | None = None) -> None:
+    """Runs out of memory, if this is where it is to happen. `step`: if it is another than the newest."""
     if not BORDER or BORDER["phase"] != phase or BORDER.get("rank") not in (None, RANK):
         return
-    if State.step >= BORDER["from_step"] and State.rows > BORDER["rows"]:
+    if (State.step if step is None else step) >= BORDER["from_step"] and State.rows > BORDER["rows"]:
         if BORDER.get("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         raise torch.OutOfMemoryError(MESSAGE)
@@ -87,9 +87,9 @@ def watch() -> None:
         mlp.forward = wraps(inner)(lambda hidden: inner(Border.apply(hidden)))
         checkpoint_blocks(blocks, every=every)
 
-    def saving(*arguments: Any, **options: Any) -> Any:
-        reached("saving")
-        return save_weights(*arguments, **options)
+    def saving(built: Any, weights: Any, folder: Path, *rest: Any, **options: Any) -> Any:
+        reached("saving", int(folder.parent.name.rpartition("-")[2]))
+        return save_weights(built, weights, folder, *rest, **options)
 
     def stepped(self: AdamW, *arguments: Any, **options: Any) -> Any:
         reached("optimizer")

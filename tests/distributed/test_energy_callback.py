@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.device.fake import FakeNvml, create
-from shardwise.emit.energy import CALLBACK, with_energy
-from shardwise.emit.files import Emitted
+from shardwise.emit.files import CALLBACK, Emitted, with_energy
 
 WORKER = Path(__file__).with_name("energy_callback_worker.py")
 WATTS = 690.0  # of each fake card at full load

@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 from test_out_of_memory import Done, check_same, train, undisturbed, write_job
 
+from shardwise.training.saving import SWITCH
+
 pytestmark = pytest.mark.slow
 
 __all__ = ["undisturbed"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "background"), [(0, "1"), (1, "1"), (1, "0")])
 def test_a_checkpoint_that_a_killed_rank_left_half_written_never_counts(
-    tmp_path: Path, undisturbed: Done, rank: int
+    tmp_path: Path, undisturbed: Done, monkeypatch: pytest.MonkeyPatch, rank: int, background: str
 ) -> None:
+    """By a thread, while training goes on, and by the rank itself. The table is benchmarks/reliability."""
+    monkeypatch.setenv(SWITCH, background)
     write_job(tmp_path, "zero2")
     border = {"phase": "saving", "rows": 2, "from_step": 4, "rank": rank, "killed": True}
     done = train(tmp_path, "job.yaml", "--processes", "2", border=border)

@@ -18,6 +18,7 @@ from harness import steps_of
 from test_whole_runs import evaluations, job, losses
 
 from shardwise.job.schema import Job
+from shardwise.training.saving import SWITCH
 
 pytestmark = pytest.mark.slow
 
@@ -161,7 +162,10 @@ def test_before_anything_is_saved_it_starts_again(tmp_path: Path, undisturbed: D
     assert "resume" not in events
 
 
-def test_a_rank_that_runs_out_while_saving_is_no_damaged_disk(tmp_path: Path, undisturbed: Done) -> None:
+def test_a_rank_that_runs_out_while_saving_is_no_damaged_disk(
+    tmp_path: Path, undisturbed: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, "0")  # a thread that writes needs no GPU
     write_job(tmp_path, "zero2")
     border = {"phase": "saving", "rows": 2, "from_step": 4, "rank": 1}
     done = train(tmp_path, "job.yaml", "--processes", "2", "--on-oom", "retry", border=border)

@@ -51,6 +51,7 @@ def test_killed_and_hung_it_comes_to_the_weights_of_the_undisturbed_run(tmp_path
     events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
     productive = sum(event["seconds"] for event in events if event["kind"] in ("step", "eval"))
     assert found["ettr"] == pytest.approx(productive / (lines[-1]["at"] - lines[0]["at"]))
+    assert lines[-1]["ettr"] == found["ettr"]
     assert f"3 failures, ETTR {found['ettr']:.1%} of " in err
 
 

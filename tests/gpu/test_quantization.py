@@ -15,6 +15,7 @@ from test_whole_runs import losses
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
+from shardwise.engines import descriptor
 from shardwise.engines.runtime.protocol import World, build_engine
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Lora, Model, Optimizer
@@ -24,7 +25,6 @@ from shardwise.models.build import build_model
 from shardwise.models.families import liger_kernels
 from shardwise.models.structure import checkpoint_blocks
 from shardwise.objective.causal_lm import CausalLM
-from shardwise.planner.simulate import predict_memory
 from shardwise.strategy import Strategy
 from shardwise.trace.trace import Tracer
 
@@ -96,7 +96,9 @@ def test_the_peak_is_the_predicted_one(quantization: str) -> None:
         rows=ROWS, checkpoint_every=1
     )
     hardware = parse_hardware("1xH200")
-    predicted = predict_memory(trace, STRATEGY, hardware, capacity_bytes=hardware.gpu.memory_bytes)
+    predicted = descriptor(STRATEGY).peak_memory(
+        trace, STRATEGY, hardware, capacity_bytes=hardware.gpu.memory_bytes
+    )
     print(
         f"{quantization}: predicted {predicted.peak_allocated_bytes / 2**30:.3f} GiB, {measured / 2**30:.3f}"
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from scripts import script
 
 ROOT = Path(__file__).parents[2]
 LABS = sorted((ROOT / "labs").glob("[0-9][0-9]-*.py"))
@@ -16,12 +17,7 @@ SECTIONS = ("Goal", "Guess", "Run", "Plot", "Predicted and measured", "Exercises
 
 
 def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("notebooks", ROOT / "labs" / "notebooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("labs/notebooks.py")
 
 
 notebooks = load()

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from scripts import script
+
 ROOT = Path(__file__).parents[2]
 
 
 def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("lessons_run", ROOT / "docs" / "lessons" / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("docs/lessons/run.py")
 
 
 lessons = _load()

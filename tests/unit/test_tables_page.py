@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import types
 from pathlib import Path
 
 import pytest
+
+from scripts import script
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tables.md").read_text(encoding="utf-8")
@@ -15,12 +16,7 @@ PAGE = (ROOT / "docs" / "tables.md").read_text(encoding="utf-8")
 
 @pytest.fixture
 def filler() -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location("fill_tables", ROOT / "docs" / "fill_tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("docs/fill_tables.py")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.app.jobs import AnyJob, cap_in_bytes, read
-from shardwise.hardware.detect import detect_hardware, gpu_count
+from shardwise.hardware.detect import detect_hardware, driver_version, gpu_count
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.planner.planning import Making, make_plan
@@ -108,7 +108,7 @@ def _head(job: Job, settings: Settings, hardware: Hardware | None, command: Sequ
         "memory_cap_bytes": settings.memory_cap_bytes,
         "warmup_steps": settings.warmup,
         "steps": settings.steps,
-        "environment": environment(gpus=cards, command=list(command)),
+        "environment": environment(gpus=cards, driver=driver_version(), command=list(command)),
         "hardware": None if hardware is None else hardware.to_json(),
     }
 

@@ -4,7 +4,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,7 +60,7 @@ class Report:
             "findings": [one.to_json() for one in findings],
             "fixed": [one.to_json() for one in self.fixed],
             "fit": None if self.fit is None else self.fit.to_json(),
-            "tiny": None if self.tiny is None else self.tiny.to_json(),
+            "tiny": None if self.tiny is None else asdict(self.tiny),
         }
 
 
@@ -134,7 +134,11 @@ def run_tiny(setup: Setup, *, processes: int = 2) -> Tiny:
         family.wait()
     answers = [child.answers["tiny"] for child in asked]
     failed = [one for one in answers if one.facts is None]
-    refusal = min(failed, key=lambda one: one.failure.startswith("hung")).why if failed else ""
+    refused = [one for one in failed if not one.busy and not one.failure.startswith("hung")]
+    if failed and not refused:  # silence says nothing about the file
+        what, fix = f"the tiny run gave no answer: {failed[0].why}", "try again when the machine is less busy"
+        raise MachineError(what, where=where, fix=fix)
+    refusal = refused[0].why if refused else ""
     return replace(tiny, refusal=refusal, losses=(answers[0].facts or {}).get("losses", ()))
 
 

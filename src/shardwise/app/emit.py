@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from shardwise.app.jobs import hardware_of
 from shardwise.emit.cluster import TARGETS, WORK
-from shardwise.emit.energy import with_energy
-from shardwise.emit.files import Emitted, Target, as_json
+from shardwise.emit.files import Emitted, Target, as_json, with_energy
 from shardwise.emit.files import emit as files_for
 from shardwise.emit.request import Request
-from shardwise.engines import descriptor, parts_of
+from shardwise.engines import ENGINES, descriptor, parts_of
 from shardwise.errors import JobError
 from shardwise.job.load import load_job
 from shardwise.job.paths import absolute, below
@@ -74,7 +73,7 @@ def emit(
 
 def library(name: str, out: Path) -> Emitted:
     """DeepSpeed's files of a strategy's name: for a script of your own, and with `auto` for a Trainer."""
-    names = [one for one, parts in NAMED.items() if parts["engine"] == "deepspeed"]
+    names = [one for one, parts in NAMED.items() if ENGINES[parts["engine"]].accelerate_type == "DEEPSPEED"]
     if name not in names:
         raise JobError(f"there are no files {name!r}", where="--preset", fix=f"one of {', '.join(names)}")
     strategy = Strategy(**parts_of(name), data_parallel=1, accumulation=1)

@@ -16,7 +16,6 @@ from shardwise.planner.plan import Objective, Plan
 from shardwise.planner.planning import Making, make_plan
 from shardwise.planner.search import MARGIN
 from shardwise.planner.sketch import sketch
-from shardwise.planner.why import uses_host
 
 
 def plan(
@@ -89,7 +88,8 @@ def plan(
     if share is not None:
         made = with_limits(made, share, _on_fewer(hardware, plan_for))
     slot = with_slot(gpus, hardware) if isinstance(gpus, str) else None
-    if slot is not None and (hardware.world_size > 1 or (made.chosen is not None and uses_host(made.chosen))):
+    offloads = made.chosen is not None and made.chosen.strategy.offloads
+    if slot is not None and (hardware.world_size > 1 or offloads):
         assumed = (*assumed, f"--gpus {slot}")
     return replace(made, job=replace(made.job, assumed=(*made.job.assumed, *assumed)))
 

@@ -10,7 +10,6 @@ from typing import Any
 from shardwise.errors import JobError
 from shardwise.record import bench, energy, follow, manifest, read, restarts
 from shardwise.report.compare import about
-from shardwise.report.live.run import status
 
 _FILES = (read.JOB, read.PLAN, read.ENVIRONMENT, read.EVENTS, read.LOCK, bench.BENCH, bench.ROWS)
 READ = (".", *_FILES, energy.METER, restarts.LOG, "checkpoints")
@@ -99,7 +98,7 @@ def _of_run(path: Path) -> dict[str, Any]:
     step, head = newest.get("step", {}), newest.get("run", {})
     return {
         "about": _about(path, (path / read.JOB).stat().st_mtime_ns),
-        "status": status(events[-1] if events else first, in_use=read.is_being_written(path)),
+        "status": read.status(events[-1] if events else first, in_use=read.is_being_written(path)),
         "step": _number(step.get("step"), int),
         "total": _number(head.get("total_steps"), int),
         "loss": _number(step.get("loss")),

@@ -9,33 +9,28 @@ import typer
 
 from shardwise.cli.options import AsJson, Changes, JobFile, MemoryCap, planning, say
 
+STRATEGIES = typer.Option(
+    metavar="A,B", help="zero2,fsdp2,..., or all.  [default: all that fit; with --sweep the job's]"
+)
+SWEEP = typer.Option(metavar="KEY=V,V", help="Each of a key's values; repeated, all combinations.")
+PROCESSES = typer.Option(min=1, metavar="N", help="Processes, one per GPU.  [default: all GPUs, or 1]")
+STEPS = typer.Option(min=1, metavar="N", help="Steps that count.")
+WARMUP = typer.Option(min=1, metavar="N", help="Steps before them.")
+TIMEOUT = typer.Option(min=1, metavar="SECONDS", help="End a strategy that takes longer.")
+PROFILE = typer.Option("--profile/--no-profile", help="Record one more step with torch.profiler.")
+OUT = typer.Option(metavar="DIR", help="Folder of the results.  [default: bench/NAME]")
+
 
 def bench(
     job: JobFile,
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B", help="zero2,fsdp2,..., or all.  [default: all that fit; with --sweep the job's]"
-        ),
-    ] = None,
-    sweep: Annotated[
-        list[str], typer.Option(metavar="KEY=V,V", help="Each of a key's values; repeated, all combinations.")
-    ] = [],
-    processes: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Processes, one per GPU.  [default: all GPUs, or 1]"),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps that count.")] = 10,
-    warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps before them.")] = 3,
-    timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="End a strategy that takes longer.")
-    ] = 900.0,
-    profile: Annotated[
-        bool, typer.Option("--profile/--no-profile", help="Record one more step with torch.profiler.")
-    ] = True,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the results.  [default: bench/NAME]")
-    ] = None,
+    strategies: Annotated[str | None, STRATEGIES] = None,
+    sweep: Annotated[list[str], SWEEP] = [],
+    processes: Annotated[int | None, PROCESSES] = None,
+    steps: Annotated[int, STEPS] = 10,
+    warmup: Annotated[int, WARMUP] = 3,
+    timeout: Annotated[float, TIMEOUT] = 900.0,
+    profile: Annotated[bool, PROFILE] = True,
+    out: Annotated[Path | None, OUT] = None,
     changes: Changes = [],
     memory_cap: MemoryCap = None,
     as_json: AsJson = False,

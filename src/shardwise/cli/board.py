@@ -7,14 +7,11 @@ import typer
 
 from shardwise.cli.options import Host, Port, Token, say
 
+FOLDER = typer.Argument(metavar="[FOLDER]", help="Holds runs and benches, or folders of them.")
+
 
 def board(
-    folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="Holds runs and benches, or folders of them.")
-    ] = Path(),
-    host: Host = "127.0.0.1",
-    port: Port = 8100,
-    token: Token = None,
+    folder: Annotated[Path, FOLDER] = Path(), host: Host = "127.0.0.1", port: Port = 8100, token: Token = None
 ) -> None:
     """Show runs, benches, plans and findings in a browser, on this machine.
 

@@ -13,14 +13,13 @@ from shardwise.inference.sampling import Sampling
 if TYPE_CHECKING:
     from shardwise.inference.conversation import Conversation
 
-MODEL = "RUN|FOLDER|MODEL"
+NAME = typer.Argument(
+    metavar="RUN|FOLDER|MODEL", help="A run, an exported model or adapter, or a hub id.", show_default=False
+)
+PROMPT = typer.Option(metavar="TEXT", help="What is asked.  [default: each line of stdin]")
+ANY_SEED = typer.Option(min=0, max=2**63 - 1, metavar="N", help="Seed of the sampling.  [default: any]")
 
-Name = Annotated[
-    str,
-    typer.Argument(
-        metavar=MODEL, help="A run, an exported model or adapter, or a hub id.", show_default=False
-    ),
-]
+Name = Annotated[str, NAME]
 System = Annotated[
     str | None, typer.Option(metavar="TEXT", help="System message.  [default: the run's]", show_default=False)
 ]
@@ -41,9 +40,7 @@ Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="Seed
 
 def generate(
     model: Name,
-    prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What is asked.  [default: each line of stdin]")
-    ] = None,
+    prompt: Annotated[str | None, PROMPT] = None,
     system: System = None,
     base: Base = False,
     max_new_tokens: MaxNewTokens = 100,
@@ -80,10 +77,7 @@ def chat(
     top_k: TopK = 0,
     repetition_penalty: Penalty = 1.0,
     stop: Stop = [],
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, max=2**63 - 1, metavar="N", help="Seed of the sampling.  [default: any]"),
-    ] = None,
+    seed: Annotated[int | None, ANY_SEED] = None,
 ) -> None:
     """Talk to a model. It hears what was said before, as far as its length allows.
 
@@ -110,12 +104,7 @@ def chat(
             say(render(error))
 
 
-def serve(
-    model: Name,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    token: Token = None,
-) -> None:
+def serve(model: Name, host: Host = "127.0.0.1", port: Port = 8000, token: Token = None) -> None:
     """Answer programs that speak OpenAI's API, on this machine.
 
     /v1/chat/completions and /v1/completions, as streams or at once, and /v1/models. Requests are

@@ -16,33 +16,24 @@ if TYPE_CHECKING:
 
 WRONG = 2
 
+FILES = typer.Argument(metavar="FILE...", help="Files of one training, checked together.", show_default=False)
+GPUS = typer.Option(metavar="GPUS", help="What it runs on: 4xRTX4080, 2x8xH100, 4x24GB.")
+MODEL = typer.Option(metavar="MODEL", help="Hub id, folder or known name; with --gpus: does it fit?")
+READER = typer.Option(help="Library that reads the DeepSpeed JSON.  [default: inferred from the other files]")
+FIX = typer.Option("--fix", help="Apply unambiguous fixes in place.")
+TINY = typer.Option("--run-tiny", help="Also run the DeepSpeed file: 3 steps, tiny model, CPU.")
+ERRORS_ONLY = typer.Option("--errors-only", help="Print only errors; the rest is counted.")
+
 
 def check(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE...", help="Files of one training, checked together.", show_default=False
-        ),
-    ],
-    gpus: Annotated[
-        str | None, typer.Option(metavar="GPUS", help="What it runs on: 4xRTX4080, 2x8xH100, 4x24GB.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Hub id, folder or known name; with --gpus: does it fit?"),
-    ] = None,
+    files: Annotated[list[Path], FILES],
+    gpus: Annotated[str | None, GPUS] = None,
+    model: Annotated[str | None, MODEL] = None,
     sequence: RowLength = None,
-    reader: Annotated[
-        Literal["trainer", "accelerate", "deepspeed"] | None,
-        typer.Option(help="Library that reads the DeepSpeed JSON.  [default: inferred from the other files]"),
-    ] = None,
-    fix: Annotated[bool, typer.Option("--fix", help="Apply unambiguous fixes in place.")] = False,
-    run_tiny: Annotated[
-        bool, typer.Option("--run-tiny", help="Also run the DeepSpeed file: 3 steps, tiny model, CPU.")
-    ] = False,
-    errors_only: Annotated[
-        bool, typer.Option("--errors-only", help="Print only errors; the rest is counted.")
-    ] = False,
+    reader: Annotated[Literal["trainer", "accelerate", "deepspeed"] | None, READER] = None,
+    fix: Annotated[bool, FIX] = False,
+    run_tiny: Annotated[bool, TINY] = False,
+    errors_only: Annotated[bool, ERRORS_ONLY] = False,
     as_json: AsJson = False,
 ) -> int:
     """Check training configs for settings that fail or are silently ignored.

@@ -13,12 +13,10 @@ from shardwise.errors import JobError
 
 PROMPT = "A language model is"
 
+OUT = typer.Option(metavar="DIR", help="New folder to work in.  [default: shardwise-demo]")
 
-def demo(
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="New folder to work in.  [default: shardwise-demo]")
-    ] = None,
-) -> int:
+
+def demo(out: Annotated[Path | None, OUT] = None) -> int:
     """Train a small model on packaged text; one to two minutes on two CPU cores."""
     from shardwise.cli import main
     from shardwise.hardware.detect import gpu_count

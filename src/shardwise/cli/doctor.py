@@ -8,14 +8,12 @@ import typer
 from shardwise.cli.options import AsJson, progress
 from shardwise.errors import MachineError
 
+CALIBRATE = typer.Option(
+    "--calibrate", help="Also measure this machine (minutes) and keep it for the planner."
+)
 
-def doctor(
-    calibrate: Annotated[
-        bool,
-        typer.Option("--calibrate", help="Also measure this machine (minutes) and keep it for the planner."),
-    ] = False,
-    as_json: AsJson = False,
-) -> int:
+
+def doctor(calibrate: Annotated[bool, CALIBRATE] = False, as_json: AsJson = False) -> int:
     """Check that this machine can train, and how to fix what is missing.
 
     Drivers, GPUs, links, kernels, collectives, DeepSpeed, disks and ports are tried out, on the GPUs that

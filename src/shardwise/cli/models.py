@@ -10,17 +10,18 @@ import typer
 
 from shardwise.cli.options import AsJson, RunFolder, progress, say, stdout_to_stderr
 
+MERGE = typer.Option("--merge", help="Merge LoRA adapters into the base model.")
+OUT = typer.Option(metavar="DIR", help="New folder to write.  [default: RUN/export]")
+GGUF = typer.Option("--gguf", help="Also write DIR/NAME.gguf, by llama.cpp.")
+PUSH = typer.Option(metavar="REPO", help="Upload to the hub; a new REPO is private.")
+
 
 def export(
     run: RunFolder,
-    merge: Annotated[bool, typer.Option("--merge", help="Merge LoRA adapters into the base model.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="New folder to write.  [default: RUN/export]")
-    ] = None,
-    gguf: Annotated[bool, typer.Option("--gguf", help="Also write DIR/NAME.gguf, by llama.cpp.")] = False,
-    push: Annotated[
-        str | None, typer.Option(metavar="REPO", help="Upload to the hub; a new REPO is private.")
-    ] = None,
+    merge: Annotated[bool, MERGE] = False,
+    out: Annotated[Path | None, OUT] = None,
+    gguf: Annotated[bool, GGUF] = False,
+    push: Annotated[str | None, PUSH] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the trained weights as Hugging Face safetensors, with a model card.

@@ -20,26 +20,21 @@ if TYPE_CHECKING:
 
 Show = Callable[[Mapping[str, Any]], None]
 
+RUN = typer.Argument(
+    metavar="[RUN]", help="Run folder.  [default: the newest running one in runs/]", show_default=False
+)
+EVERY = typer.Option(metavar="SECONDS", help="From one sample to the next.  [default: 2]")
+CSV = typer.Option(metavar="FILE", help="Append one row a GPU and sample to a CSV file.")
+JSONL = typer.Option(metavar="FILE", help="The same as JSON objects, one a line.")
+ONCE = typer.Option("--once", help="Show one frame and end.")
+
 
 def monitor(
-    run: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[RUN]",
-            help="Run folder.  [default: the newest running one in runs/]",
-            show_default=False,
-        ),
-    ] = None,
-    every: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="From one sample to the next.  [default: 2]")
-    ] = None,
-    csv: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Append one row a GPU and sample to a CSV file.")
-    ] = None,
-    jsonl: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The same as JSON objects, one a line.")
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Show one frame and end.")] = False,
+    run: Annotated[Path | None, RUN] = None,
+    every: Annotated[float | None, EVERY] = None,
+    csv: Annotated[Path | None, CSV] = None,
+    jsonl: Annotated[Path | None, JSONL] = None,
+    once: Annotated[bool, ONCE] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what the GPUs and a run do: memory, power, clocks, energy, progress.

@@ -104,8 +104,7 @@ def plan(
         return
     from shardwise.app.plan import plan as make
     from shardwise.planner.explain import show_explanation
-    from shardwise.planner.pareto import show_pareto
-    from shardwise.planner.table import show
+    from shardwise.planner.table import show, show_pareto
     from shardwise.planner.why import does_not_fit
 
     made = make(job, max_slowdown=max_slowdown, pareto=pareto, documents=documents, **asked)

@@ -12,18 +12,16 @@ if TYPE_CHECKING:
     from shardwise.app.power import Power
     from shardwise.power.lease import Lease
 
+ACTION = typer.Argument(
+    help="show: limits and leases; try: whether a run may set limits (sets the present ones again); "
+    "restore: put back the limits that ended runs have left."
+)
+FORCE = typer.Option("--force", help="With restore: leases of live runs, too; they then only measure.")
+
 
 def power(
-    action: Annotated[
-        Literal["show", "try", "restore"],
-        typer.Argument(
-            help="show: limits and leases; try: whether a run may set limits (sets the present ones again); "
-            "restore: put back the limits that ended runs have left."
-        ),
-    ] = "show",
-    force: Annotated[
-        bool, typer.Option("--force", help="With restore: leases of live runs, too; they then only measure.")
-    ] = False,
+    action: Annotated[Literal["show", "try", "restore"], ACTION] = "show",
+    force: Annotated[bool, FORCE] = False,
     as_json: AsJson = False,
 ) -> int:
     """Show the GPUs' power limits and put back those that ended runs have left.

@@ -9,16 +9,12 @@ import typer
 from shardwise.cli.options import AsJson, write_text
 from shardwise.errors import JobError
 
+RUNS = typer.Argument(metavar="RUN...", help="Run folders, or the folder of a bench.", show_default=False)
+HTML = typer.Option(metavar="FILE", help="Write one HTML page, which needs nothing else.")
+
 
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="Run folders, or the folder of a bench.", show_default=False),
-    ],
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one HTML page, which needs nothing else.")
-    ] = None,
-    as_json: AsJson = False,
+    runs: Annotated[list[Path], RUNS], html: Annotated[Path | None, HTML] = None, as_json: AsJson = False
 ) -> None:
     """Show what runs or a bench did: losses, speed, memory, energy."""
     from shardwise.record.bench import is_bench_folder

@@ -24,32 +24,16 @@ from shardwise.job.paths import TEMPLATES
 Tokens = npt.NDArray[np.uint32]
 Mask = npt.NDArray[np.uint8]
 
-DEFAULT_TEMPLATE = """\
-{%- if tools %}{{ '### Tools:\\n' + tools | tojson + '\\n\\n' }}{% endif %}
-{%- for message in messages %}
-    {{- '### ' + message.role | capitalize + ':\\n' + message.content | trim }}
-    {%- for call in message.tool_calls or [] %}
-        {{- '\\n' if message.content or not loop.first }}{{ call.function | tojson }}
-    {%- endfor %}
-    {{- eos_token if message.role == 'assistant' }}{{ '\\n\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '### Assistant:\\n' }}{% endif %}"""
-"""For tokenizers without a chat template. It needs no special token but the end token:
-
-    ### User:
-    What is 2 + 2?
-
-    ### Assistant:
-    4</s>
-
-Other roles are `### System:` and `### Tool:`; tools come first as JSON, calls are JSON in the answer.
-"""
+TEMPLATE_FOLDER = Path(__file__).with_name("templates")
+DEFAULT_TEMPLATE = (TEMPLATE_FOLDER / "default.jinja").read_text(encoding="utf-8").removesuffix("\n")
+"""For tokenizers without a chat template. It needs no special token but the end token. Roles are headings,
+`### User:`; tools come first as JSON, and calls are JSON in the answer."""
 
 
 def template_for(tokenizer: PreTrainedTokenizerBase, file: str | None = None) -> str:
     """Return the Jinja text of `file` (`data.chat_template`), else the tokenizer's, else the default."""
     if file in TEMPLATES:
-        file = str(Path(__file__).with_name("templates") / f"{file}.jinja")
+        file = str(TEMPLATE_FOLDER / f"{file}.jinja")
     if file is not None:
         try:
             return Path(file).read_text(encoding="utf-8")

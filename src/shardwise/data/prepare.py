@@ -311,8 +311,8 @@ def _summary(
     summary |= {"tokens": _total(train.lengths * weights), "target_tokens": _total(train.targets * weights)}
     summary["longest_tokens"] = int(train.lengths.max())
     # Attention costs the sum of squares: a token's own document, on average
-    squares = float(np.square(train.lengths, dtype=np.float64).sum())
-    summary["document_tokens"] = max(1, round(squares / _total(train.lengths)))
+    squares = float((np.square(train.lengths, dtype=np.float64) * weights).sum())
+    summary["document_tokens"] = max(1, round(squares / summary["tokens"]))
     if job.data.packing:
         length, seed = job.data.sequence_length, job.train.seed
         rows = rows_of_epoch(

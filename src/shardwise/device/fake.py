@@ -5,7 +5,8 @@ It stands in for the module pynvml, so `Nvml` runs on it unchanged, and so does 
 the real library: what is not answered here is "Not Supported".
 
     {"driver": "580.95.05", "root": true, "fails": {FUNCTION: {"from": 2, "until": 2, "error": 4, "seen": 0}},
-     "slow_seconds": {FUNCTION: 0.5}, "clients": [PID], "calls": [what changed a card: who, when, watts],
+     "slow_seconds": {FUNCTION or UUID: 0.5}, "clients": [PID],
+     "calls": [what changed a card: who, when, watts],
      "gpus": [{"uuid", "name", "power_limit_watts", "load": 0 to 1, ...: see `CARD`}]}
 
 `root` false refuses every change. The n-th call of a function fails from `from` (1 is the first) to `until`,
@@ -106,7 +107,11 @@ class FakeNvml:
             gpu.update(fields)
 
     def clock_ratio(self, uuid: str) -> float:
-        """How fast the card runs now, against its highest clock: dynamic power goes with the clock's cube."""
+        """How fast the card runs now, against its highest clock: dynamic power goes with the clock's cube.
+
+        Steps of a rehearsal ask for it, so one whose card does not answer hangs.
+        """
+        self._begin("clock_ratio", uuid)
         return _clock_ratio(self._card(self.state(), uuid))
 
     def nvmlInit(self) -> None:  # noqa: N802
@@ -165,7 +170,7 @@ class FakeNvml:
     def _begin(self, function: str, uuid: str = "") -> None:
         """Take the time that this call takes, and fail if it is to fail."""
         state = self.state()
-        time.sleep(state["slow_seconds"].get(function, 0.0))
+        time.sleep(max(state["slow_seconds"].get(name, 0.0) for name in (function, uuid)))
         if function not in state["fails"] or state["fails"][function].get("uuid", uuid) != uuid:
             return
         with self.changing() as state:

@@ -3,7 +3,8 @@
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -127,7 +128,7 @@ def _schedule(optimizer: schema.Optimizer) -> list[tuple[str, str]]:
     return [*flags, ("lr_scheduler_kwargs", json.dumps(options))] if options else flags
 
 
-JOB = "job.yaml"
+CALLBACK, JOB = "energy_callback.py", "job.yaml"
 YAML = "accelerate.yaml"
 _HEAD_NODE = "HEAD-NODE"  # stands for the first node's address where nothing tells it
 
@@ -231,6 +232,13 @@ def _notes(target: Target, request: Request) -> list[str]:
             notes.append(f"write the first node's address for {_HEAD_NODE}, and each node's own machine_rank")
     notes += descriptor(strategy).script_notes(strategy, target, own_optimizer=request.optimizer is None)
     return notes
+
+
+def with_energy(emitted: Emitted) -> Emitted:
+    """The files and notes, and the callback that measures a Trainer's energy with its own."""
+    text = Path(__file__).with_name(f"{CALLBACK}.txt").read_text(encoding="utf-8")
+    note = f"{CALLBACK} is for a Trainer: it measures energy with Zeus in each process, and sets no limit"
+    return replace(emitted, files={**emitted.files, CALLBACK: text}, notes=(*emitted.notes, note))
 
 
 def as_json(values: Mapping[str, Any]) -> str:

@@ -80,10 +80,6 @@ class Facts:
     """CUDA compute capability of the GPUs; None on CPUs and on other makers' GPUs."""
 
     @property
-    def offloads(self) -> bool:
-        return {self.strategy.offload_optimizer, self.strategy.offload_parameters} != {"none"}
-
-    @property
     def uses_nvme(self) -> bool:
         return "nvme" in (self.strategy.offload_optimizer, self.strategy.offload_parameters)
 

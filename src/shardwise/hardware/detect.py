@@ -44,6 +44,12 @@ def gpu_count() -> int:
     return 0 if fake_file() is not None else len(visible(find()))
 
 
+def driver_version() -> str | None:
+    """The GPU driver's version; None where there is no driver."""
+    found = find().driver_version()
+    return found if isinstance(found, str) else None
+
+
 def deepspeed_accelerator() -> str | None:
     """The value of DS_ACCELERATOR for processes started here; None where DeepSpeed finds out by itself."""
     return "cpu" if gpu_count() == 0 and unseen_vendor() is None else None

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from shardwise.hardware.catalog import Gpu
 
@@ -52,8 +49,3 @@ class Hardware:
         values = asdict(self)
         values["gpu"] = {**values["gpu"], "assumed": self.gpu.assumed_from is not None}
         return {"world_size": self.world_size, **values}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Hardware:
-        """The value that `to_json` wrote. ValueError where it is something else."""
-        return TypeAdapter(cls).validate_python(dict(values))

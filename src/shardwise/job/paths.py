@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 LOCAL = ("model.source", "model.tokenizer", "data.train", "data.eval", "data.chat_template")
 """Keys of what is read: their values may be paths."""
@@ -147,12 +147,20 @@ def expand_home(value: Any) -> Any:
     return _each(value, lambda name: str(Path(name).expanduser()) if name.startswith("~") else name)
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """A file to read. OSError where it is a pipe or a device: those may have no end, or never a writer."""
+
+    def regular(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NONBLOCK)
+        if stat.S_ISREG(mode := os.fstat(descriptor).st_mode) or stat.S_ISDIR(mode):  # open refuses folders
+            return descriptor
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", name)
+
+    return open(path, "rb", opener=regular)
+
+
 def read_bounded(path: Path, most: int) -> bytes:
-    """The first `most + 1` bytes of a regular file; OSError for others, which may have no end."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "it is no regular file")
+    """The first `most + 1` bytes of a file, as `open_regular` opens it."""
+    with open_regular(path) as file:
         return file.read(most + 1)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import median_low
 from typing import NamedTuple
 
 from shardwise.errors import JobError, MachineError, Problem
@@ -128,6 +128,7 @@ class _Rank:
     phase: str = ""
     stepped: float = 0.0
     halted: float | None = None  # Since when
+    ticks: int = 0  # Of the processor's time
 
 
 @dataclass
@@ -169,7 +170,8 @@ class Pulse:
             return
         # A rank may wait for another that compiles or saves: the longest limit counts for all.
         limit = max(PATIENCE.get(rank.phase, float("inf")) for rank in running) * self.least
-        limit = max(limit, USUAL * median(self._steps or [0.0]))
+        # Of two steps the shorter one is usual: the first compiles kernels.
+        limit = max(limit, USUAL * median_low(self._steps or [0.0]))
         silent = now - min(rank.since for rank in running)
         halted = max(now - (now if rank.halted is None else rank.halted) for rank in running)
         if silent > limit * (STOP_SHARE if requested else 1.0) or halted > self.least * _HALTED_SHARE:
@@ -185,8 +187,11 @@ class Pulse:
                         self._steps.append((now - rank.stepped) / (step - rank.step))
                     rank.stepped = now
                 rank.raw, rank.since, rank.marks = raw, now, marks
+                rank.halted = None
                 rank.step, rank.phase = max(step, rank.step), _PHASES[phase]
-        rank.halted = (rank.halted or now) if _state(rank.worker) == "T" else None
+        state, ticks = _state(rank.worker)  # under cpulimit a rank is stopped in most looks, and goes on
+        rank.halted = (rank.halted or now) if state == "T" and ticks == rank.ticks else None
+        rank.ticks = ticks
 
     def _accuse(self, running: Sequence[_Rank], seconds: float, *, alone: bool) -> None:
         self.hung = True
@@ -216,7 +221,7 @@ class Pulse:
 def _seen(rank: _Rank) -> Seen:
     """What a rank does; its stacks go into its log."""
     worker = rank.worker
-    state = _state(worker)
+    state, _ = _state(worker)
     stacks = ""
     with suppress(OSError):
         stacks = _stack(worker.folder, worker.rank).read_text(encoding="utf-8", errors="replace")
@@ -236,12 +241,13 @@ def innermost(stacks: str) -> tuple[str, str] | None:
     return f"{file}:{line}", function
 
 
-def _state(worker: Worker) -> str:
-    """Of a rank's main thread, as in proc(5): R runs, S and D wait, T was stopped."""
-    with suppress(OSError):
+def _state(worker: Worker) -> tuple[str, int]:
+    """Of a rank's main thread, as in proc(5): R runs, S and D wait, T was stopped; and its ticks so far."""
+    with suppress(OSError, ValueError, IndexError):
         stat = Path(f"/proc/{worker.process.pid}/stat").read_text(encoding="ascii", errors="replace")
-        return stat.rpartition(") ")[2][:1]
-    return "?"
+        values = stat.rpartition(") ")[2].split()
+        return values[0], int(values[11]) + int(values[12])
+    return "?", 0
 
 
 def _beat(folder: Path, rank: int) -> Path:

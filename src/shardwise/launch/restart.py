@@ -83,6 +83,7 @@ class Restarts:
         if found is not None and found["ettr"] is not None:
             share = f"; {len(found['failures'])} failures, ETTR {found['ettr']:.1%} of "
             share += f"{found['wall_seconds']:.0f} s"
+            self._write(**json.loads(self._lines.pop()), ettr=found["ettr"])
         if why or share:
             _say(f"{why or 'ended'}{share}")
 
@@ -92,7 +93,7 @@ class Restarts:
         return found[0][0] if found else None
 
     def _write(self, **values: object) -> None:
-        """Add a line, and write the log again: the folder may be newer than its first lines."""
+        """Add a line, of now unless it says when; the folder may be newer than its first lines."""
         known = {key: value for key, value in values.items() if value is not None}
         self._lines.append(json.dumps({"at": time.time(), **known}) + "\n")
         if is_run_folder(self._run_dir):

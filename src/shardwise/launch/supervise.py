@@ -298,8 +298,11 @@ def _code(worker: Worker) -> int:
     """The exit code a failed worker stands for."""
     if worker.report is not None:
         return int(worker.report["exit_code"])
-    code = worker.process.returncode
-    return code if code is not None and code > 0 else MachineError.exit_code
+    code = worker.process.returncode or 0
+    if code == STOPPED:
+        return code
+    # Another program's code in one of ours would say that the job is wrong, and is not worth another try.
+    return ShardwiseError.exit_code if code > 0 else MachineError.exit_code
 
 
 def _error_of(worker: Worker, *, killed_before: int | None) -> ShardwiseError | None:

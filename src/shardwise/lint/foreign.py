@@ -24,6 +24,7 @@ TABLE = tomllib.loads(resources.files("shardwise.lint").joinpath("foreign.toml")
 TABLE["keys"] |= {other: TABLE["keys"][key] for other, key in TABLE["same"].items()}
 FILL_IN = {"model.source": "fill-in-the-model", "data.train": "fill-in-the-data.jsonl"}
 _EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
+_OVERLAP = "zero_optimization.overlap_comm"
 _MODEL = re.compile(r"Model\w*\.from_pretrained\(\s*[\"']([^\"']+)")
 
 
@@ -45,6 +46,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         changes += [] if model is None else [f"model.source={json.dumps(model[1])}"]
         for key, value in _leaves(document.values):
             rule, meant = TABLE["keys"].get(key), _meaning(key, value, setup)
+            if key == _OVERLAP and '"overlap_comm": false' in " ".join(words):
+                meant = []  # a key of the strategy that was translated above
             line = document.line(tuple(key.split(".")))
             keys |= {key} if value is not None else set()
             if str(value) in TABLE["notes"]:

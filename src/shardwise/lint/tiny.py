@@ -1,7 +1,7 @@
 """A checked configuration as DeepSpeed can run it on a CPU, and what cannot be tried there."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.lint.document import AUTO, Document
@@ -41,9 +41,6 @@ class Tiny:
         losses = ", ".join(f"{loss:.3f}" for loss in self.losses)
         said = "DeepSpeed stops" if self.refusal else f"{len(self.losses)} steps, loss {losses}"
         return [f"tiny run on the CPU: {said}", *(f"  not tried: {what}" for what in self.untried)]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def tiny_of(setup: Setup) -> Tiny | None:

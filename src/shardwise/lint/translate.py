@@ -102,7 +102,9 @@ def _fsdp(document: Document, setup: Setup) -> Translated:
     changes = _batch(document, setup, assumed)
     changes += _script(setup, assumed, checkpointing=checkpointing)
     changes += ["train.checkpointing=full"] * checkpointing
-    return _translated(document, strategy, _word(document), changes, assumed)
+    asked = document.get("mixed_precision")
+    precision = asked if asked in ("bf16", "fp16") else "fp32"
+    return _translated(document, strategy, precision, changes, assumed)
 
 
 def _translated(
@@ -112,11 +114,6 @@ def _translated(
         strategy["nvme_path"] = "."  # the folder does not change a prediction
     all_changes = (f"strategy={json.dumps(strategy)}", f"train.precision={precision}", *changes)
     return Translated(file=document.name, changes=all_changes, assumed=tuple(assumed))
-
-
-def _word(document: Document) -> str:
-    precision = document.get("mixed_precision")
-    return precision if precision in ("bf16", "fp16") else "fp32"
 
 
 def _precision(document: Document, setup: Setup, assumed: list[str]) -> str:

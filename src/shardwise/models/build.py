@@ -47,6 +47,7 @@ class BuiltModel:
     """Parameters that get a gradient."""
     trainable_shapes: Mapping[str, torch.Size]
     """Their shapes by name, tied ones once; sharding changes those of the model."""
+    trainable_dtypes: Mapping[str, torch.dtype]
     source: str
     """For people: where shape and weights come from."""
     notes: list[str]
@@ -111,6 +112,7 @@ def build_model(
         total=count_parameters(skeleton) + sum(in_adapters),
         trainable=count_parameters(built, trainable=True),
         trainable_shapes={name: p.shape for name, p in built.named_parameters() if p.requires_grad},
+        trainable_dtypes={name: p.dtype for name, p in built.named_parameters() if p.requires_grad},
         source=f"{found.description}, {'random' if model.weights == 'random' else 'pretrained'} weights",
         notes=notes,
         skeleton=skeleton,

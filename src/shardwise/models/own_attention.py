@@ -18,7 +18,7 @@ from shardwise.models.families import VARLEN
 Borders = dict[str, Any]
 """Arguments of `varlen_attention` about the segments of the batch that the model is called with."""
 
-_NAMES = ("cu_seq_lens_q", "max_length_q", "single_segment_rows")
+_NONE: Borders = {"cu_seq_lens_q": None, "max_length_q": None, "single_segment_rows": 0}
 
 
 def route(model: PreTrainedModel) -> None:
@@ -33,9 +33,11 @@ def route(model: PreTrainedModel) -> None:
     model.config._attn_implementation = VARLEN  # there is no mask function of this name: none is made
     borders: Borders = {}
 
-    def keep(_: nn.Module, __: Any, given: dict[str, Any]) -> None:
-        borders.update({name: given.get(name, 0) for name in _NAMES})
+    def keep(called: nn.Module, _: Any, given: dict[str, Any]) -> None:
+        if called is model or "cu_seq_lens_q" in given:  # a model with a head may not pass them on
+            borders.update({name: given.get(name, none) for name, none in _NONE.items()})
 
+    model.register_forward_pre_hook(keep, with_kwargs=True)
     model.base_model.register_forward_pre_hook(keep, with_kwargs=True)
     for module, (method, replacement) in routed:
         setattr(module, method, partial(replacement, module, borders))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def plan_key(job: Job, hardware: Hardware, **asked: Any) -> str:
         "tokenizer": _local(job.model.tokenizer or "", "tokenizer.json"),
         "hardware": hardware.to_json(),
         "asked": asked,
-        "versions": {name: _version(name) for name in LIBRARIES},
+        "versions": {name: version(name) for name in LIBRARIES},
         "code": _code(),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
@@ -82,13 +82,6 @@ def _local(source: str, name: str) -> str | None:
     try:
         return hashlib.sha256((Path(source) / name).read_bytes()).hexdigest()
     except (OSError, ValueError):
-        return None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
         return None
 
 

@@ -1,7 +1,7 @@
 """Small changes to try, in a fixed order, where nothing fits."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -11,7 +11,6 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Job, Lora, Quantization
 from shardwise.models.catalog import lookup
-from shardwise.planner.plan import Nearest, Option
 from shardwise.planner.simulate import capacity_bytes
 from shardwise.units import GIB, gib
 
@@ -29,15 +28,6 @@ class Change:
     job: Job
     hardware: Hardware
     memory_cap_bytes: int | None
-
-
-def nearest(changes: Iterable[Change], attempt: Callable[[Change], Option | None]) -> Nearest | None:
-    """The first change with which something fits; `attempt` returns the fitting option, or None."""
-    for change in changes:
-        option = attempt(change)
-        if option is not None:
-            return Nearest(what=change.what, how=change.how, option=option)
-    return None
 
 
 def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = None) -> Iterator[Change]:

@@ -11,6 +11,7 @@ from importlib import resources
 from typing import Any
 
 from shardwise.hardware.hardware import Hardware
+from shardwise.job.strategies import ENGINES
 from shardwise.simulate.prediction import Prediction
 from shardwise.strategy import Strategy
 
@@ -73,10 +74,12 @@ def evidence_of(strategy: Strategy, prediction: Prediction, hardware: Hardware) 
 
 def kind_of(strategy: Strategy) -> str:
     """Engine and stage, and what changes memory and time most: `zero3 offload`, `zero1 tensor-parallel`."""
-    name = f"zero{strategy.stage}" if strategy.engine == "deepspeed" else strategy.engine
+    name = ENGINES[strategy.engine].base.format(stage=strategy.stage)
+    if strategy.pipeline > 1:
+        name += " pipeline"
     if strategy.tensor_parallel > 1:
         name += " tensor-parallel"
-    if {strategy.offload_optimizer, strategy.offload_parameters} != {"none"}:
+    if strategy.offloads:
         name += " offload"
     return name
 

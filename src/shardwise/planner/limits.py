@@ -11,7 +11,7 @@ from dataclasses import replace
 from shardwise.errors import JobError
 from shardwise.planner.plan import AtLimit, Objective, Option, Plan, PowerChoice, in_words
 from shardwise.planner.search import TIE_FACTOR, cost, rank
-from shardwise.planner.why import reasons, uses_host
+from shardwise.planner.why import reasons
 from shardwise.simulate.power import energy_error, levels, under_limit
 
 MOST_SHARE = 1.0
@@ -61,7 +61,7 @@ def with_limits(plan: Plan, max_slowdown: float, fewer: Iterable[Plan] = ()) -> 
     chosen, *rest = rank(best, "energy", plan.hardware)
     power = _compared(chosen, default, plan, max_slowdown)
     _, *why = reasons(chosen, rest, hardware=plan.hardware, objective="energy", margin=plan.margin)
-    slower = f"take at most {_percent(max_slowdown)} more time a token than the fastest"
+    slower = f"take at most {max_slowdown:.1%} more time a token than the fastest"
     gpus = plan.hardware.world_size
     on = "" if gpus == all_gpus else f", on {gpus} of {all_gpus} GPUs; what the others draw is not counted"
     first = f"the least energy of the {len(best)} that fit and {slower}{on}"
@@ -83,11 +83,12 @@ def with_pareto(plan: Plan) -> Plan:
     if plan.chosen is None:
         return plan
     plain = sorted(
-        _alike(plan), key=lambda option: (uses_host(option), option.prediction.memory.needed_bytes)
+        _alike(plan), key=lambda option: (option.strategy.offloads, option.prediction.memory.needed_bytes)
     )
     kept: list[Option] = []
     for option in plain:
-        if not any(_as_good(other, option) for other in kept):
+        bounds = [(by, TIE_FACTOR * cost(option, by)) for by in METRICS]
+        if not any(all(cost(other, by) <= bound for by, bound in bounds) for other in kept):
             kept.append(option)
     return replace(plan, pareto=front(one for option in kept for one in at_limits(option, plan)))
 
@@ -109,10 +110,6 @@ def front(options: Iterable[Option]) -> tuple[Option, ...]:
         if not kept or _joules(option) < _joules(kept[-1]):
             kept.append(option)
     return tuple(kept)
-
-
-def _as_good(option: Option, than: Option) -> bool:
-    return all(cost(option, by) <= TIE_FACTOR * cost(than, by) for by in METRICS)
 
 
 def _alike(plan: Plan) -> list[Option]:
@@ -171,10 +168,6 @@ def _said(chosen: Option, power: PowerChoice, plan: Plan) -> Iterator[str]:
     limit = f"its own power limit of {gpu.power_watts} W" if watts is None else f"a power limit of {watts} W"
     slower, saved, error = power.slowdown_fraction, power.energy_saved_fraction, power.energy_error_fraction
     against = f"than {in_words(power.default)} at {gpu.power_watts} W, the choice for throughput"
-    ends = f"{_percent(saved - error)} to {_percent(saved + error)}"
+    ends = f"{saved - error:.1%} to {saved + error:.1%}"
     band = f" ({ends}: {power.error_source})" if error else ""
-    yield f"{limit}: {_percent(saved)} less energy{band} and {_percent(slower)} more time a token {against}"
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
+    yield f"{limit}: {saved:.1%} less energy{band} and {slower:.1%} more time a token {against}"

@@ -21,7 +21,6 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.planner.cache import plan_key, plan_once
 from shardwise.planner.changes import Change, small_changes
-from shardwise.planner.changes import nearest as nearest_of
 from shardwise.planner.limits import at_limit
 from shardwise.planner.plan import Nearest, Objective, Option, Plan, Workload
 from shardwise.planner.search import MARGIN, fit, leanest_that_fits, search
@@ -51,22 +50,11 @@ def make_plan(
     making: Making = nullcontext,
     **tokens: int | None,
 ) -> Plan:
-    """The plan of a job on a hardware, made once and then kept (planner/cache.py).
+    """The plan of a job on a hardware, made once and then kept (planner/cache.py); see app.plan.
 
-    Args:
-        job: what is planned.
-        hardware: for which GPUs.
-        objective: the metric to rank strategies by.
-        memory_cap_bytes: limit per GPU for the process.
-        margin: share of the capacity that the choice leaves free.
-        nearest: look for the nearest change that fits, where nothing does.
-        making: see `Making`.
-        tokens: `vocab_size`, rows of the embedding (None: as the job says; for a tokenizer to be learned the
-            most it may have); `epoch_tokens`, of one pass over the data (None: not known); `document_tokens`,
-            how long the documents in packed rows are (None: each row is one).
-
-    Raises:
-        JobError: no strategy is allowed; and what building the model raises.
+    `tokens`: `vocab_size`, rows of the embedding (None: as the job says; for a tokenizer to be learned the
+    most it may have); `epoch_tokens`, of one pass over the data (None: not known); `document_tokens`, how
+    long the documents in packed rows are (None: each row is one). JobError where no strategy is allowed.
     """
     asked: dict[str, Any] = {"memory_cap_bytes": memory_cap_bytes, "margin": margin, "nearest": nearest}
     asked |= {"objective": objective, **tokens}
@@ -104,9 +92,12 @@ def nearest_change(
     vocab_size: int | None = None,
     margin: float = MARGIN,
 ) -> Nearest | None:
-    """The nearest change of the job or the hardware with which something fits, or None."""
-    attempt = partial(_attempt, vocab_size=vocab_size, margin=margin)
-    return nearest_of(small_changes(job, hardware, memory_cap_bytes), attempt)
+    """The first of the small changes with which something fits, or None."""
+    for change in small_changes(job, hardware, memory_cap_bytes):
+        option = _attempt(change, vocab_size=vocab_size, margin=margin)
+        if option is not None:
+            return Nearest(what=change.what, how=change.how, option=option)
+    return None
 
 
 def _make(
@@ -145,22 +136,18 @@ def _make(
             margin=margin,
             memory_cap_bytes=memory_cap_bytes,
         )
-        if made.chosen is None or not _offloads(made.chosen.strategy):
+        if made.chosen is None or not made.chosen.strategy.offloads:
             return made
-        if any(option.fit != "no" and not _offloads(option.strategy) for option in made.options):
+        if any(option.fit != "no" and not option.strategy.offloads for option in made.options):
             return made
         changes = small_changes(job, hardware, memory_cap_bytes)
         four_bits = next((one for one in changes if one.job.model.quantization == "nf4"), None)
-        option = four_bits and _attempt(four_bits, vocab_size=vocab_size, margin=MARGIN, offload=False)
+        option = four_bits and _attempt(four_bits, vocab_size=vocab_size, margin=margin, offload=False)
         if not four_bits or not option:
             return made
         needed = gib(option.prediction.memory.needed_bytes)
         hint = f"without offloading {four_bits.how} fits, in {needed}: {four_bits.what}"
         return replace(made, chosen=replace(made.chosen, why=(*made.chosen.why, hint)))
-
-
-def _offloads(strategy: Strategy) -> bool:
-    return {strategy.offload_optimizer, strategy.offload_parameters} != {"none"}
 
 
 @contextmanager
@@ -252,7 +239,7 @@ def _attempt(change: Change, *, vocab_size: int | None, margin: float, offload: 
     except JobError:
         return None
     return leanest_that_fits(
-        [one for one in strategies if offload or not _offloads(one)],
+        [one for one in strategies if offload or not one.offloads],
         hardware=change.hardware,
         trace_for=tracer.trace,
         simulate=partial(simulate, memory_cap_bytes=change.memory_cap_bytes),

@@ -15,7 +15,7 @@ from shardwise.errors import JobError, Problem
 from shardwise.hardware.hardware import Hardware
 from shardwise.planner.changes import with_host_memory
 from shardwise.planner.plan import Fit, Nearest, Objective, Option, Plan, Skipped, Workload, in_words
-from shardwise.planner.why import reasons, shortcoming, uses_host
+from shardwise.planner.why import reasons, shortcoming
 from shardwise.simulate.prediction import Prediction
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.space.candidates import Refused
@@ -266,12 +266,12 @@ def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) ->
     ranked = sorted(options, key=key)
     alike = [o for o in ranked if o.fit != "no" and _group(o) == _group(ranked[0])]
     lead = next(iter(alike), None)
-    if lead is not None and uses_host(lead) and hardware.host_memory_bytes is None:
-        sure = next((o for o in alike if not uses_host(o)), lead)
+    if lead is not None and lead.strategy.offloads and hardware.host_memory_bytes is None:
+        sure = next((o for o in alike if not o.strategy.offloads), lead)
         lead = sure if cost(sure, objective) <= UNSTATED_FACTOR * cost(lead, objective) else lead
     ties = [o for o in alike if lead and cost(o, objective) <= TIE_FACTOR * cost(lead, objective)]
     if ties:
-        first = min(ties, key=lambda o: (uses_host(o), o.prediction.memory.needed_bytes))
+        first = min(ties, key=lambda o: (o.strategy.offloads, o.prediction.memory.needed_bytes))
         ranked.remove(first)
         ranked.insert(0, first)
     return ranked

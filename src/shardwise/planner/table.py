@@ -1,4 +1,7 @@
-"""A plan as a table for the terminal, its memory as stacked bars; readable without colour in 80 columns."""
+"""A plan as tables for the terminal: its strategies, with memory as stacked bars; and time against energy.
+
+Readable without colour in 80 columns.
+"""
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.planner.plan import Option, Plan, in_words
+from shardwise.planner.search import cost
 from shardwise.planner.why import needs_of_host, terms
+from shardwise.simulate.power import energy_error, levels
 from shardwise.simulate.prediction import Memory
 from shardwise.strategy import Strategy
 from shardwise.units import GIB, count, gib
@@ -288,3 +293,38 @@ def _refused(plan: Plan) -> Iterator[Text]:
         names.setdefault(one.reason, {})[one.strategy.name] = None
     for reason, refused in names.items():
         yield Text.assemble("refused: ", ", ".join(refused), (f": {reason}", "dim"))
+
+
+def show_pareto(plan: Plan, *, console: Console | None = None) -> None:
+    """Print what nothing else beats in both, the fastest first; at most 80 columns."""
+    console = console or Console()
+    first = plan.pareto[0]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", highlight=False)
+    names = ("\n  strategy", "micro ×\naccum.", "ckpt\n", "limit\nW", "tokens/s\nper GPU", "time\n%")
+    for name in (*names, "J per\ntoken", "energy\n%"):
+        table.add_column(name, justify="left" if "strategy" in name else "right", no_wrap=True)
+    for option in plan.pareto:
+        shares = [100 * (cost(option, by) / cost(first, by) - 1) for by in ("throughput", "energy")]
+        table.add_row(
+            f"  {option.strategy.name}",
+            *batch(option.strategy),
+            limit(option, plan),
+            f"{option.prediction.time.tokens_per_second_per_gpu:,.0f}",
+            f"{shares[0]:+.1f}",
+            joules(option),
+            f"{shares[1]:+.1f}",
+        )
+    console.print()
+    console.print(Text("time against energy: what nothing else beats in both", style="bold"))
+    console.print(table)
+    console.print(Padding(Text(_certainty(plan), style="dim"), (0, 0, 0, 2), expand=False))
+
+
+def _certainty(plan: Plan) -> str:
+    """How certain the energy under a lower limit is."""
+    gpu = plan.hardware.gpu
+    if not levels(gpu):
+        return f"only {gpu.power_watts} W: the range of power limits of {gpu.name} is not known"
+    error, swept = energy_error(gpu)
+    source = "recorded sweeps of this card" if swept else "no sweep of this card was measured"
+    return f"energy under a lower limit ±{error:.0%}: {source}"

@@ -171,7 +171,9 @@ def _against_the_others(
     lead = gain(nearly, chosen, objective) - 1
     if chosen.fit == "fits" and lead >= 0.0005:  # see `rank`; less is shown as 0.0 %
         ahead = f"{in_words(nearly.strategy)} is {lead:.1%} ahead"
-        cost = "offloads" if uses_host(nearly) and not uses_host(chosen) else "needs more memory"
+        cost = (
+            "offloads" if nearly.strategy.offloads and not chosen.strategy.offloads else "needs more memory"
+        )
         if cost == "offloads" and hardware.host_memory_bytes is None and lead > 0.005:  # no tie (`rank`)
             host = f"{gib(nearly.prediction.memory.host_bytes)} of host memory, which nobody has stated"
             return f"{best} that needs no host memory: {ahead}, but needs {host}"
@@ -180,11 +182,6 @@ def _against_the_others(
     if other is None:
         return among
     return f"{among}: {_compared(chosen, other, objective, other.strategy.name)}, the next kind"
-
-
-def uses_host(option: Option) -> bool:
-    """Whether it offloads anything, so that its speed depends on the host."""
-    return {option.strategy.offload_optimizer, option.strategy.offload_parameters} != {"none"}
 
 
 def _compared(option: Option, than: Option, objective: Objective, name: str = "") -> str:

@@ -5,7 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.record.read import EVENTS, MOST_LINE, is_being_written, opened, parse_event, runs_in
+from shardwise.job.paths import open_regular
+from shardwise.record.read import EVENTS, MOST_LINE, is_being_written, parse_event, runs_in
 
 FREE_SECONDS = 10.0
 """A lock that was found free is not tried again for so long: trying it holds it for microseconds."""
@@ -32,7 +33,7 @@ class Follower:
         is no event is skipped, and `problem` names it.
         """
         try:
-            with opened(self._path) as file:
+            with open_regular(self._path) as file:
                 found = self._new(file)
         except FileNotFoundError:
             again, self._inode, self._offset = self._offset > 0, 0, 0
@@ -79,7 +80,7 @@ class Follower:
 def ends(run_dir: Path, tail_bytes: int = 1 << 16) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The first event of a run, and those in the last bytes: enough to say how far it is."""
     try:
-        with opened(run_dir / EVENTS) as file:
+        with open_regular(run_dir / EVENTS) as file:
             first, size = file.readline(tail_bytes), file.seek(0, os.SEEK_END)
             file.seek(max(len(first), size - tail_bytes))
             if file.tell() > len(first):

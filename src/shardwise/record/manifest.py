@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.record.read import opened
+from shardwise.job.paths import open_regular
 
 SCHEMA = 1
 NAME = "manifest.json"
@@ -26,7 +26,7 @@ LIMIT = 64 << 20  # Bytes of a JSON file that are read at most
 
 def read_json(path: Path) -> Any:
     """What a checkpoint's file says. OSError, or ValueError where it is no JSON, too long or too deep."""
-    with opened(path) as file:
+    with open_regular(path) as file:
         content = file.read(LIMIT + 1)
     if len(content) > LIMIT:
         raise ValueError(f"it has more than {LIMIT} bytes of JSON")

@@ -1,22 +1,21 @@
 """Reading a run folder, from any process and at any time: during the run, or after it was killed."""
 
-import errno
 import fcntl
 import hashlib
 import json
 import os
 import shlex
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import yaml
 from pydantic_core import from_json
 
 from shardwise.errors import JobError
+from shardwise.job.paths import open_regular
 from shardwise.job.source import job_values
 
 JOB = "job.yaml"
@@ -40,22 +39,9 @@ class RunRecord:
     gaps: list[int]  # Lines of events.jsonl, from 1, before which lines are missing or were changed
 
 
-def opened(path: Path) -> BinaryIO:
-    """A file to read. OSError where it is a pipe or a device: nobody may ever write to it."""
-
-    def regular(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | os.O_NONBLOCK)
-        if stat.S_ISREG(mode := os.fstat(descriptor).st_mode) or stat.S_ISDIR(mode):  # open refuses folders
-            return descriptor
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", name)
-
-    return open(path, "rb", opener=regular)
-
-
 def text_of(path: Path, errors: str = "strict") -> str:
-    """The text of a file, as `opened` opens it; ValueError where it is not UTF-8."""
-    with opened(path) as file:
+    """The text of a file, as `open_regular` opens it; ValueError where it is not UTF-8."""
+    with open_regular(path) as file:
         return file.read().decode(errors=errors)
 
 
@@ -125,7 +111,7 @@ def read_events_and_gaps(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 def _lines(path: Path) -> Iterator[bytes]:
     try:
-        with opened(path) as file:
+        with open_regular(path) as file:
             yield from iter(partial(file.readline, MOST_LINE), b"")
     except OSError as error:
         what = f"{path.name} cannot be read: {error.strerror}"
@@ -150,11 +136,20 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 def is_being_written(path: Path) -> bool:
     """Whether a process holds the run folder's lock now."""
     try:
-        with opened(path / LOCK) as file:
+        with open_regular(path / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return isinstance(error, BlockingIOError)
     return False
+
+
+def status(last: Mapping[str, Any], *, in_use: bool) -> str:
+    """Of a run with this last event, whose folder a process holds (`in_use`) or none."""
+    if last.get("kind") == "stop":
+        return str(last.get("status"))
+    if not last:
+        return "starting" if in_use else "not started"
+    return "running" if in_use else "interrupted"
 
 
 def _read(path: Path) -> Mapping[str, Any]:

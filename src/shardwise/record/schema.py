@@ -84,7 +84,8 @@ class SaveEvent:
 
     kind: ClassVar[str] = "save"
     step: int
-    seconds: float
+    seconds: float  # Training stood still
+    background_seconds: float | None = None  # Then it went on, while a thread wrote; null: it waited
     bytes: int | None = None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.errors import JobError
 from shardwise.job.paths import unplaced
 from shardwise.record.manifest import check_sizes, read_manifest, step_folders, verify
-from shardwise.record.read import RunRecord, is_being_written, read_run
+from shardwise.record.read import RunRecord, is_being_written, read_run, status
 from shardwise.record.restarts import restarts_of
 from shardwise.report.energy import energy
 
@@ -58,7 +58,7 @@ def summary(run_dir: str | Path | RunRecord) -> dict[str, Any]:
     return {
         "name": run.job.get("name"),
         "path": str(run.path),
-        "status": _status(run),
+        "status": status(run.events[-1], in_use=is_being_written(run.path)),
         "strategy": head.get("strategy"),
         "processes": head.get("processes"),
         "steps": steps[-1]["step"] if steps else 0,
@@ -131,13 +131,6 @@ def _with_loss(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _of_kind(events: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
     return [event for event in events if event.get("kind") == kind]
-
-
-def _status(run: RunRecord) -> str:
-    last = run.events[-1]
-    if last["kind"] == "stop":
-        return str(last["status"])
-    return "running" if is_being_written(run.path) else "interrupted"
 
 
 def _steady(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -286,7 +286,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="8-bit-moments-are-of-data-parallel-ranks",
-        broken=lambda f: f.strategy.optimizer == "adamw8bit" and (f.offloads or _together(f.strategy) > 1),
+        broken=lambda f: (
+            f.strategy.optimizer == "adamw8bit" and (f.strategy.offloads or _together(f.strategy) > 1)
+        ),
         reason="moments in 8 bits save nothing in host memory, and are not tested where a model is split",
         where="optimizer.name",
         fix="optimizer.name: adamw, or single, zero2, zero3 or fsdp2 without offloading",

@@ -2,7 +2,7 @@
 
 The commit protocol, in the order in which it survives a crash at any point:
 
-1. rank 0 makes `.tmp-step-000100`; every rank writes its part into it;
+1. rank 0 makes `.tmp-step-000100`; every rank writes its part into it, perhaps from a thread (saving.py);
 2. the ranks share out the files, flush them to disk and hash them;
 3. rank 0 writes `manifest.json` last, flushes the folders, renames to `step-000100`, flushes the parent;
 4. older checkpoints are removed, their manifest first, so that a half removed one never counts.
@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -137,10 +138,11 @@ class CheckpointStore:
         """A step that is kept in addition, if it is sound."""
         self._last_bytes = 0  # size of the newest one known, the forecast for the next
 
-    def save(self, step: int, write: Callable[[Path], None], *, origin: Origin) -> Checkpoint:
+    def save(self, step: int, *writes: Callable[[Path], None], origin: Origin) -> Checkpoint:
         """Save one checkpoint; on return it is on disk, and too old ones are gone. Collective.
 
-        Every rank's `write` puts its files into the folder it is given. A sound checkpoint of the
+        `writes` put a rank's files into the folder that they are given, each when all ranks have done the one
+        before. A sound checkpoint of the
         same step is left as it is. Raises MachineError on every rank when any could not write;
         what was written so far is then removed, and the older checkpoints are untouched.
         """
@@ -150,7 +152,7 @@ class CheckpointStore:
             manifest = read_manifest(final)
         else:
             self._on_leads(lambda: self._prepare(temporary))
-            size = len(self._together(lambda: write(temporary)))
+            *_, size = [len(self._together(partial(write, temporary))) for write in writes]
             manifest = self._manifest(step, origin, self._together(lambda: self._hash(temporary, size)))
             for first in (False, True):  # node 0 last: what it has counts
                 self._on_leads(lambda: self._commit(temporary, final, manifest), first=first)

@@ -6,7 +6,8 @@ weights: the engines guard it on the device, so noticing one step later loses no
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from shardwise.launch.heartbeat import FIRST_STEPS, mark
 from shardwise.record.read import best_step
 from shardwise.training.meter import MEMORY_FIELDS, Mark, Stopwatch, memory
 from shardwise.training.process import Ranks, StopSignal
+from shardwise.training.saving import Progress, Saved, Saver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +53,7 @@ class Observer(Protocol):
 
     def on_eval(self, *, step: int, loss: float, seconds: float, **more: Any) -> None: ...
 
-    def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None: ...
-
-
-@dataclass
-class Progress:
-    """The position of the training; a checkpoint carries it in addition to the engine's state."""
-
-    step: int = 0
-    tokens: int = 0
-    target_tokens: int = 0
-    best: int | None = None  # The evaluated step with the lowest loss, where that is to be kept
+    def on_save(self, saved: Saved) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +70,7 @@ class _Issued:
 
 @dataclass(kw_only=True, eq=False)
 class Loop:
-    """Runs optimizer steps from `progress.step` to `last_step`; evaluates and saves unless that is None."""
+    """Runs optimizer steps from `progress.step` to `last_step`; evaluates and saves unless those are None."""
 
     job: Job
     engine: Engine
@@ -87,7 +79,7 @@ class Loop:
     ranks: Ranks
     stop: StopSignal
     observer: Observer
-    save_state: Callable[[Progress], int] | None
+    saver: Saver | None
     progress: Progress
     total_steps: int
     evaluations: list[tuple[int, float]] = field(default_factory=list)
@@ -103,9 +95,18 @@ class Loop:
     def run(self, last_step: int) -> bool:
         """Train up to and including `last_step`. True when it got there, False when asked to stop.
 
-        Either way the state is saved before this returns. What is saved and evaluated after the same step is
-        saved first: an evaluation may fail, or take longer than the machine is ours.
+        Either way the state is on disk before this returns. A step is saved before it is evaluated: that may
+        fail, or take longer than the machine is ours.
         """
+        try:
+            self._run(last_step)
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to report
+                self._wait()  # what was copied is a checkpoint soon
+            raise
+        return self.progress.step >= last_step or self.worse
+
+    def _run(self, last_step: int) -> None:
         saved_at = self.progress.step or None
         self._compiled = self.progress.step + FIRST_STEPS
         if self.progress.step not in dict(self.evaluations):
@@ -115,7 +116,7 @@ class Loop:
             step, train = self.progress.step, self.job.train
             early = train.worst_case_first and step == 1
             if early or step == last_step or (train.save_every and step % train.save_every == 0):
-                self.save()
+                self.save(wait=step == last_step)
                 saved_at = step
             self._evaluate_if_due()
             if self.progress.best == step != saved_at:
@@ -123,8 +124,8 @@ class Loop:
                 saved_at = step
         self._read()
         if saved_at != self.progress.step:
-            self.save()
-        return self.progress.step >= last_step or self.worse
+            self.save(wait=True)
+        self._wait()
 
     @property
     def worse(self) -> bool:
@@ -168,15 +169,24 @@ class Loop:
         self.watch.restart()
         return loss
 
-    def save(self) -> None:
+    def save(self, *, wait: bool = False) -> None:
+        """Save, in the background where that is possible and `wait` is not asked for."""
         self._read()
-        if self.save_state is None:
-            return
-        self.watch.restart()
-        mark("saving", self.progress.step)
-        size_bytes = self.save_state(self.progress)
-        self.observer.on_save(step=self.progress.step, size_bytes=size_bytes, seconds=self.watch.lap())
-        self.watch.restart()
+        if self.saver is not None:
+            mark("saving", self.progress.step)
+            self._report(self.saver.save(self.progress, wait=wait))
+
+    def _wait(self) -> None:
+        """Until what is being written is on disk."""
+        if self.saver is not None:
+            mark("saving", self.progress.step)
+            self._report(self.saver.wait())
+
+    def _report(self, checkpoints: Iterable[Saved]) -> None:
+        for saved in checkpoints:
+            self.observer.on_save(saved)
+            if saved.background_seconds is None:
+                self.watch.restart()
 
     def _issue(self) -> None:
         """Start one optimizer step, then read the one before it while this one runs."""
@@ -190,13 +200,14 @@ class Loop:
             target_tokens=batch.target_tokens,
             learning_rate=rate,
         )
+        ended = self.saver is not None and self.saver.ended
         issued = _Issued(
             step=step,
             batch=batch,
             learning_rate=rate,
             ended=self.watch.mark(),
             numbers=_copy_back(result),
-            shared=self.ranks.exchange([float(self.stop.requested), *memory(device)]),
+            shared=self.ranks.exchange([float(self.stop.requested), float(ended), *memory(device)]),
         )
         self._read()
         self._issued = issued
@@ -214,7 +225,7 @@ class Loop:
         loss, grad_norm, skipped, *scale = issued.numbers()
         by_rank = issued.shared()
         self._stop_agreed = self._stop_agreed or any(values[0] > 0 for values in by_rank)
-        names = enumerate(MEMORY_FIELDS, start=1)
+        names = enumerate(MEMORY_FIELDS, start=2)
         report = StepReport(
             step=issued.step,
             epoch=issued.batch.epoch,
@@ -229,6 +240,8 @@ class Loop:
             memory={name: [int(values[index]) for values in by_rank] for index, name in names},
         )
         self.observer.on_step(report)
+        if any(values[1] > 0 for values in by_rank):  # on all ranks after the same step
+            self._wait()
         _check(report, fp16=self.job.train.precision == "fp16")
 
 

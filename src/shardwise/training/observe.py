@@ -33,6 +33,7 @@ from shardwise.report.compare import row_of
 from shardwise.report.terminal import compared
 from shardwise.training.loop import StepReport
 from shardwise.training.meter import UNKNOWN, lag, sources, why_no_energy, why_no_host
+from shardwise.training.saving import Saved
 from shardwise.units import duration, gib
 
 Floats = Sequence[float]
@@ -109,7 +110,7 @@ class Quiet:
 
     def on_eval(self, **_: object) -> None: ...
 
-    def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None: ...
+    def on_save(self, saved: Saved) -> None: ...
 
     def finish(self, **_: object) -> None: ...
 
@@ -214,9 +215,11 @@ class Recorder:
         for prompt, text in more.get("samples", ()):
             self._display.say(f"  {prompt} -> {text}")
 
-    def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None:
-        self._between("saving", seconds)
-        self._events.write(SaveEvent(step=step, seconds=seconds, bytes=size_bytes))
+    def on_save(self, saved: Saved) -> None:
+        if saved.background_seconds is None:
+            self._between("saving", saved.seconds)
+        event = SaveEvent(step=saved.step, seconds=saved.seconds, bytes=saved.size_bytes)
+        self._events.write(replace(event, background_seconds=saved.background_seconds))
 
     def record(self, event: Event) -> None:
         """Write an event of another observer."""

@@ -25,6 +25,7 @@ from shardwise.record.write import replace_json
 from shardwise.training.loop import StepReport
 from shardwise.training.meter import UNKNOWN
 from shardwise.training.observe import Recorder
+from shardwise.training.saving import Saved
 from shardwise.training.windows import Held, Measured, Windows
 
 PROFILE = f"{FOLDER}/profile.json"
@@ -117,9 +118,9 @@ class PowerTuner:
         self._windows.interrupt()
         self._recorder.on_eval(step=step, loss=loss, seconds=seconds, **more)
 
-    def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None:
+    def on_save(self, saved: Saved) -> None:
         self._windows.interrupt()
-        self._recorder.on_save(step=step, size_bytes=size_bytes, seconds=seconds)
+        self._recorder.on_save(saved)
 
     def finish(self, *, step: int, status: str, **energy: Any) -> None:
         self._end()

@@ -141,6 +141,7 @@ def _resolve(job: Job, built: BuiltModel, processes: int) -> tuple[Strategy, lis
         total_parameters=built.total,
         device_memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else None,
         architecture=Architecture.of(built.config),
+        capability=torch.cuda.get_device_capability(0) if cuda else None,
     )
     if not cuda and job.train.precision == "bf16" and not multiplies_bf16():
         why = [*why, "this processor has no instructions for bf16: train.precision: fp32 is faster on it"]

@@ -4,6 +4,7 @@ The run folder is written only after the job, the data and the model have been c
 """
 
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -14,8 +15,10 @@ import torch
 
 from shardwise.device.find import fake_file, find
 from shardwise.engines import descriptor
+from shardwise.engines.runtime.host_copy import HostCopy
 from shardwise.engines.runtime.protocol import Engine, World, build_engine
 from shardwise.errors import DoesNotFitError, JobError, StoppedError
+from shardwise.hardware.detect import driver_version
 from shardwise.job.paths import absolute
 from shardwise.job.schema import Job
 from shardwise.job.source import job_text
@@ -35,7 +38,7 @@ from shardwise.record.write import RunFolder
 from shardwise.strategy import Strategy
 from shardwise.training.announce import announce, header, speed
 from shardwise.training.checkpoint import CheckpointStore, Disk
-from shardwise.training.loop import Loop, Progress, check_warmup
+from shardwise.training.loop import Loop, check_warmup
 from shardwise.training.meter import (
     PROFILED_STEPS,
     UNKNOWN,
@@ -51,6 +54,7 @@ from shardwise.training.process import Ranks, StopSignal, join, place, settled
 from shardwise.training.ready import Ready, count_steps, get_ready, identity, make_streams
 from shardwise.training.rehearsal import NOTICE, rehearsal
 from shardwise.training.samples import make_samples
+from shardwise.training.saving import Progress, Saver, reserve
 from shardwise.training.snapshot import Snapshots, seed_rng
 from shardwise.units import gib
 
@@ -112,15 +116,17 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             run_dir / "checkpoints",
             keep=job.train.keep,
             rank=world.rank,
-            agree=ranks.gather,
+            agree=Ranks(world).gather,  # a thread may use it, while training uses the other
             disk=_disk(spec, world),
         ),
         origin=Origin(world_size=world.size, strategy=strategy, identity=about, versions=versions()),
         engine=engine,
         stream=stream,
-        write_weights=lambda folder: save_weights(
-            ready.built, engine.weights(), folder, ready.tokenizer, rank=world.rank
+        write_weights=lambda folder, weights: save_weights(
+            ready.built, weights, folder, ready.tokenizer, rank=world.rank
         ),
+        weight_dtypes=ready.built.trainable_dtypes,
+        copy=HostCopy(world),
         total_steps=total_steps,
         resume_from=spec.resume_from,
         trusted=spec.trust_checkpoint,
@@ -148,7 +154,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             ranks=ranks,
             stop=stop,
             observer=observer,
-            save_state=None if measuring else snapshots.save,
+            saver=None if measuring else make_saver(snapshots, ranks),
             progress=progress,
             total_steps=total_steps,
             evaluations=evaluations,
@@ -214,6 +220,16 @@ def make_engine(ready: Ready, world: World) -> Engine:
     return build_engine(strategy, module, built.blocks, built.weights.fill, ready.job.optimizer, world)
 
 
+def make_saver(snapshots: Snapshots, ranks: Ranks) -> Saver:
+    """Saves in the background where that is possible. Collective."""
+    why, others = reserve(snapshots.copy, snapshots.engine, ranks), ranks.world.rank > 0
+    if why is not None:
+        if not others:
+            print(f"training waits while a checkpoint is written: {why}", file=sys.stderr, flush=True)
+        return Saver(snapshots.save)
+    return Saver(snapshots.save, snapshots.stage, quiet=others)
+
+
 def check_weights(ready: Ready, engine: Engine) -> None:
     """Compare some weights, as the engine holds them, with the files they came from.
 
@@ -276,7 +292,7 @@ def run_folder(ready: Ready, spec: LaunchSpec) -> RunFolder:
         return folder
     # Only what differs from the defaults: a job file again, which can be trained as it is.
     values = absolute(ready.job.model_dump(mode="json", exclude_defaults=True))
-    about = environment(gpus=_gpus(), command=spec.command)
+    about = environment(gpus=_gpus(), driver=driver_version(), command=spec.command)
     return RunFolder.create(path, job_yaml=job_text(values), plan=plan, environment=about)
 
 

@@ -9,9 +9,8 @@ import json
 import random
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ import numpy as np
 import torch
 
 from shardwise.data.loader import BatchStream
+from shardwise.engines.runtime.host_copy import HostCopy
 from shardwise.engines.runtime.protocol import Engine
-from shardwise.engines.runtime.state import OLDER, PICKLED, check_pickles
+from shardwise.engines.runtime.state import OLDER, PICKLED, check_pickles, weights_in
 from shardwise.errors import CheckpointError, Problem
 from shardwise.job.identity import longer
 from shardwise.job.load import differences
@@ -29,28 +29,57 @@ from shardwise.models.fingerprint import other_base
 from shardwise.record.manifest import Manifest, Origin, read_json, reading
 from shardwise.record.read import EVENTS, read_events
 from shardwise.training.checkpoint import Checkpoint, CheckpointStore
-from shardwise.training.loop import Progress
+from shardwise.training.saving import Progress
 from shardwise.units import processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshots:
-    """Saves and restores one run. Both are collective."""
+    """Saves and restores one run. All of it is collective."""
 
     store: CheckpointStore
     origin: Origin
     engine: Engine
     stream: BatchStream
-    write_weights: Callable[[Path], None]
+    write_weights: Callable[[Path, Iterable[tuple[str, torch.Tensor]]], None]
+    weight_dtypes: Mapping[str, torch.dtype]  # Of the trained weights, by name
+    copy: HostCopy  # For `stage`
     total_steps: int
     resume_from: int | None = None  # The step of the checkpoint to go on from; None: of the newest
     trusted: bool = False  # Load pickles whatever they name
 
     def save(self, progress: Progress) -> int:
         """Commit a checkpoint of `progress.step`; returns its bytes."""
-        self.store.best = progress.best
-        saved = self.store.save(progress.step, partial(self._write, progress), origin=self.origin)
-        return saved.manifest.size_bytes
+        write_position = self._position(progress)
+
+        def write(folder: Path) -> None:
+            write_position(folder)
+            self.engine.save(folder / "engine")
+            self.write_weights(folder / "model", self.engine.weights())
+
+        return self._commit(progress.step, progress.best, write)
+
+    def stage(self, progress: Progress) -> Callable[[], int]:
+        """Copy what `save` would write. The returned function does what is left of it, in any thread."""
+        state, copy, step, best = self.engine.named_state(), self.copy, progress.step, progress.best
+        assert state is not None
+        write_position = self._position(progress)
+        copy.take(*state)
+
+        def write(folder: Path) -> None:
+            write_position(folder)
+            copy.write(folder / "engine")
+
+        def write_weights(folder: Path) -> None:
+            """Once all ranks' files are there, they hold the weights, and no GPU is asked for them."""
+            found = weights_in(folder / "engine", self.weight_dtypes) if self.engine.world.rank == 0 else ()
+            self.write_weights(folder / "model", found)
+
+        return lambda: self._commit(step, best, write, write_weights)
+
+    def _commit(self, step: int, best: int | None, *writes: Callable[[Path], None]) -> int:
+        self.store.best = best
+        return self.store.save(step, *writes, origin=self.origin).manifest.size_bytes
 
     def restore(self) -> Progress:
         """Load the newest sound checkpoint; the beginning where none was ever saved.
@@ -119,17 +148,19 @@ class Snapshots:
             print("nothing was saved yet: the run begins again with step 1", file=sys.stderr, flush=True)
         return Progress()
 
-    def _write(self, progress: Progress, folder: Path) -> None:
-        """This rank's part of a checkpoint."""
-        world = self.engine.world
-        engine = folder / "engine"
-        engine.mkdir(exist_ok=True)
-        self.engine.save(engine)
-        self.write_weights(folder / "model")
-        save_rng(folder, rank=world.rank, device=world.device)
-        if world.rank == 0 or (world.local_disks and world.local_rank == 0):
-            data = self.stream.state_dict()
-            save_state(folder, TrainerState(**vars(progress), total_steps=self.total_steps, data=data))
+    def _position(self, progress: Progress) -> Callable[[Path], None]:
+        """What writes where the training is now, without the engine's state; its folder is made, too."""
+        world, rng = self.engine.world, rng_state(self.engine.world.device)
+        data = self.stream.state_dict()
+        state = TrainerState(**vars(progress), total_steps=self.total_steps, data=data)
+
+        def write(folder: Path) -> None:
+            (folder / "engine").mkdir(exist_ok=True)
+            (folder / f"rng-rank{world.rank}.json").write_text(rng)
+            if world.rank == 0 or (world.local_disks and world.local_rank == 0):
+                save_state(folder, state)
+
+        return write
 
 
 def check_origin(manifest: Manifest, expected: Origin, *, where: str, named: bool = True) -> None:
@@ -239,8 +270,8 @@ def load_state(folder: Path) -> TrainerState:
         return state
 
 
-def save_rng(folder: Path, *, rank: int, device: torch.device) -> None:
-    """Write this rank's random number generators (python, numpy, torch, the GPU's) to `rng-rank0.json`."""
+def rng_state(device: torch.device) -> str:
+    """This rank's random number generators (python, numpy, torch, the GPU's): `rng-rank0.json`."""
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state()  # typed as either of two forms
     kind, key, *position = numpy_state
@@ -250,11 +281,11 @@ def save_rng(folder: Path, *, rank: int, device: torch.device) -> None:
         "torch": _encode(torch.get_rng_state()),
         "cuda": _encode(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
     }
-    (folder / f"rng-rank{rank}.json").write_text(json.dumps(state))
+    return json.dumps(state)
 
 
 def load_rng(folder: Path, *, rank: int, device: torch.device) -> None:
-    """Restore the generators that `save_rng` wrote. CheckpointError where it cannot."""
+    """Restore the generators of `rng_state`. CheckpointError where it cannot."""
     path = folder / f"rng-rank{rank}.json"
     fix = "resume on the same kind of device and with the same versions of torch and numpy"
     with reading(path, "the state of the random number generators cannot be restored", fix):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,22 +10,15 @@ from typing import Any
 import pytest
 
 import shardwise
+from scripts import script
 from shardwise.space.auto import resolve
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "experiments"
 
 
-def module(name: str) -> ModuleType:
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
-
-
 @pytest.fixture(scope="module")
 def experiments() -> ModuleType:
-    return module("experiments")
+    return script("benchmarks/experiments/experiments.py")
 
 
 @pytest.fixture
@@ -35,7 +26,8 @@ def folder(tmp_path: Path, experiments: ModuleType) -> Path:
     for shape in {setting.shape for setting in (*experiments.ON_CPU, *experiments.ON_GPU)}:
         made = tmp_path / "models" / shape
         made.mkdir(parents=True)
-        (made / "config.json").write_text(json.dumps(module("inputs").config_of(shape)))
+        inputs = script("benchmarks/experiments/inputs.py")
+        (made / "config.json").write_text(json.dumps(inputs.config_of(shape)))
     return tmp_path
 
 
@@ -60,7 +52,7 @@ def test_every_row_is_allowed(name: str, gpu: bool, experiments: ModuleType, fol
 @pytest.mark.slow
 def test_the_plain_loop_and_shardwise_compute_the_same(experiments: ModuleType, tmp_path: Path) -> None:
     """With accumulation: both divide by the tokens of the step, whatever the micro-batch."""
-    rows, (setting,) = module("programs"), experiments.ON_CPU
+    rows, (setting,) = script("benchmarks/experiments/programs.py"), experiments.ON_CPU
     plain, single = (
         rows.run(
             "plain",

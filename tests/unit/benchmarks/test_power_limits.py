@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from scripts import script
 from shardwise.power.objective import Objective
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "power_limits"
 
 
-def module(name: str) -> ModuleType:
-    """A script of the benchmark, which imports the others by name."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[name] = found
-    spec.loader.exec_module(found)
-    return found
-
-
-rehearse, families = module("rehearse"), module("families")
-replay = module("replay")
+rehearse = script("benchmarks/power_limits/rehearse.py")
+families = script("benchmarks/power_limits/families.py")
+replay = script("benchmarks/power_limits/replay.py")
 OBJECTIVES: dict[str, Callable[[int], Objective]] = replay.OBJECTIVES
 
 

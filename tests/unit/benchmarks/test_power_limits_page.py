@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from scripts import script
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
-    path = ROOT / "benchmarks" / "power_limits_predicted" / "page.py"
-    spec = importlib.util.spec_from_file_location("power_limits_page", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("benchmarks/power_limits_predicted/page.py")
 
 
 @pytest.mark.parametrize("table", ["accuracy", "levels", "jobs"])

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
+
+from scripts import script
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "power_limits_ranks"
 
 
 def test_the_page_shows_the_committed_results() -> None:
-    spec = importlib.util.spec_from_file_location("power_limits_ranks", FOLDER / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    run = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(run)
+    run = script("benchmarks/power_limits_ranks/run.py")
     results = json.loads((FOLDER / "results" / "ranks.json").read_text(encoding="utf-8"))
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert text == run.filled(text, results)

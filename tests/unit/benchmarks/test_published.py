@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from scripts import script
 from shardwise.hardware.parse import parse_hardware
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "published"
 
 
-def module(name: str) -> ModuleType:
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
-
-
 @pytest.fixture(scope="module")
 def published() -> ModuleType:
-    return module("published")
+    return script("benchmarks/published/published.py")
 
 
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
-    return module("published_page")
+    return script("benchmarks/published/published_page.py")
 
 
 @pytest.fixture(scope="module")

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-FILE = Path(__file__).parents[3] / "benchmarks" / "scaling" / "scaling.py"
+from scripts import script
 
 
 @pytest.fixture(scope="module")
 def scaling() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scaling_of_benchmarks", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+    return script("benchmarks/scaling/scaling.py")
 
 
 def test_the_page_shows_the_committed_numbers(scaling: ModuleType) -> None:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from scripts import script
 
 
 def test_the_page_shows_the_committed_predictions() -> None:
     """Made anew by `python benchmarks/tensor_parallel/predict.py`."""
-    folder = ROOT / "benchmarks" / "tensor_parallel"
-    spec = importlib.util.spec_from_file_location("tensor_parallel_predict", folder / "predict.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    rows = json.loads(script.RESULTS.read_text(encoding="utf-8"))["rows"]
+    predict = script("benchmarks/tensor_parallel/predict.py")
+    rows = json.loads(predict.RESULTS.read_text(encoding="utf-8"))["rows"]
     assert len(rows) == 16
-    page = script.PAGE.read_text(encoding="utf-8")
+    page = predict.PAGE.read_text(encoding="utf-8")
     assert "| 2048 × 4 | PCIe 4.0 |" in page
-    assert page == script.filled(page, rows)
-    assert page != script.filled(page, rows[:-1])
+    assert page == predict.filled(page, rows)
+    assert page != predict.filled(page, rows[:-1])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.engines.runtime.host_copy import HostCopy
 from shardwise.engines.runtime.protocol import World
 from shardwise.errors import CheckpointError, render
 from shardwise.record.manifest import Manifest, Origin
@@ -23,7 +24,7 @@ from shardwise.training.snapshot import (
     check_origin,
     load_rng,
     load_state,
-    save_rng,
+    rng_state,
     save_state,
     seed_rng,
 )
@@ -46,7 +47,7 @@ def draw() -> tuple[object, ...]:
 def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     random.gauss(0, 1), np.random.randn()  # leaves a cached value behind
-    save_rng(tmp_path, rank=3, device=CPU)
+    (tmp_path / "rng-rank3.json").write_text(rng_state(CPU))
     expected = [draw() for _ in range(3)]
     random.seed(9), np.random.seed(9), torch.manual_seed(9)
     load_rng(tmp_path, rank=3, device=CPU)
@@ -56,9 +57,7 @@ def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_missing_or_foreign_generator_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="random number generators"):
         load_rng(tmp_path, rank=1, device=CPU)
-    save_rng(tmp_path, rank=1, device=CPU)
-    path = tmp_path / "rng-rank1.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "cuda": "AAAA"}))
+    (tmp_path / "rng-rank1.json").write_text(json.dumps({**json.loads(rng_state(CPU)), "cuda": "AAAA"}))
     with pytest.raises(CheckpointError, match="saved with a GPU"):
         load_rng(tmp_path, rank=1, device=CPU)
 
@@ -69,7 +68,7 @@ def test_generators_go_on_with_the_rows_that_they_were_drawn_for(tmp_path: Path,
     drawn = {}
     for rank in range(4):
         seed_rng(rank)
-        save_rng(tmp_path, rank=rank, device=CPU)
+        (tmp_path / f"rng-rank{rank}.json").write_text(rng_state(CPU))
         drawn[rank] = draw()
     pipeline = origin(Strategy(engine="pipeline", pipeline=2, data_parallel=2), seed=7)
     manifest = Manifest(step=5, origin=pipeline, files={})
@@ -81,7 +80,9 @@ def test_generators_go_on_with_the_rows_that_they_were_drawn_for(tmp_path: Path,
             origin=origin(replace(SAVED, data_parallel=size), seed=7),
             engine=SimpleNamespace(world=world),  # type: ignore[arg-type]
             stream=None,  # type: ignore[arg-type]
-            write_weights=lambda _: None,
+            write_weights=lambda *_: None,
+            weight_dtypes={},
+            copy=HostCopy(world),
             total_steps=9,
         )
         for _ in range(2):

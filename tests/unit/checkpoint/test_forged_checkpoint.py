@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +16,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from shardwise.engines.runtime import state as named
+from shardwise.engines.runtime.host_copy import HostCopy
 from shardwise.engines.runtime.protocol import World
 from shardwise.engines.runtime.state import KINDS, Part, SavedState
 from shardwise.errors import CheckpointError, render
 from shardwise.record.manifest import Origin, verify
 from shardwise.strategy import Strategy
 from shardwise.training.checkpoint import CheckpointStore
-from shardwise.training.loop import Progress
-from shardwise.training.snapshot import Snapshots, save_rng
+from shardwise.training.saving import Progress
+from shardwise.training.snapshot import Snapshots, rng_state
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), data_rank=0, data_size=1)
 SHAPE, DEEP = (4, 5), "[" * 200_000
@@ -41,6 +42,9 @@ class Engine:
 
     def save(self, folder: Path) -> None:
         named.save_state(folder, ALONE, live(), {"w": Part(SHAPE)})
+
+    def weights(self) -> Iterator[Any]:
+        return iter(())
 
     def load(self, folder: Path) -> None:
         named.load_state(folder, ALONE, live(), {"w": Part(SHAPE)})
@@ -61,7 +65,9 @@ def run(folder: Path) -> Snapshots:
         origin=Origin(world_size=1, strategy=strategy, identity=identity, versions={}),
         engine=Engine(),  # type: ignore[arg-type]
         stream=stream,  # type: ignore[arg-type]
-        write_weights=lambda _: None,
+        write_weights=lambda *_: None,
+        weight_dtypes={},
+        copy=HostCopy(ALONE),
         total_steps=12,
     )
 
@@ -236,6 +242,6 @@ def test_deep_generators_are_refused_and_what_was_saved_is_loaded(saved: Path) -
     (saved / "rng-rank0.json").write_text(DEEP)
     sign(saved)
     assert "rng-rank0.json" in refused(saved)
-    save_rng(saved, rank=0, device=ALONE.device)
+    (saved / "rng-rank0.json").write_text(rng_state(ALONE.device))
     sign(saved)
     assert run(saved.parent).restore().step == 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,15 @@ def test_it_stands_in_for_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyP
             getattr(pynvml, name)(handle)
     with pytest.raises(AttributeError):
         pynvml.no_such_name  # noqa: B018
+
+
+def test_one_card_may_be_slow_to_answer(tmp_path: Path) -> None:
+    nvml, device, _ = fake(tmp_path, cards=2)
+    with nvml.changing() as state:
+        state["slow_seconds"]["GPU-fake-1"] = 0.3
+    taken = []
+    for uuid in (GPU, "GPU-fake-1"):
+        began = time.monotonic()
+        assert device.read(uuid, "power_limit_watts") == 700.0
+        taken.append(time.monotonic() - began >= 0.3)
+    assert taken == [False, True]

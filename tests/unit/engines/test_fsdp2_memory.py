@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.engines import descriptor
 from shardwise.engines.fsdp2.memory import Fsdp2Memory as Fsdp2
 from shardwise.engines.fsdp2.memory import _chunk_cat_bytes, shard_of, shard_part
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Model
-from shardwise.planner.simulate import predict_memory
 from shardwise.simulate.memory.allocator import CachingAllocator
 from shardwise.simulate.memory.gpu import GRADIENTS, WEIGHTS, GpuMemory
 from shardwise.simulate.step_trace import Parameter, StepTrace, Unit
@@ -336,5 +336,7 @@ def test_the_built_engine_is_as_large_as_a_recorded_one(recorded: StepTrace) -> 
 def test_the_peak_is_that_of_a_recorded_run(recorded: StepTrace, reshard: bool, peak: int) -> None:
     strategy = Strategy(engine="fsdp2", data_parallel=2, reshard=reshard, micro_batch=2, accumulation=2)
     hardware = parse_hardware("2xH200")
-    memory = predict_memory(recorded, strategy, hardware, capacity_bytes=hardware.gpu.memory_bytes)
+    memory = descriptor(strategy).peak_memory(
+        recorded, strategy, hardware, capacity_bytes=hardware.gpu.memory_bytes
+    )
     assert memory.peak_allocated_bytes == pytest.approx(peak, rel=1e-5)

@@ -124,3 +124,66 @@ def test_a_launcher_that_did_not_run_itself_accuses_nobody(tmp_path: Path) -> No
     finally:
         worker.process.kill()  # type: ignore[attr-defined]
         worker.process.wait()
+
+
+def test_a_rank_that_is_stopped_for_moments_and_makes_progress_is_not_accused(tmp_path: Path) -> None:
+    """As under cpulimit. Each look may come while it is stopped."""
+    worker = Worker(0, subprocess.Popen(["sleep", "60"]), tmp_path)
+    beat = tmp_path / "rank-0.beat"
+    try:
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        pulse = Pulse([worker], least=0.6)
+        for marks in range(1, 8):
+            beat.write_bytes(heartbeat._LAYOUT.pack(marks, marks, heartbeat._PHASES.index("training")))
+            time.sleep(0.1)
+            pulse.look()
+        assert not pulse.hung
+        time.sleep(0.3)
+        pulse.look()
+        assert pulse.hung, "without progress it is"
+    finally:
+        worker.process.kill()  # type: ignore[attr-defined]
+        worker.process.wait()
+
+
+def test_a_rank_that_uses_the_processor_between_stops_is_not_accused(tmp_path: Path) -> None:
+    """Without a mark for longer than a stopped rank may take: its step is long."""
+    worker = Worker(0, subprocess.Popen([sys.executable, "-c", "while True: pass"]), tmp_path)
+    pulse = Pulse([worker], least=3.0)
+    try:
+        for _ in range(15):
+            os.kill(worker.process.pid, signal.SIGCONT)
+            time.sleep(0.1)
+            os.kill(worker.process.pid, signal.SIGSTOP)
+            time.sleep(0.05)
+            pulse._looked -= 0.3
+            pulse.look()
+        assert not pulse.hung
+        for _ in range(2):
+            time.sleep(1.2)
+            pulse.look()
+        assert pulse.hung, "now it does nothing for longer than a third of the limit"
+    finally:
+        worker.process.kill()  # type: ignore[attr-defined]
+        worker.process.wait()
+
+
+def test_a_first_step_that_compiles_is_not_the_usual_one(tmp_path: Path) -> None:
+    worker = Worker(0, subprocess.Popen(["sleep", "60"]), tmp_path)
+    pulse = Pulse([worker], least=0.5)
+    try:
+        for step, phase, seconds in (
+            (1, "the first steps", 1.5),
+            (2, "the first steps", 0.1),
+            (3, "training", 3.0),
+        ):
+            number = heartbeat._PHASES.index(phase)
+            (tmp_path / "rank-0.beat").write_bytes(heartbeat._LAYOUT.pack(step, step, number))
+            until = time.monotonic() + seconds
+            while time.monotonic() < until and not pulse.hung:
+                pulse.look()
+                time.sleep(0.01)
+        assert pulse.hung, "ten times the mean of the two would be 8 s"
+    finally:
+        worker.process.kill()  # type: ignore[attr-defined]
+        worker.process.wait()

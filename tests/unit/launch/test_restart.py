@@ -61,6 +61,15 @@ def test_the_same_error_in_the_same_step_is_tried_once(run_dir: Path) -> None:
     assert [line["event"] for line in read_restarts(run_dir)] == ["began", "failed"] * 2
 
 
+def test_a_rank_that_ends_without_a_word_is_a_crash_whatever_its_exit_code(run_dir: Path) -> None:
+    """A library's own code 2 does not say that the job is wrong."""
+    codes = iter([2, 0])
+    spec = LaunchSpec(job={}, run_dir=str(run_dir), processes=1)
+    launcher = FakeLauncher({WORKER_MODULE: lambda *_: next(codes)})
+    assert supervise(spec, launcher=launcher, restarts=Restarts(run_dir, lambda: spec)) == 0
+    assert [line.get("code") for line in read_restarts(run_dir) if line["event"] == "failed"] == [1]
+
+
 def test_failures_without_a_new_checkpoint_come_to_an_end_and_with_one_go_on(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,6 +137,24 @@ def test_a_trainer_s_script_and_the_deepspeed_file_it_names(files: Path) -> None
     assert "train.py:6 says train.precision=bf16; ds.json:1 says train.precision=fp16" in text
 
 
+@pytest.mark.parametrize(
+    ("stage", "overlap", "left_out"),
+    [(2, False, False), (2, True, False), (1, False, True), (3, True, False)],
+)
+def test_overlap_comm_is_left_out_only_where_a_job_cannot_say_it(
+    files: Path, stage: int, overlap: bool, left_out: bool
+) -> None:
+    (files / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": stage, "overlap_comm": overlap}})
+    )
+    job, said = job_of(files, "ds.json")
+    assert isinstance(job.strategy, StrategySpec)
+    assert job.strategy.overlap_comm is (overlap or left_out)
+    named = [one for one in said if "overlap_comm" in one]
+    assert bool(named) is left_out
+    assert all("under ZeRO-2 alone" in one for one in named)
+
+
 def test_accelerate_with_fsdp(files: Path) -> None:
     job, said = job_of(files, "accelerate.yaml", "train.py")
     assert job.train.global_batch == 64, "the DeepSpeed file says it"

@@ -171,6 +171,22 @@ def test_all_differences_are_named_and_a_value_that_only_a_run_knows_is_none() -
     assert all(f"`--{name}`" in one.what for name in ("bf16", "learning_rate", "per_device_train_batch_size"))
 
 
+def test_the_other_precision_is_advice_for_a_difference_of_precision_only() -> None:
+    file = JSON.replace('"bf16"', '"fp16"')
+    found = checked(TRAINER + "TrainingArguments('o', bf16=True)\n", file).findings
+    fixes = {one.what.split()[0]: one.fix for one in found if one.rule == "trainer-and-file-differ"}
+    assert fixes.keys() == {"`fp16`", "`per_device_train_batch_size`"}
+    assert [name for name, fix in fixes.items() if "needs a section `bf16`" in fix] == ["`fp16`"]
+
+
+def test_an_argument_that_two_sections_have_is_named_once() -> None:
+    rates = '"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4}}, "optimizer": '
+    file = JSON.replace('"bf16"', rates + '{"type": "AdamW", "params": {"lr": 1e-4}}, "bf16"')
+    found = checked("deepspeed train.py --deepspeed ds.json", file).findings
+    [what] = [one.what for one in found if one.rule == "trainer-and-file-differ"]
+    assert what.count("`--learning_rate`") == 1
+
+
 def test_a_device_map_from_a_variable() -> None:
     stage_3 = JSON.replace('"stage": 2', '"stage": 3')
     load = "from transformers import AutoModel\n{}\nAutoModel.from_pretrained(name, device_map=dm)\n"

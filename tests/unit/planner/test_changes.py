@@ -7,7 +7,8 @@ import pytest
 from shardwise.hardware.catalog import gpus
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Data, Job, Lora, Model, Train
-from shardwise.planner.changes import larger_gpus, nearest, small_changes
+from shardwise.planner import planning
+from shardwise.planner.changes import larger_gpus, small_changes
 
 JOB = Job(
     name="a",
@@ -123,19 +124,21 @@ def test_nodes_their_network_and_their_hosts_stay(asked: str, told: str) -> None
     assert more.hardware == parse_hardware(told), "what is told is what was simulated"
 
 
-def test_the_first_that_fits_is_taken_and_no_other_tried(toy) -> None:
+def test_the_first_that_fits_is_taken_and_no_other_tried(toy, monkeypatch: pytest.MonkeyPatch) -> None:
     option = toy.plan("4xA100-SXM-80GB").chosen
     tried = []
 
-    def attempt(change):
+    def attempt(change, **_):
         tried.append(change.how)
         return option if change.how.startswith("--lora") else None
 
-    found = nearest(small_changes(JOB, parse_hardware("2xRTX4080")), attempt)
+    monkeypatch.setattr(planning, "_attempt", attempt)
+    found = planning.nearest_change(JOB, parse_hardware("2xRTX4080"))
     assert found is not None
     assert (found.how, found.option) == ("--lora 16", option)
     assert tried == ["--sequence 512", "--sequence 256", "--lora 16"]
-    assert nearest([], attempt) is None
+    monkeypatch.setattr(planning, "_attempt", lambda *_, **__: None)
+    assert planning.nearest_change(JOB, parse_hardware("2xRTX4080")) is None
 
 
 def test_a_small_card_known_by_its_memory_alone_has_the_smallest_of_the_catalog_next() -> None:

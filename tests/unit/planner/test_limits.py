@@ -12,10 +12,9 @@ from rich.console import Console
 from shardwise.errors import JobError
 from shardwise.planner.explain import show_explanation
 from shardwise.planner.limits import at_limits, front, share, with_limits, with_pareto
-from shardwise.planner.pareto import show_pareto
 from shardwise.planner.plan import Option, Plan
 from shardwise.planner.search import TIE_FACTOR, cost
-from shardwise.planner.table import show
+from shardwise.planner.table import show, show_pareto
 
 
 def drawing(plan: Plan, share: float, *, seconds: float = 1.0) -> Plan:

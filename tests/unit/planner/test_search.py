@@ -21,7 +21,6 @@ from shardwise.planner.search import (
     leanest_that_fits,
     rank,
     search,
-    uses_host,
 )
 from shardwise.space.candidates import Refused
 
@@ -50,7 +49,7 @@ def test_host_memory_that_nobody_stated_wins_by_more_than_the_prediction_s_error
     def best(host_bytes: int | None) -> tuple[bool, float]:
         toy.host_memory_bytes = host_bytes
         chosen = toy.plan("4xRTX4080").chosen
-        return uses_host(chosen), chosen.prediction.time.tokens_per_second_per_gpu
+        return chosen.strategy.offloads, chosen.prediction.time.tokens_per_second_per_gpu
 
     offloads, fast = best(256 << 30)
     elsewhere, sure = best(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -14,9 +15,11 @@ from conftest import prediction
 from shardwise.errors import JobError
 from shardwise.record.manifest import FileEntry, Manifest, Origin, hash_files
 from shardwise.record.read import LOCK
+from shardwise.record.restarts import LOG
 from shardwise.record.schema import EvalEvent, Event, ResumeEvent, RunEvent, StepEvent, StopEvent
 from shardwise.record.write import RunFolder, to_line
 from shardwise.report.compare import row_of, summary
+from shardwise.report.html.pages import run_page
 from shardwise.report.terminal import compared, show, sparkline
 
 HEAD = RunEvent(
@@ -70,6 +73,21 @@ def typical(path: Path) -> Path:
         (1030.0, EvalEvent(step=20, loss=3.5, target_tokens=9, seconds=0.1)),
         (1031.0, StopEvent(step=20, status="finished", seconds=31.0)),
     )
+
+
+def test_a_supervised_run_shows_its_ettr_everywhere(tmp_path: Path) -> None:
+    run = make(tmp_path / "a", (0.0, HEAD), (1.0, step(1)), (2.0, step(2)))
+    log = [
+        {"event": "began", "at": 0},
+        {"event": "failed", "at": 3, "error": "lost"},
+        {"event": "ended", "at": 4},
+    ]
+    (run / LOG).write_text("".join(json.dumps(line) + "\n" for line in log))
+    assert summary(run)["supervised"]["ettr"] == 0.25
+    out = StringIO()
+    show([run], console=Console(file=out, width=100))
+    assert "25.0%, 1 failures" in out.getvalue()
+    assert re.search(r"ETTR\W.*25\u202f%.*1 failures", run_page([run]), re.DOTALL)
 
 
 def test_the_headline_numbers(tmp_path: Path) -> None:

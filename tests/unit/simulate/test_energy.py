@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from shardwise.engines import descriptor
 from shardwise.hardware.parse import parse_hardware
-from shardwise.planner.simulate import play
 from shardwise.simulate.energy import Draw, predict_energy
 from shardwise.simulate.prediction import Energy, Time
 from shardwise.simulate.step_trace import Op, StepTrace
@@ -18,7 +18,7 @@ H200 = Draw(HARDWARE.gpu)
 
 def predict(trace: StepTrace, **strategy) -> tuple[Time, Energy]:
     chosen = Strategy(**{"engine": "single", **strategy})
-    played = play(trace, chosen, HARDWARE)
+    played = descriptor(chosen).play(trace, chosen, HARDWARE)
     time = predict_time(trace, chosen, HARDWARE, played)
     return time, predict_energy(HARDWARE.gpu, time, work_joules=played.totals.joules, gpus=chosen.world_size)
 

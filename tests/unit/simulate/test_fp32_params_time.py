@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.engines import descriptor
 from shardwise.hardware.parse import parse_hardware
-from shardwise.planner.simulate import play
 from shardwise.simulate.prediction import Time
 from shardwise.simulate.step_trace import GRADIENT, Parameter, StepTrace
 from shardwise.simulate.time import collectives as communication
@@ -49,7 +49,7 @@ def beside(trace: StepTrace, *shapes: tuple[int, ...]) -> StepTrace:
 def predict(trace: StepTrace, **strategy: Any) -> Time:
     ranks = 1 if strategy["engine"] == "single" else 4
     chosen = Strategy(**{"data_parallel": ranks, **strategy})
-    return predict_time(trace, chosen, HARDWARE, play(trace, chosen, HARDWARE))
+    return predict_time(trace, chosen, HARDWARE, descriptor(chosen).play(trace, chosen, HARDWARE))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -10,7 +10,6 @@ import pytest
 from shardwise.engines import descriptor
 from shardwise.engines.deepspeed import policy
 from shardwise.hardware.parse import parse_hardware
-from shardwise.planner.simulate import play
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.simulate.time import collectives
 from shardwise.simulate.time.schedule import Schedule
@@ -61,7 +60,7 @@ def test_hpz_waits_for_each_copy_once_a_step(
         waits = [place for place, item in enumerate(work) if item[0] == HOST_READS]
         assert len(waits) == copies
         # half of a block on this rank: cleared, read and written, 2 bytes each
-        one = schedule.streams.draw.moving(3 * 2 * BLOCK / 2)
+        one = schedule.streams.draw.streaming(3 * 2 * BLOCK / 2)
         assert [work[place - 1][3] for place in waits].count(one) == (3 if first else 0)
 
 
@@ -126,7 +125,7 @@ def test_a_step_on_two_nodes_waits_less_where_each_has_all_weights(
 
     def exposed(**values: Any) -> float:
         strategy = Strategy(data_parallel=16, accumulation=4, **values)
-        return play(trace, strategy, hardware).totals.exposed
+        return descriptor(strategy).play(trace, strategy, hardware).totals.exposed
 
     all_ranks, by_node = exposed(engine="fsdp2"), exposed(engine="fsdp2", shard_group=8)
     assert by_node < all_ranks / times

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.engines import descriptor
 from shardwise.hardware.parse import parse_hardware
-from shardwise.planner.simulate import play
 from shardwise.simulate.energy import Draw
 from shardwise.simulate.power import Work, energy_error, levels, under_limit, voltage
 from shardwise.simulate.prediction import Energy, Memory, MemoryTerms, Prediction, Time
@@ -161,7 +161,7 @@ def test_what_follows_the_clock_counts_every_pass_and_micro_batch(layers) -> Non
     one = Roofline(H200, "bf16", rows=8192, sizes=(8192,)).seconds(trace.ops[0])
     assert clocked_seconds(trace, H200) == pytest.approx(8 * 3 * one)
     strategy = Strategy(engine="single", accumulation=2)
-    time = predict_time(trace, strategy, hardware, play(trace, strategy, hardware))
+    time = predict_time(trace, strategy, hardware, descriptor(strategy).play(trace, strategy, hardware))
     assert time.clocked_seconds == pytest.approx(2 * 8 * 3 * one)
     assert time.clocked_seconds < time.compute_seconds < time.step_seconds
     assert time.full_clock_seconds == pytest.approx(time.compute_seconds)

@@ -8,7 +8,6 @@ import pytest
 
 from shardwise.engines import descriptor
 from shardwise.hardware.parse import parse_hardware
-from shardwise.planner.simulate import predict_memory
 from shardwise.simulate.prediction import Memory
 from shardwise.simulate.step_trace import ALLOC, BACKWARD, FREE, OP, StepTrace
 from shardwise.strategy import Strategy
@@ -34,9 +33,11 @@ def fragments(layers) -> StepTrace:
 def memory(trace: StepTrace, mib: int) -> Memory:
     """Of a GPU with so much for torch's allocator, beside `around`: what is there before the pass."""
     hardware = parse_hardware("1xH200")
-    around = predict_memory(replace(trace, events=()), SINGLE, hardware, capacity_bytes=1 << 50)
+    around = descriptor(SINGLE).peak_memory(
+        replace(trace, events=()), SINGLE, hardware, capacity_bytes=1 << 50
+    )
     outside = descriptor(SINGLE).outside_allocator_bytes(SINGLE)
-    return predict_memory(
+    return descriptor(SINGLE).peak_memory(
         trace, SINGLE, hardware, capacity_bytes=around.peak_reserved_bytes + outside + mib * MIB
     )
 
@@ -68,6 +69,6 @@ def test_a_step_has_its_tokens_and_a_workspace_for_each_pass(layers, gpu: str, w
     trace = replace(layers(blocks=0), events=((OP, 0), (BACKWARD, 0), (OP, 0)))
     for accumulation in (1, 3):
         strategy = replace(SINGLE, accumulation=accumulation)
-        found = predict_memory(trace, strategy, parse_hardware(gpu), capacity_bytes=1 << 50)
+        found = descriptor(strategy).peak_memory(trace, strategy, parse_hardware(gpu), capacity_bytes=1 << 50)
         assert found.terms.activations_bytes == 3 * 8 * trace.tokens * accumulation
         assert found.terms.engine_buffers_bytes == 2 * workspace

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.engines import descriptor
 from shardwise.hardware.parse import parse_hardware
-from shardwise.planner.simulate import play
 from shardwise.simulate.prediction import Time
 from shardwise.simulate.step_trace import FORWARD, FORWARD_END, OP, Op, StepTrace
 from shardwise.simulate.time import collectives as communication
@@ -26,7 +26,7 @@ def predict(trace: StepTrace, *, gpus: int = 1, spec: str = "", **strategy: Any)
     strategy = {"engine": "single", "data_parallel": gpus, **strategy}
     hardware = parse_hardware(spec) if spec else HARDWARE
     chosen = Strategy(**strategy)
-    return predict_time(trace, chosen, hardware, play(trace, chosen, hardware))
+    return predict_time(trace, chosen, hardware, descriptor(chosen).play(trace, chosen, hardware))
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -352,7 +352,7 @@ def test_work_that_is_played_again_is_what_would_be_asked_for(
     """Four micro-batches of three steps are three kinds; here each of the twelve is asked for."""
     trace = layers(blocks=6, checkpoint_every=2)
     chosen = Strategy(data_parallel=4, accumulation=4, **strategy)
-    again = play(trace, chosen, HARDWARE)
+    again = descriptor(chosen).play(trace, chosen, HARDWARE)
     asked = []
 
     def written(self: Schedule, *, first: bool, last: bool) -> list[Work]:
@@ -360,7 +360,7 @@ def test_work_that_is_played_again_is_what_would_be_asked_for(
         return self._recorded(lambda: self.micro_batch(first=first, last=last))
 
     monkeypatch.setattr(Schedule, "_micro_batch", written)
-    assert play(trace, chosen, HARDWARE) == again
+    assert descriptor(chosen).play(trace, chosen, HARDWARE) == again
     assert len(asked) == 12
 
 

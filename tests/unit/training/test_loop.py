@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,10 +14,12 @@ import torch
 
 from shardwise.data.batch import IGNORED, MicroBatch, StepBatch
 from shardwise.engines.runtime.protocol import StepResult, World
-from shardwise.errors import DivergedError
+from shardwise.errors import DivergedError, MachineError
 from shardwise.job.schema import Job
-from shardwise.training.loop import Loop, Progress, StepReport
+from shardwise.training import saving
+from shardwise.training.loop import Loop, StepReport
 from shardwise.training.process import Ranks, StopSignal
+from shardwise.training.saving import Progress, Saved, Saver
 
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), data_rank=0, data_size=1)
 ROW = torch.zeros(1, 4, dtype=torch.int64)
@@ -85,8 +89,8 @@ class Diary:
     def on_eval(self, *, step: int, loss: float, samples: Sequence[object] = (), **_: object) -> None:
         self.lines.append(f"eval {step}: {loss}{' with samples' if samples else ''}")
 
-    def on_save(self, *, step: int, size_bytes: int, seconds: float) -> None:
-        self.lines.append(f"save {step}")
+    def on_save(self, saved: Saved) -> None:
+        self.lines.append(f"save {saved.step}")
 
 
 def stream() -> Iterator[StepBatch]:
@@ -121,7 +125,7 @@ def make(
         ranks=Ranks(WORLD),
         stop=StopSignal(),
         observer=diary,
-        save_state=lambda progress: progress.step,
+        saver=Saver(lambda progress: progress.step),
         progress=Progress(step=start),
         total_steps=steps,
         evaluations=[(start, 6.0)] if (start > 0 if evaluated is None else evaluated) else [],
@@ -242,7 +246,7 @@ def test_without_a_lower_loss_it_ends_and_keeps_the_best_step() -> None:
     """Losses of the evaluations at 0, 2, 4, ...: the one before training does not count."""
     loop, diary = make([5] * 20, steps=20, eval_every=2, patience=2, evaluations=[1, 4, 3, 3.5, 3, 2])
     kept: list[tuple[int, int | None]] = []
-    loop.save_state = lambda progress: kept.append((progress.step, progress.best)) or 1
+    loop.saver = Saver(lambda progress: kept.append((progress.step, progress.best)) or 1)
     assert loop.run(20), "it is done"
     assert loop.worse
     assert diary.lines[-2:] == ["eval 8: 3.0", "save 8"]
@@ -254,7 +258,7 @@ def test_without_a_lower_loss_it_ends_and_keeps_the_best_step() -> None:
 def test_patience_0_keeps_the_best_step_and_never_ends() -> None:
     loop, _ = make([5] * 8, steps=8, eval_every=2, save_every=4, patience=0, evaluations=[9, 2, 3, 4, 5])
     kept: list[tuple[int, int | None]] = []
-    loop.save_state = lambda progress: kept.append((progress.step, progress.best)) or 1
+    loop.saver = Saver(lambda progress: kept.append((progress.step, progress.best)) or 1)
     assert loop.run(8)
     assert not loop.worse
     assert kept == [(2, 2), (4, 2), (8, 2)]
@@ -272,3 +276,94 @@ def test_samples_go_with_an_evaluation() -> None:
     loop.sample = lambda: [("a", "b")]
     assert loop.run(1)
     assert diary.lines[-1] == "eval 1: 2.0 with samples"
+
+
+class Disk:
+    """Where the thread writes; it is done when `go` is set."""
+
+    def __init__(self) -> None:
+        self.go, self.copied, self.written = threading.Event(), list[int](), list[int]()
+
+    def stage(self, progress: Progress) -> Callable[[], int]:
+        step = progress.step
+        self.copied.append(step)
+
+        def write() -> int:
+            assert self.go.wait(30)
+            self.written.append(step)
+            return 10
+
+        return write
+
+    def save(self, progress: Progress) -> int:
+        self.copied.append(progress.step)
+        self.written.append(progress.step)
+        return 10
+
+
+class Watching(Diary):
+    """Lets the disk finish after a step."""
+
+    def __init__(self, disk: Disk, step: int) -> None:
+        super().__init__()
+        self.disk, self.step = disk, step
+
+    def on_step(self, report: Any) -> None:
+        super().on_step(report)
+        if report.step == self.step:
+            self.disk.go.set()
+
+
+def test_training_goes_on_and_a_checkpoint_counts_when_it_is_on_disk() -> None:
+    disk = Disk()
+    loop, _ = make([5] * 6, steps=6, save_every=2, evaluated=True)
+    loop.saver, loop.observer = Saver(disk.save, disk.stage), Watching(disk, 3)
+    assert loop.run(6)
+    lines = [line for line in loop.observer.lines if not line.startswith("eval")]  # type: ignore[attr-defined]
+    assert lines.index("save 2") > lines.index("step 3"), "it was written during the third step"
+    assert [line for line in lines if line.startswith("save")] == ["save 2", "save 4", "save 6"]
+    assert disk.copied == disk.written == [2, 4, 6]
+
+
+def test_the_next_save_waits_for_the_one_before(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(saving, "LONG_SECONDS", 0.05)
+    disk = Disk()
+    saver = Saver(disk.save, disk.stage)
+    assert saver.save(Progress(step=2), wait=False) == []
+    threading.Timer(0.2, disk.go.set).start()
+    (before,) = saver.save(Progress(step=4), wait=False)
+    assert (before.step, disk.written[:1]) == (2, [2])
+    assert "step 4: waited 0 s for the checkpoint of step 2" in capsys.readouterr().err
+    assert [saved.step for saved in saver.wait()] == [4]
+    assert not saver.ended
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_the_next_step() -> None:
+    def fails() -> int:
+        raise MachineError("the disk is full")
+
+    class Waiting(Diary):
+        def on_step(self, report: Any) -> None:
+            super().on_step(report)
+            while report.step == 3 and not saver.ended:
+                time.sleep(0.001)
+
+    saver = Saver(Disk().save, lambda _: fails)
+    loop, _ = make([5] * 50, steps=50, worst_case_first=True, evaluated=True)
+    loop.saver = saver
+    loop.observer = diary = Waiting()
+    with pytest.raises(MachineError, match="the disk is full"):
+        loop.run(50)
+    assert len(diary.lines) <= 4
+    assert not [line for line in diary.lines if line.startswith("save")]
+
+
+def test_what_was_copied_is_written_when_training_fails() -> None:
+    disk = Disk()
+    disk.go.set()
+    loop, diary = make([5, 5, float("nan")], steps=9, save_every=2, evaluated=True)
+    loop.saver = Saver(disk.save, disk.stage)
+    with pytest.raises(Exception, match="not applied"):
+        loop.run(9)
+    assert "save 2" in diary.lines
+    assert disk.written == [2]

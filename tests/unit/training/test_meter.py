@@ -16,6 +16,7 @@ from shardwise.record.write import RunFolder
 from shardwise.training import meter, observe
 from shardwise.training.loop import StepReport
 from shardwise.training.observe import Recorder, Speed
+from shardwise.training.saving import Saved
 
 MIB = 1 << 20
 
@@ -121,7 +122,7 @@ def test_joules_are_summed_over_gpus_and_leave_out_what_lies_between_steps(
         observer.on_step(
             report(2, energy_millijoules=[200_000, 1_050_000], outside_allocator_bytes=[3 * MIB, 4 * MIB])
         )
-        observer.on_save(step=2, size_bytes=1, seconds=1.0)
+        observer.on_save(Saved(step=2, size_bytes=1, seconds=1.0))
         observer.on_step(report(3, energy_millijoules=[900_000, 2_000_000]))
         observer.on_eval(step=3, loss=1.0, target_tokens=1, seconds=1.0)
         observer.on_step(report(4, energy_millijoules=[990_000, 2_100_000]))

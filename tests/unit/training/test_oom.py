@@ -20,7 +20,7 @@ from shardwise.job.schema import Job
 from shardwise.models.structure import checkpoint_blocks
 from shardwise.record.schema import OutOfMemory
 from shardwise.strategy import Strategy
-from shardwise.training.loop import Loop, Progress
+from shardwise.training.loop import Loop
 from shardwise.training.oom import (
     IN_WORDS,
     PHASES,
@@ -33,6 +33,7 @@ from shardwise.training.oom import (
     out_of_memory_in,
 )
 from shardwise.training.process import Ranks, StopSignal
+from shardwise.training.saving import Progress, Saver
 
 GIB, MIB = 2**30, 2**20
 LEDGER = Path(__file__).parents[3] / "benchmarks" / "accuracy" / "results" / "measured.jsonl"
@@ -226,7 +227,7 @@ def where(change: Callable[[Model, Loop], None], *, checkpoint_every: int = 0, s
     class Silent:
         def on_step(self, report: Any) -> None: ...
         def on_eval(self, **_: Any) -> None: ...
-        def on_save(self, **_: Any) -> None: ...
+        def on_save(self, saved: Any) -> None: ...
 
     loop = Loop(
         job=job,
@@ -236,7 +237,7 @@ def where(change: Callable[[Model, Loop], None], *, checkpoint_every: int = 0, s
         ranks=Ranks(WORLD),
         stop=StopSignal(),
         observer=Silent(),
-        save_state=lambda progress: 0,
+        saver=Saver(lambda progress: 0),
         progress=Progress(),
         total_steps=steps,
     )
@@ -305,7 +306,7 @@ def test_evaluating_and_saving_come_after_a_step() -> None:
         model.fails_at = 1
 
     def saving(model: Model, loop: Loop) -> None:
-        loop.save_state = fail  # type: ignore[assignment]
+        loop.saver = Saver(fail)
 
     assert told(where(evaluating)) == ("evaluation", 0, "layers.2.mlp")
     assert told(where(saving)) == ("saving", 2, None)

@@ -23,6 +23,7 @@ from shardwise.training import meter, observe
 from shardwise.training.loop import StepReport
 from shardwise.training.observe import Recorder, Speed
 from shardwise.training.power import PROFILE, PowerTuner, levels, objective_of
+from shardwise.training.saving import Saved
 
 SECONDS, LOAD = 0.5, 0.9
 SET = "nvmlDeviceSetPowerManagementLimit"
@@ -211,7 +212,7 @@ def test_evaluations_and_saves_do_not_count(machine: Machine, what: str) -> None
             machine.train(tuner, 12)
             machine.millijoules = [one + 5e6 for one in machine.millijoules]
             if what == "save":
-                tuner.on_save(step=machine.step, size_bytes=1, seconds=60.0)
+                tuner.on_save(Saved(step=machine.step, size_bytes=1, seconds=60.0))
             else:
                 tuner.on_eval(step=machine.step, loss=1.0, target_tokens=1, seconds=60.0)
         tuner.finish(step=machine.step, status="finished")

@@ -28,7 +28,7 @@ class Ddp(EngineSpec):
         ),
         Rule(
             name="ddp-does-not-offload",
-            broken=lambda f: f.offloads,
+            broken=lambda f: f.strategy.offloads,
             reason="DistributedDataParallel cannot offload",
             where="strategy.offload_optimizer, strategy.offload_parameters",
             fix="strategy: zero2-offload",

@@ -77,7 +77,7 @@ class DeepSpeed(EngineSpec):
         total += 0 if together else NCCL_BYTES  # it starts NCCL on one GPU, too
         if strategy.data_parallel > 1:
             total += GROUP_BYTES
-        offloads = {strategy.offload_optimizer, strategy.offload_parameters} != {"none"}
+        offloads = strategy.offloads
         if together and not (strategy.stage == 3 and offloads):
             total += NCCL_BYTES
         if strategy.tensor_parallel > 1 and strategy.data_parallel > 1:

@@ -125,7 +125,7 @@ class Pipeline(EngineSpec):
         ),
         Rule(
             name="pipeline-does-not-offload",
-            broken=lambda f: f.offloads,
+            broken=lambda f: f.strategy.offloads,
             reason="the pipeline engine cannot offload",
             where="strategy.offload_optimizer, strategy.offload_parameters",
             fix="leave offloading out; more stages or tensor_parallel also save memory",

@@ -78,9 +78,11 @@ class TorchEngine:
         finally:
             self.module.train()
 
+    def named_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
+        return {**self._optimizer.state(), **self._private()}, self._parts()
+
     def save(self, directory: Path) -> None:
-        tensors = {**self._optimizer.state(), **self._private()}
-        save_state(directory, self.world, tensors, self._parts())
+        save_state(directory, self.world, *self.named_state())
 
     def load(self, directory: Path) -> None:
         private = load_state(directory, self.world, self._optimizer.state(), self._parts())

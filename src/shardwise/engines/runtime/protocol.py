@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from shardwise.engines import ENGINES
 from shardwise.engines.runtime.parameters import Fill
 from shardwise.job import schema
 from shardwise.strategy import Strategy
+
+if TYPE_CHECKING:
+    from shardwise.engines.runtime.state import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,9 @@ class Engine(Protocol):
 
     def logits(self, micro_batch: MicroBatch, at: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocabulary] of N of the flattened B*S tokens; eval mode, no gradients. Collective."""
+
+    def named_state(self) -> "tuple[dict[str, torch.Tensor], dict[str, Part]] | None":
+        """What `save` writes, see state.py, not copied; None where DeepSpeed writes files of its own."""
 
     def save(self, directory: Path) -> None:
         """Write this rank's part of weights, optimizer and loss scaler into a folder. Collective."""

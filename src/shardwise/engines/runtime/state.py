@@ -85,7 +85,7 @@ def save_state(
 ) -> None:
     """Write this rank's tensors into an existing folder; the host needs memory for `CHUNK` elements."""
     chunks = (chunk for t in tensors.values() for chunk in t.detach().reshape(-1).split(CHUNK))
-    _write(_path(directory, world.rank), tensors, world.size, parts, chunks)
+    write_file(path_of(directory, world.rank), header_of(tensors, world.size, parts), chunks)
 
 
 def consolidate(directory: Path, out: Path) -> int:
@@ -99,18 +99,22 @@ def consolidate(directory: Path, out: Path) -> int:
     chunks = (chunk for key, shape in shapes.items() for chunk in saved.read(key, Part(shape), prod(shape)))
     parts = {name: Part(shape) for name, shape in saved.shapes.items()}
     specs = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()} | numbers
-    _write(out, specs, 1, parts, chain(chunks, numbers.values()))
+    write_file(out, header_of(specs, 1, parts), chain(chunks, numbers.values()))
     return len(shapes)
 
 
-def _write(
-    path: Path,
-    tensors: Mapping[str, torch.Tensor],
-    ranks: int,
-    parts: Mapping[str, Part],
-    chunks: Iterable[torch.Tensor],
-) -> None:
-    """A safetensors file (https://huggingface.co/docs/safetensors) of the tensors, given in chunks."""
+def weights_in(directory: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The complete weights of a saved state, by Hugging Face name, as an engine's `weights` gives them."""
+    saved = SavedState(directory)
+    for name, shape in saved.shapes.items():
+        public = name.removeprefix("model.")
+        full = torch.empty(shape, dtype=dtypes[public])
+        saved.copy(f"parameter/{name}", Part(shape), full)
+        yield public, full
+
+
+def header_of(tensors: Mapping[str, torch.Tensor], ranks: int, parts: Mapping[str, Part]) -> bytes:
+    """What a safetensors file (https://huggingface.co/docs/safetensors) of the tensors begins with."""
     header: dict[str, Any] = {"__metadata__": {"layout": json.dumps({"ranks": ranks, "parts": parts})}}
     end = 0
     for name, tensor in tensors.items():
@@ -119,8 +123,13 @@ def _write(
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_file(path: Path, header: bytes, chunks: Iterable[torch.Tensor]) -> None:
+    """Write a new file of a header and the bytes of all chunks."""
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         file.writelines(c.cpu().contiguous().view(-1).view(torch.uint8).numpy().data for c in chunks)
 
 
@@ -132,7 +141,7 @@ def load_state(
     Returns what else this rank saved, where it has what it had then; nothing else fits another layout. Raises
     CheckpointError.
     """
-    path = _path(directory, world.rank)
+    path = path_of(directory, world.rank)
     own = _File(path) if path.exists() else None
     if own is not None and own.ranks == world.size and own.holds(live, parts):
         for key, tensor in live.items():
@@ -320,7 +329,8 @@ class SavedState:
         return full.view(-1)[begin - first * row : end - first * row]
 
 
-def _path(directory: Path, rank: int) -> Path:
+def path_of(directory: Path, rank: int) -> Path:
+    """The file of a rank."""
     return directory / f"rank-{rank:05d}.safetensors"
 
 

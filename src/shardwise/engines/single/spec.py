@@ -34,7 +34,7 @@ class Single(EngineSpec):
         ),
         Rule(
             name="single-does-not-offload",
-            broken=lambda f: f.offloads,
+            broken=lambda f: f.strategy.offloads,
             reason="the single engine cannot offload",
             where="strategy.offload_optimizer, strategy.offload_parameters",
             fix="strategy: zero2-offload or zero3-offload; both run in one process, too",

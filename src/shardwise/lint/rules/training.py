@@ -134,12 +134,14 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
                 what = f"`{name}` is {default} by default, but {config.name} has `{'.'.join(key)}`: "
                 what += f"{json.dumps(value)}. The Trainer stops: {_PLEASE}"
                 fix = f'"auto" for `{".".join(key)}`, or {name}={value!r} in the arguments'
-                if other := next((n for n in ("bf16", "fp16") if n != name and document.on(n)), None):
+                other = {"bf16": "fp16", "fp16": "bf16"}.get(name)
+                if other and document.on(other):
                     fix += f"; `{other}` of the arguments needs a section `{other}` in the file"
                 yield Hit((called[0],), what, fix)
         missing = [row for row in absent if row[1] != row[3]]
         if missing and document.syntax == "shell" and not document.has(OPEN) and ".y" not in document.text:
-            words = ", ".join(f"`--{name}` (default {d}; file: {json.dumps(v)})" for _, v, name, d in missing)
+            each = [f"`--{name}` (default {d}; file: {json.dumps(v)})" for _, v, name, d in missing]
+            words = ", ".join(dict.fromkeys(each))  # the optimizer and the scheduler have the learning rate
             what = f"the command does not give {words}, which {config.name} does: unless the script has "
             what += f"another default, the Trainer stops: {_PLEASE}"
             yield Hit(("script",), what, '"auto" in the file, or the same values in both', severity="warning")

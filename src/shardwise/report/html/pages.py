@@ -170,6 +170,8 @@ def _run_facts(row: Row) -> list[Fact]:
         ("Memory at most", memory, f"of the fullest {views.per([row])}"),
         ("Took", duration(run["wall_seconds"]), f"{count(run['tokens'])} tokens"),
     ]
+    if (supervised := run["supervised"]) is not None and supervised["ettr"] is not None:
+        facts.append(("ETTR", numbers.share(supervised["ettr"]), f"{len(supervised['failures'])} failures"))
     if run["evaluations"]:
         first, last = (numbers.loss(run["evaluations"][place]["loss"]) for place in (0, -1))
         facts.insert(1, ("Held-out loss", last, f"from {first}"))

@@ -1,10 +1,9 @@
 """Samples kept in files: one row a GPU and sample, or one a sample where there is no GPU."""
 
 import csv
-import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,8 @@ class RowFile:
 
     def __init__(self, path: Path, *, as_csv: bool) -> None:
         """JobError where a CSV file has other columns; OSError where the file cannot be written."""
-        self._csv = as_csv
         size = path.stat().st_size if path.exists() else 0
-        header = _csv_line(COLUMNS)
+        header = ",".join(COLUMNS) + "\n"
         if as_csv and size:
             with path.open(encoding="utf-8", errors="replace", newline="") as file:
                 if file.readline() != header:
@@ -67,24 +65,21 @@ class RowFile:
             with path.open("rb") as before:
                 before.seek(-1, os.SEEK_END)
                 torn = before.read() != b"\n"
-        self._file = path.open("ab")
-        self._file.write(b"\n" if torn else header.encode() if as_csv and not size else b"")
+        self._file = path.open("a", encoding="utf-8", newline="")
+        self._file.write("\n" if torn else header if as_csv and not size else "")
         self._file.flush()
+        table = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        self._table = table if as_csv else None
 
     def write(self, sample: Mapping[str, Any]) -> None:
         """A sample's rows are in the file when this returns."""
         for row in rows(sample):
-            held = row["gpu_clocks_held_by"]
-            shown = {**row, "gpu_clocks_held_by": None if held is None else "; ".join(held)}
-            text = _csv_line([shown[name] for name in COLUMNS]) if self._csv else json.dumps(row) + "\n"
-            self._file.write(text.encode())
+            if self._table is None:
+                self._file.write(json.dumps(row) + "\n")
+            else:
+                held = "; ".join(row["gpu_clocks_held_by"] or ())
+                self._table.writerow(row | {"gpu_clocks_held_by": held})
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
-
-
-def _csv_line(values: Iterable[Any]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(values)
-    return text.getvalue()

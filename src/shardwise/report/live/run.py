@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.record.follow import Follower
-from shardwise.record.read import read_run
+from shardwise.record.read import read_run, status
 from shardwise.report.compare import LEAST_ENERGY_SECONDS, WARM_UP_STEPS
 from shardwise.units import duration
 
@@ -51,15 +51,6 @@ class _Step(NamedTuple):
 
 def _float(value: Any) -> float | None:
     return None if value is None else float(value)
-
-
-def status(last: Mapping[str, Any], *, in_use: bool) -> str:
-    """Of a run with this last event, whose folder a process holds (`in_use`) or none."""
-    if last.get("kind") == "stop":
-        return str(last.get("status"))
-    if not last:
-        return "starting" if in_use else "not started"
-    return "running" if in_use else "interrupted"
 
 
 class LiveRun:

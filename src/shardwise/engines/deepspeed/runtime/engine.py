@@ -187,8 +187,16 @@ class DeepSpeedEngine:
         finally:
             self._engine.train()
 
-    def save(self, directory: Path) -> None:
+    def named_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Part]] | None:
         if self._named is None:
+            return None
+        tensors, parts = self._own()
+        tensors |= {**self._named.tensors(), **self._named.steps()}
+        return tensors | self._guard.tensors(diverged=self._diverged), parts | self._named.parts()
+
+    def save(self, directory: Path) -> None:
+        named = self.named_state()
+        if named is None:
             self._engine.save_checkpoint(
                 str(directory),
                 tag=PICKLED,
@@ -196,12 +204,7 @@ class DeepSpeedEngine:
                 save_latest=False,
                 exclude_frozen_parameters=self._frozen,  # they come from the base model again
             )
-            save_state(directory, self.world, *self._own())
-            return
-        tensors, parts = self._own()
-        tensors |= {**self._named.tensors(), **self._named.steps()}
-        tensors |= self._guard.tensors(diverged=self._diverged)
-        save_state(directory, self.world, tensors, parts | self._named.parts())
+        save_state(directory, self.world, *(named or self._own()))
 
     def load(self, directory: Path) -> None:
         live, parts = self._own()

@@ -1,0 +1,43 @@
+"""A checkpoint written while training goes on has the bytes of one for which training waited."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import Run, run_all
+from test_whole_runs import job, losses
+
+from shardwise.training.saving import SWITCH
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_it_makes_no_difference_who_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    found: dict[str, list[Path]] = {}
+    for switch in ("0", "1"):
+        monkeypatch.setenv(SWITCH, switch)
+        train = {"steps": 6, "save_every": 2, "keep": 9, "precision": "bf16"}
+        names = ("zero0", "zero1", "zero3", "fsdp2")
+        runs = [Run(job(tmp_path / switch, name, name, **train)) for name in names]
+        found[switch] = run_all(runs, processes=processes, folder=tmp_path / switch)
+    for waited, background in zip(*found.values(), strict=True):
+        assert losses(waited) == losses(background)
+        assert contents(waited) == contents(background)
+        events = [json.loads(line) for line in (background / "events.jsonl").read_text().splitlines()]
+        saves = {event["step"]: event["background_seconds"] for event in events if event["kind"] == "save"}
+        assert [step for step, seconds in saves.items() if seconds is None] == [6], (
+            "the last one is waited for"
+        )
+        assert list(saves) == [1, 2, 4, 6]
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """Of all files of all checkpoints, the manifests apart."""
+    folder = run / "checkpoints"
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
