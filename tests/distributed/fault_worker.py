@@ -60,6 +60,13 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_once_saved(step: int) -> None:
+    """A thread writes checkpoints: when it ends is not ours to say."""
+    while not list(FOLDER.glob(f"runs/*/checkpoints/step-{step:06d}")):
+        time.sleep(0.01)
+    kill()
+
+
 def kill_all() -> None:
     """As the kernel's or a batch system's memory guard does: all ranks, at once."""
     ranks = Path(f"/proc/{LAUNCHER}/task/{LAUNCHER}/children").read_text().split()
@@ -127,7 +134,7 @@ def load(processes: int) -> None:
 
 FAULTS: dict[str, Callable[..., None]] = {
     **{one.__name__: one for one in (spin, sleep, stop, stop_and_ask, deadlock, kill, kill_all, fail, leave)},
-    **{one.__name__: one for one in (preempt, tear, fill, lose_gpu, pause, duty, load)},
+    **{one.__name__: one for one in (kill_once_saved, preempt, tear, fill, lose_gpu, pause, duty, load)},
 }
 LAUNCHER = os.getppid()
 GROUPS: list[Any] = []

@@ -34,7 +34,7 @@ def test_killed_and_hung_it_comes_to_the_weights_of_the_undisturbed_run(tmp_path
     faults = [
         {"rank": 1, "step": 1, "do": "kill"},
         {"rank": 1, "step": 5, "do": "sleep"},
-        {"rank": 0, "step": 7, "do": "kill"},
+        {"rank": 0, "step": 7, "do": "kill_once_saved", "with": {"step": 6}},
     ]
     code, err = train(tmp_path, "job.yaml", "--processes", "2", "--supervise", faults=faults, seconds=3.0)
     assert code == 0, err

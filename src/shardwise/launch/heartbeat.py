@@ -44,7 +44,6 @@ _WAITING = ("/torch/distributed/", "/deepspeed/comm/", "/training/process.py", "
 """Where a rank that waits for others, or for its GPU, has its innermost frame."""
 
 _mapped: mmap.mmap | None = None
-_marks = 0
 
 
 def begin(folder: Path, rank: int) -> None:
@@ -58,11 +57,10 @@ def begin(folder: Path, rank: int) -> None:
 
 
 def mark(phase: str, step: int = 0) -> None:
-    """Note that this rank makes progress; does nothing without a launcher."""
-    global _marks  # noqa: PLW0603
+    """Note that this rank makes progress; does nothing without a launcher. The last step begun is kept."""
     if _mapped is not None:
-        _marks += 1
-        _LAYOUT.pack_into(_mapped, 0, _marks, step, _PHASES.index(phase))
+        marks, last, _ = _LAYOUT.unpack_from(_mapped)
+        _LAYOUT.pack_into(_mapped, 0, marks + 1, max(step, last), _PHASES.index(phase))
 
 
 _PHASES = list(PATIENCE)
@@ -188,7 +186,7 @@ class Pulse:
                     rank.stepped = now
                 rank.raw, rank.since, rank.marks = raw, now, marks
                 rank.halted = None
-                rank.step, rank.phase = max(step, rank.step), _PHASES[phase]
+                rank.step, rank.phase = step, _PHASES[phase]
         state, ticks = _state(rank.worker)  # under cpulimit a rank is stopped in most looks, and goes on
         rank.halted = (rank.halted or now) if state == "T" and ticks == rank.ticks else None
         rank.ticks = ticks
