@@ -146,11 +146,8 @@ def _chosen(predict: ModuleType, jobs: str) -> list[Any]:
 
 
 def test_the_plans_choice_is_within_3_percent_of_the_fastest(predict: ModuleType) -> None:
-    """One misses it, all weights of Llama-2-7B on four GPUs (docs/accuracy.md)."""
     found = _chosen(predict, "FASTEST")
-    behind = [one.behind for one in found if one.behind > 0.03]
-    assert len(behind) == 1
-    assert behind[0] < 0.035
+    assert {str(one.job): one.behind for one in found if one.behind > 0.03} == {}
 
 
 def test_on_smaller_cards_the_choice_runs(predict: ModuleType) -> None:

@@ -24,7 +24,6 @@ class Draw:
         }
         self._fp32: float = rules["fp32"] * gpu.power_watts / gpu.flops["fp32"]
         self._byte: float = rules["joules_per_byte"]
-        self._streamed_byte: float = rules["joules_per_streamed_byte"]
         self._operand_byte: float = rules["joules_per_operand_byte"]
 
     def joules(self, op: Op) -> float:
@@ -42,10 +41,6 @@ class Draw:
     def moving(self, num_bytes: float) -> float:
         """Joules of kernels that read and write `num_bytes` and compute little."""
         return num_bytes * self._byte
-
-    def streaming(self, num_bytes: float) -> float:
-        """Joules of kernels that go over all weights, gradients or moments once."""
-        return num_bytes * self._streamed_byte
 
     def powered_seconds(self, joules: float) -> float:
         """Least seconds of work of so many joules: above its power limit the GPU lowers its clock."""

@@ -30,7 +30,7 @@ toy-1.3b · 1.3B parameters, all trained, bf16
   --all shows 23 more, 19 not simulated because smaller ones fail
   host?: if each host has the memory; `--gpus ...+128GiB` says so
   error in 23 runs of zero2 on H200 SXM: memory ±0.8% on average, ±10% at worst;
-  time ±12.5% on average, ±39% at worst; none were measured on this GPU
+  time ±12.2% on average, ±39% at worst; none were measured on this GPU
 
 ▶ zero2 with micro-batch 8, accumulation 2, checkpointing every block
 · the fastest of the 17 that fit: 1.07x the tokens/s of zero3-offload-optimizer,

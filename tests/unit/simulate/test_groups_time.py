@@ -60,7 +60,7 @@ def test_hpz_waits_for_each_copy_once_a_step(
         waits = [place for place, item in enumerate(work) if item[0] == HOST_READS]
         assert len(waits) == copies
         # half of a block on this rank: cleared, read and written, 2 bytes each
-        one = schedule.streams.draw.streaming(3 * 2 * BLOCK / 2)
+        one = schedule.streams.draw.moving(3 * 2 * BLOCK / 2)
         assert [work[place - 1][3] for place in waits].count(one) == (3 if first else 0)
 
 

@@ -90,7 +90,7 @@ class Streams:
         self, num_bytes: float, key: str = "elementwise", *, kernels: int = 1, issue: float = 0.0
     ) -> None:
         """Kernels that read and write `num_bytes` together, at the share `key` of the memory's bandwidth."""
-        self.compute(self.moving(num_bytes, key, kernels), issue=issue, joules=self.draw.streaming(num_bytes))
+        self.compute(self.moving(num_bytes, key, kernels), issue=issue, joules=self.draw.moving(num_bytes))
 
     def moving(self, num_bytes: float, key: str = "elementwise", kernels: int = 1) -> float:
         """Seconds of such kernels."""
