@@ -7,6 +7,7 @@ plain numbers; the tests judge them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,9 +20,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from shardwise.data.batch import StepBatch
 from shardwise.engines.runtime.protocol import Engine, World
 from shardwise.errors import ShardwiseError
 from shardwise.strategy import Strategy
+from shardwise.training.nonfinite import FirstNonFinite
+from shardwise.training.process import Ranks
 
 DEEPSPEED = {
     "zero0": Strategy(engine="deepspeed", stage=0),
@@ -397,7 +401,42 @@ def poisoned(engine: Engine) -> Iterator[None]:
         handle.remove()
 
 
+class _NanBehind(torch.autograd.Function):
+    """The gradient of the second token becomes NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0].index_fill(-2, torch.tensor(1), math.nan)
+
+
+def nan_is_named(folder: Path, world: World) -> dict[str, Any]:
+    """What is found of a NaN in the output of a block on the last rank, in its gradient, and of none."""
+    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "output": lambda hidden: hidden.index_fill(-2, torch.tensor(1), math.nan),
+        "gradient": _NanBehind.apply,
+        "none": torch.clone,
+    }
+    results = {}
+    for name, bare in chosen(world).items():
+        strategy = w.fitted(bare, world, 2)
+        engine = w.engine_for(strategy, world)
+        root = getattr(engine, "module", None) or engine._engine.module  # type: ignore[attr-defined]
+        mine = w.share(w.rows(0), strategy, world)
+        batch = StepBatch(micro_batches=mine, target_tokens=10, tokens=10, epoch=0)
+        for what, change in changes.items():
+            done = change if world.rank == world.size - 1 else torch.clone
+            handle = root.model.model.layers[1].mlp.register_forward_hook(lambda *seen, f=done: f(seen[2]))
+            results[f"{name}/{what}"] = FirstNonFinite(root.model, str).find(engine, Ranks(world), batch)
+            handle.remove()
+    return results
+
+
 SCENARIOS = {
+    "nan_is_named": nan_is_named,
     "parity": parity,
     "resume": resume,
     "not_finite": not_finite,

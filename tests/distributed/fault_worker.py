@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardwise.device.fake import FakeNvml
@@ -132,12 +133,27 @@ def load(processes: int) -> None:
             spin()
 
 
+def poison(module: str) -> None:
+    """From now on the second token of what a module returns is NaN."""
+
+    def spoil(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
+        return output.index_fill(-2, torch.tensor(1), float("nan"))
+
+    engine: Any = LOOPS[0].engine
+    root = getattr(engine, "module", None) or engine._engine.module
+    root.get_submodule(module).register_forward_hook(spoil)
+
+
 FAULTS: dict[str, Callable[..., None]] = {
     **{one.__name__: one for one in (spin, sleep, stop, stop_and_ask, deadlock, kill, kill_all, fail, leave)},
-    **{one.__name__: one for one in (kill_once_saved, preempt, tear, fill, lose_gpu, pause, duty, load)},
+    **{
+        one.__name__: one
+        for one in (kill_once_saved, preempt, tear, fill, lose_gpu, pause, duty, load, poison)
+    },
 }
 LAUNCHER = os.getppid()
 GROUPS: list[Any] = []
+LOOPS: list[Loop] = []
 
 
 def watch() -> None:
@@ -146,6 +162,7 @@ def watch() -> None:
     slow = float(os.environ.get("FAULTS_SLOW", "0"))
 
     def ran(self: Loop, last_step: int) -> bool:
+        LOOPS.append(self)
         GROUPS.append(dist.new_group(backend="gloo"))
         return run(self, last_step)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from engine_worker import run_in_processes
 
+from shardwise.training.nonfinite import FINITE
+
 pytestmark = pytest.mark.slow
 
 
@@ -20,3 +22,23 @@ def test_nan_is_reported_and_never_reaches_the_weights(tmp_path, processes: int)
     results = run_in_processes("not_finite", processes=processes, folder=tmp_path)
     expected = {"skipped": 1.0, "reported": True, "untouched": True, "later_skipped": 1.0}
     assert {name: found for name, found in results.items() if found != expected} == {}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_module_the_rank_and_the_sample_of_a_nan_are_named(tmp_path, processes: int) -> None:
+    results = run_in_processes("nan_is_named", processes=processes, folder=tmp_path)
+    assert len(results) >= 12
+    for name, ((what, rank), *others) in results.items():
+        kind = name.partition("/")[2]
+        assert not others, name
+        if kind == "none":
+            assert (what, rank) == (FINITE, "all ranks"), name
+            continue
+        where = {
+            "output": "what model.layers.1.mlp",
+            "gradient": "the gradient of what model.layers.1.mlp.down_proj",
+        }
+        assert what.startswith(
+            f"{where[kind]} returns is not finite in micro-batch 1 of 2, row 1, from the sample that"
+        ), name
+        assert rank == f"rank {processes - 1}", name

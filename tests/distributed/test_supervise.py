@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import steps_of
@@ -64,3 +65,21 @@ def test_the_same_error_twice_in_the_same_step_ends_it(tmp_path: Path) -> None:
     assert "supervise: not started again: the same error came twice in step 5; 2 failures, ETTR " in err
     last = json.loads((tmp_path / "runs/run/supervise.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["code"], last["why"]) == ("failed", 1, "the same error came twice in step 5")
+
+
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2", {"engine": "pipeline", "pipeline": 2}], ids=["fsdp2", "pipeline"]
+)
+def test_a_value_that_is_not_finite_ends_it_and_is_named(tmp_path: Path, strategy: Any) -> None:
+    """Another try would end in the same step. The first rank of the pipeline sees a gradient of it."""
+    write_job(tmp_path, strategy, eval_every=0)
+    module = "model.model.layers.1.mlp"
+    faults = [{"rank": 1, "step": 3, "do": "poison", "with": {"module": module}}]
+    code, err = train(tmp_path, "job.yaml", "--processes", "2", "--supervise", faults=faults)
+    assert code == 2, err
+    assert err.count(", the gradient norm nan; this step was not applied") == 1
+    assert f"what {module.removeprefix('model.')} returns is not finite" in err
+    assert "    at:  step 3, rank 1\n" in err
+    assert "in micro-batch 1 of " in err
+    assert "row 1, from the sample that begins '### User:" in err
+    assert "rank 0\n" not in err, "what follows from it is left out"

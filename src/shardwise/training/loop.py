@@ -16,7 +16,7 @@ import torch
 from shardwise.data.batch import StepBatch
 from shardwise.data.loader import BatchStream, EvalStream
 from shardwise.engines.runtime.protocol import Engine, StepResult
-from shardwise.errors import DivergedError, JobError
+from shardwise.errors import DivergedError, JobError, Problem
 from shardwise.job.schema import DECAY_SHARE, WARMUP_SHARE, Job, Optimizer
 from shardwise.launch.heartbeat import FIRST_STEPS, mark
 from shardwise.record.read import best_step
@@ -85,6 +85,8 @@ class Loop:
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     """(step, loss) of all evaluations so far, those before a resumed run's start included."""
     sample: Callable[[], list[tuple[str, str]]] = list  # Prompts and what the model makes of them; collective
+    explain: Callable[[StepBatch], list[tuple[str, str]]] = lambda _: []
+    """What of a step is not finite, and on which ranks; collective."""
     _issued: _Issued | None = field(default=None, init=False)
     _stop_agreed: bool = field(default=False, init=False)
     _compiled: int = field(default=FIRST_STEPS, init=False)  # The step in which the last kernel is compiled
@@ -242,15 +244,20 @@ class Loop:
         self.observer.on_step(report)
         if any(values[1] > 0 for values in by_rank):  # on all ranks after the same step
             self._wait()
-        _check(report, fp16=self.job.train.precision == "fp16")
+        fp16 = self.job.train.precision == "fp16"
+        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or fp16):
+            what = f"the loss is {loss}, the gradient norm {grad_norm}; this step was not applied"
+            found = [
+                Problem(what=one, where=f"step {issued.step}, {ranks}", fix=START_AGAIN)
+                for one, ranks in self.explain(issued.batch)
+            ]
+            raise DivergedError(what, where=f"step {issued.step}", fix=START_AGAIN, problems=found)
+        _check(report)
 
 
-def _check(report: StepReport, *, fp16: bool) -> None:
+def _check(report: StepReport) -> None:
     """Raise DivergedError where no further step can be useful."""
     where, loss, grad_norm = f"step {report.step}", report.loss, report.grad_norm
-    if not math.isfinite(loss) or not (math.isfinite(grad_norm) or fp16):
-        what = f"the loss is {loss}, the gradient norm {grad_norm}; this step was not applied"
-        raise DivergedError(what, where=where, fix=START_AGAIN)
     if report.skipped and report.loss_scale is not None and report.loss_scale <= LEAST_LOSS_SCALE:
         raise overflows(where)
     if grad_norm == 0.0 and not report.skipped:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ from shardwise.training.meter import (
     millijoules,
     profile_steps,
 )
+from shardwise.training.nonfinite import FirstNonFinite
 from shardwise.training.observe import Quiet, Recorder
 from shardwise.training.oom import explained
 from shardwise.training.power import PowerTuner
@@ -159,6 +161,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             total_steps=total_steps,
             evaluations=evaluations,
             sample=make_samples(ready, engine),
+            explain=partial(FirstNonFinite(ready.built.model, ready.tokenizer.decode).find, engine, ranks),
         )
         last_step = _steps_to_measure(spec) or min(total_steps, spec.max_steps or total_steps)
         with settled():

@@ -51,14 +51,14 @@ class TorchEngine:
     def step(
         self, micro_batches: Sequence[MicroBatch], *, target_tokens: int, learning_rate: float
     ) -> StepResult:
-        loss_sum = self._passes(micro_batches, self._optimizer.loss_scale / target_tokens)
+        loss_sum = self.passes(micro_batches, target_tokens=target_tokens)
         self._collect_gradients()
         result = self._optimizer.step(loss_sum / target_tokens, learning_rate=learning_rate)
         self._publish()
         return result
 
-    def _passes(self, micro_batches: Sequence[MicroBatch], factor: torch.Tensor) -> torch.Tensor:
-        """Add up the gradients of the loss times `factor`; returns this rank's share of the loss."""
+    def passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
+        factor = self._optimizer.loss_scale / target_tokens
         loss_sum = torch.zeros((), device=self.world.device)
         for index, micro_batch in enumerate(micro_batches):
             self._begin(last=index == len(micro_batches) - 1)

@@ -59,6 +59,9 @@ class Engine(Protocol):
         unchanged and sets `skipped`.
         """
 
+    def passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
+        """The passes of a step, which add up gradients. This rank's share of the loss, not yet divided."""
+
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Summed cross entropy of one micro-batch on this rank; eval mode, no gradients; fp32 scalar."""
 

@@ -145,23 +145,15 @@ class DeepSpeedEngine:
     def step(
         self, micro_batches: Sequence[MicroBatch], *, target_tokens: int, learning_rate: float
     ) -> StepResult:
-        loss_sum = torch.zeros((), device=self.world.device)
         if self._diverged:
             nan = self._scalar(float("nan"))
             return StepResult(loss=nan, grad_norm=nan, skipped=self._scalar(1.0))
         if not self._rows_are_checked:  # once: the same few numbers determine the rows of all steps
             check_same_rows(micro_batches)
             self._rows_are_checked = True
-        factor = self.world.data_size / target_tokens
         fp16 = self._strategy.precision == "fp16"
         loss_scale = self._scalar(float(self._optimizer.loss_scale)) if fp16 else None
-        for index, micro_batch in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            loss = self._engine(micro_batch)
-            loss_sum += loss.detach()
-            self._engine.backward(loss * factor, scale_wrt_gas=False)
-            if not last:
-                self._engine.step()  # counts the micro-batch; the weights change at the last one only
+        loss_sum = self.passes(micro_batches, target_tokens=target_tokens)
         loss = loss_sum / (target_tokens * self._strategy.tensor_parallel)  # its ranks hold the same one
         if self.world.size > 1:
             dist.all_reduce(loss)
@@ -175,6 +167,16 @@ class DeepSpeedEngine:
             self._fp32_adamw.apply(learning_rate, norm=norm, skipped=skipped, loss_scale=one)
         self._diverged = was_skipped and not fp16
         return StepResult(loss=loss, grad_norm=norm, skipped=skipped, loss_scale=loss_scale)
+
+    def passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
+        loss_sum = torch.zeros((), device=self.world.device)
+        for index, micro_batch in enumerate(micro_batches):
+            loss = self._engine(micro_batch)
+            loss_sum += loss.detach()
+            self._engine.backward(loss * (self.world.data_size / target_tokens), scale_wrt_gas=False)
+            if index < len(micro_batches) - 1:
+                self._engine.step()  # counts the micro-batch; the weights change at the last one only
+        return loss_sum
 
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
         return self.logits(micro_batch, None)

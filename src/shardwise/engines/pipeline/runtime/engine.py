@@ -87,9 +87,9 @@ class PipelineEngine(TorchEngine):
                 mine = group
         return mine
 
-    def _passes(self, micro_batches: Sequence[MicroBatch], factor: torch.Tensor) -> torch.Tensor:
-        self._batches = list(micro_batches)
-        self._factor, self._loss_sum = factor, torch.zeros((), device=self.world.device)
+    def passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
+        self._batches, self._factor = list(micro_batches), self._optimizer.loss_scale / target_tokens
+        self._loss_sum = torch.zeros((), device=self.world.device)
         count = len(micro_batches)
         key = count, self.module.tokens_shape(micro_batches[0])
         if key not in self._schedules:
