@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from shardwise.cli.bench import bench
 from shardwise.cli.board import board
@@ -50,8 +51,22 @@ app = typer.Typer(
 )
 _VERBS: list[Callable[..., Any]] = [demo, init, config, plan, tables, train, monitor, bench, check]
 _VERBS += [emit, report, checkpoint, export, generate, chat, serve, board, doctor, power]
+
+
+class _Verb(TyperCommand):
+    """Its help leaves out types and ranges: a metavar says what is meant, and an error what is allowed."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for parameter in self.params:
+            changed: dict[str, Any] = {"_get_number_range_help_str": lambda: ""}
+            if parameter.param_type_name == "argument" and getattr(parameter, "metavar", None):
+                changed["display_type_rich"] = lambda **_: None
+            vars(parameter).update(changed)
+
+
 for _verb in _VERBS:
-    app.command()(_verb)
+    app.command(cls=_Verb)(_verb)
 
 
 def _print_version(wanted: bool) -> None:

@@ -35,7 +35,7 @@ def bench(
     memory_cap: MemoryCap = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run strategies for a few steps each: memory, speed and energy, compared with what was predicted."""
+    """Measure strategies, a few steps each, and compare with plans."""
     from shardwise.app.bench import bench as run
     from shardwise.report.bench import show_bench, to_json
 

@@ -10,7 +10,7 @@ import typer
 from shardwise.cli.options import AsJson, Changes, JobFile, QLora
 from shardwise.errors import JobError
 
-START = typer.Argument(metavar="[PRESET]", help="What to start from; see --list.  [default: lora]")
+START = typer.Argument(metavar="PRESET|FILE", help="One of --list, or files with --from.  [default: lora]")
 FROM = typer.Option("--from", help="Make it of files of DeepSpeed, Trainer, accelerate, Axolotl and others.")
 OUT = typer.Option(metavar="FILE", help="Job file to write.")
 MODELS = typer.Option("--models", help="List the model shapes known without network.")
@@ -24,7 +24,7 @@ def init(
     qlora: QLora = False,
     list_models: Annotated[bool, MODELS] = False,
 ) -> None:
-    """Write a commented job file; `init --from FILE...` makes it of other tools' files."""
+    """Write a commented job file, also from other tools' files."""
     from shardwise.job import presets
 
     preset, *more = start or ["lora"]

@@ -103,6 +103,17 @@ def test_the_verbs_and_flags_are_these(capsys: pytest.CaptureFixture[str]) -> No
         assert set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", text, re.MULTILINE)) - {"--help"} == flags, verb
 
 
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_has_no_cut_sentence_and_no_types(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([verb, "--help"] if verb else ["--help"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.findall(r"\w\.\.\.$|<(?:int|str|path|float|list\[)|<=|>=", text, re.MULTILINE) == []
+
+
 def test_help_loads_nothing_heavy() -> None:
     script = (
         "import sys; from shardwise.cli import main; main(['--help']); "
