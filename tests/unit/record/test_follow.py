@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shardwise.errors import JobError
-from shardwise.record import follow
+from shardwise.record import follow, write
 from shardwise.record.follow import FREE_SECONDS, Follower, newest_running
 from shardwise.record.read import MOST_LINE, read_events
 from shardwise.record.write import RunFolder, locked
@@ -151,5 +153,6 @@ def test_asking_whether_a_run_is_written_does_not_stop_one_from_starting(
     """A reader holds a shared lock for microseconds."""
     reader = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
     fcntl.flock(reader, fcntl.LOCK_SH)
-    monkeypatch.setattr("shardwise.record.write.time.sleep", lambda _: os.close(reader))
+    clock = SimpleNamespace(sleep=lambda _: os.close(reader), time=time.time)
+    monkeypatch.setattr(write, "time", clock)  # threads of other tests may sleep, too
     assert locked(tmp_path / "lock") is not None
