@@ -94,7 +94,7 @@ print(f"\nlargest difference of the last losses: {max(last) - min(last):.1e}; yo
 short = lab.job("shards", work, strategy="zero2", train={"steps": 3, "global_batch": batch})
 run = shardwise.train(short, processes=here.processes)
 parameters = run.events("run")[-1]["parameters"]
-files = sorted(run.folder.glob("checkpoints/*/engine/**/*optim_states.pt"))
+files = sorted(run.folder.glob("checkpoints/*/engine/rank-*.safetensors"))
 parts = [file.stat().st_size / lab.MB for file in files]
 for file, size in zip(files, parts, strict=True):
     print(f"{file.name}: {size:.2f} MB")

@@ -105,15 +105,25 @@ def _hint(key: Key, value: Any, allowed: str) -> str:
     return ""
 
 
+_OTHERS = {
+    **dict.fromkeys(("batch_size", "train_batch_size", "gradient_accumulation_steps"), "global_batch"),
+    **dict.fromkeys(("max_seq_length", "max_length", "seq_len", "cutoff_len"), "sequence_length"),
+    **dict.fromkeys(("num_epochs", "num_train_epochs"), "epochs"),
+    **{"lr": "learning_rate", "max_steps": "steps", "lora_r": "rank", "r": "rank", "lora_alpha": "alpha"},
+    **{"per_device_train_batch_size": "micro_batch", "micro_batch_size": "micro_batch"},
+}
+"""What other trainers call a key."""
+
+
 def _meant(key: Key) -> str:
     """The fix for an unknown key."""
     siblings, every = json_schema.names_below(key[:-1]), json_schema.every_key()
     close = difflib.get_close_matches(key[-1], siblings, n=1)
-    elsewhere = [other for other in every if other[-1] == key[-1]]
+    elsewhere = [other for other in every if other[-1] == _OTHERS.get(key[-1], key[-1])]
     if not close and not elsewhere:
         last = {other[-1]: other for other in every}
         elsewhere = [last[name] for name in difflib.get_close_matches(key[-1], last, n=1, cutoff=0.75)]
-    if elsewhere and (not close or key[-1] not in siblings):
+    if elsewhere and (not close or key[-1] not in siblings or key[-1] in _OTHERS):
         return f"did you mean {' or '.join(map(dotted, elsewhere))}?"
     if close:
         return f"did you mean {dotted((*key[:-1], close[0]))}?"

@@ -14,7 +14,8 @@ from typing import Any
 from shardwise.errors import CheckpointError, MachineError, Problem
 from shardwise.folders import cache_root
 from shardwise.job.schema import Model
-from shardwise.models.source import Source, safetensors_files
+from shardwise.models.source import TOKENIZER_FILES, Source, safetensors_files
+from shardwise.models.tokenizer import tokenizer_folder
 from shardwise.record.manifest import hash_files
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -24,7 +25,7 @@ def fingerprint(model: Model, found: Source) -> dict[str, Any] | None:
     """Identify the base of the job's adapters; None for random weights, and where nothing is frozen.
 
     `sha256` covers the values of config.json, and name and content of every safetensors file with weights. It
-    covers neither code from a repository nor the tokenizer, whose tokens have a hash of their own. `commit`
+    covers neither code from a repository nor the tokenizer, which has a hash of its own. `commit`
     is that of a hub repository, for people.
 
     Files of the hub's cache are named by their hash. Others are read in full, once: the cache keeps the
@@ -41,6 +42,18 @@ def fingerprint(model: Model, found: Source) -> dict[str, Any] | None:
         "sha256": _hash({"config": found.config, "files": hashes}),
         "commit": found.folder.name if of_hub else None,
     }
+
+
+def tokenizer_fingerprint(model: Model) -> str | None:
+    """A hash of the names and contents of a tokenizer's files; None where it is learned from the data.
+
+    Two tokenizers may give the same tokens for all data, and only one of them is worth saving.
+    """
+    if model.tokenizer == "train":
+        return None
+    folder = tokenizer_folder(model)
+    files = {path.name for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
+    return _hash({name: entry.sha256 for name, entry in hash_files(folder, sorted(files)).items()})
 
 
 def check_base(then: Mapping[str, Any] | None, model: Model, found: Source) -> None:

@@ -44,7 +44,7 @@ def load_tokenizer(model: Model, *, corpus: Corpus, cache: Path | None = None) -
     if model.tokenizer == "train":
         root = (cache or cache_root()) / "tokenizers"
         return _from_folder(_trained(root, corpus, model.tokenizer_vocab), model)
-    tokenizer = _from_folder(_folder(model), model)
+    tokenizer = _from_folder(tokenizer_folder(model), model)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         # padding is neither attended to nor trained, so no new token, and no new embedding row, is needed
         tokenizer.pad_token = tokenizer.eos_token
@@ -87,7 +87,7 @@ def train_bpe(texts: Iterator[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def _folder(model: Model) -> Path:
+def tokenizer_folder(model: Model) -> Path:
     """The folder that holds the tokenizer's files, downloaded where necessary."""
     name = model.tokenizer or model.source
     if Path(name).is_dir():

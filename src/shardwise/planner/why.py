@@ -204,7 +204,8 @@ def _memory(memory: Memory) -> str:
     name, most = max(terms(memory).items(), key=lambda term: term[1])
     used = gib(memory.needed_bytes).removesuffix(" GiB")
     fullest = f"{used} of {gib(memory.capacity_bytes)} on the fullest GPU, {free:.0%} free"
-    return f"{fullest}; mostly {name}, {gib(most)}"
+    share = "mostly" if most > memory.needed_bytes / 2 else "the largest part:"
+    return f"{fullest}; {share} {name}, {gib(most)}"
 
 
 def _step(chosen: Option, hardware: Hardware) -> str:

@@ -25,7 +25,7 @@ from shardwise.hardware.links import network_link, network_names
 from shardwise.job.identity import identity_of
 from shardwise.job.schema import Job
 from shardwise.models.build import BuiltModel, build_model, check_length
-from shardwise.models.fingerprint import fingerprint
+from shardwise.models.fingerprint import fingerprint, tokenizer_fingerprint
 from shardwise.models.structure import DTYPES
 from shardwise.models.tokenizer import load_tokenizer, rows_for
 from shardwise.planner.plan import Plan
@@ -186,10 +186,11 @@ def identity(ready: Ready) -> dict[str, Any]:
     `data` is a hash of what the tokens are made from, `tokens` of the tokens: templates can write the date.
     `base` is for frozen weights, which no checkpoint holds; see `models.fingerprint`.
     """
-    base = fingerprint(ready.job.model, ready.built.found)
+    base, tokenizer = fingerprint(ready.job.model, ready.built.found), tokenizer_fingerprint(ready.job.model)
     return {
         **identity_of(ready.job),
         "data": ready.data.summary["key"],
         "tokens": ready.data.content,
         **({} if base is None else {"base": base}),
+        **({} if tokenizer is None else {"tokenizer": tokenizer}),
     }

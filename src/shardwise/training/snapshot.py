@@ -191,6 +191,8 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Proble
         skipped.add("data")
     elif "tokens" not in then or then.get("data") != now.get("data"):
         skipped.add("tokens")  # not known, or reported as other data
+    if "tokenizer" not in then:
+        skipped.add("tokenizer")
     old_base, new_base = then.get("base"), now.get("base")
     if old_base and new_base:
         if old_base["sha256"] == new_base["sha256"]:
@@ -217,6 +219,9 @@ def _problem(key: str, then: object, now: object) -> Problem:
     if key == "data":  # a hash of content: no value to show
         what = "the content of the data, or how it becomes tokens, is not the checkpoint's"
         where = "data.train, data.eval, data.split, data.chat_template, model.tokenizer"
+        fix = "restore the files as they were"
+    elif key == "tokenizer":
+        what, where = "the tokenizer's files are not the checkpoint's", "model.tokenizer, model.source"
         fix = "restore the files as they were"
     elif key == "tokens":
         what = "the same files and settings give other tokens than the checkpoint was trained on"

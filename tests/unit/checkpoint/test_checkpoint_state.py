@@ -165,6 +165,13 @@ def test_other_tokens_of_the_same_data_are_refused_and_explained() -> None:
     check_origin(stored(data="0123"), origin(data="0123", tokens="00bb"), where="an older checkpoint")
 
 
+def test_another_tokenizer_is_refused_although_the_tokens_are_the_same() -> None:
+    """It would be saved with the model."""
+    now = {"data": "4567", "tokens": "00aa", "tokenizer": "22"}
+    assert "the tokenizer's files are not" in told(stored(data="0123", tokens="00aa", tokenizer="11"), **now)
+    check_origin(stored(data="0123", tokens="00aa"), origin(**now), where="an older checkpoint")
+
+
 def base(sha256: str, commit: str | None = None) -> dict[str, str | None]:
     return {"sha256": sha256, "commit": commit}
 

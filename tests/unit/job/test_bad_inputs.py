@@ -81,6 +81,8 @@ CASES = [
     Case("empty-section", model("lora:"), ["`model.lora` has no value", "job.yaml:4"]),
     # keys
     Case("unknown-key", data("sequence_lenght: 5"), ["job.yaml:6", "did you mean data.sequence_length?"]),
+    Case("other-trainers-key", data("seq_len: 5"), ["job.yaml:6", "did you mean data.sequence_length?"]),
+    Case("other-trainers-section", with_("lr: 1"), ["job.yaml:8", "did you mean optimizer.learning_rate?"]),
     Case("wrong-section", with_("learning_rate: 1"), ["job.yaml:8", "did you mean optimizer.learning_rate?"]),
     Case("invented-key", with_("frobnicate: 1"), ["`frobnicate` is not a key", "a job has name, output"]),
     Case("missing-section", "name: x\nmodel: {source: base}\n", ["`data` is missing"]),

@@ -13,7 +13,7 @@ import pytest
 from shardwise.errors import MachineError
 from shardwise.job.schema import Lora, Model
 from shardwise.models import fingerprint as module
-from shardwise.models.fingerprint import fingerprint
+from shardwise.models.fingerprint import fingerprint, tokenizer_fingerprint
 from shardwise.models.source import Source, find_source
 
 PARTS = {"a.safetensors": b"first" * 1000, "b.safetensors": b"second" * 1000}
@@ -96,3 +96,18 @@ def test_where_the_hash_cannot_be_kept_is_said(base: Path, monkeypatch: pytest.M
     with pytest.raises(MachineError, match="cannot be computed and cached") as caught:
         of(base)
     assert "SHARDWISE_CACHE" in caught.value.problems[0].fix
+
+
+def test_every_file_of_a_tokenizer_counts(tmp_path: Path) -> None:
+    found = set()
+    for name, text in (
+        ("a", "{}"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "{}"),
+        ("merges.txt", "a b"),
+    ):
+        (tmp_path / name).write_text(text)
+        found.add(tokenizer_fingerprint(Model(source=str(tmp_path))))
+    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    assert len({*found, tokenizer_fingerprint(Model(source=str(tmp_path)))}) == 5
+    assert tokenizer_fingerprint(Model(source=str(tmp_path), tokenizer="train")) is None

@@ -35,7 +35,8 @@ toy-1.3b · 1.3B parameters, all trained, bf16
 ▶ zero2 with micro-batch 8, accumulation 2, checkpointing every block
 · the fastest of the 17 that fit: 1.07x the tokens/s of zero3-offload-optimizer,
   the next kind
-· 11.6 of 15.7 GiB on the fullest GPU, 26% free; mostly optimizer, 3.6 GiB
+· 11.6 of 15.7 GiB on the fullest GPU, 26% free; the largest part: optimizer,
+  3.6 GiB
 · a step takes 9.19 s: computing takes 98% of it
 """
 
