@@ -109,8 +109,13 @@ _OTHERS = {
     **dict.fromkeys(("batch_size", "train_batch_size", "gradient_accumulation_steps"), "global_batch"),
     **dict.fromkeys(("max_seq_length", "max_length", "seq_len", "cutoff_len"), "sequence_length"),
     **dict.fromkeys(("num_epochs", "num_train_epochs"), "epochs"),
-    **{"lr": "learning_rate", "max_steps": "steps", "lora_r": "rank", "r": "rank", "lora_alpha": "alpha"},
-    **{"per_device_train_batch_size": "micro_batch", "micro_batch_size": "micro_batch"},
+    "lr": "learning_rate",
+    "max_steps": "steps",
+    "lora_r": "rank",
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "per_device_train_batch_size": "micro_batch",
+    "micro_batch_size": "micro_batch",
 }
 """What other trainers call a key."""
 
