@@ -35,7 +35,7 @@ def bench(
     memory_cap: MemoryCap = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run strategies for a few steps each: memory, speed and energy, compared with what was predicted."""
+    """Run strategies for a few steps each. Memory, speed and energy are compared with the prediction."""
     from shardwise.app.bench import bench as run
     from shardwise.report.bench import show_bench, to_json
 

@@ -13,7 +13,7 @@ FOLDER = typer.Argument(metavar="[FOLDER]", help="Holds runs and benches, or fol
 def board(
     folder: Annotated[Path, FOLDER] = Path(), host: Host = "127.0.0.1", port: Port = 8100, token: Token = None
 ) -> None:
-    """Show runs, benches, plans and findings in a browser, on this machine.
+    """Show runs, benches, plans and findings in a local browser.
 
     The page only reads: it plans, and starts or changes nothing. Ctrl-C ends it.
     """

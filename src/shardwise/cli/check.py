@@ -36,7 +36,7 @@ def check(
     errors_only: Annotated[bool, ERRORS_ONLY] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Check training configs for settings that fail or are silently ignored.
+    """Find settings of training configs that fail or are ignored.
 
     Ends with 2 where a finding is an error, with 0 where there are only warnings.
     """

@@ -20,7 +20,7 @@ def checkpoint(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The new file of convert.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """List and verify the checkpoints of a run, or write one into a single file.
+    """List or verify a run's checkpoints, or write one as one file.
 
     To resume from a step, under any strategy, nothing has to be converted.
     """

@@ -17,7 +17,7 @@ OUT = typer.Option(metavar="DIR", help="New folder to work in.  [default: shardw
 
 
 def demo(out: Annotated[Path | None, OUT] = None) -> int:
-    """Train a small model on packaged text; one to two minutes on two CPU cores."""
+    """Train a small model on packaged text. One to two minutes on two CPU cores."""
     from shardwise.cli import main
     from shardwise.hardware.detect import gpu_count
 

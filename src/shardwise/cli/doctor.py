@@ -14,7 +14,7 @@ CALIBRATE = typer.Option(
 
 
 def doctor(calibrate: Annotated[bool, CALIBRATE] = False, as_json: AsJson = False) -> int:
-    """Check that this machine can train, and how to fix what is missing.
+    """Check that this machine can train; say how to fix what cannot.
 
     Drivers, GPUs, links, kernels, collectives, DeepSpeed, disks and ports are tried out, on the GPUs that
     CUDA_VISIBLE_DEVICES leaves; no setting is changed. Ends with 0 where training can run, else with 4;

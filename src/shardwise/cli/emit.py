@@ -25,7 +25,7 @@ def emit(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")] = Path("engine"),
     changes: Changes = [],
 ) -> None:
-    """Write files that start your own training script, or the job itself on a cluster."""
+    """Write files that start your script, or the job on a cluster."""
     from shardwise.app.emit import emit as texts
     from shardwise.app.emit import library
 

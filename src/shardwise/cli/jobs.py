@@ -24,7 +24,7 @@ def init(
     qlora: QLora = False,
     list_models: Annotated[bool, MODELS] = False,
 ) -> None:
-    """Write a commented job file; `init --from FILE...` makes it of other tools' files."""
+    """Write a commented job file. `init --from FILE...` makes it of other tools' files."""
     from shardwise.job import presets
 
     preset, *more = start or ["lora"]

@@ -24,7 +24,7 @@ def export(
     push: Annotated[str | None, PUSH] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the trained weights as Hugging Face safetensors, with a model card.
+    """Write the trained weights as safetensors, with a model card.
 
     Shows what was written, its number format, and with --merge how far the merged logits differ.
     --gguf needs llama.cpp's convert_hf_to_gguf.py on PATH or in the folder $LLAMA_CPP.

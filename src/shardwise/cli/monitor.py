@@ -37,7 +37,7 @@ def monitor(
     once: Annotated[bool, ONCE] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what the GPUs and a run do: memory, power, clocks, energy, progress.
+    """Show what GPUs and a run do: memory, power, energy, progress.
 
     A terminal shows a live view; otherwise one line a sample is printed. Ctrl-C and SIGTERM end it with exit
     code 0. The GPUs are only asked, through the driver: nothing of them is used or changed.

@@ -24,7 +24,7 @@ def power(
     force: Annotated[bool, FORCE] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Show the GPUs' power limits and put back those that ended runs have left.
+    """Show GPUs' power limits; put back what ended runs have left.
 
     Ends with 4 where there is no GPU, no permission (try), or a limit cannot be put back (restore).
     """

@@ -30,7 +30,7 @@ def tables(
     memory_cap: options.MemoryCap = None,
     margin: options.Margin = None,
 ) -> None:
-    """Compare models, GPUs and ways to train in one table; every row is what `plan` says."""
+    """Compare models, GPUs and ways to train in one table. Every row is what `plan` says."""
     from shardwise.app import tables as app
 
     if out is not None and out.exists():

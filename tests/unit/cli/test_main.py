@@ -103,6 +103,18 @@ def test_the_verbs_and_flags_are_these(capsys: pytest.CaptureFixture[str]) -> No
         assert set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", text, re.MULTILINE)) - {"--help"} == flags, verb
 
 
+def test_the_list_of_verbs_is_not_cut_at_80_columns() -> None:
+    code = "from shardwise.cli import main; main(['--help'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [line for line in done.stdout.splitlines() if line.endswith("...") and "Usage" not in line] == []
+
+
 def test_help_loads_nothing_heavy() -> None:
     script = (
         "import sys; from shardwise.cli import main; main(['--help']); "
