@@ -167,6 +167,7 @@ def heading(plan: Plan) -> Iterator[Text]:
     )
     if job.assumed:
         yield Text(f"assumed: {', '.join(job.assumed)}", style="dim")
+    yield from (Text(f"note: {note}", style="dim") for note in job.notes)
 
 
 def bullets(sentences: Iterable[str], chosen: Option | None = None) -> Table:
