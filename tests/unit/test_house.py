@@ -65,6 +65,7 @@ def test_packages_that_promise_it_load_without_torch() -> None:
         "errors.py",
         "folders.py",
         "patch.py",
+        "screen.py",
         "units.py",
         "web.py",
         "diagnosis",

@@ -79,11 +79,10 @@ def _files(csv: Path | None, jsonl: Path | None) -> Iterator[RowFile]:
 def _once(*, as_json: bool) -> Show:
     if as_json:
         return lambda sample: print(json.dumps(sample))
-    from rich.console import Console
-
     from shardwise.report.live.frame import frame
+    from shardwise.screen import screen
 
-    console = Console()
+    console = screen()
     return lambda sample: console.print(frame(sample, width=console.width))
 
 

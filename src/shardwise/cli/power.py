@@ -79,10 +79,10 @@ def _restore(as_json: bool, force: bool) -> bool:
 
 
 def _print(found: "Power") -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from shardwise.device import Unavailable
+    from shardwise.screen import screen
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, highlight=False)
     table.add_column("GPU", overflow="fold")
@@ -100,7 +100,7 @@ def _print(found: "Power") -> None:
         owner = owners.get(card.uuid)
         control = "MIG" if card.divided else f"{owner.state} {owner.owner.pid}" if owner else "-"
         table.add_row(f"{card.index} {card.name.removeprefix('NVIDIA ')}", *row, control)
-    console = Console(highlight=False)
+    console = screen(highlight=False)
     if found.failure:
         console.print(f"no GPU: {found.failure}", soft_wrap=True)
     else:

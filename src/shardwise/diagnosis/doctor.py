@@ -20,6 +20,7 @@ from shardwise.diagnosis.child import LIMIT_SECONDS, MODULE, Child, Children, Sa
 from shardwise.diagnosis.gpus import Gpus, size_of
 from shardwise.hardware.calibration import Calibration
 from shardwise.launch.local import worker_environment
+from shardwise.screen import screen
 
 CPU_RANKS = 2  # that try gloo where there is no GPU
 HUB_SECONDS, COMPILE_SECONDS = 10.0, 600.0
@@ -136,7 +137,7 @@ BAD = ("problem", "unclear", "warning")
 
 def show(report: Report, *, console: Console | None = None) -> None:
     """Print the machine, the checks, and whether training can run."""
-    console = console or Console()
+    console = console or screen()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False, highlight=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

@@ -47,18 +47,19 @@ def _start(target: Target, request: Request, configs: Sequence[tuple[str, str]])
     return f"torchrun --nnodes {nodes} --nproc_per_node {gpus}{meeting}"
 
 
-def _script(target: Target, request: Request, start: str, flags: Sequence[tuple[str, str]]) -> str:
+def _script(target: Target, request: Request, start: str, flags: Sequence[tuple[str, str]], duty: str) -> str:
     """A script that starts `start`, the script in its arguments, and the flags."""
+    usage = "train.py [its arguments]" + (f"\n# {duty}" if duty else "")
     call = " \\\n    ".join([f'{start} "$@"', *_flags(flags)])
     if target != "slurm":
-        return _bash(request, call, "train.py [its arguments]")
+        return _bash(request, call, usage)
     lines = ["set -euo pipefail"]
     if request.nodes > 1:
         # sed reads to the end: head would close the pipe on a long list, and pipefail end the job
         lines.append("""HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)""")
         lines += descriptor(request.strategy).slurm_exports()
     # one task a node would be bound to one core, and all of its processes with it
-    return batch_script(request, [*lines, f"srun --cpu-bind=none {call}"], "train.py [its arguments]")
+    return batch_script(request, [*lines, f"srun --cpu-bind=none {call}"], usage)
 
 
 def _bash(request: Request, call: str, arguments: str = "", *, before: Sequence[str] = ()) -> str:
@@ -194,8 +195,8 @@ def _files(target: Target, request: Request, own: str, trainer: str) -> dict[str
         files, of_trainer = {}, [*made.flags, *of_trainer]
     files |= {name: as_json(values) for name, values in made.files.items()}
     start = _start(target, request, configs)
-    scripts = {own: [], trainer: of_trainer}
-    return files | {name: _script(target, request, start, flags) for name, flags in scripts.items()}
+    scripts = {own: ([], made.duty), trainer: (of_trainer, "")}
+    return files | {name: _script(target, request, start, *one) for name, one in scripts.items()}
 
 
 def _yaml(request: Request) -> str:

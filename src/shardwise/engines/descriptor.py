@@ -46,6 +46,7 @@ class ScriptFiles:
 
     files: Mapping[str, Mapping[str, Any]]  # JSON values by file name
     flags: tuple[tuple[str, str], ...] = ()  # Name and value; a value of `$here/NAME` is a file of these
+    duty: str = ""  # Of a script that is no Trainer's
 
 
 class EngineSpec:

@@ -248,7 +248,8 @@ def _conclude(
         fix = "start it again: nothing was written yet"
         if is_run_folder(Path(spec.run_dir)):
             fix = "--resume goes on from the last checkpoint, if there is one"
-        error = ShardwiseError("stopped before the state could be saved", fix=fix)
+        early = "the dry run was done" if spec.dry_run else "the state could be saved"
+        error = ShardwiseError(f"stopped before {early}", fix=fix)
         return Ending(code=128 + number, error=error, requested=True)
     if not failed:
         return Ending(code=0)

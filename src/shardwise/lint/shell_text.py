@@ -36,7 +36,9 @@ def read_shell(text: str, name: str) -> Document:
         what = "it has no deepspeed, torchrun or accelerate command"
         raise UnreadableError(what, line=1, fix="name the file with the command that starts the training")
     first, rows = line_at(text, start.start()), text[start.start() :].replace("\r\n", "\n").split("\n")
-    count = next((i for i, row in enumerate(rows, 1) if not _goes_on(row)), len(rows))
+    # the shell joins the next row where the last character is a backslash outside a comment
+    ends = (i for i, row in enumerate(rows, 1) if not (row.endswith("\\") and _code(row) == row))
+    count = next(ends, len(rows))
     launcher = "torchrun" if start[1].startswith("python") else start[1].split()[0]
     quoted = text.count('"', 0, start.start()) % 2 == 1  # within a text that joins its lines itself
     lost = () if quoted else _lost(rows, count, first)
@@ -88,11 +90,6 @@ def _lost(rows: list[str], count: int, first: int) -> Iterator[tuple[str, str, i
         why = "ends in a space" if last != last.rstrip() else why
         what = f"line {first + count - 1}, which {why}: `{after[0][1].split()[0]}`"
         yield LOST_FLAGS, what, first + after[0][0]
-
-
-def _goes_on(row: str) -> bool:
-    """Whether the shell joins the next row: the last character is a backslash outside a comment."""
-    return row.endswith("\\") and _code(row) == row
 
 
 def _split(row: str) -> list[str]:

@@ -27,7 +27,8 @@ def route(model: PreTrainedModel) -> None:
     Its layers do not pass the borders on, so a hook keeps those of the last call. They are read again where a
     block is recomputed: a batch's backward pass must end before the next one's forward pass begins.
     """
-    routed = [(module, _ROUTES[type(module).__name__]) for module in model.modules() if _is_own(module)]
+    named = [(module, type(module).__name__) for module in model.modules()]
+    routed = [(module, _ROUTES[name]) for module, name in named if name in _ROUTES]
     if not routed:
         return
     model.config._attn_implementation = VARLEN  # there is no mask function of this name: none is made
@@ -41,10 +42,6 @@ def route(model: PreTrainedModel) -> None:
     model.base_model.register_forward_pre_hook(keep, with_kwargs=True)
     for module, (method, replacement) in routed:
         setattr(module, method, partial(replacement, module, borders))
-
-
-def _is_own(module: nn.Module) -> bool:
-    return type(module).__name__ in _ROUTES
 
 
 def _gpt_neo(

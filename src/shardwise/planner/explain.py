@@ -15,6 +15,7 @@ from shardwise.planner.plan import Option, Plan, PowerChoice, in_words
 from shardwise.planner.simulate import capacity_bytes
 from shardwise.planner.table import bullets, plain_bar
 from shardwise.planner.why import at_power_limit, better_with_memory, gain, terms
+from shardwise.screen import screen
 from shardwise.simulate.prediction import Memory, Moment, Time
 from shardwise.units import gib
 
@@ -40,7 +41,7 @@ class Line:
 
 def show_explanation(plan: Plan, *, console: Console | None = None) -> None:
     """Print where memory and time of the choice go; without a choice, of what is nearest to fitting."""
-    console = console or Console()
+    console = console or screen()
     option = plan.options[0]
     memory, time = option.prediction.memory, option.prediction.time
     overlapping = {

@@ -43,6 +43,7 @@ class Workload:
     """In the user's currency."""
     assumed: tuple[str, ...] = ()
     """Defaults that were used, as the flags that change them."""
+    notes: tuple[str, ...] = ()  # What building the model left out or changed
 
     @classmethod
     def of(
@@ -53,6 +54,7 @@ class Workload:
         trainable_parameters: int,
         epoch_tokens: int | None = None,
         assumed: Sequence[str] = (),
+        notes: Sequence[str] = (),
     ) -> Workload:
         """Summarize a job; `epoch_tokens`: of one pass over its data, None where not known."""
         rows_tokens = job.train.global_batch * job.data.sequence_length
@@ -72,6 +74,7 @@ class Workload:
             total_tokens=total,
             price_per_gpu_hour=job.energy.price_per_gpu_hour,
             assumed=tuple(assumed),
+            notes=tuple(notes),
         )
 
 

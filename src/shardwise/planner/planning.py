@@ -127,6 +127,7 @@ def _make(
                 trainable_parameters=tracer.trainable,
                 epoch_tokens=epoch_tokens,
                 assumed=tracer.assumed,
+                notes=tracer.notes,
             ),
             objective=objective,
             trace_for=tracer.trace,
@@ -142,12 +143,16 @@ def _make(
             return made
         changes = small_changes(job, hardware, memory_cap_bytes)
         four_bits = next((one for one in changes if one.job.model.quantization == "nf4"), None)
-        option = four_bits and _attempt(four_bits, vocab_size=vocab_size, margin=margin, offload=False)
+        asked = four_bits and partial(_attempt, four_bits, vocab_size=vocab_size, margin=margin)
+        option = asked and (asked(offload=False) or asked())
         if not four_bits or not option:
             return made
-        needed = gib(option.prediction.memory.needed_bytes)
-        hint = f"without offloading {four_bits.how} fits, in {needed}: {four_bits.what}"
-        return replace(made, chosen=replace(made.chosen, why=(*made.chosen.why, hint)))
+        memory, how = option.prediction.memory, four_bits.how
+        hint = f"without offloading {how} fits, in {gib(memory.needed_bytes)}"
+        if memory.host_bytes:
+            hint = f"{how} would keep {gib(memory.host_bytes)} in each host's memory"
+        why = (*made.chosen.why, f"{hint}: {four_bits.what}")
+        return replace(made, chosen=replace(made.chosen, why=why))
 
 
 @contextmanager

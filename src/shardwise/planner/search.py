@@ -1,7 +1,7 @@
 """From allowed strategies to a plan: each is simulated, unless a leaner one already fails."""
 
 import pickle
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import contextmanager
@@ -350,20 +350,19 @@ def _check_accumulation(strategies: Sequence[Strategy]) -> None:
 
 
 def _all_refused(refused: Sequence[Refused]) -> RefusedError:
-    """The rules that refuse every strategy; rules that refuse some are added where they alone decide."""
-    names: dict[str, set[str]] = defaultdict(set)
+    """The rules that refuse the strategies that the fewest rules refuse, those that refuse most first."""
+    rules: dict[str, dict[str, Refused]] = defaultdict(dict)
     for one in refused:
-        names[one.rule].add(one.strategy.name)
-    everything = set().union(*names.values())
-    common = [rule for rule in names if names[rule] == everything]
-    others = [rule for rule in names if rule not in common]
-    if common and set().union(*(names[rule] for rule in others)) != everything:
-        others = []  # fixing the common ones is enough
-    first = {one.rule: one for one in reversed(refused)}
+        rules[one.strategy.name].setdefault(one.rule, one)
+    fewest = min(map(len, rules.values()))
+    near = [found for found in rules.values() if len(found) == fewest]
+    number = Counter(rule for found in near for rule in found)
     problems = []
-    for rule in [*common, *others]:
-        one = first[rule]
-        what = one.reason if rule in common and len(everything) > 1 else f"{one.strategy.name}: {one.reason}"
+    for rule, times in number.most_common():
+        one = next(found[rule] for found in near if rule in found)
+        among = f" and {times - 1} more" if times > 1 else ""
+        common = len(rules) > 1 and all(rule in found for found in rules.values())
+        what = one.reason if common else f"{one.strategy.name}{among}: {one.reason}"
         # not --processes: a plan is for all GPUs that were named
         fixes = [part for part in one.fix.split(", or ") if not part.startswith("--processes ")]
         problems.append(Problem(what=what, where=f"{one.where}, rule {rule}", fix=", or ".join(fixes)))

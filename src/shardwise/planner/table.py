@@ -14,6 +14,7 @@ from rich.text import Text
 from shardwise.planner.plan import Option, Plan, in_words
 from shardwise.planner.search import cost
 from shardwise.planner.why import needs_of_host, terms
+from shardwise.screen import screen
 from shardwise.simulate.power import energy_error, levels
 from shardwise.simulate.prediction import Memory
 from shardwise.strategy import Strategy
@@ -99,7 +100,7 @@ def show(plan: Plan, *, console: Console | None = None, everything: bool = False
 
     Where nothing fits, the error `why.does_not_fit` says so.
     """
-    console = console or Console()
+    console = console or screen()
     for line in heading(plan):
         console.print(line)
     console.print()
@@ -123,7 +124,7 @@ def as_text(plan: Plan) -> str:
     console = Console(file=io.StringIO(), width=NARROW)
     with console.capture() as captured:
         show(plan, console=console)
-    return captured.get().rstrip()
+    return "\n".join(map(str.rstrip, captured.get().rstrip().splitlines()))
 
 
 def excerpt(plan: Plan) -> list[Option]:
@@ -166,6 +167,7 @@ def heading(plan: Plan) -> Iterator[Text]:
     )
     if job.assumed:
         yield Text(f"assumed: {', '.join(job.assumed)}", style="dim")
+    yield from (Text(f"note: {note}", style="dim") for note in job.notes)
 
 
 def bullets(sentences: Iterable[str], chosen: Option | None = None) -> Table:
@@ -196,7 +198,8 @@ def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool)
         if width < NARROW:  # no room for both
             for cells in (header, *rows):
                 del cells[TRAINED]
-    others = [max(map(_width, column)) for column in zip(header, *rows, strict=True)]
+    columns = zip(header, *rows, strict=True)
+    others = [max(len(line) for cell in column for line in str(cell).split("\n")) for column in columns]
     bar = max(LEAST_BAR, min(MOST_BAR, width - sum(others) - gap * len(others)))
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", highlight=False)
     before = room(bar, all_fit=all(option.prediction.memory.fits for option in shown))
@@ -269,10 +272,6 @@ def batch(strategy: Strategy) -> tuple[str, str]:
     return f"{strategy.micro_batch} × {strategy.accumulation}", checkpointing
 
 
-def _width(cell: Text | str) -> int:
-    return max((len(line) for line in str(cell).splitlines()), default=0)
-
-
 def _left_out(plan: Plan, more: int) -> Iterator[Text]:
     """One line on what the table leaves out."""
     refused = len({one.strategy for one in plan.refused})
@@ -297,7 +296,7 @@ def _refused(plan: Plan) -> Iterator[Text]:
 
 def show_pareto(plan: Plan, *, console: Console | None = None) -> None:
     """Print what nothing else beats in both, the fastest first; at most 80 columns."""
-    console = console or Console()
+    console = console or screen()
     first = plan.pareto[0]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", highlight=False)
     names = ("\n  strategy", "micro ×\naccum.", "ckpt\n", "limit\nW", "tokens/s\nper GPU", "time\n%")

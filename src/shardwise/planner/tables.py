@@ -242,18 +242,15 @@ def _text(table: Table) -> str:
             for cells in body:
                 grid.add_row(*cells)
             console.print(grid, "")
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
-
-
-def _flat(header: Sequence[str]) -> list[str]:
-    return [name.replace("-\n", "").replace("\n", " ") for name in header]
+    return "\n".join(map(str.rstrip, captured.get().rstrip().splitlines()))
 
 
 def _markdown(table: Table) -> str:
     blocks = []
     for lines, header, body in parts(table):
+        flat = [name.replace("-\n", "").replace("\n", " ") for name in header]
         aligned = ["---" if name in _WORDS else "---:" for name in header]
-        rows = [f"| {' | '.join(cells)} |" for cells in (_flat(header), aligned, *body)]
+        rows = [f"| {' | '.join(cells)} |" for cells in (flat, aligned, *body)]
         blocks += ["\n- ".join(lines).replace("\n", "\n\n", 1), "\n".join(rows)]
     return "\n\n".join(blocks)
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from shardwise.planner.why import TERMS
 from shardwise.record.bench import SCHEMA, BenchRecord
+from shardwise.screen import screen
 from shardwise.units import GIB, count, steps
 
 Row = Mapping[str, Any]
@@ -125,7 +126,7 @@ def reasons(rows: Sequence[Row]) -> dict[str, str]:
 
 def show_bench(bench: BenchRecord, *, console: Console | None = None) -> None:
     """Print predicted compared with measured, then what failed and why."""
-    console = console or Console()
+    console = console or screen()
     rows, head, job = by_speed(ran(bench.rows)), bench.head, bench.head["job"]
     sizes = f"{job['train']['global_batch']} rows of {job['data']['sequence_length']} tokens a step"
     warmup = f"{steps(head['warmup_steps'])} to warm up, {head['steps']} counted"

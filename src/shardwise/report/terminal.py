@@ -12,6 +12,7 @@ from rich.text import Text
 from shardwise.report.bench import NEEDED, pair
 from shardwise.report.compare import row_of, summary
 from shardwise.report.energy import lines
+from shardwise.screen import screen
 from shardwise.units import count, duration, gib
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -19,7 +20,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 def show(run_dirs: Sequence[str | Path], *, console: Console | None = None) -> None:
     """Print one run in full, or a table of several. JobError where a folder is no run folder."""
-    console = console or Console()
+    console = console or screen()
     if len(run_dirs) == 1:
         row, _ = row_of(Path(run_dirs[0]))
         _show_one(row, (row["measured"] or {"loss": []})["loss"], console)

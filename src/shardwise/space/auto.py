@@ -113,7 +113,8 @@ def _choose(situation: Situation, why: list[str]) -> str:
     alone = situation.world_size == 1
     if situation.devices == "cpu" or situation.device_memory_bytes is None:
         name = "single" if alone else "zero2"
-        why.append(f"{name}: auto's choice for {_processes(situation)} on CPUs")
+        them = "one process" if alone else f"{situation.world_size} processes"
+        why.append(f"{name}: auto's choice for {them} on CPUs")
         return name
     room = SHARE_FOR_STATES * situation.device_memory_bytes
     names = ("single", "zero2-offload", "zero3-offload") if alone else ("zero2", "zero3", "zero3-offload")
@@ -187,7 +188,3 @@ def _checkpoint_every(train: Train, parts: Parts, situation: Situation, why: lis
         return 0
     why.append("checkpointing full: it saves memory; train.checkpointing: none is faster where it fits")
     return 1
-
-
-def _processes(situation: Situation) -> str:
-    return "one process" if situation.world_size == 1 else f"{situation.world_size} processes"

@@ -57,6 +57,7 @@ class JobTracer:
         )
         check_length(tracer.built, job.data.sequence_length)
         self.total, self.trainable = tracer.built.total, tracer.built.trainable
+        self.notes = tracer.built.notes
         self.architecture = Architecture.of(tracer.built.config)
         self._tracer, self._documents = tracer, document_tokens if job.data.packing else None
         self.trace = cache(self._trace)

@@ -3,7 +3,6 @@
 import json
 
 import torch
-from rich.console import Console
 from rich.text import Text
 
 from shardwise.errors import printable
@@ -11,6 +10,7 @@ from shardwise.hardware.catalog import peak_flops
 from shardwise.models.flops import train_flops_per_token
 from shardwise.planner.table import show
 from shardwise.record.schema import RunEvent
+from shardwise.screen import screen
 from shardwise.training.observe import Speed
 from shardwise.training.ready import Ready
 from shardwise.units import count, processes
@@ -21,7 +21,7 @@ WORTH_A_WARNING = 0.01  # of the conversations' tokens lost
 
 def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
     """Show what will run on stderr; with `json_plan` also as one JSON object on stdout."""
-    console = Console(stderr=True)
+    console = screen(stderr=True)
     job, strategy, built = ready.job, ready.strategy, ready.built
     share = "" if built.trainable == built.total else f", {count(built.trainable)} trained"
     base = "" if job.model.quantization == "none" else f", base in {job.model.quantization}"

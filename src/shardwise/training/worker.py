@@ -24,6 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     spec = LaunchSpec.from_json(json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     if (folder := os.environ.get(ERROR_DIR)) is not None:
         heartbeat.begin(Path(folder), int(os.environ.get("RANK", "0")))
+    if os.environ.get("RANK", "0") == "0" and spec.measure_steps is None:  # a bench has its own lines
+        print("starting: loading the model, preparing the data", file=sys.stderr, flush=True)
     try:
         _work(spec)
     except Exception as error:  # noqa: BLE001  (the last place where a bug becomes an exit code)

@@ -97,6 +97,17 @@ def test_check_finds_nothing_in_what_is_emitted(
     assert [(one.file, one.rule, one.what) for one in together.findings] == []
 
 
+@pytest.mark.parametrize("target", ["deepspeed", "slurm"])
+def test_a_script_of_ones_own_is_told_to_read_the_deepspeed_file(target: Target) -> None:
+    """The launchers pass their arguments on, and no file; Accelerate and the Trainer get theirs as a flag."""
+    told = "\n# train.py has to read deepspeed.json itself: deepspeed.initialize(config=...)\n"
+    own, trainer = (text for name, text in emit(target, request("zero2")).files.items() if "launch" in name)
+    assert told in own
+    assert "has to read" not in trainer
+    for other in (emit("accelerate", request("zero2")), emit("torchrun", request("fsdp2"))):
+        assert "has to read" not in "".join(other.files.values())
+
+
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name.startswith("zero")])
 def test_deepspeed_and_the_trainer_take_their_files(name: str) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig

@@ -315,6 +315,15 @@ def test_a_stop_before_the_workers_can_save_is_that_of_the_signal(
     assert "before the state could be saved\n  fix: start it again: nothing was written yet" in err
 
 
+def test_a_dry_run_that_is_stopped_does_not_talk_of_a_state(tmp_path: Path) -> None:
+    run = Launched(tmp_path, "time.sleep(60)", processes=1, dry_run=True)
+    run.pids()
+    run.process.send_signal(signal.SIGTERM)
+    code, _, err = run.end(seconds=5)
+    assert code == 143
+    assert "error: stopped before the dry run was done\n  fix: start it again" in err
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_4_and_the_others_are_gone_within_the_grace(tmp_path: Path, victim: int) -> None:
     body = f"""

@@ -168,6 +168,12 @@ def test_where_only_offloading_fits_the_plan_says_that_nf4_would_do_without() ->
     assert made.chosen.strategy.offload_parameters == "cpu"
     hint = made.chosen.why[-1]
     assert hint.startswith("without offloading --set model.quantization=nf4 fits, in ")
+    with_less = make_plan(
+        sketch("llama-2-7b", [*changes, "model.lora.rank=16"], world_size=1).job, parse_hardware("1x4GB")
+    )
+    assert with_less.chosen is not None
+    assert with_less.chosen.why[-1].startswith("--set model.quantization=nf4 would keep ")
+    assert with_less.chosen.why[-1].endswith(" in each host's memory: a base in nf4 instead of bf16")
     typed = plan("model.lora.rank=16", "model.quantization=nf4")
     assert typed.chosen is not None
     assert typed.chosen.strategy.offload_parameters == "none"

@@ -320,6 +320,14 @@ def test_where_mending_the_common_cause_would_not_do_the_others_follow_it(toy) -
     assert [what for what, _ in problems_of(toy, *apart)] == ["zero0: is stage", "zero1: is heads"]
 
 
+def test_what_stands_in_the_way_of_the_nearest_strategies_comes_first(toy) -> None:
+    """A batch that 16 GPUs cannot share stops ZeRO alone; zero0 and zero3 have more against them."""
+    broken = [("zero0", "batch"), ("zero0", "one"), ("zero1", "batch"), ("zero2", "batch")]
+    broken += [("fsdp2", "stages"), ("zero3", "heads"), ("zero3", "lora")]
+    told = [what for what, _ in problems_of(toy, *broken)]
+    assert told == ["zero1 and 1 more: is batch", "fsdp2: is stages"]
+
+
 @pytest.mark.parametrize(
     ("fix", "told"),
     [

@@ -97,6 +97,15 @@ def test_all_shows_everything_simulated_skipped_and_refused(toy) -> None:
     assert "1 refused" in shown(replace(plan, refused=(refused, refused)), 100)
 
 
+def test_what_building_the_model_left_out_stands_above_the_table(toy) -> None:
+    plan = toy.plan("4x24GB")
+    job = replace(plan.job, notes=("the experts get no adapter: they are not linear modules",))
+    assert "\nnote: the experts get no adapter: they are not linear modules\n" in shown(
+        replace(plan, job=job), 100
+    )
+    assert "note:" not in shown(plan, 100)
+
+
 def test_what_was_assumed_stands_above_the_table(toy) -> None:
     plan = toy.plan("4x24GB")
     job = replace(plan.job, assumed=("64 rows a step",), lora_rank=16, trainable_parameters=10**7)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from shardwise.job.schema import Model
+from shardwise.job.schema import Job, Model
 from shardwise.kernels.target import Target
 from shardwise.models.flops import attention_flops_per_token, matmul_parameters
 from shardwise.simulate.step_trace import (
@@ -24,6 +24,7 @@ from shardwise.simulate.step_trace import (
     Event,
     StepTrace,
 )
+from shardwise.trace.job import JobTracer
 from shardwise.trace.trace import Tracer
 
 LLAMA = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -141,6 +142,20 @@ def test_products_of_experts_take_the_flops_that_the_formula_has(tmp_path: Path)
     ops = [trace.ops[event[1]] for event in trace.events if event[0] == OP]
     products = sum(op.flops for op in ops if op.kind == "matmul")
     assert products == pytest.approx(6.0 * matmul_parameters(traced.built.skeleton) * trace.tokens, rel=1e-6)
+
+
+def test_a_plan_of_a_mixture_knows_that_its_experts_get_no_adapter(tmp_path: Path) -> None:
+    values = {**LLAMA, "num_hidden_layers": 2, "vocab_size": 512, "num_local_experts": 8}
+    CONFIG_MAPPING["mixtral"].from_dict(values).save_pretrained(tmp_path)
+    job = {"name": "x", "data": {"train": "t.txt", "sequence_length": 64}, "train": {"steps": 1}}
+    model = {"source": str(tmp_path), "weights": "random"}
+    for lora, notes in (
+        (None, []),
+        ({"rank": 4}, ["the experts get no adapter: they are not linear modules"]),
+    ):
+        asked = Job.model_validate({**job, "model": {**model, "lora": lora}})
+        traced = JobTracer(asked, vocab_size=512, capability=(9, 0))
+        assert [note for note in traced.notes if "experts" in note] == notes
 
 
 def test_checkpointing_computes_the_blocks_once_more() -> None:

@@ -91,7 +91,8 @@ class DeepSpeed(EngineSpec):
             OWN: own_config(strategy, optimizer, trainable_parameters=trainable_parameters),
             FOR_TRAINER: trainer_config(strategy, trainable_parameters=trainable_parameters),
         }
-        return ScriptFiles(files=files, flags=(("deepspeed", f"$here/{FOR_TRAINER}"),))
+        duty = f"train.py has to read {OWN} itself: deepspeed.initialize(config=...)"
+        return ScriptFiles(files=files, flags=(("deepspeed", f"$here/{FOR_TRAINER}"),), duty=duty)
 
     def accelerate_files(self, strategy: Strategy, trainable_parameters: int) -> ScriptFiles:
         config = accelerate_config(strategy, trainable_parameters=trainable_parameters)

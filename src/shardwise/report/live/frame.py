@@ -40,7 +40,8 @@ def line(sample: Values) -> str:
     gpus, run = sample["gpus"], sample["run"]
     if gpus:
         busy, held = _each(gpus, "utilization_fraction", 0.01), [gpu for gpu in gpus if gpu["clock_trouble"]]
-        parts += [f"{_plural(len(gpus))} {_watts(gpus)}", f"{_each(gpus, 'memory_used_bytes', GIB)} GiB"]
+        parts += [f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} {_watts(gpus)}"]
+        parts += [f"{_each(gpus, 'memory_used_bytes', GIB)} GiB"]
         parts += [f"{_each(gpus, 'temperature_celsius')} °C", f"busy {busy}%"]
         parts += [f"GPU {gpu['index']}: {', '.join(gpu['clock_trouble'])}" for gpu in held]
     else:
@@ -234,10 +235,6 @@ def _watts(gpus: Sequence[Values]) -> str:
 
 def _each(gpus: Sequence[Values], key: str, unit: float = 1.0) -> str:
     return " ".join(_number(gpu[key], unit) for gpu in gpus)
-
-
-def _plural(number: int) -> str:
-    return f"{number} GPU{'' if number == 1 else 's'}"
 
 
 def _number(value: float | None, unit: float = 1.0, digits: int = 0) -> str:

@@ -1,0 +1,29 @@
+"""A training process as its launcher starts it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.launch.spec import LaunchSpec
+from shardwise.training import worker
+
+
+@pytest.mark.parametrize(("rank", "measure_steps", "said"), [("0", None, 1), ("1", None, 0), ("0", 3, 0)])
+def test_the_first_rank_of_a_run_says_at_once_that_it_starts(
+    rank: str,
+    measure_steps: int | None,
+    said: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The model and the data take ten seconds on a small machine, and hours on large data."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(worker, "_work", lambda _: None)
+    spec = LaunchSpec(job={}, run_dir=str(tmp_path / "run"), processes=2, measure_steps=measure_steps)
+    (tmp_path / "spec.json").write_text(json.dumps(spec.to_json()))
+    assert worker.main([str(tmp_path / "spec.json")]) == 0
+    assert capsys.readouterr().err.count("starting: loading the model, preparing the data\n") == said
