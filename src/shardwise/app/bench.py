@@ -125,13 +125,14 @@ def _run(rows: Sequence[Row], settings: Settings, head: dict[str, Any], say: Cal
         if len(waiting) < len(rows):
             say(f"{len(rows) - len(waiting)} of {len(rows)} are done already, in {settings.folder}")
         before = signal.signal(signal.SIGTERM, stop)
+        each = "GPU" if head["environment"]["gpus"] else "process"
         try:
             results = run_rows(waiting, settings)
             for number, row in enumerate(waiting, start=1):
                 say(f"[{number}/{len(waiting)}] {row.label} ...")
                 result = next(results)
                 append(settings.folder, result)
-                say(f"[{number}/{len(waiting)}] {row.label}: {_outcome(result)}")
+                say(f"[{number}/{len(waiting)}] {row.label}: {_outcome(result, each)}")
         except KeyboardInterrupt:
             say(f"stopped; the same command continues in {settings.folder}")
             raise
@@ -139,9 +140,9 @@ def _run(rows: Sequence[Row], settings: Settings, head: dict[str, Any], say: Cal
             signal.signal(signal.SIGTERM, before)
 
 
-def _outcome(result: dict[str, Any]) -> str:
+def _outcome(result: dict[str, Any], each: str) -> str:
     found = result["measured"]
     if found is None:
         return f"{result['status']}, {str(result['error']).splitlines()[0]}"
     rate, memory = count(found["tokens_per_second_per_gpu"]), gib(found["peak_reserved_bytes"])
-    return f"{rate} tok/s/GPU, {memory}, {found['verdict']}; {result['seconds']:.0f} s"
+    return f"{rate} tok/s/{each}, {memory}, {found['verdict']}; {result['seconds']:.0f} s"

@@ -94,3 +94,22 @@ def test_where_nothing_fits_the_nearest_change_is_said(
     assert "nothing fits" in capsys.readouterr().err
     assert asked == []
     assert not Path("bench").exists()
+
+
+@pytest.mark.parametrize(("gpus", "each"), [(2, "GPU"), (0, "process")])
+def test_the_rate_of_a_row_is_that_of_a_gpu_only_where_there_is_one(
+    asked: list[tuple[Sequence[Row], Settings]],
+    gpus: int,
+    each: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = {"tokens_per_second_per_gpu": 2220.0, "peak_reserved_bytes": 2**30, "verdict": "valid"}
+
+    def run_rows(rows: Sequence[Row], _: Settings) -> Iterator[dict[str, Any]]:
+        yield {"key": rows[0].key, "label": "zero2", "measured": found, "status": "measured", "seconds": 1.0}
+
+    monkeypatch.setattr("shardwise.app.bench.run_rows", run_rows)
+    monkeypatch.setattr("shardwise.app.bench.gpu_count", lambda: gpus)
+    main(["bench", "job.yaml", "--strategies", "zero2", "--processes", "2"])
+    assert f"zero2: 2.22k tok/s/{each}, 1.0 GiB, valid; 1 s\n" in capsys.readouterr().err
