@@ -105,6 +105,10 @@ def test_lines_are_answered_one_by_one(work: Path) -> None:
     assert out.replace("\n", "").count(first.replace("\\n", "")) == 3, "the third next to the base's"
     assert "base: " in out
     assert "not read" not in out
+    bare = shardwise("chat", "base", "--max-new-tokens", "12", cwd=work, **pipes)
+    out, err = bare.communicate(f"/base\n{QUESTION}\n")
+    assert (bare.returncode, bool(out.strip())) == (0, True), err
+    assert "has no adapter" in err
 
 
 def in_foreground() -> None:
@@ -177,6 +181,13 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(work: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": silent}))
     terminal = Terminal("chat", "endless", "--max-new-tokens", "900000", cwd=work)
     terminal.until("\n> ")
+    terminal.type("early\n")
+    terminal.until("early")
+    time.sleep(0.2)  # the process that runs the template is starting
+    terminal.type("\x03")
+    early = terminal.until("\n> ", seconds=60)
+    assert "Traceback" not in early
+    assert "aaa" not in early
     terminal.type("go\n")
     terminal.until("aaaaaaaa")
     terminal.type("\x03")
