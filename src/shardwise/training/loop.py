@@ -20,6 +20,7 @@ from shardwise.errors import DivergedError, JobError, Problem
 from shardwise.job.schema import DECAY_SHARE, WARMUP_SHARE, Job, Optimizer
 from shardwise.launch.heartbeat import FIRST_STEPS, mark
 from shardwise.record.read import best_step
+from shardwise.training.checkpoint import Keep
 from shardwise.training.meter import MEMORY_FIELDS, Mark, Stopwatch, memory
 from shardwise.training.process import Ranks, StopSignal
 from shardwise.training.saving import Progress, Saved, Saver
@@ -163,7 +164,7 @@ class Loop:
             raise DivergedError(f"the evaluation loss is {loss}", where=f"step {self.progress.step}", fix=fix)
         step, tokens = self.progress.step, self.evaluation.target_tokens
         self.evaluations.append((step, loss))
-        if self.job.train.patience is not None:
+        if Keep.of(self.job.train).best:
             self.progress.best = best_step(self.evaluations)
         more = {"samples": samples} if (samples := self.sample()) else {}
         seconds = self.watch.lap()

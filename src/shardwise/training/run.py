@@ -34,11 +34,11 @@ from shardwise.models.structure import checkpoint_blocks
 from shardwise.objective import objective_of
 from shardwise.record.environment import environment, versions
 from shardwise.record.manifest import Origin
-from shardwise.record.read import EVENTS, best_step, evaluations_of, read_events
+from shardwise.record.read import EVENTS, evaluations_of, ranked, read_events
 from shardwise.record.write import RunFolder
 from shardwise.strategy import Strategy
 from shardwise.training.announce import announce, header, speed
-from shardwise.training.checkpoint import CheckpointStore, Disk
+from shardwise.training.checkpoint import CheckpointStore, Disk, Keep
 from shardwise.training.loop import Loop, check_warmup
 from shardwise.training.meter import (
     PROFILED_STEPS,
@@ -116,7 +116,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     snapshots = Snapshots(
         store=CheckpointStore(
             run_dir / "checkpoints",
-            keep=job.train.keep,
+            keep=Keep.of(job.train),
             rank=world.rank,
             agree=Ranks(world).gather,  # a thread may use it, while training uses the other
             disk=_disk(spec, world),
@@ -143,8 +143,9 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     ranks.barrier()  # the run folder exists now, for every rank
     known = evaluations_of(read_events(run_dir / EVENTS), until=progress.step) if spec.resume else []
     evaluations = ranks.gather(known if world.rank == 0 else [])[0]
-    if job.train.patience is not None:
-        progress.best = best_step(evaluations)
+    snapshots.store.ranking = lambda: ranked(evaluations)
+    if snapshots.store.keep.best:
+        progress.best = next(iter(snapshots.store.ranking()), None)
     if spec.profile is not None and spec.measure_steps is not None:
         profile_steps(engine, after=spec.measure_steps, trace=Path(spec.profile))
     with rehearsal(engine, cards[world.rank]), observer:
