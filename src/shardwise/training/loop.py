@@ -88,6 +88,7 @@ class Loop:
     sample: Callable[[], list[tuple[str, str]]] = list  # Prompts and what the model makes of them; collective
     explain: Callable[[StepBatch], list[tuple[str, str]]] = lambda _: []
     """What of a step is not finite, and on which ranks; collective."""
+    check: Callable[[int, StepBatch], None] = lambda *_: None  # Before a step; collective
     _issued: _Issued | None = field(default=None, init=False)
     _stop_agreed: bool = field(default=False, init=False)
     _compiled: int = field(default=FIRST_STEPS, init=False)  # The step in which the last kernel is compiled
@@ -197,6 +198,7 @@ class Loop:
         mark("training" if step > self._compiled else "the first steps", step)
         batch = next(self.stream)
         rate = learning_rate(self.job.optimizer, step=step, steps=self.total_steps)
+        self.check(step, batch)
         device = self.engine.world.device
         result = self.engine.step(
             [micro_batch.to(device) for micro_batch in batch.micro_batches],

@@ -22,15 +22,65 @@ FINITE = (
 )
 
 
-class FirstNonFinite:
+class Watch:
+    """Hooks on all modules of a model: what each returns, the gradients of that and of weights, in order."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._current = -1  # Micro-batch of the forward pass; -1 in the later stages of a pipeline
+
+    def _look(self, what: str, value: torch.Tensor, current: int = -1) -> None:
+        raise NotImplementedError
+
+    def _learn(self, what: str, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Look at a weight's gradient; what takes its place, if anything."""
+        return self._look(what, gradient)  # type: ignore[func-returns-value]
+
+    @contextmanager
+    def _hooks(self) -> Iterator[dict[Any, Any]]:
+        """Within, all is looked at. The tensors among the keys are the weights, as they are computed with."""
+        handles: dict[Any, Any] = {}
+        names = {module: name for name, module in self._model.named_modules() if name}
+        embedding = self._model.get_input_embeddings()
+
+        def enters(module: torch.nn.Module, _: Any) -> None:
+            self._current += module is embedding
+            for key, weight in module.named_parameters(recurse=False):
+                name = f"{names[module]}.{key}"
+                if not isinstance(weight, DTensor):  # this module's weights are not gathered for it
+                    self._look(f"the weight {name}", weight)
+                if weight.requires_grad and weight not in handles:
+                    handles[weight] = weight.register_hook(partial(self._learn, f"{GRADIENT} {name}"))
+
+        def returns(module: torch.nn.Module, _: Any, output: Any) -> None:
+            name, value = names[module], output[0] if isinstance(output, tuple) else output
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                return
+            current = self._current
+            self._look(f"what {name} returns", value, current)
+            if value.requires_grad:
+                what = f"{GRADIENT} what {name} returns"
+                value.register_hook(lambda grad: self._look(what, grad, current))
+
+        for module in names:
+            handles[module, 0] = module.register_forward_pre_hook(enters)
+            handles[module, 1] = module.register_forward_hook(returns)
+        try:
+            yield handles
+        finally:
+            for handle in handles.values():
+                handle.remove()
+
+
+class FirstNonFinite(Watch):
     """Finds the first weight, output of a module or gradient that is not finite on this rank."""
 
     def __init__(self, model: PreTrainedModel, decode: Callable[[list[int]], str]) -> None:
         """`decode`: tokens to text."""
-        self._model, self._decode = model, decode
+        super().__init__(model)
+        self._decode = decode
         self._found: str | None = None
         self._batches: Sequence[MicroBatch] = ()
-        self._current = -1  # Micro-batch of the forward pass; -1 in the later stages of a pipeline
 
     def find(self, engine: Engine, ranks: Ranks, batch: StepBatch) -> list[tuple[str, str]]:
         """Repeat a step; what is not finite, and on which ranks. Collective. The run has to end then."""
@@ -50,40 +100,6 @@ class FirstNonFinite:
         # A gradient on one rank may be what follows from a forward pass on another.
         first = [what for what in by_what if not what.startswith(GRADIENT)] or list(by_what)
         return [(what, f"rank {', '.join(by_what[what])}") for what in first]
-
-    @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        handles: dict[Any, Any] = {}
-        names = {module: name for name, module in self._model.named_modules() if name}
-        embedding = self._model.get_input_embeddings()
-
-        def enters(module: torch.nn.Module, _: Any) -> None:
-            self._current += module is embedding
-            for key, weight in module.named_parameters(recurse=False):
-                name = f"{names[module]}.{key}"
-                if not isinstance(weight, DTensor):  # this module's weights are not gathered for it
-                    self._look(f"the weight {name}", weight)
-                if weight.requires_grad and weight not in handles:
-                    handles[weight] = weight.register_hook(partial(self._look, f"{GRADIENT} {name}"))
-
-        def returns(module: torch.nn.Module, _: Any, output: Any) -> None:
-            name, value = names[module], output[0] if isinstance(output, tuple) else output
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-                return
-            current = self._current
-            self._look(f"what {name} returns", value, current)
-            if value.requires_grad:
-                what = f"{GRADIENT} what {name} returns"
-                value.register_hook(lambda grad: self._look(what, grad, current))
-
-        for module in names:
-            handles[module, 0] = module.register_forward_pre_hook(enters)
-            handles[module, 1] = module.register_forward_hook(returns)
-        try:
-            yield
-        finally:
-            for handle in handles.values():
-                handle.remove()
 
     def _look(self, what: str, value: torch.Tensor, current: int = -1) -> None:
         if self._found is None and not _is_finite(value):

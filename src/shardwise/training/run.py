@@ -55,6 +55,7 @@ from shardwise.training.power import PowerTuner
 from shardwise.training.process import Ranks, StopSignal, join, place, settled
 from shardwise.training.ready import Ready, count_steps, get_ready, identity, make_streams
 from shardwise.training.rehearsal import NOTICE, rehearsal
+from shardwise.training.replay import Replay
 from shardwise.training.samples import make_samples
 from shardwise.training.saving import Progress, Saver, reserve
 from shardwise.training.snapshot import Snapshots, seed_rng
@@ -162,6 +163,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             total_steps=total_steps,
             evaluations=evaluations,
             sample=make_samples(ready, engine),
+            check=Replay(ready.built.model, engine, ranks, pipeline=ready.strategy.pipeline > 1).check,
             explain=partial(FirstNonFinite(ready.built.model, ready.tokenizer.decode).find, engine, ranks),
         )
         last_step = _steps_to_measure(spec) or min(total_steps, spec.max_steps or total_steps)
