@@ -80,6 +80,13 @@ def fail() -> None:
     raise RuntimeError("a bug that comes back")
 
 
+def time_out() -> None:
+    """As NCCL's watchdog does: torch's record is written, and the connection is gone."""
+    place = os.environ["TORCH_FR_DUMP_TEMP_FILE"]
+    Path(f"{place}{RANK}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
+    raise dist.DistBackendError("Watchdog caught collective operation timeout")
+
+
 def leave() -> None:
     """A library that ends the process, without a word."""
     os._exit(7)
@@ -170,7 +177,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     **{one.__name__: one for one in (spin, sleep, stop, stop_and_ask, deadlock, kill, kill_all, fail, leave)},
     **{
         one.__name__: one
-        for one in (kill_once_saved, preempt, tear, fill, lose_gpu, pause, duty, load, poison, flip)
+        for one in (kill_once_saved, time_out, preempt, tear, fill, lose_gpu, pause, duty, load, poison, flip)
     },
 }
 LAUNCHER = os.getppid()

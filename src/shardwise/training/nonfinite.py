@@ -22,23 +22,38 @@ FINITE = (
 )
 
 
-class Watch:
-    """Hooks on all modules of a model: what each returns, the gradients of that and of weights, in order."""
+class FirstNonFinite:
+    """Finds the first weight, output of a module or gradient that is not finite on this rank."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, decode: Callable[[list[int]], str]) -> None:
+        """`decode`: tokens to text."""
+        self._model, self._decode = model, decode
+        self._found: str | None = None
+        self._batches: Sequence[MicroBatch] = ()
         self._current = -1  # Micro-batch of the forward pass; -1 in the later stages of a pipeline
 
-    def _look(self, what: str, value: torch.Tensor, current: int = -1) -> None:
-        raise NotImplementedError
-
-    def _learn(self, what: str, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Look at a weight's gradient; what takes its place, if anything."""
-        return self._look(what, gradient)  # type: ignore[func-returns-value]
+    def find(self, engine: Engine, ranks: Ranks, batch: StepBatch) -> list[tuple[str, str]]:
+        """Repeat a step; what is not finite, and on which ranks. Collective. The run has to end then."""
+        mark("the first steps")  # hooks are slow
+        self._batches = [one.to(engine.world.device) for one in batch.micro_batches]
+        try:
+            with self._hooks():
+                engine.passes(self._batches, target_tokens=batch.target_tokens)
+        except torch.OutOfMemoryError:  # the other ranks wait in vain; the launcher ends them
+            return [("the memory does not suffice to look for the module", f"rank {ranks.world.rank}")]
+        by_what: dict[str, list[str]] = {}
+        for rank, what in enumerate(ranks.gather(self._found)):
+            if what is not None:
+                by_what.setdefault(what, []).append(str(rank))
+        if not by_what:
+            return [(FINITE, "all ranks")]
+        # A gradient on one rank may be what follows from a forward pass on another.
+        first = [what for what in by_what if not what.startswith(GRADIENT)] or list(by_what)
+        return [(what, f"rank {', '.join(by_what[what])}") for what in first]
 
     @contextmanager
     def _hooks(self) -> Iterator[dict[Any, Any]]:
-        """Within, all is looked at. The tensors among the keys are the weights, as they are computed with."""
+        """Within, all is looked at, in order. The weights, as they are computed with, are among the keys."""
         handles: dict[Any, Any] = {}
         names = {module: name for name, module in self._model.named_modules() if name}
         embedding = self._model.get_input_embeddings()
@@ -71,39 +86,14 @@ class Watch:
             for handle in handles.values():
                 handle.remove()
 
-
-class FirstNonFinite(Watch):
-    """Finds the first weight, output of a module or gradient that is not finite on this rank."""
-
-    def __init__(self, model: PreTrainedModel, decode: Callable[[list[int]], str]) -> None:
-        """`decode`: tokens to text."""
-        super().__init__(model)
-        self._decode = decode
-        self._found: str | None = None
-        self._batches: Sequence[MicroBatch] = ()
-
-    def find(self, engine: Engine, ranks: Ranks, batch: StepBatch) -> list[tuple[str, str]]:
-        """Repeat a step; what is not finite, and on which ranks. Collective. The run has to end then."""
-        mark("the first steps")  # hooks are slow
-        self._batches = [one.to(engine.world.device) for one in batch.micro_batches]
-        try:
-            with self._hooks():
-                engine.passes(self._batches, target_tokens=batch.target_tokens)
-        except torch.OutOfMemoryError:  # the other ranks wait in vain; the launcher ends them
-            return [("the memory does not suffice to look for the module", f"rank {ranks.world.rank}")]
-        by_what: dict[str, list[str]] = {}
-        for rank, what in enumerate(ranks.gather(self._found)):
-            if what is not None:
-                by_what.setdefault(what, []).append(str(rank))
-        if not by_what:
-            return [(FINITE, "all ranks")]
-        # A gradient on one rank may be what follows from a forward pass on another.
-        first = [what for what in by_what if not what.startswith(GRADIENT)] or list(by_what)
-        return [(what, f"rank {', '.join(by_what[what])}") for what in first]
-
     def _look(self, what: str, value: torch.Tensor, current: int = -1) -> None:
         if self._found is None and not _is_finite(value):
             self._found = f"{what} is not finite{'' if current < 0 else self._sample(value, current)}"
+
+    def _learn(self, what: str, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Look at the gradient of a weight; what takes its place, if anything."""
+        self._look(what, gradient)
+        return None
 
     def _sample(self, value: torch.Tensor, current: int) -> str:
         """The sample of the first value that is not finite, where `value` has a row for each token."""

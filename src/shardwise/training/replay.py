@@ -17,7 +17,7 @@ from shardwise.data.batch import MicroBatch, StepBatch
 from shardwise.engines.runtime.protocol import Engine
 from shardwise.errors import JobError, MachineError
 from shardwise.launch.heartbeat import mark
-from shardwise.training.nonfinite import Watch
+from shardwise.training.nonfinite import FirstNonFinite
 from shardwise.training.process import Ranks
 
 EVERY = "SHARDWISE_REPLAY_EVERY"  # In the environment: steps between two checks; 0: none
@@ -26,11 +26,11 @@ _FIX = "look for a defective GPU or memory (`shardwise doctor`, `dmesg`); if it 
 _FIX += "adds up in changing order: leave this check out"
 
 
-class Replay(Watch):
-    """Compares this rank's two passes; on a difference all ranks end. Collective."""
+class Replay(FirstNonFinite):
+    """Compares two passes of this rank, with the same hooks; on a difference all ranks end. Collective."""
 
     def __init__(self, model: PreTrainedModel, engine: Engine, ranks: Ranks, *, pipeline: bool) -> None:
-        super().__init__(model)
+        super().__init__(model, str)
         self._engine, self._ranks, self._agreed = engine, ranks, 0
         text = os.environ.get(EVERY, "0")
         if not text.isdecimal():
