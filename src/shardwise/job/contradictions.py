@@ -42,10 +42,11 @@ def _training(job: Job, given: frozenset[str]) -> Iterator[Problem]:
         fix = f"micro_batch: {below}, or remove it"
         yield Problem(what=what, where="train.micro_batch, train.global_batch", fix=fix)
     for name, value in train.keep.items() if isinstance(train.keep, dict) else ():
-        wanted = "a folder or a URL" if name == "mirror" else "days" if name == "days" else "a whole number"
-        if isinstance(value, str) != (name == "mirror") or (wanted == "a whole number" and value % 1):
-            what = f"`{name}` of train.keep is {value}; it takes {wanted}"
-            fix = "for example {last: 3, best: 1, every: 1000, days: 0.5, mirror: /mnt/copies}"
+        place = bool(re.match("/|[a-z0-9+.-]+://", str(value)))
+        number = isinstance(value, float | int) and (name == "days" or value % 1 == 0)
+        if not (place if name == "mirror" else number):
+            what = f"`{name}` of train.keep is {value}"
+            fix = "last, best and every take integers, days a number, mirror a URL or an absolute path"
             yield Problem(what=what, where="train.keep", fix=fix)
     if len(set(job.tracking)) < len(job.tracking):
         yield Problem(what="tracking names a tracker twice", where="tracking", fix="name each once")

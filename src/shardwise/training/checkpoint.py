@@ -285,14 +285,12 @@ class CheckpointStore:
         self.fs.sync(self.folder)
 
     def _prune(self, saved: int) -> None:
-        """Remove what no rule keeps of the checkpoints up to the one just saved, which stays.
-
-        Newer folders stay: they were damaged when the run resumed behind them, and are
-        replaced when it passes them.
-        """
+        """Remove what no rule keeps of those up to the one just saved."""
+        # Newer folders were damaged when the run resumed behind them, and are replaced when it passes them.
         found = {step: path for step, path in step_folders(self.folder) if step <= saved}
         since = time.time() - 86_400 * self.keep.days
-        young = {step for step, path in found.items() if self.keep.days and finished_at(path) > since}
+        files = {step: path / NAME for step, path in found.items() if self.keep.days}
+        young = [step for step, file in files.items() if file.is_file() and file.stat().st_mtime > since]
         sound = partial(self._is_sound, found)
         for step in found.keys() - self.keep.chosen([*found], self.ranking(), sound, young) - {self.pinned}:
             self._remove(found[step])
@@ -388,14 +386,6 @@ def newest_valid(folder: Path, first: int | None = None) -> Checkpoint | None:
     store = CheckpointStore(folder, keep=1)
     store.node = 0
     return store.latest(first)
-
-
-def finished_at(folder: Path) -> float:
-    """When a checkpoint's manifest was written, in Unix seconds; 0 without one."""
-    try:
-        return (folder / NAME).stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _is_full(error: Exception) -> bool:

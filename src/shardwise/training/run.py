@@ -48,6 +48,7 @@ from shardwise.training.meter import (
     millijoules,
     profile_steps,
 )
+from shardwise.training.mirror import Mirroring
 from shardwise.training.nonfinite import FirstNonFinite
 from shardwise.training.observe import Quiet, Recorder
 from shardwise.training.oom import explained
@@ -119,7 +120,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             run_dir / "checkpoints",
             keep=Keep.of(job.train),
             rank=world.rank,
-            agree=Ranks(world).gather,  # a thread may use it, while training uses the other
+            agree=Ranks(world, "checkpoint").gather,  # a thread may use it, while training uses the other
             disk=_disk(spec, world),
         ),
         origin=Origin(world_size=world.size, strategy=strategy, identity=about, versions=versions()),
@@ -138,7 +139,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     cards, first = zip(*ranks.gather((card_of(world.device), mine)), strict=True)
     _check_meter(job, first)
     gpus = GpusOfRanks(cards, first, waited=time.monotonic() - began)
-    observer = make_observer(ready, spec, engine, progress, gpus, stop) if world.rank == 0 else Quiet()
+    observer = make_observer(ready, spec, snapshots, progress, gpus, stop) if world.rank == 0 else Quiet()
     if world.rank > 0 and world.local_disks and world.local_rank == 0:
         run_folder(ready, spec).close()
     ranks.barrier()  # the run folder exists now, for every rank
@@ -253,14 +254,19 @@ def check_weights(ready: Ready, engine: Engine) -> None:
 
 
 def make_observer(
-    ready: Ready, spec: LaunchSpec, engine: Engine, progress: Progress, gpus: GpusOfRanks, stop: StopSignal
+    ready: Ready,
+    spec: LaunchSpec,
+    saves: Snapshots,
+    progress: Progress,
+    gpus: GpusOfRanks,
+    stop: StopSignal,
 ) -> Recorder | PowerTuner:
     """Rank 0's observer; creates the run folder, or opens it again."""
     folder = run_folder(ready, spec)
     begun = spec.resume and folder.events.exists() and bool(read_events(folder.events))
     if spec.resume and not begun:  # it was killed before its first line was complete
         folder.events.unlink(missing_ok=True)
-    folder.write_engine_config(f"{ready.strategy.engine}.json", engine.config())
+    folder.write_engine_config(f"{ready.strategy.engine}.json", saves.engine.config())
     recorder = Recorder(
         folder,
         job=ready.job.model_dump(mode="json"),
@@ -274,6 +280,11 @@ def make_observer(
     )
     if fake_file() is not None:
         recorder.say(NOTICE)
+    if (mirror := saves.store.keep.mirror) is not None and spec.measure_steps is None:
+        if saves.engine.world.local_disks:
+            what = "a mirror copies one folder of checkpoints, and each node has its own"
+            raise JobError(what, where="train.keep", fix="put the run folder on a shared disk")
+        recorder.mirror = Mirroring(f"{mirror}/{ready.job.name}", folder.path, saves.store)
     energy = ready.job.energy
     searched = energy.objective != "measure" and spec.measure_steps is None
     if not searched and energy.power_limit is None:

@@ -140,9 +140,13 @@ CASES = [
     Case(
         "part of a checkpoint",
         with_("  keep: {last: 1.5}"),
-        ["`last` of train.keep is 1.5; it"],
+        ["`last` of train.keep is 1.5"],
     ),
-    Case("mirror", with_("  keep: {mirror: 3}"), ["`mirror` of train.keep is 3", "a folder or a URL"]),
+    Case(
+        "mirror",
+        with_("  keep: {mirror: 3}"),
+        ["`mirror` of train.keep is 3.0", "mirror a URL or"],
+    ),
     Case(
         "micro-batch", with_("  micro_batch: 3"), ["does not divide train.global_batch 16", "micro_batch: 2"]
     ),
