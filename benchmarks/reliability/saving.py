@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 SWITCH = "SHARDWISE_BACKGROUND_SAVES"
 ROWS = ("copy", "lora waiting", "lora background", "full waiting", "full background")
 WARM_UP, AFTER = 3, 6  # Steps: not counted, and seen after the save
+TURNS = 3  # Copies of each engine's state that are compared
 LAUNCH = """
 import json, sys
 from shardwise.launch.local import launch
@@ -36,7 +37,7 @@ from shardwise.launch.spec import LaunchSpec
 sys.exit(launch(LaunchSpec.from_json(json.load(open(sys.argv[1])))))
 """
 MODELS: dict[str, dict[str, Any]] = {
-    "full": {"model": {"source": "tinyllama-1.1b"}, "batch": 32, "micro": 8, "every": 20},
+    "full": {"model": {"source": "tinyllama-1.1b"}, "batch": 32, "micro": 8, "every": 40},
     "lora": {"model": {"source": "llama-3.1-8b", "lora": {"rank": 16}}, "batch": 8, "micro": 4, "every": 8},
 }
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -137,6 +138,7 @@ def measured(events: list[dict[str, Any]], every: int) -> dict[str, Any]:
         result["copy_seconds_of_the_host"] = save["seconds"] if background else None
     later = [s for step, s in seconds.items() if every + 1 < step < 2 * every]
     result["later_steps"] = {"median": statistics.median(later), "longest": max(later)} if later else None
+    result["steps_after"] = [round(s, 4) for step, s in seconds.items() if step > every]
     memory = {
         "pinned_bytes": steps[1]["pinned_memory_bytes"],
         "resident_bytes": steps[1]["host_memory_bytes"],
@@ -168,7 +170,7 @@ def copies(folder: Path, *, tiny: bool) -> dict[str, Any]:
     dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     world = World(rank=0, size=1, local_rank=0, device=device, data_rank=0, data_size=1)
-    shape = gpu.SHAPE | (gpu.TINY if tiny else {"num_hidden_layers": 4})
+    shape = gpu.SHAPE | (gpu.TINY if tiny else {"num_hidden_layers": 1})
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(shape))
     data = {"vocabulary": shape["vocab_size"], "length": 64 if tiny else 1024}
@@ -178,7 +180,7 @@ def copies(folder: Path, *, tiny: bool) -> dict[str, Any]:
         engine, unequal, total = gpu.engine_for(gpu.CHAIN[name], folder / "model", world), 0, 0
         copy = HostCopy(world)
         gpu.losses(engine, range(2), **data)
-        for turn in range(5):
+        for turn in range(TURNS):
             state, parts = engine.named_state()  # type: ignore[misc]
             expected = {key: tensor.detach().clone() for key, tensor in state.items()}
             copy.take(state, parts)

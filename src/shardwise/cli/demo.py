@@ -28,7 +28,7 @@ def demo(out: Annotated[Path | None, OUT] = None) -> int:
         what = f"the folder cannot be made: {error.strerror}"
         raise JobError(what, where=str(folder), fix="--out names a new folder") from None
     print(f"$ mkdir {shlex.quote(str(folder))} && cd {shlex.quote(str(folder))}", flush=True)
-    processes = max(min(gpu_count(), 2), min(os.cpu_count() or 1, 2))
+    processes = min(gpu_count() or os.cpu_count() or 1, 2)
     commands = (
         ["init", "demo"],
         ["train", "job.yaml", "--processes", str(processes)],

@@ -3,14 +3,16 @@
 import copy
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, modeling_utils
 
 from shardwise.errors import CheckpointError, JobError
 from shardwise.job.schema import Model
@@ -19,6 +21,7 @@ from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.file_weights import quiet
 from shardwise.models.fingerprint import check_base
 from shardwise.models.structure import join
+from shardwise.models.tensor_file import save_file
 from shardwise.units import gib
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -209,12 +212,17 @@ def _save_model(
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             for config in (skeleton.config, skeleton.generation_config):
                 setattr(config, name, getattr(tokenizer, name))
-    with quiet():
+    with quiet(), own_writer():
         skeleton.save_pretrained(directory, state_dict=dict(state))
     _copy_mode(directory, "config.json")
     folder = built.found.folder
     if built.spec.weights == "pretrained" and folder and (folder / "generation_config.json").is_file():
         shutil.copyfile(folder / "generation_config.json", directory / "generation_config.json")
+
+
+def own_writer() -> AbstractContextManager[Any]:
+    """Within, transformers writes weights without holding Python's lock."""
+    return patch.object(modeling_utils, "safe_save_file", save_file)
 
 
 def _copy_mode(directory: Path, name: str) -> None:

@@ -19,7 +19,7 @@ from shardwise.hardware.detect import host_memory_bytes
 from shardwise.training.process import Ranks
 from shardwise.units import gib
 
-SWITCH = "SHARDWISE_BACKGROUND_SAVES"  # In the environment. 0: training waits. 1: not on GPUs either
+SWITCH = "SHARDWISE_BACKGROUND_SAVES"  # In the environment. 0: training waits
 SHARE = 0.9
 """Of the host's available memory, the most that copies of the state may take."""
 LONG_SECONDS = 1.0  # A wait for the checkpoint before that is worth a line
@@ -102,11 +102,8 @@ def reserve(copy: HostCopy, engine: Engine, ranks: Ranks) -> str | None:
 
 
 def _why_not(engine: Engine) -> str | None:
-    asked = os.environ.get(SWITCH)
-    if asked == "0":
+    if os.environ.get(SWITCH) == "0":
         return f"{SWITCH} is 0"
-    if engine.world.device.type == "cuda" and asked != "1":
-        return f"{SWITCH}=1 lets it go on, which was not tried on enough GPUs to be the default"
     named = engine.named_state()
     if named is None:
         return "DeepSpeed writes the state on NVMe itself"

@@ -8,8 +8,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.engines.runtime.protocol import World
-from shardwise.engines.runtime.state import KINDS, Part, header_of, path_of, write_file
+from shardwise.engines.runtime.state import KINDS, Part, header_of, path_of
+from shardwise.models.tensor_file import write_file
 
+SMALL = 1 << 20
+"""Bytes of a tensor that is copied on the GPU first. A copy to the host waits for those that were asked for
+before it, on whatever stream: training would wait for all of the state because of one scalar."""
 BLOCK = 1 << 26
 """Bytes of page-locked memory that are reserved at a time: torch rounds them up to a power of two."""
 
@@ -39,7 +43,8 @@ class HostCopy:
         """Copy tensors; the copy before is overwritten. On a GPU, what is issued later waits where it has to.
 
         Weights and moments change in the optimizer's step alone. They are copied during the next forward and
-        backward pass, and the optimizer waits. All else is copied before these begin.
+        backward pass, and the optimizer waits. All else is copied before these begin: small tensors on the
+        GPU.
         """
         self._header, self._size = header_of(tensors, self._world.size, parts), 0
         if not self._on_gpu:
@@ -47,9 +52,11 @@ class HostCopy:
                 self._append(tensor)
             return
         compute = torch.cuda.current_stream(self._world.device)
+        others = {key: t for key, t in tensors.items() if key.partition("/")[0] not in KINDS}
+        small = {key: t.clone() for key, t in others.items() if t.nbytes <= SMALL}
         self._stream.wait_stream(compute)
-        for key, tensor in tensors.items():
-            stream = self._stream if key.partition("/")[0] in KINDS else compute
+        for key, tensor in {**tensors, **small}.items():
+            stream = self._stream if key in small or key not in others else compute
             with torch.cuda.stream(stream):
                 self._append(tensor)
             if tensor.is_cuda:

@@ -10,11 +10,11 @@ the ranges they need, so that no rank ever holds more than its share.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -22,6 +22,8 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from shardwise.engines.runtime.protocol import World
 from shardwise.errors import CheckpointError
+from shardwise.models import tensor_file
+from shardwise.models.tensor_file import write_file
 from shardwise.record.manifest import reading
 
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")  # Saved of each element of a parameter
@@ -38,8 +40,6 @@ ALLOWED = {
 """Plain values in DeepSpeed 0.19.8's files that torch does not load by itself."""
 OLDER = "resume from an older checkpoint"
 SAME = "resume with the strategy that saved it"
-_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32"}
-_DTYPES["uint8"] = "U8"
 _SAVED_AS = dict.fromkeys(KINDS, "F32") | dict.fromkeys(("step", "guard"), "F32, I32 or I64")
 
 
@@ -114,23 +114,8 @@ def weights_in(directory: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[t
 
 
 def header_of(tensors: Mapping[str, torch.Tensor], ranks: int, parts: Mapping[str, Part]) -> bytes:
-    """What a safetensors file (https://huggingface.co/docs/safetensors) of the tensors begins with."""
-    header: dict[str, Any] = {"__metadata__": {"layout": json.dumps({"ranks": ranks, "parts": parts})}}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text
-
-
-def write_file(path: Path, header: bytes, chunks: Iterable[torch.Tensor]) -> None:
-    """Write a new file of a header and the bytes of all chunks."""
-    with path.open("xb") as file:
-        file.write(header)
-        file.writelines(c.cpu().contiguous().view(-1).view(torch.uint8).numpy().data for c in chunks)
+    """What the file of a rank begins with."""
+    return tensor_file.header_of(tensors, {"layout": json.dumps({"ranks": ranks, "parts": parts})})
 
 
 def load_state(
