@@ -50,9 +50,14 @@ def is_run_folder(path: Path) -> bool:
     return (path / JOB).is_file() and (path / PLAN).is_file()
 
 
+def ranked(evaluations: Iterable[tuple[int, float]]) -> list[int]:
+    """Steps by their loss, the lowest first; of equal ones the first. Step 0 is not among them."""
+    return [step for step, _ in sorted((one for one in evaluations if one[0]), key=lambda one: one[1])]
+
+
 def best_step(evaluations: Iterable[tuple[int, float]]) -> int | None:
-    """The step with the lowest loss, the first of equal ones; None where only step 0 was evaluated."""
-    return min((one for one in evaluations if one[0]), key=lambda one: one[1], default=(None, 0.0))[0]
+    """The step with the lowest loss; None where only step 0 was evaluated."""
+    return next(iter(ranked(evaluations)), None)
 
 
 def evaluations_of(events: Iterable[dict[str, Any]], *, until: int) -> list[tuple[int, float]]:
