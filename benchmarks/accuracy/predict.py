@@ -8,6 +8,7 @@ No GPU is needed. A difference is (predicted - measured) / measured; memory is t
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -390,6 +391,7 @@ def hash_alike() -> None:
 
 def main() -> None:
     hash_alike()
+    gc.disable()  # traces are made of millions of objects that last
     parser = argparse.ArgumentParser(description="Compare predictions with measurements, row by row")
     parser.add_argument("--set", choices=SETS, help="one set only")
     parser.add_argument("--match", default="", metavar="REGEX", help="rows whose id matches")

@@ -68,7 +68,8 @@ class Model(torch.nn.Module):
         return {"loss": (self.weight * x - 1).square().mean()}
 
 
-def main(folder: Path) -> None:
+def main(place: str) -> None:
+    folder = Path(place)
     fake = FakeNvml(folder / "gpus.json")
     if importlib.util.find_spec("zeus") is None:
         stand_in(fake)
@@ -103,7 +104,3 @@ def main(folder: Path) -> None:
         callbacks=[EnergyCallback(every=4)],
     )
     trainer.train()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

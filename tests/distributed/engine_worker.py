@@ -112,21 +112,25 @@ def decoder(dtype: torch.dtype, *, kind: str, **changes: Any) -> tuple[nn.Module
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
-    for name, p in module.named_parameters(remove_duplicate=False):
-        owner = module.get_submodule(name.rpartition(".")[0])
-        twin = owner._parameters[name.rpartition(".")[2]]
-        if not twin.is_meta:
-            meta = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-            meta.__dict__.update(p.__dict__)
-            _replace(module, p, meta)
+    _replace(
+        module,
+        {
+            p: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for p in module.parameters()
+            if not p.is_meta
+        },
+    )
     return module
 
 
-def _replace(root: nn.Module, old: torch.Tensor, new: nn.Parameter) -> None:
+def _replace(root: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Parameters by others with the same attributes, tied ones everywhere."""
+    for old, parameter in new.items():
+        parameter.__dict__.update(old.__dict__)
     for owner in root.modules():
-        for name, p in list(owner._parameters.items()):
-            if p is old:
-                owner._parameters[name] = new
+        for name, p in owner._parameters.items():
+            if p in new:
+                owner._parameters[name] = new[p]
 
 
 def make_fill(module: nn.Module) -> Callable[[nn.Module, torch.device], None]:
@@ -134,12 +138,15 @@ def make_fill(module: nn.Module) -> Callable[[nn.Module, torch.device], None]:
     names = dict(module.named_parameters())
 
     def fill(part: nn.Module, device: torch.device) -> None:
-        inside = {id(p) for p in part.parameters()}
-        for name, p in names.items():
-            if id(p) in inside and p.is_meta:
-                new = nn.Parameter(value(name, p.shape).to(device, p.dtype), requires_grad=p.requires_grad)
-                new.__dict__.update(p.__dict__)
-                _replace(module, p, new)
+        inside = {id(p) for p in part.parameters() if p.is_meta}
+        _replace(
+            module,
+            {
+                p: nn.Parameter(value(name, p.shape).to(device, p.dtype), requires_grad=p.requires_grad)
+                for name, p in names.items()
+                if id(p) in inside
+            },
+        )
 
     return fill
 

@@ -13,6 +13,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,13 @@ def kill_all() -> None:
 
 def fail() -> None:
     raise RuntimeError("a bug that comes back")
+
+
+def time_out() -> None:
+    """As NCCL's watchdog does: torch's record is written, and the connection is gone."""
+    place = os.environ["TORCH_FR_DUMP_TEMP_FILE"]
+    Path(f"{place}{RANK}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
+    raise dist.DistBackendError("Watchdog caught collective operation timeout")
 
 
 def leave() -> None:
@@ -144,11 +152,32 @@ def poison(module: str) -> None:
     root.get_submodule(module).register_forward_hook(spoil)
 
 
+def flip(module: str, of: str) -> None:
+    """The second time from now, one bit of what a module returns, or of the gradient of that, is another."""
+    calls = count()
+
+    def spoil(value: torch.Tensor) -> torch.Tensor:
+        spoiled = value.clone()
+        if next(calls) == 1:
+            spoiled.view(torch.int16 if value.element_size() == 2 else torch.int32).view(-1)[5] ^= 1
+        return spoiled
+
+    def returns(_: object, __: object, output: torch.Tensor) -> torch.Tensor | None:
+        if of == "output":
+            return spoil(output)
+        output.register_hook(spoil)
+        return None
+
+    engine: Any = LOOPS[0].engine
+    root = getattr(engine, "module", None) or engine._engine.module
+    root.get_submodule(module).register_forward_hook(returns)
+
+
 FAULTS: dict[str, Callable[..., None]] = {
     **{one.__name__: one for one in (spin, sleep, stop, stop_and_ask, deadlock, kill, kill_all, fail, leave)},
     **{
         one.__name__: one
-        for one in (kill_once_saved, preempt, tear, fill, lose_gpu, pause, duty, load, poison)
+        for one in (kill_once_saved, time_out, preempt, tear, fill, lose_gpu, pause, duty, load, poison, flip)
     },
 }
 LAUNCHER = os.getppid()

@@ -8,19 +8,20 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import BinaryIO
 
-from forks import Call, replace_file, run, to_the_end
+from forks import Call, Started, replace_file, run, to_the_end
 
 
 def forked_shardwise(
@@ -31,19 +32,52 @@ def forked_shardwise(
     **variables: str,
 ) -> tuple[int, str, str]:
     """The exit code of a command, and what it printed; `worker`: the module that ranks run."""
-    output, errors = cwd / "forked.out", cwd / "forked.err"
-    for path in (output, errors):
+    call = _call(arguments, cwd, "forked", worker, variables)
+    (code,) = run([call], timeout=timeout)
+    return code, call.output.read_text(), call.errors.read_text()
+
+
+class Command(Started):
+    """A command that is under way."""
+
+    def __init__(self, *arguments: str, cwd: Path, stdin: str = "", name: str = "started") -> None:
+        """What it reads and prints are files in `cwd` with that name."""
+        call = _call(arguments, cwd, name, "shardwise.training.worker", {})
+        call.input.write_text(stdin)
+        self._output, self._errors = call.output, call.errors
+        super().__init__(call)
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    @property
+    def errors(self) -> str:
+        return self._errors.read_text()
+
+    def finish(self) -> tuple[int, str, str]:
+        return self.wait(), self.output, self.errors
+
+    def until(self, pattern: str, timeout: float = 120.0) -> re.Match[str]:
+        """Waits for it among the errors."""
+        until = time.monotonic() + timeout
+        while not (found := re.search(pattern, self.errors)):
+            assert self.poll() is None, self.errors
+            assert time.monotonic() < until, self.errors
+            time.sleep(0.02)
+        return found
+
+
+def _call(arguments: Sequence[str], cwd: Path, name: str, worker: str, variables: Mapping[str, str]) -> Call:
+    streams = {stream: cwd / f"{name}.{stream}" for stream in ("input", "output", "errors")}
+    for path in streams.values():
         path.write_bytes(b"")
-    environment = {**os.environ, "SHARDWISE_CACHE": str(cwd / "cache"), **variables}
-    call = Call(
+    return Call(
         target="forked_command:main",
         arguments=[str(cwd), worker, *arguments],
-        environment=environment,
-        output=output,
-        errors=errors,
+        environment={**os.environ, "SHARDWISE_CACHE": str(cwd / "cache"), **variables},
+        **streams,
     )
-    (code,) = run([call], timeout=timeout)
-    return code, output.read_text(), errors.read_text()
 
 
 def main(cwd: str, worker: str, *arguments: str) -> None:
@@ -54,7 +88,7 @@ def main(cwd: str, worker: str, *arguments: str) -> None:
     os.chdir(cwd)
     sys.argv = ["shardwise", *arguments]
     starting = SimpleNamespace(**{**vars(subprocess), "Popen": Fork})
-    for name in ("shardwise.trials.process", "shardwise.launch.local"):
+    for name in ("shardwise.trials.process", "shardwise.launch.local", "shardwise.diagnosis.child"):
         importlib.import_module(name).subprocess = starting  # type: ignore[attr-defined]
     local.launch = partial(local.launch, module=worker)  # type: ignore[assignment]
     sys.exit(command(list(arguments)))

@@ -12,8 +12,10 @@ import gc
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,7 +23,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from threading import Timer
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardwise.hardware.detect import gpu_count
 from shardwise.launch.local import die_with
@@ -29,7 +31,15 @@ from shardwise.launch.nodes import free_port
 
 HERE = Path(__file__).parent
 TEMPLATES = 2
-IMPORTED = ("deepspeed", "engine_scenarios", "peft", "quantized_worker", "shardwise.training.run")
+IMPORTED = (
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "engine_scenarios",
+    "peft",
+    "quantized_worker",
+    "shardwise.engines.deepspeed.runtime.engine",
+    "shardwise.engines.fsdp2.runtime",
+    "shardwise.training.run",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +51,7 @@ class Call:
     environment: Mapping[str, str]
     output: Path
     errors: Path
+    input: Path = Path(os.devnull)
 
 
 def run_set(target: str, *arguments: str, processes: int, folder: Path, timeout: float = 600.0) -> None:
@@ -104,6 +115,33 @@ def warm_up() -> None:
         _template(number)
 
 
+class Started:
+    """A call that is under way while the test goes on; what tests need of `subprocess.Popen`."""
+
+    def __init__(self, call: Call) -> None:
+        self._template = _template(0)
+        self.pid: int = self._template.tell(asdict(call))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._template.tell(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float = 300.0) -> int:
+        until = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                self.send_signal(signal.SIGKILL)
+                raise AssertionError(f"not done after {timeout:.0f} s")
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
 class Template:
     """A process that forks."""
 
@@ -119,16 +157,23 @@ class Template:
         )
 
     def ask(self, calls: Sequence[Call]) -> None:
-        assert self._process.stdin is not None
-        print(json.dumps([asdict(call) for call in calls], default=str), file=self._process.stdin, flush=True)
+        self._send([asdict(call) for call in calls])
 
-    def answer(self) -> list[int]:
+    def answer(self) -> Any:
         """The exit codes, when all calls have ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, "the processes took too long, or their template has ended"
-        codes: list[int] = json.loads(line)
-        return codes
+        return json.loads(line)
+
+    def tell(self, what: dict[str, Any] | int) -> Any:
+        """The process of a call that it starts; of a process, its exit code or None."""
+        self._send(what)
+        return self.answer()
+
+    def _send(self, what: Any) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps(what, default=str), file=self._process.stdin, flush=True)
 
     def kill(self) -> None:
         """Ends it and what it has forked."""
@@ -141,22 +186,36 @@ def _template(_: int) -> Template:
 
 
 def _serve() -> None:
-    """Forks what each line of stdin asks for; answers with the exit codes, a line each time."""
+    """Forks what each line of stdin asks for; answers with the exit codes, a line each time.
+
+    A list: calls that it waits for. A single call it only starts. A process: whether that call has ended.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if not gpu_count():
         _import_all()
     parent = os.getpid()
+
+    def fork(call: dict[str, Any]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            die_with(parent)
+            answers.close()
+            to_the_end(partial(_make, **call))
+        return pid
+
     for line in sys.stdin:
-        pids = []
-        for call in json.loads(line):
-            pids.append(os.fork())
-            if pids[-1] == 0:
-                die_with(parent)
-                answers.close()
-                to_the_end(partial(_make, **call))
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        print(json.dumps(codes), file=answers, flush=True)
+        asked = json.loads(line)
+        answer: Any
+        if isinstance(asked, list):
+            pids = [fork(call) for call in asked]
+            answer = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        elif isinstance(asked, dict):
+            answer = fork(asked)
+        else:
+            pid, status = os.waitpid(asked, os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def _import_all() -> None:
@@ -177,11 +236,19 @@ def _import_all() -> None:
 
 
 def _make(
-    target: str, arguments: Sequence[str], environment: Mapping[str, str], output: str, errors: str
+    target: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    output: str,
+    errors: str,
+    input: str,  # noqa: A002 - as subprocess calls it
 ) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests without it
+    gc.unfreeze = lambda: None  # after each run: the next one would search all that the template has imported
     os.environ.clear()
     os.environ.update(environment)
-    replace_file(0, os.devnull)
+    replace_file(0, input)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the template's has read ahead
     replace_file(1, output)
     replace_file(2, errors)
     module, _, function = target.partition(":")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_command import forked_shardwise
+from forked_command import Command, forked_shardwise
 from test_command_line import finish, shardwise, write_job
 
 pytestmark = pytest.mark.slow
@@ -79,16 +79,16 @@ def test_what_is_done_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:
     """Ended by SIGTERM while the second row runs, then started again: only that row runs."""
     write_job(tmp_path)
     command = ("bench", "job.yaml", *FLAGS, "--strategies", "zero1,fsdp2", "--no-profile")
-    bench = shardwise(*command, cwd=tmp_path)
+    bench = Command(*command, cwd=tmp_path)
     until = time.monotonic() + 120
     while not (tmp_path / "bb" / "logs" / "fsdp2.log").exists() and time.monotonic() < until:
         time.sleep(0.05)
     bench.send_signal(signal.SIGTERM)
-    code, _, err = finish(bench)
+    code, _, err = bench.finish()
     assert code == 143, err
     (first,) = rows_of(tmp_path)
     assert first["label"] == "zero1"
-    code, _, err = finish(shardwise(*command, cwd=tmp_path), 400)
+    code, _, err = forked_shardwise(*command, cwd=tmp_path)
     assert code == 0, err
     assert "1 of 2 are done already" in err
     assert [row["label"] for row in rows_of(tmp_path)] == ["zero1", "fsdp2"]

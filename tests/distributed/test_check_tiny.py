@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_command import forked_shardwise
 
 from shardwise.app.check import check
 from shardwise.errors import JobError
@@ -28,18 +29,20 @@ FILE: dict[str, Any] = {
 def test_what_deepspeed_takes_is_trained_and_what_it_refuses_is_its_message(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(FILE))
-    report = check(file, tiny=True)
-    assert report.tiny is not None
-    assert report.tiny.refusal == ""
-    assert len(report.tiny.losses) == 3
-    assert report.tiny.losses[0] > report.tiny.losses[2] > 0
-    assert {one.partition(":")[0] for one in report.tiny.untried} == {"train_batch_size", "wandb"}
+    asked = ("check", "ds.json", "--run-tiny", "--json")
+    _, out, err = forked_shardwise(*asked, cwd=tmp_path)
+    tiny = json.loads(out)["tiny"]
+    assert tiny["refusal"] == "", err
+    assert len(tiny["losses"]) == 3
+    assert tiny["losses"][0] > tiny["losses"][2] > 0
+    assert {one.partition(":")[0] for one in tiny["untried"]} == {"train_batch_size", "wandb"}
     # No rule of check knows the limits of an optimizer's parameters: only DeepSpeed's run shows them.
     file.write_text(json.dumps(FILE | {"optimizer": {"type": "AdamW", "params": {"lr": -1.0}}}))
-    report = check(file, tiny=True)
-    assert report.failed
-    assert [one.rule for one in report.checked.findings if one.severity == "error"] == ["run-tiny"]
-    assert "Invalid learning rate: -1.0" in report.checked.findings[0].what
+    code, out, _ = forked_shardwise(*asked, cwd=tmp_path)
+    assert code == 2
+    findings = json.loads(out)["findings"]
+    assert [one["rule"] for one in findings if one["severity"] == "error"] == ["run-tiny"]
+    assert "Invalid learning rate: -1.0" in findings[0]["what"]
 
 
 def test_the_file_is_adapted_to_a_cpu_and_nothing_else_is_changed() -> None:

@@ -74,7 +74,7 @@ def test_sigterm_saves_and_resume_goes_on(tmp_path: Path) -> None:
     assert 3 <= stopped_at < 60
     assert (run_dir / "checkpoints" / f"step-{stopped_at:06d}" / "manifest.json").exists()
 
-    code, out, err = finish(shardwise("train", "runs/run", "--resume", "--json", cwd=tmp_path))
+    code, out, err = forked_shardwise("train", "runs/run", "--resume", "--json", cwd=tmp_path)
     assert code == 0, err  # as advised: with the run's own job and on its 2 processes, both not repeated
     summary = json.loads(out)
     assert summary["status"] == "finished"
@@ -85,7 +85,7 @@ def test_a_run_is_complete_and_can_be_used(tmp_path: Path) -> None:
     write_job(tmp_path, train__steps=8, train__save_every=4)
     changes = ["strategy=zero2-offload", "tracking=[tensorboard]"]
     arguments = ["train", "job.yaml", "--processes", "1", "--set", changes[0], "--set", changes[1]]
-    code, _, err = finish(shardwise(*arguments, cwd=tmp_path))
+    code, _, err = forked_shardwise(*arguments, cwd=tmp_path)
     assert code == 0, err
     run_dir = tmp_path / "runs" / "run"
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -109,7 +109,7 @@ def test_a_run_is_complete_and_can_be_used(tmp_path: Path) -> None:
     asked = ("--prompt", "What?", "--max-new-tokens", "8")
     code, out, err = forked_shardwise("generate", "runs/run", *asked, cwd=tmp_path)
     assert code == 0, err
-    code, out, err = finish(shardwise("report", "runs/run", "--json", cwd=tmp_path))
+    code, out, err = forked_shardwise("report", "runs/run", "--json", cwd=tmp_path)
     assert code == 0, err
     assert [run["steps"] for run in json.loads(out)["runs"]] == [8]
 

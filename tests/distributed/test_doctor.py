@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_command import forked_shardwise
 
 from shardwise.diagnosis import calibrate
 from shardwise.diagnosis.child import children
-from shardwise.diagnosis.doctor import _ranks, examine
+from shardwise.diagnosis.doctor import _ranks
 from shardwise.diagnosis.gpus import Gpus, look
 from shardwise.hardware.calibration import load
 
@@ -73,9 +74,7 @@ def test_the_rest_of_a_machine_without_a_gpu(report: dict[str, Any]) -> None:
         assert set(check(report, "op: cpu_adam")["facts"]) >= {"compatible", "built"}
 
 
-def test_a_gpu_that_torch_was_not_built_for_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_torch_was_not_built_for_is_a_problem(tmp_path: Path) -> None:
     """A machine whose driver shows a GPU, and this torch without CUDA."""
     import torch
 
@@ -83,12 +82,14 @@ def test_a_gpu_that_torch_was_not_built_for_is_a_problem(
         pytest.skip("torch is built with CUDA")
     gpu = {"uuid": "GPU-1", "name": "NVIDIA H200", "memory_bytes": 143771 << 20}
     (tmp_path / "device.json").write_text(json.dumps({"driver": "580.95.05", "gpus": [gpu]}))
-    monkeypatch.setenv("SHARDWISE_DEVICE", str(tmp_path / "device.json"))
-    report = examine(runs=tmp_path, cache=tmp_path)
-    found = next(one for one in report.checks if one.name == "torch and driver")
-    assert not report.ready
-    assert found.status == "problem"
-    assert "built without CUDA, so 1 GPUs would stand idle" in found.finding
+    device = str(tmp_path / "device.json")
+    code, out, err = forked_shardwise("doctor", "--json", cwd=tmp_path, SHARDWISE_DEVICE=device)
+    assert code == 4, err
+    report = json.loads(out)
+    found = check(report, "torch and driver")
+    assert not report["ready"]
+    assert found["status"] == "problem"
+    assert "built without CUDA, so 1 GPUs would stand idle" in found["finding"]
 
 
 @pytest.mark.slow

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import run_set
 
 from shardwise.device.fake import FakeNvml, create
 from shardwise.emit.files import CALLBACK, Emitted, with_energy
 
-WORKER = Path(__file__).with_name("energy_callback_worker.py")
 WATTS = 690.0  # of each fake card at full load
 
 
@@ -21,17 +18,7 @@ WATTS = 690.0  # of each fake card at full load
 def test_two_processes_count_each_gpu_once_and_no_evaluation(tmp_path: Path) -> None:
     file = create(tmp_path / "gpus.json", 2, load=1.0)
     (tmp_path / CALLBACK).write_text(with_energy(Emitted(files={})).files[CALLBACK])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29613"]
-    done = subprocess.run(
-        [*launch, str(WORKER), str(tmp_path)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    print(done.stdout)
+    run_set("energy_callback_worker:main", str(tmp_path), processes=2, folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "energy.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 4, 6, 8, 9, 11], "at 4 and 8; at evaluations; at the end"
     assert sum(line["steps"] for line in lines) == 11

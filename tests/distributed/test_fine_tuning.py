@@ -16,7 +16,7 @@ from test_whole_runs import job
 
 import shardwise
 from shardwise.job.schema import Job
-from shardwise.training.afterwards import newest_checkpoint
+from shardwise.training.afterwards import export_run, newest_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +75,8 @@ def test_samples_are_the_same_however_weights_are_sharded_and_a_run_ends_early(t
         assert events[-1]["status"] == "finished"
         assert events[-1]["step"] == max(losses) == best + 2 < 30
         assert newest_checkpoint(folder)[1].step == best
+        written = export_run(folder, tmp_path / f"best-{folder.name}")
+        assert (written["step"], written["best"]) == (best, True)
         assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [
             f"step-{step:06d}" for step in (best, best + 2)
         ]

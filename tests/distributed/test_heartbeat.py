@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from forked_command import forked_shardwise
 from harness import steps_of
 from test_out_of_memory import write_job
+from torch.distributed.flight_recorder.components.loader import read_dump
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +58,25 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, fault: str, does: str) -> No
     else:
         assert "error: ranks 0, 1 hang in step 5" in err
     assert (" in in_step" in (logs / "rank-1.log").read_text()) == (fault != "stop")
+    recorded = {path.name for path in logs.glob("flight-*")}
+    assert recorded == {f"flight-gloo-rank-{rank}" for rank in ((0,) if fault == "stop" else (0, 1))}
+    assert re.search(r"- rank 0 waits in \w+ \(.*\); gloo:\w+, number \d+ of \w+, is not finished\n", err), (
+        err
+    )
+
+
+def test_after_a_time_out_of_nccl_the_last_collectives_are_shown(tmp_path: Path) -> None:
+    """The files are those that torch's own recorder makes, for gloo: there is no NCCL here."""
+    write_job(tmp_path, "fsdp2", eval_every=0)
+    faults = [{"rank": 0, "step": 5, "do": "time_out"}]
+    code, err = train(tmp_path, "job.yaml", "--processes", "2", faults=faults)
+    assert code == 4, err
+    assert err.count("error: ") == 1
+    assert re.search(r"\n  - rank 0: gloo:\w+, number \d+ of \w+, is (not )?finished\n", err), err
+    logs = tmp_path / "runs" / "run" / "logs"
+    read: Any = read_dump("flight-nccl-rank-", str(logs / "flight-nccl-rank-0"))  # of torch's own tool
+    assert read["rank"] == 0
+    assert all(entry["profiling_name"].startswith("gloo:") for entry in read["entries"])
 
 
 def test_slow_evaluations_and_saves_are_no_hang(tmp_path: Path) -> None:

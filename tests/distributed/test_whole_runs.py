@@ -161,9 +161,9 @@ def check_same_bits(resumed: Path, whole: Path) -> None:
 
 @pytest.mark.slow
 def test_resume_is_bit_identical(tmp_path: Path) -> None:
-    """Stopped after each of ten steps and resumed to the end: the same losses, and weights, bit for bit."""
+    """Stopped after each of five steps and resumed to the end: the same losses, and weights, bit for bit."""
     runs = [Run(job(tmp_path, "whole", "zero2", **RESUMED))]
-    for stop in STOPS:
+    for stop in STOPS[::2]:
         part = job(tmp_path, f"stopped-{stop}", "zero2", **RESUMED)
         runs += [Run(part, max_steps=stop), Run(part, resume=True)]
     whole, *parts = run_all(runs, processes=2, folder=tmp_path)

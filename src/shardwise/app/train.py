@@ -42,6 +42,7 @@ from shardwise.record.follow import Follower
 from shardwise.record.manifest import step_folders
 from shardwise.record.read import is_run_folder, read_run
 from shardwise.space.auto import resolve
+from shardwise.training.mirror import is_place, take, take_missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,11 +251,16 @@ def _spec(
     """What to launch, and the run folder, after all checks that this machine can make by itself."""
     resume = resume or resume_from is not None
     named = None if isinstance(job, Job) else Path(job)
+    if named is not None and not named.exists() and is_place(resume_from):
+        take(resume_from, named)
     file = None if named is None else job_file(named, resume=resume or resume_or_start or supervise)
     loaded, gpus = read(job if file is None else file, changes), gpu_count()
     asked = loaded.job
     folder = named if named is not None and file != named else Path(asked.output) / asked.name
     first = nodes is None or nodes.rank == 0
+    if first and not options["dry_run"]:
+        begins = not (resume or resume_or_start or supervise)
+        resume_from = take_missing(asked, folder, resume_from, begins=begins)
     resume = resume or (supervise and is_run_folder(folder))
     if resume_or_start:
         resume = resume or bool(step_folders(folder / "checkpoints"))

@@ -7,7 +7,7 @@ import typer
 
 from shardwise.cli.options import Host, Port, Token, say
 
-FOLDER = typer.Argument(metavar="[FOLDER]", help="Holds runs and benches, or folders of them.")
+FOLDER = typer.Argument(metavar="FOLDER", help="Holds runs and benches, or folders of them.")
 
 
 def board(

@@ -99,7 +99,7 @@ def chat(
             elif line.strip():
                 _speak(conversation, line)
         except ShardwiseError as error:
-            if not terminal:
+            if not terminal and not line.startswith("/"):
                 raise
             say(render(error))
 
@@ -126,16 +126,20 @@ def _open(model: str, sampling: Sampling, system: str | None, compare: bool) -> 
 def _speak(conversation: "Conversation", asked: str) -> None:
     """Show the answers as they come; Ctrl-C ends the one that comes now."""
     said = ""
-    for label, answer in conversation.answers(asked):
-        said = ""
-        print(label, end="", flush=True)
-        try:
-            for piece in answer:
-                said += piece
-                print(printable(piece), end="", flush=True)
-        except KeyboardInterrupt:
-            answer.close()
+    try:
+        for label, answer in conversation.answers(asked):
+            said = ""
+            print(label, end="", flush=True)
+            try:
+                for piece in answer:
+                    said += piece
+                    print(printable(piece), end="", flush=True)
+            except KeyboardInterrupt:
+                answer.close()
+            print(flush=True)
+    except KeyboardInterrupt:  # before its first word
         print(flush=True)
+        return
     conversation.remember(asked, said)
 
 

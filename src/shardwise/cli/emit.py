@@ -1,5 +1,6 @@
 """`shardwise emit JOB|PLAN`: files that start a training script of your own, or the job itself."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -43,5 +44,7 @@ def emit(
         print(f"wrote {out / name}")
     for note in emitted.notes:
         print(f"note: {note}")
+    if missing := sorted(set(re.findall(r"YOUR-[A-Z]+", " ".join(emitted.files.values())))):
+        print(f"first: write your own for {', '.join(missing)}; the files say at their heads what each is")
     for start in emitted.start:
         print(f"start: {start}")

@@ -44,7 +44,8 @@ def export(
 
 def _lines(written: Mapping[str, Any]) -> Iterator[str]:
     what = {"model": "the model", "adapter": "the adapter", "merged": "the model with the adapter merged in"}
-    kind, step = what[written["kind"]], written["step"]
+    kind, step = what[written["kind"]], str(written["step"])
+    step += ", which has the lowest evaluation loss" if written["best"] else ""
     yield f"wrote {kind} of step {step}, in {written['dtype']}, to {written['out']}"
     if written["kind"] == "merged":
         difference, largest = written["max_logit_difference"], written["max_logit"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Show = Callable[[Mapping[str, Any]], None]
 
 RUN = typer.Argument(
-    metavar="[RUN]", help="Run folder.  [default: the newest running one in runs/]", show_default=False
+    metavar="RUN", help="Run folder.  [default: the newest running one in runs/]", show_default=False
 )
 EVERY = typer.Option(metavar="SECONDS", help="From one sample to the next.  [default: 2]")
 CSV = typer.Option(metavar="FILE", help="Append one row a GPU and sample to a CSV file.")

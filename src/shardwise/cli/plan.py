@@ -108,7 +108,7 @@ def plan(
     from shardwise.planner.why import does_not_fit
 
     made = make(job, max_slowdown=max_slowdown, pareto=pareto, documents=documents, **asked)
-    _write(made.to_json(), out, as_json=as_json)
+    _write(made.to_json(), out, as_json=as_json, everything=everything)
     if not as_json:
         show(made, everything=everything)
         if made.pareto:
@@ -120,9 +120,12 @@ def plan(
         raise does_not_fit(made)
 
 
-def _write(values: dict[str, Any], out: Path | None, *, as_json: bool) -> None:
-    text = json.dumps(values)
+def _write(values: dict[str, Any], out: Path | None, *, as_json: bool, everything: bool = True) -> None:
+    """All into the file, which `emit` reads; on stdout what fits, and the rest with --all."""
     if out is not None:
-        write_text(out, f"{text}\n", "--out")
+        write_text(out, f"{json.dumps(values)}\n", "--out")
+    if not everything and values["chosen"] is not None:
+        fitting = [one for one in values["alternatives"] if one["fits"]]
+        values = {**values, "alternatives": fitting, "skipped": [], "refused": []}
     if as_json:
-        print(text)
+        print(json.dumps(values))

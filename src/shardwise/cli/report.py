@@ -23,10 +23,15 @@ def report(
     if of_bench and len(runs) > 1:  # its rows are side by side already
         fix = "name one bench, or run folders only (a bench's are in its folder `runs`)"
         raise JobError("a bench is reported by itself", where=" ".join(map(str, runs)), fix=fix)
-    if of_bench:
-        _report_bench(runs[0], html, as_json=as_json)
-    else:
-        _report_runs(runs, html, as_json=as_json)
+    try:
+        if of_bench:
+            _report_bench(runs[0], html, as_json=as_json)
+        else:
+            _report_runs(runs, html, as_json=as_json)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"a file holds a value that no version writes there ({type(error).__name__}: {error})"
+        fix = "restore the folder's files from a copy. If nothing has changed them, it is a bug: see --debug"
+        raise JobError(what, where=" ".join(map(str, runs)), fix=fix) from error
     if html is not None and not as_json:
         print(f"wrote {html}")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,6 +67,12 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return sorted(text for text in special | {end_token(tokenizer)[0]} if text.strip())
 
 
+def unknown_markers(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
+    """Markers such as <|im_end|> that a template writes and this tokenizer cuts into pieces."""
+    found = dict.fromkeys(re.findall(r"<\|\w+\|>", template))
+    return [text for text in found if len(tokenizer(text, add_special_tokens=False)["input_ids"]) > 1]
+
+
 class Renderer:
     """Runs a chat template in the process of `shardwise.data.render`; a context manager.
 
@@ -114,6 +121,7 @@ class Renderer:
             stderr=subprocess.DEVNULL,
             env={**kept, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "HF_HUB_OFFLINE": "1"},
             encoding="utf-8",
+            process_group=0,  # Ctrl-C in a terminal is for the conversation
         )
         print(json.dumps(self._setup), file=process.stdin)
         return process

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise import folders
 from shardwise.data.cache import FORMAT, Entry, TokenDataset, Writer, load_or_build
-from shardwise.data.chat import Encoded, Encoder, Renderer, Tokens, template_for
+from shardwise.data.chat import Encoded, Encoder, Renderer, Tokens, template_for, unknown_markers
 from shardwise.data.formats import Conversation, Reader, Sample
 from shardwise.data.packing import permutation, rows_of_epoch
 from shardwise.data.render import Rendered
@@ -93,13 +93,17 @@ def prepare(
     elif data.eval_fraction > 0:
         train, held_out = hold_out(train, data.eval_fraction, seed=job.train.seed)
     split = str(data.eval_fraction)
+    template = None if note["formats"] == ["text"] else build.template
+    unknown = unknown_markers(tokenizer, template) if template and data.chat_template else []
     return Prepared(
         train=train,
         eval=held_out,
-        summary=_summary(job, note, train, held_out) | {"key": _hash(*(key for key, _ in entries), split)},
+        summary=_summary(job, note, train, held_out)
+        | {"key": _hash(*(key for key, _ in entries), split)}
+        | ({"unknown_markers": unknown} if unknown else {}),
         content=_hash(*(entry.sha256 for _, entry in entries), split),
         sample=_show(train, tokenizer),
-        chat_template=None if note["formats"] == ["text"] else build.template,
+        chat_template=template,
     )
 
 

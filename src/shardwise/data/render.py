@@ -193,9 +193,6 @@ def time_limit(messages: list[Message]) -> float:
 def main() -> None:
     """Answer requests until stdin ends."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # ctrl-C ends an answer of `chat`; the end of stdin ends this
     source, variables, end_tokens, answers_only, invite = json.loads(sys.stdin.readline())
     template = Template(source, variables, tuple(end_tokens), answers_only, invite)
     if sys.platform == "linux":  # elsewhere the address space cannot be limited; the time still is

@@ -58,10 +58,11 @@ class Conversation:
         first = [{"role": "system", "content": self._system}] if self._system else []
         last = {"role": "user", "content": asked}
         length, left_out = self._model.length, 0
+        room = min(self._sampling.max_new_tokens, (length or 0) // 2)  # for the answer
         while True:
             try:
                 ids = self._model.prompt([*first, *self._said, last])
-                fits = length is None or len(ids) + self._sampling.max_new_tokens <= length
+                fits = length is None or len(ids) + room <= length
             except TooLongError:
                 ids, fits = [], False
             if fits or not self._said:

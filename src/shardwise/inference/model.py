@@ -13,7 +13,7 @@ from transformers.generation import BaseStreamer
 
 from shardwise.data.chat import Renderer, end_tokens
 from shardwise.data.formats import Conversation
-from shardwise.errors import DataError, DoesNotFitError, JobError, MachineError
+from shardwise.errors import DoesNotFitError, JobError
 from shardwise.inference.sampling import Sampling
 
 Message = Mapping[str, str]
@@ -129,9 +129,9 @@ class LoadedModel:
 
     def close(self) -> None:
         """End the process that runs the chat template; the next prompt would start another one."""
-        if self._renderer is not None:
-            self._renderer.__exit__()
-            self._renderer = None
+        renderer, self._renderer = self._renderer, None  # first, as a second Ctrl-C may end the rest
+        if renderer is not None:
+            renderer.__exit__()
 
     def _generate(self, ids: Sequence[int], sampling: Sampling, text: "_Text", base: bool) -> None:
         room = sampling.max_new_tokens
@@ -169,7 +169,7 @@ class LoadedModel:
         conversation = Conversation("the conversation", [dict(m) for m in messages])
         try:
             [(_, samples)] = self._renderer.render([conversation])
-        except (DataError, MachineError):
+        except BaseException:  # Ctrl-C, too: a reply that nobody has read would be the next one's
             self.close()
             raise
         if isinstance(samples, str):

@@ -41,6 +41,13 @@ def _training(job: Job, given: frozenset[str]) -> Iterator[Problem]:
         what = f"train.micro_batch {micro} does not divide train.global_batch {batch}"
         fix = f"micro_batch: {below}, or remove it"
         yield Problem(what=what, where="train.micro_batch, train.global_batch", fix=fix)
+    for name, value in train.keep.items() if isinstance(train.keep, dict) else ():
+        place = bool(re.match("/|[a-z0-9+.-]+://", str(value)))
+        number = isinstance(value, float | int) and (name == "days" or value % 1 == 0)
+        if not (place if name == "mirror" else number):
+            what = f"`{name}` of train.keep is {value}"
+            fix = "last, best and every take integers, days a number, mirror a URL or an absolute path"
+            yield Problem(what=what, where="train.keep", fix=fix)
     if len(set(job.tracking)) < len(job.tracking):
         yield Problem(what="tracking names a tracker twice", where="tracking", fix="name each once")
 

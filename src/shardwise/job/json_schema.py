@@ -91,7 +91,9 @@ def _in_words(schema: Schema) -> str:
         return "one of " + ", ".join(map(str, schema["enum"]))
     kind = schema.get("type")
     if kind == "object":
-        return "a section with " + ", ".join(_properties(schema)) if _properties(schema) else "a mapping"
+        names = schema.get("propertyNames", {}).get("enum", [])
+        kind = "a section with " if _properties(schema) else "a mapping of " if names else "a mapping"
+        return kind + ", ".join([*_properties(schema), *names])
     if kind == "array":
         kind = "a non-empty list of " if schema.get("minItems") else "a list of "
         return kind + _in_words(schema["items"]).removeprefix("one of ")

@@ -16,6 +16,7 @@ Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1)]
+Kept = Literal["last", "best", "every", "days", "mirror"]
 
 if TYPE_CHECKING:
     EngineName = str
@@ -186,8 +187,8 @@ class Train(Section):
     """At each evaluation the model continues or answers these, greedily, by up to 48 tokens."""
     save_every: Annotated[int, Field(ge=0)] = 100
     """Steps between checkpoints; the last step is always saved. 0: only the last."""
-    keep: Annotated[int, Field(ge=1)] = 2
-    """Checkpoints kept. The newest valid one is never removed."""
+    keep: Positive | dict[Kept, Annotated[float, Field(gt=0, allow_inf_nan=False)] | Text] = 2
+    """Newest checkpoints kept, or e.g. {last: 3, best: 1, every: 1000, days: 2, mirror: s3://bucket/runs}."""
     worst_case_first: bool = True
     """Step 1 takes the longest rows and is followed by a save: what would fail later fails now."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 42

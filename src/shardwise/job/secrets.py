@@ -24,6 +24,7 @@ SHAPES = (
 
 _SECRET_VALUE = re.compile(
     rf"(?<![A-Za-z0-9_-])(?:{'|'.join(SHAPES)})|-----BEGIN [A-Z ]*PRIVATE KEY-----|//[^/\s:@]+:[^/\s:@]+@"
+    r"|(?i:[?&](?:sig|x-amz-[a-z-]+|[a-z_-]*(?:token|key|signature|credential))=)"
 )
 _SECRET_KEY = re.compile(
     r"(^|_)(api_?key|hf_token|access_token|auth_token|token|password|secret)$", re.IGNORECASE

@@ -55,7 +55,7 @@ def _key(detail: ErrorDetails, values: Any) -> Key:
     """The key of an error: its location without list positions and without names of union branches."""
     key: list[str] = []
     for part in detail["loc"]:
-        if isinstance(part, int):
+        if isinstance(part, int) or json_schema.is_free(tuple(key)):
             break
         if isinstance(values, dict) and part in values:
             key.append(part)

@@ -19,6 +19,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 from shardwise.errors import JobError, MachineError, Problem
+from shardwise.launch import flight
 from shardwise.launch.spec import Worker
 
 SECONDS = "SHARDWISE_HANG_SECONDS"
@@ -52,6 +53,7 @@ def begin(folder: Path, rank: int) -> None:
     with _beat(folder, rank).open("w+b") as file:
         file.truncate(_LAYOUT.size)
         _mapped = mmap.mmap(file.fileno(), _LAYOUT.size)
+    flight.begin(folder, rank)
     faulthandler.register(signal.SIGUSR2, file=_stack(folder, rank).open("w"), all_threads=True)
     mark("preparing")
 
@@ -85,6 +87,7 @@ class Seen(NamedTuple):
     halted: bool = False  # By SIGSTOP
     busy: bool = False  # It uses the processor
     frame: tuple[str, str] | None = None  # (file:line, function) of its main thread, innermost
+    collective: str = ""  # In words, the last that it began
 
     @property
     def waits(self) -> bool:
@@ -100,7 +103,8 @@ class Seen(NamedTuple):
         if self.halted:
             return f"rank {self.rank} is stopped (SIGSTOP)"
         does = f"rank {self.rank} {'waits' if self.waits or not self.busy else 'computes'}"
-        return f"{does} in {self.frame[1]} ({Path(self.frame[0]).name})" if self.frame else does
+        does = f"{does} in {self.frame[1]} ({Path(self.frame[0]).name})" if self.frame else does
+        return f"{does}; {self.collective}" if self.collective else does
 
 
 def suspects(ranks: Sequence[Seen]) -> list[Seen]:
@@ -197,6 +201,8 @@ class Pulse:
             with suppress(ProcessLookupError):
                 os.kill(rank.worker.process.pid, signal.SIGUSR2)
         time.sleep(_DUMP_SECONDS)
+        folder = self.workers[0].folder
+        flight.ask(folder, [rank.worker.rank for rank in running], seconds=2 * _DUMP_SECONDS)
         seen = [_seen(rank) for rank in running]
         found = suspects(seen)
         first, ranks = found[0], ", ".join(str(one.rank) for one in found)
@@ -226,7 +232,8 @@ def _seen(rank: _Rank) -> Seen:
     with suppress(OSError), worker.log.open("a", encoding="utf-8") as file:
         file.write(f"--- stacks of rank {worker.rank} when the run hung (state {state}) ---\n{stacks}")
     own = (worker.rank, rank.step, rank.phase, rank.marks)
-    return Seen(*own, halted=state == "T", busy=state == "R", frame=innermost(stacks))
+    last = flight.last_collective(worker.folder, worker.rank)
+    return Seen(*own, halted=state == "T", busy=state == "R", frame=innermost(stacks), collective=last)
 
 
 def innermost(stacks: str) -> tuple[str, str] | None:

@@ -13,6 +13,7 @@ from typing import Any
 from shardwise.device.find import unseen_vendor
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import deepspeed_accelerator, gpu_count
+from shardwise.launch import flight
 from shardwise.launch.nodes import INTERFACES, SECRET, Place, free_port
 from shardwise.launch.spec import LaunchSpec, Worker
 from shardwise.launch.supervise import supervise
@@ -112,6 +113,7 @@ def worker_environment(*, processes: int, folder: Path, place: Place | None = No
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes)),
         # Threads that wait must not keep a core busy that another process needs.
         "OMP_WAIT_POLICY": "PASSIVE",
+        **flight.variables(folder),
     }
     if place.interface is not None:  # loopback on one machine, whatever the network looks like
         defaults |= dict.fromkeys(INTERFACES, place.interface)

@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 from shardwise.errors import MachineError, Problem, ShardwiseError, StoppedError, render
 from shardwise.hardware.detect import host_memory_bytes
+from shardwise.launch import flight
 from shardwise.launch.control import Together
 from shardwise.launch.heartbeat import Pulse
 from shardwise.launch.oom import OomHandling
@@ -286,7 +288,7 @@ def _kept_log(spec: LaunchSpec, first: Worker, workers: Sequence[Worker]) -> Pat
         logs = Path(spec.run_dir) / "logs"
         try:
             logs.mkdir(exist_ok=True)
-            for log in first.folder.glob("rank-*.log"):
+            for log in chain(first.folder.glob("rank-*.log"), first.folder.glob(flight.FILES)):
                 shutil.copy(log, logs)
         except OSError:  # the disk is full, say
             return first.log
@@ -311,9 +313,11 @@ def _error_of(worker: Worker, *, killed_before: int | None) -> ShardwiseError | 
     code, where = worker.process.returncode, f"rank {worker.rank}, process {worker.process.pid}"
     if worker.report is not None:
         problems = [Problem(**problem) for problem in worker.report["problems"]]
+        if worker.traceback:  # otherwise what hangs is named already
+            problems += [Problem(what=text) for text in flight.last_collectives(worker.folder)]
         kind = StoppedError if _code(worker) == STOPPED else ShardwiseError
         error = kind(problems[0].what, problems=problems)
-        error.headline = worker.report["headline"]
+        error.headline = worker.report["headline"] or error.headline * (len(problems) > 1)
         return error
     if code == STOPPED:
         return None

@@ -48,7 +48,7 @@ class Evidence:
         if self.memory is None:
             return f"error not known: {ran.replace('runs', 'no runs', 1)} were measured"
         parts = [self.memory.text("memory")]
-        parts += [] if self.time is None else [self.time.text("time")]
+        parts.append("time unknown: none was like it" if self.time is None else self.time.text("time"))
         elsewhere = "" if self.same_gpu else "; none were measured on this GPU"
         return f"error in {self.memory.runs} {ran}: {'; '.join(parts)}{elsewhere}"
 

@@ -14,6 +14,7 @@ from math import ceil, inf
 from shardwise.errors import JobError, Problem
 from shardwise.hardware.hardware import Hardware
 from shardwise.planner.changes import with_host_memory
+from shardwise.planner.evidence import evidence_of
 from shardwise.planner.plan import Fit, Nearest, Objective, Option, Plan, Skipped, Workload, in_words
 from shardwise.planner.why import reasons, shortcoming
 from shardwise.simulate.prediction import Prediction
@@ -52,9 +53,8 @@ MARGIN = 0.05
 MOST_ACCUMULATION = 65536
 """Most micro-batches per step; the simulation is per micro-batch."""
 
-UNSTATED_FACTOR = 1.1
-"""How much slower a strategy may be that needs no host memory, where nobody said how much there is: about the
-mean error of step times (docs/accuracy.md)."""
+UNMEASURED = 0.13
+"""Error of times where no run like it was measured: that of the held-out rows (docs/accuracy.md)."""
 TIE_FACTOR = 1.005
 """Costs within this factor of the best count as equal; the errors of predicted time are larger."""
 
@@ -255,8 +255,8 @@ def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) ->
     """Best first: what fits, then what is tight, each by the objective; then the rest by its excess.
 
     Among ties for the best (TIE_FACTOR) strategies without offloading come first, then those with the least
-    memory. What needs host memory that nobody has stated ties with what is slower by less than the prediction
-    may be wrong (UNSTATED_FACTOR).
+    memory. Within the error of the predictions, the plain process wins on one GPU, and what needs no host
+    memory where nobody has stated how much there is.
     """
 
     def key(option: Option) -> tuple[int, float, int]:
@@ -265,16 +265,39 @@ def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) ->
 
     ranked = sorted(options, key=key)
     alike = [o for o in ranked if o.fit != "no" and _group(o) == _group(ranked[0])]
+    one_gpu = hardware.world_size == 1
     lead = next(iter(alike), None)
-    if lead is not None and lead.strategy.offloads and hardware.host_memory_bytes is None:
-        sure = next((o for o in alike if not o.strategy.offloads), lead)
-        lead = sure if cost(sure, objective) <= UNSTATED_FACTOR * cost(lead, objective) else lead
+    for surer in [_plain] * one_gpu + [_on_gpu] * (hardware.host_memory_bytes is None):
+        sure = next(filter(surer, alike), None)
+        if lead and sure and not surer(lead) and _within_error(sure, lead, objective, hardware):
+            lead = sure
     ties = [o for o in alike if lead and cost(o, objective) <= TIE_FACTOR * cost(lead, objective)]
     if ties:
-        first = min(ties, key=lambda o: (o.strategy.offloads, o.prediction.memory.needed_bytes))
+        memory = [(one_gpu and not _plain(o), not _on_gpu(o), o.prediction.memory.needed_bytes) for o in ties]
+        first = ties[memory.index(min(memory))]
         ranked.remove(first)
         ranked.insert(0, first)
     return ranked
+
+
+def _plain(option: Option) -> bool:
+    return option.strategy.name == "single"
+
+
+def _on_gpu(option: Option) -> bool:
+    return not option.strategy.offloads
+
+
+def _within_error(option: Option, lead: Option, objective: Objective, hardware: Hardware) -> bool:
+    """Whether it costs more than `lead` by less than either prediction is off on average."""
+
+    def error(one: Option) -> float:
+        found = evidence_of(one.strategy, one.prediction, hardware)
+        if objective == "memory":
+            return found.memory.mean if found.memory else 0.0
+        return found.time.mean if found.time else UNMEASURED  # of energy, too: it is mostly time
+
+    return cost(option, objective) <= (1 + max(error(option), error(lead))) * cost(lead, objective)
 
 
 def _group(option: Option) -> int:

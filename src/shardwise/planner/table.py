@@ -193,14 +193,13 @@ def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool)
     trained = f"{'trained' if plan.job.total_tokens else '1B tok.'}\nin {unit}"
     header: list[Text | str] = ["\n  strategy", "micro ×\naccum.", "ckpt\n", "\nGiB", "\nfits"]
     header += ["tokens/s\nper GPU", trained, "J per\ntoken"]
-    if plan.power is not None:
-        header.append("limit\nW")
-        if width < NARROW:  # no room for both
-            for cells in (header, *rows):
-                del cells[TRAINED]
-    columns = zip(header, *rows, strict=True)
-    others = [max(len(line) for cell in column for line in str(cell).split("\n")) for column in columns]
-    bar = max(LEAST_BAR, min(MOST_BAR, width - sum(others) - gap * len(others)))
+    header += [] if plan.power is None else ["limit\nW"]
+    others = _width([header, *rows], gap)
+    if others + LEAST_BAR > width:  # numbers would be cut
+        for cells in (header, *rows):
+            del cells[TRAINED]
+        others = _width([header, *rows], gap)
+    bar = max(LEAST_BAR, min(MOST_BAR, width - others))
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", highlight=False)
     before = room(bar, all_fit=all(option.prediction.memory.fits for option in shown))
     header.insert(BAR, f"memory\n{gib(plan.capacity_bytes):>{before}}{LIMIT}")
@@ -215,6 +214,14 @@ def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool)
         name = _name(skipped.strategy, width)
         table.add_row(name, *batch(skipped.strategy), Text("not simulated"), "", "no", style="dim")
     return table
+
+
+def _width(rows: Sequence[Sequence[Text | str]], gap: int) -> int:
+    """Cells that the columns take, with a gap after each."""
+    columns = zip(*rows, strict=True)
+    return sum(
+        gap + max(len(line) for cell in column for line in str(cell).split("\n")) for column in columns
+    )
 
 
 def _row(option: Option, plan: Plan, width: int, unit_seconds: float) -> list[Text | str]:

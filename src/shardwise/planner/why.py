@@ -9,7 +9,7 @@ from shardwise.planner.changes import binds, published
 from shardwise.planner.plan import Objective, Option, Plan, in_words
 from shardwise.simulate.energy import Draw
 from shardwise.simulate.prediction import Memory, Time
-from shardwise.simulate.time.collectives import group
+from shardwise.simulate.time.collectives import Group, group
 from shardwise.strategy import Strategy
 from shardwise.units import duration, gib
 
@@ -51,7 +51,7 @@ def reasons(
         _step(chosen, hardware),
         *_pace(chosen.prediction.time),
         *_checkpointing(chosen, rest),
-        *_host(chosen, hardware, margin),
+        *_host(chosen, rest, hardware, margin, objective),
     )
 
 
@@ -177,6 +177,8 @@ def _against_the_others(
         if cost == "offloads" and hardware.host_memory_bytes is None and lead > 0.005:  # no tie (`rank`)
             host = f"{gib(nearly.prediction.memory.host_bytes)} of host memory, which nobody has stated"
             return f"{best} that needs no host memory: {ahead}, but needs {host}"
+        if hardware.world_size == 1 and lead > 0.005:
+            return f"{best} in a plain process: {ahead}, which is within the error of such predictions"
         return f"{AS_GOOD[objective]} as any of the {len(same) + 1} that fit: {ahead}, but {cost}"
     other = next((o for o in same if o.strategy.name != chosen.strategy.name), None)
     if other is None:
@@ -251,19 +253,28 @@ def at_power_limit(option: Option, hardware: Hardware) -> bool:
 
 
 def _waits(strategy: Strategy, time: Time, hardware: Hardware) -> dict[str, float]:
-    """Seconds waited by link: each group's slowest one, or a single GPU's host link."""
-    peers = group(hardware, strategy.tensor_parallel).slowest.name
+    """Seconds waited by link: those of each group, or a single GPU's host link."""
+    peers = _links(group(hardware, strategy.tensor_parallel))
     # Stages and data-parallel ranks together: a pipeline waits for both, over the slowest link.
     size = strategy.pipeline * strategy.data_parallel
     others = group(hardware, size, stride=strategy.tensor_parallel)
-    for_others = hardware.host_link.name if others.size == 1 else others.slowest.name
+    for_others = hardware.host_link.name if others.size == 1 else _links(others)
     if size := strategy.shard_group:  # weights from the group, sums over the groups
-        across = group(hardware, strategy.data_parallel // size, stride=size).slowest.name
-        links = dict.fromkeys((group(hardware, size).slowest.name, across))
+        across = _links(group(hardware, strategy.data_parallel // size, stride=size))
+        links = dict.fromkeys((_links(group(hardware, size)), across))
         for_others = " and ".join(links)
     waits = {for_others: time.exposed_communication_seconds - time.exposed_to_peers_seconds}
     waits[peers] = waits.get(peers, 0.0) + time.exposed_to_peers_seconds
     return waits
+
+
+def _links(ranks: Group) -> str:
+    """The slowest, and a network that a ring crosses at less than twice the rate of the links of a node."""
+    inter, slowest = ranks.inter, ranks.slowest
+    if inter is None or inter == slowest:
+        return slowest.name
+    close = inter.bytes_per_second * ranks.per_node < 2 * slowest.bytes_per_second
+    return f"{slowest.name} and {inter.name}" if close else slowest.name
 
 
 def _checkpointing(chosen: Option, rest: Sequence[Option]) -> Iterator[str]:
@@ -285,7 +296,9 @@ def needs_of_host(option: Option, hardware: Hardware, margin: float) -> int | No
     return round(kept / (1 - margin)) if kept and hardware.host_memory_bytes is None else None
 
 
-def _host(chosen: Option, hardware: Hardware, margin: float) -> Iterator[str]:
+def _host(
+    chosen: Option, rest: Sequence[Option], hardware: Hardware, margin: float, objective: Objective
+) -> Iterator[str]:
     kept, known = chosen.prediction.memory.host_bytes, hardware.host_memory_bytes
     needed = needs_of_host(chosen, hardware, margin)
     if needed is not None:
@@ -293,8 +306,18 @@ def _host(chosen: Option, hardware: Hardware, margin: float) -> Iterator[str]:
             f"each host keeps {gib(kept)} in its memory: it fits if the host has {gib(needed)}, "
             "in addition to what its processes take"
         )
+        yield from _without_host(chosen, rest, objective)
     elif kept and known is not None:
         yield f"each host keeps {gib(kept)} in its memory; it has {gib(known)}"
+
+
+def _without_host(chosen: Option, rest: Sequence[Option], objective: Objective) -> Iterator[str]:
+    """What to use where the hosts lack the memory that nobody has stated."""
+    here = [o for o in rest if o.fit == "fits" and not o.strategy.offloads]
+    ties = [o for o in here if gain(here[0], o, objective) <= 1.005]
+    for sure in [o for o in ties if o.strategy.name == "single"][:1] or here[:1]:
+        said = _compared(sure, chosen, objective)
+        yield f"without the hosts' memory, {in_words(sure.strategy)} fits: {said}"
 
 
 def _share(seconds: float, time: Time) -> str:

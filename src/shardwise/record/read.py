@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,9 +50,14 @@ def is_run_folder(path: Path) -> bool:
     return (path / JOB).is_file() and (path / PLAN).is_file()
 
 
+def ranked(evaluations: Iterable[tuple[int, float]]) -> list[int]:
+    """Steps by their loss, the lowest first; of equal ones the first. Step 0 is not among them."""
+    return [step for step, _ in sorted((one for one in evaluations if one[0]), key=lambda one: one[1])]
+
+
 def best_step(evaluations: Iterable[tuple[int, float]]) -> int | None:
-    """The step with the lowest loss, the first of equal ones; None where only step 0 was evaluated."""
-    return min((one for one in evaluations if one[0]), key=lambda one: one[1], default=(None, 0.0))[0]
+    """The step with the lowest loss; None where only step 0 was evaluated."""
+    return next(iter(ranked(evaluations)), None)
 
 
 def evaluations_of(events: Iterable[dict[str, Any]], *, until: int) -> list[tuple[int, float]]:
@@ -60,14 +65,14 @@ def evaluations_of(events: Iterable[dict[str, Any]], *, until: int) -> list[tupl
     return [(e["step"], e["loss"]) for e in events if e.get("kind") == "eval" and e["step"] <= until]
 
 
-def read_run(path: Path, *, with_events: bool = True) -> RunRecord:
-    """Read all but the checkpoints. JobError where `path` is no run folder or a file in it is broken."""
+def read_run(path: Path, *, with_events: bool = True, without: Collection[str] = ()) -> RunRecord:
+    """All but the checkpoints, and keys `without` of events; JobError for no run folder or a broken file."""
     if not path.is_dir():
         raise JobError(f"there is no folder {path}", where=str(path), fix=_known_runs(path.parent))
     if not is_run_folder(path):
         raise _no_run(path)
     there = with_events and (path / EVENTS).exists()
-    events, gaps = read_events_and_gaps(path / EVENTS) if there else ([], [])
+    events, gaps = read_events_and_gaps(path / EVENTS, without) if there else ([], [])
     return RunRecord(
         path=path,
         job=_read(path / JOB),
@@ -87,7 +92,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return read_events_and_gaps(path)[0]
 
 
-def read_events_and_gaps(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+def read_events_and_gaps(path: Path, without: Collection[str] = ()) -> tuple[list[dict[str, Any]], list[int]]:
     """The events, and the lines before which others are missing or were changed.
 
     Each line has the hash of the line before it (`after`), the first an empty text. `gap` marks what was
@@ -105,6 +110,10 @@ def read_events_and_gaps(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
         if event.pop("after", before) != before or event.pop("gap", False):
             gaps.append(number)
         before = line_hash(line)
+        if without:  # and a value that is the last event's is kept once
+            last = events[-1] if events else {}
+            kept = ((key, value, last.get(key)) for key, value in event.items() if key not in without)
+            event = {key: old if old == value else value for key, value, old in kept}
         events.append(event)
     return events, gaps
 

@@ -87,6 +87,8 @@ class SaveEvent:
     seconds: float  # Training stood still
     background_seconds: float | None = None  # Then it went on, while a thread wrote; null: it waited
     bytes: int | None = None
+    mirror: dict[str, object] | None = None
+    """With `train.keep: mirror`, as it was then: `step`, the newest one there, and `failed`, or null."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,7 @@ class StopEvent:
     kwh: float | None = None
     """Energy of all GPUs in all launches, without the host: see record/energy.py."""
     kwh_unavailable: str | None = None
+    mirror: dict[str, object] | None = None  # As in SaveEvent
 
 
 Event = RunEvent | StepEvent | EvalEvent | SaveEvent | ResumeEvent | PowerEvent | StopEvent

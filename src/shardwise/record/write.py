@@ -230,13 +230,14 @@ _NAMED = re.compile(
     r"[\"']?\s*[=:]\s*[\"']?)([^\s\"',}&]{6,})"
 )
 _BEARER = re.compile(r"(?i)\b(bearer\s+)([A-Za-z0-9._~+/=-]{12,})")
+_QUERY = re.compile(r"(?i)([?&](?:sig|x-amz-[a-z-]+|[a-z_-]*(?:token|key|signature|credential))=)([^&\s]+)")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*://[^\s:/@]*:)([^\s@/]+)(?=@)")
 
 
 def redact(text: str) -> str:
     """Replace every token, key, password and private key by `[hidden]`."""
     text = _SECRET.sub(HIDDEN, text)
-    for pattern in (_NAMED, _BEARER, _URL):
+    for pattern in (_NAMED, _BEARER, _QUERY, _URL):
         text = pattern.sub(rf"\g<1>{HIDDEN}", text)
     return text
 

@@ -36,6 +36,11 @@ BY_RANK = {
 """Key of a measurement: key of the step events."""
 
 
+UNREAD = {"epoch", "target_tokens", "loss_scale", "memory_allocated_bytes", "memory_reserved_bytes"}
+UNREAD |= {"pinned_memory_bytes", "not_finite"}
+"""Keys of events that no report shows: half of what a long run takes in memory."""
+
+
 def summary(run_dir: str | Path | RunRecord) -> dict[str, Any]:
     """Headline numbers of one run, from its folder alone.
 
@@ -44,7 +49,7 @@ def summary(run_dir: str | Path | RunRecord) -> dict[str, Any]:
     step time are of the `steady_steps`. Numbers that the run has not produced are None. Raises JobError
     where the folder is not a complete run folder.
     """
-    run = run_dir if isinstance(run_dir, RunRecord) else read_run(Path(run_dir))
+    run = run_dir if isinstance(run_dir, RunRecord) else read_run(Path(run_dir), without=UNREAD)
     heads = _of_kind(run.events, "run")
     if not heads:
         what = f"the run in {run.path} has not started: events.jsonl has no lines"
@@ -86,7 +91,7 @@ def row_of(path: Path) -> tuple[dict[str, Any], RunRecord]:
 
     Speed is that of `summary`. Nothing is measured before the first step. Raises JobError as `summary` does.
     """
-    run = read_run(path)
+    run = read_run(path, without=UNREAD)
     numbers = summary(run)
     steps, header = _with_loss(run.events), _of_kind(run.events, "run")[-1]
     chosen = run.plan.get("chosen") or {}

@@ -35,18 +35,22 @@ def export_run(
     ones. `show` gets what is being done; `finish` may add files before the folder gets its name. Returns what
     was written, its step and, where merged, the largest logit difference.
     """
-    show("reading the newest checkpoint, and verifying its hashes")
+    show("reading the checkpoint, and verifying its hashes")
     job, checkpoint = newest_checkpoint(run_dir)
+    events = read_run(Path(run_dir)).events
     model, base = checkpoint.path / "model", base_of(checkpoint)
     with _complete(Path(out).resolve()) as partial:
         written = export(model, partial, merge=merge, base=job.model, trained_on=base, show=show)
-        card = model_card(
-            job, read_run(Path(run_dir)).events, checkpoint.manifest, written, out=Path(out).name
-        )
+        card = model_card(job, events, checkpoint.manifest, written, out=Path(out).name)
         (partial / "README.md").write_text(card, encoding="utf-8")
         if finish is not None:
             finish(partial)
-    return {**written, "out": str(out), "step": checkpoint.step}
+    best = job.train.patience is not None and checkpoint.step == best_step(_evaluations(events))
+    return {**written, "out": str(out), "step": checkpoint.step, "best": best}
+
+
+def _evaluations(events: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    return evaluations_of(events, until=sys.maxsize)
 
 
 @contextmanager
@@ -76,7 +80,7 @@ def newest_checkpoint(run_dir: str | Path) -> tuple[Job, Checkpoint]:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, imported by transformers, would warn
     record = read_run(Path(run_dir))
     job = Job.model_validate(record.job)
-    found = evaluations_of(record.events, until=sys.maxsize) if job.train.patience is not None else []
+    found = _evaluations(record.events) if job.train.patience is not None else []
     checkpoint = newest_valid(Path(run_dir) / "checkpoints", best_step(found))
     if checkpoint is None:
         fix = "let `shardwise train` save one"

@@ -40,6 +40,10 @@ def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
         lost, cut = found
         name, style = ("warning", "yellow") if lost >= WORTH_A_WARNING else ("cut", "default")
         console.print(Text.assemble((f"{name:>9}  ", f"bold {style}"), (cut, style)), soft_wrap=True)
+    if unknown := ready.data.summary.get("unknown_markers"):
+        missing = f"the tokenizer has no {', '.join(unknown)}, which data.chat_template writes: each becomes "
+        missing += "several tokens. Name the template that the model knows, or leave it out"
+        console.print(Text.assemble(("  warning  ", "bold yellow"), (missing, "yellow")), soft_wrap=True)
     for reason in (*built.notes, *ready.why):
         console.print(Text.assemble(" " * 11, (reason, "dim")), soft_wrap=True)
     if ready.plan is not None:

@@ -16,19 +16,21 @@ before leaves folders on other nodes that nobody asks for, and that the next sav
 """
 
 import errno
-import itertools
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.errors import FULL, CheckpointError, MachineError, Problem
+from shardwise.job.schema import Train
 from shardwise.record.manifest import (
     NAME,
     FileEntry,
@@ -106,6 +108,35 @@ class Checkpoint:
             print(f"warning: passed over {problem.where}: {problem.what}", file=sys.stderr)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Which checkpoints stay: each rule keeps its own, and the newest sound one always does."""
+
+    last: int = 1  # The newest
+    best: int = 0  # Those with the lowest evaluation losses
+    every: int = 0  # Those of steps that it divides
+    days: float = 0.0  # Those that are not older
+    mirror: str | None = None  # Where copies are: training/mirror.py
+
+    @staticmethod
+    def of(train: Train) -> "Keep":
+        """`train.keep`; `train.patience` keeps the best one, too."""
+        keep = Keep(**train.keep) if isinstance(train.keep, dict) else Keep(last=train.keep)  # type: ignore[arg-type]
+        return keep if train.patience is None else replace(keep, best=max(1, keep.best))
+
+    def chosen(
+        self,
+        steps: Sequence[int],
+        ranking: Iterable[int],
+        sound: Callable[[int], bool] = lambda _: True,
+        young: Container[int] = (),
+    ) -> set[int]:
+        """Of `steps`, newest first, those that stay. Only what has to be known is asked to be `sound`."""
+        best = (step for step in ranking if step in steps and sound(step))
+        kept = {*islice(filter(sound, steps), max(1, int(self.last))), *islice(best, int(self.best))}
+        return kept | {step for step in steps if step in young or (self.every and step % self.every == 0)}
+
+
 @dataclass(frozen=True)
 class Disk:
     """The disk of one node's ranks, where the nodes share none; and this rank's number among them."""
@@ -122,20 +153,20 @@ class CheckpointStore:
         self,
         folder: Path,
         *,
-        keep: int,
+        keep: int | Keep,
         rank: int = 0,
         agree: Agree = lambda value: [value],
         disk: Disk | None = None,
         fs: FileSystem | None = None,
     ) -> None:
-        """`keep`: sound checkpoints that stay, at least 1. All ranks share `folder`, or those of `disk`."""
-        self.folder, self.keep = Path(folder), keep
+        """`keep`: what stays; a number of the newest. All ranks share `folder`, or those of `disk`."""
+        self.folder, self.keep = Path(folder), Keep(last=keep) if isinstance(keep, int) else keep
         self.rank, self.agree, self.fs = rank, agree, fs or FileSystem()
         self.disk, self.node = disk, None if disk is None else disk.node
         self._leads = rank == 0 if disk is None else disk.rank == 0  # One rank for each folder
         self._sound: set[int] = set()  # steps that this process has verified
-        self.best: int | None = None
-        """A step that is kept in addition, if it is sound."""
+        self.ranking: Callable[[], Iterable[int]] = tuple  # Evaluated steps, the best first
+        self.pinned: int | None = None  # A step that is being copied
         self._last_bytes = 0  # size of the newest one known, the forecast for the next
 
     def save(self, step: int, *writes: Callable[[Path], None], origin: Origin) -> Checkpoint:
@@ -194,7 +225,7 @@ class CheckpointStore:
 
         def rename() -> None:
             for _, path in (one for one in step_folders(self.folder) if one[0] > step):
-                names = (path.with_name(f"aside{n or ''}-{path.name}") for n in itertools.count())
+                names = (path.with_name(f"aside{n or ''}-{path.name}") for n in count())
                 self.fs.rename(path, next(name for name in names if not name.exists()))
             self.fs.sync(self.folder)
 
@@ -254,20 +285,21 @@ class CheckpointStore:
         self.fs.sync(self.folder)
 
     def _prune(self, saved: int) -> None:
-        """Remove what is older than the `keep` newest sound ones; never the one just saved.
+        """Remove what no rule keeps of those up to the one just saved."""
+        # Newer folders were damaged when the run resumed behind them, and are replaced when it passes them.
+        found = {step: path for step, path in step_folders(self.folder) if step <= saved}
+        since = time.time() - 86_400 * self.keep.days
+        files = {step: path / NAME for step, path in found.items() if self.keep.days}
+        young = [step for step, file in files.items() if file.is_file() and file.stat().st_mtime > since]
+        sound = partial(self._is_sound, found)
+        for step in found.keys() - self.keep.chosen([*found], self.ranking(), sound, young) - {self.pinned}:
+            self._remove(found[step])
 
-        Newer folders stay: they were damaged when the run resumed behind them, and are
-        replaced when it passes them.
-        """
-        sound = 1
-        for step, path in step_folders(self.folder):
-            if step >= saved or step == self.best:
-                continue
-            if sound < self.keep and (step in self._sound or not verify(path, node=self.node)):
-                self._sound.add(step)
-                sound += 1
-            else:
-                self._remove(path)
+    def _is_sound(self, found: Mapping[int, Path], step: int) -> bool:
+        """Whether every byte is as it was saved; what this process has seen so is not read again."""
+        if step not in self._sound and not verify(found[step], node=self.node):
+            self._sound.add(step)
+        return step in self._sound
 
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint or a leftover, its manifest first; links are removed, never followed."""

@@ -20,6 +20,7 @@ from shardwise.errors import DivergedError, JobError, Problem
 from shardwise.job.schema import DECAY_SHARE, WARMUP_SHARE, Job, Optimizer
 from shardwise.launch.heartbeat import FIRST_STEPS, mark
 from shardwise.record.read import best_step
+from shardwise.training.checkpoint import Keep
 from shardwise.training.meter import MEMORY_FIELDS, Mark, Stopwatch, memory
 from shardwise.training.process import Ranks, StopSignal
 from shardwise.training.saving import Progress, Saved, Saver
@@ -87,6 +88,7 @@ class Loop:
     sample: Callable[[], list[tuple[str, str]]] = list  # Prompts and what the model makes of them; collective
     explain: Callable[[StepBatch], list[tuple[str, str]]] = lambda _: []
     """What of a step is not finite, and on which ranks; collective."""
+    check: Callable[[int, StepBatch], None] = lambda *_: None  # Before a step; collective
     _issued: _Issued | None = field(default=None, init=False)
     _stop_agreed: bool = field(default=False, init=False)
     _compiled: int = field(default=FIRST_STEPS, init=False)  # The step in which the last kernel is compiled
@@ -163,7 +165,7 @@ class Loop:
             raise DivergedError(f"the evaluation loss is {loss}", where=f"step {self.progress.step}", fix=fix)
         step, tokens = self.progress.step, self.evaluation.target_tokens
         self.evaluations.append((step, loss))
-        if self.job.train.patience is not None:
+        if Keep.of(self.job.train).best:
             self.progress.best = best_step(self.evaluations)
         more = {"samples": samples} if (samples := self.sample()) else {}
         seconds = self.watch.lap()
@@ -196,6 +198,7 @@ class Loop:
         mark("training" if step > self._compiled else "the first steps", step)
         batch = next(self.stream)
         rate = learning_rate(self.job.optimizer, step=step, steps=self.total_steps)
+        self.check(step, batch)
         device = self.engine.world.device
         result = self.engine.step(
             [micro_batch.to(device) for micro_batch in batch.micro_batches],

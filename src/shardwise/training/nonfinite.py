@@ -52,7 +52,8 @@ class FirstNonFinite:
         return [(what, f"rank {', '.join(by_what[what])}") for what in first]
 
     @contextmanager
-    def _hooks(self) -> Iterator[None]:
+    def _hooks(self) -> Iterator[dict[Any, Any]]:
+        """Within, all is looked at, in order. The weights, as they are computed with, are among the keys."""
         handles: dict[Any, Any] = {}
         names = {module: name for name, module in self._model.named_modules() if name}
         embedding = self._model.get_input_embeddings()
@@ -64,7 +65,7 @@ class FirstNonFinite:
                 if not isinstance(weight, DTensor):  # this module's weights are not gathered for it
                     self._look(f"the weight {name}", weight)
                 if weight.requires_grad and weight not in handles:
-                    handles[weight] = weight.register_hook(partial(self._look, f"{GRADIENT} {name}"))
+                    handles[weight] = weight.register_hook(partial(self._learn, f"{GRADIENT} {name}"))
 
         def returns(module: torch.nn.Module, _: Any, output: Any) -> None:
             name, value = names[module], output[0] if isinstance(output, tuple) else output
@@ -80,7 +81,7 @@ class FirstNonFinite:
             handles[module, 0] = module.register_forward_pre_hook(enters)
             handles[module, 1] = module.register_forward_hook(returns)
         try:
-            yield
+            yield handles
         finally:
             for handle in handles.values():
                 handle.remove()
@@ -88,6 +89,11 @@ class FirstNonFinite:
     def _look(self, what: str, value: torch.Tensor, current: int = -1) -> None:
         if self._found is None and not _is_finite(value):
             self._found = f"{what} is not finite{'' if current < 0 else self._sample(value, current)}"
+
+    def _learn(self, what: str, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Look at the gradient of a weight; what takes its place, if anything."""
+        self._look(what, gradient)
+        return None
 
     def _sample(self, value: torch.Tensor, current: int) -> str:
         """The sample of the first value that is not finite, where `value` has a row for each token."""

@@ -33,6 +33,7 @@ from shardwise.report.compare import row_of
 from shardwise.report.terminal import compared
 from shardwise.training.loop import StepReport
 from shardwise.training.meter import UNKNOWN, lag, sources, why_no_energy, why_no_host
+from shardwise.training.mirror import Mirroring
 from shardwise.training.saving import Saved
 from shardwise.units import duration, gib
 
@@ -158,6 +159,7 @@ class Recorder:
         self.stopping: str | None = None
         """Why the run is asked to stop by its own record: its budget is used up."""
         self._finished = False
+        self.mirror: Mirroring | None = None
 
     def __enter__(self) -> Recorder:
         self._display.__enter__()
@@ -219,7 +221,8 @@ class Recorder:
         if saved.background_seconds is None:
             self._between("saving", saved.seconds)
         event = SaveEvent(step=saved.step, seconds=saved.seconds, bytes=saved.size_bytes)
-        self._events.write(replace(event, background_seconds=saved.background_seconds))
+        copied = None if self.mirror is None else self.mirror.saved()
+        self._events.write(replace(event, background_seconds=saved.background_seconds, mirror=copied))
 
     def record(self, event: Event) -> None:
         """Write an event of another observer."""
@@ -240,9 +243,9 @@ class Recorder:
         self._written = -math.inf
         self._count()
         kwh, seconds = None if self.no_energy else self._used().kwh, time.monotonic() - self._began
-        self._events.write(
-            StopEvent(step=step, status=status, seconds=seconds, kwh=kwh, kwh_unavailable=self.no_energy)
-        )
+        stop = StopEvent(step=step, status=status, seconds=seconds, kwh=kwh, kwh_unavailable=self.no_energy)
+        copied = None if self.mirror is None else self.mirror.state(last=status != "failed")
+        self._events.write(replace(stop, mirror=copied))
         advice = {
             "finished": f"next: shardwise report {self._folder.path}",
             "paused": f"shardwise train {self._folder.path} --resume goes on",

@@ -129,9 +129,12 @@ def settled() -> Iterator[None]:
 class Ranks:
     """Small exchanges between the ranks, on the CPU: they never wait for the GPU."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, name: str = "exchange") -> None:
+        """`name`: of their group, in records of what they wait for."""
         self.world = world
-        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if world.size > 1 else None
+        self._group = None
+        if world.size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=TIMEOUT, group_desc=name)
 
     def barrier(self) -> None:
         if self._group is not None:

@@ -34,11 +34,11 @@ from shardwise.models.structure import checkpoint_blocks
 from shardwise.objective import objective_of
 from shardwise.record.environment import environment, versions
 from shardwise.record.manifest import Origin
-from shardwise.record.read import EVENTS, best_step, evaluations_of, read_events
+from shardwise.record.read import EVENTS, evaluations_of, ranked, read_events
 from shardwise.record.write import RunFolder
 from shardwise.strategy import Strategy
 from shardwise.training.announce import announce, header, speed
-from shardwise.training.checkpoint import CheckpointStore, Disk
+from shardwise.training.checkpoint import CheckpointStore, Disk, Keep
 from shardwise.training.loop import Loop, check_warmup
 from shardwise.training.meter import (
     PROFILED_STEPS,
@@ -48,6 +48,7 @@ from shardwise.training.meter import (
     millijoules,
     profile_steps,
 )
+from shardwise.training.mirror import Mirroring
 from shardwise.training.nonfinite import FirstNonFinite
 from shardwise.training.observe import Quiet, Recorder
 from shardwise.training.oom import explained
@@ -55,6 +56,7 @@ from shardwise.training.power import PowerTuner
 from shardwise.training.process import Ranks, StopSignal, join, place, settled
 from shardwise.training.ready import Ready, count_steps, get_ready, identity, make_streams
 from shardwise.training.rehearsal import NOTICE, rehearsal
+from shardwise.training.replay import Replay
 from shardwise.training.samples import make_samples
 from shardwise.training.saving import Progress, Saver, reserve
 from shardwise.training.snapshot import Snapshots, seed_rng
@@ -116,9 +118,9 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     snapshots = Snapshots(
         store=CheckpointStore(
             run_dir / "checkpoints",
-            keep=job.train.keep,
+            keep=Keep.of(job.train),
             rank=world.rank,
-            agree=Ranks(world).gather,  # a thread may use it, while training uses the other
+            agree=Ranks(world, "checkpoint").gather,  # a thread may use it, while training uses the other
             disk=_disk(spec, world),
         ),
         origin=Origin(world_size=world.size, strategy=strategy, identity=about, versions=versions()),
@@ -137,14 +139,15 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     cards, first = zip(*ranks.gather((card_of(world.device), mine)), strict=True)
     _check_meter(job, first)
     gpus = GpusOfRanks(cards, first, waited=time.monotonic() - began)
-    observer = make_observer(ready, spec, engine, progress, gpus, stop) if world.rank == 0 else Quiet()
+    observer = make_observer(ready, spec, snapshots, progress, gpus, stop) if world.rank == 0 else Quiet()
     if world.rank > 0 and world.local_disks and world.local_rank == 0:
         run_folder(ready, spec).close()
     ranks.barrier()  # the run folder exists now, for every rank
     known = evaluations_of(read_events(run_dir / EVENTS), until=progress.step) if spec.resume else []
     evaluations = ranks.gather(known if world.rank == 0 else [])[0]
-    if job.train.patience is not None:
-        progress.best = best_step(evaluations)
+    snapshots.store.ranking = lambda: ranked(evaluations)
+    if snapshots.store.keep.best:
+        progress.best = next(iter(snapshots.store.ranking()), None)
     if spec.profile is not None and spec.measure_steps is not None:
         profile_steps(engine, after=spec.measure_steps, trace=Path(spec.profile))
     with rehearsal(engine, cards[world.rank]), observer:
@@ -161,6 +164,7 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
             total_steps=total_steps,
             evaluations=evaluations,
             sample=make_samples(ready, engine),
+            check=Replay(ready.built.model, engine, ranks, pipeline=ready.strategy.pipeline > 1).check,
             explain=partial(FirstNonFinite(ready.built.model, ready.tokenizer.decode).find, engine, ranks),
         )
         last_step = _steps_to_measure(spec) or min(total_steps, spec.max_steps or total_steps)
@@ -250,14 +254,19 @@ def check_weights(ready: Ready, engine: Engine) -> None:
 
 
 def make_observer(
-    ready: Ready, spec: LaunchSpec, engine: Engine, progress: Progress, gpus: GpusOfRanks, stop: StopSignal
+    ready: Ready,
+    spec: LaunchSpec,
+    saves: Snapshots,
+    progress: Progress,
+    gpus: GpusOfRanks,
+    stop: StopSignal,
 ) -> Recorder | PowerTuner:
     """Rank 0's observer; creates the run folder, or opens it again."""
     folder = run_folder(ready, spec)
     begun = spec.resume and folder.events.exists() and bool(read_events(folder.events))
     if spec.resume and not begun:  # it was killed before its first line was complete
         folder.events.unlink(missing_ok=True)
-    folder.write_engine_config(f"{ready.strategy.engine}.json", engine.config())
+    folder.write_engine_config(f"{ready.strategy.engine}.json", saves.engine.config())
     recorder = Recorder(
         folder,
         job=ready.job.model_dump(mode="json"),
@@ -271,6 +280,11 @@ def make_observer(
     )
     if fake_file() is not None:
         recorder.say(NOTICE)
+    if (mirror := saves.store.keep.mirror) is not None and spec.measure_steps is None:
+        if saves.engine.world.local_disks:
+            what = "a mirror copies one folder of checkpoints, and each node has its own"
+            raise JobError(what, where="train.keep", fix="put the run folder on a shared disk")
+        recorder.mirror = Mirroring(f"{mirror}/{ready.job.name}", folder.path, saves.store)
     energy = ready.job.energy
     searched = energy.objective != "measure" and spec.measure_steps is None
     if not searched and energy.power_limit is None:

@@ -57,11 +57,11 @@ class Snapshots:
             self.engine.save(folder / "engine")
             self.write_weights(folder / "model", self.engine.weights())
 
-        return self._commit(progress.step, progress.best, write)
+        return self._commit(progress.step, write)
 
     def stage(self, progress: Progress) -> Callable[[], int]:
         """Copy what `save` would write. The returned function does what is left of it, in any thread."""
-        state, copy, step, best = self.engine.named_state(), self.copy, progress.step, progress.best
+        state, copy, step = self.engine.named_state(), self.copy, progress.step
         assert state is not None
         write_position = self._position(progress)
         copy.take(*state)
@@ -75,10 +75,9 @@ class Snapshots:
             found = weights_in(folder / "engine", self.weight_dtypes) if self.engine.world.rank == 0 else ()
             self.write_weights(folder / "model", found)
 
-        return lambda: self._commit(step, best, write, write_weights)
+        return lambda: self._commit(step, write, write_weights)
 
-    def _commit(self, step: int, best: int | None, *writes: Callable[[Path], None]) -> int:
-        self.store.best = best
+    def _commit(self, step: int, *writes: Callable[[Path], None]) -> int:
         return self.store.save(step, *writes, origin=self.origin).manifest.size_bytes
 
     def restore(self) -> Progress:

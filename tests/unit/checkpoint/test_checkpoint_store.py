@@ -17,7 +17,7 @@ import pytest
 from shardwise.errors import CheckpointError, MachineError, render
 from shardwise.record.manifest import Origin, read_manifest, verify
 from shardwise.training import checkpoint as store_module
-from shardwise.training.checkpoint import CheckpointStore, FileSystem, newest_valid
+from shardwise.training.checkpoint import CheckpointStore, FileSystem, Keep, newest_valid
 
 ORIGIN = Origin(world_size=1, strategy={"name": "single"}, identity={"seed": 1}, versions={"torch": "2.13"})
 
@@ -437,3 +437,53 @@ def test_the_manifest_lists_sizes_and_hashes_that_sha256sum_gives(tmp_path: Path
     entry = read_manifest(tmp_path / "step-000003").files["engine/shard-0.bin"]
     assert entry.size_bytes == 20_000
     assert entry.sha256 == hashlib.sha256(content(3, "engine/shard-0.bin")).hexdigest()
+
+
+def kept(folder: Path, keep: Keep, *steps: int, ranking: list[int] | None = None) -> list[int]:
+    """The steps that are left after saves of these."""
+    store = CheckpointStore(folder, keep=keep)
+    store.ranking = lambda: ranking or []
+    for step in steps:
+        store.save(step, writer(step), origin=ORIGIN)
+    return sorted(int(name.removeprefix("step-")) for name in steps_in(folder))
+
+
+def test_each_rule_keeps_its_own(tmp_path: Path) -> None:
+    assert kept(tmp_path / "1", Keep(last=2, every=4), *range(1, 11)) == [4, 8, 9, 10]
+    assert kept(tmp_path / "2", Keep(best=2), *range(1, 7), ranking=[2, 9, 4, 1]) == [2, 4, 6]
+    # of the three best only those that were saved count
+    assert kept(tmp_path / "3", Keep(last=1, best=1), 1, 2, 3, ranking=[3, 1]) == [3]
+
+
+def test_a_best_one_that_is_damaged_makes_room_for_the_next_best(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    flip(tmp_path / "step-000002" / "rng-0.json", 77)
+    assert kept(tmp_path, Keep(best=1), 4, ranking=[2, 1, 3]) == [1, 4]
+
+
+def test_those_of_the_last_days_stay(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    for step, days in ((1, 3.0), (2, 1.9)):
+        then = time.time() - 86_400 * days
+        os.utime(tmp_path / f"step-{step:06d}" / "manifest.json", (then, then))
+    assert kept(tmp_path, Keep(days=2.0), 4) == [2, 3, 4]
+
+
+def test_the_source_of_a_resumed_run_stays_until_a_newer_one_is_sound(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    store = CheckpointStore(tmp_path, keep=Keep(last=1))
+    assert store.latest(only=1).step == 1  # type: ignore[union-attr]
+    store.set_aside(1)
+    with pytest.raises(MachineError, match="gone"):
+        store.save(3, lambda _: (_ for _ in ()).throw(OSError("gone")), origin=ORIGIN)
+    assert steps_in(tmp_path) == ["aside-step-000002", "step-000001"]
+    store.save(3, writer(3), origin=ORIGIN)
+    assert steps_in(tmp_path) == ["aside-step-000002", "step-000003"]
+
+
+def test_what_is_being_copied_stays(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, writer(1), origin=ORIGIN)
+    store.pinned = 1
+    store.save(2, writer(2), origin=ORIGIN)
+    assert steps_in(tmp_path) == ["step-000001", "step-000002"]

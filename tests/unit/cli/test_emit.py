@@ -378,6 +378,13 @@ def test_a_plan_is_enough(
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "wrote files/deepspeed.json"
     assert out[-1].startswith(f"start: bash {tmp_path}/files/launch-trainer.sh train.py")
+    assert "first:" not in " ".join(out)
+    assert main(["emit", "plan.json", "--to", "kubernetes", "--out", "pods"]) == 0
+    pods = capsys.readouterr().out.splitlines()
+    asked = pods.index(
+        next(line for line in pods if line.startswith("first: write your own for YOUR-CLAIM, YOUR-IMAGE"))
+    )
+    assert "kubectl" in pods[asked + 1]
     assert AT_THE_HEAD in Path("files/launch.sh").read_text()
     config = json.loads(Path("files/deepspeed.json").read_text())
     assert "optimizer" not in config, "a plan does not know it"

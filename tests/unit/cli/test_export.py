@@ -21,6 +21,7 @@ MERGED = {
     "max_logit_difference": 0.0625,
     "max_logit": 14.25,
     "step": 300,
+    "best": False,
 }
 
 
@@ -44,6 +45,9 @@ def test_a_person_is_told_one_thing(exported: dict[str, Any], capsys: pytest.Cap
         "  load it with AutoModelForCausalLM.from_pretrained; `shardwise chat mine` talks to it",
     ]
     assert told.err == "export: starting\n"
+    exported["best"] = True
+    assert main(["export", "runs/run", "--merge", "--out", "mine"]) == 0
+    assert " of step 300, which has the lowest evaluation loss, in bfloat16" in capsys.readouterr().out
 
 
 def test_a_program_is_told_one_object(exported: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -275,6 +275,7 @@ def test_a_plan_s_process_ends_with_all_it_has_to_say(tmp_path: Path) -> None:
     told = []
     for gpus in ("2x24GB", "1x1GiB"):
         command = [sys.executable, "-m", "shardwise", "plan", "--model", "gpt2", "--gpus", gpus, "--json"]
+        command += ["--set", "train.micro_batch=1", "--set", "train.checkpointing=full"]  # one trace
         environment = {**os.environ, "SHARDWISE_CACHE": str(tmp_path / "cache")}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         told.append(

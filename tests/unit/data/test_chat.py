@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.data.chat import DEFAULT_TEMPLATE, Encoder, Renderer, end_tokens, template_for, trained_mask
+from shardwise.data.chat import (
+    DEFAULT_TEMPLATE,
+    Encoder,
+    Renderer,
+    end_tokens,
+    template_for,
+    trained_mask,
+    unknown_markers,
+)
 from shardwise.data.formats import Conversation
 from shardwise.data.render import RenderError, Template, render_conversation
 from shardwise.errors import DataError
@@ -347,6 +355,7 @@ def test_files_of_the_working_directory_stand_in_for_no_module(
 def test_templates_with_a_name(tokenizer: PreTrainedTokenizerFast, name: str, text: str) -> None:
     """The answer and the token that ends it are trained, the question is not; asked, it ends as it begins."""
     source = template_for(tokenizer, name)
+    assert unknown_markers(tokenizer, source) == []
     messages = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "How can I help?"}]
     with Renderer(tokenizer, source, answers_only=True) as renderer:
         [(_, [rendered])] = renderer.render([Conversation("x", messages)])  # type: ignore[misc]

@@ -189,6 +189,14 @@ def test_the_oldest_turns_are_left_out_with_a_word(make: Make, load: Load) -> No
             talk.command(line)
 
 
+def test_more_new_tokens_than_the_model_s_length_do_not_forget_what_was_said(make: Make, load: Load) -> None:
+    model, notes = load(make()), list[str]()
+    talk = Conversation(model, Sampling(max_new_tokens=512), system=None, compare=False, note=notes.append)
+    talk.remember("first", "answer")
+    assert "first<assistant>answer" in model.tokenizer.decode(talk._ids("second"))
+    assert notes == []
+
+
 def test_without_a_template_text_is_continued(make: Make, load: Load) -> None:
     model = load(make(template=None))
     talk = Conversation(model, Sampling(), system=None, compare=False, note=print)

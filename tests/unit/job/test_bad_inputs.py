@@ -129,6 +129,25 @@ CASES = [
     Case("warmup-too-long", with_("optimizer: {warmup_steps: 10}"), ["does not end within 10 steps"]),
     Case("constant-final", with_("optimizer: {schedule: constant, final_fraction: 0.5}"), ["no meaning"]),
     Case(
+        "kept checkpoints",
+        with_("  keep: {lst: 3}"),
+        [
+            "job.yaml:8: train.keep",
+            '`train.keep` is {"lst": 3}; expected',
+            "a mapping of last, best",
+        ],
+    ),
+    Case(
+        "part of a checkpoint",
+        with_("  keep: {last: 1.5}"),
+        ["`last` of train.keep is 1.5"],
+    ),
+    Case(
+        "mirror",
+        with_("  keep: {mirror: 3}"),
+        ["`mirror` of train.keep is 3.0", "mirror a URL or"],
+    ),
+    Case(
         "micro-batch", with_("  micro_batch: 3"), ["does not divide train.global_batch 16", "micro_batch: 2"]
     ),
     Case(

@@ -401,6 +401,11 @@ CASES = (
         LOAD.format("quantization_config=BitsAndBytesConfig(load_in_8bit=True)"),
     ),
     Case(
+        "argument-was-removed",
+        TRAINER + "SFTTrainer(model=0, tokenizer=1)\n",
+        TRAINER + "SFTTrainer(model=0, processing_class=1)\n",
+    ),
+    Case(
         "quantised-under-zero",
         TRAINER + LOAD.format("load_in_8bit=True") + "Trainer()\n",
         LOAD.format("dtype='auto'"),
@@ -551,6 +556,23 @@ def test_what_can_be_mended_is_mended_and_brings_nothing_new(case: Case) -> None
         assert case.rule not in {one.rule for one in left if one.fixable and one.severity != "note"}
     errors = {one.rule for one in before if one.severity == "error"}
     assert {one.rule for one in left if one.severity == "error"} <= errors
+
+
+def test_an_argument_that_was_removed_is_answered_with_what_replaces_it() -> None:
+    text = "import trl\nfrom transformers import TrainingArguments\n"
+    text += "TrainingArguments('out', evaluation_strategy='steps', max_steps=1)\n"
+    text += "args = trl.SFTConfig(max_seq_length=9, evaluation_strategy='no')\n"
+    text += "trl.SFTTrainer(args=args, tokenizer=args, max_seq_length=9, dataset_text_field='text')\n"
+    found = check(Setup(documents=(read(text, "train.py"),))).findings
+    removed = [(one.key, one.fix.partition(",")[0]) for one in found if one.rule == "argument-was-removed"]
+    assert sorted(removed) == [
+        ("dataset_text_field", "SFTConfig.dataset_text_field"),
+        ("evaluation_strategy", "eval_strategy"),
+        ("evaluation_strategy", "eval_strategy"),
+        ("max_seq_length", "SFTConfig.max_length"),
+        ("max_seq_length", "max_length"),
+        ("tokenizer", "processing_class"),
+    ]
 
 
 def test_the_bases_are_without_any_finding() -> None:

@@ -13,6 +13,7 @@ from shardwise.planner.plan import Objective
 from shardwise.planner.table import _name, excerpt, show, unit_of_time
 from shardwise.space.candidates import Refused
 from shardwise.strategy import Strategy
+from shardwise.units import GIB
 
 GOLDEN = """\
 toy-1.3b · 1.3B parameters, all trained, bf16
@@ -75,6 +76,25 @@ def test_nothing_is_cut_at_any_width(toy, width: int, gpus: str) -> None:
         assert not [line for line in lines if "…" in line]
         rows = [line for line in lines if "│" in line and "GiB" not in line and "limit" not in line]
         assert len(rows) == len(plan.options if everything else excerpt(plan))
+
+
+def test_wide_numbers_take_the_place_of_the_training_time(toy) -> None:
+    plan = toy.plan("1xRTX4080", "zero3-offload-optimizer")
+    chosen = plan.options[0]
+    prediction, strategy = chosen.prediction, replace(chosen.strategy, micro_batch=1, accumulation=2048)
+    memory = replace(prediction.memory, outside_allocator_bytes=1000 << 30)
+    time = replace(prediction.time, step_seconds=prediction.time.tokens_per_step / 123_456)
+    energy = replace(prediction.energy, joules_per_step=0.00213 * prediction.energy.tokens_per_step)
+    wide = replace(prediction, memory=memory, time=time, energy=energy)
+    plan = replace(
+        plan, chosen=replace(chosen, fit="tight", strategy=strategy, prediction=wide), alternatives=()
+    )
+    text = shown(plan, 80)
+    row = next(line for line in text.splitlines() if line.startswith("▶ zero3-offload"))
+    assert row.split()[-4:] == [f"{memory.needed_bytes / GIB:.1f}", "tight?", "123,456", "0.00213"]
+    assert "1 × 2048" in row
+    assert "1B tok." in shown(plan, 100)
+    assert "1B tok." not in text
 
 
 def test_every_kind_is_shown_and_the_best_fill_the_rest(toy) -> None:

@@ -169,6 +169,8 @@ def test_a_fast_network_does_not_hold_up_a_slow_node(toy) -> None:
     told = waits(toy, "2x8xH100@pcie4+ib400", 1, others=0.2)
     assert "waiting for communication over pcie4x16 20%" in told
     assert "ib400" not in told
+    told = waits(toy, "128x8xH100+8xib400", 1, others=0.2)
+    assert "waiting for communication over nvlink4 and 8xib400 20%" in told, "the ring crosses both, as fast"
 
 
 def test_one_gpu_waits_for_no_communication(toy) -> None:

@@ -12,13 +12,14 @@ import pytest
 from rich.console import Console
 
 from conftest import prediction
+from shardwise.cli import main
 from shardwise.errors import JobError
 from shardwise.record.manifest import FileEntry, Manifest, Origin, hash_files
-from shardwise.record.read import LOCK
+from shardwise.record.read import LOCK, read_run
 from shardwise.record.restarts import LOG
 from shardwise.record.schema import EvalEvent, Event, ResumeEvent, RunEvent, StepEvent, StopEvent
 from shardwise.record.write import RunFolder, to_line
-from shardwise.report.compare import row_of, summary
+from shardwise.report.compare import UNREAD, row_of, summary
 from shardwise.report.html.pages import run_page
 from shardwise.report.terminal import compared, show, sparkline
 
@@ -244,3 +245,29 @@ def test_the_curve_goes_from_high_to_low_and_survives_constants() -> None:
     assert sparkline([3.0, 3.0]) == "▁▁"
     assert sparkline([]) == ""
     assert len(sparkline([float(n) for n in range(1000)], width=10)) == 10
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("plan.json", '{"chosen": 5}'), ("job.yaml", "name: a\nmodel: 5\n"), ("events.jsonl", "")],
+)
+def test_a_value_of_a_wrong_type_is_damage_and_no_bug(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, text: str
+) -> None:
+    run = make(tmp_path / "a", (0, HEAD), *((n, step(n)) for n in range(1, 9)))
+    text = text or (run / file).read_text().replace('"loss": 4.8', '"loss": "low"')
+    (run / file).write_text(text)
+    assert main(["report", str(run), "--html", str(tmp_path / "page.html")]) == 2
+    said = capsys.readouterr().err
+    assert "a file holds a value that no version writes there" in said
+    assert str(run) in said
+
+
+def test_a_report_keeps_no_more_of_a_step_than_it_shows(tmp_path: Path) -> None:
+    run = make(tmp_path / "a", (0, HEAD), *((n, step(n)) for n in range(1, 9)))
+    kept, every = row_of(run)[1], read_run(run)
+    assert summary(every) == summary(run)
+    assert UNREAD & set(every.events[1])
+    assert not any(UNREAD & set(event) for event in kept.events)
+    first, second = (event["peak_memory_reserved_bytes"] for event in kept.events[1:3])
+    assert first is second

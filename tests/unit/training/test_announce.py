@@ -76,6 +76,15 @@ def test_nothing_is_said_where_nothing_is_cut(capsys: pytest.CaptureFixture[str]
     assert "warning" not in said(ready(1024), capsys)
 
 
+def test_markers_of_a_template_that_the_tokenizer_cuts_are_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = said(ready(1024, chat_template="chatml"), capsys)
+    assert told["warning"].startswith(
+        "the tokenizer has no <|im_start|>, <|im_end|>, which data.chat_template"
+    )
+
+
 def test_the_format_of_a_quantised_base_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     adapters = {"lora": {"rank": 4}}
     told = said(ready(1024, model=adapters | {"quantization": "nf4"}), capsys)["model"]

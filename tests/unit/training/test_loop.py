@@ -264,6 +264,17 @@ def test_patience_0_keeps_the_best_step_and_never_ends() -> None:
     assert kept == [(2, 2), (4, 2), (8, 2)]
 
 
+def test_keeping_the_best_saves_it_as_patience_does() -> None:
+    loop, _ = make(
+        [5] * 8, steps=8, eval_every=2, save_every=4, keep={"best": 1}, evaluations=[9, 2, 3, 4, 5]
+    )
+    kept: list[tuple[int, int | None]] = []
+    loop.saver = Saver(lambda progress: kept.append((progress.step, progress.best)) or 1)
+    assert loop.run(8)
+    assert not loop.worse
+    assert kept == [(2, 2), (4, 2), (8, 2)]
+
+
 def test_a_resumed_run_counts_the_evaluations_before() -> None:
     loop, diary = make([5] * 2, steps=8, start=6, eval_every=2, patience=2, evaluations=[])
     loop.evaluations = [(2, 1.0), (4, 2.0), (6, 3.0)]

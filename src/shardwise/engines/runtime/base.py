@@ -1,6 +1,7 @@
 """What engines in plain PyTorch share: the loop over micro-batches, AdamW, and their state."""
 
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -66,6 +67,9 @@ class TorchEngine:
             loss_sum += loss.detach()
             (loss * factor).backward()
         return loss_sum
+
+    def apart(self) -> AbstractContextManager[nn.Module]:
+        return nullcontext(self.module)
 
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
         return self.logits(micro_batch, None)

@@ -1,6 +1,7 @@
 """The protocol that all engines follow."""
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -61,6 +62,9 @@ class Engine(Protocol):
 
     def passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
         """The passes of a step, which add up gradients. This rank's share of the loss, not yet divided."""
+
+    def apart(self) -> AbstractContextManager[nn.Module]:
+        """The module, as it gives summed losses and their gradients apart from any step; no pipeline's."""
 
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Summed cross entropy of one micro-batch on this rank; eval mode, no gradients; fp32 scalar."""

@@ -79,6 +79,23 @@ def load_in_8bit_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
 
 
 @training_rule(
+    "warning",
+    "transformers 5.23: TrainingArguments; trl 1.16: SFTConfig, SFTTrainer",
+    versions="transformers>=5",
+)
+def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
+    """Newer versions of transformers and TRL stop at arguments that earlier ones had: TypeError."""
+    arguments = names("removed_from_TrainingArguments")
+    gone = dict.fromkeys(_PLAIN, arguments) | {"SFTConfig": arguments + names("removed_from_SFTConfig")}
+    for called, words in (gone | {"SFTTrainer": names("removed_from_SFTTrainer")}).items():
+        package = "TRL 1.16" if called.startswith("SFT") else "transformers 5.23"
+        for old, new in (word.split("=") for word in words):
+            if {f"{called}({old})", f"trl.{called}({old})", f"transformers.{called}({old})"} & document.uses:
+                what = f"`{called}` of {package} has no `{old}`: TypeError. Earlier versions had it"
+                yield Hit((old,), what, f"{new}, or an earlier version" if new else "remove it")
+
+
+@training_rule(
     "error",
     "transformers/modeling_utils.py: zero.Init is skipped; "
     "https://github.com/huggingface/accelerate/issues/3730",

@@ -15,7 +15,7 @@ import logging
 import os
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from shardwise.engines.deepspeed.runtime.patches import (
     release_in_order,
     skip_shared_memory_transport,
     use_joint_norms,
+    without_reducing,
 )
 from shardwise.engines.deepspeed.runtime.state import Guard, NamedState
 from shardwise.engines.deepspeed.runtime.tensor_parallel import check_same_rows, cut_by_plan, gathered
@@ -177,6 +178,11 @@ class DeepSpeedEngine:
             if index < len(micro_batches) - 1:
                 self._engine.step()  # counts the micro-batch; the weights change at the last one only
         return loss_sum
+
+    @contextmanager
+    def apart(self) -> Iterator[nn.Module]:
+        with without_reducing(self._optimizer):
+            yield self._engine.module
 
     def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
         return self.logits(micro_batch, None)

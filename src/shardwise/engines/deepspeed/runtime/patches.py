@@ -2,7 +2,8 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,6 +66,23 @@ def require(feature: str) -> None:
 
 def _read(owner: Any, name: str) -> str:
     return READ.get(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}", "never read")
+
+
+@contextmanager
+def without_reducing(optimizer: Any) -> Iterator[None]:
+    """Within, ZeRO-3 takes no gradients of a block's backward pass, which it does even if there are none."""
+    hooks = [module._backward_hooks for module in getattr(optimizer, "leaf_parameters", ())]
+    before = [dict(one) for one in hooks]
+    ours = {handle.id for handle in getattr(optimizer, "_leaf_module_hooks", ())}
+    try:
+        for one in hooks:
+            for key in ours & one.keys():
+                del one[key]
+        yield
+    finally:
+        for one, all_of_them in zip(hooks, before, strict=True):
+            one.clear()
+            one.update(all_of_them)
 
 
 def use_joint_norms(optimizer: Any, stage: int) -> None:
