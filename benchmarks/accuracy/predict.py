@@ -154,7 +154,7 @@ def with_timer(measured: Mapping[str, Any]) -> bool:
 
 def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
     """Which kernels were others when the row was measured: `attention`, `mlp` or both."""
-    row, date = measured.get("row", {}), str(measured["date"])
+    row, date = measured.get("row", {}), str(measured.get("date"))
     model = lookup(row.get("model", ""))
     routed = model is not None and model.model_type in EARLIER and date < ROUTED
     layered = bool(row.get("lora")) and date < MLP_FUSED
