@@ -22,7 +22,7 @@ from predict import (
     MISSED,
     MISSED_MEANS,
     Summary,
-    before_routing,
+    earlier_kernels,
     compare_all,
     hash_alike,
     measured_rows,
@@ -188,7 +188,8 @@ def apart(comparisons: Sequence[Comparison]) -> str:
 
 def _timed(measured: Mapping[str, Any]) -> bool:
     """Whether its time counts, and was measured with the attention of today."""
-    return not measured["error"] and measured["step_seconds"] is not None and not before_routing(measured)
+    attention = "attention" in earlier_kernels(measured)
+    return not measured["error"] and measured["step_seconds"] is not None and not attention
 
 
 def _step(measured: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ import re
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from rows import SETS, Row, load_rows
 
 from shardwise.hardware.parse import parse_hardware
 from shardwise.models.catalog import lookup
+from shardwise.kernels import fused
 from shardwise.models.families import FAMILIES, Packing
 from shardwise.planner.evidence import kind_of
 from shardwise.planner.simulate import simulate
@@ -122,6 +124,9 @@ EARLIER: dict[str, tuple[Packing, ...]] = {
     "falcon": ("mask",),
 }
 
+MLP_FUSED = "2026-11-24T06:09:20"
+"""Since then gated MLPs with LoRA are one node (`kernels/lora_mlp.py`); before, each layer was."""
+
 QUANTITIES = ("reserved", "allocated", "outside", "needed", "fragmentation", "step", "joules", "host")
 
 
@@ -130,11 +135,11 @@ def measured_rows(path: Path = MEASURED) -> dict[str, dict[str, Any]]:
     """The measurements of a file by row id: for each row the one with the median step time.
 
     For an even number it is the slower of the two in the middle, so that no measurement is picked by hand.
-    Measurements with DeepSpeed's throughput timer, or of attention as it was before ROUTED, count only if
-    there are no others.
+    Measurements with DeepSpeed's throughput timer, or of kernels as they were earlier, count only if there are
+    no others.
     """
     by_id = {
-        name: [row for row in rows if not with_timer(row) and not before_routing(row)]
+        name: [row for row in rows if not with_timer(row) and not earlier_kernels(row)]
         or [row for row in rows if not with_timer(row)]
         or rows
         for name, rows in repeats(path).items()
@@ -147,10 +152,13 @@ def with_timer(measured: Mapping[str, Any]) -> bool:
     return measured["strategy"]["engine"] == "deepspeed" and str(measured["date"]) < TIMER_OFF
 
 
-def before_routing(measured: Mapping[str, Any]) -> bool:
-    """Whether the row was measured with another attention than it has now."""
-    model = lookup(measured.get("row", {}).get("model", ""))
-    return model is not None and model.model_type in EARLIER and str(measured["date"]) < ROUTED
+def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
+    """Which kernels were others when the row was measured: `attention`, `mlp` or both."""
+    row, date = measured.get("row", {}), str(measured.get("date"))
+    model = lookup(row.get("model", ""))
+    routed = model is not None and model.model_type in EARLIER and date < ROUTED
+    layered = bool(row.get("lora")) and date < MLP_FUSED
+    return frozenset(name for name, other in (("attention", routed), ("mlp", layered)) if other)
 
 
 @cache
@@ -173,8 +181,8 @@ def process_bytes() -> int:
     return int(statistics.median(row["host_memory_bytes"] for row in rows))
 
 
-def predict(row: Row, *, earlier: bool = False) -> Prediction:
-    """The prediction of a row on the GPUs it was measured on; `earlier`: with the attention before ROUTED."""
+def predict(row: Row, *, earlier: frozenset[str] = frozenset()) -> Prediction:
+    """The prediction of a row on the GPUs it was measured on; `earlier` as in `earlier_kernels`."""
     strategy = row.resolved()
     tracer = earlier, row.model, row.layers, row.lora, row.variants, row.quantization, row.sequence_length
     return simulate(
@@ -193,7 +201,7 @@ def predict(row: Row, *, earlier: bool = False) -> Prediction:
 
 @cache
 def _tracer(
-    _earlier: bool,
+    _earlier: frozenset[str],
     model: str,
     layers: int,
     lora: int,
@@ -217,9 +225,11 @@ def _tracer(
 
 @cache
 def _trace(*tracer: Any, micro_batch: int, checkpoint_every: int, tensor_parallel: int) -> StepTrace:
-    made, earlier = _tracer(*tracer), bool(tracer[0])
-    ways = {name: replace(FAMILIES[name], packing=ways) for name, ways in EARLIER.items() if earlier}
-    with patch.dict(FAMILIES, ways):
+    made, earlier = _tracer(*tracer), tracer[0]
+    attention = EARLIER.items() if "attention" in earlier else ()
+    ways = {name: replace(FAMILIES[name], packing=ways) for name, ways in attention}
+    layers = patch.object(fused, "fuse_lora_mlps", lambda *_, **__: 0) if "mlp" in earlier else nullcontext()
+    with patch.dict(FAMILIES, ways), layers:
         return made.trace(
             rows=micro_batch, checkpoint_every=checkpoint_every, tensor_parallel=tensor_parallel
         )
@@ -234,7 +244,7 @@ def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:
     processes, minus what a process takes anyway, for rows that offload. `host_share` is the part of the
     predicted step that the host needs to issue it.
     """
-    prediction = predict(row, earlier=before_routing(measured))
+    prediction = predict(row, earlier=earlier_kernels(measured))
     memory = prediction.memory
     predicted = _values(
         reserved=memory.peak_reserved_bytes,

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.engines.runtime.protocol import Engine, World, build_engine
 from shardwise.job.schema import Lora, Model
-from shardwise.kernels.fused import fuse_lora
+from shardwise.kernels.lora_linear import fuse_lora
 from shardwise.kernels.quantized_linear import QuantizedLinear
 from shardwise.models.adapters import dequantize_linears
 from shardwise.models.build import BuiltModel, build_model

@@ -147,12 +147,15 @@ def _chosen(predict: ModuleType, jobs: str) -> list[Any]:
 
 def test_the_plans_choice_is_within_3_percent_of_the_fastest(predict: ModuleType) -> None:
     found = _chosen(predict, "FASTEST")
+    assert [str(one.job) for one in found if one.measured is None] == []
     assert {str(one.job): one.behind for one in found if one.behind > 0.03} == {}
 
 
 def test_on_smaller_cards_the_choice_runs(predict: ModuleType) -> None:
-    found = _chosen(predict, "REHEARSALS")
-    assert [str(one.job) for one in found if one.measured["error"]] == []
+    """A choice that has changed since four GPUs were measured says so on the page."""
+    measured = [one for one in _chosen(predict, "REHEARSALS") if one.measured is not None]
+    assert len(measured) >= 3
+    assert [str(one.job) for one in measured if one.measured["error"]] == []
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def batch(rows=2, length=96, vocabulary=500):
     ).to(DEVICE)
 
 
-def tiny(model_type, dtype):
+def tiny(model_type, dtype, targets=("o_proj", "down_proj")):
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         model_type,
@@ -156,7 +156,7 @@ def tiny(model_type, dtype):
     )
     with DEVICE:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    settings = LoraConfig(r=8, target_modules=["o_proj", "down_proj"], init_lora_weights=False)
+    settings = LoraConfig(r=8, target_modules=list(targets), init_lora_weights=False)
     return inject_adapter_in_model(settings, model).to(DEVICE, dtype)
 
 
@@ -196,8 +196,24 @@ def test_fused_kernels_change_neither_loss_nor_gradients(model_type):
     assert error(*whole) <= 1e-4
 
 
-def test_bf16_is_fp32_but_for_rounding():
-    model = tiny("llama", torch.bfloat16)
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma"])
+def test_a_fused_mlp_changes_neither_loss_nor_gradients(model_type):
+    """SiLU and GELU, in fp32; both compute from the same weights."""
+    model = tiny(model_type, torch.float32, MLP)
+    plain = step(model)
+    assert "lora_mlp" in apply_fused_kernels(model, DEVICE, liger=liger_kernels(model.config))
+    fused = step(model)
+    assert error(fused[0], plain[0]) <= 1e-5
+    assert fused[1].keys() == plain[1].keys()
+    assert all(error(fused[1][name], gradient) <= 1e-4 for name, gradient in plain[1].items())
+
+
+@pytest.mark.parametrize("targets", [("o_proj", "down_proj"), MLP])
+def test_bf16_is_fp32_but_for_rounding(targets):
+    model = tiny("llama", torch.bfloat16, targets)
     exact = copy.deepcopy(model).float()  # on the GPU: Liger's rotary embedding is now every Llama's here
     expected = CausalLM(exact)(batch())
     expected.backward()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from shardwise.kernels.fused import fuse_lora
+from shardwise.kernels.fused import fuse_adapters
 from shardwise.kernels.target import target
 from shardwise.models.families import family_of, liger_kernels
 from shardwise.trace.recorder import record_pass
@@ -129,7 +129,6 @@ class _RmsNorm(torch.autograd.Function):
 def traced_kernels(model: PreTrainedModel) -> Iterator[None]:
     """Put the stand-ins into `model`, and within the context into its type's rotary embedding."""
     kernels = liger_kernels(model.config)
-    fuse_lora(model)
     in_place = family_of(model.config).norm_in_place
     for module in model.modules():
         name = type(module).__name__
@@ -137,6 +136,7 @@ def traced_kernels(model: PreTrainedModel) -> Iterator[None]:
             module.forward = partial(_norm_forward, module, in_place=in_place)
         if kernels & {"swiglu", "geglu"} and name.endswith("MLP"):
             module.forward = MethodType(_gated_forward, module)  # type: ignore[method-assign]
+    fuse_adapters(model, kernels)
     code = sys.modules[type(model).__module__]
     with patch.object(code, "apply_rotary_pos_emb", _rotate) if "rope" in kernels else nullcontext():
         yield

@@ -45,6 +45,8 @@ def describe(function: Any, args: Sequence[Any], inputs: Tensors, outputs: Tenso
         read, written = read - _bytes(inputs[-1]), written + _bytes(inputs[-1])  # dx
     if name == "cross_entropy_":
         written += _bytes(inputs[0])  # the gradient replaces the logits
+    if name == "lora_gated_backward":
+        written += sum(map(_bytes, inputs[:3]))
     kind = _kind(name)
     if name == "embedding":
         read = written

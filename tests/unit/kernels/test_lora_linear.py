@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from shardwise.kernels.fused import _LoraLinear, _plain, fuse_lora
+from shardwise.kernels.lora_linear import LoraLinear, fuse_lora, plain
 
 
 def layers(*, bias=False, **config):
@@ -51,7 +51,7 @@ def test_gradcheck():
         for size in ((4, 7), (6, 7), (6,), (3, 7), (6, 3))
     )
     assert torch.autograd.gradcheck(
-        lambda x, a, up: _LoraLinear.apply(x, b, a, up, 1.7, _plain, w),
+        lambda x, a, up: LoraLinear.apply(x, b, a, up, 1.7, plain, w),
         (x.requires_grad_(), a.requires_grad_(), up.requires_grad_()),
     )
 

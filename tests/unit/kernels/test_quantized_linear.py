@@ -13,7 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.kernels.fused import fuse_lora
+from shardwise.kernels.lora_linear import fuse_lora
 from shardwise.kernels.quantized_linear import LAYERS, Int8Linear, Nf4Linear, QuantizedLinear
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
