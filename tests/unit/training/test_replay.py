@@ -73,6 +73,27 @@ def test_sound_passes_are_alike_and_leave_no_trace(
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_on_a_gpu_gradients_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention adds them up in changing order; what modules return is compared all the same."""
+    check, model = replay(monkeypatch, "llama")
+    check._gradients = False
+    layer, noise = model.model.layers[1].mlp, torch.Generator().manual_seed(0)
+    hook = layer.register_full_backward_hook(
+        lambda _, grads, __: (grads[0] + torch.rand((), generator=noise),)
+    )
+    check.check(5, step())
+    hook.remove()
+    calls: list[int] = []
+
+    def flip(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return output * (1.0 + 2**-20) if len(calls) == 2 else output
+
+    layer.register_forward_hook(flip)
+    with pytest.raises(MachineError, match="what model.layers.1"):
+        check.check(10, step())
+
+
 def test_one_changed_bit_of_one_gradient_is_found_when_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     check, model = replay(monkeypatch, "llama")
     weight = model.model.layers[0].mlp.up_proj.weight
