@@ -26,8 +26,8 @@ from unittest.mock import patch
 from rows import SETS, Row, load_rows
 
 from shardwise.hardware.parse import parse_hardware
-from shardwise.models.catalog import lookup
 from shardwise.kernels import fused
+from shardwise.models.catalog import lookup
 from shardwise.models.families import FAMILIES, Packing
 from shardwise.planner.evidence import kind_of
 from shardwise.planner.simulate import simulate
@@ -135,8 +135,8 @@ def measured_rows(path: Path = MEASURED) -> dict[str, dict[str, Any]]:
     """The measurements of a file by row id: for each row the one with the median step time.
 
     For an even number it is the slower of the two in the middle, so that no measurement is picked by hand.
-    Measurements with DeepSpeed's throughput timer, or of kernels as they were earlier, count only if there are
-    no others.
+    Measurements with DeepSpeed's throughput timer, or of kernels as they were earlier, count only if there
+    are no others.
     """
     by_id = {
         name: [row for row in rows if not with_timer(row) and not earlier_kernels(row)]

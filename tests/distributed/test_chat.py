@@ -105,9 +105,9 @@ def test_lines_are_answered_one_by_one(work: Path) -> None:
     assert out.replace("\n", "").count(first.replace("\\n", "")) == 3, "the third next to the base's"
     assert "base: " in out
     assert "not read" not in out
-    bare = shardwise("chat", "base", "--max-new-tokens", "12", cwd=work, **pipes)
-    out, err = bare.communicate(f"/base\n{QUESTION}\n")
-    assert (bare.returncode, bool(out.strip())) == (0, True), err
+    bare = ("chat", "base", "--max-new-tokens", "12")
+    code, out, err = Command(*bare, cwd=work, stdin=f"/base\n{QUESTION}\n").finish()
+    assert (code, bool(out.strip())) == (0, True), err
     assert "has no adapter" in err
 
 

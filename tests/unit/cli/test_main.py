@@ -333,7 +333,7 @@ def test_stdout_is_for_the_result_not_for_what_libraries_print(
 ) -> None:
     def act(*_: object, **__: object) -> Any:
         os.write(1, b"a library speaks\n")
-        return {"kind": "model", "dtype": "float32", "step": 3, "out": "mine"}
+        return {"kind": "model", "dtype": "float32", "step": 3, "out": "mine", "best": False}
 
     Path("plan.json").write_text("{}")
     Path("environment.json").write_text('{"schema": 1}')

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -294,7 +295,8 @@ def test_constants_are_asked_for_once_and_the_rest_each_time(monkeypatch: pytest
     read = Replay.read
 
     def counted(self: Replay, uuid: str, what: Reading) -> float | Unavailable:
-        asked.append(what)
+        if threading.current_thread() is threading.main_thread():  # meters of other tests may still read
+            asked.append(what)
         return read(self, uuid, what)
 
     monkeypatch.setattr(Replay, "read", counted)

@@ -28,8 +28,9 @@ def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     origin = SimpleNamespace(identity={})
     found = SimpleNamespace(path=Path("step-000007"), step=7, manifest=SimpleNamespace(origin=origin))
+    job = SimpleNamespace(model=None, train=SimpleNamespace(patience=None))
     monkeypatch.setattr(afterwards, "export", export)
-    monkeypatch.setattr(afterwards, "newest_checkpoint", lambda _: (SimpleNamespace(model=None), found))
+    monkeypatch.setattr(afterwards, "newest_checkpoint", lambda _: (job, found))
     monkeypatch.setattr(afterwards, "read_run", lambda _: SimpleNamespace(events=[]))
     monkeypatch.setattr(afterwards, "model_card", lambda *_, **__: "a card")
     return error
@@ -61,7 +62,12 @@ def test_a_place_where_no_folder_can_be_is_the_machine_s(failure: None, tmp_path
 def test_what_is_whole_gets_its_name(failure: None, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()  # an empty folder may be there
-    assert afterwards.export_run("run", out) == {"kind": "model", "out": str(out), "step": 7}
+    assert afterwards.export_run("run", out) == {
+        "kind": "model",
+        "out": str(out),
+        "step": 7,
+        "best": False,
+    }
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (out / "config.json").read_text() == "{}"
     assert (out / "README.md").read_text() == "a card"

@@ -90,7 +90,7 @@ def test_on_a_gpu_gradients_are_not_compared(monkeypatch: pytest.MonkeyPatch) ->
         return output * (1.0 + 2**-20) if len(calls) == 2 else output
 
     layer.register_forward_hook(flip)
-    with pytest.raises(MachineError, match="what model.layers.1"):
+    with pytest.raises(MachineError, match=r"what model\.layers\.1"):
         check.check(10, step())
 
 
