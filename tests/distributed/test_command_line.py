@@ -105,7 +105,8 @@ def test_a_run_is_complete_and_can_be_used(tmp_path: Path) -> None:
 
     code, out, err = forked_shardwise("export", "runs/run", "--out", "exported", "--json", cwd=tmp_path)
     assert code == 0, err
-    assert json.loads(out) == {"kind": "model", "dtype": "float32", "out": "exported", "step": 8}
+    about = {"kind": "model", "dtype": "float32", "out": "exported", "step": 8, "best": False}
+    assert json.loads(out) == about
     asked = ("--prompt", "What?", "--max-new-tokens", "8")
     code, out, err = forked_shardwise("generate", "runs/run", *asked, cwd=tmp_path)
     assert code == 0, err

@@ -50,11 +50,9 @@ class Evidence:
         parts = [self.memory.text("memory")]
         if self.time is None:
             parts.append("time unknown: none waited for the host as much or as little")
-        elif self.time.runs == self.memory.runs:
-            parts.append(self.time.text("time"))
         else:
-            alike = f"time of the {self.time.runs} that wait for the host as much or as little"
-            parts.append(self.time.text(alike))
+            alike = f" ({self.time.runs} of them, which wait for the host alike)"
+            parts.append(self.time.text("time") + (alike if self.time.runs < self.memory.runs else ""))
         elsewhere = "" if self.same_gpu else "; none were measured on this GPU"
         return f"error in {self.memory.runs} {ran}: {'; '.join(parts)}{elsewhere}"
 

@@ -145,7 +145,7 @@ def _notes(table: Table) -> Iterator[str]:
     words = {fit_word(row.option, row.plan).plain for row in table.rows if row.option and row.plan}
     margin = next(iter(plans.values())).margin
     meaning = {
-        "no": "it needs more than the GPU has",
+        "no": "it needs more than the GPU has, in that mode; `shardwise plan` tries all strategies",
         "no host": "it needs more host memory than there is",
         "tight": f"it leaves less than {margin:.0%} of the memory free",
         "host?": "it fits if the hosts have the memory; `+128GiB` behind the GPUs says how much",

@@ -30,8 +30,9 @@ toy-1.3b · 1.3B parameters, all trained, bf16
   █ weights  ▓ gradients, optimizer  ▒ activations, loss  ░ rest  │ limit
   --all shows 23 more, 19 not simulated because smaller ones fail
   host?: if each host has the memory; `--gpus ...+128GiB` says so
-  error in 23 runs of zero2 on H200 SXM: memory ±0.8% on average, ±10% at worst;
-  time ±12.2% on average, ±39% at worst; none were measured on this GPU
+  error in 23 runs of zero2 on H200 SXM: memory ±0.8% on average, ±9.5% at
+  worst; time ±12.2% on average, ±38.9% at worst (15 of them, which wait for the
+  host alike); none were measured on this GPU
 
 ▶ zero2 with micro-batch 8, accumulation 2, checkpointing every block
 · the fastest of the 17 that fit: 1.07x the tokens/s of zero3-offload-optimizer,
