@@ -25,7 +25,13 @@ if __name__ == "__main__":
     form = PlanForm.model_validate_json(sys.stdin.readline())
     try:
         with reporting(lambda done, strategies: say(done=done, strategies=strategies)):
-            made = plan(model=form.model, gpus=form.gpus, changes=form.changes(), objective=form.objective)
+            made = plan(
+                model=form.model,
+                gpus=form.gpus,
+                changes=form.changes(),
+                objective=form.objective,
+                pareto=True,
+            )
         say(html=plan_part(made, form.command()))
     except ShardwiseError as error:
         say(error=render(error))

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from shardwise.board import plots
 from shardwise.board.folder import few_events
 from shardwise.hardware.catalog import gpus
 from shardwise.models.catalog import shapes
@@ -50,7 +51,7 @@ class PlanForm(BaseModel):
     def command(self) -> str:
         """The same on the command line."""
         sets = [word for change in self.changes() for word in ("--set", change)]
-        words = ["--model", self.model, "--gpus", self.gpus, *sets, "--objective", self.objective]
+        words = ["--model", self.model, "--gpus", self.gpus, *sets, "--objective", self.objective, "--pareto"]
         return shlex.join(["shardwise", "plan", *words])
 
 
@@ -74,16 +75,21 @@ def plan_page() -> str:
     return render("plan.html.j2", title="Plan", models=names, gpus=[gpu.name for gpu in gpus()])
 
 
+def plan_document(plan: Plan, command: str) -> str:
+    """What the board shows of a plan, as a page that needs nothing else."""
+    title, lead, shown = plan.job.model, list(table.heading(plan))[1].plain, plan_part(plan, command)
+    return page("kept.html.j2", FOLDER / "templates", title=title, lead=lead, facts=[], made="", part=shown)
+
+
 def plan_part(plan: Plan, command: str) -> str:
-    """The choice, the strategies as a table, their memory, and speed against memory."""
+    """The choice, the strategies as a table, their memory, speed against memory, and time against energy."""
     reasons = (
         plan.chosen.why if plan.chosen else [str(does_not_fit(plan)), does_not_fit(plan).problems[0].fix]
     )
     rows = [{**option.to_json(), "label": option.strategy.name} for option in table.excerpt(plan)]
     rows = [{**row, "predicted": row["prediction"], "measured": None} for row in rows]
-    return part(
-        "planned.html.j2", plan=plan, reasons=reasons, rows=rows, table=table, charts=charts, command=command
-    )
+    drawn = {"table": table, "charts": charts, "plots": plots}
+    return part("planned.html.j2", plan=plan, reasons=reasons, rows=rows, command=command, **drawn)
 
 
 def run_page(name: str, path: Path) -> str:

@@ -1,6 +1,8 @@
 """`shardwise plan [JOB]`: what fits the GPUs, how fast each strategy is, and which to choose."""
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,6 +42,7 @@ SCALE = typer.Option(metavar="SIZES", help="Plan for several numbers of GPUs: 1,
 STRAGGLER = typer.Option(metavar="SHARE", help="Standard deviation of a GPU's step time, as 5%.")
 ALL = typer.Option("--all", help="Show every strategy.")
 EXPLAIN = typer.Option("--explain", help="Show where memory and time go, and what more memory buys.")
+HTML = typer.Option(metavar="FILE", help="Also write one HTML page, which needs nothing else.")
 OUT = typer.Option(metavar="FILE", help="Also write the plan there, as JSON.")
 
 
@@ -62,6 +65,7 @@ def plan(
     explain: Annotated[bool, EXPLAIN] = False,
     as_json: AsJson = False,
     out: Annotated[Path | None, OUT] = None,
+    html: Annotated[Path | None, HTML] = None,
     changes: Changes = [],
     memory_cap: MemoryCap = None,
     margin: Margin = None,
@@ -91,9 +95,9 @@ def plan(
         "making": planning,
     }
     if scale is not None:
-        if max_slowdown is not None or pareto or everything or explain:
+        if max_slowdown is not None or pareto or everything or explain or html is not None:
             what = "--scale shows the choice for each number of GPUs, without its alternatives"
-            fix = "leave --max-slowdown, --pareto, --all and --explain out, or --scale"
+            fix = "leave --max-slowdown, --pareto, --all, --explain and --html out, or --scale"
             raise JobError(what, where="shardwise plan", fix=fix)
         from shardwise.app.tables import scale as make_table
 
@@ -109,6 +113,10 @@ def plan(
 
     made = make(job, max_slowdown=max_slowdown, pareto=pareto, documents=documents, **asked)
     _write(made.to_json(), out, as_json=as_json, everything=everything)
+    if html is not None:
+        from shardwise.board.pages import plan_document
+
+        write_text(html, plan_document(made, shlex.join(["shardwise", *sys.argv[1:]])), "--html")
     if not as_json:
         show(made, everything=everything)
         if made.pareto:
@@ -116,6 +124,8 @@ def plan(
         if explain:
             print()
             show_explanation(made)
+        if html is not None:
+            print(f"\nwrote {html}")
     if made.chosen is None:
         raise does_not_fit(made)
 

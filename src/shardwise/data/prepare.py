@@ -336,5 +336,5 @@ def _show(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> Rendered
     runs: list[tuple[str, bool]] = []
     for is_trained, run in groupby(marked, key=lambda pair: bool(pair[1])):
         text = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
-        runs.append((text, is_trained))
+        runs.append((text.strip("\ufffd"), is_trained))  # bytes of a character that the end cuts
     return RenderedSample(runs, len(tokens))

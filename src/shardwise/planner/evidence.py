@@ -28,7 +28,7 @@ class Errors:
     worst: float
 
     def text(self, what: str) -> str:
-        return f"{what} ±{self.mean:.1%} on average, ±{self.worst:.0%} at worst"
+        return f"{what} ±{self.mean:.1%} on average, ±{self.worst:.1%} at worst"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,13 @@ class Evidence:
         if self.memory is None:
             return f"error not known: {ran.replace('runs', 'no runs', 1)} were measured"
         parts = [self.memory.text("memory")]
-        parts.append("time unknown: none was like it" if self.time is None else self.time.text("time"))
+        if self.time is None:
+            parts.append("time unknown: none waited for the host as much or as little")
+        elif self.time.runs == self.memory.runs:
+            parts.append(self.time.text("time"))
+        else:
+            alike = f"time of the {self.time.runs} that wait for the host as much or as little"
+            parts.append(self.time.text(alike))
         elsewhere = "" if self.same_gpu else "; none were measured on this GPU"
         return f"error in {self.memory.runs} {ran}: {'; '.join(parts)}{elsewhere}"
 

@@ -323,10 +323,10 @@ def show_pareto(plan: Plan, *, console: Console | None = None) -> None:
     console.print()
     console.print(Text("time against energy: what nothing else beats in both", style="bold"))
     console.print(table)
-    console.print(Padding(Text(_certainty(plan), style="dim"), (0, 0, 0, 2), expand=False))
+    console.print(Padding(Text(certainty(plan), style="dim"), (0, 0, 0, 2), expand=False))
 
 
-def _certainty(plan: Plan) -> str:
+def certainty(plan: Plan) -> str:
     """How certain the energy under a lower limit is."""
     gpu = plan.hardware.gpu
     if not levels(gpu):

@@ -34,7 +34,7 @@ VERBS = {
     "config": {"--set", "--json"},
     "plan": {"--scale", "--straggler", "--documents", "--qlora",
         "--gpus", "--model", "--lora", "--full", "--sequence", "--global-batch", "--objective",
-        "--max-slowdown", "--pareto", "--all",
+        "--max-slowdown", "--pareto", "--all", "--html",
         "--explain", "--json", "--out", "--set", "--memory-cap", "--margin",
     },
     "tables": {

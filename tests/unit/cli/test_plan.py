@@ -320,6 +320,22 @@ def test_power_limits_reach_the_table_and_json(
     assert plan["pareto"] == []
 
 
+def test_a_plan_as_a_page_that_loads_nothing(
+    asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "plan.html"
+    arguments = ["plan", "--gpus", "4xH200", "--model", "gpt2", "--html", str(page)]
+    assert main(arguments) == 0
+    assert "Time against energy" not in page.read_text(encoding="utf-8")
+    assert main([*arguments, "--pareto"]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "Time against energy" in text
+    assert text.count('r="6"') == 1, "no limit binds a step of 100 W"
+    assert "<script" not in text
+    assert "http" not in text.replace("http-equiv", "")
+    assert f"wrote {page}" in capsys.readouterr().out
+
+
 def test_scale_is_one_json_object_with_a_row_for_each_size(
     asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -333,7 +349,7 @@ def test_scale_is_one_json_object_with_a_row_for_each_size(
     assert {one["hardware"].straggler_fraction for one in asked} == {0.05}
 
 
-@pytest.mark.parametrize("flag", ["--pareto", "--explain", "--all"])
+@pytest.mark.parametrize("flag", ["--pareto", "--explain", "--all", "--html=x.html"])
 def test_scale_shows_no_alternatives(flag: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "gpt2", "--gpus", "8xH100", "--scale", "1,2", flag]) == 2
     assert "--scale shows the choice for each number of GPUs" in capfd.readouterr().err

@@ -9,6 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from shardwise.board.plots import against_time, more
 from shardwise.errors import JobError
 from shardwise.planner.explain import show_explanation
 from shardwise.planner.limits import at_limits, front, share, with_limits, with_pareto
@@ -209,6 +210,22 @@ def test_the_front_as_a_table_at_80_columns(plan: Plan) -> None:
     rows = [line.split() for line in lines if " 450 " in line or line.split()[5:6] == ["425"]]
     assert rows[0][-4:-2] == [rows[0][-4], "+0.0"]
     assert lines[-1].strip() == "energy under a lower limit ±14%: no sweep of this card was measured"
+
+
+def test_the_front_as_a_plot(plan: Plan) -> None:
+    """Each choice of the front once, where its time and energy are; the ends say their limits."""
+    plan = with_pareto(plan)
+    chart = against_time(plan)
+    marked = [(dot, down) for dot, _, down, _ in chart["dots"] if dot.radius == 6]
+    assert [dot.x for dot, _ in marked] == pytest.approx([more(one, plan)[0] for one in plan.pareto])
+    assert [dot.y for dot, _ in marked] == [cost(one, "energy") for one in plan.pareto]
+    heights = [float(down.rstrip("%")) for _, down in marked]
+    assert heights == sorted(heights), "ever less energy: ever lower"
+    assert 0 <= heights[0] <= heights[-1] <= 100
+    assert (marked[0][0].x, marked[0][0].text) == (0, "450 W")
+    assert marked[-1][0].text == f"{plan.pareto[-1].power_limit_watts} W"
+    alone = against_time(replace(plan, pareto=plan.pareto[:1]))
+    assert [across for dot, across, *_ in alone["dots"] if dot.radius == 6] == ["0.000%"]
 
 
 def test_the_explanation_shows_the_choice_at_each_limit(plan: Plan) -> None:

@@ -90,3 +90,13 @@ def test_the_format_of_a_quantised_base_is_said(capsys: pytest.CaptureFixture[st
     told = said(ready(1024, model=adapters | {"quantization": "nf4"}), capsys)["model"]
     assert told.endswith(" trained, base in nf4")
     assert said(ready(1024, model=adapters), capsys)["model"].endswith(" trained")
+
+
+def test_the_sample_ends_with_a_complete_character(tmp_path: Path) -> None:
+    """A row of 32 tokens, most of them bytes, ends within one of three bytes."""
+    file = tmp_path / "zh.txt"
+    file.write_text("天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏闰余成岁律吕调阳", encoding="utf-8")
+    for length in (31, 32, 33):
+        made = ready(length, model={"tokenizer_vocab": 270}, train=str(file), format="text", eval_fraction=0)
+        assert made.data.sample.runs[0][0].startswith("天地玄黄")
+        assert "\ufffd" not in "".join(text for text, _ in made.data.sample.runs)

@@ -11,6 +11,7 @@ from shardwise.report.curves import extremes
 
 HEIGHT = 210
 SMALL = 120
+SCATTER = 300
 WIDTH = 1000  # of a curve's own coordinates, which are stretched to the page's
 COLOURS = 8
 
@@ -42,6 +43,17 @@ class Curve(NamedTuple):
     style: str  # classes of the style sheet, `l-COLOUR` first
     stairs: bool = False
     width: float = 1.75
+
+
+class Dot(NamedTuple):
+    """A point of a scatter; `title` is shown where one points at it, `text` always."""
+
+    x: float
+    y: float
+    style: str  # `f-COLOUR` of the style sheet
+    title: str
+    text: str = ""
+    radius: int = 4
 
 
 def ticks(high: float, low: float = 0.0, count: int = 4) -> list[float]:
@@ -126,6 +138,35 @@ def plot(
         "lines": [(curve, _path(curve, place)) for curve in curves],
         "marks": [text(mark) for mark in reversed(marks)],
         "x_labels": x_labels,
+    }
+
+
+def scatter(
+    dots: Sequence[Dot],
+    *,
+    label: str,
+    x: Text,
+    y: Text,
+    ticks: tuple[Sequence[float], Sequence[float]],
+    legend: Mapping[str, str],
+) -> Chart:
+    """Dots on axes from the first to the last of their `ticks`; `x` and `y` write values.
+
+    A text stands above its dot, and in the right half below it: away from a falling front.
+    """
+    (left, *_, right), (low, *_, high) = ticks
+    placed = [((one.x - left) / (right - left), 1 - (one.y - low) / (high - low)) for one in dots]
+    return {
+        "legend": legend,
+        "label": label,
+        "height": SCATTER,
+        "grid": [_percent(1 - (mark - low) / (high - low)) for mark in ticks[1]],
+        "dots": [
+            (dot, _percent(across), _percent(down), across > 0.5)
+            for dot, (across, down) in zip(dots, placed, strict=True)
+        ],
+        "marks": [y(mark) for mark in reversed(ticks[1])],
+        "x_labels": [x(left), x((left + right) / 2), x(right)],
     }
 
 
