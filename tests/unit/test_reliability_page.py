@@ -50,3 +50,30 @@ def test_the_page_has_the_figures_of_the_results(script: str, figures: Any) -> N
     lines = (ROOT / "docs" / "reliability.md").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith(f"| `{script}`")]
     assert line.endswith(figures())
+
+
+def peer(name: str, found: dict[str, dict[str, int]], versions: dict[str, str]) -> str:
+    """A line of the table of trainers."""
+
+    def count(whats: tuple[str, ...], *results: str) -> int:
+        return sum(found[what].get(result, 0) for what in whats for result in results)
+
+    kills, damages = ("random", "saving"), ("flip", "truncate")
+    tried, hit = (sum(sum(found[what].values()) for what in whats) for whats in (kills, damages))
+    cells = [
+        f"{name} {versions[next(iter(versions))]}",
+        *(tried, count(kills, "exact"), count(kills, "refused", "hangs")),
+        count(kills, "different", "older", "started"),
+        *(hit, count(damages, "older"), count(damages, "refused", "hangs")),
+        *(count(damages, "different", "started"), count(damages, "harmless")),
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+PEERS = json.loads((RESULTS / "peers.json").read_text())["trainers"]
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_the_page_has_the_figures_of_the_trainers(name: str) -> None:
+    line = peer(name, PEERS[name]["found"], PEERS[name]["versions"])
+    assert line in (ROOT / "docs" / "reliability.md").read_text().splitlines()

@@ -1,5 +1,6 @@
 """Reading a run folder, from any process and at any time: during the run, or after it was killed."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -23,6 +24,7 @@ PLAN = "plan.json"
 ENVIRONMENT = "environment.json"
 EVENTS = "events.jsonl"
 LOCK = ".lock"
+MOST_TEXT = 64 << 20  # Bytes of a file that is read at once
 MOST_LINE = 4 << 20
 """Bytes of an event: readers hold no longer line in memory."""
 
@@ -40,9 +42,12 @@ class RunRecord:
 
 
 def text_of(path: Path, errors: str = "strict") -> str:
-    """The text of a file, as `open_regular` opens it; ValueError where it is not UTF-8."""
+    """The text of a file, as `open_regular` opens it; ValueError for no UTF-8, OSError if too large."""
     with open_regular(path) as file:
-        return file.read().decode(errors=errors)
+        content = file.read(MOST_TEXT + 1)
+    if len(content) > MOST_TEXT:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    return content.decode(errors=errors)
 
 
 def is_run_folder(path: Path) -> bool:
