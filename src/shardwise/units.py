@@ -10,6 +10,11 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
+def size(num_bytes: float) -> str:
+    """Of a file: `12.3 GiB`, and `8.1 MiB` where that would be a small part of one."""
+    return gib(num_bytes) if num_bytes >= 0.1 * GIB else f"{num_bytes / 1024**2:.1f} MiB"
+
+
 def count(number: float) -> str:
     """A count a person reads at a glance: `950`, `12.4k`, `6.7B`."""
     number = float(f"{number:.3g}")  # rounded first: 999.9 million are 1B

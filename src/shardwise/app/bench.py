@@ -90,6 +90,8 @@ def bench(
     head = _head(base, settings, hardware, command)
     if steps < FEWEST_STEPS:
         say(f"note: {steps} steps are too few to judge a rate by: --steps {FEWEST_STEPS} or more")
+    if processes == 1 and len({row.strategy.name for row in rows}) > 1:
+        say("note: one process shards nothing, so strategies hardly differ: --processes 2")
     _run(rows, settings, {**head, "left_out": left_out, "order": [row.key for row in rows]}, say)
     return read_bench(settings.folder)
 

@@ -25,19 +25,19 @@ def checkpoint(
     To resume from a step, under any strategy, nothing has to be converted.
     """
     from shardwise.app.models import checkpoints, convert
-    from shardwise.units import gib, processes
+    from shardwise.units import processes, size
 
     if (out is None) == (action == "convert"):
         raise JobError("--out FILE is for convert, which needs it", where="shardwise checkpoint --out")
     if out is not None:
         written = convert(run, out, step)
-        text = f"{out}: {written['tensors']} tensors of step {written['step']}, {gib(written['bytes'])}"
+        text = f"{out}: {written['tensors']} tensors of step {written['step']}, {size(written['bytes'])}"
         print(json.dumps(written) if as_json else text)
         return 0
     found = checkpoints(run, step, every_byte=action == "verify")
     sound = "sound" if action == "verify" else "complete"
     for one in [] if as_json else found:
-        about = "" if one["bytes"] is None else f", {gib(one['bytes'])}, {one['strategy']} on "
+        about = "" if one["bytes"] is None else f", {size(one['bytes'])}, {one['strategy']} on "
         about += processes(one["processes"]) if about else ""
         print(f"step {one['step']}: {'; '.join(one['problems'][:3]) or sound}{about}")
     if as_json:

@@ -22,7 +22,7 @@ from shardwise.models.file_weights import quiet
 from shardwise.models.fingerprint import check_base
 from shardwise.models.structure import join
 from shardwise.models.tensor_file import save_file
-from shardwise.units import gib
+from shardwise.units import size
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -191,7 +191,7 @@ def _merge(
         what = f"merging changed the logits by {difference:.3g}, more than rounding explains ({bound:.3g})"
         raise CheckpointError(what, where=str(model_dir), fix="export the adapter without --merge")
     out.mkdir(parents=True, exist_ok=True)
-    show(f"writing the merged model, {gib(sum(t.nbytes for t in merged.state_dict().values()))}")
+    show(f"writing the merged model, {size(sum(t.nbytes for t in merged.state_dict().values()))}")
     tokenizer.save_pretrained(out)
     _save_model(built, merged.state_dict(), out, tokenizer)
     return {"max_logit_difference": difference, "max_logit": largest}

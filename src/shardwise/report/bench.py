@@ -90,7 +90,7 @@ def last_finite(values: Sequence[float | None]) -> float | None:
 def device(head: Mapping[str, Any]) -> str:
     """What the processes ran on: the GPU's name, or CPU processes."""
     gpus = head["environment"].get("gpus") or []
-    return str(gpus[0]["name"]) if gpus else "CPU processes"
+    return str(gpus[0]["name"]) if gpus else "CPU process" + "es" * (head["processes"] != 1)
 
 
 def batch(row: Row) -> str:
