@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from choices import fastest_table, rehearsal_table
+from missed import MISSED, MISSED_MEANS
 from predict import (
     BOUNDS,
-    MISSED,
-    MISSED_MEANS,
     Summary,
     compare_all,
     earlier_kernels,

@@ -77,13 +77,13 @@ def test_each_row_is_within_its_bound(
         for c in members
         if c["differences"][quantity] is not None and abs(c["differences"][quantity]) > worst
     }
-    named = {c["id"] for c in members} & set(predict.MISSED[quantity])
+    named = {c["id"] for c in members} & set(accuracy.module("missed").MISSED[quantity])
     assert set(far) == named, far
 
 
 def _means() -> list[Any]:
     """A mean that misses its bound is a failure that every run shows, until it does not."""
-    missed = accuracy.module("predict").MISSED_MEANS
+    missed = accuracy.module("missed").MISSED_MEANS
     return [
         pytest.param(
             s, q, marks=pytest.mark.xfail(reason=missed[q][s], strict=True) if s in missed[q] else ()
@@ -113,7 +113,7 @@ def test_a_row_that_ran_is_not_refused_by_more_than_the_bound(comparisons: Compa
 def test_the_plans_margin_covers_what_was_predicted_too_low(
     predict: ModuleType, comparisons: Comparisons
 ) -> None:
-    missed = predict.MISSED["reserved"]
+    missed = accuracy.module("missed").MISSED["reserved"]
     members = [c for c in comparisons if c["measured"] and c["id"] not in missed]
     assert min(c["differences"]["needed"] for c in members) >= -MARGIN
 

@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 from heapq import heappop, heappush
 from math import ceil, inf
 
+from shardwise.engines import descriptor
 from shardwise.errors import JobError, Problem
 from shardwise.hardware.hardware import Hardware
 from shardwise.planner.changes import with_host_memory
@@ -281,7 +282,7 @@ def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) ->
 
 
 def _plain(option: Option) -> bool:
-    return option.strategy.name == "single"
+    return descriptor(option.strategy).plain
 
 
 def _on_gpu(option: Option) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from shardwise.engines import descriptor
 from shardwise.errors import DoesNotFitError
 from shardwise.hardware.hardware import Hardware
 from shardwise.planner.changes import binds, published
@@ -315,7 +316,7 @@ def _without_host(chosen: Option, rest: Sequence[Option], objective: Objective) 
     """What to use where the hosts lack the memory that nobody has stated."""
     here = [o for o in rest if o.fit == "fits" and not o.strategy.offloads]
     ties = [o for o in here if gain(here[0], o, objective) <= 1.005]
-    for sure in [o for o in ties if o.strategy.name == "single"][:1] or here[:1]:
+    for sure in [o for o in ties if descriptor(o.strategy).plain][:1] or here[:1]:
         said = _compared(sure, chosen, objective)
         yield f"without the hosts' memory, {in_words(sure.strategy)} fits: {said}"
 

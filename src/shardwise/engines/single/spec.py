@@ -12,6 +12,7 @@ class Single(EngineSpec):
     """One process; torch's AdamW over fp32 weights."""
 
     name = "single"
+    plain = True
     memories, schedules = (SingleMemory,), (SingleSchedule,)
     runtime = "shardwise.engines.single.runtime:SingleEngine"
     keeps_fp32 = True
