@@ -55,7 +55,6 @@ MISSED: dict[str, dict[str, str]] = {
                 "llama-2-13b.4gpu.zero3.full.s2048.b1x1.ck1",
                 "llama-2-7b.4gpu.fsdp2.lora16.s2048.b2x2.ck4.cap24",
                 "3b_mamba.4gpu.fsdp2.full.s2048.b2x1.ck1",
-                "7b_mamba.4gpu.zero3.full.s4096.b1x1.ck1",
                 "llama-2-7b.4gpu.zero2.lora16.s2048.b2x1.ck1.nf4",
                 "llama-2-7b.4gpu.fsdp2.lora16.s2048.b2x1.ck1.nf4",
                 "qwen3-1.7b.4gpu.autotp2-zero2.full.s2048.b2x2.ck0",

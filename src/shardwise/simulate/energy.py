@@ -2,8 +2,8 @@
 
 from shardwise.hardware.catalog import Gpu
 from shardwise.simulate.prediction import Energy, Time
-from shardwise.simulate.step_trace import Op
-from shardwise.simulate.time.roofline import filled, table
+from shardwise.simulate.step_trace import FP32, Op
+from shardwise.simulate.time.roofline import COMPUTING, filled, instructions, table
 
 
 class Draw:
@@ -19,28 +19,33 @@ class Draw:
         half = max(gpu.flops.get("bf16", 0.0), gpu.flops.get("fp16", 0.0), gpu.flops["fp32"])
         self.constant_watts: float = rules["constant"] * gpu.power_watts
         self.limit_watts: float = rules["limit"] * gpu.power_watts
-        self._flop: dict[str, float] = {
-            kind: rules[kind] * gpu.power_watts / half for kind in ("matmul", "attention")
-        }
-        self._fp32: float = rules["fp32"] * gpu.power_watts / gpu.flops["fp32"]
+        peaks = {"matmul": half, "attention": half, "fp32": gpu.flops["fp32"], "scan": gpu.flops["fp32"]}
+        self._flop = {kind: rules[kind] * gpu.power_watts / peak for kind, peak in peaks.items()}
         self._byte: float = rules["joules_per_byte"]
-        self._operand_byte: float = rules["joules_per_operand_byte"]
+        self._link_byte: float = rules["joules_per_link_byte"]
 
     def joules(self, op: Op) -> float:
         """Joules of one operator, without the constant draw."""
-        num_bytes = op.read_bytes + op.written_bytes
-        if op.kind not in self._flop:
-            return self.moving(num_bytes)
-        per_flop = self._flop[op.kind] if op.item_bytes < 4 else self._fp32
-        flops = op.flops
-        if op.kind == "attention":  # with heads filled up to its kernel's size
+        moving = self.moving(op.read_bytes + op.written_bytes)
+        if op.kind not in COMPUTING:
+            return moving
+        flops, kind = op.flops, op.kind
+        if kind == "scan":
+            flops = 2 * instructions(op)
+        elif op.item_bytes == FP32:
+            kind = "fp32"
+        elif kind == "attention":  # with heads filled up to its kernel's size
             kernel = "cudnn" if "cudnn" in op.name else "flash"
             flops *= filled(op.shape[5], table()["attention"][kernel]["heads"])
-        return flops * per_flop + num_bytes * self._operand_byte
+        return flops * self._flop[kind] + moving
 
     def moving(self, num_bytes: float) -> float:
         """Joules of kernels that read and write `num_bytes` and compute little."""
         return num_bytes * self._byte
+
+    def linking(self, num_bytes: float) -> float:
+        """The same of collectives and copies, which send them over links as well."""
+        return num_bytes * self._link_byte
 
     def powered_seconds(self, joules: float) -> float:
         """Least seconds of work of so many joules: above its power limit the GPU lowers its clock."""

@@ -69,6 +69,18 @@ def test_wider_heads_than_asked_for_take_joules_too() -> None:
     assert H200.joules(forward(80)) == pytest.approx(H200.joules(forward(128)))
 
 
+def test_an_instruction_of_a_scan_takes_joules() -> None:
+    """15.4 a channel, state and token, of 27 pJ; it is more than the bytes take."""
+    shape = (1, 4096, 2048, 16)
+    scan = Op(kind="scan", flops=0.0, read_bytes=0, written_bytes=0, shape=shape, name="selective_scan")
+    assert H200.joules(scan) == pytest.approx(4096 * 2048 * 16 * 15.4 * 27.2e-12, rel=0.02)
+
+
+def test_bytes_over_links_take_more() -> None:
+    assert H200.moving(1e12) == pytest.approx(176)
+    assert H200.linking(1e12) == pytest.approx(200)
+
+
 def test_fp32_products_take_more(product) -> None:
     half, full = product(2048, 2048, 2048), product(2048, 2048, 2048, item_bytes=4)
     assert H200.joules(full) > 4 * H200.joules(half)

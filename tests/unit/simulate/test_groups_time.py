@@ -67,7 +67,7 @@ def test_hpz_waits_for_each_copy_once_a_step(
 def test_qwz_gathers_one_byte_an_element(layers: Callable[..., StepTrace]) -> None:
     strategy = Strategy(engine="deepspeed", stage=3, data_parallel=4, quantized_weights=True)
     schedule = descriptor(strategy).schedule(layers(blocks=1), strategy, NODES)
-    one = schedule.streams.draw.moving(1)
+    one = schedule.streams.draw.linking(1)
     schedule.streams.moving = lambda *_, **__: 0.0  # type: ignore[method-assign]
     work = schedule._recorded(lambda: schedule.micro_batch(first=True, last=True))
     [gather] = [

@@ -125,14 +125,19 @@ class Roofline:
     def _scan(self, op: Op) -> tuple[float, float]:
         """Instructions of the kernels' loops; the fp32 peak counts two a lane and clock."""
         rules = table()["scan"]
-        instructions: float = math.prod(op.shape) * rules["instructions"][op.name]
-        computing: float = instructions / (rules["issued"] * self.fp32_flops / 2)
+        computing: float = instructions(op) / (rules["issued"] * self.fp32_flops / 2)
         launching: float = rules["kernels"] * self._kernel_seconds
         return launching, computing
 
     def _operands(self, op: Op) -> float:
         """Seconds to read and write all of a product's or an attention's matrices once."""
         return (op.read_bytes + op.written_bytes) / (self.bytes_per_second * self._shares["elementwise"])
+
+
+def instructions(op: Op) -> float:
+    """Of all threads, in a scan."""
+    per_element: float = table()["scan"]["instructions"][op.name]
+    return math.prod(op.shape) * per_element
 
 
 def direction(op: Op) -> str:

@@ -103,12 +103,12 @@ class Streams:
 
         `num_bytes`: read and written in this GPU's memory. `after_compute`: it needs the computation so far.
         """
-        self.work.append((COMMUNICATE, seconds, self.draw.moving(num_bytes), after_compute, done))
+        self.work.append((COMMUNICATE, seconds, self.draw.linking(num_bytes), after_compute, done))
         return done
 
     def sum_over_peers(self, seconds: float, num_bytes: float) -> None:
         """Collectives of the tensor-parallel group, on the computation's own stream, in all `seconds`."""
-        self.work.append((PEERS, seconds, self.draw.moving(num_bytes)))
+        self.work.append((PEERS, seconds, self.draw.linking(num_bytes)))
 
     def sum_over_replicas(self, seconds: float, num_bytes: float, *, apart: bool) -> None:
         """A sum over replicas after the latest collective; `settle` waits for it, too.
@@ -116,7 +116,7 @@ class Streams:
         `apart`: over other links than the collectives, which go on meanwhile.
         """
         if apart:
-            self.work.append((REPLICATE, seconds, self.draw.moving(num_bytes)))
+            self.work.append((REPLICATE, seconds, self.draw.linking(num_bytes)))
         else:
             self.communicate(seconds, num_bytes, after_compute=False)
 
@@ -140,7 +140,7 @@ class Streams:
         `read_seconds`: how long the host reads the bytes before, from when the copy is issued.
         """
         seconds = self._link.latency_seconds + num_bytes / self._link.bytes_per_second
-        self.work.append((COPY, seconds, self.draw.moving(num_bytes), after, read_seconds, done))
+        self.work.append((COPY, seconds, self.draw.linking(num_bytes), after, read_seconds, done))
         return done
 
 
