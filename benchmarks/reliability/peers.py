@@ -195,8 +195,9 @@ class Trials:
 
     def newest(self, path: Path) -> tuple[int, list[Path]]:
         """The step of the newest checkpoint, and its files that are not empty."""
-        top = [entry for entry in (path / self.place).iterdir() if not entry.is_symlink()]
-        last = max((entry for entry in top if entry.name[0] != "."), key=number)
+        names = [entry for entry in (path / self.place).iterdir() if not entry.is_symlink()]
+        # DeepSpeed puts a script beside its checkpoints
+        last = max((entry for entry in names if entry.name[0] != "." and entry.suffix != ".py"), key=number)
         step = number(last)
         if (copy := path / self.place / "last.ckpt").exists():  # What Lightning resumes from
             last = copy
@@ -209,7 +210,7 @@ class Trials:
         (path / "log").write_text("")
         code = self.wait(self.start(path, resume=True))
         losses = self.losses(path)
-        first = min(losses, default=0)
+        first = min(losses, default=STEPS + 1)  # Killed in the last save, it may have nothing left to train
         row: dict[str, Any] = {"killed_after": killed_after, "from": first - 1}
         if code != 0:
             last = [line for line in self.log(path).splitlines() if line and line[0] not in " ["]
@@ -220,7 +221,7 @@ class Trials:
             return {**row, "found": "different", "first_different": min(different)}
         if (path / "end").read_text() != self.end:
             return {**row, "found": "different", "first_different": "weights"}
-        if first <= 1:
+        if first <= 1 and killed_after > 3:
             return {**row, "found": "started"}
         older = killed_after - (first - 1) > 3  # Every second step is saved, and one save may be under way
         return {**row, "found": "older" if older else "exact"}
