@@ -8,11 +8,17 @@ import typer
 from shardwise.cli import options
 from shardwise.errors import JobError
 
-KIND = typer.Argument(help="`batch` is the largest micro-batch that fits.", show_default=False)
+KIND = typer.Argument(
+    help="memory: GiB a GPU. speed: tokens/s, steps/s, days. scaling: the same step on 1, 2, 4, ... of the "
+    "GPUs. batch: the largest micro-batch that fits.",
+    show_default=False,
+)
 MODELS = typer.Option(metavar="A,B", help="Names or hub ids.  [default: GPT-3's eight sizes]")
 GPUS = typer.Option(metavar="A,B", help="4x24GB,8xH100.  [default: this machine's]")
 MODES = typer.Option(
-    metavar="A,B", help="Words joined by +: full, lora16, int8, nf4, fp16, nockpt, zero2, zero3-offload, ..."
+    metavar="A,B",
+    help="Ways to train, to compare: words joined by +, as in full+zero2,nf4+lora16+zero3-offload; int8, "
+    "fp16, ckpt, nockpt.  [default: weights and LoRA, by ZeRO stage on several GPUs]",
 )
 FORMAT = typer.Option("--format", help="How to show it.")
 OUT = typer.Option(metavar="FILE", help="Write it there instead of printing it.")

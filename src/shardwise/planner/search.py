@@ -91,9 +91,7 @@ def search(
     Raises:
         RefusedError: no strategy is allowed; it lists the rules that refused them.
     """
-    if not strategies:
-        raise _all_refused(refused)
-    _check_accumulation(strategies)
+    check_allowed(strategies, refused)
     options, skipped = predict(
         strategies,
         hardware=hardware,
@@ -123,6 +121,13 @@ def search(
         refused=tuple(refused),
         nearest=(_more_host_memory(ranked, hardware, margin) or nearest()) if best is None else None,
     )
+
+
+def check_allowed(strategies: Sequence[Strategy], refused: Sequence[Refused]) -> None:
+    """RefusedError where rules refuse everything; JobError where a step has too many micro-batches."""
+    if not strategies:
+        raise _all_refused(refused)
+    _check_accumulation(strategies)
 
 
 def _more_host_memory(options: Sequence[Option], hardware: Hardware, margin: float) -> Nearest | None:
