@@ -387,7 +387,10 @@ def _all_refused(refused: Sequence[Refused]) -> RefusedError:
     near = [found for found in rules.values() if len(found) == fewest]
     number = Counter(rule for found in near for rule in found)
     problems = []
+    (_, most), *_ = number.most_common(1)
     for rule, times in number.most_common():
+        if 2 * times < most:  # the rest would remain refused, and hides what has to be changed
+            break
         one = next(found[rule] for found in near if rule in found)
         among = f" and {times - 1} more" if times > 1 else ""
         common = len(rules) > 1 and all(rule in found for found in rules.values())
