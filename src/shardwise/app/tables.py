@@ -75,10 +75,9 @@ def tables(
     named = [None] if job is not None else _listed(models)
     worlds = {text: hardware_of(None if text == HERE else text).world_size for text in _listed(gpus or HERE)}
     if kind == "scaling" and len(worlds) == 1 and isinstance(gpus, str):
-        ((largest, world),) = worlds.items()
+        ((text, world),) = worlds.items()
         halves = (world >> power for power in range(world.bit_length() - 1, 0, -1))
-        fewer = {n: resized(largest, nodes=None, gpus=n) for n in halves if world % n == 0}
-        worlds = {text: n for n, text in fewer.items()} | worlds
+        worlds = {resized(text, nodes=None, gpus=n): n for n in halves if world % n == 0} | worlds
     usual = MODES[kind][max(worlds.values(), default=1) > 1]
     each = {mode: _changes(mode) for mode in _listed(modes or ("" if job else usual))}
     questions = [(model, mode, text) for model in named for mode in each for text in worlds]
@@ -90,8 +89,7 @@ def tables(
         given = [f"{_BATCH}{-(-default_global_batch(max(worlds.values())) // common) * common}", *given]
     rows = []
     for number, (model, mode, text) in enumerate(questions, 1):
-        named_parts = filter(None, (str(model or job), mode, text))
-        progress(f"{number} of {len(questions)}: {', '.join(named_parts)}")
+        progress(f"{number} of {len(questions)}: {' '.join(filter(None, (model, mode, text)))}")
         words = [f"{key}={value}" for key, value in (_unset(kind, worlds[text]) | each[mode]).items()]
         question = {"job": job, "model": model, "gpus": None if text == HERE else text, **asked}
         changed = [*(word for word in words if word != "model.lora=null"), *given]

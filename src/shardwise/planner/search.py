@@ -124,7 +124,7 @@ def search(
 
 
 def check_allowed(strategies: Sequence[Strategy], refused: Sequence[Refused]) -> None:
-    """RefusedError where rules refuse everything; JobError where a step has too many micro-batches."""
+    """RefusedError where nothing is left; JobError where a step has too many micro-batches."""
     if not strategies:
         raise _all_refused(refused)
     _check_accumulation(strategies)
@@ -387,9 +387,8 @@ def _all_refused(refused: Sequence[Refused]) -> RefusedError:
     near = [found for found in rules.values() if len(found) == fewest]
     number = Counter(rule for found in near for rule in found)
     problems = []
-    (_, most), *_ = number.most_common(1)
     for rule, times in number.most_common():
-        if 2 * times < most:  # the rest would remain refused, and hides what has to be changed
+        if 2 * times < max(number.values()):  # it would hide what has to be changed
             break
         one = next(found[rule] for found in near if rule in found)
         among = f" and {times - 1} more" if times > 1 else ""

@@ -123,10 +123,8 @@ def parts(table: Table) -> list[Part]:
     above += [_COMMON[key](*values) for key, values in shared.items() if len(values) == 1]
     title, line, left = _TITLES[table.kind], " · ".join(above), [name for name in named if name not in same]
     if memory:
-        return [
-            _weights(rows),
-            _memory(table, rows, [title, line], [name for name in left if name != "mode"]),
-        ]
+        left = [name for name in left if name != "mode"]
+        return [_weights(rows), _memory(table, rows, [title, line], left)]
     columns = [*left, *(name for name in _COLUMNS[table.kind] if any(cells[name]))]
     body = [list(row) for row in zip(*(cells[name] for name in columns), strict=True)]
     return [([title, line, *_notes(table)], columns, body)]
@@ -173,14 +171,8 @@ def _notes(table: Table) -> Iterator[str]:
     for gpus, plan in plans.items():
         if plan.hardware.gpu.assumed_from is not None:
             yield f"{gpus}: assumed as fast as {plan.hardware.gpu.assumed_from}"
-    networks = {plan.hardware.inter.name: plan.hardware for plan in plans.values() if plan.hardware.inter}
-    for name, hardware in networks.items():
-        assumed = (
-            "measured"
-            if hardware.inter and hardware.inter.measured
-            else "+eth100 behind the GPUs names another"
-        )
-        yield f"between nodes: {name} ({assumed}); within: {hardware.intra.name}"
+    inter = {plan.hardware.inter.name for plan in plans.values() if plan.hardware.inter}
+    yield from (f"between nodes: {name}; `+eth100` behind the GPUs names another network" for name in inter)
     if table.kind in ("speed", "scaling"):
         tokens = {f"{count(plan.tokens)} tokens" for plan in plans.values()}
         assumed = "an assumed " if any(plan.job.total_tokens is None for plan in plans.values()) else ""
@@ -244,11 +236,8 @@ _SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
     "cost": lambda row: _known(row["cost"], ",.0f"),
     "energy\nkWh": lambda row: f"{row['joules'] / JOULES_PER_KWH:,.3g}",
 }
-_NAMED, _CHOSEN, _PER_GPU = (
-    ("model", "GPUs", "mode"),
-    ("strategy", "ckpt"),
-    ("GiB\na GPU", "tokens/s\nper GPU"),
-)
+_NAMED, _CHOSEN = ("model", "GPUs", "mode"), ("strategy", "ckpt")
+_PER_GPU = ("GiB\na GPU", "tokens/s\nper GPU")
 _COLUMNS: dict[Kind, tuple[str, ...]] = {
     "memory": (),
     "speed": ("micro ×\naccum.", *_PER_GPU, "steps/s", "days"),
@@ -268,10 +257,8 @@ def _text(table: Table) -> str:
             grid = Grid(box=None, padding=(0, 1 if width < NARROW else 2, 0, 0), pad_edge=False)
             for name in header:
                 justify: Literal["left", "right"] = "left" if name in _WORDS else "right"
-                shown = name.replace("+", "+\n")
-                grid.add_column(
-                    shown, justify=justify, overflow="fold", vertical="bottom", no_wrap=name == "strategy"
-                )
+                whole: Any = {"overflow": "fold", "no_wrap": name == "strategy"}
+                grid.add_column(name.replace("+", "+\n"), justify=justify, vertical="bottom", **whole)
             for cells in body:
                 grid.add_row(*cells)
             console.print(grid, "")

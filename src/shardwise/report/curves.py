@@ -39,7 +39,7 @@ def points(both: np.ndarray, first: float = -math.inf, last: float = math.inf) -
 
 
 def smoothed(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
-    """An exponential moving average over the points that are not gaps, debiased as TensorBoard's."""
+    """An exponential moving average over all but gaps, debiased as TensorBoard's."""
     average, count, found = 0.0, 0, []
     for x, y in points:
         if y is not None:

@@ -186,7 +186,7 @@ def overlay(
     for place, row in enumerate(ran(rows)):
         style = f"l-s{place % COLOURS}" + (" dashed" if place >= COLOURS else "")
         found = row["measured"]
-        points = list(zip(_step_numbers(found), found[key], strict=True))
+        points: Any = list(zip(_step_numbers(found), found[key], strict=True))
         width = layered(place, len(ran(rows)) if alike else 1)
         if held_out:
             curves.append(Curve(row["label"], points, f"{style} raw", width=1))
