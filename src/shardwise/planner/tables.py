@@ -257,8 +257,8 @@ def _text(table: Table) -> str:
             grid = Grid(box=None, padding=(0, 1 if width < NARROW else 2, 0, 0), pad_edge=False)
             for name in header:
                 justify: Literal["left", "right"] = "left" if name in _WORDS else "right"
-                whole: Any = {"overflow": "fold", "no_wrap": name == "strategy"}
-                grid.add_column(name.replace("+", "+\n"), justify=justify, vertical="bottom", **whole)
+                fold: Any = {"overflow": "fold", "no_wrap": name == "strategy"}
+                grid.add_column(name.replace("+", "+\n"), justify=justify, vertical="bottom", **fold)
             for cells in body:
                 grid.add_row(*cells)
             console.print(grid, "")
