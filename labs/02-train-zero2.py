@@ -130,9 +130,11 @@ plt.show()
 # %% [markdown]
 # ## Predicted and measured
 #
-# First the files of this machine; then Llama-2-7B on 4 H200. The plan counts more than the pencil: activations,
-# communication buffers, what the allocator cannot use. Training with 2 rows of 2048 tokens on each GPU, without
-# checkpointing, the states are only part of the truth.
+# First the files of this machine; then what torch reserves for Llama-2-7B on 4 H200: 2 rows of 2048 tokens on each
+# GPU, no checkpointing. The prediction counts more than the pencil: activations, communication buffers, what the
+# allocator cannot use. Both last columns are without CUDA and NCCL, which take 2 GiB more, and for rows of one document
+# each, as they were measured. `shardwise plan` does not know the rows and assumes about 1 GiB more
+# ([lesson 2](../docs/lessons/02-zero.md)).
 
 # %%
 found = [
@@ -140,20 +142,20 @@ found = [
         "": "optimizer state of rank 0, MB",
         "your guess": "",
         "pencil": 12 * parameters / here.processes / lab.MB,
-        "plan": "",
+        "predicted": "",
         "measured": parts[0],
     }
 ]
 for name in ("zero1", "zero2"):
-    predicted = lab.predict("llama-2-7b", "4xH200", name, rows=8, micro_batch=2)
-    measured = lab.ledger(f"llama-2-7b.4gpu.{name}.full.s2048.b2x1.ck0")
+    row = f"llama-2-7b.4gpu.{name}.full.s2048.b2x1.ck0"
+    memory, measured = lab.predicted(row).memory, lab.ledger(row)
     found.append(
         {
-            "": f"Llama-2-7B, 4 H200, {name}, GB",
-            "your guess": my_zero2_gb if name == "zero2" else "",
-            "pencil": billions * sum(pencil[f"ZeRO-{name[-1]}"]),
-            "plan": predicted.memory.peak_reserved_bytes / 1e9,
-            "measured": measured["peak_reserved_bytes"] / 1e9,
+            "": f"Llama-2-7B, 4 H200, {name}, GiB",
+            "your guess": my_zero2_gb * 1e9 / lab.GIB if name == "zero2" else "",
+            "pencil": billions * sum(pencil[f"ZeRO-{name[-1]}"]) * 1e9 / lab.GIB,
+            "predicted": memory.peak_reserved_bytes / lab.GIB,
+            "measured": measured["peak_reserved_bytes"] / lab.GIB,
         }
     )
 lab.table(found)
@@ -170,7 +172,7 @@ lab.table(found)
 #    16 GB?
 # 3. Predict both with accumulation and checkpointing: `lab.predict("llama-2-7b", "4xH200", "zero1", rows=16,
 #    micro_batch=1, checkpointing="full")`. Is ZeRO-2 now smaller than ZeRO-1?
-# 4. The seeds of this course say that ZeRO-2 has 1.5 times the communication of DDP. Count it: what is sent?
+# 4. It is often said that ZeRO-2 has 1.5 times the communication of DDP. Count it: what is sent?
 
 # %% [markdown]
 # ## Answers
@@ -181,4 +183,4 @@ lab.table(found)
 # 3. Yes: ZeRO-1 keeps $2P$ of gradients until the last micro-batch, ZeRO-2 an fp32 sum of its part, $4P/N$.
 # 4. DDP all-reduces gradients: that is a reduce-scatter and an all-gather, $2P$ elements for each GPU. The paper's ZeRO-1
 #    and 2 reduce-scatter gradients and all-gather weights: $2P$ as well, so the factor is 1. DeepSpeed 0.19 all-reduces
-#    each bucket, keeps its part, and gathers weights: $3P$. There the factor is 1.5, for another reason than the seeds'.
+#    each bucket, keeps its part, and gathers weights: $3P$. There the factor is 1.5.

@@ -126,8 +126,8 @@ print(f"ZeRO-3 fits on {min(fitting)} cards of those tried; you guessed {my_card
 # %%
 rows = []
 for name in ("zero2", "zero3", "fsdp2"):
-    predicted = lab.predict("llama-2-7b", "4xH200", name, rows=8, micro_batch=2)
-    measured = lab.ledger(f"llama-2-7b.4gpu.{name}.full.s2048.b2x1.ck0")
+    row = f"llama-2-7b.4gpu.{name}.full.s2048.b2x1.ck0"
+    predicted, measured = lab.predicted(row), lab.ledger(row)
     rows.append(
         {
             "strategy": name,

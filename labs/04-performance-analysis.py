@@ -210,7 +210,7 @@ if curve:
 #
 # 1. Set `accumulation` to 16 and `micro_batch` to 1. What happens to tokens/s and to the loss of the first step?
 # 2. Why does the plain loop need less memory than DeepSpeed on one GPU, although both keep the same weights and moments?
-# 3. The seeds of this course expect 12 to 14 GB for training Llama-2-7B "as usual" and 8 to 10 GB with ZeRO-2 and offload.
+# 3. Guides often name 12 to 14 GB for training Llama-2-7B "as usual" and 8 to 10 GB with ZeRO-2 and offload.
 #    Compare with the tables above: what is wrong, and what did they count?
 # 4. Add `keep.append(loss)` without `detach()` to a copy of the loop. What does the plot look like?
 

@@ -193,7 +193,7 @@ plt.show()
 # 1. Llama-2-7B, all weights, one card with 24 GB and a host with 128 GB: does `zero3-offload` fit? Compute first.
 # 2. Plan it: `shardwise.plan(model="llama-2-7b", gpus="1xRTX4090+128GiB")`. What is chosen?
 # 3. Why is offloading with LoRA nearly free of cost, and nearly useless?
-# 4. The seeds of this course say that offloading costs 30 to 50 % of the speed. Under which condition is that true?
+# 4. It is often said that offloading costs 30 to 50 % of the speed. Under which condition is that true?
 
 # %% [markdown]
 # ## Answers

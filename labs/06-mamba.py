@@ -150,7 +150,7 @@ lab.table(rows)
 #
 # 1. How many parameters has `7b_mamba`, and how many GB of states under AdamW? Ask
 #    `shardwise.plan(model="7b_mamba", gpus="8xRTX4090+512GiB").job.parameters`.
-# 2. The seeds of this course say that 4 cards with 24 GB train it under ZeRO-2. Plan it. What is the least that each
+# 2. It is sometimes said that 4 cards with 24 GB train it under ZeRO-2. Plan it. What is the least that each
 #    card needs under ZeRO-2, with a pencil?
 # 3. Set `data.packing` to `False` in the small job. What happens to `tokens` of a step, and why?
 # 4. Why is there no tensor parallelism for Mamba here? See what `plan(...).refused` says.

@@ -148,17 +148,11 @@ print(f"you guessed {my_tokens:,} tokens for the crossing over PCIe")
 
 # %%
 rows = []
-for name, parts, micro, found in (
-    ("ZeRO-3", shapes["ZeRO-3"], 2, "llama-2-7b.4gpu.zero3.full.s2048.b2x1.ck0"),
-    (
-        "tensor parallelism 4",
-        shapes["tensor parallelism 4"],
-        8,
-        "llama-2-7b.4gpu.autotp4-zero1.full.s2048.b8x1.ck0",
-    ),
+for name, row in (
+    ("ZeRO-3", "llama-2-7b.4gpu.zero3.full.s2048.b2x1.ck0"),
+    ("tensor parallelism 4", "llama-2-7b.4gpu.autotp4-zero1.full.s2048.b8x1.ck0"),
 ):
-    option = lab.predict("llama-2-7b", "4xH200", parts, rows=8, micro_batch=micro)
-    measured = lab.ledger(found)
+    option, measured = lab.predicted(row), lab.ledger(row)
     rows.append(
         {
             "strategy": name,

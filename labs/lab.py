@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import socket
+import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -77,8 +80,10 @@ def machine() -> Machine:
 
 
 def folder() -> Path:
-    """A new, empty folder for the runs of a notebook."""
-    return Path(tempfile.mkdtemp(prefix="shardwise-lab-"))
+    """A new, empty folder for the runs of a notebook; it is deleted when the notebook's kernel ends."""
+    made = Path(tempfile.mkdtemp(prefix="shardwise-lab-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
 
 
 LLAMA: Mapping[str, Any] = {
@@ -191,6 +196,20 @@ def ledger(name: str) -> dict[str, Any]:
     """The latest measurement of a row of the accuracy ledger, all of them on H200."""
     rows = [row for row in committed("accuracy/results/measured.jsonl") if row["id"] == name]
     return rows[-1]
+
+
+def predicted(name: str) -> Prediction:
+    """What is predicted for a row of the accuracy ledger, whose rows are each one document without padding.
+
+    `predict` plans for any data, as `shardwise plan` does: where a micro-batch has several rows, one of them
+    holds several documents, and the outputs of two attention kernels are copied together.
+    """
+    sys.path.append(str(ROOT / "benchmarks" / "accuracy"))
+    import predict
+    from rows import load_rows
+
+    (row,) = [row for row in load_rows(predict.HERE / "rows.toml") if row.id == name]
+    return predict.predict(row, earlier=predict.earlier_kernels(ledger(name)))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -148,7 +148,7 @@ def main() -> None:
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         print(f"{script.stem:26} {seconds:6.1f} s, {cpu:6.1f} s of CPU{error}", flush=True)
         total += seconds
-    print(f"{len(chosen)} labs in {total:.0f} s; pages in {arguments.out}")
+    print(f"{len(chosen)} lab{'s' * (len(chosen) != 1)} in {total:.0f} s; pages in {arguments.out}")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import io
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import shardwise
 from shardwise.planner.plan import Option
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks" / "accuracy"))
 GIB, GB = 2**30, 10**9
 
 
@@ -44,6 +46,7 @@ def parts(name: str, option: Option) -> dict[str, str]:
         "loss": terms.loss_bytes,
         "buffers": terms.engine_buffers_bytes,
         "gaps": terms.fragmentation_bytes,
+        "torch": memory.peak_reserved_bytes,
         "CUDA": memory.outside_allocator_bytes,
         "GiB": memory.needed_bytes,
     }
@@ -147,20 +150,30 @@ def ledger() -> dict[str, dict[str, Any]]:
 
 
 def measured(asked: argparse.Namespace) -> Iterable[dict[str, str]]:
-    """Rows of the accuracy ledger."""
-    rows = ledger()
+    """Rows of the accuracy ledger, each with what is predicted for exactly that row.
+
+    Both GiB are what torch reserves on the fullest GPU: without CUDA and NCCL, which `predict` counts.
+    """
+    import predict as accuracy
+    from rows import load_rows
+
+    rows, found = {row.id: row for row in load_rows(accuracy.HERE / "rows.toml")}, ledger()
     for name in asked.rows:
-        row = rows[name]
+        row = found[name]
+        memory = accuracy.predict(rows[name], earlier=accuracy.earlier_kernels(row)).memory
+        shown = {"on H200": name, "GiB predicted": f"{memory.peak_reserved_bytes / GIB:.1f}"}
         if row["oom"]:
+            shown |= {"GiB predicted": "does not fit" if not memory.fits else "fits"}
             cap = f"{row['row']['memory_cap_gib']:.0f} GiB"
-            yield {"measured on H200": name, "GiB": f"out of memory ({cap})"} | dict.fromkeys(
-                ("host GiB", "step, s", "tokens/s/GPU", "J/token"), ""
+            yield (
+                shown
+                | {"measured": f"out of memory ({cap})"}
+                | dict.fromkeys(("host GiB", "step, s", "tokens/s/GPU", "J/token"), "")
             )
             continue
         gpus = row["row"]["gpus"]
-        yield {
-            "measured on H200": name,
-            "GiB": f"{row['peak_reserved_bytes'] / GIB:.1f}",
+        yield shown | {
+            "measured": f"{row['peak_reserved_bytes'] / GIB:.1f}",
             "host GiB": f"{sum(row['host_memory_bytes_by_rank']) / GIB:.0f}",
             "step, s": f"{row['step_seconds']:.3g}",
             "tokens/s/GPU": f"{row['tokens_per_step'] / row['step_seconds'] / gpus:,.0f}",

@@ -17,12 +17,16 @@ from shardwise.planner.sketch import default_global_batch
 from shardwise.planner.tables import MOST_ROWS, Kind, Row, Table
 
 MODELS = "gpt3-small,gpt3-medium,gpt3-large,gpt3-xl,gpt3-2.7b,gpt3-6.7b,gpt3-13b,gpt3-175b"
-MODES: dict[Kind, str] = {
-    "memory": "full+nockpt,full,lora16,int8+lora16,nf4+lora16",
-    "speed": "full",
-    "scaling": "full",
-    "batch": "full,lora16",
+MODES: dict[Kind, tuple[str, str]] = {
+    "memory": (
+        "full+nockpt,full,lora16,int8+lora16,nf4+lora16",
+        "full+zero1,full+zero2,full+zero3,full+zero3-offload,lora16+zero2,nf4+lora16+zero2",
+    ),
+    "speed": ("full,lora16", "full,lora16"),
+    "scaling": ("full", "full"),
+    "batch": ("full,lora16,nf4+lora16", "full+zero2,full+zero3,lora16+zero2,lora16+zero3"),
 }
+"""Compared by default: on one GPU, and on several."""
 HERE = "this machine"
 _WORDS: dict[str, dict[str, str]] = {
     "full": {"model.lora": "null"},
@@ -55,7 +59,7 @@ def tables(
             step on several numbers of GPUs. `batch`: the largest micro-batch that fits.
         models: hub ids, folders or known names; a list, or text with commas, as are `gpus` and `modes`.
         job: a job instead of models.
-        gpus: `4x24GB,8xH100`; None: this machine's.
+        gpus: `4x24GB,8xH100`; None: this machine's. One of `scaling`: its half, a quarter and so on, too.
         modes: words joined by `+`: `full`, `lora16`, `int8`, `nf4`, `fp16`, `nockpt`, `zero3-offload`.
             Without a strategy `memory` and `batch` take `single` on one GPU and `zero2` on several, with
             every block recomputed; the others take the plan's choice, in seconds a row.
@@ -69,8 +73,13 @@ def tables(
         MachineError: no GPU is named, and this machine has none.
     """
     named = [None] if job is not None else _listed(models)
-    each = {mode: _changes(mode) for mode in _listed(modes or ("" if job else MODES[kind]))}
     worlds = {text: hardware_of(None if text == HERE else text).world_size for text in _listed(gpus or HERE)}
+    if kind == "scaling" and len(worlds) == 1 and isinstance(gpus, str):
+        ((text, world),) = worlds.items()
+        halves = (world >> power for power in range(world.bit_length() - 1, 0, -1))
+        worlds = {resized(text, nodes=None, gpus=n): n for n in halves if world % n == 0} | worlds
+    usual = MODES[kind][max(worlds.values(), default=1) > 1]
+    each = {mode: _changes(mode) for mode in _listed(modes or ("" if job else usual))}
     questions = [(model, mode, text) for model in named for mode in each for text in worlds]
     if not questions:
         raise JobError("the table has no rows", where="shardwise tables", fix="name a model, a mode and GPUs")
@@ -80,7 +89,7 @@ def tables(
         given = [f"{_BATCH}{-(-default_global_batch(max(worlds.values())) // common) * common}", *given]
     rows = []
     for number, (model, mode, text) in enumerate(questions, 1):
-        progress(f"{number} of {len(questions)}: {model or job}, {mode}, {text}")
+        progress(f"{number} of {len(questions)}: {' '.join(filter(None, (model, mode, text)))}")
         words = [f"{key}={value}" for key, value in (_unset(kind, worlds[text]) | each[mode]).items()]
         question = {"job": job, "model": model, "gpus": None if text == HERE else text, **asked}
         changed = [*(word for word in words if word != "model.lora=null"), *given]

@@ -17,6 +17,8 @@ from shardwise.cli.options import (
     QLora,
     RowLength,
     planning,
+    say,
+    stdout_to_stderr,
     write_text,
 )
 from shardwise.errors import JobError
@@ -101,6 +103,7 @@ def plan(
             raise JobError(what, where="shardwise plan", fix=fix)
         from shardwise.app.tables import scale as make_table
 
+        asked |= {"making": stdout_to_stderr, "progress": lambda text: say(f"planning {text}")}
         table = make_table(scale, job, **asked)
         _write(table.to_json(), out, as_json=as_json)
         if not as_json:

@@ -8,11 +8,13 @@ import typer
 from shardwise.cli import options
 from shardwise.errors import JobError
 
-KIND = typer.Argument(help="`batch` is the largest micro-batch that fits.", show_default=False)
+KINDS = "memory: GiB a GPU. speed: tokens/s and days. scaling: 1, 2, 4, ... GPUs. batch: the most that fits."
+KIND = typer.Argument(help=KINDS, show_default=False)
 MODELS = typer.Option(metavar="A,B", help="Names or hub ids.  [default: GPT-3's eight sizes]")
 GPUS = typer.Option(metavar="A,B", help="4x24GB,8xH100.  [default: this machine's]")
 MODES = typer.Option(
-    metavar="A,B", help="Words joined by +: full, lora16, int8, nf4, fp16, nockpt, zero2, zero3-offload, ..."
+    metavar="A,B",
+    help="What to compare: words joined by +, as in full+zero2,nf4+lora16+zero3-offload,full+nockpt.",
 )
 FORMAT = typer.Option("--format", help="How to show it.")
 OUT = typer.Option(metavar="FILE", help="Write it there instead of printing it.")

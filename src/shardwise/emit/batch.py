@@ -10,6 +10,8 @@ STOP_SECONDS = 300  # from the request to the end, to finish a step and save; `l
 # The nodes end together by themselves. To kill the others after the first exit code of 75 would replace it.
 _TOGETHER = "--kill-on-bad-exit=0 --wait=120"
 
+YOURS = "your cluster may want more: --partition, --account, --time or --mem, and lines that load modules"
+
 # 75: stopped with its state saved. Where the job was cancelled it runs no longer, and must not come back.
 _REQUEUE = """code=$?
 if [ $code = 75 ] && [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then
@@ -37,7 +39,7 @@ def batch_script(
         here = ["# Slurm runs a copy of this script: if this folder moves, write its new place here"]
         here.append(f"here={shlex.quote(request.folder)}")
     comments, settings = (f"# {line}" for line in head), (f"#SBATCH {option}" for option in options)
-    return "\n".join(["#!/bin/bash", *comments, *settings, *here, *lines]) + "\n"
+    return "\n".join(["#!/bin/bash", *comments, *settings, f"# {YOURS}", *here, *lines]) + "\n"
 
 
 def own_script(request: Request, call: str) -> str:

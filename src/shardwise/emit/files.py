@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from shardwise.emit import cluster
-from shardwise.emit.batch import batch_script, own_script
+from shardwise.emit.batch import YOURS, batch_script, own_script
 from shardwise.emit.request import Request
 from shardwise.engines import descriptor
 from shardwise.errors import JobError
@@ -170,7 +170,8 @@ def _own(target: Target, request: Request, job_text: str) -> Emitted:
     call = f"shardwise train {_quoted(f'{HERE}/{JOB}')} --resume-or-start"
     if target == "slurm":
         start = f"sbatch --time=24:00:00 {shlex.quote(request.path('launch.sbatch'))}"
-        return Emitted(files={JOB: job_text, "launch.sbatch": own_script(request, call)}, start=(start,))
+        files = {JOB: job_text, "launch.sbatch": own_script(request, call)}
+        return Emitted(files=files, notes=(f"launch.sbatch: {YOURS}",), start=(start,))
     if target not in cluster.TARGETS:
         fix = "--to slurm, kubernetes or skypilot; on machines of your own: `shardwise train`"
         raise JobError(f"{target} starts scripts, not shardwise", where="--to", fix=fix)
@@ -227,6 +228,8 @@ def _notes(target: Target, request: Request) -> list[str]:
         notes.append(
             f"{strategy.tensor_parallel} GPUs share each row: the data loader has to give them the same rows"
         )
+    if target == "slurm":
+        notes.append(f"both batch scripts: {YOURS}")
     if target == "accelerate":
         notes.append(f"your script's data loader decides the micro-batch: batch_size={strategy.micro_batch}")
         if request.nodes > 1:

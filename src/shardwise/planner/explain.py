@@ -87,7 +87,7 @@ def next_better(plan: Plan, chosen: Option) -> Iterator[str]:
         yield "nothing that was simulated would be better: memory does not hold the choice back"
     for option in better:
         factor = gain(option, chosen, plan.objective)
-        yield f"{factor:.2f}x {goal}: {in_words(option.strategy)}; {_needs(option, plan)}"
+        yield f"{factor:.2f}x {goal} {_needs(option, plan)}: {in_words(option.strategy)}"
 
 
 def folded(timeline: Sequence[Moment]) -> list[Moment]:
@@ -108,22 +108,22 @@ def folded(timeline: Sequence[Moment]) -> list[Moment]:
 
 
 def _needs(option: Option, plan: Plan) -> str:
-    """The bytes it needs, and the smallest GPU that has them."""
+    """What it needs, with the margin, and the smallest GPU that has it."""
     memory, gpu = option.prediction.memory, plan.hardware.gpu
     wanted = memory.needed_bytes / (1 - plan.margin)
     if wanted <= memory.capacity_bytes or (option.fit == "no" and memory.fits):
-        return f"it needs {gib(memory.host_bytes)} in each host's memory, and {plan.margin:.0%} to spare"
-    said = f"it needs {gib(memory.needed_bytes)} of a GPU"
+        return f"with {gib(round(memory.host_bytes / (1 - plan.margin)))} of memory in each host"
+    said = f"with {gib(round(wanted))} of a GPU to use"
     if plan.memory_cap_bytes is not None and plan.memory_cap_bytes < wanted:
-        said += ", and a higher --memory-cap"
+        said += " and a higher --memory-cap"
         if capacity_bytes(gpu) >= wanted:
             return said
     enough = [other for other in larger_gpus(gpu) if capacity_bytes(other) >= wanted]
     if not enough:
-        return f"{said}, and no GPU of the catalog has that and the margin"
+        return f"{said} (no GPU of the catalog has that)"
     size = f"{enough[0].sold_as_gb}GB"
     name = enough[0].name if size in enough[0].name else f"{enough[0].name} ({size})"
-    return f"{said}; {name} has that and the margin"
+    return f"{said}, as {name} has"
 
 
 def _phase(moment: Moment) -> str | None:

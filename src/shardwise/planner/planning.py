@@ -23,7 +23,7 @@ from shardwise.planner.cache import plan_key, plan_once
 from shardwise.planner.changes import Change, small_changes
 from shardwise.planner.limits import at_limit
 from shardwise.planner.plan import Nearest, Objective, Option, Plan, Workload
-from shardwise.planner.search import MARGIN, fit, leanest_that_fits, search
+from shardwise.planner.search import MARGIN, check_allowed, fit, leanest_that_fits, search
 from shardwise.planner.simulate import simulate
 from shardwise.space.candidates import predictable
 from shardwise.strategy import Strategy
@@ -61,6 +61,7 @@ def make_plan(
     key = plan_key(job, hardware, **asked)
 
     def make() -> Plan:
+        check_allowed(*predictable(job, hardware, None))  # before seconds go into the model
         with making(), _ONE_AT_A_TIME:
             return _make(job, hardware, **asked)
 

@@ -91,9 +91,7 @@ def search(
     Raises:
         RefusedError: no strategy is allowed; it lists the rules that refused them.
     """
-    if not strategies:
-        raise _all_refused(refused)
-    _check_accumulation(strategies)
+    check_allowed(strategies, refused)
     options, skipped = predict(
         strategies,
         hardware=hardware,
@@ -123,6 +121,13 @@ def search(
         refused=tuple(refused),
         nearest=(_more_host_memory(ranked, hardware, margin) or nearest()) if best is None else None,
     )
+
+
+def check_allowed(strategies: Sequence[Strategy], refused: Sequence[Refused]) -> None:
+    """RefusedError where nothing is left; JobError where a step has too many micro-batches."""
+    if not strategies:
+        raise _all_refused(refused)
+    _check_accumulation(strategies)
 
 
 def _more_host_memory(options: Sequence[Option], hardware: Hardware, margin: float) -> Nearest | None:
@@ -383,6 +388,8 @@ def _all_refused(refused: Sequence[Refused]) -> RefusedError:
     number = Counter(rule for found in near for rule in found)
     problems = []
     for rule, times in number.most_common():
+        if 2 * times < max(number.values()):  # it would hide what has to be changed
+            break
         one = next(found[rule] for found in near if rule in found)
         among = f" and {times - 1} more" if times > 1 else ""
         common = len(rules) > 1 and all(rule in found for found in rules.values())

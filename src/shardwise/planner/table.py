@@ -158,12 +158,12 @@ def heading(plan: Plan) -> Iterator[Text]:
         f" · GPUs' times differ by {hardware.straggler_fraction:.3g}" if hardware.straggler_fraction else "",
     )
     ranked = {"throughput": "fastest first", "memory": "leanest first", "energy": "least energy first"}
-    order = ranked[plan.objective]
+    order = f"▶ choice, then {ranked[plan.objective]}" if plan.chosen else "the nearest to fitting first"
     if plan.power is not None:
         order += f", at most {100 * plan.power.max_slowdown_fraction:.3g}% slower"
     yield Text(
-        f"{job.global_batch} rows of {job.sequence_length} tokens a step · {order}, "
-        f"{plan.margin:.0%} of the memory left free"
+        f"{job.global_batch} rows of {job.sequence_length} tokens a step · {order} · "
+        f"{plan.margin:.0%} spare memory"
     )
     if job.assumed:
         yield Text(f"assumed: {', '.join(job.assumed)}", style="dim")

@@ -117,23 +117,33 @@ def parts(table: Table) -> list[Part]:
         named = [name for name in named if name != "strategy"]
     cells = {name: [_cell(name, row) for row in rows] for name in (*named, *_COLUMNS[table.kind])}
     same = [name for name in named if len(set(cells[name])) == 1]
-    above = [f"ckpt {cells[name][0]}" if name == "ckpt" else cells[name][0] for name in same]
+    above = [f"{_SAID.get(name, '')}{cells[name][0]}" for name in same if cells[name][0]]
     keys = list(_COMMON)[: _FIRST[table.kind]]
     shared = {key: {row[key] for row in rows if row["strategy"]} for key in keys}
     above += [_COMMON[key](*values) for key, values in shared.items() if len(values) == 1]
-    line, left = " · ".join(filter(None, above)), [name for name in named if name not in same]
+    title, line, left = _TITLES[table.kind], " · ".join(above), [name for name in named if name not in same]
     if memory:
-        return [_weights(rows), _memory(table, rows, line, [name for name in left if name != "mode"])]
+        left = [name for name in left if name != "mode"]
+        return [_weights(rows), _memory(table, rows, [title, line], left)]
     columns = [*left, *(name for name in _COLUMNS[table.kind] if any(cells[name]))]
     body = [list(row) for row in zip(*(cells[name] for name in columns), strict=True)]
-    return [([line, *_notes(table)], columns, body)]
+    return [([title, line, *_notes(table)], columns, body)]
+
+
+_TITLES: dict[Kind, str] = {
+    "memory": "What one GPU needs to train, GiB (tensors, gaps, CUDA and NCCL); a column for each mode",
+    "speed": "How fast training is: a row for each model, mode and kind of GPUs",
+    "scaling": "The same step on more GPUs; speedup and efficiency are against the first row that fits",
+    "batch": "The largest micro-batch that fits, with two micro-batches a step",
+}
+_SAID = {"mode": "mode ", "strategy": "strategy ", "ckpt": "checkpointing "}
 
 
 _COMMON: dict[str, Callable[[Any], str]] = {
     "capacity_bytes": lambda value: f"{gib(value)} to use of each GPU",
     "sequence_length": lambda value: f"rows of {value} tokens",
     "global_batch": lambda value: f"{value} of them a step",
-    "strategy": str,
+    "strategy": lambda value: f"strategy {value}",
     "micro_batch": lambda value: f"micro-batch {value}",
 }
 _FIRST: dict[Kind, int] = {"batch": 2, "speed": 3, "scaling": 3, "memory": 5}  # of _COMMON
@@ -144,6 +154,12 @@ def _notes(table: Table) -> Iterator[str]:
     plans = {row.gpus: row.plan for row in table.rows if row.plan is not None}
     words = {fit_word(row.option, row.plan).plain for row in table.rows if row.option and row.plan}
     margin = next(iter(plans.values())).margin
+    chosen = any(row.option and row.option.strategy.name not in row.mode.split("+") for row in table.rows)
+    if table.kind in ("memory", "batch"):
+        yield "where the mode says nothing: ckpt, each block recomputed; single on one GPU, zero2 on several"
+    elif chosen:
+        yield "the strategy is what `shardwise plan` chooses, where the mode names none"
+    yield f"without a word behind its GiB: it fits, with {margin:.0%} of the memory to spare"
     meaning = {
         "no": "it needs more than the GPU has, in that mode; `shardwise plan` tries all strategies",
         "no host": "it needs more host memory than there is",
@@ -155,6 +171,8 @@ def _notes(table: Table) -> Iterator[str]:
     for gpus, plan in plans.items():
         if plan.hardware.gpu.assumed_from is not None:
             yield f"{gpus}: assumed as fast as {plan.hardware.gpu.assumed_from}"
+    inter = {plan.hardware.inter.name for plan in plans.values() if plan.hardware.inter}
+    yield from (f"between nodes: {name}; `+eth100` behind the GPUs names another network" for name in inter)
     if table.kind in ("speed", "scaling"):
         tokens = {f"{count(plan.tokens)} tokens" for plan in plans.values()}
         assumed = "an assumed " if any(plan.job.total_tokens is None for plan in plans.values()) else ""
@@ -171,19 +189,19 @@ def _weights(rows: Sequence[dict[str, Any]]) -> Part:
         [model, count(number), *(f"{number * one / GIB:.2f}" for one in each.values())]
         for model, number in known.items()
     ]
-    line = "the weights alone, GiB, if all of them were in the format"
+    line = "The weights alone, GiB, if all of them were in the format of the column"
     return [line], ["model", "parameters", *each], body
 
 
-def _memory(table: Table, rows: Sequence[dict[str, Any]], line: str, down: list[str]) -> Part:
+def _memory(table: Table, rows: Sequence[dict[str, Any]], above: list[str], down: list[str]) -> Part:
     """Models and GPUs down, modes across."""
     down, modes = down or ["model"], list(dict.fromkeys(row["mode"] for row in rows))
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         names = tuple(_cell(name, row) for name in down)
-        found.setdefault(names, {})[row["mode"]] = _cell("GiB", row) or "refused"
+        found.setdefault(names, {})[row["mode"]] = _cell("GiB\na GPU", row) or "refused"
     body = [[*names, *(cells[mode] for mode in modes)] for names, cells in found.items()]
-    return [f"GPU memory needed, GiB · {line}", *_notes(table)], [*down, *modes], body
+    return [*above, *_notes(table)], [*down, *modes], body
 
 
 def _cell(name: str, row: dict[str, Any]) -> str:
@@ -208,22 +226,23 @@ _SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
     "strategy": lambda row: row["strategy"],
     "ckpt": lambda row: {0: "none", 1: "all"}.get(e := row["checkpoint_every"], f"1/{e}"),
     "micro ×\naccum.": lambda row: f"{row['micro_batch']} × {row['accumulation']}",
-    "rows\nat once": _most,
-    "GiB": lambda row: f"{row['needed_bytes'] / GIB:.1f} {row['fits']}".removesuffix(" fits"),
+    "largest\nmicro-batch": _most,
+    "GiB\na GPU": lambda row: f"{row['needed_bytes'] / GIB:.1f} {row['fits']}".removesuffix(" fits"),
     "tokens/s\nper GPU": lambda row: f"{row['tokens_per_second'] / row['world_size']:,.0f}",
     "steps/s": lambda row: f"{1 / row['step_seconds']:.3g}",
-    "times": lambda row: _known(row["speedup"], ".2f"),
+    "speed-\nup": lambda row: _known(row["speedup"], ".2f"),
     "effi-\nciency": lambda row: _known(row["efficiency_fraction"], ".1%"),
     "days": lambda row: f"{row['seconds'] / 24 / SECONDS_PER_HOUR:,.3g}",
     "cost": lambda row: _known(row["cost"], ",.0f"),
     "energy\nkWh": lambda row: f"{row['joules'] / JOULES_PER_KWH:,.3g}",
 }
-_NAMED, _CHOSEN, _PER_GPU = ("model", "GPUs", "mode"), ("strategy", "ckpt"), ("GiB", "tokens/s\nper GPU")
+_NAMED, _CHOSEN = ("model", "GPUs", "mode"), ("strategy", "ckpt")
+_PER_GPU = ("GiB\na GPU", "tokens/s\nper GPU")
 _COLUMNS: dict[Kind, tuple[str, ...]] = {
     "memory": (),
     "speed": ("micro ×\naccum.", *_PER_GPU, "steps/s", "days"),
-    "scaling": ("micro ×\naccum.", *_PER_GPU, "times", "effi-\nciency", "days", "cost", "energy\nkWh"),
-    "batch": ("rows\nat once", *_PER_GPU),
+    "scaling": ("micro ×\naccum.", *_PER_GPU, "speed-\nup", "effi-\nciency", "days", "cost", "energy\nkWh"),
+    "batch": ("largest\nmicro-batch", *_PER_GPU),
 }
 _WORDS = {*_NAMED, *_CHOSEN}  # the other columns hold numbers
 
@@ -238,7 +257,8 @@ def _text(table: Table) -> str:
             grid = Grid(box=None, padding=(0, 1 if width < NARROW else 2, 0, 0), pad_edge=False)
             for name in header:
                 justify: Literal["left", "right"] = "left" if name in _WORDS else "right"
-                grid.add_column(name.replace("+", "+\n"), justify=justify, overflow="fold", vertical="bottom")
+                fold: Any = {"overflow": "fold", "no_wrap": name == "strategy"}
+                grid.add_column(name.replace("+", "+\n"), justify=justify, vertical="bottom", **fold)
             for cells in body:
                 grid.add_row(*cells)
             console.print(grid, "")

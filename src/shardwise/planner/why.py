@@ -184,7 +184,7 @@ def _against_the_others(
     other = next((o for o in same if o.strategy.name != chosen.strategy.name), None)
     if other is None:
         return among
-    return f"{among}: {_compared(chosen, other, objective, other.strategy.name)}, the next kind"
+    return f"{among}: {_compared(chosen, other, objective, other.strategy.name)}, the next best"
 
 
 def _compared(option: Option, than: Option, objective: Objective, name: str = "") -> str:
@@ -214,7 +214,7 @@ def _memory(memory: Memory) -> str:
 def _step(chosen: Option, hardware: Hardware) -> str:
     """The parts of a step, with its largest waits."""
     time = chosen.prediction.time
-    parts = [f"computing takes {_share(time.compute_seconds, time)} of it"]
+    parts = [f"computing {_share(time.compute_seconds, time)}"]
     for link, seconds in _waits(chosen.strategy, time, hardware).items():
         if seconds >= WORTH_SAYING * time.step_seconds:
             parts.append(f"waiting for communication over {link} {_share(seconds, time)}")
@@ -226,13 +226,13 @@ def _step(chosen: Option, hardware: Hardware) -> str:
         rest = time.step_seconds - time.compute_seconds - waits - time.bubble_seconds
         limit = f"the power limit of {chosen.power_limit_watts or hardware.gpu.power_watts} W"
         if rest >= WORTH_SAYING * time.step_seconds:
-            parts.append(f"a lower clock at {limit}, and short waits, {_share(rest, time)}")
+            parts.append(f"a lower clock at {limit} and short waits {_share(rest, time)}")
     if time.bubble_seconds >= WORTH_SAYING * time.step_seconds:
         parts.append(f"waiting for other stages of the pipeline {_share(time.bubble_seconds, time)}")
     within = {"the optimizer": time.optimizer_seconds, "copies to and from the host": time.copy_seconds}
     worth = {name: seconds for name, seconds in within.items() if seconds >= WORTH_SAYING * time.step_seconds}
     within_step = [f"{name} {_share(seconds, time)}" for name, seconds in worth.items()]
-    overlapping = f"; among it, or meanwhile, {', '.join(within_step)}" if within_step else ""
+    overlapping = f"; overlapping with these: {', '.join(within_step)}" if within_step else ""
     return f"a step takes {duration(time.step_seconds)}: {', '.join(parts)}{overlapping}"
 
 

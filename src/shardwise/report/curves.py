@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 STRETCHES = 400  # more would be narrower than a pixel of most charts
+SMOOTHING = 0.9  # weight of the average so far
 LEAST_SECONDS = 2.0  # of a point of power: shorter ones would show the ticks of the energy counter
 
 
@@ -35,6 +36,16 @@ def points(both: np.ndarray, first: float = -math.inf, last: float = math.inf) -
     shown = both[[begin + place for place in extremes(both[begin:end, 1])]]
     y = [float(f"{one:.7g}") if math.isfinite(one) else None for one in shown[:, 1]]
     return {"x": shown[:, 0].tolist(), "y": y}
+
+
+def smoothed(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
+    """An exponential moving average over all but gaps, debiased as TensorBoard's."""
+    average, count, found = 0.0, 0, []
+    for x, y in points:
+        if y is not None:
+            average, count = SMOOTHING * average + (1 - SMOOTHING) * y, count + 1
+        found.append((x, None if y is None else average / (1 - SMOOTHING**count)))
+    return found
 
 
 def over_time(steps: Iterable[Sequence[float | None]]) -> Iterator[tuple[float, int, float, float]]:

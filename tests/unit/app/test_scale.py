@@ -52,7 +52,7 @@ def test_the_table_has_a_row_for_each_size(scaling: Table) -> None:
     text = str(scaling)
     assert "an assumed 1B tokens" in text
     assert "100.0%" in text
-    assert "smollm2-135m · zero2 · ckpt none" in text, "what all rows share"
+    assert "smollm2-135m · strategy zero2 · checkpointing none" in text, "what all rows share"
     lines = [line.split()[0] for line in text.splitlines()]
     assert lines[-3:] == ["2xH100", "8xH100", "4x8xH100+ib400"]
 

@@ -100,6 +100,21 @@ def test_scaling_keeps_the_step_and_compares_with_the_first_that_fits() -> None:
     assert "zero2+ckpt" in str(table)
 
 
+def test_scaling_of_one_size_also_shows_what_divides_it() -> None:
+    table = tables("scaling", SMALL, gpus="6xRTX4090", modes="zero2+ckpt", sequence=256)
+    assert [row.gpus for row in table.rows] == ["1xRTX4090", "3xRTX4090", "6xRTX4090"]
+    assert [row.speedup is not None for row in table.rows] == [True] * 3
+
+
+def test_by_default_stages_are_compared_on_several_gpus_and_formats_on_one() -> None:
+    modes = {
+        gpus: [row.mode for row in tables("memory", SMALL, gpus=gpus, sequence=256).rows]
+        for gpus in ("1xRTX4090", "2xRTX4090")
+    }
+    assert modes["1xRTX4090"][-1] == "nf4+lora16"
+    assert modes["2xRTX4090"][:3] == ["full+zero1", "full+zero2", "full+zero3"]
+
+
 def test_speed_is_steps_and_days_of_the_job() -> None:
     table = tables("speed", SMALL, gpus="1xH100", modes="full+ckpt+single", changes=["train.steps=1000"])
     row = table.to_json()["rows"][0]
@@ -181,5 +196,5 @@ def test_the_verb_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     out = tmp_path / "table.md"
     arguments = ["--models", SMALL, "--gpus", "2x16GB", "--modes", "lora16", "--format", "md"]
     assert main(["tables", "memory", *arguments, "--out", str(out)]) == 0
-    assert out.read_text().startswith("the weights alone, GiB")
+    assert out.read_text().startswith("The weights alone, GiB")
     assert capsys.readouterr().out == f"wrote {out}\n"

@@ -376,7 +376,7 @@ def test_a_plan_is_enough(
     Path("plan.json").write_text(json.dumps(PLAN))
     assert main(["emit", "plan.json", "--to", "deepspeed", "--out", "files"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "wrote files/deepspeed.json"
+    assert out[0] == "wrote files/deepspeed.json: DeepSpeed's settings"
     assert out[-1].startswith(f"start: bash {tmp_path}/files/launch-trainer.sh train.py")
     assert "first:" not in " ".join(out)
     assert main(["emit", "plan.json", "--to", "kubernetes", "--out", "pods"]) == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.errors import JobError
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Job
 from shardwise.planner import planning as plan_job
@@ -51,6 +52,30 @@ def test_a_plan_is_the_same_on_several_cores(monkeypatch: pytest.MonkeyPatch) ->
     assert pools == [2]
     assert plans[0] == plans[1]
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "rows", "said"),
+    [
+        ("1xT4", 64, "no bf16"),
+        ("2x8xH100", 8, "cannot be shared equally"),
+        ("1xH100", 2**20, "micro-batches"),
+    ],
+)
+def test_what_needs_no_model_is_refused_before_it_is_built(
+    monkeypatch: pytest.MonkeyPatch, gpus: str, rows: int, said: str
+) -> None:
+    monkeypatch.setattr(plan_job, "_kept_tracer", lambda *_: pytest.fail("the model is built"))
+    changes = {
+        "name": "refused",
+        "model": {"source": "HuggingFaceTB/SmolLM2-135M"},
+        "data": {"train": "a.jsonl"},
+        "train": {"global_batch": rows},
+        "strategy": "zero2",
+    }
+    with pytest.raises(JobError) as raised:
+        plan_job.make_plan(Job.model_validate(changes), parse_hardware(gpus))
+    assert said in f"{raised.value} {[problem.what for problem in raised.value.problems]}"
 
 
 def test_a_tokenizer_to_be_learned_decides_the_rows_of_random_weights() -> None:

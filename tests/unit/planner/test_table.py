@@ -18,7 +18,7 @@ from shardwise.units import GIB
 GOLDEN = """\
 toy-1.3b · 1.3B parameters, all trained, bf16
 4 × RTX 4080, 15.7 GiB to use of each · pcie4x16 through host memory
-64 rows of 2048 tokens a step · fastest first, 5% of the memory left free
+64 rows of 2048 tokens a step · ▶ choice, then fastest first · 5% spare memory
 
                 micro × ckpt memory                      tokens/s 1B tok.  J per
   strategy       accum.         15.7 GiB│      GiB fits   per GPU    in h  token
@@ -36,10 +36,10 @@ toy-1.3b · 1.3B parameters, all trained, bf16
 
 ▶ zero2 with micro-batch 8, accumulation 2, checkpointing every block
 · the fastest of the 17 that fit: 1.07x the tokens/s of zero3-offload-optimizer,
-  the next kind
+  the next best
 · 11.6 of 15.7 GiB on the fullest GPU, 26% free; the largest part: optimizer,
   3.6 GiB
-· a step takes 9.19 s: computing takes 98% of it
+· a step takes 9.19 s: computing 98%
 """
 
 

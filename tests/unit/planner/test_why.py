@@ -31,7 +31,7 @@ def test_why_compares_with_the_best_of_another_kind(toy) -> None:
     fitting = sum(o.fit == "fits" for o in plan.options)
     assert chosen.why[0] == (
         f"the fastest of the {fitting} that fit: "
-        f"{factor:.2f}x the tokens/s of {other.strategy.name}, the next kind"
+        f"{factor:.2f}x the tokens/s of {other.strategy.name}, the next best"
     )
 
 
@@ -63,7 +63,7 @@ def test_what_rounds_to_the_same_is_told_as_the_same(toy) -> None:
     other = replace(chosen, strategy=strategy, prediction=replace(chosen.prediction, time=time))
     about = {"hardware": parse_hardware("4xRTX4080"), "objective": "throughput"}
     why = reasons(chosen, [other], margin=0.05, **about)
-    assert why[0] == "the fastest of the 2 that fit: as fast as zero1-offload, the next kind"
+    assert why[0] == "the fastest of the 2 that fit: as fast as zero1-offload, the next best"
     assert shortcoming(other, chosen, **about) == ("as fast as the choice",)
     for objective, said in (("energy", "as frugal as the choice"), ("memory", "as lean as the choice")):
         assert shortcoming(other, chosen, hardware=about["hardware"], objective=objective) == (said,)
@@ -78,7 +78,7 @@ def test_why_tells_memory_time_and_what_bounds_them(toy) -> None:
     assert (
         f"communication over pcie4x16 through host memory {time.exposed_communication_fraction:.0%}" in text
     )
-    within = text[text.index("among it, or meanwhile, ") :]
+    within = text[text.index("overlapping with these: ") :]
     assert f"copies to and from the host {time.copy_seconds / time.step_seconds:.0%}" in within
     assert "each host keeps 19.4 GiB in its memory: it fits if the host has 20.4 GiB" in text
 

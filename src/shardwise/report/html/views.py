@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from shardwise.planner.why import TERMS
 from shardwise.report.bench import NEEDED, Pair, Row, batch, last_finite, pair, ran
+from shardwise.report.curves import SMOOTHING, smoothed
 from shardwise.report.html import numbers
 from shardwise.report.html.charts import COLOURS, SMALL, Bar, Chart, Curve, Part, bars, layered, plot
 from shardwise.units import GIB
@@ -177,7 +178,7 @@ def overlay(
     alike: bool = True,
     held_out: bool = False,
 ) -> Chart:
-    """One curve a row over the steps; with `held_out` also, dashed, the losses of evaluations.
+    """One curve a row over the steps; with `held_out` smoothed, and dashed the losses of evaluations.
 
     `alike`: the curves may lie on each other, and are drawn so that each is seen.
     """
@@ -185,9 +186,13 @@ def overlay(
     for place, row in enumerate(ran(rows)):
         style = f"l-s{place % COLOURS}" + (" dashed" if place >= COLOURS else "")
         found = row["measured"]
-        points = list(zip(_step_numbers(found), found[key], strict=True))
+        points: Any = list(zip(_step_numbers(found), found[key], strict=True))
         width = layered(place, len(ran(rows)) if alike else 1)
-        curves.append(Curve(row["label"], points, style, width=width))
+        if held_out:
+            curves.append(Curve(row["label"], points, f"{style} raw", width=1))
+            points = smoothed(points)
+        name = f"{row['label']}, smoothed ({SMOOTHING})" if held_out else row["label"]
+        curves.append(Curve(name, points, style, width=width))
         if held_out and found.get("evaluations"):
             curves.append(Curve(f"{row['label']}, held out", found["evaluations"], f"{style} dashed"))
     x_labels = step_labels([x for curve in curves for x, _ in curve.points])
