@@ -1,6 +1,7 @@
 """A job to a run: check what can be checked without a model, start the processes, wait for them."""
 
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from shardwise.app.jobs import AnyJob, cap_in_bytes, read
 from shardwise.device.fake import create
 from shardwise.device.find import FAKE, REPLAY
+from shardwise.engines.facts import Devices
 from shardwise.errors import JobError, MachineError, ShardwiseError
 from shardwise.hardware.detect import gpu_count
 from shardwise.job.load import LoadedJob
@@ -26,6 +28,7 @@ from shardwise.launch.restart import Restarts
 from shardwise.launch.resume import (
     check_nodes,
     check_same_job,
+    finished_at,
     job_file,
     last_choice,
     processes_of,
@@ -159,6 +162,12 @@ def train(
         again, there = _again(job, spec, changes, memory_cap), Path(workdir or Path.cwd())
         code = launch_on(hosts, again, rendezvous=among.rendezvous, workdir=there, run_dir=folder)
         return Run(folder=folder, exit_code=code)
+    if spec.resume and among is None and not dry_run and spec.resume_from is None:
+        done = finished_at(folder, Job.model_validate(spec.job))
+        if done is not None:
+            text = f"finished already, after step {done}; next: shardwise report {shlex.quote(str(folder))}"
+            print(f"{text}; to train more: --set train.steps=N", file=sys.stderr)
+            return Run(folder=folder, exit_code=0)
     simulated = _simulated(spec.processes) if simulate_power and not dry_run else nullcontext()
     restarts = None
     if supervise and not dry_run:
@@ -283,7 +292,7 @@ def _spec(
         flag = "--simulate-power" if simulate_power else "--on-oom retry"
         fix = "leave it out; after GPU memory ran out the error says what would fit"
         raise JobError(f"{flag} works on one machine, and this run has {count}", where=flag, fix=fix)
-    _check_strategy(loaded, processes * count, gpus)
+    _check_strategy(loaded, processes * count, gpus, resuming=resume)
     spec = LaunchSpec(
         job=asked.model_dump(mode="json"),
         run_dir=str(folder),
@@ -324,13 +333,14 @@ def _check_budget(job: Job, folder: Path) -> None:
         raise JobError(what, where="energy.budget_kwh", fix=fix)
 
 
-def _check_strategy(loaded: LoadedJob, processes: int, gpus: int) -> None:
+def _check_strategy(loaded: LoadedJob, processes: int, gpus: int, *, resuming: bool) -> None:
     """Refuse what cannot be combined before any process starts, at the job file's lines.
 
     The workers resolve the strategy again; they know the model's size and the GPU's memory.
     """
     try:
-        resolve(loaded.job, world_size=processes, devices="cuda" if gpus else "cpu")
+        devices: Devices = "cuda" if gpus else "cpu"
+        resolve(loaded.job, world_size=processes, devices=devices, resuming=resuming)
     except JobError as error:
         raise loaded.located(error) from None
 
