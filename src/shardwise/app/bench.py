@@ -89,9 +89,9 @@ def bench(
     )
     head = _head(base, settings, hardware, command)
     if steps < FEWEST_STEPS:
-        say(f"note: {steps} steps are too few to judge a rate by: --steps {FEWEST_STEPS} or more")
+        say(f"note: {steps} steps are too few to compare speeds: use --steps {FEWEST_STEPS} or more")
     if processes == 1 and len({row.strategy.name for row in rows}) > 1:
-        say("note: one process shards nothing, so strategies hardly differ: --processes 2")
+        say("note: one process shards nothing, so strategies hardly differ: use --processes 2")
     _run(rows, settings, {**head, "left_out": left_out, "order": [row.key for row in rows]}, say)
     return read_bench(settings.folder)
 
@@ -147,4 +147,4 @@ def _outcome(result: dict[str, Any], each: str) -> str:
     if found is None:
         return f"{result['status']}, {str(result['error']).splitlines()[0]}"
     rate, memory = count(found["tokens_per_second_per_gpu"]), gib(found["peak_reserved_bytes"])
-    return f"{rate} tok/s/{each}, {memory}, {found['verdict']}; {result['seconds']:.0f} s"
+    return f"{rate} tok/s/{each}, {memory}, {found['verdict']}; took {result['seconds']:.0f} s"
