@@ -6,6 +6,8 @@ has to be built.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +49,22 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    globals()[name] = value if isinstance(value, type) else _noting(value)
+    return globals()[name]
+
+
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        try:
+            return function(*given, **named)
+        except TypeError as error:
+            if "unexpected keyword" in str(error):
+                error.add_note(f'--set is changes={{"train.steps": 20}}; see help(shardwise.{call.__name__})')
+            raise
+
+    call.__module__ = __name__  # so that it can be pickled
+    return call
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from shardwise.app.jobs import AnyJob, hardware_of, read, size_in_bytes
+from shardwise.app.jobs import AnyJob, Changes, hardware_of, read, size_in_bytes, texts
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import with_slot
@@ -23,7 +23,7 @@ def plan(
     *,
     gpus: str | Hardware | None = None,
     model: str | None = None,
-    changes: Sequence[str] = (),
+    changes: Changes = (),
     objective: Objective = "throughput",
     memory_cap: str | int | None = None,
     max_slowdown: str | float | None = None,
@@ -40,7 +40,7 @@ def plan(
         job: a job file, or a job; None plans for `model` alone.
         gpus: `4xRTX4080`, `2x8xH100`, a Hardware; None: this machine's.
         model: a hub id, folder or known name.
-        changes: `key=value` texts, as for `--set`.
+        changes: what the command line's `--set` is for: `{"train.global_batch": 32}`, or `key=value` texts.
         objective: the metric to rank strategies by.
         memory_cap: use no more of each GPU; bytes, or `16GiB`.
         max_slowdown: with the objective `energy`, choose a power limit and the number of GPUs, too: all, or a
@@ -55,7 +55,8 @@ def plan(
         making: entered while a plan is made; a kept one is only read.
 
     Returns:
-        The plan; its `chosen` is None where nothing fits.
+        The plan; `print` shows the command line's table. Its `chosen`, None where nothing fits, has the
+        `strategy` and the `prediction`: `.memory.needed_bytes`, `.time.step_seconds`, `.energy`.
 
     Raises:
         JobError: the job is wrong, or no strategy is allowed.
@@ -73,7 +74,7 @@ def plan(
     if straggler is not None:
         spread = share_of(straggler, "--straggler", "a GPU's step time")
         hardware = replace(hardware, straggler_fraction=spread)
-    loaded, assumed = _job(job, model, changes, hardware)
+    loaded, assumed = _job(job, model, texts(changes), hardware)
 
     def plan_for(hardware: Hardware) -> Plan:
         limits: dict[str, Any] = {"memory_cap_bytes": cap, "margin": free, "nearest": nearest}

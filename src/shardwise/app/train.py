@@ -1,7 +1,6 @@
 """A job to a run: check what can be checked without a model, start the processes, wait for them."""
 
 import os
-import shlex
 import shutil
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.app.jobs import AnyJob, cap_in_bytes, read
+from shardwise.app.jobs import AnyJob, Changes, cap_in_bytes, read, texts
 from shardwise.device.fake import create
 from shardwise.device.find import FAKE, REPLAY
 from shardwise.engines.facts import Devices
@@ -28,7 +27,7 @@ from shardwise.launch.restart import Restarts
 from shardwise.launch.resume import (
     check_nodes,
     check_same_job,
-    finished_at,
+    finished,
     job_file,
     last_choice,
     processes_of,
@@ -82,7 +81,7 @@ def train(
     trust_checkpoint: bool = False,
     max_steps: int | None = None,
     dry_run: bool = False,
-    changes: Sequence[str] = (),
+    changes: Changes = (),
     memory_cap: str | int | None = None,
     on_oom: Literal["stop", "retry"] = "stop",
     as_json: bool = False,
@@ -108,7 +107,7 @@ def train(
         trust_checkpoint: load DeepSpeed's own files even if they name code that they do not need.
         max_steps: stop after this step; the schedule stays the job's.
         dry_run: show what would run; train nothing.
-        changes: `key=value` texts, as for `--set`.
+        changes: what the command line's `--set` is for: `{"train.steps": 20}`, or `key=value` texts.
         memory_cap: use no more of each GPU; bytes, or `16GiB`.
         on_oom: after a GPU ran out of memory: stop, or retry with a strategy that needs less.
         supervise: start it again after a crash, a hang or a lost GPU, and resume what the folder has.
@@ -123,6 +122,7 @@ def train(
         JobError: the job, the run folder or an argument is wrong.
         CheckpointError: the run to resume is damaged, or another job's.
     """
+    changes = texts(changes)
     hosts = () if hostfile is None else this_first(read_hostfile(Path(hostfile)))
     among = _nodes(hosts, nodes, node_rank, rendezvous)
     if hosts:
@@ -162,12 +162,10 @@ def train(
         again, there = _again(job, spec, changes, memory_cap), Path(workdir or Path.cwd())
         code = launch_on(hosts, again, rendezvous=among.rendezvous, workdir=there, run_dir=folder)
         return Run(folder=folder, exit_code=code)
-    if spec.resume and among is None and not dry_run and spec.resume_from is None:
-        done = finished_at(folder, Job.model_validate(spec.job))
-        if done is not None:
-            text = f"finished already, after step {done}; next: shardwise report {shlex.quote(str(folder))}"
-            print(f"{text}; to train more: --set train.steps=N", file=sys.stderr)
-            return Run(folder=folder, exit_code=0)
+    goes_on = spec.resume and among is None and not dry_run and spec.resume_from is None
+    if goes_on and (said := finished(folder, Job.model_validate(spec.job))):
+        print(said, file=sys.stderr)
+        return Run(folder=folder, exit_code=0)
     simulated = _simulated(spec.processes) if simulate_power and not dry_run else nullcontext()
     restarts = None
     if supervise and not dry_run:

@@ -68,14 +68,16 @@ def _last_strategy(run_dir: Path) -> Strategy:
         raise CheckpointError(what, where=f"{run_dir}/{PLAN}", fix=fix) from None
 
 
-def finished_at(run_dir: Path, job: Job) -> int | None:
-    """The last step of a run that has nothing left to do with this job; None for any other."""
-    record, newest = read_run(run_dir), step_folders(run_dir / "checkpoints")[:1]
-    last = record.events[-1] if record.events else {}
-    if last.get("status") != "finished" or last.get("mirror") is not None:
-        return None
+def finished(run_dir: Path, job: Job) -> str:
+    """What to say of a run that has nothing left to do with this job; empty for any other."""
+    record, last = read_run(run_dir), step_folders(run_dir / "checkpoints")[:1]
+    end = record.events[-1] if record.events else {}
+    done = end.get("status") == "finished" and end.get("mirror") is None
     same = Job.model_validate(record.job).train == job.train
-    return last["step"] if same and [step for step, _ in newest] == [last["step"]] else None
+    if not done or not same or [step for step, _ in last] != [end["step"]]:
+        return ""
+    what = f"finished already, after step {end['step']}; next: shardwise report {shlex.quote(str(run_dir))}"
+    return f"{what}; to train more: --set train.steps=N"
 
 
 def last_choice(run_dir: Path, job: Job, processes: int) -> dict[str, Any] | None:
