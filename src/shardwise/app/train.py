@@ -122,7 +122,7 @@ def train(
         JobError: the job, the run folder or an argument is wrong.
         CheckpointError: the run to resume is damaged, or another job's.
     """
-    changes = texts(changes)
+    given, changes = dict(locals()), texts(changes)
     hosts = () if hostfile is None else this_first(read_hostfile(Path(hostfile)))
     among = _nodes(hosts, nodes, node_rank, rendezvous)
     if hosts:
@@ -131,25 +131,13 @@ def train(
         fix = "leave it out; the batch system starts all nodes again, with --resume-or-start"
         raise JobError("--supervise works on one machine", where="--supervise", fix=fix)
 
+    here = ("job", "processes", "nodes", "node_rank", "rendezvous", "hostfile", "workdir", "resume_from")
+    options = {name: value for name, value in given.items() if name not in (*here, "on_event", "changes")}
+    options["on_oom"] = "retry" if supervise else on_oom
+
     def build(processes: int | None, resume_from: str | None = None) -> tuple[LaunchSpec, Path]:
         return _spec(
-            job,
-            nodes=among,
-            processes=processes,
-            resume=resume,
-            resume_or_start=resume_or_start,
-            resume_from=resume_from,
-            supervise=supervise,
-            trust_checkpoint=trust_checkpoint,
-            max_steps=max_steps,
-            dry_run=dry_run,
-            changes=changes,
-            memory_cap=memory_cap,
-            on_oom="retry" if supervise else on_oom,
-            as_json=as_json,
-            simulate_power=simulate_power,
-            debug=debug,
-            command=command,
+            job, nodes=among, processes=processes, resume_from=resume_from, changes=changes, **options
         )
 
     try:

@@ -229,7 +229,7 @@ CASES = [
     Case("run-exists", GOOD.replace("name: run", "name: old"), ["exists", "`shardwise train runs/old --res"]),
     Case("place-is-taken", GOOD.replace("name: run", "name: new"), ["fix: --set name=new-2 starts another"]),
     Case("run-as-job", GOOD, ["runs/old is a run folder", "--resume` goes on"], ("train", "runs/old")),
-    Case("resume-no-run", GOOD, ["base is a folder, not a job file"], ("train", "base", "--resume")),
+    Case("resume-no-run", GOOD, ["base is not a run folder"], ("train", "base", "--resume")),
     Case("nothing-to-resume", GOOD, ["no run to resume"], train("--resume")),
     Case("unknown-preset", GOOD, ["no preset 'loar'", "did you mean lora?"], ("init", "loar")),
     Case("init-overwrites", GOOD, ["job.yaml exists already"], ("init", "lora")),
