@@ -56,12 +56,11 @@ def __getattr__(name: str) -> Any:
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*given: Any, **named: Any) -> Any:
-        try:
-            return function(*given, **named)
-        except TypeError as error:
-            if "unexpected keyword" in str(error):
-                error.add_note(f'--set is changes={{"train.steps": 20}}; see help(shardwise.{call.__name__})')
-            raise
+        if "set" in named:
+            raise TypeError(
+                f'{call.__name__}() has no `set`; what --set does is changes={{"train.steps": 20}}'
+            )
+        return function(*given, **named)
 
     call.__module__ = __name__  # so that it can be pickled
     return call

@@ -41,9 +41,11 @@ def texts(changes: Changes) -> list[str]:
     return [changes] if isinstance(changes, str) else list(changes)
 
 
-def read(job: AnyJob, changes: Sequence[str] = ()) -> LoadedJob:
+def read(job: AnyJob, changes: Sequence[str] = (), *, needs_data: bool = True) -> LoadedJob:
     """The job of a file or a value, with `changes` applied, and where each value comes from."""
-    return load.check_job(job, changes) if isinstance(job, Job) else load.load_job(job, changes)
+    if isinstance(job, Job):
+        return load.check_job(job, changes)
+    return load.load_job(job, changes, needs_data=needs_data)
 
 
 def hardware_of(gpus: str | Hardware | None) -> Hardware:

@@ -9,6 +9,7 @@ from shardwise.app.jobs import AnyJob, Changes, hardware_of, read, size_in_bytes
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import with_slot
+from shardwise.job import paths
 from shardwise.job.load import LoadedJob
 from shardwise.planner.limits import share as share_of
 from shardwise.planner.limits import with_limits, with_pareto
@@ -115,7 +116,11 @@ def _job(
 ) -> tuple[LoadedJob, tuple[str, ...]]:
     """The job that is asked for, and the flags for what was assumed."""
     if job is not None:
-        return read(job, [*changes, *([] if model is None else [f"model.source={model}"])]), ()
+        more = [] if model is None else [f"model.source={model}"]
+        loaded = read(job, [*changes, *more], needs_data=False)
+        train = loaded.job.data.train
+        absent = [n for n in ([train] if isinstance(train, str) else train) if [*paths.missing_data(n)]]
+        return loaded, tuple(f"{name} is not there: its rows are taken as full" for name in absent)
     if model is None:
         fix = "name a job file, or a model: --model EleutherAI/gpt-neo-2.7B"
         raise JobError("there is nothing to plan", where="shardwise plan", fix=fix)

@@ -135,10 +135,8 @@ def train(
     options = {name: value for name, value in given.items() if name not in (*here, "on_event", "changes")}
     options["on_oom"] = "retry" if supervise else on_oom
 
-    def build(processes: int | None, resume_from: str | None = None) -> tuple[LaunchSpec, Path]:
-        return _spec(
-            job, nodes=among, processes=processes, resume_from=resume_from, changes=changes, **options
-        )
+    def build(processes: int | None, start: str | None = None) -> tuple[LaunchSpec, Path]:
+        return _spec(job, nodes=among, processes=processes, resume_from=start, changes=changes, **options)
 
     try:
         spec, folder = build(processes, resume_from)
