@@ -57,9 +57,7 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*given: Any, **named: Any) -> Any:
         if "set" in named:
-            raise TypeError(
-                f'{call.__name__}() has no `set`; what --set does is changes={{"train.steps": 20}}'
-            )
+            raise TypeError(f'{call.__name__}() has no `set`; --set is changes={{"train.steps": 20}}')
         return function(*given, **named)
 
     call.__module__ = __name__  # so that it can be pickled

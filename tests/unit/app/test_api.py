@@ -130,7 +130,7 @@ def test_changes_may_be_a_mapping_or_one_text(job: Path) -> None:
 
 
 def test_the_argument_set_is_answered_with_its_name() -> None:
-    with pytest.raises(TypeError, match=r"plan\(\) has no `set`; what --set does is changes=\{"):
+    with pytest.raises(TypeError, match=r"plan\(\) has no `set`; --set is changes=\{"):
         shardwise.plan("job.yaml", set=["train.steps=1"])  # type: ignore[call-arg]
     assert pickle.loads(pickle.dumps(shardwise.plan)) is shardwise.plan
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from shardwise.job.paths import nearest
 
 GOOD = """\
 name: run
@@ -330,3 +331,10 @@ def test_everything_wrong_is_said_at_once(
         "--set train.seed=x",
         "job.yaml: name",
     ]
+
+
+def test_a_file_of_another_kind_is_not_suggested(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text("{}")
+    assert nearest(tmp_path / "d.jsonl").startswith("the nearest folder that exists is")
+    (tmp_path / "dt.jsonl").write_text("{}")
+    assert nearest(tmp_path / "d.jsonl") == f"did you mean {tmp_path / 'dt.jsonl'}?"
