@@ -70,8 +70,6 @@ if accelerator.is_main_process:
         "dtype": str(next(model.parameters()).dtype),
         "clipping": model.gradient_clipping(),
     }, open("result.json", "w"))
-accelerator.wait_for_everyone()
-accelerator.end_training()  # a process group left alone once aborted its process at its end
 """
 
 OWN = """
@@ -101,6 +99,13 @@ if torch.distributed.get_rank() == 0:
         "dtype": str(next(engine.parameters()).dtype),
         "steps": engine.global_steps,
     }, open("result.json", "w"))
+"""
+
+# A thread of gloo now and then aborts a process that has done its work: none of the emitted files' business.
+ENDING = """
+import os
+torch.distributed.barrier()
+os._exit(0)
 """
 
 # DeepSpeed compiles a transport of its own on CPUs, for a minute; gloo does as well.
@@ -164,7 +169,7 @@ def emitted(strategy: str, target: str, **train: Any) -> None:
 
 def run(script: str, launch: str, *arguments: str) -> dict[str, Any]:
     """Runs a script with an emitted launch script; what it wrote into result.json."""
-    Path("train.py").write_text(script)
+    Path("train.py").write_text(script + ENDING)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path("site").resolve()), str(ROOT / "src")]),
