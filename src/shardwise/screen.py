@@ -2,6 +2,8 @@
 
 import re
 import sys
+from collections.abc import Callable
+from io import StringIO
 from typing import Any
 
 from rich.console import Console
@@ -18,3 +20,11 @@ def screen(*, stderr: bool = False, **options: Any) -> Console:
     """For stdout or stderr."""
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return (Console if terminal else _Unfilled)(stderr=stderr, **options)
+
+
+def as_text(show: Callable[..., None], value: Any) -> str:
+    """What `show` prints of a value, as plain text of 100 columns."""
+    console = Console(file=StringIO(), width=100)
+    with console.capture() as captured:
+        show(value, console=console)
+    return "\n".join(map(str.rstrip, captured.get().rstrip().splitlines()))

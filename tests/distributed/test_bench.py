@@ -37,7 +37,7 @@ def test_strategies_side_by_side(tmp_path: Path) -> None:
     for name in ("zero2", "fsdp2"):
         row = rows[f"{name} learning_rate=1e-3"]
         assert (row["status"], row["predicted"]) == ("measured", None), row["error"]
-        assert row["predicted_unavailable"] == "no GPU: the simulator predicts GPUs"
+        assert row["predicted_unavailable"] == "the simulator predicts GPUs, and there is none here"
         found = row["measured"]
         assert found["steps"] == 6
         assert found["tokens_per_second_per_gpu"] > 10
@@ -72,7 +72,7 @@ def test_strategies_side_by_side(tmp_path: Path) -> None:
     assert code == 0, err
     page = (tmp_path / "bench.html").read_text()
     assert "Waiting for communication" in page
-    assert "no prediction: no GPU: the simulator predicts GPUs (all)" in page
+    assert "no prediction: the simulator predicts GPUs, and there is none here (all)" in page
 
 
 def test_what_is_done_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:

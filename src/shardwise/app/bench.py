@@ -9,18 +9,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardwise.app.jobs import AnyJob, cap_in_bytes, read
+from shardwise.app.jobs import AnyJob, Changes, cap_in_bytes, read, texts
 from shardwise.hardware.detect import detect_hardware, driver_version, gpu_count
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.planner.planning import Making, make_plan
 from shardwise.record.bench import SCHEMA, BenchRecord, append, opened, read_bench
 from shardwise.record.environment import environment
+from shardwise.report.bench import show_bench
 from shardwise.report.compare import FEWEST_STEPS
+from shardwise.screen import as_text
 from shardwise.trials.rows import PlanFor, Row, make_rows
 from shardwise.trials.run import FINAL, Settings, run_rows
 from shardwise.trials.sweep import ALL, chosen_names, points
 from shardwise.units import count, gib
+
+
+class Bench(BenchRecord):
+    """What a bench measured. `print` shows the tables of `shardwise report`; `rows` has all numbers."""
+
+    def __repr__(self) -> str:
+        return as_text(show_bench, self)
 
 
 def bench(
@@ -34,12 +43,12 @@ def bench(
     timeout_seconds: float = 900.0,
     profile: bool = True,
     out: str | Path | None = None,
-    changes: Sequence[str] = (),
+    changes: Changes = (),
     memory_cap: str | int | None = None,
     command: Sequence[str] = ("shardwise.bench",),
     say: Callable[[str], None] = print,
     making: Making = nullcontext,
-) -> BenchRecord:
+) -> Bench:
     """Run strategies for a few steps each.
 
     Args:
@@ -52,7 +61,7 @@ def bench(
         timeout_seconds: end a strategy that takes longer.
         profile: record one more step with torch.profiler.
         out: folder of the results, which the same call continues; None: bench/NAME.
-        changes: `key=value` texts, as for `--set`.
+        changes: what the command line's `--set` is for: `{"train.precision": "fp32"}`, or `key=value` texts.
         memory_cap: use no more of each GPU; bytes, or `16GiB`.
         command: what the user typed, for the record.
         say: called with each line of progress.
@@ -62,6 +71,7 @@ def bench(
         JobError: the job or an argument is wrong, or no strategy is allowed.
         DoesNotFitError: nothing fits.
     """
+    changes = texts(changes)
     base, gpus = read(job, changes).job, gpu_count()
     processes = processes or max(1, gpus)
     cap = cap_in_bytes(memory_cap, gpus)
@@ -89,11 +99,11 @@ def bench(
     )
     head = _head(base, settings, hardware, command)
     if steps < FEWEST_STEPS:
-        say(f"note: {steps} steps are too few to judge a rate by: --steps {FEWEST_STEPS} or more")
+        say(f"note: {steps} steps are too few to compare speeds: use --steps {FEWEST_STEPS} or more")
     if processes == 1 and len({row.strategy.name for row in rows}) > 1:
-        say("note: one process shards nothing, so strategies hardly differ: --processes 2")
+        say("note: one process shards nothing, so strategies hardly differ: use --processes 2")
     _run(rows, settings, {**head, "left_out": left_out, "order": [row.key for row in rows]}, say)
-    return read_bench(settings.folder)
+    return Bench(**vars(read_bench(settings.folder)))
 
 
 def _head(job: Job, settings: Settings, hardware: Hardware | None, command: Sequence[str]) -> dict[str, Any]:
@@ -147,4 +157,4 @@ def _outcome(result: dict[str, Any], each: str) -> str:
     if found is None:
         return f"{result['status']}, {str(result['error']).splitlines()[0]}"
     rate, memory = count(found["tokens_per_second_per_gpu"]), gib(found["peak_reserved_bytes"])
-    return f"{rate} tok/s/{each}, {memory}, {found['verdict']}; {result['seconds']:.0f} s"
+    return f"{rate} tok/s/{each}, {memory}, {found['verdict']}; took {result['seconds']:.0f} s"

@@ -15,10 +15,10 @@ from shardwise.errors import JobError, MachineError
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 from shardwise.launch.local import worker_environment
-from shardwise.lint.check import Checked, fix_files, load, unreadable
+from shardwise.lint.check import Checked, block, counted, fix_files, headings, load, unreadable
 from shardwise.lint.check import check as run_rules
 from shardwise.lint.document import UnreadableError
-from shardwise.lint.finding import Finding
+from shardwise.lint.finding import SEVERITIES, Finding
 from shardwise.lint.fit import Fit, fit_of
 from shardwise.lint.model import facts_of
 from shardwise.lint.read import read
@@ -44,6 +44,24 @@ class Report:
     def failed(self) -> bool:
         """Whether a finding is an error."""
         return self.checked.failed
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return self.checked.findings
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def text(self, *, errors_only: bool = False) -> str:
+        """What `shardwise check` prints: the kind of each file, then the findings, errors first."""
+        kinds = headings(self.checked)
+        blocks = [f"fixed: {one.what}  [{one.rule}]\n  at:  {one.where}" for one in self.fixed]
+        found = sorted(self.findings, key=lambda one: SEVERITIES.index(one.severity))
+        blocks += [block(one) for one in found if one.severity == "error" or not errors_only]
+        parts = [part for part in (self.fit, self.tiny) if part is not None]
+        last = [*("\n".join(part.lines()) for part in parts), counted(self.findings)]
+        files = dict.fromkeys([*(one.file for one in found if one.file not in kinds), *kinds])
+        return "\n\n".join(["\n".join(kinds.get(file, file) for file in files), *blocks, "\n".join(last)])
 
     def to_json(self) -> dict[str, Any]:
         setup, findings = self.checked.setup, self.checked.findings

@@ -1,8 +1,10 @@
 """What a caller may name: a job as a file or a value, GPUs as text or a value, sizes as text or a number."""
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import JobError, MachineError
 from shardwise.hardware.hardware import Hardware
@@ -12,27 +14,38 @@ from shardwise.job.schema import Job
 from shardwise.units import GIB
 
 AnyJob = Job | str | Path
+Changes = str | Sequence[str] | Mapping[str, Any]
+"""Like `--set`: `"train.steps=20"`, several of them, or `{"train.steps": 20}`."""
 
 _SIZES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": GIB}
 MOST_BYTES = 2.0**60
 
 
-def load_job(path: str | Path, changes: Sequence[str] = ()) -> Job:
+def load_job(path: str | Path, changes: Changes = ()) -> Job:
     """Read a job file.
 
     Args:
         path: a YAML file.
-        changes: `key=value` texts, as for `--set`.
+        changes: what the command line's `--set` is for: `{"train.steps": 20}`, or `key=value` texts.
 
     Raises:
         JobError: with every problem found, each with its line.
     """
-    return read(path, changes).job
+    return read(path, texts(changes)).job
 
 
-def read(job: AnyJob, changes: Sequence[str] = ()) -> LoadedJob:
+def texts(changes: Changes) -> list[str]:
+    """Changes as `key=value` texts."""
+    if isinstance(changes, Mapping):
+        return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    return [changes] if isinstance(changes, str) else list(changes)
+
+
+def read(job: AnyJob, changes: Sequence[str] = (), *, needs_data: bool = True) -> LoadedJob:
     """The job of a file or a value, with `changes` applied, and where each value comes from."""
-    return load.check_job(job, changes) if isinstance(job, Job) else load.load_job(job, changes)
+    if isinstance(job, Job):
+        return load.check_job(job, changes)
+    return load.load_job(job, changes, needs_data=needs_data)
 
 
 def hardware_of(gpus: str | Hardware | None) -> Hardware:

@@ -10,8 +10,8 @@ from shardwise.app import publish
 from shardwise.app.listen import listen
 from shardwise.errors import CheckpointError, JobError, MachineError
 from shardwise.inference.sampling import Sampling
-from shardwise.record.manifest import verify
-from shardwise.record.read import is_run_folder, read_run
+from shardwise.record.manifest import step_folders, verify
+from shardwise.record.read import evaluations_of, is_run_folder, no_run, read_run
 from shardwise.report.compare import checkpoints as listed
 
 if TYPE_CHECKING:
@@ -105,15 +105,21 @@ def checkpoints(
 ) -> list[dict[str, Any]]:
     """Those of a run, or of one step, newest first, with what is wrong with each (`problems`).
 
-    Names and sizes are looked at, and with `every_byte` the contents. JobError where there is none.
+    Names and sizes are looked at, and with `every_byte` the contents. `loss` is that of an evaluation at the
+    step, else None. JobError where there is none.
     """
     folder = Path(run) / "checkpoints"
-    found = [one for one in listed(folder, every_byte=every_byte) if step in (None, one["step"])]
-    if not found:
+    if not folder.is_dir() and not is_run_folder(Path(run)):
+        raise no_run(Path(run))
+    there = [number for number, _ in step_folders(folder)]
+    if not there or step not in (None, *there):
         what = f"there is no checkpoint{'' if step is None else f' of step {step}'}"
-        fix = "" if is_run_folder(Path(run)) else "name a run folder, such as runs/NAME"
+        fix = f"--step {' or '.join(map(str, there))}" if there else "the run has saved none yet"
         raise JobError(what, where=str(folder), fix=fix)
-    return found
+    found = [one for one in listed(folder, every_byte=every_byte) if step in (None, one["step"])]
+    events = read_run(Path(run)).events if is_run_folder(Path(run)) else []
+    losses = dict(evaluations_of(events, until=there[0]))
+    return [{**one, "loss": losses.get(one["step"])} for one in found]
 
 
 def convert(run: str | Path, out: str | Path, step: int | None = None) -> dict[str, Any]:

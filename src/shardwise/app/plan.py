@@ -5,10 +5,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from shardwise.app.jobs import AnyJob, hardware_of, read, size_in_bytes
+from shardwise.app.jobs import AnyJob, Changes, hardware_of, read, size_in_bytes, texts
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import with_slot
+from shardwise.job import paths
 from shardwise.job.load import LoadedJob
 from shardwise.planner.limits import share as share_of
 from shardwise.planner.limits import with_limits, with_pareto
@@ -23,7 +24,7 @@ def plan(
     *,
     gpus: str | Hardware | None = None,
     model: str | None = None,
-    changes: Sequence[str] = (),
+    changes: Changes = (),
     objective: Objective = "throughput",
     memory_cap: str | int | None = None,
     max_slowdown: str | float | None = None,
@@ -40,7 +41,7 @@ def plan(
         job: a job file, or a job; None plans for `model` alone.
         gpus: `4xRTX4080`, `2x8xH100`, a Hardware; None: this machine's.
         model: a hub id, folder or known name.
-        changes: `key=value` texts, as for `--set`.
+        changes: what the command line's `--set` is for: `{"train.global_batch": 32}`, or `key=value` texts.
         objective: the metric to rank strategies by.
         memory_cap: use no more of each GPU; bytes, or `16GiB`.
         max_slowdown: with the objective `energy`, choose a power limit and the number of GPUs, too: all, or a
@@ -55,7 +56,8 @@ def plan(
         making: entered while a plan is made; a kept one is only read.
 
     Returns:
-        The plan; its `chosen` is None where nothing fits.
+        The plan; `print` shows the command line's table. Its `chosen`, None where nothing fits, has the
+        `strategy` and the `prediction`: `.memory.needed_bytes`, `.time.step_seconds`, `.energy`.
 
     Raises:
         JobError: the job is wrong, or no strategy is allowed.
@@ -73,7 +75,7 @@ def plan(
     if straggler is not None:
         spread = share_of(straggler, "--straggler", "a GPU's step time")
         hardware = replace(hardware, straggler_fraction=spread)
-    loaded, assumed = _job(job, model, changes, hardware)
+    loaded, assumed = _job(job, model, texts(changes), hardware)
 
     def plan_for(hardware: Hardware) -> Plan:
         limits: dict[str, Any] = {"memory_cap_bytes": cap, "margin": free, "nearest": nearest}
@@ -114,7 +116,11 @@ def _job(
 ) -> tuple[LoadedJob, tuple[str, ...]]:
     """The job that is asked for, and the flags for what was assumed."""
     if job is not None:
-        return read(job, [*changes, *([] if model is None else [f"model.source={model}"])]), ()
+        more = [] if model is None else [f"model.source={model}"]
+        loaded = read(job, [*changes, *more], needs_data=False)
+        train = loaded.job.data.train
+        absent = [n for n in ([train] if isinstance(train, str) else train) if [*paths.missing_data(n)]]
+        return loaded, tuple(f"{name} is not there: its rows are taken as full" for name in absent)
     if model is None:
         fix = "name a job file, or a model: --model EleutherAI/gpt-neo-2.7B"
         raise JobError("there is nothing to plan", where="shardwise plan", fix=fix)

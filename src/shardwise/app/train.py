@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.app.jobs import AnyJob, cap_in_bytes, read
+from shardwise.app.jobs import AnyJob, Changes, cap_in_bytes, read, texts
 from shardwise.device.fake import create
 from shardwise.device.find import FAKE, REPLAY
+from shardwise.engines.facts import Devices
 from shardwise.errors import JobError, MachineError, ShardwiseError
 from shardwise.hardware.detect import gpu_count
 from shardwise.job.load import LoadedJob
@@ -26,6 +27,7 @@ from shardwise.launch.restart import Restarts
 from shardwise.launch.resume import (
     check_nodes,
     check_same_job,
+    finished,
     job_file,
     last_choice,
     processes_of,
@@ -79,7 +81,7 @@ def train(
     trust_checkpoint: bool = False,
     max_steps: int | None = None,
     dry_run: bool = False,
-    changes: Sequence[str] = (),
+    changes: Changes = (),
     memory_cap: str | int | None = None,
     on_oom: Literal["stop", "retry"] = "stop",
     as_json: bool = False,
@@ -105,7 +107,7 @@ def train(
         trust_checkpoint: load DeepSpeed's own files even if they name code that they do not need.
         max_steps: stop after this step; the schedule stays the job's.
         dry_run: show what would run; train nothing.
-        changes: `key=value` texts, as for `--set`.
+        changes: what the command line's `--set` is for: `{"train.steps": 20}`, or `key=value` texts.
         memory_cap: use no more of each GPU; bytes, or `16GiB`.
         on_oom: after a GPU ran out of memory: stop, or retry with a strategy that needs less.
         supervise: start it again after a crash, a hang or a lost GPU, and resume what the folder has.
@@ -120,6 +122,7 @@ def train(
         JobError: the job, the run folder or an argument is wrong.
         CheckpointError: the run to resume is damaged, or another job's.
     """
+    given, changes = dict(locals()), texts(changes)
     hosts = () if hostfile is None else this_first(read_hostfile(Path(hostfile)))
     among = _nodes(hosts, nodes, node_rank, rendezvous)
     if hosts:
@@ -128,26 +131,12 @@ def train(
         fix = "leave it out; the batch system starts all nodes again, with --resume-or-start"
         raise JobError("--supervise works on one machine", where="--supervise", fix=fix)
 
-    def build(processes: int | None, resume_from: str | None = None) -> tuple[LaunchSpec, Path]:
-        return _spec(
-            job,
-            nodes=among,
-            processes=processes,
-            resume=resume,
-            resume_or_start=resume_or_start,
-            resume_from=resume_from,
-            supervise=supervise,
-            trust_checkpoint=trust_checkpoint,
-            max_steps=max_steps,
-            dry_run=dry_run,
-            changes=changes,
-            memory_cap=memory_cap,
-            on_oom="retry" if supervise else on_oom,
-            as_json=as_json,
-            simulate_power=simulate_power,
-            debug=debug,
-            command=command,
-        )
+    here = ("job", "processes", "nodes", "node_rank", "rendezvous", "hostfile", "workdir", "resume_from")
+    options = {name: value for name, value in given.items() if name not in (*here, "on_event", "changes")}
+    options["on_oom"] = "retry" if supervise else on_oom
+
+    def build(processes: int | None, start: str | None = None) -> tuple[LaunchSpec, Path]:
+        return _spec(job, nodes=among, processes=processes, resume_from=start, changes=changes, **options)
 
     try:
         spec, folder = build(processes, resume_from)
@@ -159,6 +148,10 @@ def train(
         again, there = _again(job, spec, changes, memory_cap), Path(workdir or Path.cwd())
         code = launch_on(hosts, again, rendezvous=among.rendezvous, workdir=there, run_dir=folder)
         return Run(folder=folder, exit_code=code)
+    goes_on = spec.resume and among is None and not dry_run and spec.resume_from is None
+    if goes_on and (said := finished(folder, Job.model_validate(spec.job))):
+        print(said, file=sys.stderr)
+        return Run(folder=folder, exit_code=0)
     simulated = _simulated(spec.processes) if simulate_power and not dry_run else nullcontext()
     restarts = None
     if supervise and not dry_run:
@@ -283,7 +276,7 @@ def _spec(
         flag = "--simulate-power" if simulate_power else "--on-oom retry"
         fix = "leave it out; after GPU memory ran out the error says what would fit"
         raise JobError(f"{flag} works on one machine, and this run has {count}", where=flag, fix=fix)
-    _check_strategy(loaded, processes * count, gpus)
+    _check_strategy(loaded, processes * count, gpus, resuming=resume)
     spec = LaunchSpec(
         job=asked.model_dump(mode="json"),
         run_dir=str(folder),
@@ -324,13 +317,14 @@ def _check_budget(job: Job, folder: Path) -> None:
         raise JobError(what, where="energy.budget_kwh", fix=fix)
 
 
-def _check_strategy(loaded: LoadedJob, processes: int, gpus: int) -> None:
+def _check_strategy(loaded: LoadedJob, processes: int, gpus: int, *, resuming: bool) -> None:
     """Refuse what cannot be combined before any process starts, at the job file's lines.
 
     The workers resolve the strategy again; they know the model's size and the GPU's memory.
     """
     try:
-        resolve(loaded.job, world_size=processes, devices="cuda" if gpus else "cpu")
+        devices: Devices = "cuda" if gpus else "cpu"
+        resolve(loaded.job, world_size=processes, devices=devices, resuming=resuming)
     except JobError as error:
         raise loaded.located(error) from None
 

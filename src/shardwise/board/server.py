@@ -163,7 +163,10 @@ async def _planned(form: pages.PlanForm, turn: asyncio.Lock) -> AsyncGenerator[s
     """What the planner writes, and an empty object each second; its process ends with the request."""
     async with turn:
         start = partial(asyncio.create_subprocess_exec, stdin=PIPE, stdout=PIPE, limit=16 * MOST_BYTES)
-        process = await start(sys.executable, "-m", PLANNER, str(os.getpid()))
+        # Ctrl-C is for the board, which kills the planner: semaphores that its pool leaves are then no news
+        quiet = {**os.environ, "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
+        started = start(sys.executable, "-m", PLANNER, str(os.getpid()), env=quiet, start_new_session=True)
+        process = await started
         try:
             assert process.stdin is not None
             assert process.stdout is not None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.options import Host, Port, Token, progress, say, stdout_to_stderr
-from shardwise.errors import ShardwiseError, printable, render
+from shardwise.errors import JobError, ShardwiseError, printable, render
 from shardwise.inference.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def generate(
     """
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, tuple(stop), seed)
     conversation = _open(model, sampling, system, base)
+    asked = prompt
     for asked in [prompt] if prompt is not None else _lines():
         for label, answer in conversation.answers(asked):
             with stdout_to_stderr():
@@ -65,6 +66,9 @@ def generate(
             if not text:
                 _explain_silence(answer.tokens, sampling)
             print(label + (text if prompt is not None else text.replace("\n", "\\n")), flush=True)
+    if asked is None:
+        fix = "--prompt TEXT, or a prompt in each line of stdin"
+        raise JobError("there is no prompt: stdin is empty", where="shardwise generate", fix=fix)
 
 
 def chat(

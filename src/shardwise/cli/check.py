@@ -1,18 +1,13 @@
 """`shardwise check FILE...`: what is wrong with DeepSpeed and accelerate configs, scripts and job files."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from shardwise.cli.options import AsJson, RowLength, planning, write_no_more
-
-if TYPE_CHECKING:
-    from shardwise.app.check import Report
 
 WRONG = 2
 
@@ -48,29 +43,8 @@ def check(
         if as_json:
             print(json.dumps(report.to_json()))
         else:
-            _print(report, errors_only=errors_only)
+            print(report.text(errors_only=errors_only))
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads stdout may stop early: the exit code still tells what was found
         write_no_more()
     return WRONG if report.failed else 0
-
-
-def _print(report: Report, *, errors_only: bool) -> None:
-    """File by file: its kind, and its findings with a blank line before each."""
-    from shardwise.lint.check import block, counted, headings
-
-    checked, fit = report.checked, report.fit
-    kinds = headings(checked)
-    for file in dict.fromkeys([*(one.file for one in checked.findings if one.file not in kinds), *kinds]):
-        print(kinds.get(file, file))
-        for one in report.fixed:
-            if one.file == file:
-                print(f"\nfixed: {one.what}  [{one.rule}]\n  at:  {one.where}")
-        for one in checked.findings:
-            if one.file == file and (one.severity == "error" or not errors_only):
-                print(f"\n{block(one)}")
-        print()
-    for part in (fit, report.tiny):
-        if part is not None:
-            print("\n".join(part.lines()))
-    print(counted(checked.findings))

@@ -33,8 +33,8 @@ BEFORE = {
 }
 """What may come before a message of each role; `call` is an assistant's message that calls functions."""
 EXPECTED = (
-    "alpaca: instruction, output (input, system, history); sharegpt: conversations of {from, value}; "
-    "messages: messages of {role, content}; text: text"
+    "alpaca: instruction, output (input, system, history), or prompt, completion; sharegpt: conversations of "
+    "{from, value}; messages: messages of {role, content}; text: text"
 )
 
 
@@ -60,7 +60,7 @@ class UnknownFormatError(DataError):
 
 def detect(record: Record) -> Format:
     """Return the format of a record. UnknownFormatError for no known fields, DataError for ambiguous ones."""
-    where, fields = record
+    where, fields = record[0], _joined(record[1])
     turns = fields.get("messages", fields.get("conversations"))
     first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
     signs: dict[Format, bool] = {
@@ -126,7 +126,7 @@ def convert(record: Record, format_: Format, *, system: str | None = None) -> Sa
 
     `system` is put before conversations without a system message.
     """
-    where, fields = record
+    where, fields = record[0], _joined(record[1])
     if format_ == "text":
         text = _text(fields, "text")
         if not text.strip():
@@ -138,6 +138,18 @@ def convert(record: Record, format_: Format, *, system: str | None = None) -> Sa
         messages.insert(0, {"role": "system", "content": own})
     _check_order(messages)
     return Conversation(where, messages, _tools(fields.get("tools")))
+
+
+def _joined(fields: dict[str, Any]) -> dict[str, Any]:
+    """TRL's `prompt` and `completion` as alpaca's fields where they are texts, as messages where lists."""
+    prompt, completion = fields.get("prompt"), fields.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return {"instruction": prompt, "output": completion, **fields}
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        return fields
+    if any(isinstance(one, dict) and one.get("role") == "assistant" for one in prompt):
+        raise SampleError("the prompt holds an answer, which would be trained, too: use `messages` if it may")
+    return {"messages": [*prompt, *completion], **fields}
 
 
 def _alpaca(fields: dict[str, Any]) -> list[Message]:

@@ -20,7 +20,7 @@ from shardwise.diagnosis.child import LIMIT_SECONDS, MODULE, Child, Children, Sa
 from shardwise.diagnosis.gpus import Gpus, size_of
 from shardwise.hardware.calibration import Calibration
 from shardwise.launch.local import worker_environment
-from shardwise.screen import screen
+from shardwise.screen import as_text, screen
 
 CPU_RANKS = 2  # that try gloo where there is no GPU
 HUB_SECONDS, COMPILE_SECONDS = 10.0, 600.0
@@ -35,6 +35,9 @@ class Report:
     gpus: Gpus
     calibration: Calibration | None
     seconds: float
+
+    def __repr__(self) -> str:
+        return as_text(show, self)
 
     @property
     def ready(self) -> bool:

@@ -75,6 +75,7 @@ class Facts:
     global_batch: int
     lora: bool
     micro_batch: int | None = None  # As the job names it; None where it was chosen for the user
+    resuming: bool = False  # Whether a run goes on, whose train.global_batch stays
     architecture: Architecture | None = None
     capability: tuple[int, int] | None = None
     """CUDA compute capability of the GPUs; None on CPUs and on other makers' GPUs."""

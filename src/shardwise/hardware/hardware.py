@@ -33,6 +33,9 @@ class Hardware:
     cpu_cores: int | None = None  # of one node that a process may use; None where it is not known
     straggler_fraction: float = 0.0  # standard deviation of a GPU's step time, as a share of it
 
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.gpus_per_node} x {self.gpu.name}".removeprefix("1 x ")
+
     @staticmethod
     def parse(text: str) -> Hardware:
         """`4xRTX4080`, `2x8xH100`, `4x24GB@pcie4`; JobError for a text that names no hardware."""

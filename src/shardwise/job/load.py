@@ -50,14 +50,14 @@ class Setting:
     origin: str
 
 
-def load_job(path: str | Path, changes: Sequence[str] = ()) -> LoadedJob:
-    """Read a job file, apply `--set` changes, check everything.
+def load_job(path: str | Path, changes: Sequence[str] = (), *, needs_data: bool = True) -> LoadedJob:
+    """Read a job file, apply `--set` changes, check everything; without `needs_data` not the data's files.
 
     JobError lists every problem with its line: syntax, keys, values, contradictions, files, access keys.
     """
     document = read_file(Path(path))
     apply(document, changes)
-    return _checked(document, Path(path).parent)
+    return _checked(document, Path(path).parent, needs_data=needs_data)
 
 
 def check_job(job: Job, changes: Sequence[str] = ()) -> LoadedJob:
@@ -73,7 +73,9 @@ def check_job(job: Job, changes: Sequence[str] = ()) -> LoadedJob:
     return _checked(document, Path(), given=given)
 
 
-def _checked(document: Document, folder: Path, *, given: frozenset[str] | None = None) -> LoadedJob:
+def _checked(
+    document: Document, folder: Path, *, given: frozenset[str] | None = None, needs_data: bool = True
+) -> LoadedJob:
     """The job of a document whose relative paths count from `folder`; `given`: keys, None for all it has."""
     secret = list(_secrets(document))
     for key in map(_split, _PATHS):
@@ -86,7 +88,9 @@ def _checked(document: Document, folder: Path, *, given: frozenset[str] | None =
     job, wrong = validate.check(document)
     problems = [*document.problems, *secret, *wrong.values()]
     if job is not None:
-        problems += _job_problems(job, document, frozenset(map(dotted, wrong)), given)
+        found = _job_problems(job, document, frozenset(map(dotted, wrong)), given)
+        absent = () if needs_data else ("`data.train`:", "`data.eval`:")
+        problems += [one for one in found if not one.what.startswith(absent)]
     if job is None or problems:
         raise _error(sorted(problems, key=_line), f"{document.name} has {len(problems)} problems")
     return LoadedJob(job=job, origins={dotted(key): origin for key, origin in document.origins.items()})

@@ -84,7 +84,10 @@ def nearest(path: Path) -> str:
         return f"it is a link to {path.readlink()}, which does not exist"
     parent = path.parent
     if parent.is_dir():
-        names = sorted(child.name for child in parent.iterdir())
+        alike = (
+            child for child in parent.iterdir() if path.suffix == child.suffix or path.stem == child.stem
+        )
+        names = sorted(child.name for child in alike)
         similar = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
         if similar:
             return f"did you mean {parent / similar[0]}?{lookup}"

@@ -17,7 +17,7 @@ from shardwise.job.paths import absolute
 from shardwise.job.schema import Job
 from shardwise.job.source import read_file
 from shardwise.record.manifest import read_json, read_manifest, step_folders
-from shardwise.record.read import JOB, PLAN, is_run_folder, read_run
+from shardwise.record.read import JOB, PLAN, is_run_folder, no_run, read_run
 from shardwise.strategy import Strategy
 
 _LENGTH = ("train.steps", "train.epochs")
@@ -37,6 +37,8 @@ def job_file(path: Path, *, resume: bool) -> Path:
         if resume and (path / "checkpoints").is_dir():
             what = f"the run folder has lost its {PLAN if (path / JOB).is_file() else JOB}"
             raise CheckpointError(what, where=str(path), fix="restore it from a copy")
+        if resume and not path.is_file():
+            raise no_run(path)
         return path
     if not resume:
         another = f"shardwise train {shlex.quote(str(path / JOB))} --set name={path.name}-2"
@@ -64,6 +66,18 @@ def _last_strategy(run_dir: Path) -> Strategy:
     except (KeyError, TypeError, ValueError):
         what, fix = "it does not say the strategy that the run was last run with", "restore it from a copy"
         raise CheckpointError(what, where=f"{run_dir}/{PLAN}", fix=fix) from None
+
+
+def finished(run_dir: Path, job: Job) -> str:
+    """What to say of a run that has nothing left to do with this job; empty for any other."""
+    record, last = read_run(run_dir), step_folders(run_dir / "checkpoints")[:1]
+    end = record.events[-1] if record.events else {}
+    done = end.get("status") == "finished" and end.get("mirror") is None
+    same = Job.model_validate(record.job).train == job.train
+    if not done or not same or [step for step, _ in last] != [end["step"]]:
+        return ""
+    what = f"finished already, after step {end['step']}; next: shardwise report {shlex.quote(str(run_dir))}"
+    return f"{what}; to train more: --set train.steps=N"
 
 
 def last_choice(run_dir: Path, job: Job, processes: int) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from shardwise.lint.document import Document, Kind
 from shardwise.lint.edit import Change, Put, Rename, yaml_scalar
 from shardwise.lint.setup import Setup
 
+_GENERAL = ("enabled", "device", "type", "ratio")  # keys that many sections have
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """The run fails or silently does something else; it costs speed, memory or safety; good to know."""
@@ -89,6 +90,10 @@ class Finding:
 
 def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
     """Return the finding for a hit in a document; a script is never edited."""
+    what, key = hit.what or broken.happens.removesuffix("."), [*map(str, hit.key)]
+    named = not key or "." in key[-1] or key[-1].endswith("Arguments")  # check's own names of places
+    if not named and not any(part.lower() in what.lower() for part in key):
+        what = f"`{'.'.join(key[-2:] if key[-1] in _GENERAL else key[-1:])}`: {what}"
     return Finding(
         rule=broken.name,
         severity=hit.severity or broken.severity,
@@ -97,7 +102,7 @@ def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
         key=""
         if len(hit.key) == 1 and "." in hit.key[0]
         else ".".join(hit.key),  # check's own name of a place
-        what=hit.what or broken.happens.removesuffix("."),
+        what=what,
         fix=hit.fix or _in_words(hit.changes[0], document),
         source=broken.source,
         versions=broken.versions,

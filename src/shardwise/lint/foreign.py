@@ -41,6 +41,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     words = [change for change in (engine.changes if engine else ()) if change.startswith(kept)]
     changes, batch, keys = list[str](), dict[str, int](), set[str]()
     left_out, precision = dict[tuple[str, str], list[str]](), dict[str, str]()
+    values = dict[str, dict[str, str]]()  # by key of the job: `key=value`, and where it was last said
     for document in documents:
         model = _MODEL.search(document.text) if document.syntax == "python" else None
         changes += [] if model is None else [f"model.source={json.dumps(model[1])}"]
@@ -54,8 +55,12 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
                 said.append(f"changed: {document.name}:{line}: {key}: {value}: {TABLE['notes'][value]}")
             if isinstance(meant, str):
                 left_out.setdefault((document.name, meant), []).append(f"{key} (line {line})")
-            elif isinstance(rule, str) and meant and rule.startswith("batch."):
-                batch.setdefault(rule.removeprefix("batch."), int(meant[0].partition("=")[2]))
+                continue
+            for one in meant if isinstance(rule, str) else ():
+                values.setdefault(one.partition("=")[0], {}).pop(one, None)
+                values[one.partition("=")[0]][one] = f"{document.name}:{line}: {key}"  # the last one wins
+            if isinstance(rule, str) and meant and rule.startswith("batch."):
+                batch[rule.removeprefix("batch.")] = int(meant[0].partition("=")[2])
             elif isinstance(rule, str):
                 changes += meant
             else:
@@ -64,6 +69,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     words += ["model.lora.variants=[dora, rslora]"] * (len({one for one in words if "variants" in one}) == 2)
     defaults = _defaults(keys | {change.partition("=")[0] for change in (*words, *changes)}, said)
     said += [f"left out: {name}: {', '.join(lost)}: {why}" for (name, why), lost in left_out.items()]
+    said += [text for places in values.values() for text in _conflicts(places)]
     if len(precision) > 1:
         said.append("to do: " + "; ".join(f"{place} says {change}" for change, place in precision.items()))
     job = source.Document(name="the files")
@@ -113,6 +119,9 @@ def _complete(job: source.Document, said: list[str]) -> None:
             source.apply(job, [f"{name}={text}"])
             said.append(f"to do: {name}: no file says it; write it in place of {text}")
     made, wrong = validate.check(job)
+    if made is not None and made.model.quantization != "none" and "lora" not in job.values["model"]:
+        rank, kind = made.model.lora and made.model.lora.rank, made.model.quantization
+        said.append(f"assumed: LoRA of rank {rank}, since {kind} weights are frozen and no file has adapters")
     problems = [(key, problem.what) for key, problem in wrong.items()]
     if made is not None:
         found = contradictions.find(made, frozenset(map(source.dotted, job.origins)))
@@ -156,6 +165,13 @@ def _meaning(key: str, value: Any, setup: Setup) -> list[str] | str:
     near = max((one for one in TABLE["reasons"] if key.startswith(one)), key=len, default="")
     known = f"{text}: nothing in a job file has this value"
     return str(TABLE["reasons"].get(near, known if key in TABLE["keys"] else "a job file has no such key"))
+
+
+def _conflicts(places: dict[str, str]) -> list[str]:
+    """What is said of a key's values, by where they are from, if files differ; the last is used."""
+    used, *lost = [f"{place} {value.partition('=')[2]}" for value, place in reversed(places.items())]
+    files = {place.partition(":")[0] for place in places.values()}
+    return [f"conflict: {used} is used, not {one}" for one in lost if len(files) > 1]
 
 
 def _rows(batch: Mapping[str, int], said: list[str]) -> Iterator[str]:

@@ -51,10 +51,11 @@ def read_python(text: str, file: str) -> Document:
         called = _called(call.func)
         uses.add(called)
         last = called.rpartition(".")[2]
-        if last not in _CALLS:
+        if last not in (*_CALLS, "Trainer", "Seq2SeqTrainer"):
             continue
         marks.setdefault((last,), Mark(line=call.lineno))
-        arguments = [(argument.arg or "", argument.value) for argument in call.keywords]
+        read = (one for one in call.keywords if last in _CALLS or one.arg == "tokenizer")
+        arguments = [(argument.arg or "", argument.value) for argument in read]
         if last == "from_pretrained":
             arguments += [("model_name_or_path", value) for value in call.args[:1]]
         uses |= {f"{called}({name or '**'})" for name, _ in arguments}

@@ -39,7 +39,8 @@ class Tiny:
 
     def lines(self) -> list[str]:
         losses = ", ".join(f"{loss:.3f}" for loss in self.losses)
-        said = "DeepSpeed stops" if self.refusal else f"{len(self.losses)} steps, loss {losses}"
+        said = f"{len(self.losses)} steps of a made-up model, loss {losses} (it shows only that steps run)"
+        said = "DeepSpeed stops" if self.refusal else said
         return [f"tiny run on the CPU: {said}", *(f"  not tried: {what}" for what in self.untried)]
 
 

@@ -133,13 +133,7 @@ def _precision(document: Document, setup: Setup, assumed: list[str]) -> str:
     return "fp32"
 
 
-def _batch(
-    document: Document,
-    setup: Setup,
-    assumed: list[str],
-    *,
-    degree: int = 1,
-) -> list[str]:
+def _batch(document: Document, setup: Setup, assumed: list[str], *, degree: int = 1) -> list[str]:
     """The micro-batch and global batch: from the file, else from the script, else the planner chooses.
 
     `degree`: GPUs that share a layer, and so have the same rows.

@@ -12,6 +12,7 @@ from shardwise.planner.evidence import Evidence, evidence_of
 from shardwise.simulate.prediction import Prediction
 from shardwise.space.candidates import Refused
 from shardwise.strategy import Strategy
+from shardwise.units import gib
 
 Objective = Literal["throughput", "memory", "energy"]
 
@@ -91,7 +92,8 @@ class Option:
     """Of each GPU, where it is not the card's own; the prediction is for it."""
 
     def __repr__(self) -> str:
-        return f"<Option: {in_words(self.strategy)}, fit={self.fit!r}>"
+        size, seconds = gib(self.prediction.memory.needed_bytes), self.prediction.time.step_seconds
+        return f"<Option: {in_words(self.strategy)}, {size}, {seconds:.3g} s/step, fit={self.fit!r}>"
 
     def seconds(self, tokens: int) -> float:
         """Training time in seconds for `tokens`."""

@@ -3,7 +3,6 @@
 Readable without colour in 80 columns.
 """
 
-import io
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from rich.text import Text
 from shardwise.planner.plan import Option, Plan, in_words
 from shardwise.planner.search import cost
 from shardwise.planner.why import needs_of_host, terms
+from shardwise.screen import as_text as to_text
 from shardwise.screen import screen
 from shardwise.simulate.power import energy_error, levels
 from shardwise.simulate.prediction import Memory
@@ -121,10 +121,7 @@ def show(plan: Plan, *, console: Console | None = None, everything: bool = False
 
 def as_text(plan: Plan) -> str:
     """The same as plain text."""
-    console = Console(file=io.StringIO(), width=NARROW)
-    with console.capture() as captured:
-        show(plan, console=console)
-    return "\n".join(map(str.rstrip, captured.get().rstrip().splitlines()))
+    return to_text(show, plan)
 
 
 def excerpt(plan: Plan) -> list[Option]:

@@ -99,12 +99,7 @@ class Manifest:
 
     def to_text(self) -> str:
         """The content of `manifest.json`, with the hash of the rest as its last key."""
-        body = {
-            "schema": SCHEMA,
-            "step": self.step,
-            **asdict(self.origin),
-            "files": _listed(self.files),
-        }
+        body = {"schema": SCHEMA, "step": self.step, **asdict(self.origin), "files": _listed(self.files)}
         if self.elsewhere:
             body["elsewhere"] = {node: _listed(files) for node, files in sorted(self.elsewhere.items())}
         return json.dumps({**body, "manifest_sha256": _hash_of(body)}, indent=1) + "\n"

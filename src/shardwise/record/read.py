@@ -72,10 +72,8 @@ def evaluations_of(events: Iterable[dict[str, Any]], *, until: int) -> list[tupl
 
 def read_run(path: Path, *, with_events: bool = True, without: Collection[str] = ()) -> RunRecord:
     """All but the checkpoints, and keys `without` of events; JobError for no run folder or a broken file."""
-    if not path.is_dir():
-        raise JobError(f"there is no folder {path}", where=str(path), fix=_known_runs(path.parent))
     if not is_run_folder(path):
-        raise _no_run(path)
+        raise no_run(path)
     there = with_events and (path / EVENTS).exists()
     events, gaps = read_events_and_gaps(path / EVENTS, without) if there else ([], [])
     return RunRecord(
@@ -187,14 +185,17 @@ def _environment(path: Path) -> Mapping[str, Any]:
         return {}
 
 
-def _no_run(folder: Path) -> JobError:
-    """The error for a folder that is no run folder: it names the runs in it, or how to run its job file."""
+def no_run(folder: Path) -> JobError:
+    """The error for what is no run folder: it names the runs in it or next to it, or how to run its job."""
+    if not folder.is_dir():
+        return JobError(f"there is no folder {folder}", where=str(folder), fix=_known_runs(folder.parent))
     if (folder / JOB).is_file() and not runs_in(folder):
         place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
         what = f"nothing has been run in {folder} yet: it holds a job file and no run"
         fix = f"`{place}shardwise train {JOB}`, then name the run folder that it writes"
         return JobError(what, where=str(folder), fix=fix)
-    return JobError(f"{folder} is not a run folder", where=str(folder), fix=_known_runs(folder))
+    above = next((f"name the run folder: {path}" for path in folder.parents if is_run_folder(path)), None)
+    return JobError(f"{folder} is not a run folder", where=str(folder), fix=above or _known_runs(folder))
 
 
 def _known_runs(folder: Path) -> str:

@@ -70,14 +70,15 @@ def recommended(rows: Sequence[Row]) -> tuple[Row, str] | None:
     rate = order[0]["measured"][RATE]
     alike = [row for row in order if row["measured"][RATE] >= (1 - ALIKE) * rate]
     best = min(alike, key=lambda row: pair(row, NEEDED)[1] or 0)
-    doubt = ", but its steps vary: measure more of them" if best["measured"]["verdict"] == "noisy" else ""
+    noisy = best["measured"]["verdict"] == "noisy"
+    doubt = "; its measurement is noisy (see below), so measure more steps (--steps)" if noisy else ""
     if len(alike) > 1:
-        why = f"the least memory of the {len(alike)} that are within {ALIKE:.0%} of the fastest"
+        why = f"it needs the least memory of the {len(alike)} within {ALIKE:.0%} of the fastest"
     else:
         why = (
-            f"{rate / order[1]['measured'][RATE]:.2f} times as fast as the next"
+            f"the fastest, with {rate / order[1]['measured'][RATE]:.2f} times the tok/s of the next"
             if order[1:]
-            else "measured alone"
+            else "the only one measured"
         )
     return best, why + doubt
 
@@ -114,12 +115,12 @@ def reasons(rows: Sequence[Row]) -> dict[str, str]:
                 found.setdefault(f"no {name}: {reason}", []).append(row["label"])
         profiled = values.get("profiled_step_seconds")
         if profiled and profiled > SLOWED * values["step_seconds"]:
-            longer = f"the profiled step, {profiled / values['step_seconds']:.1f} times as long as the others"
-            found.setdefault(f"exposed communication is that of {longer}", []).append(row["label"])
+            longer = f"step, which took {profiled / values['step_seconds']:.1f} times as long as the others"
+            found.setdefault(f"exposed communication is of the profiled {longer}", []).append(row["label"])
         idle = values.get("gpu_idle_fraction")
         if idle and idle >= IDLE:
-            waited = f"the GPU ran nothing for {idle:.0%} of the profiled step: it waited for the host"
-            found.setdefault(f"{waited}, which the profiler slows", []).append(row["label"])
+            waited = f"the GPU was idle for {idle:.0%} of the profiled step: it waited for the host"
+            found.setdefault(f"{waited}, which the profiler slows down", []).append(row["label"])
     all_rows = len(ran(rows))
     return {why: "all" if len(labels) == all_rows else ", ".join(labels) for why, labels in found.items()}
 
@@ -136,7 +137,7 @@ def show_bench(bench: BenchRecord, *, console: Console | None = None) -> None:
         predicted = any(row["predicted"] for row in rows)
         console.print()
         if predicted:
-            console.print(Text("predicted > measured", style="dim"))
+            console.print(Text("each cell: predicted > measured", style="dim"))
         each = "GPU" if head["environment"].get("gpus") else "process"
         headline = [(name.format(each=each), quantity, text) for name, quantity, text in _HEADLINE]
         tables = (_compared(rows, headline, verdicts=True), Text(), _compared(rows, _MEMORY), Text())
@@ -183,8 +184,8 @@ def _in_gib(value: float) -> str:
 
 _HEADLINE: tuple[Column, ...] = (
     ("GiB", NEEDED, _in_gib),
-    ("tok/s/{each}", "tokens_per_second_per_gpu", count),
-    ("exposed, of step", "exposed_communication_fraction", lambda value: f"{value:.0%}"),
+    ("mean tok/s/{each}", "tokens_per_second_per_gpu", count),
+    ("exposed comm.", "exposed_communication_fraction", lambda value: f"{value:.0%}"),
     ("J/token", "joules_per_token", lambda value: f"{value:.3g}"),
 )
 _MEMORY: tuple[Column, ...] = (
@@ -195,7 +196,7 @@ _MEMORY: tuple[Column, ...] = (
 
 
 def _details(rows: Sequence[Row]) -> Table:
-    table = _table("batch", "recomputed", "s/step", "TFLOP/s", "MFU", "loss", "norm")
+    table = _table("micro x accum.", "ckpt", "median s/step", "TFLOP/s", "MFU", "loss", "grad norm")
     for row in rows:
         found, strategy = row["measured"], row["strategy"]
         every = strategy["checkpoint_every"]
@@ -215,7 +216,7 @@ _SHORT_TERMS = dict(zip(TERMS, _SHORT, strict=True))
 
 
 def _terms(rows: Sequence[Row]) -> Table:
-    table = _table(*_SHORT_TERMS.values(), "sum", "real")
+    table = _table(*_SHORT_TERMS.values(), "sum", "measured")
     for row in rows:
         if row["predicted"] is not None:
             memory = row["predicted"]["memory"]
@@ -238,4 +239,7 @@ def _remarks(bench: BenchRecord) -> list[Text]:
             lines.append(Text(f"  {row['label']}: {found['verdict']}, {why}", style="yellow"))
     rest = [f"{reason} ({labels})" for reason, labels in reasons(bench.rows).items()]
     rest += [f"not run: {left['strategy']}, {left['reason']}" for left in bench.head["left_out"]]
+    if ran(bench.rows):
+        rest.append("mean tok/s: all counted tokens by all counted seconds; loss: of the last step")
+        rest.append("exposed comm.: the share of a step in which only communication runs")
     return lines + [Text(f"  {line}", style="dim") for line in rest]

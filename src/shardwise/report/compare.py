@@ -233,18 +233,19 @@ def judge(seconds: Sequence[float]) -> tuple[str, list[str]]:
     why = []
     middle = median(seconds)
     if len(seconds) < FEWEST_STEPS:
-        why.append(f"{len(seconds)} steady steps say little: at least {FEWEST_STEPS}")
+        why.append(f"only {len(seconds)} steps were counted: use --steps {FEWEST_STEPS} or more")
     if len(seconds) >= 2:
         low, _, high = quantiles(seconds, n=4, method="inclusive")
         if (spread := (high - low) / middle) > MOST_SPREAD:
-            why.append(f"the middle half of the steps spreads by {spread:.0%} of the median")
+            why.append(f"step times vary: their middle half spreads over {spread:.0%} of the median")
     if abs(skew := fmean(seconds) / middle - 1) > MOST_SPREAD:
-        why.append(f"the mean is {skew:+.0%} off the median: single steps stand out")
+        why.append(f"a few steps differ from the rest: the mean is {skew:+.0%} off the median")
     half = len(seconds) // 2
     if half >= 2:
         drift = median(seconds[-half:]) / median(seconds[:half]) - 1
         if abs(drift) > MOST_SPREAD:
-            why.append(f"the second half of the steps takes {drift:+.0%}: more --warmup")
+            side = "longer" if drift > 0 else "less"
+            why.append(f"the second half of the steps took {abs(drift):.0%} {side}: use more --warmup steps")
     return ("noisy" if why else "valid"), why
 
 

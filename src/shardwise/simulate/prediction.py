@@ -1,6 +1,6 @@
 """Predictions of the simulator for a strategy, term by term."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -33,8 +33,8 @@ class Moment:
 class Memory:
     """Memory of the fullest GPU, from the start of the process on, and of its node's host."""
 
-    peak_reserved_bytes: int  # The most that torch's allocator takes from the GPU
-    peak_allocated_bytes: int
+    peak_reserved_bytes: int  # torch.cuda.max_memory_reserved(): without CUDA's and NCCL's memory
+    peak_allocated_bytes: int  # torch.cuda.max_memory_allocated()
     outside_allocator_bytes: int  # CUDA context, kernels, NCCL
     capacity_bytes: int  # GPU memory that the process may use: torch sees less than the label says
     cache_flushes: int = 0
@@ -43,10 +43,11 @@ class Memory:
     terms: MemoryTerms
     host_bytes: int
     """What the strategy keeps in a node's host memory, of all processes, without the processes themselves."""
-    timeline: tuple[Moment, ...] = ()
+    timeline: tuple[Moment, ...] = field(default=(), repr=False)
 
     @property
     def needed_bytes(self) -> int:
+        """What a plan's table shows and nvidia-smi at the peak: reserved by torch, and CUDA's and NCCL's."""
         return self.peak_reserved_bytes + self.outside_allocator_bytes
 
     @property

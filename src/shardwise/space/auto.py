@@ -53,6 +53,7 @@ def resolve(
     device_memory_bytes: int | None = None,
     architecture: Architecture | None = None,
     capability: tuple[int, int] | None = None,
+    resuming: bool = False,
 ) -> tuple[Strategy, list[str]]:
     """The strategy and the reasons for it. Raises JobError with everything that is wrong.
 
@@ -93,6 +94,7 @@ def resolve(
             micro_batch=train.micro_batch,
             architecture=architecture,
             capability=capability,
+            resuming=resuming,
         )
     )
     if problems:

@@ -75,17 +75,18 @@ def _uneven_reason(facts: Facts) -> str:
 
 
 def _uneven_fix(facts: Facts) -> str:
-    """The nearest numbers that work: rows, rows at a time, processes."""
+    """The nearest numbers that work: rows, unless a run is resumed, rows at a time, processes."""
     rows, ranks, micro = facts.global_batch, facts.strategy.data_parallel, facts.micro_batch or 1
     below = rows // (ranks * micro) * (ranks * micro)
-    fixes = [f"train.global_batch: {' or '.join(str(n) for n in (below, below + ranks * micro) if n)}"]
+    batches = " or ".join(str(n) for n in (below, below + ranks * micro) if n)
+    fixes = [] if facts.resuming else [f"train.global_batch: {batches}"]
     if rows % ranks == 0:
         divisor = max(n for n in range(1, micro + 1) if rows // ranks % n == 0)
         fixes.append(f"train.micro_batch: {divisor}")
     fewer = [n for n in range(1, ranks) if rows % (n * micro) == 0]
     if fewer and facts.strategy.world_size == ranks:
         fixes.append(f"--processes {fewer[-1]}")
-    return ", or ".join(fixes)
+    return ", or ".join(fixes) or f"as many processes as divide {rows}"
 
 
 def _group_reason(facts: Facts) -> str:

@@ -48,7 +48,7 @@ def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
         console.print(Text.assemble(" " * 11, (reason, "dim")), soft_wrap=True)
     if ready.plan is not None:
         show(ready.plan, console=console)
-    console.print(_sample(ready))
+    console.print(_sample(ready, styled=console.color_system is not None))
     if json_plan:
         print(json.dumps({"job": job.model_dump(mode="json"), **ready.to_json(), "total_steps": total_steps}))
 
@@ -118,12 +118,14 @@ def _cut_line(ready: Ready) -> tuple[float, str] | None:
     )
 
 
-def _sample(ready: Ready) -> Text:
-    """The first sample as the model sees it; trained tokens stand out."""
-    text = Text("\na sample (what is trained on is green and underlined):\n", style="dim")
+def _sample(ready: Ready, *, styled: bool) -> Text:
+    """The first sample as the model sees it; trained tokens stand out, without colours between » and «."""
+    how, marks = ("is green and underlined", "{}") if styled else ("stands between » and «", "»{}«")
+    text = Text(f"\na sample (what is trained on {how}):\n", style="dim")
     room = SAMPLE_CHARACTERS
     for part, trained in ready.data.sample.runs:
-        text.append(printable(part[:room]), style="green underline" if trained else "default")
+        style = "green underline" if trained else "default"
+        text.append((marks if trained else "{}").format(printable(part[:room])), style=style)
         room -= len(part)
         if room <= 0:
             text.append(" ...", style="dim")

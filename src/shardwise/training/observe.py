@@ -18,15 +18,7 @@ from shardwise.energy import END_SECONDS, StepJoules
 from shardwise.errors import JobError, printable
 from shardwise.record.energy import WRITE_SECONDS, Used, read_used, write_used
 from shardwise.record.read import read_events
-from shardwise.record.schema import (
-    EvalEvent,
-    Event,
-    ResumeEvent,
-    RunEvent,
-    SaveEvent,
-    StepEvent,
-    StopEvent,
-)
+from shardwise.record.schema import EvalEvent, Event, ResumeEvent, RunEvent, SaveEvent, StepEvent, StopEvent
 from shardwise.record.trackers import Trackers
 from shardwise.record.write import EventWriter, RunFolder
 from shardwise.report.compare import row_of

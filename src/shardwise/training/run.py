@@ -254,12 +254,7 @@ def check_weights(ready: Ready, engine: Engine) -> None:
 
 
 def make_observer(
-    ready: Ready,
-    spec: LaunchSpec,
-    saves: Snapshots,
-    progress: Progress,
-    gpus: GpusOfRanks,
-    stop: StopSignal,
+    ready: Ready, spec: LaunchSpec, saves: Snapshots, progress: Progress, gpus: GpusOfRanks, stop: StopSignal
 ) -> Recorder | PowerTuner:
     """Rank 0's observer; creates the run folder, or opens it again."""
     folder = run_folder(ready, spec)

@@ -19,7 +19,7 @@ from shardwise.space.auto import resolve
 from shardwise.strategy import Strategy
 from shardwise.trials.sweep import ALL, Point, own_parts, shapes, varied
 
-NO_GPU = Unavailable(reason="no GPU: the simulator predicts GPUs")
+NO_GPU = Unavailable(reason="the simulator predicts GPUs, and there is none here")
 
 PlanFor = Callable[[Job], Plan]
 

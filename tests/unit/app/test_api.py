@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import shardwise
 from shardwise.app.jobs import size_in_bytes
+from shardwise.cli import main
 from shardwise.errors import JobError, MachineError
 
 JOB = """\
@@ -102,10 +104,59 @@ def test_a_plan_of_a_job_value_is_that_of_its_file(job: Path) -> None:
     assert by_value.chosen.strategy.micro_batch == 2
 
 
+def test_a_plan_needs_no_data_file(job: Path) -> None:
+    with_data = shardwise.plan(job, gpus="1xRTX4080")
+    Path("data.jsonl").unlink()
+    without = shardwise.plan(job, gpus="1xRTX4080")
+    assert without.options == with_data.options
+    assert [one for one in without.job.assumed if one not in with_data.job.assumed] == [
+        "data.jsonl is not there: its rows are taken as full"
+    ]
+    with pytest.raises(JobError, match=r"data\.jsonl does not exist"):
+        shardwise.load_job(job)
+
+
 def test_a_plan_prints_as_the_table_that_the_verb_shows(job: Path) -> None:
     text = str(shardwise.plan(job, gpus="1xRTX4080"))
     assert "1 × RTX 4080" in text
     assert re.search(r"tok(ens)?/s", text)
+
+
+def test_changes_may_be_a_mapping_or_one_text(job: Path) -> None:
+    changes = {"train.micro_batch": 2, "train.checkpointing": "none", "data.system": None}
+    loaded = shardwise.load_job(job, changes)
+    assert (loaded.train.micro_batch, loaded.train.checkpointing, loaded.data.system) == (2, "none", None)
+    assert shardwise.load_job(job, "train.micro_batch=4").train.micro_batch == 4
+
+
+def test_the_argument_set_is_answered_with_its_name() -> None:
+    with pytest.raises(TypeError, match=r"plan\(\) has no `set`; --set is changes=\{"):
+        shardwise.plan("job.yaml", set=["train.steps=1"])  # type: ignore[call-arg]
+    assert pickle.loads(pickle.dumps(shardwise.plan)) is shardwise.plan
+
+
+def test_the_memory_that_a_plan_shows_has_a_name(job: Path) -> None:
+    plan = shardwise.plan(job, gpus="1xRTX4080")
+    assert plan.chosen is not None
+    memory = plan.chosen.prediction.memory
+    assert memory.needed_bytes == memory.peak_reserved_bytes + memory.outside_allocator_bytes
+    assert f"{memory.needed_bytes / 2**30:.1f} of 15.6 GiB" in str(plan)
+    assert f"{memory.needed_bytes / 2**30:.1f} GiB" in repr(plan)
+
+
+def test_a_report_of_check_prints_as_the_verb_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "from transformers import TrainingArguments\nTrainingArguments(deepspeed='ds.json')\n"
+    Path("a.py").write_text(text)
+    Path("ds.json").write_text('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}')
+    report = shardwise.check(["a.py", "ds.json"])
+    assert main(["check", "a.py", "ds.json"]) == 2
+    assert str(report) == capsys.readouterr().out.rstrip("\n")
+    assert repr(report) == str(report), "a notebook shows it"
+    order = [line.partition(":")[0] for line in str(report).splitlines() if line.endswith("]")]
+    assert order == sorted(order, key=["error", "warning", "note"].index)
 
 
 def test_changes_of_a_job_value_are_checked(job: Path) -> None:

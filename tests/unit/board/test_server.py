@@ -98,7 +98,7 @@ def test_the_first_page_says_how_far_each_run_is(board: Folders) -> None:
     assert '<span class="tag finished">finished</span>' in row
     assert ">20<small>of 20</small>" in row
     assert '<td data-name="Loss">4.8</td>' in row
-    assert '<td data-name="Tokens/s">1,000</td>' in row
+    assert '<td data-name="Tokens/s, all">1,000</td>' in row
     assert "interrupted" in text.partition('data-key="runs/long"')[2].partition("</tr>")[0]
     assert "<h1>&lt;/title&gt;&lt;script&gt;" in board.server.ask("/run?of=runs/hostile")[1]
 

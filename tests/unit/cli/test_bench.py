@@ -112,7 +112,7 @@ def test_the_rate_of_a_row_is_that_of_a_gpu_only_where_there_is_one(
     monkeypatch.setattr("shardwise.app.bench.run_rows", run_rows)
     monkeypatch.setattr("shardwise.app.bench.gpu_count", lambda: gpus)
     main(["bench", "job.yaml", "--strategies", "zero2", "--processes", "2"])
-    assert f"zero2: 2.22k tok/s/{each}, 1.0 GiB, valid; 1 s\n" in capsys.readouterr().err
+    assert f"zero2: 2.22k tok/s/{each}, 1.0 GiB, valid; took 1 s\n" in capsys.readouterr().err
 
 
 def test_strategies_on_one_process_are_said_to_shard_nothing(

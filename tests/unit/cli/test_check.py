@@ -65,14 +65,14 @@ def test_errors_alone_are_shown_on_request_and_the_rest_is_counted(
     assert out.endswith("1 error, 1 note\n")
 
 
-def test_each_file_has_its_findings_below_it(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_come_first_over_all_files(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong, broken = str(EXAMPLES / "zero_optimisation.json"), clean.with_name("broken.json")
+    noted = str(EXAMPLES / "zero3-bucket.json")
     broken.write_text("{")
-    assert main(["check", str(clean), wrong, str(broken)]) == 2
+    assert main(["check", str(clean), noted, wrong, str(broken)]) == 2
     out = capsys.readouterr().out
-    places = [
-        out.index(text) for text in (f"{broken}\n", "unreadable", "ds.json: Deep", wrong, "ignored-key")
-    ]
+    expected = (f"{broken}\n", "ds.json: Deep", f"{noted}: ", f"{wrong}: ", "[unreadable]", "[ignored-key]")
+    places = [out.index(text) for text in (*expected, "\nwarning: ", "\nnote: ")]
     assert places == sorted(places)
 
 

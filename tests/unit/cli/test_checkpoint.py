@@ -74,12 +74,21 @@ def test_convert_joins_the_parts(run: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (["convert", "."], "--out FILE is for convert"),
         (["list", ".", "--out", "x"], "--out FILE is for convert"),
+        (["convert", "."], "fix: shardwise checkpoint convert . --out state.safetensors"),
         (["verify", ".", "--step", "3"], "there is no checkpoint of step 3"),
-        (["list", "elsewhere"], "name a run folder"),
+        (["verify", ".", "--step", "3"], "fix: --step 4 or 2"),
+        (["list", "elsewhere"], "error: there is no folder elsewhere"),
+        (["list", "nowhere/x"], "name a run folder"),
+        (["list", "runs/elsewhere"], "fix: name one of these: runs/mine"),
+        (["list", "runs/mine/logs"], "fix: name the run folder: runs/mine"),
+        (["list", "runs/mine"], "the run has saved none"),
     ],
 )
 def test_what_cannot_be_done_is_named(
     run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
+    (run / "runs" / "mine" / "logs").mkdir(parents=True)
+    for name in ("job.yaml", "plan.json"):
+        (run / "runs" / "mine" / name).write_text("{}", encoding="utf-8")
     assert main(["checkpoint", *arguments]) == 2
     assert message in capsys.readouterr().err

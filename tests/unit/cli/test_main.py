@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 
 from shardwise import __version__
 from shardwise.app.jobs import size_in_bytes
-from shardwise.cli import main
+from shardwise.cli import generate, main
 from shardwise.cli.options import write_text
 from shardwise.emit.files import Target
 from shardwise.errors import CheckpointError, JobError, StoppedError
@@ -439,3 +440,12 @@ def test_a_file_that_cannot_be_written_names_its_flag(place: str, tmp_path: Path
         write_text(tmp_path / place, "text", "--out")
     assert caught.value.problems[0].where == "--out"
     assert "cannot be written" in caught.value.problems[0].what
+
+
+def test_generate_without_a_prompt_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(generate.__globals__, "_open", lambda *_: None)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert main(["generate", "runs/a"]) == 2
+    assert "there is no prompt: stdin is empty" in capsys.readouterr().err

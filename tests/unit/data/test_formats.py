@@ -27,6 +27,8 @@ def messages_of(fields: dict[str, Any], format_: Any, system: str | None = None)
     ("fields", "format_"),
     [
         ({"instruction": "a", "input": "", "output": "b"}, "alpaca"),
+        ({"prompt": "a", "completion": "b"}, "alpaca"),
+        ({"prompt": [{"role": "user"}], "completion": [{"role": "assistant"}]}, "messages"),
         ({"conversations": [{"from": "human", "value": "a"}], "tools": "[]"}, "sharegpt"),
         ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
         ({"conversations": [{"role": "user", "content": "a"}]}, "messages"),
@@ -120,6 +122,8 @@ def test_messages_with_arguments_as_text_parts_and_nulls() -> None:
     ("fields", "format_", "message"),
     [
         ({"instruction": "a", "output": ""}, "alpaca", "the answer is empty"),
+        ({"prompt": "a", "completion": ""}, "alpaca", "the answer is empty"),
+        ({"prompt": [{"role": "assistant"}], "completion": []}, "messages", "the prompt holds an answer"),
         ({"instruction": "a", "output": " \n"}, "alpaca", "the answer is empty"),
         ({"instruction": "", "input": "", "output": "b"}, "alpaca", "instruction and input are empty"),
         ({"instruction": "a", "output": None}, "alpaca", "output has to be a string, it is null"),

@@ -39,6 +39,29 @@ def entries(tmp_path: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir() if path.is_dir()}
 
 
+PROMPTS = [{"prompt": one["instruction"], "completion": one["output"]} for one in ALPACA]
+TURNS = [
+    {
+        "prompt": [{"role": "user", "content": one["prompt"]}],
+        "completion": [{"role": "assistant", "content": one["completion"]}],
+    }
+    for one in PROMPTS
+]
+
+
+@pytest.mark.parametrize(("samples", "form"), [(PROMPTS, "alpaca"), (TURNS, "messages")])
+def test_a_prompt_is_left_out_of_the_loss_and_its_completion_is_not(
+    run: Any, make_job: Make, json_lines: Any, tokenizer: PreTrainedTokenizerFast, samples: Any, form: str
+) -> None:
+    found = run(make_job(train=json_lines(samples), eval_fraction=0.0))
+    same = run(make_job(train=json_lines(ALPACA), eval_fraction=0.0))
+    assert (found.summary["format"], found.summary["target_tokens"]) == (form, same.summary["target_tokens"])
+    for index in (0, 39):
+        tokens, trained = found.train.sample(index)
+        assert tokenizer.decode(tokens[trained == 1].tolist()) == f"{index} and {index}.</s>"
+        assert trained.tolist() == same.train.sample(index)[1].tolist()
+
+
 def test_conversations_become_samples_with_answers_marked(
     run: Any, make_job: Make, json_lines: Any, tokenizer: PreTrainedTokenizerFast
 ) -> None:

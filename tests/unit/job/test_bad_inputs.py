@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from shardwise.job.paths import nearest
 
 GOOD = """\
 name: run
@@ -229,7 +230,7 @@ CASES = [
     Case("run-exists", GOOD.replace("name: run", "name: old"), ["exists", "`shardwise train runs/old --res"]),
     Case("place-is-taken", GOOD.replace("name: run", "name: new"), ["fix: --set name=new-2 starts another"]),
     Case("run-as-job", GOOD, ["runs/old is a run folder", "--resume` goes on"], ("train", "runs/old")),
-    Case("resume-no-run", GOOD, ["base is a folder, not a job file"], ("train", "base", "--resume")),
+    Case("resume-no-run", GOOD, ["base is not a run folder"], ("train", "base", "--resume")),
     Case("nothing-to-resume", GOOD, ["no run to resume"], train("--resume")),
     Case("unknown-preset", GOOD, ["no preset 'loar'", "did you mean lora?"], ("init", "loar")),
     Case("init-overwrites", GOOD, ["job.yaml exists already"], ("init", "lora")),
@@ -330,3 +331,10 @@ def test_everything_wrong_is_said_at_once(
         "--set train.seed=x",
         "job.yaml: name",
     ]
+
+
+def test_a_file_of_another_kind_is_not_suggested(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text("{}")
+    assert nearest(tmp_path / "d.jsonl").startswith("the nearest folder that exists is")
+    (tmp_path / "dt.jsonl").write_text("{}")
+    assert nearest(tmp_path / "d.jsonl") == f"did you mean {tmp_path / 'dt.jsonl'}?"

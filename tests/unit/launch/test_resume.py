@@ -13,7 +13,7 @@ from shardwise.job.load import load_job
 from shardwise.job.paths import absolute
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.manifest import FileEntry, Manifest, Origin, hash_files
-from shardwise.record.schema import RunEvent
+from shardwise.record.schema import RunEvent, StopEvent
 from shardwise.record.write import RunFolder, to_line
 from shardwise.strategy import Strategy
 
@@ -87,6 +87,46 @@ def test_a_run_folder_may_have_been_moved(run: Path, launched: list[LaunchSpec])
     run.rename("elsewhere")
     assert main(["train", "elsewhere", "--resume", "--processes", "4"]) == 0
     assert (launched[0].run_dir, launched[0].processes) == ("elsewhere", 4)
+
+
+@pytest.mark.parametrize(
+    ("status", "newest", "changes", "starts"),
+    [
+        ("finished", 60, [], False),
+        ("finished", 60, ["--set", "train.steps=90"], True),
+        ("finished", 60, ["--resume-from", "60"], True),
+        ("finished", 40, [], True),  # the last checkpoint is lost
+        ("paused", 60, [], True),
+    ],
+)
+def test_a_finished_run_says_so_before_anything_is_prepared(
+    run: Path,
+    launched: list[LaunchSpec],
+    capsys: pytest.CaptureFixture[str],
+    status: str,
+    newest: int,
+    changes: list[str],
+    starts: bool,
+) -> None:
+    with (run / "events.jsonl").open("a") as events:
+        events.write(to_line(StopEvent(step=60, status=status, seconds=1.0), now=1.0))
+    (run / "checkpoints" / f"step-{newest:06d}").mkdir(parents=True)
+    assert main(["train", str(run), "--resume", *changes]) == 0
+    assert bool(launched) is starts
+    assert (
+        "finished already, after step 60; next: shardwise report" in capsys.readouterr().err
+    ) is not starts
+
+
+def test_a_run_that_is_not_there_is_answered_with_those_that_are(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "runs/nothing", "--resume"]) == 2
+    err = capsys.readouterr().err
+    assert (
+        err
+        == "error: there is no folder runs/nothing\n  at:  runs/nothing\n  fix: name one of these: runs/a.b\n"
+    )
 
 
 def test_a_run_of_several_nodes_is_not_resumed_on_one_that_has_its_own_part_only(

@@ -316,6 +316,24 @@ def test_values_that_make_no_sense_are_left_out(files: Path) -> None:
     assert (job.model.revision, job.train.seed, job.train.global_batch) == ("123", 1000, 16)
 
 
+def test_values_that_files_differ_in_are_named_with_the_one_that_is_used(files: Path) -> None:
+    params = {"optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}, "train_micro_batch_size_per_gpu": 8}
+    Path("ds.json").write_text(json.dumps(params))
+    text = "from transformers import TrainingArguments, AutoModelForCausalLM\n"
+    text += "AutoModelForCausalLM.from_pretrained('a/b', load_in_8bit=True)\n"
+    text += "TrainingArguments(learning_rate=1e-4, per_device_train_batch_size=4, bf16=True)\n"
+    Path("train.py").write_text(text)
+    job, said = translation([Path("ds.json"), Path("train.py")])
+    assert [one for one in said if one.startswith("conflict")] == [
+        "conflict: train.py:3: learning_rate 0.0001 is used, not ds.json:1: optimizer.params.lr 0.0005",
+        "conflict: train.py:3: per_device_train_batch_size 4 is used, "
+        "not ds.json:1: train_micro_batch_size_per_gpu 8",
+    ]
+    assert "micro_batch: 4" in job
+    assert "learning_rate: 0.0001" in job
+    assert "assumed: LoRA of rank 16, since int8 weights are frozen and no file has adapters" in said
+
+
 def test_what_cannot_be_read_is_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text, message in {"a: [": "not YAML", "- 1": "it holds no `key: value` lines"}.items():
         Path("bad.yaml").write_text(text)

@@ -424,6 +424,11 @@ CASES = (
         also=(DS_3,),
     ),
     Case(
+        "fsdp-and-deepspeed",
+        TRAINER + "TrainingArguments(fsdp='full_shard', deepspeed='ds.json')\n",
+        TRAINER + "TrainingArguments(fsdp='full_shard')\n",
+    ),
+    Case(
         "lost-flags",
         "deepspeed train.py \\\n  --fp16\n  --lr 1\n",
         "deepspeed train.py \\\n  --fp16 \\\n  --lr 1\n",
@@ -562,6 +567,7 @@ def test_an_argument_that_was_removed_is_answered_with_what_replaces_it() -> Non
     text = "import trl\nfrom transformers import TrainingArguments\n"
     text += "TrainingArguments('out', evaluation_strategy='steps', max_steps=1)\n"
     text += "args = trl.SFTConfig(max_seq_length=9, evaluation_strategy='no')\n"
+    text += "transformers.Trainer(args=args, tokenizer=args)\n"
     text += "trl.SFTTrainer(args=args, tokenizer=args, max_seq_length=9, dataset_text_field='text')\n"
     found = check(Setup(documents=(read(text, "train.py"),))).findings
     removed = [(one.key, one.fix.partition(",")[0]) for one in found if one.rule == "argument-was-removed"]
@@ -572,7 +578,21 @@ def test_an_argument_that_was_removed_is_answered_with_what_replaces_it() -> Non
         ("max_seq_length", "SFTConfig.max_length"),
         ("max_seq_length", "max_length"),
         ("tokenizer", "processing_class"),
+        ("tokenizer", "processing_class"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from transformers import Trainer\nTrainer(tokenizer=1)\n", 1),
+        ("from transformers import Trainer\nTrainer(processing_class=1)\n", 0),
+        ("import torch\nclass Trainer:\n    pass\nTrainer(tokenizer=1)\n", 0),
+    ],
+)
+def test_a_trainer_of_transformers_has_no_tokenizer(text: str, found: int) -> None:
+    findings = check(Setup(documents=(read(text, "train.py"),))).findings
+    assert [one.rule for one in findings].count("argument-was-removed") == found
 
 
 def test_the_bases_are_without_any_finding() -> None:
@@ -680,7 +700,7 @@ def test_a_whole_batch_is_refused_where_deepspeed_refuses_it(
     errors = [one for one in check(setup).findings if one.severity == "error"]
     assert [one.rule for one in errors] == ([] if taken else ["batch-arithmetic"])
     if (total, ranks, beside) == (7, 4, {}):
-        assert errors[0].what.startswith("7 is no multiple of 4 processes")
+        assert errors[0].what.startswith("`train_batch_size`: 7 is no multiple of 4 processes")
         assert errors[0].fix.startswith("`train_batch_size`: 4 or 8,")
 
 

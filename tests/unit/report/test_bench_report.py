@@ -28,8 +28,10 @@ def shown(folder: Path, width: int = 120) -> str:
 def test_predicted_beside_measured(bench_folder: Path) -> None:
     lines = [" ".join(line.split()) for line in shown(bench_folder).splitlines()]
     assert "zero2 13 > 11 1.1k > 1k 20% > 25% 0.5 > 0.4 valid" in lines
-    assert "GiB tok/s/GPU exposed, of step J/token" in lines
+    assert "GiB mean tok/s/GPU exposed comm. J/token" in lines
     assert "zero2 12 > 10 10.5 > 7.5 1 > 1" in lines
+    assert "micro x accum. ckpt median s/step TFLOP/s MFU loss grad norm" in lines
+    assert any(line.startswith("mean tok/s: all counted tokens by all counted seconds") for line in lines)
     assert "zero2 2 x 4 none 0.5 123 40% 3.8 1" in lines
     assert "zero2 6 1.5 1.5 1.5 0 0 1.5 1 13 11" in lines
     assert any(line.startswith("zero0: out of memory, after 0 of 13 steps") for line in lines)
@@ -49,7 +51,7 @@ def test_the_fastest_row_comes_first_and_is_recommended(bench_folder: Path) -> N
 
     text = shown(changed(bench_folder, faster))
     assert text.index(HOSTILE[:10]) < text.index("zero2 ")
-    assert f"▶ {HOSTILE}: 1.20 times as fast as the next" in text
+    assert f"▶ {HOSTILE}: the fastest, with 1.20 times the tok/s of the next" in text
 
 
 def test_among_equally_fast_rows_the_leanest_is_recommended(bench_folder: Path) -> None:
@@ -58,7 +60,10 @@ def test_among_equally_fast_rows_the_leanest_is_recommended(bench_folder: Path) 
         rows[0]["measured"]["verdict"] = "noisy"
 
     text = shown(changed(bench_folder, alike), width=200)
-    assert "▶ zero2: the least memory of the 2 that are within 5% of the fastest, but its steps vary" in text
+    assert (
+        "▶ zero2: it needs the least memory of the 2 within 5% of the fastest; its measurement is noisy"
+        in text
+    )
 
 
 def test_a_profiled_step_unlike_the_others_is_told_of(bench_folder: Path) -> None:
@@ -66,7 +71,7 @@ def test_a_profiled_step_unlike_the_others_is_told_of(bench_folder: Path) -> Non
     for row, seconds in zip(rows[:2], (0.54, 0.9), strict=True):  # the others take 0.5
         row["measured"]["profiled_step_seconds"] = seconds
     (bench_folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    told = "exposed communication is that of the profiled step, 1.8 times as long as the others"
+    told = "exposed communication is of the profiled step, which took 1.8 times as long as the others"
     lines = [line.strip() for line in shown(bench_folder, width=200).splitlines() if "profiled step" in line]
     assert lines == [f"{told} ({HOSTILE})"]
 
@@ -77,9 +82,9 @@ def test_a_gpu_that_waits_for_its_host_is_told_of(bench_folder: Path) -> None:
         row["measured"]["gpu_idle_fraction"] = share
     (bench_folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     told = (
-        "the GPU ran nothing for 30% of the profiled step: it waited for the host, which the profiler slows"
+        "the GPU was idle for 30% of the profiled step: it waited for the host, which the profiler slows down"
     )
-    lines = [line.strip() for line in shown(bench_folder, width=200).splitlines() if "ran nothing" in line]
+    lines = [line.strip() for line in shown(bench_folder, width=200).splitlines() if "was idle" in line]
     assert lines == [f"{told} ({HOSTILE})"]
 
 

@@ -238,6 +238,30 @@ def test_an_uneven_batch_is_told_in_the_numbers_that_were_written(
     assert problem.fix.endswith(fix)
 
 
+@pytest.mark.parametrize(
+    ("rows", "ranks", "micro", "fix"),
+    [
+        (8, 3, None, "--processes 2"),
+        (16, 4, 8, "train.micro_batch: 4, or --processes 2"),
+        (6, 4, 4, "as many processes as divide 6"),
+    ],
+)
+def test_a_resumed_run_is_not_advised_to_change_its_batch(
+    rows: int, ranks: int, micro: int | None, fix: str
+) -> None:
+    strategy = Strategy(engine="deepspeed", stage=2, data_parallel=ranks, micro_batch=micro or 1)
+    asked = Facts(
+        strategy=strategy,
+        devices="cpu",
+        world_size=ranks,
+        global_batch=rows,
+        lora=False,
+        micro_batch=micro,
+        resuming=True,
+    )
+    assert [problem.fix for problem in violations(asked)] == [fix]
+
+
 def test_a_degree_that_cuts_heads_is_answered_with_one_that_does_not() -> None:
     cut = facts(tensor_parallel=4, data_parallel=1, architecture=shape(key_value_heads=6))
     [problem] = [found for rule, found in broken_rules(cut) if rule.name.endswith("key-value-heads")]

@@ -88,7 +88,7 @@ def test_without_a_gpu_all_is_what_the_rules_allow_and_nothing_is_predicted(job:
     assert {one["strategy"] for one in left_out} >= {"single"}
     assert all("one process" in one["reason"] for one in left_out if one["strategy"] == "single")
     assert {row.predicted()["predicted_unavailable"] for row in rows} == {
-        "no GPU: the simulator predicts GPUs"
+        "the simulator predicts GPUs, and there is none here"
     }
 
 

@@ -80,17 +80,19 @@ def load_in_8bit_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
 
 @training_rule(
     "warning",
-    "transformers 5.23: TrainingArguments; trl 1.16: SFTConfig, SFTTrainer",
+    "transformers 5.23: TrainingArguments, Trainer; trl 1.16: SFTConfig, SFTTrainer",
     versions="transformers>=5",
 )
 def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
     """Newer versions of transformers and TRL stop at arguments that earlier ones had: TypeError."""
     arguments = names("removed_from_TrainingArguments")
     gone = dict.fromkeys(_PLAIN, arguments) | {"SFTConfig": arguments + names("removed_from_SFTConfig")}
+    gone |= dict.fromkeys(("Trainer", "Seq2SeqTrainer"), names("removed_from_Trainer"))
     for called, words in (gone | {"SFTTrainer": names("removed_from_SFTTrainer")}).items():
         package = "TRL 1.16" if called.startswith("SFT") else "transformers 5.23"
+        ways = {called, f"trl.{called}", f"transformers.{called}"} & document.uses
         for old, new in (word.split("=") for word in words):
-            if {f"{called}({old})", f"trl.{called}({old})", f"transformers.{called}({old})"} & document.uses:
+            if {f"{way}({old})" for way in ways} & document.uses:
                 what = f"`{called}` of {package} has no `{old}`: TypeError. Earlier versions had it"
                 yield Hit((old,), what, f"{new}, or an earlier version" if new else "remove it")
 
@@ -179,3 +181,10 @@ def found_batch_size_and_stage_3(document: Document, setup: Setup) -> Iterator[H
     """The Trainer refuses it with ZeRO-3, which cannot restart with a smaller batch."""
     if document.on("auto_find_batch_size") and _zero_stage(setup) == 3:
         yield Hit(("auto_find_batch_size",), fix="remove it; `shardwise plan` shows what fits")
+
+
+@training_rule("error", "transformers/trainer.py: Trainer.__init__; read in 5.23")
+def fsdp_and_deepspeed(document: Document, _: Setup) -> Iterator[Hit]:
+    """The Trainer takes one of `fsdp` and `deepspeed`: with both it stops with a ValueError."""
+    if document.get("fsdp") and document.get("deepspeed"):
+        yield Hit(("fsdp",), fix="remove `fsdp`, or remove `deepspeed`")
