@@ -196,7 +196,7 @@ class Trials:
     def newest(self, path: Path) -> tuple[int, list[Path]]:
         """The step of the newest checkpoint, and its files that are not empty."""
         names = [entry for entry in (path / self.place).iterdir() if not entry.is_symlink()]
-        # DeepSpeed puts a script beside its checkpoints
+        # DeepSpeed puts a script next to its checkpoints
         last = max((entry for entry in names if entry.name[0] != "." and entry.suffix != ".py"), key=number)
         step = number(last)
         if (copy := path / self.place / "last.ckpt").exists():  # What Lightning resumes from

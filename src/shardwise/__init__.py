@@ -6,8 +6,6 @@ has to be built.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -49,19 +47,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value if isinstance(value, type) else _noting(value)
-    return globals()[name]
-
-
-def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)
-    def call(*given: Any, **named: Any) -> Any:
-        if "set" in named:
-            raise TypeError(f'{call.__name__}() has no `set`; --set is changes={{"train.steps": 20}}')
-        return function(*given, **named)
-
-    call.__module__ = __name__  # so that it can be pickled
-    return call
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -122,7 +122,7 @@ def train(
         JobError: the job, the run folder or an argument is wrong.
         CheckpointError: the run to resume is damaged, or another job's.
     """
-    given, changes = dict(locals()), texts(changes)
+    changes = texts(changes)
     hosts = () if hostfile is None else this_first(read_hostfile(Path(hostfile)))
     among = _nodes(hosts, nodes, node_rank, rendezvous)
     if hosts:
@@ -131,15 +131,26 @@ def train(
         fix = "leave it out; the batch system starts all nodes again, with --resume-or-start"
         raise JobError("--supervise works on one machine", where="--supervise", fix=fix)
 
-    here = ("job", "processes", "nodes", "node_rank", "rendezvous", "hostfile", "workdir", "resume_from")
-    options = {name: value for name, value in given.items() if name not in (*here, "on_event", "changes")}
-    options["on_oom"] = "retry" if supervise else on_oom
-
-    def build(processes: int | None, start: str | None = None) -> tuple[LaunchSpec, Path]:
-        return _spec(job, nodes=among, processes=processes, resume_from=start, changes=changes, **options)
-
+    build = partial(
+        _spec,
+        job,
+        nodes=among,
+        resume=resume,
+        resume_or_start=resume_or_start,
+        supervise=supervise,
+        trust_checkpoint=trust_checkpoint,
+        max_steps=max_steps,
+        dry_run=dry_run,
+        changes=changes,
+        memory_cap=memory_cap,
+        on_oom="retry" if supervise else on_oom,
+        as_json=as_json,
+        simulate_power=simulate_power,
+        debug=debug,
+        command=command,
+    )
     try:
-        spec, folder = build(processes, resume_from)
+        spec, folder = build(processes=processes, resume_from=resume_from)
     except ShardwiseError as error:
         if among is not None and not dry_run:
             excuse(among, error)
@@ -155,8 +166,8 @@ def train(
     simulated = _simulated(spec.processes) if simulate_power and not dry_run else nullcontext()
     restarts = None
     if supervise and not dry_run:
-        build_again = partial(_on_what_is_left, lambda count: build(count)[0], spec.processes, gpu_count())
-        restarts = Restarts(folder, build_again)
+        on_fewer = partial(_on_what_is_left, lambda count: build(processes=count)[0], spec.processes)
+        restarts = Restarts(folder, partial(on_fewer, gpu_count()))
     look = _looker(folder, on_event)
     with simulated, stopped_in_time():
         code = launch(spec, look=look, restarts=restarts)
@@ -234,11 +245,11 @@ def _spec(
     processes: int | None,
     resume: bool,
     resume_or_start: bool,
-    resume_from: str | None,
     supervise: bool,
     changes: Sequence[str],
     memory_cap: str | int | None,
     simulate_power: bool,
+    resume_from: str | None = None,
     **options: Any,
 ) -> tuple[LaunchSpec, Path]:
     """What to launch, and the run folder, after all checks that this machine can make by itself."""

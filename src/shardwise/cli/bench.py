@@ -36,12 +36,25 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure strategies, a few steps each, and compare with plans."""
-    asked = {name: value for name, value in locals().items() if name not in ("timeout", "as_json")}
     from shardwise.app.bench import bench as run
     from shardwise.report.bench import show_bench, to_json
 
-    command = ["shardwise", *sys.argv[1:]]
-    record = run(**asked, timeout_seconds=timeout, command=command, say=say, making=planning)
+    record = run(
+        job,
+        strategies=strategies,
+        sweep=sweep,
+        processes=processes,
+        steps=steps,
+        warmup=warmup,
+        timeout_seconds=timeout,
+        profile=profile,
+        out=out,
+        changes=changes,
+        memory_cap=memory_cap,
+        command=["shardwise", *sys.argv[1:]],
+        say=say,
+        making=planning,
+    )
     if as_json:
         print(json.dumps(to_json(record)))
     else:

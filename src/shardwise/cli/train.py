@@ -62,13 +62,33 @@ def train(
     as_json: AsJson = False,
 ) -> int:
     """Train a model as the job file says."""
-    asked = {name: value for name, value in locals().items() if name not in ("context", "qlora")}
     from shardwise.app.train import train as start
 
-    asked |= {"changes": [*changes, *[QLORA] * qlora], "debug": bool(context.obj)}
     # a dry run's stdout is its plan, as JSON
     with stdout_to_stderr() if as_json and not dry_run else contextlib.nullcontext():
-        run = start(**asked, command=["shardwise", *sys.argv[1:]])
+        run = start(
+            job,
+            processes=processes,
+            nodes=nodes,
+            node_rank=node_rank,
+            rendezvous=rendezvous,
+            hostfile=hostfile,
+            workdir=workdir,
+            resume=resume,
+            resume_or_start=resume_or_start,
+            resume_from=resume_from,
+            trust_checkpoint=trust_checkpoint,
+            max_steps=max_steps,
+            dry_run=dry_run,
+            changes=[*changes, *[QLORA] * qlora],
+            memory_cap=memory_cap,
+            on_oom=on_oom,
+            supervise=supervise,
+            simulate_power=simulate_power,
+            as_json=as_json,
+            debug=bool(context.obj),
+            command=["shardwise", *sys.argv[1:]],
+        )
     if as_json and not dry_run and run.exit_code == 0:
         print(json.dumps(run.summary()))
     return run.exit_code

@@ -20,7 +20,9 @@ class Draw:
         self.constant_watts: float = rules["constant"] * gpu.power_watts
         self.limit_watts: float = rules["limit"] * gpu.power_watts
         peaks = {"matmul": half, "attention": half, "fp32": gpu.flops["fp32"], "scan": gpu.flops["fp32"]}
-        self._flop = {kind: rules[kind] * gpu.power_watts / peak for kind, peak in peaks.items()}
+        self._flop: dict[str, float] = {
+            kind: rules[kind] * gpu.power_watts / peak for kind, peak in peaks.items()
+        }
         self._byte: float = rules["joules_per_byte"]
         self._link_byte: float = rules["joules_per_link_byte"]
 

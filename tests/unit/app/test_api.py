@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import subprocess
 import sys
@@ -127,12 +126,6 @@ def test_changes_may_be_a_mapping_or_one_text(job: Path) -> None:
     loaded = shardwise.load_job(job, changes)
     assert (loaded.train.micro_batch, loaded.train.checkpointing, loaded.data.system) == (2, "none", None)
     assert shardwise.load_job(job, "train.micro_batch=4").train.micro_batch == 4
-
-
-def test_the_argument_set_is_answered_with_its_name() -> None:
-    with pytest.raises(TypeError, match=r"plan\(\) has no `set`; --set is changes=\{"):
-        shardwise.plan("job.yaml", set=["train.steps=1"])  # type: ignore[call-arg]
-    assert pickle.loads(pickle.dumps(shardwise.plan)) is shardwise.plan
 
 
 def test_the_memory_that_a_plan_shows_has_a_name(job: Path) -> None:
