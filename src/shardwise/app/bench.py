@@ -127,24 +127,28 @@ def _head(job: Job, settings: Settings, hardware: Hardware | None, command: Sequ
 
 def _run(rows: Sequence[Row], settings: Settings, head: dict[str, Any], say: Callable[[str], None]) -> None:
     """Run what the folder does not have yet; each row's result is written as soon as there is one."""
+    asked: list[int] = []
 
-    def stop(number: int, _: object) -> None:
-        sys.exit(128 + number)  # and so through every `finally`, which ends the row's processes
+    def look() -> None:
+        if asked:
+            sys.exit(128 + asked[0])  # and so through every `finally`, which ends the row's processes
 
     with opened(settings.folder, head):
         done = {row["key"] for row in read_bench(settings.folder).rows if row.get("status") in FINAL}
         waiting = [row for row in rows if row.key not in done]
         if len(waiting) < len(rows):
             say(f"{len(rows) - len(waiting)} of {len(rows)} are done already, in {settings.folder}")
-        before = signal.signal(signal.SIGTERM, stop)
+        # what a handler raises is lost where Python calls it within a callback, such as one of a fork
+        before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
         each = "GPU" if head["environment"]["gpus"] else "process"
         try:
-            results = run_rows(waiting, settings)
+            results = run_rows(waiting, replace(settings, look=look))
             for number, row in enumerate(waiting, start=1):
                 say(f"[{number}/{len(waiting)}] {row.label} ...")
                 result = next(results)
                 append(settings.folder, result)
                 say(f"[{number}/{len(waiting)}] {row.label}: {_outcome(result, each)}")
+                look()
         except KeyboardInterrupt:
             say(f"stopped; the same command continues in {settings.folder}")
             raise

@@ -155,7 +155,10 @@ def heading(plan: Plan) -> Iterator[Text]:
         f" · GPUs' times differ by {hardware.straggler_fraction:.3g}" if hardware.straggler_fraction else "",
     )
     ranked = {"throughput": "fastest first", "memory": "leanest first", "energy": "least energy first"}
-    order = f"▶ choice, then {ranked[plan.objective]}" if plan.chosen else "the nearest to fitting first"
+    order = ranked[plan.objective] if plan.chosen else "the nearest to fitting first"
+    fitting = [cost(option, plan.objective) for option in plan.options if option.fit == "fits"]
+    if plan.chosen and min(fitting, default=0.0) < cost(plan.chosen, plan.objective):
+        order = f"▶ choice, then {order}"
     if plan.power is not None:
         order += f", at most {100 * plan.power.max_slowdown_fraction:.3g}% slower"
     yield Text(

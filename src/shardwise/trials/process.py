@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,10 +25,12 @@ END_SECONDS = 20.0
 _LOOK_EVERY_SECONDS = 0.05
 
 
-def run_to_the_end(spec: LaunchSpec, *, spec_file: Path, log: Path, timeout_seconds: float) -> int | None:
+def run_to_the_end(
+    spec: LaunchSpec, *, spec_file: Path, log: Path, timeout_seconds: float, look: Callable[[], None]
+) -> int | None:
     """Run a job with its output in `log`; return its exit code, or None where it ran out of time.
 
-    All processes that it started have ended when this returns or raises.
+    `look` is called all the time, and may raise. All processes have ended when this returns or raises.
     """
     spec_file.write_text(json.dumps(spec.to_json()), encoding="utf-8")
     with log.open("wb") as output:
@@ -41,6 +44,7 @@ def run_to_the_end(spec: LaunchSpec, *, spec_file: Path, log: Path, timeout_seco
     deadline = time.monotonic() + timeout_seconds
     try:
         while leader.poll() is None and time.monotonic() < deadline:
+            look()
             time.sleep(_LOOK_EVERY_SECONDS)
         return leader.returncode
     finally:

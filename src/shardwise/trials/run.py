@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +35,7 @@ class Settings:
     timeout_seconds: float  # Of a row, from its start; then it is ended
     memory_cap_bytes: int | None = None
     profile: bool = True
+    look: Callable[[], None] = lambda: None  # called while a row runs; it may raise
 
 
 def run_rows(rows: Sequence[Row], settings: Settings) -> Iterator[dict[str, Any]]:
@@ -62,9 +63,8 @@ def _run(row: Row, settings: Settings) -> dict[str, Any]:
         command=["shardwise", "bench", row.label],
         debug=True,  # what it prints goes to the row's log
     )
-    code = process.run_to_the_end(
-        spec, spec_file=log.with_suffix(".spec.json"), log=log, timeout_seconds=settings.timeout_seconds
-    )
+    file, limit = log.with_suffix(".spec.json"), settings.timeout_seconds
+    code = process.run_to_the_end(spec, spec_file=file, log=log, timeout_seconds=limit, look=settings.look)
     seconds = time.monotonic() - began
     events = read_events(run_dir / EVENTS) if (run_dir / EVENTS).exists() else []
     steps = [event for event in events if event["kind"] == "step"]

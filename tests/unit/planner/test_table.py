@@ -18,7 +18,7 @@ from shardwise.units import GIB
 GOLDEN = """\
 toy-1.3b · 1.3B parameters, all trained, bf16
 4 × RTX 4080, 15.7 GiB to use of each · pcie4x16 through host memory
-64 rows of 2048 tokens a step · ▶ choice, then fastest first · 5% spare memory
+64 rows of 2048 tokens a step · fastest first · 5% spare memory
 
                 micro × ckpt memory                      tokens/s 1B tok.  J per
   strategy       accum.         15.7 GiB│      GiB fits   per GPU    in h  token
@@ -31,7 +31,7 @@ toy-1.3b · 1.3B parameters, all trained, bf16
   --all shows 23 more, 19 not simulated because smaller ones fail
   host?: if each host has the memory; `--gpus ...+128GiB` says so
   error in 23 runs of zero2 on H200 SXM: memory ±0.8% on average, ±9.5% at
-  worst; time ±12.2% on average, ±38.9% at worst (15 of them, which wait for the
+  worst; time ±12.3% on average, ±38.9% at worst (15 of them, which wait for the
   host alike); none were measured on this GPU
 
 ▶ zero2 with micro-batch 8, accumulation 2, checkpointing every block
@@ -52,6 +52,13 @@ def shown(plan, width: int, *, everything: bool = False) -> str:
 def test_the_table_at_80_columns(toy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.planner.table.ROWS", 3)
     assert shown(toy.plan("4xRTX4080", "zero0", "zero2", "zero3-offload-optimizer"), 80) == GOLDEN
+
+
+def test_the_order_is_said_where_the_choice_is_not_the_fastest(toy) -> None:
+    plan = toy.plan("4xRTX4080", "zero0", "zero2")
+    assert "a step · fastest first ·" in shown(plan, 140)
+    slower = replace(plan, chosen=plan.alternatives[0], alternatives=(plan.chosen,))
+    assert "a step · ▶ choice, then fastest first ·" in shown(slower, 140)
 
 
 def test_links_that_were_measured_here_are_said_to_be(toy) -> None:

@@ -29,7 +29,7 @@ time.sleep(600)
 def run(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch, *, timeout: float = 30.0) -> int | None:
     monkeypatch.setattr(process, "LAUNCHER", ("-c", code))
     return process.run_to_the_end(
-        SPEC, spec_file=folder / "spec.json", log=folder / "log", timeout_seconds=timeout
+        SPEC, spec_file=folder / "spec.json", log=folder / "log", timeout_seconds=timeout, look=lambda: None
     )
 
 
@@ -60,10 +60,11 @@ def test_a_bench_that_is_ended_leaves_no_launcher(tmp_path: Path, number: signal
     code = (
         "import signal, sys\nfrom pathlib import Path\nfrom shardwise.trials import process\n"
         "from shardwise.launch.spec import LaunchSpec\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "asked = []\nsignal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
         f"here = Path({str(tmp_path)!r})\nprocess.LAUNCHER = (str(here / 'hangs.py'),)\n"
         "process.run_to_the_end(LaunchSpec(job={}, run_dir='x', processes=1),\n"
-        "    spec_file=here / 'spec.json', log=here / 'log', timeout_seconds=600)\n"
+        "    spec_file=here / 'spec.json', log=here / 'log', timeout_seconds=600,\n"
+        "    look=lambda: asked and sys.exit(143))\n"
     )
     bench = subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ))
     pids = tmp_path / "spec.json.pids"
