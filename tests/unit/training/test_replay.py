@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwise.errors import JobError, MachineError
 from shardwise.training.replay import EVERY, Replay
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 MOE = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4}
 
