@@ -75,7 +75,7 @@ test-distributed: setup operators
 	$(BIN)/python -m pytest -m 'not gpu' tests/distributed
 
 test-others: setup operators
-	$(BIN)/python -m pytest -m 'not gpu' --numprocesses $$(($$(nproc) - 1)) --dist loadfile tests/golden tests/unit
+	$(BIN)/python -m pytest -m 'not gpu' --numprocesses $$(nproc) --dist loadfile tests/golden tests/unit
 
 ## test-machines: several machines, as network namespaces and in Slurm; needs root, takes some ten minutes
 test-machines: setup operators
