@@ -74,6 +74,10 @@ def _uneven_reason(facts: Facts) -> str:
     )
 
 
+def _divisors(number: int) -> str:
+    return " or ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
 def _uneven_fix(facts: Facts) -> str:
     """The nearest numbers that work: rows, unless a run is resumed, rows at a time, processes."""
     rows, ranks, micro = facts.global_batch, facts.strategy.data_parallel, facts.micro_batch or 1
@@ -263,7 +267,7 @@ RULES: tuple[Rule, ...] = (
         broken=lambda f: f.world_size % f.strategy.tensor_parallel != 0,
         reason="tensor_parallel has to divide the number of processes",
         where="strategy.tensor_parallel",
-        fix="a divisor of the number of processes",
+        fix=lambda f: f"tensor_parallel: {_divisors(f.world_size)}",
         source="torch.distributed.device_mesh",
         versions=DEEPSPEED,
     ),

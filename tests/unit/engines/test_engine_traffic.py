@@ -78,7 +78,8 @@ def _per_element(schedule: Schedule, kind: int, write: Any) -> list[float]:
     """Bytes over the model's elements of each piece of work that moves any."""
     joules = {COMPUTE: 3, COMMUNICATE: 2, COPY: 2}[kind]
     work = schedule._recorded(write)
-    one = schedule.streams.draw.moving(1)
+    draw = schedule.streams.draw
+    one = draw.moving(1) if kind == COMPUTE else draw.linking(1)
     return [round(item[joules] / one / N, 9) for item in work if item[0] == kind and item[joules]]
 
 

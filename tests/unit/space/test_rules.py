@@ -266,7 +266,10 @@ def test_a_degree_that_cuts_heads_is_answered_with_one_that_does_not() -> None:
     cut = facts(tensor_parallel=4, data_parallel=1, architecture=shape(key_value_heads=6))
     [problem] = [found for rule, found in broken_rules(cut) if rule.name.endswith("key-value-heads")]
     assert problem.what.startswith("4 GPUs cannot share 6 key-value heads")
-    assert problem.fix == "tensor_parallel: 3"
+    assert problem.fix == "tensor_parallel: 2", "3 divides the heads, and not the 4 processes"
+    uneven = facts(tensor_parallel=3, data_parallel=1, world_size=4)
+    fixes = {rule.name: found.fix for rule, found in broken_rules(uneven)}
+    assert fixes["tensor-parallel-divides-the-processes"] == "tensor_parallel: 1 or 2 or 4"
 
 
 def test_a_plan_that_autotp_cannot_follow_is_told_by_what_it_does_not_know() -> None:

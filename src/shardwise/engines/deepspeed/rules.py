@@ -1,6 +1,7 @@
 """What DeepSpeed cannot combine, read in DeepSpeed 0.19.8."""
 
 from functools import partial
+from math import gcd
 
 from shardwise.engines.facts import PLAN_STYLES, Architecture, Facts, Rule
 
@@ -48,8 +49,8 @@ def _heads_reason(facts: Facts) -> str:
 
 def _heads_fix(facts: Facts) -> str:
     assert facts.architecture is not None
-    heads = facts.architecture.key_value_heads
-    degree = max(n for n in range(1, facts.strategy.tensor_parallel + 1) if heads % n == 0)
+    both = gcd(facts.architecture.key_value_heads, facts.world_size)
+    degree = max(n for n in range(1, facts.strategy.tensor_parallel + 1) if both % n == 0)
     return f"tensor_parallel: {degree}"
 
 
