@@ -3,8 +3,7 @@
 import ast
 import builtins
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError
@@ -13,18 +12,8 @@ from shardwise.lint.schema import names
 _CALLS = names("calls")
 UNKNOWN = "..."  # a value in a mapping that only a run knows
 LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
-STEPPED = "optimizer.step"  # the key for a step of an optimizer instead of DeepSpeed's engine: `Stepped`
 UNDEFINED = "names.undefined"  # the key for the names that the script uses and nowhere defines
 _INITIALIZE = ("args", "model", "optimizer", "model_parameters", "training_data")  # in the order of its call
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """A call of `optimizer.step()` that should be a step of `engine`."""
-
-    optimizer: str  # the optimizer that deepspeed.initialize was `given`, or else returned
-    engine: str
-    given: bool
 
 
 def is_python(text: str) -> bool:
@@ -42,7 +31,7 @@ def read_python(text: str, file: str) -> Document:
     marks: dict[tuple[str, ...], Mark] = {}
     uses: set[str] = set()
     try:
-        program = ast.parse(text)
+        ast.unparse(program := ast.parse(text))  # as rules do
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
         raise UnreadableError(f"it is not Python: {error}", line=line, fix="correct the syntax") from None
@@ -63,7 +52,7 @@ def read_python(text: str, file: str) -> Document:
             uses |= {f"deepspeed.initialize({name})" for name, _ in zip(_INITIALIZE, call.args, strict=False)}
         for name, given in arguments:
             key = LORA if called.endswith("LoraConfig") and name == "r" else name
-            value = _literal(known.get(given.id, given) if isinstance(given, ast.Name) else given)
+            value = literal(known.get(given.id, given) if isinstance(given, ast.Name) else given)
             if key and key not in values:
                 marks[key,] = Mark(line=given.lineno)  # also of a value that only a run knows
                 values |= {} if value is None else {key: value}
@@ -74,10 +63,6 @@ def read_python(text: str, file: str) -> Document:
     for node in ast.walk(program):  # a class of the script's own is nobody else's Trainer
         if isinstance(node, ast.ClassDef) and not any(ast.unparse(b).endswith("Trainer") for b in node.bases):
             uses.discard(node.name)
-    stepped = next(_stepped(program), None)
-    if stepped is not None:
-        values[STEPPED], line = stepped
-        marks[STEPPED,] = Mark(line=line)
     found = Document(name=file, text=text, syntax="python", values=values, marks=marks, kind="training")
     return replace(found, uses=frozenset(uses))
 
@@ -107,26 +92,6 @@ def _undefined(program: ast.Module) -> list[str]:
     return [] if unseen else [name for name in used if name not in bound]
 
 
-def _stepped(program: ast.Module) -> Iterator[tuple[Stepped, int]]:
-    """Yield calls that step an optimizer of DeepSpeed's engine, with their lines."""
-    for made in ast.walk(program):
-        match made:
-            case ast.Assign(targets=[ast.Tuple(elts=[engine, optimizer, *_])], value=ast.Call() as call):
-                pass
-            case _:
-                continue
-        if _called(call.func) != "deepspeed.initialize":
-            continue
-        given = next((ast.unparse(a.value) for a in call.keywords if a.arg == "optimizer"), None)
-        returned = ast.unparse(optimizer)
-        for node in ast.walk(program):
-            match node:
-                case ast.Call(func=ast.Attribute(value=owner, attr="step")):
-                    name = ast.unparse(owner)
-                    if name in (given, returned):
-                        yield Stepped(name, ast.unparse(engine), given=name != returned), node.lineno
-
-
 def _called(function: ast.expr) -> str:
     """The name of a call, such as `deepspeed.initialize`; the last name of a longer chain."""
     if isinstance(function, ast.Name):
@@ -137,7 +102,7 @@ def _called(function: ast.expr) -> str:
     return ""
 
 
-def _literal(node: ast.expr) -> Any:
+def literal(node: ast.expr) -> Any:
     """The literal value; `torch.float16` as text; None for values that only a run knows."""
     if isinstance(node, ast.Attribute):
         return _called(node)

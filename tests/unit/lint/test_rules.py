@@ -74,6 +74,12 @@ engine, *_ = deepspeed.initialize({}, config="file1")
 engine.backward(engine(rows))
 engine.step()
 """
+SHARDED = """import deepspeed
+import torch
+from setting import *
+engine, *_ = deepspeed.initialize(model=m, optimizer=o, config="file1")
+{}
+"""
 PADDED = """from transformers import AutoTokenizer
 t = AutoTokenizer.from_pretrained("meta-llama/Llama-2-7b-hf")
 {}
@@ -429,6 +435,11 @@ CASES = (
         TRAINER + "TrainingArguments(fsdp='full_shard')\n",
     ),
     Case(
+        "contradicting-arguments",
+        TRAINER + "TrainingArguments('out', bf16=True, fp16=True)\n",
+        TRAINER + "TrainingArguments('out', bf16=True)\nTrainingArguments('out', fp16=True)\n",
+    ),
+    Case(
         "lost-flags",
         "deepspeed train.py \\\n  --fp16\n  --lr 1\n",
         "deepspeed train.py \\\n  --fp16 \\\n  --lr 1\n",
@@ -479,6 +490,18 @@ CASES = (
         OWN.format("model=m, optimizer=o") + "loader = DataLoader(rows)\n",
         OWN.format("model=m, optimizer=o") + "loader = DataLoader(rows, sampler=DistributedSampler(rows))\n",
         also=(JSON,),
+    ),
+    Case(
+        "one-process-calls-for-all",
+        SHARDED.format("if engine.local_rank == 0:\n    engine.save_checkpoint('out')"),
+        SHARDED.format("engine.save_checkpoint('out')\nif engine.local_rank == 0:\n    print('saved')"),
+        also=(DS_3,),
+    ),
+    Case(
+        "weights-are-elsewhere",
+        SHARDED.format("torch.save(m.state_dict(), 'final.pt')"),
+        SHARDED.format("engine.save_16bit_model('out')\ntorch.save(batch.state_dict(), 'other.pt')"),
+        also=(DS_3,),
     ),
     Case(
         "zeus-monitor-of-all-gpus",

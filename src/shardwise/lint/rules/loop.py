@@ -1,16 +1,26 @@
 """Training loops of one's own."""
 
+import ast
 import re
 from collections.abc import Iterator
 
 from shardwise.lint.document import Document
 from shardwise.lint.finding import DEEPSPEED, Hit
-from shardwise.lint.rules.training import distributed, training_rule
+from shardwise.lint.rules.training import calls, distributed, training_rule, tree_of, within, zero_stage
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names
-from shardwise.lint.script_text import STEPPED, UNDEFINED
+from shardwise.lint.script_text import UNDEFINED
 from shardwise.lint.setup import Setup
 
+_INITIALIZE = "deepspeed.initialize"  # below, patterns of what ast.unparse writes: a statement a line
+_ENGINE = re.compile(r"([\w.]+), (\*?[\w.]+).* = deepspeed\.initialize\((?:.*\boptimizer=([\w.]+))?")
+_MADE = re.compile(r"^ *\(?([\w.]+)(?:, .*)? = ([\w.]+)\(", re.MULTILINE)
+_GIVEN = re.compile(r"(deepspeed\.initialize)\((?:.*\bmodel=|[^,()=]+, )([\w.]+)")
+_HELD = re.compile(r"([\w.]+?)(?:\.module)?\.(?:parameters|state_dict|save_pretrained)\(")
+_ONE = re.compile("|".join(names("on_one_process")))
+_WAITS = {name: re.compile(r"(trainer|accelerator|engine|initialize)\b") for name in names("wait_in_shards")}
+_WAITS |= {name: re.compile(r"(engine|initialize)\b") for name in names("wait_in_engines")}
+_WAITS |= {name: re.compile(r"\b(dist|distributed|comm|accelerator)\b") for name in names("wait_for_all")}
 _NO_PAD_TOKEN = names("no_pad_token")
 _DIVIDED = re.compile(r"[Ss]ampler|split_dataset_by_node|\.shard\(|rank\s*::|num_replicas|\.prepare\(")
 _LABELS = re.compile(r"labels[\"']?\]?\s*=\s*[\w.]*(input_ids|\[[\"']input_ids[\"']\])(\.(clone|copy)\(\))?")
@@ -20,16 +30,18 @@ _PADS = re.compile(r"padding\s*=\s*(True|[\"'](max_length|longest)[\"'])")
 @training_rule("error", "run with 0.19.8 at stages 0, 2 and 3", versions=DEEPSPEED)
 def optimizer_outside_engine(document: Document, _: Setup) -> Iterator[Hit]:
     """DeepSpeed's engine steps its own optimizer and schedule, at the end of an accumulation."""
-    stepped = document.get(STEPPED)
-    if stepped is not None and stepped.given:
-        what = f"`{stepped.optimizer}` was given to DeepSpeed: under ZeRO its parameters have no gradients, "
-        what += "and nothing is trained, without an error"
-        fix = f"{stepped.engine}.step(), which steps the optimizer that DeepSpeed made from it"
-        yield Hit((STEPPED,), what, fix)
-    elif stepped is not None:
-        what = f"`{stepped.optimizer}.step()` bypasses the engine: it steps at every micro-batch, without a "
-        what += "learning-rate schedule, or stops if ZeRO-2 accumulates gradients"
-        yield Hit((STEPPED,), what, f"{stepped.engine}.step()", severity="warning")
+    for engine, returned, given in _ENGINE.findall(ast.unparse(tree_of(document))):
+        steps = reversed([*calls(document, "step")])  # the first of a name stays
+        stepped = {ast.unparse(one.func).removesuffix(".step"): one for one in steps}
+        if given in stepped and given != returned:
+            what = f"`{given}` was given to DeepSpeed: under ZeRO its parameters have no gradients, "
+            what += "and nothing is trained, without an error"
+            fix = f"{engine}.step(), which steps the optimizer that DeepSpeed made from it"
+            yield Hit((), what, fix, line=stepped[given].lineno)
+        elif returned in stepped:
+            what = f"`{returned}.step()` bypasses the engine: it steps at every micro-batch, without a "
+            what += "learning-rate schedule, or stops if ZeRO-2 accumulates gradients"
+            yield Hit((), what, f"{engine}.step()", severity="warning", line=stepped[returned].lineno)
 
 
 @training_rule("error", "engine.py: _configure_zero_optimizer; run with 0.19.8", versions=DEEPSPEED)
@@ -85,6 +97,58 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
         what = "nothing here divides the rows: every process trains on all of them"
         fix = "DataLoader(..., sampler=DistributedSampler(rows)), or training_data= in deepspeed.initialize"
         yield Hit((), what, fix, line=_line(document, loads))
+
+
+def _made(document: Document) -> dict[str, str]:
+    """The call that made a name's value; of a model that DeepSpeed got, deepspeed.initialize."""
+    program = ast.unparse(tree_of(document))
+    return dict(_MADE.findall(program)) | {model: call for call, model in _GIVEN.findall(program)}
+
+
+def _on_one(test: ast.expr) -> bool:
+    """Whether a condition holds in one process only."""
+    if isinstance(test, ast.BoolOp):
+        return (any if isinstance(test.op, ast.And) else all)(map(_on_one, test.values))
+    return _ONE.search(ast.unparse(test)) is not None
+
+
+@training_rule("error", "deepspeed/runtime/engine.py: save_checkpoint; transformers/trainer.py: save_model")
+def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
+    """One process calls what waits for all others: the run hangs."""
+    made, stage, texts = _made(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
+    full = "FULL_STATE_DICT" in texts or (setup.training("fsdp") and "SHARDED_STATE_DICT" not in texts)
+    found, elsewhere = dict[int, tuple[str, str]](), set[str]()
+    for branch in (node for node in ast.walk(tree_of(document)) if isinstance(node, ast.If)):
+        one, test = _on_one(branch.test), ast.unparse(branch.test)
+        others = branch.orelse if one else [branch] if re.search("rank|RANK|process", test) else []
+        elsewhere |= {ast.unparse(call.func).rpartition(".")[2] for call in within(*others)}
+        for call in within(*branch.body) if one else ():
+            owner, _, last = (said := ast.unparse(call.func)).rpartition(".")
+            sharded = stage == 3 or full or (last == "save_state" and stage is not None)
+            waits = last in _WAITS and _WAITS[last].search(f"{made.get(owner, '')} {owner}".lower())
+            certain = last not in names("wait_in_shards") or (sharded and f"def {last}(" not in texts)
+            if waits and certain and all(one.arg != "group" for one in call.keywords):
+                found[call.lineno] = said, f"`if {test}` (line {branch.lineno})"
+    for line, (said, where) in found.items():
+        if said.rpartition(".")[2] not in elsewhere:  # where the others call it too, they meet
+            what = f"`{said}` waits for all processes, and {where} lets one call it: the run hangs"
+            yield Hit((), what, "call it in all processes, outside the condition", line=line)
+
+
+@training_rule("error", "deepspeed/runtime/zero; run with 0.19.8 at stages 1 to 3", versions=DEEPSPEED)
+def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
+    """ZeRO keeps gradients, and at stage 3 weights, in its own buffers: the model's are empty."""
+    made, stage = _made(document), zero_stage(setup)
+    for call in calls(document, "clip_grad_norm_", "save", "save_pretrained", "save_file") if stage else ():
+        text = ast.unparse(call)
+        given = _INITIALIZE in map(made.get, _HELD.findall(text)) and "state_dict=" not in text
+        if given and "clip_grad_norm_(" in text:
+            what = "nothing is clipped: under ZeRO the parameters have no gradients after backward"
+            yield Hit((), what, '"gradient_clipping": 1.0 in the DeepSpeed file', line=call.lineno)
+        elif given and stage == 3 and "GatheredParameters" not in document.text:
+            what = "ZeRO-3 shards the weights: the model's tensors are empty, and so are the saved ones"
+            fix = "engine.save_16bit_model in all processes, with stage3_gather_16bit_weights_on_model_save"
+            yield Hit((), what, fix, line=call.lineno)
 
 
 def _line(document: Document, found: re.Match[str]) -> int:

@@ -1,5 +1,6 @@
 """Scripts and arguments: against the configuration that they run with."""
 
+import ast
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -11,6 +12,7 @@ from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.accelerate import DS, FILE
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names
+from shardwise.lint.script_text import literal
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
 
@@ -33,6 +35,7 @@ _PLUGIN_KEYS: tuple[tuple[Key, str, Any], ...] = (
     ((DS, "gradient_clipping"), "max_grad_norm", 1.0),
 )
 """The same of Accelerate's file."""
+_DEFAULTS = {"logging_steps": 500, "save_steps": 500, "save_strategy": "steps", "eval_strategy": "no"}
 _PLAIN = ("TrainingArguments", "Seq2SeqTrainingArguments")
 
 _PLEASE = "`Please correct the following DeepSpeed config values`"
@@ -40,11 +43,28 @@ _PLEASE = "`Please correct the following DeepSpeed config values`"
 training_rule = partial(rule, versions="", kind="training")
 
 
-def _zero_stage(setup: Setup) -> int | None:
+def zero_stage(setup: Setup) -> int | None:
+    """The stage that a file or a flag says."""
     stages = [stage_of(document) for document in setup.of("deepspeed")]
     stages += [int(n) for d in setup.of("accelerate") if (n := d.number(DS, "zero_stage")) is not None]
     named = setup.training("zero_stage")
     return next((stage for stage in (*stages, named) if isinstance(stage, int)), None)
+
+
+def tree_of(document: Document) -> ast.Module:
+    """The program of a script; an empty one of other files."""
+    return ast.parse(document.text if document.syntax == "python" else "")
+
+
+def within(*nodes: ast.AST) -> Iterator[ast.Call]:
+    """All calls in these parts of a program."""
+    return (node for one in nodes for node in ast.walk(one) if isinstance(node, ast.Call))
+
+
+def calls(document: Document, *last: str) -> Iterator[ast.Call]:
+    """The calls of a script whose last name is one of these."""
+    seen = any(name in document.text for name in last)
+    return (c for c in within(tree_of(document)) if seen and ast.unparse(c.func).rpartition(".")[2] in last)
 
 
 def distributed(setup: Setup) -> bool:
@@ -59,7 +79,7 @@ def distributed(setup: Setup) -> bool:
 def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
     """A device map spreads one process over GPUs; a distributed launch gives each GPU a process."""
     key, value = ("device_map",), document.get("device_map")
-    if value is not None and _zero_stage(setup) == 3:
+    if value is not None and zero_stage(setup) == 3:
         what = "from_pretrained stops: ZeRO-3 does not allow a `device_map`"
         yield Hit(key, what, "remove it: ZeRO-3 places the parameters")
     elif value in ("auto", "balanced", "balanced_low_0", "sequential") and distributed(setup):
@@ -104,7 +124,7 @@ def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
 )
 def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
     """Every process loads all quantised weights, and these are not trained themselves."""
-    stage = _zero_stage(setup)
+    stage = zero_stage(setup)
     for name in names("quantising") if distributed(setup) else ():
         value = document.get(name)
         if value in (None, False, 0, 16, 32) or value == "full":
@@ -179,7 +199,7 @@ def _differs(config: Document, setup: Setup, key: Key, value: Any, name: str, gi
 @training_rule("error", "transformers/trainer.py: auto_find_batch_size")
 def found_batch_size_and_stage_3(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer refuses it with ZeRO-3, which cannot restart with a smaller batch."""
-    if document.on("auto_find_batch_size") and _zero_stage(setup) == 3:
+    if document.on("auto_find_batch_size") and zero_stage(setup) == 3:
         yield Hit(("auto_find_batch_size",), fix="remove it; `shardwise plan` shows what fits")
 
 
@@ -188,3 +208,31 @@ def fsdp_and_deepspeed(document: Document, _: Setup) -> Iterator[Hit]:
     """The Trainer takes one of `fsdp` and `deepspeed`: with both it stops with a ValueError."""
     if document.get("fsdp") and document.get("deepspeed"):
         yield Hit(("fsdp",), fix="remove `fsdp`, or remove `deepspeed`")
+
+
+@training_rule("error", "transformers/training_args.py: TrainingArguments.__post_init__; read in 5.23")
+def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The Trainer's arguments stop with a ValueError."""
+    groups = list[tuple[dict[Any, Any], int | None]]()  # what a call, or a command or file, gives; its line
+    for call in calls(document, *_PLAIN, *names("trl_arguments")):
+        given = {one.arg: literal(one.value) for one in call.keywords}
+        if (called := ast.unparse(call.func)) in document.uses and None not in given:
+            own = {} if called.endswith("TrainingArguments") else {"logging_steps": None}
+            groups.append((_DEFAULTS | own | given, call.lineno))
+    if document.syntax != "python" and (setup.reader == "trainer" or document.has(_TRAINER_KEYS[0][1])):
+        groups.append((dict.fromkeys(_DEFAULTS) | {**document.values}, None))
+    for given, line in groups:
+        if given.get("bf16") is given.get("fp16") is True:
+            what = "ValueError `At most one of fp16 and bf16 can be True, but not both`"
+            yield Hit(("fp16",), what, "keep bf16 (Ampere and later), which needs no loss scaling", line=line)
+        both = given["save_strategy"], given.get("evaluation_strategy", given["eval_strategy"])
+        save, evaluate = (str(one).rpartition(".")[2].lower() for one in both)  # also of SaveStrategy.STEPS
+        steps = given["save_steps"], given.get("eval_steps", given["logging_steps"])
+        apart = save == "steps" and all(isinstance(n, int) and n for n in steps) and steps[0] % steps[1]
+        known = given.get("load_best_model_at_end") is True and {save, evaluate} <= {"no", "steps", "epoch"}
+        if known and (save != evaluate or apart):
+            what = f"ValueError: the model is saved by `{save}` and evaluated by `{evaluate}`"
+            what = f"{what}; {steps[0]} is not a multiple of {steps[1]}" if save == evaluate else what
+            yield Hit(
+                ("load_best_model_at_end",), what, "the same save_ and eval_strategy and steps", line=line
+            )

@@ -6,7 +6,7 @@ from functools import partial
 
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, rule
-from shardwise.lint.rules.training import distributed
+from shardwise.lint.rules.training import calls, distributed
 from shardwise.lint.setup import Setup
 
 OPTIMIZERS = ("HFGlobalPowerLimitOptimizer", "GlobalPowerLimitOptimizer")
@@ -17,13 +17,6 @@ RUN = "run with 0.16.0 in four processes: benchmarks/power_limits_ranks"
 zeus_rule = partial(rule, versions="zeus>=0.11", kind="training")
 
 
-def _calls(document: Document, *names: str) -> Iterator[ast.Call]:
-    if document.syntax == "python" and any(name in document.text for name in names):
-        for node in ast.walk(ast.parse(document.text)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:
-                yield node
-
-
 def _argument(call: ast.Call, name: str, place: int) -> ast.expr | None:
     named = (keyword.value for keyword in call.keywords if keyword.arg == name)
     return next(named, call.args[place] if len(call.args) > place else None)
@@ -32,7 +25,7 @@ def _argument(call: ast.Call, name: str, place: int) -> ast.expr | None:
 @zeus_rule("error", f"zeus/monitor/energy.py; {RUN}")
 def zeus_monitor_of_all_gpus(document: Document, setup: Setup) -> Iterator[Hit]:
     """Each process measures and waits for the GPUs of all: energy is counted once a process."""
-    for call in _calls(document, "ZeusMonitor"):
+    for call in calls(document, "ZeusMonitor"):
         asked = _argument(call, "gpu_indices", 0)
         count = len(asked.elts) if isinstance(asked, ast.List | ast.Tuple) else None
         if asked is not None and (count is None or count < 2):
@@ -49,8 +42,8 @@ def zeus_monitor_of_all_gpus(document: Document, setup: Setup) -> Iterator[Hit]:
 @zeus_rule("error", f"zeus/optimizer/power_limit.py; {RUN}")
 def zeus_cost_of_one_process(document: Document, setup: Setup) -> Iterator[Hit]:
     """ZeusCost multiplies the time by one GPU's power, and the energy is that of all."""
-    costs = [call for call in _calls(document, "ZeusCost") if _argument(call, "world_size", 1) is None]
-    tuned = [call for call in _calls(document, *OPTIMIZERS) if not _argument(call, "optimum_selector", 1)]
+    costs = [call for call in calls(document, "ZeusCost") if _argument(call, "world_size", 1) is None]
+    tuned = [call for call in calls(document, *OPTIMIZERS) if not _argument(call, "optimum_selector", 1)]
     gpus = setup.world_size or 4
     weight = gpus * ETA / (gpus * ETA + 1 - ETA)
     for call in costs + tuned if distributed(setup) else ():
@@ -64,7 +57,7 @@ def zeus_cost_of_one_process(document: Document, setup: Setup) -> Iterator[Hit]:
 @zeus_rule("warning", f"zeus/optimizer/power_limit.py: atexit; {RUN}")
 def zeus_leaves_limits_changed(document: Document, _: Setup) -> Iterator[Hit]:
     """Limits are not put back: the highest one stays, after SIGTERM the one that is being tried."""
-    for call in _calls(document, *OPTIMIZERS):
+    for call in calls(document, *OPTIMIZERS):
         what = "at its end all GPUs get their highest limit, not the one from before; SIGTERM, which "
         what += "launchers send when a process fails, leaves the limit that is being tried"
         fix = "`shardwise train` with energy.objective puts limits back; `shardwise emit` measures only"
