@@ -12,7 +12,7 @@ from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.accelerate import DS, FILE
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names
-from shardwise.lint.script_text import literal
+from shardwise.lint.script_text import literal, name_as_imported
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
 
@@ -47,13 +47,14 @@ def zero_stage(setup: Setup) -> int | None:
     """The stage that a file or a flag says."""
     stages = [stage_of(document) for document in setup.of("deepspeed")]
     stages += [int(n) for d in setup.of("accelerate") if (n := d.number(DS, "zero_stage")) is not None]
-    named = setup.training("zero_stage")
-    return next((stage for stage in (*stages, named) if isinstance(stage, int)), None)
+    return next((one for one in (*stages, setup.training("zero_stage")) if isinstance(one, int)), None)
 
 
 def tree_of(document: Document) -> ast.Module:
     """The program of a script; an empty one of other files."""
-    return ast.parse(document.text if document.syntax == "python" else "")
+    program = ast.parse(document.text if document.syntax == "python" else "")
+    name_as_imported(program)
+    return program
 
 
 def within(*nodes: ast.AST) -> Iterator[ast.Call]:
