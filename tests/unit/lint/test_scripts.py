@@ -150,6 +150,15 @@ def test_arguments_stop_where_those_of_transformers_do(given: str, stops: bool) 
             eval(f"TrainingArguments('out', use_cpu=True, {given})", known)
 
 
+def test_a_name_of_ones_own_for_an_import_is_followed() -> None:
+    script = "import transformers as T\nfrom deepspeed import comm as far\n"
+    script += "a = T.TrainingArguments('o', bf16=True, fp16=True)\n"
+    assert lines_of("contradicting-arguments", script) == [3]
+    assert lines_of("one-process-calls-for-all", f"{script}if far.get_rank() == 0:\n    far.barrier()\n") == [
+        5
+    ]
+
+
 def test_a_class_of_trl_logs_at_steps_of_its_own() -> None:
     given = f"SFTConfig('out', {BEST}, eval_strategy='steps', save_steps=300"
     assert lines_of("contradicting-arguments", f"{SFT}{given})\n") == []

@@ -36,8 +36,7 @@ def optimizer_outside_engine(document: Document, _: Setup) -> Iterator[Hit]:
         if given in stepped and given != returned:
             what = f"`{given}` was given to DeepSpeed: under ZeRO its parameters have no gradients, "
             what += "and nothing is trained, without an error"
-            fix = f"{engine}.step(), which steps the optimizer that DeepSpeed made from it"
-            yield Hit((), what, fix, line=stepped[given].lineno)
+            yield Hit((), what, f"{engine}.step() steps DeepSpeed's own of it", line=stepped[given].lineno)
         elif returned in stepped:
             what = f"`{returned}.step()` bypasses the engine: it steps at every micro-batch, without a "
             what += "learning-rate schedule, or stops if ZeRO-2 accumulates gradients"
@@ -75,9 +74,8 @@ def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
     if document.syntax == "python" and pads and without and "pad_token" not in document.text:
         what = "this model's tokenizer has no pad token: ValueError `Asking to pad but the tokenizer does "
         what += "not have a padding token`"
-        yield Hit(
-            (), what, "tokenizer.pad_token = tokenizer.eos_token", line=line_at(document.text, pads.start())
-        )
+        fix = "tokenizer.pad_token = tokenizer.eos_token"
+        yield Hit((), what, fix, line=line_at(document.text, pads.start()))
 
 
 @training_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
@@ -86,12 +84,8 @@ def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
     given, masked = _LABELS.search(document.text), re.search("-100|DataCollator", document.text)
     if document.syntax == "python" and given and _PADS.search(document.text) and not masked:
         what = "the labels are the padded input ids: the loss also trains on pad tokens"
-        yield Hit(
-            (),
-            what,
-            "labels.masked_fill(attention_mask == 0, -100)",
-            line=line_at(document.text, given.start()),
-        )
+        fix = "labels.masked_fill(attention_mask == 0, -100)"
+        yield Hit((), what, fix, line=line_at(document.text, given.start()))
 
 
 @training_rule("warning", "torch/utils/data: a DataLoader knows nothing of other processes")
