@@ -131,6 +131,9 @@ def train(
         fix = "leave it out; the batch system starts all nodes again, with --resume-or-start"
         raise JobError("--supervise works on one machine", where="--supervise", fix=fix)
 
+    goes_on = (resume or resume_or_start or supervise) and among is None and not dry_run
+    if goes_on and resume_from is None and (folder := _finished(job, changes)):
+        return Run(folder=folder, exit_code=0)
     build = partial(
         _spec,
         job,
@@ -159,10 +162,6 @@ def train(
         again, there = _again(job, spec, changes, memory_cap), Path(workdir or Path.cwd())
         code = launch_on(hosts, again, rendezvous=among.rendezvous, workdir=there, run_dir=folder)
         return Run(folder=folder, exit_code=code)
-    goes_on = spec.resume and among is None and not dry_run and spec.resume_from is None
-    if goes_on and (said := finished(folder, Job.model_validate(spec.job))):
-        print(said, file=sys.stderr)
-        return Run(folder=folder, exit_code=0)
     simulated = _simulated(spec.processes) if simulate_power and not dry_run else nullcontext()
     restarts = None
     if supervise and not dry_run:
@@ -173,6 +172,19 @@ def train(
         code = launch(spec, look=look, restarts=restarts)
     look()
     return Run(folder=folder, exit_code=code)
+
+
+def _finished(job: AnyJob, changes: Sequence[str]) -> Path | None:
+    """The folder of a run that has nothing left to do, which is said; None for any other."""
+    named = None if isinstance(job, Job) else Path(job)
+    loaded = read(job if named is None else job_file(named, resume=True), changes, needs_data=False)
+    folder = named if named is not None and named.is_dir() else Path(loaded.job.output) / loaded.job.name
+    if not is_run_folder(folder) or not step_folders(folder / "checkpoints"):
+        return None
+    check_same_job(loaded, folder)
+    if said := finished(folder, loaded.job):
+        print(said, file=sys.stderr)
+    return folder if said else None
 
 
 def _on_what_is_left(build: Callable[[int], LaunchSpec], wanted: int, gpus: int) -> LaunchSpec:
