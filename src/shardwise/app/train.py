@@ -43,17 +43,22 @@ from shardwise.record.energy import read_used
 from shardwise.record.follow import Follower
 from shardwise.record.manifest import step_folders
 from shardwise.record.read import is_run_folder, read_run
+from shardwise.report.terminal import show
+from shardwise.screen import as_text
 from shardwise.space.auto import resolve
 from shardwise.training.mirror import is_place, take, take_missing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that has ended."""
+    """A run that has ended. `print` shows its `shardwise report`."""
 
     folder: Path
     exit_code: int
     """0: done; 75: stopped with its state saved; anything else: the error is on stderr."""
+
+    def __str__(self) -> str:
+        return as_text(show, [self.folder]) if is_run_folder(self.folder) else repr(self)
 
     def summary(self) -> dict[str, Any]:
         """Losses, speed, memory and energy, as `shardwise report --json` has them."""
@@ -117,6 +122,9 @@ def train(
         command: what the user typed, for the run's record.
         on_event: called with each new line of events.jsonl while the run goes on, in this process. False
             asks the run to save and stop; an exception ends it at once.
+
+    Returns:
+        The run: its `folder`, `exit_code`, `summary()` and `events()`.
 
     Raises:
         JobError: the job, the run folder or an argument is wrong.

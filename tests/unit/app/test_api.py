@@ -117,8 +117,10 @@ def test_a_plan_needs_no_data_file(job: Path) -> None:
         shardwise.load_job(job)
 
 
-def test_a_plan_prints_as_the_table_that_the_verb_shows(job: Path) -> None:
+def test_a_plan_prints_as_the_table_that_the_verb_shows(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     text = str(shardwise.plan(job, gpus="1xRTX4080"))
+    assert max(map(len, text.splitlines())) <= 80
     assert "1 × RTX 4080" in text
     assert re.search(r"tok(ens)?/s", text)
 
