@@ -1,10 +1,10 @@
 """`shardwise report RUN...`: what runs did, side by side; or a bench."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic_core import to_json
 
 from shardwise.cli.options import PAGE, AsJson, write_text
 from shardwise.errors import JobError
@@ -38,7 +38,7 @@ def report(
 
 def _report_bench(path: Path, html: Path | None, *, as_json: bool) -> None:
     from shardwise.record.bench import read_bench
-    from shardwise.report.bench import show_bench, to_json
+    from shardwise.report import bench as of_bench
 
     bench = read_bench(path, to_show=True)
     if html is not None:
@@ -46,9 +46,9 @@ def _report_bench(path: Path, html: Path | None, *, as_json: bool) -> None:
 
         write_text(html, bench_page(bench), "--html", PAGE)
     if as_json:
-        print(_dumps(to_json(bench)))
+        print(to_json(of_bench.to_json(bench), inf_nan_mode="null").decode())
     elif html is None:
-        show_bench(bench)
+        of_bench.show_bench(bench)
 
 
 def _report_runs(runs: list[Path], html: Path | None, *, as_json: bool) -> None:
@@ -60,11 +60,6 @@ def _report_runs(runs: list[Path], html: Path | None, *, as_json: bool) -> None:
 
         write_text(html, run_page(runs), "--html", PAGE)
     if as_json:
-        print(_dumps({"runs": [summary(run) for run in runs]}))
+        print(to_json({"runs": [summary(run) for run in runs]}, inf_nan_mode="null").decode())
     elif html is None:
         show(runs)
-
-
-def _dumps(values: object) -> str:
-    """JSON, with null for what is not finite."""
-    return json.dumps(json.loads(json.dumps(values), parse_constant=lambda _: None))
