@@ -41,13 +41,10 @@ def texts(changes: Changes) -> list[str]:
         if isinstance(changes, Mapping):
             return [f"{key}={json.dumps(value, default=_plain)}" for key, value in changes.items()]
         listed: list[Any] = [changes] if isinstance(changes, str) else [*(changes or ())]
-        wrong = [f"{change!r} is no text" for change in listed if not isinstance(change, str)]
+        return ["" + change for change in listed]  # a TypeError for what is no text
     except (TypeError, ValueError) as error:
-        wrong = [str(error)]
-    if wrong:
         fix = '{"train.steps": 20}, or texts such as "train.steps=20"'
-        raise JobError(f"changes are not keys and values: {wrong[0]}", where="changes", fix=fix)
-    return listed
+        raise JobError(f"changes are not keys and values: {error}", where="changes", fix=fix) from None
 
 
 def _plain(value: Any) -> Any:

@@ -39,10 +39,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout,
 
 
 def write_text(path: Path, text: str, flag: str, ours: str | None = None) -> None:
-    """Writes a file that the flag names; JobError where it cannot be there.
-
-    `ours`: what near its beginning says that a file which is there was written by us, and may be replaced.
-    """
+    """Writes the file of a flag, or in place of one that has `ours` near its beginning; else JobError."""
     with placed(path, flag):
         if ours is not None and path.is_file() and path.stat().st_size:
             with path.open(encoding="utf-8", errors="replace") as file:
