@@ -71,6 +71,8 @@ def plan(
         raise JobError(what, where="--max-slowdown", fix=fix)
     cap = None if memory_cap is None else size_in_bytes(memory_cap, "--memory-cap")
     free = MARGIN if margin is None else share_of(margin, "--margin", "the memory")
+    if free >= 1:
+        raise JobError("a margin of all the memory leaves none", where="--margin", fix="a smaller one: 10%")
     hardware = hardware_of(gpus)
     if straggler is not None:
         spread = share_of(straggler, "--straggler", "a GPU's step time")
