@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Callable
 from io import StringIO
+from shutil import get_terminal_size
 from typing import Any
 
 from rich.console import Console
@@ -23,8 +24,8 @@ def screen(*, stderr: bool = False, **options: Any) -> Console:
 
 
 def as_text(show: Callable[..., None], value: Any) -> str:
-    """What `show` prints of a value, as plain text of 100 columns."""
-    console = Console(file=StringIO(), width=100)
+    """What `show` prints of a value, as plain text: as wide as COLUMNS or the terminal, else 100."""
+    console = Console(file=StringIO(), width=get_terminal_size((100, 24)).columns)
     with console.capture() as captured:
         show(value, console=console)
     return "\n".join(map(str.rstrip, captured.get().rstrip().splitlines()))

@@ -36,6 +36,18 @@ def test_it_makes_no_difference_who_writes(
         assert list(saves) == [1, 2, 4, 6]
 
 
+def test_weights_that_diverged_before_their_first_checkpoint_are_no_damage(tmp_path: Path) -> None:
+    """No older checkpoint can help: there is none."""
+    made = job(tmp_path, "diverged", "single", steps=6)
+    made["optimizer"] |= {"learning_rate": 1e38, "warmup_steps": 1, "clip_norm": 1e30}
+    with pytest.raises(AssertionError) as raised:
+        run_all([Run(made)], processes=1, folder=tmp_path / "set")
+    assert "DivergedError" in str(raised.value)
+    assert "weight has a value that is not finite" in str(raised.value)
+    assert "resume from an older checkpoint" not in str(raised.value)
+    assert not list((tmp_path / "runs/diverged/checkpoints").iterdir())
+
+
 def contents(run: Path) -> dict[str, bytes]:
     """Of all files of all checkpoints, the manifests apart."""
     folder = run / "checkpoints"

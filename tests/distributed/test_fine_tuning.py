@@ -95,6 +95,7 @@ def test_a_callback_gets_every_event_and_can_stop_the_run(tmp_path: Path) -> Non
 
     values = Job.model_validate(job(tmp_path, "seen", "single", steps=2000, eval_every=0))
     run = shardwise.train(values, processes=1, on_event=on_event)
+    assert "train loss" in str(run)
     assert run.exit_code == 75
     kinds = [kind for kind, _ in seen]
     assert kinds[0] == "run"

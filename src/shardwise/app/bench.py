@@ -35,7 +35,7 @@ class Bench(BenchRecord):
 def bench(
     job: AnyJob,
     *,
-    strategies: str | None = None,
+    strategies: str | Sequence[str] | None = None,
     sweep: Sequence[str] = (),
     processes: int | None = None,
     steps: int = 10,
@@ -53,7 +53,7 @@ def bench(
 
     Args:
         job: a job file, or a job.
-        strategies: `zero2,fsdp2,...`, or `all`; None: all that fit, with `sweep` the job's own.
+        strategies: `zero2,fsdp2,...`, a list, or `all`; None: all that fit, with `sweep` the job's own.
         sweep: `key=v1,v2` texts; all combinations are run.
         processes: one per GPU; None: all GPUs, or 1.
         steps: optimizer steps that count.
@@ -77,6 +77,9 @@ def bench(
     cap = cap_in_bytes(memory_cap, gpus)
     names: list[str] | None = None if sweep else [ALL]
     if strategies is not None:
+        if not isinstance(strategies, str):
+            listed: Any = strategies
+            strategies = ",".join(map(str, listed if isinstance(listed, Sequence) else [listed]))
         names = [ALL] if strategies.strip() == ALL else chosen_names(strategies, processes)
     hardware = detect_hardware() if gpus else None
     plan_for: PlanFor | None = None

@@ -36,6 +36,6 @@ def board(
         except ImportError as error:
             what, fix = f"{error.name} is not installed", "pip install 'shardwise[board]'"
             raise MachineError(what, where="board", fix=fix) from None
-        found, password = Folder(Path(folder)), " (the password is the token)" if token else ""
-        show(f"{found.root} on http://{web.place(listener)}/{password}; Ctrl-C ends it")
+        found, password = Folder(Path(folder)), ", and the password is the token" if token else ""
+        show(f"{found.root} on http://{web.place(listener)}/ (Ctrl-C ends it{password})")
         serve(found, listener, check=check_texts, token=token or None)

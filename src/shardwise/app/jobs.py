@@ -1,6 +1,7 @@
 """What a caller may name: a job as a file or a value, GPUs as text or a value, sizes as text or a number."""
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from shardwise.job.schema import Job
 from shardwise.units import GIB
 
 AnyJob = Job | str | Path
-Changes = str | Sequence[str] | Mapping[str, Any]
+Changes = str | Sequence[str] | Mapping[str, Any] | None
 """Like `--set`: `"train.steps=20"`, several of them, or `{"train.steps": 20}`."""
 
 _SIZES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": GIB}
@@ -36,9 +37,19 @@ def load_job(path: str | Path, changes: Changes = ()) -> Job:
 
 def texts(changes: Changes) -> list[str]:
     """Changes as `key=value` texts."""
-    if isinstance(changes, Mapping):
-        return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-    return [changes] if isinstance(changes, str) else list(changes)
+    try:
+        if isinstance(changes, Mapping):
+            return [f"{key}={json.dumps(value, default=_plain)}" for key, value in changes.items()]
+        listed: list[Any] = [changes] if isinstance(changes, str) else [*(changes or ())]
+        return ["" + change for change in listed]  # a TypeError for what is no text
+    except (TypeError, ValueError) as error:
+        fix = '{"train.steps": 20}, or texts such as "train.steps=20"'
+        raise JobError(f"changes are not keys and values: {error}", where="changes", fix=fix) from None
+
+
+def _plain(value: Any) -> Any:
+    """A path's text, the number of a numpy scalar; TypeError for what JSON has no value for."""
+    return value.item() if hasattr(value, "item") else os.fspath(value)
 
 
 def read(job: AnyJob, changes: Sequence[str] = (), *, needs_data: bool = True) -> LoadedJob:
@@ -54,7 +65,7 @@ def hardware_of(gpus: str | Hardware | None) -> Hardware:
     from shardwise.hardware.parse import EXAMPLES, parse_hardware
 
     if gpus is not None:
-        return gpus if isinstance(gpus, Hardware) else parse_hardware(gpus)
+        return gpus if isinstance(gpus, Hardware) else parse_hardware(str(gpus))
     found = detect_hardware()
     if found is None:
         fix = f"name the GPUs: --gpus {EXAMPLES}"

@@ -137,8 +137,9 @@ def convert(run: str | Path, out: str | Path, step: int | None = None) -> dict[s
         problems.append("its state is in DeepSpeed's own files: resume with its strategy, and save again")
     if problems:
         raise CheckpointError(f"it cannot be converted: {'; '.join(problems[:3])}", where=str(path))
-    if out.exists():
-        raise JobError(f"{out} exists", where="--out", fix="name a new file")
+    if out.exists() or not out.parent.is_dir():
+        what = f"{out} exists" if out.exists() else f"there is no folder {out.parent}"
+        raise JobError(what, where="--out", fix="name a new file, in a folder that exists")
     partial = out.with_name(f".{out.name}.partial")
     try:
         partial.unlink(missing_ok=True)

@@ -74,6 +74,8 @@ def plan(
     if job is None and model is None:
         fix = "name a job file, or a model (--model EleutherAI/gpt-neo-2.7B); --gpus names other GPUs"
         raise JobError("there is nothing to plan", where="shardwise plan", fix=fix)
+    if free >= 1:
+        raise JobError("a margin of all the memory leaves none", where="--margin", fix="a smaller one: 10%")
     hardware = hardware_of(gpus)
     if straggler is not None:
         spread = share_of(straggler, "--straggler", "a GPU's step time")

@@ -73,11 +73,13 @@ def tables(
         MachineError: no GPU is named, and this machine has none.
     """
     named = [None] if job is not None else _listed(models)
-    worlds = {text: hardware_of(None if text == HERE else text).world_size for text in _listed(gpus or HERE)}
+    found = {text: hardware_of(None if text == HERE else text) for text in _listed(gpus or HERE)}
+    worlds = {text: hardware.world_size for text, hardware in found.items()}
     if kind == "scaling" and len(worlds) == 1 and isinstance(gpus, str):
-        ((text, world),) = worlds.items()
+        ((text, world),), node = worlds.items(), next(iter(found.values())).gpus_per_node
         halves = (world >> power for power in range(world.bit_length() - 1, 0, -1))
-        worlds = {resized(text, nodes=None, gpus=n): n for n in halves if world % n == 0} | worlds
+        parts = (n for n in halves if world % n == 0 == n % min(n, node))  # of full nodes
+        worlds = {resized(text, nodes=None, gpus=n): n for n in parts} | worlds
     usual = MODES[kind][max(worlds.values(), default=1) > 1]
     each = {mode: _changes(mode) for mode in _listed(modes or ("" if job else usual))}
     questions = [(model, mode, text) for model in named for mode in each for text in worlds]

@@ -43,17 +43,22 @@ from shardwise.record.energy import read_used
 from shardwise.record.follow import Follower
 from shardwise.record.manifest import step_folders
 from shardwise.record.read import is_run_folder, read_run
+from shardwise.report.terminal import show
+from shardwise.screen import as_text
 from shardwise.space.auto import resolve
 from shardwise.training.mirror import is_place, take, take_missing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that has ended."""
+    """A run that has ended. `print` shows its `shardwise report`."""
 
     folder: Path
     exit_code: int
     """0: done; 75: stopped with its state saved; anything else: the error is on stderr."""
+
+    def __str__(self) -> str:
+        return as_text(show, [self.folder]) if is_run_folder(self.folder) else repr(self)
 
     def summary(self) -> dict[str, Any]:
         """Losses, speed, memory and energy, as `shardwise report --json` has them."""
@@ -118,6 +123,9 @@ def train(
         on_event: called with each new line of events.jsonl while the run goes on, in this process. False
             asks the run to save and stop; an exception ends it at once.
 
+    Returns:
+        The run: its `folder`, `exit_code`, `summary()` and `events()`.
+
     Raises:
         JobError: the job, the run folder or an argument is wrong.
         CheckpointError: the run to resume is damaged, or another job's.
@@ -131,6 +139,9 @@ def train(
         fix = "leave it out; the batch system starts all nodes again, with --resume-or-start"
         raise JobError("--supervise works on one machine", where="--supervise", fix=fix)
 
+    goes_on = (resume or resume_or_start or supervise) and among is None and not dry_run
+    if goes_on and resume_from is None and (folder := _finished(job, changes)):
+        return Run(folder=folder, exit_code=0)
     build = partial(
         _spec,
         job,
@@ -159,10 +170,6 @@ def train(
         again, there = _again(job, spec, changes, memory_cap), Path(workdir or Path.cwd())
         code = launch_on(hosts, again, rendezvous=among.rendezvous, workdir=there, run_dir=folder)
         return Run(folder=folder, exit_code=code)
-    goes_on = spec.resume and among is None and not dry_run and spec.resume_from is None
-    if goes_on and (said := finished(folder, Job.model_validate(spec.job))):
-        print(said, file=sys.stderr)
-        return Run(folder=folder, exit_code=0)
     simulated = _simulated(spec.processes) if simulate_power and not dry_run else nullcontext()
     restarts = None
     if supervise and not dry_run:
@@ -173,6 +180,25 @@ def train(
         code = launch(spec, look=look, restarts=restarts)
     look()
     return Run(folder=folder, exit_code=code)
+
+
+def _finished(job: AnyJob, changes: Sequence[str]) -> Path | None:
+    """The folder of a run that has nothing left to do, which is said; None for any other."""
+    loaded, folder = _named(job, changes, resume=True, needs_data=False)
+    if not is_run_folder(folder) or not step_folders(folder / "checkpoints"):
+        return None
+    check_same_job(loaded, folder)
+    if said := finished(folder, loaded.job):
+        print(said, file=sys.stderr)
+    return folder if said else None
+
+
+def _named(job: AnyJob, changes: Sequence[str], *, resume: bool, needs_data: bool) -> tuple[LoadedJob, Path]:
+    """The job of a value, a file or a run folder, and its run folder."""
+    if isinstance(job, Job) or (file := job_file(Path(job), resume=resume)) == Path(job):
+        loaded = read(job, changes, needs_data=needs_data)
+        return loaded, Path(loaded.job.output) / loaded.job.name
+    return read(file, changes, needs_data=needs_data), Path(job)
 
 
 def _on_what_is_left(build: Callable[[int], LaunchSpec], wanted: int, gpus: int) -> LaunchSpec:
@@ -257,13 +283,11 @@ def _spec(
     named = None if isinstance(job, Job) else Path(job)
     if named is not None and not named.exists() and is_place(resume_from):
         take(resume_from, named)
-    file = None if named is None else job_file(named, resume=resume or resume_or_start or supervise)
-    loaded, gpus = read(job if file is None else file, changes), gpu_count()
-    asked = loaded.job
-    folder = named if named is not None and file != named else Path(asked.output) / asked.name
+    begins = not (resume or resume_or_start or supervise)
+    loaded, folder = _named(job, changes, resume=not begins, needs_data=True)
+    asked, gpus = loaded.job, gpu_count()
     first = nodes is None or nodes.rank == 0
     if first and not options["dry_run"]:
-        begins = not (resume or resume_or_start or supervise)
         resume_from = take_missing(asked, folder, resume_from, begins=begins)
     resume = resume or (supervise and is_run_folder(folder))
     if resume_or_start:

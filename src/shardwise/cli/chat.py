@@ -60,6 +60,9 @@ def generate(
     conversation = _open(model, sampling, system, base)
     asked = prompt
     for asked in [prompt] if prompt is not None else _lines():
+        if prompt is None and not asked.strip():
+            say("note: an empty line is not answered")
+            continue
         for label, answer in conversation.answers(asked):
             with stdout_to_stderr():
                 text = printable("".join(answer)).rstrip()

@@ -18,6 +18,7 @@ Changes = Annotated[
 ]
 MemoryCap = Annotated[str | None, typer.Option(metavar="SIZE", help="Use no more of each GPU, e.g. 16GiB.")]
 QLora = Annotated[bool, typer.Option("--qlora", help="Train LoRA adapters on a base in NF4.")]
+PAGE = " · shardwise</title>"  # In the head of each of our pages of HTML
 QLORA = "model.quantization=nf4"
 Margin = Annotated[
     str | None, typer.Option(metavar="SHARE", help="Leave so much of the memory free.  [default: 5%]")
@@ -37,9 +38,14 @@ Token = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")]
 
 
-def write_text(path: Path, text: str, flag: str) -> None:
-    """Writes a file that the flag names; JobError where it cannot be there."""
+def write_text(path: Path, text: str, flag: str, ours: str | None = None) -> None:
+    """Writes the file of a flag, or in place of one that has `ours` near its beginning; else JobError."""
     with placed(path, flag):
+        if ours is not None and path.is_file() and path.stat().st_size:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                if ours not in file.read(2000):
+                    what = f"{path} is there, and is no earlier result of this command"
+                    raise JobError(what, where=flag, fix="name another file, or remove it first")
         path.write_text(text, encoding="utf-8")
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from shardwise.cli.options import (
+    PAGE,
     QLORA,
     AsJson,
     Changes,
@@ -119,7 +120,7 @@ def plan(
     if html is not None:
         from shardwise.board.pages import plan_document
 
-        write_text(html, plan_document(made, shlex.join(["shardwise", *sys.argv[1:]])), "--html")
+        write_text(html, plan_document(made, shlex.join(["shardwise", *sys.argv[1:]])), "--html", PAGE)
     if not as_json:
         show(made, everything=everything)
         if made.pareto:
@@ -136,7 +137,7 @@ def plan(
 def _write(values: dict[str, Any], out: Path | None, *, as_json: bool, everything: bool = True) -> None:
     """All into the file, which `emit` reads; on stdout what fits, and the rest with --all."""
     if out is not None:
-        write_text(out, f"{json.dumps(values)}\n", "--out")
+        write_text(out, f"{json.dumps(values)}\n", "--out", '{"schema": 1,')
     if not everything and values["chosen"] is not None:
         fitting = [one for one in values["alternatives"] if one["fits"]]
         values = {**values, "alternatives": fitting, "skipped": [], "refused": []}

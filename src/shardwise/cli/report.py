@@ -1,12 +1,12 @@
 """`shardwise report RUN...`: what runs did, side by side; or a bench."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic_core import to_json
 
-from shardwise.cli.options import AsJson, write_text
+from shardwise.cli.options import PAGE, AsJson, write_text
 from shardwise.errors import JobError
 
 RUNS = typer.Argument(metavar="RUN...", help="Run folders, or the folder of a bench.", show_default=False)
@@ -28,7 +28,7 @@ def report(
             _report_bench(runs[0], html, as_json=as_json)
         else:
             _report_runs(runs, html, as_json=as_json)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = f"a file holds a value that no version writes there ({type(error).__name__}: {error})"
         fix = "restore the folder's files from a copy. If nothing has changed them, it is a bug: see --debug"
         raise JobError(what, where=" ".join(map(str, runs)), fix=fix) from error
@@ -38,17 +38,17 @@ def report(
 
 def _report_bench(path: Path, html: Path | None, *, as_json: bool) -> None:
     from shardwise.record.bench import read_bench
-    from shardwise.report.bench import show_bench, to_json
+    from shardwise.report import bench as of_bench
 
     bench = read_bench(path, to_show=True)
     if html is not None:
         from shardwise.report.html.pages import bench_page
 
-        write_text(html, bench_page(bench), "--html")
+        write_text(html, bench_page(bench), "--html", PAGE)
     if as_json:
-        print(json.dumps(to_json(bench)))
+        print(to_json(of_bench.to_json(bench), inf_nan_mode="null").decode())
     elif html is None:
-        show_bench(bench)
+        of_bench.show_bench(bench)
 
 
 def _report_runs(runs: list[Path], html: Path | None, *, as_json: bool) -> None:
@@ -58,8 +58,8 @@ def _report_runs(runs: list[Path], html: Path | None, *, as_json: bool) -> None:
     if html is not None:
         from shardwise.report.html.pages import run_page
 
-        write_text(html, run_page(runs), "--html")
+        write_text(html, run_page(runs), "--html", PAGE)
     if as_json:
-        print(json.dumps({"runs": [summary(run) for run in runs]}))
+        print(to_json({"runs": [summary(run) for run in runs]}, inf_nan_mode="null").decode())
     elif html is None:
         show(runs)

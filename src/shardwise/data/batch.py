@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,14 +47,10 @@ class MicroBatch:
     @classmethod
     def on_meta(cls, rows: int, length: int, *, single_segment_rows: int) -> MicroBatch:
         """Make a batch without values, each row one segment of `length` tokens, for the tracer."""
-        tokens, labels, positions = (
-            torch.empty(rows, length, dtype=torch.int64, device="meta") for _ in range(3)
-        )
+        names, empty = ("input_ids", "labels", "position_ids"), partial(torch.empty, device="meta")
         return cls(
-            input_ids=tokens,
-            labels=labels,
-            position_ids=positions,
-            cu_seqlens=torch.empty(rows + 1, dtype=torch.int32, device="meta"),
+            **{name: empty(rows, length, dtype=torch.int64) for name in names},
+            cu_seqlens=empty(rows + 1, dtype=torch.int32),
             max_seqlen=length,
             single_segment_rows=single_segment_rows,
         )

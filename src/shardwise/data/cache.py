@@ -41,12 +41,10 @@ import numpy.typing as npt
 
 from shardwise.errors import MachineError
 
-FORMAT = 3  # part of every key; raised when the files or the way to them change
+FORMAT = 4  # part of every key; raised when the files or the way to them change
 COLUMNS: dict[str, Any] = {"tokens": np.uint32, "trained": np.uint8}
 SMALL: dict[str, Any] = {"starts": np.int64, "lengths": np.int32, "targets": np.int32, "groups": np.int64}
 COLUMNS |= SMALL
-
-
 BLOCK_BYTES = 4 << 20
 """Of a file that has one hash: SHA-256 takes 2 to 10 ms for them, and a step of training reads about one."""
 

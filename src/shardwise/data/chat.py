@@ -101,7 +101,7 @@ class Renderer:
         """Yield each conversation with its samples, or with the sentence that says why there are none."""
         process = self._process = self._process or self._start()
         assert process.stdout is not None
-        request = json.dumps([[c.messages, c.tools] for c in batch])
+        request = json.dumps([[c.messages, c.tools, c.asked] for c in batch])
         with suppress(BrokenPipeError):  # then there is no answer, which is reported below
             print(request, file=process.stdin, flush=True)
         for conversation in batch:

@@ -1,4 +1,4 @@
-"""The formats of samples (alpaca, sharegpt, messages, text), and their conversion to one.
+"""The formats of samples (prompt-completion, alpaca, sharegpt, messages, text), and their conversion to one.
 
 Each file is in one format, found by the fields of its first record. Every record is checked while it is
 converted; a fault is described in one sentence.
@@ -13,7 +13,7 @@ from shardwise.data.sources import Findings, Record, Source, Text
 from shardwise.errors import DataError
 from shardwise.job.schema import Data
 
-Format = Literal["alpaca", "sharegpt", "messages", "text"]
+Format = Literal["prompt-completion", "alpaca", "sharegpt", "messages", "text"]
 Message = dict[str, Any]
 
 SHAREGPT_ROLES = {
@@ -33,8 +33,8 @@ BEFORE = {
 }
 """What may come before a message of each role; `call` is an assistant's message that calls functions."""
 EXPECTED = (
-    "alpaca: instruction, output (input, system, history), or prompt, completion; sharegpt: conversations of "
-    "{from, value}; messages: messages of {role, content}; text: text"
+    "prompt-completion: prompt, completion; alpaca: instruction, output (input, system, history); sharegpt: "
+    "conversations of {from, value}; messages: messages of {role, content}; text: text"
 )
 
 
@@ -45,6 +45,7 @@ class Conversation:
     where: str
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that the assistant may call
+    asked: int = 0  # so many messages at the beginning are the prompt: their answers are not trained
 
 
 Sample = Conversation | Text
@@ -60,11 +61,14 @@ class UnknownFormatError(DataError):
 
 def detect(record: Record) -> Format:
     """Return the format of a record. UnknownFormatError for no known fields, DataError for ambiguous ones."""
-    where, fields = record[0], _joined(record[1])
+    where, fields = record[0], {name: value for name, value in record[1].items() if value is not None}
+    pair = {"prompt", "completion"} <= fields.keys()
+    alpaca = {"instruction", "output"} | ({"input", "history"} if pair else set())
     turns = fields.get("messages", fields.get("conversations"))
     first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
     signs: dict[Format, bool] = {
-        "alpaca": "instruction" in fields and "output" in fields,
+        "prompt-completion": pair,
+        "alpaca": len(alpaca & fields.keys()) > (0 if pair else 1),
         "sharegpt": "from" in first and "value" in first,
         "messages": "role" in first,
         "text": isinstance(fields.get("text"), str),
@@ -72,7 +76,8 @@ def detect(record: Record) -> Format:
     fits = [name for name, fit in signs.items() if fit]
     if len(fits) == 1:
         return fits[0]
-    found = f"fields found: {', '.join(sorted(map(str, fields))) or 'none'}"
+    names = sorted(f"{name}{' (null)' * (value is None)}" for name, value in record[1].items())
+    found = f"fields found: {', '.join(names) or 'none'}"
     if fits:
         what = f"the samples could be read as {' or as '.join(fits)}; {found}"
         raise DataError(what, where=where, fix=f"say which: data.format: {fits[0]}")
@@ -122,34 +127,42 @@ class Reader:
 
 
 def convert(record: Record, format_: Format, *, system: str | None = None) -> Sample:
-    """Return the record as a sample. SampleError where it is none.
-
-    `system` is put before conversations without a system message.
-    """
-    where, fields = record[0], _joined(record[1])
+    """The record as a sample, `system` before conversations without one. SampleError where it is none."""
+    where, fields = record
     if format_ == "text":
         text = _text(fields, "text")
         if not text.strip():
             raise SampleError("the text is empty")
         return Text(where, text)
-    messages = _alpaca(fields) if format_ == "alpaca" else _turns(fields, format_)
+    asked = 0
+    if format_ == "prompt-completion":
+        messages, asked = _pair(fields)
+    elif format_ == "alpaca":
+        messages = _alpaca(fields)
+    else:
+        name = "conversations" if fields.get("messages") is None and "conversations" in fields else "messages"
+        messages = _turns(fields.get(name), name)
     own = _text(fields, "system", optional=True) or system
     if own and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": own})
+        asked += asked > 0
     _check_order(messages)
-    return Conversation(where, messages, _tools(fields.get("tools")))
+    return Conversation(where, messages, _tools(fields.get("tools")), asked)
 
 
-def _joined(fields: dict[str, Any]) -> dict[str, Any]:
-    """TRL's `prompt` and `completion` as alpaca's fields where they are texts, as messages where lists."""
-    prompt, completion = fields.get("prompt"), fields.get("completion")
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return {"instruction": prompt, "output": completion, **fields}
-    if not isinstance(prompt, list) or not isinstance(completion, list):
-        return fields
-    if any(isinstance(one, dict) and one.get("role") == "assistant" for one in prompt):
-        raise SampleError("the prompt holds an answer, which would be trained, too: use `messages` if it may")
-    return {"messages": [*prompt, *completion], **fields}
+def _pair(fields: dict[str, Any]) -> tuple[list[Message], int]:
+    """The messages of `prompt` and `completion`, each a text or a list; how many are the prompt's."""
+    both: list[list[Any]] = []
+    for name, role in (("prompt", "user"), ("completion", "assistant")):
+        value = fields.get(name)
+        turns = value if isinstance(value, list) else [{"role": role, "content": _text(fields, name)}]
+        if not turns or (isinstance(value, str) and not value.strip()):
+            raise SampleError(f"the field {name} is empty")
+        both.append(turns)
+    prompt, messages = (_turns(turns, "prompt and completion") for turns in (both[0], [*both[0], *both[1]]))
+    if prompt[-1]["role"] == "assistant" and "tool_calls" not in prompt[-1]:
+        raise SampleError("the prompt ends with an answer, not with what the completion answers")
+    return messages, len(prompt)
 
 
 def _alpaca(fields: dict[str, Any]) -> list[Message]:
@@ -158,8 +171,7 @@ def _alpaca(fields: dict[str, Any]) -> list[Message]:
     for pair in history if isinstance(history, list) else [history]:
         if not (isinstance(pair, list) and len(pair) == 2):
             raise SampleError("history has to be a list of [question, answer]")
-        turn = {"question": pair[0], "answer": pair[1]}
-        pairs.append((_text(turn, "question"), _text(turn, "answer")))
+        pairs.append((_text({"question": pair[0]}, "question"), _text({"answer": pair[1]}, "answer")))
     parts = (_text(fields, "instruction"), _text(fields, "input", optional=True))
     asked = "\n".join(part for part in parts if part)
     if not asked.strip():
@@ -169,18 +181,17 @@ def _alpaca(fields: dict[str, Any]) -> list[Message]:
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
 
 
-def _turns(fields: dict[str, Any], format_: Format) -> list[Message]:
-    name = "messages" if fields.get("messages") is not None else "conversations"
-    turns = fields.get(name)
+def _turns(turns: Any, name: str) -> list[Message]:
     if not isinstance(turns, list) or not turns:
-        raise SampleError(f"{name} has to be a list that is not empty")
+        raise SampleError(f"the field {name} has to be a list that is not empty")
     messages: list[Message] = []
     called = 0
     waiting: list[str] = []  # ids of calls that have no result yet
     for turn in turns:
         if not isinstance(turn, dict):
-            raise SampleError(f"{name} has to hold objects, not {type(turn).__name__}")
-        message = _from_sharegpt(turn) if format_ == "sharegpt" else _from_messages(turn)
+            raise SampleError(f"{name}: a message has to be an object, not {type(turn).__name__}")
+        sharegpt = turn.get("role") is None and turn.keys() & {"from", "value"}
+        message = _from_sharegpt(turn) if sharegpt else _from_messages(turn)
         before = messages[-1] if messages else {}
         if message.pop("merge", False) and before.get("role") == "assistant" and "tool_calls" not in before:
             message["content"] = messages.pop()["content"]  # the text before the call

@@ -190,8 +190,7 @@ def assemble(
     ids = np.full(shape, pad_id, dtype=np.int64)
     labels = np.full(shape, IGNORED, dtype=np.int64)
     positions = np.zeros(shape, dtype=np.int64)
-    borders = [0]
-    single = 0
+    borders, single = [0], 0
     for line, row in enumerate(rows):
         at = 0
         for index in row.tolist():

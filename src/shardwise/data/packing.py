@@ -118,8 +118,7 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     by_length = sorted(range(len(lengths)), key=lambda item: -lengths[item])
     smallest = lengths[by_length[-1]]
     base = len(lengths)  # at most this many bins: one sorted key holds a bin's room and its number
-    bins: list[list[int]] = []
-    room: list[int] = []
+    bins, room = list[list[int]](), list[int]()
     for item in by_length:
         length = lengths[item]
         place = bisect_left(room, length * base)

@@ -10,6 +10,7 @@ are the prompt P that the model will see; rendered with the answer they are R. W
 of R is the answer with its end-of-turn token. Where R is also the beginning of the entire rendering, the
 answer is trained inside it. Some templates render earlier turns differently from the last one, for example
 without reasoning: such a conversation becomes several samples, each trained exactly as the model will see it.
+Answers among the first `asked` messages, the prompt, are not trained.
 """
 
 import json
@@ -26,7 +27,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 MEMORY_BYTES = 2 << 30  # address space that rendering may take
 
-Message = dict[str, Any]
+Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 Span = tuple[int, int]
 
@@ -58,7 +59,7 @@ class Template:
     @cached_property
     def opening(self) -> tuple[str, bool]:
         """The header of an answer, and whether `add_generation_prompt` writes one; from a made-up example."""
-        asked: list[Message] = [{"role": "user", "content": "a"}]
+        asked: Messages = [{"role": "user", "content": "a"}]
         probe = "answer-probe"
         try:
             bare, invited = self.text(asked, None), self.text(asked, None, prompt=True)
@@ -69,7 +70,7 @@ class Template:
         usable = found and answered.startswith(bare) and header.strip()  # blanks alone belong to the answer
         return header if usable else "", bare != invited
 
-    def render(self, messages: list[Message], tools: Tools, *, prompt: bool = False) -> Rendered:
+    def render(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> Rendered:
         """Render the messages, with the header that invites an answer if `prompt`."""
         texts, spans = render_jinja_template(
             conversations=[messages],
@@ -81,11 +82,13 @@ class Template:
         )
         return Rendered(texts[0], spans[0] if self.marks_answers else [])
 
-    def text(self, messages: list[Message], tools: Tools, *, prompt: bool = False) -> str:
+    def text(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> str:
         return self.render(messages, tools, prompt=prompt).text
 
 
-def render_conversation(template: Template, messages: list[Message], tools: Tools) -> list[Rendered]:
+def render_conversation(
+    template: Template, messages: Messages, tools: Tools, asked: int = 0
+) -> list[Rendered]:
     """Render the samples of one conversation; several only where the template rewrites earlier turns."""
     invited = template.invite and messages[-1]["role"] != "assistant"
     entire = template.render(messages, tools, prompt=invited)
@@ -95,8 +98,9 @@ def render_conversation(template: Template, messages: list[Message], tools: Tool
     if not template.answers_only:
         return [Rendered(entire.text, [(0, len(entire.text))])]
     if template.marks_answers:
-        return [_with_ends(entire.text, entire.spans, template.end_tokens)]
-    answers = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
+        skipped = len(template.render(messages[:asked], tools).spans) if asked > 1 else 0
+        return [_with_ends(entire.text, entire.spans[skipped:], template.end_tokens)]
+    answers = [n for n, message in enumerate(messages, 1) if n > asked and message["role"] == "assistant"]
     turns = [_answer(template, messages[:number], tools) for number in answers]
     closing = str(template.variables.get("eos_token", ""))
     samples = []
@@ -115,7 +119,7 @@ def render_conversation(template: Template, messages: list[Message], tools: Tool
     return samples[::-1]
 
 
-def _answer(template: Template, messages: list[Message], tools: Tools) -> tuple[str, Span]:
+def _answer(template: Template, messages: Messages, tools: Tools) -> tuple[str, Span]:
     """Render up to the last message, an answer; return the text and where in it that answer stands."""
     text = template.text(messages, tools)
     prompt = template.text(messages[:-1], tools, prompt=True)
@@ -146,7 +150,7 @@ def _with_ends(text: str, spans: list[Span], end_tokens: tuple[str, ...]) -> Ren
     return Rendered(text, ended)
 
 
-def _check_complete(template: Template, text: str, messages: list[Message], tools: Tools) -> None:
+def _check_complete(template: Template, text: str, messages: Messages, tools: Tools) -> None:
     for number, message in enumerate(messages, 1):
         if not _contains(text, message["content"]):
             raise RenderError(f"the chat template leaves out message {number} (role {message['role']})")
@@ -170,10 +174,10 @@ def _contains(text: str, content: str) -> bool:
     return any(form in text for form in written)
 
 
-def _reply(template: Template, messages: list[Message], tools: Tools) -> list[list[Any]] | str:
+def _reply(template: Template, messages: Messages, tools: Tools, asked: int) -> list[list[Any]] | str:
     """Return (text, spans) of each sample, or a sentence that says why there is none."""
     try:
-        samples = render_conversation(template, messages, tools)
+        samples = render_conversation(template, messages, tools, asked)
     except RenderError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 (any exception of a foreign template is the template's fault)
@@ -185,7 +189,7 @@ def _reply(template: Template, messages: list[Message], tools: Tools) -> list[li
     return [[sample.text, sample.spans] for sample in samples]
 
 
-def time_limit(messages: list[Message]) -> float:
+def time_limit(messages: Messages) -> float:
     """Seconds of processor time: each answer is rendered with all messages before it."""
     return 2.0 + 1e-5 * len(messages) ** 2
 
@@ -200,10 +204,10 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while line := sys.stdin.readline():
-        for messages, tools in json.loads(line):
+        for messages, tools, asked in json.loads(line):
             signal.setitimer(signal.ITIMER_PROF, time_limit(messages))  # starts again with every conversation
             # Flushed, because the next conversation may end the process.
-            print(json.dumps(_reply(template, messages, tools)), flush=True)
+            print(json.dumps(_reply(template, messages, tools, asked)), flush=True)
 
 
 if __name__ == "__main__":

@@ -103,11 +103,10 @@ def open_sources(spec: str | list[str], *, split: str, subset: str | None = None
     if not isinstance(spec, str):
         shared: Any = {"split": split, "subset": subset, "key": key}
         return [source for name in spec for source in open_sources(name, **shared)]
-    name = spec
-    local = name.lower().endswith(DATA_SUFFIXES) or Path(name).exists()
-    if not local and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        return [_hub(name, split=split, subset=subset, key=key)]
-    return [FileSource(path) for path in _local(Path(name), key=key)]
+    local = spec.lower().endswith(DATA_SUFFIXES) or Path(spec).exists()
+    if not local and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", spec):
+        return [_hub(spec, split=split, subset=subset, key=key)]
+    return [FileSource(path) for path in _local(Path(spec), key=key)]
 
 
 def _local(path: Path, *, key: str) -> list[Path]:

@@ -96,7 +96,7 @@ class Data(Section):
         Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)] | None
     ) = None
     """How often an epoch takes the samples of each entry of `train`: 2: twice, 0.5: every second one."""
-    format: Literal["auto", "alpaca", "sharegpt", "messages", "text"] = "auto"
+    format: Literal["auto", "prompt-completion", "alpaca", "sharegpt", "messages", "text"] = "auto"
     """The samples' shape; `auto` looks at the fields and says what it found."""
     split: Text = "train"
     """Split of a hub dataset."""
@@ -113,7 +113,7 @@ class Data(Section):
     packing: bool = True
     """Fill each row with several samples. They never attend to each other."""
     loss_on: Literal["answers", "all"] = "answers"
-    """`answers` trains on the assistant's messages; plain text is always trained in full."""
+    """`answers` trains on the assistant's messages, but not on a prompt's; plain text is trained in full."""
     chat_template: Text | None = None
     """Replaces the tokenizer's: a Jinja file, or `chatml`, `llama-3` or `alpaca`."""
     system: str | None = None

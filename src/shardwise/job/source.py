@@ -5,6 +5,7 @@ are text, dates are text. Anchors, aliases and tags are refused. So are keys wit
 everything below it commented out would silently mean "no LoRA".
 """
 
+import json
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -184,8 +185,15 @@ def apply(document: Document, changes: Sequence[str]) -> None:
         if not equals or not all(key):
             document.problem(f"`{flag.text}` is not key=value", "", "for example --set train.steps=20")
         elif _make_sections(document, key, flag):
+            before = document.section(key).get(key[-1])
             document.forget(key)
-            document.section(key)[key[-1]] = _flag_value(value, key, flag, document)
+            now = document.section(key)[key[-1]] = _flag_value(value, key, flag, document)
+            both = isinstance(before, dict) and isinstance(now, dict)
+            lost = set(before or ()) - set(now or ()) if both else None
+            if lost and len(key) == 1 and key != ("strategy",):
+                what = f"`{flag.text}` would drop {', '.join(sorted(lost))} of `{key[0]}`"
+                fix = " ".join(f"--set {key[0]}.{part}={json.dumps(now[part])}" for part in now)
+                document.problem(what, "", f"key by key: {fix}")
 
 
 def _make_sections(document: Document, key: Key, flag: Origin) -> bool:

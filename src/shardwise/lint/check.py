@@ -21,6 +21,12 @@ from shardwise.space.candidates import candidates
 from shardwise.space.rules import EVERY_RULE
 
 _WHERE = re.compile(r":(?P<line>\d+)(?:: (?P<key>[\w.]+))?")
+KINDS = {
+    "deepspeed": "DeepSpeed configuration",
+    "accelerate": "accelerate configuration",
+    "training": "training script or its arguments",
+    "job": "job file",
+}
 _UNREADABLE = Finding(rule="unreadable", severity="error", file="", what="", fix="")
 
 
@@ -41,13 +47,12 @@ def load(
 ) -> tuple[tuple[Document, ...], tuple[Finding, ...]]:
     """Read the files, and the DeepSpeed files that they name; return a finding for each unreadable one.
 
-    `other`: the kind of a file that is of no known one.
-
-    Raises JobError if a file does not exist or is not text.
+    `other`: the kind of a file that is of no known one. JobError if a file does not exist or is not text.
     """
     documents: list[Document] = []
     broken: list[Finding] = []
-    waiting, seen = list(files), {os.path.realpath(file) for file in files}
+    seen = {os.path.realpath(file): file for file in files}
+    waiting = list(seen.values())
     while waiting:
         file = waiting.pop(0)
         try:
@@ -58,7 +63,7 @@ def load(
         documents.append(document)
         for path in found(referred(document), file.parent):
             if os.path.realpath(path) not in seen:
-                seen.add(os.path.realpath(path))
+                seen[os.path.realpath(path)] = path
                 waiting.append(path)
     return tuple(documents), tuple(broken)
 
@@ -215,14 +220,6 @@ def write(document: Document) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-KINDS = {
-    "deepspeed": "DeepSpeed configuration",
-    "accelerate": "accelerate configuration",
-    "training": "training script or its arguments",
-    "job": "job file",
-}
 
 
 def block(one: Finding) -> str:

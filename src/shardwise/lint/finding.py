@@ -91,7 +91,8 @@ class Finding:
 def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
     """Return the finding for a hit in a document; a script is never edited."""
     what, key = hit.what or broken.happens.removesuffix("."), [*map(str, hit.key)]
-    named = not key or "." in key[-1] or key[-1].endswith("Arguments")  # check's own names of places
+    own = len(key) == 1 and "." in key[0]  # check's own name of a place
+    named = not key or "." in key[-1] or key[-1].endswith("Arguments")
     if not named and not any(part.lower() in what.lower() for part in key):
         what = f"`{'.'.join(key[-2:] if key[-1] in _GENERAL else key[-1:])}`: {what}"
     return Finding(
@@ -99,9 +100,7 @@ def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
         severity=hit.severity or broken.severity,
         file=document.name,
         line=hit.line or document.line(hit.key),
-        key=""
-        if len(hit.key) == 1 and "." in hit.key[0]
-        else ".".join(hit.key),  # check's own name of a place
+        key="" if own else ".".join(hit.key),
         what=what,
         fix=hit.fix or _in_words(hit.changes[0], document),
         source=broken.source,

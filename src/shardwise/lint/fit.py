@@ -19,6 +19,7 @@ from shardwise.strategy import Strategy
 from shardwise.units import duration, gib
 
 RULE = "does-not-fit"
+LEFT_OPEN = ("strategy", "train.micro_batch", "train.checkpointing")  # how a step is computed, not its rows
 OWN_LOOP = "shardwise's own training loop: fused loss, packed rows; a script that keeps logits needs more"
 
 
@@ -102,7 +103,7 @@ def fit_of(
 
     Raises JobError if the model or the changes are wrong.
     """
-    asked = translate(setup)
+    asked = next(translate(setup), None)
     if asked is None:
         return Fit(unavailable="no file says how the training is distributed")
     drawn = sketch(model, [*asked.changes, *changes], world_size=hardware.world_size)
@@ -134,9 +135,6 @@ def _nearest(plan: Plan, other: Plan) -> str:
         return as_settings(wanted, option)
     near = other.nearest or plan.nearest
     return "" if near is None else f"{near.what}: {in_words(near.option.strategy)} fits"
-
-
-LEFT_OPEN = ("strategy", "train.micro_batch", "train.checkpointing")  # how a step is computed, not its rows
 
 
 def cheapest(asked: Strategy, options: Iterable[Option]) -> Option | None:

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
@@ -34,21 +35,25 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     Also a sentence for each key that is left out (`left out: file: keys: reason`), and for each value
     that no file says. JobError where a file is missing, unreadable or a job already.
     """
-    documents = _read(list(dict.fromkeys(files)), said := list[str]())
-    setup = Setup(documents=documents)
-    engine = translate(replace(setup, asked_world_size=setup.launched or 1))
+    documents = _read(files, said := list[str]())
+    setup = Setup(documents=documents[::-1])  # the last one wins
+    engines = {one.file: one for one in translate(replace(setup, asked_world_size=setup.launched or 1))}
+    translated = [engines[one.name] for one in documents if one.name in engines]
     kept = ("strategy=", "train.precision=")
-    words = [change for change in (engine.changes if engine else ()) if change.startswith(kept)]
+    words = [change for one in translated[-1:] for change in one.changes if change.startswith(kept)]
     changes, batch, keys = list[str](), dict[str, int](), set[str]()
-    left_out, precision = dict[tuple[str, str], list[str]](), dict[str, str]()
-    values = dict[str, dict[str, str]]()  # by key of the job: `key=value`, and where it was last said
+    left_out = dict[tuple[str, str], list[str]]()
+    values = defaultdict[tuple[str, bool], list[tuple[str, str]]](list)
+    """Of a key of the job, and apart where words mean it: each `key=value`, and where and how it is said."""
+    values["strategy", True] += [(one.changes[0], f"{one.file} ({one.changes[0]})") for one in translated]
     for document in documents:
         model = _MODEL.search(document.text) if document.syntax == "python" else None
         changes += [] if model is None else [f"model.source={json.dumps(model[1])}"]
         for key, value in _leaves(document.values):
             rule, meant = TABLE["keys"].get(key), _meaning(key, value, setup)
-            if key == _OVERLAP and '"overlap_comm": false' in " ".join(words):
-                meant = []  # a key of the strategy that was translated above
+            lost = key.endswith(".nvme_path") and '"nvme"' not in " ".join(words)
+            if lost or (key == _OVERLAP and '"overlap_comm": false' in " ".join(words)):
+                meant = []  # a key of the strategy that was translated above, or of another
             line = document.line(tuple(key.split(".")))
             keys |= {key} if value is not None else set()
             if str(value) in TABLE["notes"]:
@@ -56,22 +61,20 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
             if isinstance(meant, str):
                 left_out.setdefault((document.name, meant), []).append(f"{key} (line {line})")
                 continue
-            for one in meant if isinstance(rule, str) else ():
-                values.setdefault(one.partition("=")[0], {}).pop(one, None)
-                values[one.partition("=")[0]][one] = f"{document.name}:{line}: {key}"  # the last one wins
+            for change in meant:
+                name, _, plain = change.partition("=")
+                shown = plain if isinstance(rule, str) else f"({change})"
+                values[name, shown != plain].append((change, f"{document.name}:{line}: {key} {shown}"))
             if isinstance(rule, str) and meant and rule.startswith("batch."):
                 batch[rule.removeprefix("batch.")] = int(meant[0].partition("=")[2])
             elif isinstance(rule, str):
                 changes += meant
             else:
                 words += meant  # a key of its own says more than a word
-                precision |= {one: f"{document.name}:{line}" for one in meant if one.startswith(kept)}
     words += ["model.lora.variants=[dora, rslora]"] * (len({one for one in words if "variants" in one}) == 2)
     defaults = _defaults(keys | {change.partition("=")[0] for change in (*words, *changes)}, said)
     said += [f"left out: {name}: {', '.join(lost)}: {why}" for (name, why), lost in left_out.items()]
-    said += [text for places in values.values() for text in _conflicts(places)]
-    if len(precision) > 1:
-        said.append("to do: " + "; ".join(f"{place} says {change}" for change, place in precision.items()))
+    said += [text for (_, word), all_ in values.items() if all_ for text in _conflicts(all_, words=word)]
     job = source.Document(name="the files")
     source.apply(job, [f"name={_name(files[0])}", *defaults, *words, *changes, *_rows(batch, said)])
     _complete(job, said)
@@ -98,7 +101,7 @@ def _read(files: Sequence[Path], said: list[str]) -> tuple[Document, ...]:
             more += [path for path in there if path.resolve() not in known]
             line = line_at(one.text, max(0, one.text.find(name)))
             said += [] if there else [f"to do: {one.name}:{line}: {name} is not there; add it to --from"]
-    return (*read, *(_read(list(dict.fromkeys(more)), said) if more else ()))
+    return (*read, *(_read(more, said) if more else ()))
 
 
 def _defaults(given: set[str], said: list[str]) -> list[str]:
@@ -153,6 +156,9 @@ def _meaning(key: str, value: Any, setup: Setup) -> list[str] | str:
         return list(rule[text.strip('"')])
     if value in (AUTO, None) or key in TABLE["strategy"]["keys"]:
         return []
+    steps = as_number(setup.training("max_steps")) or 0
+    if steps > 0 and rule == "train.epochs":
+        return f"max_steps {steps} says how long to train, whatever the epochs"
     rule = rule if isinstance(rule, str) else TABLE["otherwise"].get(key)
     if isinstance(value, str) and key in TABLE["lists"] and ("," in value or key != "dataset"):
         text = json.dumps([part.strip() for part in value.split(",") if part.strip()])
@@ -160,18 +166,23 @@ def _meaning(key: str, value: Any, setup: Setup) -> list[str] | str:
         return f"{text} is no number of rows, steps or GPUs"
     if rule:
         return [f"name={_name(Path(str(value)))}" if rule == "name" else f"{rule}={text}"]
-    if key == "warmup_ratio" and number and (steps := as_number(setup.training("max_steps")) or 0) > 0:
+    if key == "warmup_ratio" and number and steps > 0:
         return [f"optimizer.warmup_steps={math.ceil(number * steps)}"]
     near = max((one for one in TABLE["reasons"] if key.startswith(one)), key=len, default="")
     known = f"{text}: nothing in a job file has this value"
     return str(TABLE["reasons"].get(near, known if key in TABLE["keys"] else "a job file has no such key"))
 
 
-def _conflicts(places: dict[str, str]) -> list[str]:
-    """What is said of a key's values, by where they are from, if files differ; the last is used."""
-    used, *lost = [f"{place} {value.partition('=')[2]}" for value, place in reversed(places.items())]
-    files = {place.partition(":")[0] for place in places.values()}
-    return [f"conflict: {used} is used, not {one}" for one in lost if len(files) > 1]
+def _conflicts(said: list[tuple[str, str]], *, words: bool) -> list[str]:
+    """What is said of a key's values, `key=value` and where: the last is used.
+
+    Keys of one file do not conflict: `output_dir` and `run_name` both name the run. Words do, such as
+    `load_in_4bit` and `load_in_8bit`; but for DoRA and rsLoRA, which go together.
+    """
+    of, files = dict(said), {place.partition(":")[0] for _, place in said}
+    used = of.pop(said[-1][0])
+    conflict = (words or len(files) > 1) and "variants" not in used
+    return [f"conflict: {used} is used, not {one}" for one in of.values() if conflict]
 
 
 def _rows(batch: Mapping[str, int], said: list[str]) -> Iterator[str]:

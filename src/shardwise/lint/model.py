@@ -17,6 +17,8 @@ from shardwise.lint.setup import ModelFacts
 from shardwise.models.catalog import lookup
 from shardwise.models.families import FAMILIES
 
+_PART = re.compile("_(text|vision)(_model)?$")  # of a part's type, whose classes are in its model's file
+
 
 def facts_of(name: str) -> ModelFacts:
     """Facts about a folder, a hub id or a known name. JobError if its config.json is broken."""
@@ -63,9 +65,6 @@ def guessed_type(name: str) -> str | None:
     return max(fitting, key=len, default=None)
 
 
-_PART = re.compile("_(text|vision)(_model)?$")  # of a part's type, whose classes are in its model's file
-
-
 @dataclass(frozen=True)
 class Blocks:
     """Names of a model's classes."""
@@ -108,8 +107,6 @@ def _file(model_type: str) -> Path | None:
 
 def _unsplit(model: ast.ClassDef) -> Iterator[str]:
     for node in model.body:
-        names = [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
-        if isinstance(node, ast.Assign) and "_no_split_modules" in names and isinstance(node.value, ast.List):
-            for item in node.value.elts:
-                if isinstance(item, ast.Constant) and isinstance(item.value, str):
-                    yield item.value
+        match node:
+            case ast.Assign(targets=[ast.Name(id="_no_split_modules")], value=ast.List(elts=items)):
+                yield from (str(one.value) for one in items if isinstance(one, ast.Constant))

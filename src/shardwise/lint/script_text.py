@@ -11,6 +11,8 @@ from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableEr
 from shardwise.lint.schema import names
 
 _CALLS = names("calls")
+_LIBRARIES = ("transformers", "trl")  # of which the rules know the classes with names that end in these:
+_CLASSES = ("Trainer", "TrainingArguments", "SFTConfig")
 UNKNOWN = "..."  # a value in a mapping that only a run knows
 LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
 STEPPED = "optimizer.step"  # the key for a step of an optimizer instead of DeepSpeed's engine: `Stepped`
@@ -45,7 +47,10 @@ def read_python(text: str, file: str) -> Document:
         program = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
-        raise UnreadableError(f"it is not Python: {error}", line=line, fix="correct the syntax") from None
+        what = f"it is not Python: {str(error) or 'nested too deeply'}"
+        raise UnreadableError(what, line=line, fix="correct the syntax") from None
+    undefined = _undefined(program)
+    _name_as_imported(program)
     known = _assigned_once(program)
     for call in (node for node in ast.walk(program) if isinstance(node, ast.Call)):
         called = _called(call.func)
@@ -67,7 +72,7 @@ def read_python(text: str, file: str) -> Document:
             if key and key not in values:
                 marks[key,] = Mark(line=given.lineno)  # also of a value that only a run knows
                 values |= {} if value is None else {key: value}
-    if undefined := _undefined(program):
+    if undefined:
         values[UNDEFINED] = undefined
         uses_of = (n for n in ast.walk(program) if isinstance(n, ast.Name) and n.id in undefined)
         marks[UNDEFINED,] = Mark(line=min(node.lineno for node in uses_of))
@@ -80,6 +85,19 @@ def read_python(text: str, file: str) -> Document:
         marks[STEPPED,] = Mark(line=line)
     found = Document(name=file, text=text, syntax="python", values=values, marks=marks, kind="training")
     return replace(found, uses=frozenset(uses))
+
+
+def _name_as_imported(program: ast.Module) -> None:
+    """Rename to what the libraries say: `Trainer` for `import Trainer as X`; `mylib.Trainer` is another's."""
+    known = dict[str, str]()
+    for node in ast.walk(program):
+        module = "." * node.level + (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        for one in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            own = module and module.partition(".")[0] not in _LIBRARIES and one.name.endswith(_CLASSES)
+            if own or (one.asname and "." not in one.name):
+                known[one.asname or one.name] = f"{module}.{one.name}" if own else one.name
+    for name in (node for node in ast.walk(program) if isinstance(node, ast.Name)):
+        name.id = known.get(name.id, name.id)
 
 
 def _assigned_once(program: ast.Module) -> dict[str, ast.expr]:

@@ -139,15 +139,14 @@ class Setup:
 
 def launched_processes(document: Document) -> int | None:
     """The number of processes that an accelerate file or a launch command starts; None if not given."""
+    count = document.number("num_processes")
     if document.kind == "accelerate":
-        count = document.number("num_processes")
         return None if count is None or count < 1 else int(count)
     per_node = document.number("num_gpus") or document.number("nproc_per_node")
     if document.has("hostfile") and not document.has("num_nodes"):
         return None  # as many nodes as that file has lines
     if per_node is not None:
         return int(per_node) * int(document.number("num_nodes") or document.number("nnodes") or 1)
-    count = document.number("num_processes")
     return None if count is None else int(count)
 
 

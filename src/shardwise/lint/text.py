@@ -13,6 +13,7 @@ import yaml
 from shardwise.job.source import Key, drop, syntax_problem, walk
 from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError
 
+MOST_KEYS = 10_000
 _COMMENT = r"//[^\n]*|\#[^\n]*|/\*(?:.|\n)*?\*/"
 _EXTRA = re.compile(
     rf'"(?:\\.|[^"\\\n])*"|(?P<comment>{_COMMENT})|(?P<comma>,)(?=(?:[ \t\r\n]|{_COMMENT})*[}}\]])'
@@ -80,9 +81,6 @@ def _unreadable(error: json.JSONDecodeError) -> UnreadableError:
     if error.msg == "Expecting value" or begun:
         what, fix = f"{begun + text!r} is not a JSON value", f"write {_FOREIGN.get(text, _KNOWN)}"
     return UnreadableError(what, line=error.lineno, fix=fix)
-
-
-MOST_KEYS = 10_000
 
 
 def read_yaml(text: str, name: str) -> Document:

@@ -75,9 +75,8 @@ def _adapt(values: dict[str, Any], above: str, untried: list[str], *, fill: bool
         elif isinstance(value, dict):
             _adapt(value, f"{key}.", untried, fill=fill)
         elif fill and value == AUTO and key in FILLED["trainer"]:
-            values.update({name: _FILLED[name]} if name in _FILLED else {})
-            if name not in _FILLED:
-                del values[name]
+            del values[name]
+            values |= {name: _FILLED[name]} if name in _FILLED else {}
         elif key == "fp16.enabled" and value is True:
             values[name] = False
             untried.append("fp16: a CPU has no such arithmetic; fp32 was used")

@@ -1,6 +1,7 @@
 """Translate a configuration to a job to plan, and list the settings that the simulator ignores."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,19 +44,15 @@ class Translated:
     left_out: tuple[str, ...] = ()  # settings that are simulated with another value, or not simulated
 
 
-def translate(setup: Setup) -> Translated | None:
-    """Translate the first configuration of the setup; None if there is none.
-
-    `setup.world_size` must be known.
-    """
+def translate(setup: Setup) -> Iterator[Translated]:
+    """Translate each configuration of the setup, whose `world_size` must be known."""
     for document in (*setup.of("deepspeed"), *setup.of("accelerate")):
         if document.kind == "deepspeed":
-            return _deepspeed(document, setup)
-        if document.section(DS) and not document.get(DS, FILE):
-            return _deepspeed(replace(document, values=as_deepspeed(document)), setup)
-        if document.section(FSDP):
-            return _fsdp(document, setup)
-    return None
+            yield _deepspeed(document, setup)
+        elif document.section(DS) and not document.get(DS, FILE):
+            yield _deepspeed(replace(document, values=as_deepspeed(document)), setup)
+        elif document.section(FSDP):
+            yield _fsdp(document, setup)
 
 
 def _deepspeed(document: Document, setup: Setup) -> Translated:
@@ -99,8 +96,7 @@ def _fsdp(document: Document, setup: Setup) -> Translated:
     if document.on(FSDP, "fsdp_offload_params"):
         strategy |= {"offload_parameters": "cpu"}
     checkpointing = document.on(FSDP, "fsdp_activation_checkpointing")
-    changes = _batch(document, setup, assumed)
-    changes += _script(setup, assumed, checkpointing=checkpointing)
+    changes = [*_batch(document, setup, assumed), *_script(setup, assumed, checkpointing=checkpointing)]
     changes += ["train.checkpointing=full"] * checkpointing
     asked = document.get("mixed_precision")
     precision = asked if asked in ("bf16", "fp16") else "fp32"
@@ -190,7 +186,10 @@ def _left_out(document: Document, stage: int, bucket: int) -> list[str]:
         value = document.number(ZERO, name)
         if stage == 3 and value is not None and value not in (1e9, NEVER_RELEASE) and value < FOREVER:
             found.append(f"{name} {value:g}: simulated with 1e9")
-    found += [f"{'.'.join(key)}: not simulated" for key in _NOT_SIMULATED if _is_on(document.get(*key))]
+    for key in _NOT_SIMULATED:
+        value = document.get(*key)
+        if value is True or value not in (None, False, 1, AUTO):  # 1: a group of one, or all of the optimizer
+            found.append(f"{'.'.join(key)}: not simulated")
     found += [f"{'.'.join(key)}: DeepSpeed has no such key" for key in unknown_keys(document)]
     if stage in (1, 3) and document.get(ZERO, "overlap_comm") is False:
         found.append("overlap_comm false: simulated with true")
@@ -198,9 +197,3 @@ def _left_out(document: Document, stage: int, bucket: int) -> list[str]:
     if kind.lower() not in ("adam", "adamw"):
         found.append(f"optimizer {kind}: simulated with AdamW")
     return found
-
-
-def _is_on(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    return value not in (None, 1, AUTO)  # 1: a group of one, or all of the optimizer

@@ -65,7 +65,7 @@ class Row:
         seconds, price = self.option.seconds(tokens), job.price_per_gpu_hour
         return values | {
             "parameters": parameters,
-            "weights_bytes": parameters * each,
+            "weights_bytes": round(parameters * each),
             "trainable_parameters": job.trainable_parameters,
             "sequence_length": job.sequence_length,
             "global_batch": job.global_batch,

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def read_events_and_gaps(path: Path, without: Collection[str] = ()) -> tuple[lis
         event = parse_event(line)
         if event is None:
             fix = "remove the line, or restore the file from a copy"
-            what = f"this line is not an event of at most {MOST_LINE} bytes"
+            what = f"this line is not an event of at most {MOST_LINE} bytes, with finite numbers"
             raise JobError(what, where=f"{path}:{number}", fix=fix)
         if event.pop("after", before) != before or event.pop("gap", False):
             gaps.append(number)
@@ -138,11 +139,13 @@ def line_hash(line: bytes) -> str:
 def parse_event(line: bytes) -> dict[str, Any] | None:
     """The event that a line holds, with the keys that every reader needs; None where it holds none."""
     try:
-        event = from_json(line) if line.endswith(b"\n") else None  # three times as fast as json
+        event = from_json(line, allow_inf_nan=False) if line.endswith(b"\n") else None  # three times json
     except ValueError:
         return None
-    known = isinstance(event, dict) and event.keys() >= _NEEDED.get(str(event.get("kind")), frozenset())
-    return event if known else None
+    if not isinstance(event, dict) or not event.keys() >= _NEEDED.get(str(event.get("kind")), frozenset()):
+        return None
+    finite = all(isfinite(value) for value in event.values() if isinstance(value, float))  # 1e400 is not
+    return event if finite else None
 
 
 def is_being_written(path: Path) -> bool:
@@ -188,7 +191,8 @@ def _environment(path: Path) -> Mapping[str, Any]:
 def no_run(folder: Path) -> JobError:
     """The error for what is no run folder: it names the runs in it or next to it, or how to run its job."""
     if not folder.is_dir():
-        return JobError(f"there is no folder {folder}", where=str(folder), fix=_known_runs(folder.parent))
+        what = f"{folder} is a file, not a run folder" if folder.exists() else f"there is no folder {folder}"
+        return JobError(what, where=str(folder), fix=_known_runs(folder.parent))
     if (folder / JOB).is_file() and not runs_in(folder):
         place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
         what = f"nothing has been run in {folder} yet: it holds a job file and no run"

@@ -153,7 +153,7 @@ def show_bench(bench: BenchRecord, *, console: Console | None = None) -> None:
         best, why = found
         console.print(Text.assemble((f"▶ {best['label']}", "bold green"), f": {why}"), soft_wrap=True)
     for line in _remarks(bench):
-        console.print(line, soft_wrap=True)
+        console.print(line, soft_wrap=not console.is_terminal)
 
 
 def _table(*names: str) -> Table:

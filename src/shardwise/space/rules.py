@@ -57,6 +57,8 @@ def _capability(facts: Facts) -> str:
 
 def _bf16_fix(facts: Facts) -> str:
     others = "fp32" if _flash_attention(facts) else "fp16 or fp32"
+    if facts.architecture is None:
+        others = "fp32, or fp16 for a model that does not use flash attention"
     return f"train.precision: {others}, or a GPU of compute capability 8.0"
 
 
@@ -302,7 +304,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="global-batch-divides",
-        broken=lambda f: f.strategy.global_batch != f.global_batch,
+        broken=lambda f: (
+            f.strategy.global_batch != f.global_batch and (f.world_size == 1 or not _engine(f).plain)
+        ),
         reason=_uneven_reason,
         where="train.global_batch",
         fix=_uneven_fix,

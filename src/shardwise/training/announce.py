@@ -3,6 +3,7 @@
 import json
 
 import torch
+from rich.table import Table
 from rich.text import Text
 
 from shardwise.errors import printable
@@ -29,23 +30,25 @@ def announce(ready: Ready, *, total_steps: int, json_plan: bool) -> None:
     lines = {
         "model": f"{job.model.source}, {weights}",
         "data": _data_line(ready),
+        "steps": str(total_steps),
         "strategy": f"{strategy.name} on {processes(strategy.world_size)}, {job.train.precision}; "
         f"{job.train.global_batch} rows of {job.data.sequence_length} tokens a step = micro-batch "
         f"{strategy.micro_batch} x {strategy.accumulation} x {strategy.data_parallel} ranks",
-        "steps": str(total_steps),
     }
-    for name, text in lines.items():
-        console.print(Text.assemble((f"{name:>9}  ", "bold"), printable(text)), soft_wrap=True)
+    block = [(name, printable(text), "default") for name, text in lines.items()]
+    block += [("", reason, "dim") for reason in (*built.notes, *ready.why)]
     if found := _cut_line(ready):
         lost, cut = found
-        name, style = ("warning", "yellow") if lost >= WORTH_A_WARNING else ("cut", "default")
-        console.print(Text.assemble((f"{name:>9}  ", f"bold {style}"), (cut, style)), soft_wrap=True)
+        block.append(("warning", cut, "yellow") if lost >= WORTH_A_WARNING else ("cut", cut, "default"))
     if unknown := ready.data.summary.get("unknown_markers"):
         missing = f"the tokenizer has no {', '.join(unknown)}, which data.chat_template writes: each becomes "
         missing += "several tokens. Name the template that the model knows, or leave it out"
-        console.print(Text.assemble(("  warning  ", "bold yellow"), (missing, "yellow")), soft_wrap=True)
-    for reason in (*built.notes, *ready.why):
-        console.print(Text.assemble(" " * 11, (reason, "dim")), soft_wrap=True)
+        block.append(("warning", missing, "yellow"))
+    for name, text, style in block:
+        line = Table.grid(padding=(0, 2, 0, 0))
+        line.add_row(Text(f"{name:>9}", f"bold {style}"), Text(text, style))
+        plain = Text.assemble((f"{name:>9}  ", f"bold {style}"), (text, style))
+        console.print(line if console.is_terminal else plain, soft_wrap=not console.is_terminal)
     if ready.plan is not None:
         show(ready.plan, console=console)
     console.print(_sample(ready, styled=console.color_system is not None))

@@ -29,7 +29,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.errors import FULL, CheckpointError, MachineError, Problem
+from shardwise.errors import FULL, CheckpointError, DivergedError, MachineError, Problem
 from shardwise.job.schema import Train
 from shardwise.record.manifest import (
     NAME,
@@ -46,6 +46,7 @@ from shardwise.record.manifest import (
 from shardwise.units import gib
 
 T = TypeVar("T")
+_Failure = tuple[bool, str, DivergedError | None]
 Agree = Callable[[object], list[Any]]
 """Gives every rank the values of all, by rank, and returns on none before all have called it."""
 
@@ -173,9 +174,8 @@ class CheckpointStore:
         """Save one checkpoint; on return it is on disk, and too old ones are gone. Collective.
 
         `writes` put a rank's files into the folder that they are given, each when all ranks have done the one
-        before. A sound checkpoint of the
-        same step is left as it is. Raises MachineError on every rank when any could not write;
-        what was written so far is then removed, and the older checkpoints are untouched.
+        before. A sound checkpoint of the same step is left as it is. Raises MachineError on every rank when
+        any could not write; what was written so far is then removed, and the older ones are untouched.
         """
         temporary = self.folder / f"{_TEMPORARY}{folder_name(step)}"
         final = self.folder / folder_name(step)
@@ -334,9 +334,8 @@ class CheckpointStore:
         if not failures:
             return [result for _, result in outcomes]
         found: list[Problem | None] = self.agree(self._give_up(failures) if self._leads else None)
-        problem = next(
-            one for one in found[failures[0][0] :: -1] if one is not None
-        )  # of the node that failed
+        problem = next(one for one in found[failures[0][0] :: -1] if one)  # of the node that failed
+        failure = failure or failures[0][1][2]
         if failure is not None and not isinstance(failure, OSError) and not _is_full(failure):
             raise failure
         raise MachineError(problem.what, where=problem.where, fix=problem.fix) from failure
@@ -344,8 +343,8 @@ class CheckpointStore:
     def _admit(self, failure: Exception) -> list[Any]:
         """Report a failure here to the other ranks. Raises it where they do not answer.
 
-        The engine writes with collectives of its own: a rank that left them early would wait here
-        for ranks that wait there. It ends instead, and the launcher ends the others.
+        The engine writes with collectives: a rank that left them early would wait here for ranks that wait
+        there. It ends instead, and the launcher ends the others.
         """
         answers: list[list[Any]] = []
 
@@ -361,15 +360,15 @@ class CheckpointStore:
         problem = self._give_up([(self.rank, _describe(failure))])
         raise MachineError(problem.what, where=problem.where, fix=problem.fix) from failure
 
-    def _give_up(self, failures: list[tuple[int, tuple[bool, str]]]) -> Problem:
+    def _give_up(self, failures: list[tuple[int, _Failure]]) -> Problem:
         """Remove the temporary folder; say what went wrong, with the bytes where the disk is full."""
         written = 0
         for leftover in list(self.folder.glob(f"{_TEMPORARY}*")):
             written += sum((leftover / name).lstat().st_size for name in list_files(leftover))
             with suppress(OSError):  # the next save tries again; the first failure is the one to report
                 self._remove(leftover)
-        rank, (_, text) = failures[0]
-        if not any(full for _, (full, _) in failures):
+        rank, (_, text, _) = failures[0]
+        if not any(full for _, (full, *_) in failures):
             what, where = f"a checkpoint could not be written: {text}", f"rank {rank}, {self.folder}"
             fix = "remove the cause and go on with --resume: the checkpoints before it are untouched"
             return Problem(what=what, where=where, fix=fix)
@@ -394,6 +393,7 @@ def _is_full(error: Exception) -> bool:
     return by_number or any(text in str(error) for text in _FULL_TEXTS)
 
 
-def _describe(error: Exception) -> tuple[bool, str]:
-    """A failure for the other ranks: whether the disk is full, and what happened."""
-    return _is_full(error), f"{type(error).__name__}: {error}"
+def _describe(error: Exception) -> _Failure:
+    """A failure for the other ranks: whether the disk is full, what happened, what they raise as well."""
+    shown = error if isinstance(error, DivergedError) else None
+    return _is_full(error), f"{type(error).__name__}: {error}", shown

@@ -20,8 +20,8 @@ import torch
 from shardwise.data.loader import BatchStream
 from shardwise.engines.runtime.host_copy import HostCopy
 from shardwise.engines.runtime.protocol import Engine
-from shardwise.engines.runtime.state import OLDER, PICKLED, check_pickles, weights_in
-from shardwise.errors import CheckpointError, Problem
+from shardwise.engines.runtime.state import OLDER, PICKLED, WrongValueError, check_pickles, weights_in
+from shardwise.errors import CheckpointError, DivergedError, Problem
 from shardwise.job.identity import longer
 from shardwise.job.load import differences
 from shardwise.job.schema import Model, Optimizer
@@ -29,6 +29,7 @@ from shardwise.models.fingerprint import other_base
 from shardwise.record.manifest import Manifest, Origin, read_json, reading
 from shardwise.record.read import EVENTS, read_events
 from shardwise.training.checkpoint import Checkpoint, CheckpointStore
+from shardwise.training.loop import START_AGAIN
 from shardwise.training.saving import Progress
 from shardwise.units import processes
 
@@ -73,7 +74,10 @@ class Snapshots:
         def write_weights(folder: Path) -> None:
             """Once all ranks' files are there, they hold the weights, and no GPU is asked for them."""
             found = weights_in(folder / "engine", self.weight_dtypes) if self.engine.world.rank == 0 else ()
-            self.write_weights(folder / "model", found)
+            try:
+                self.write_weights(folder / "model", found)
+            except WrongValueError as error:  # not damage: it was written just now
+                raise DivergedError(str(error), where=f"step {step}", fix=START_AGAIN) from None
 
         return lambda: self._commit(step, write, write_weights)
 

@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import shardwise
@@ -115,8 +117,10 @@ def test_a_plan_needs_no_data_file(job: Path) -> None:
         shardwise.load_job(job)
 
 
-def test_a_plan_prints_as_the_table_that_the_verb_shows(job: Path) -> None:
+def test_a_plan_prints_as_the_table_that_the_verb_shows(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     text = str(shardwise.plan(job, gpus="1xRTX4080"))
+    assert max(map(len, text.splitlines())) <= 80
     assert "1 × RTX 4080" in text
     assert re.search(r"tok(ens)?/s", text)
 
@@ -126,6 +130,39 @@ def test_changes_may_be_a_mapping_or_one_text(job: Path) -> None:
     loaded = shardwise.load_job(job, changes)
     assert (loaded.train.micro_batch, loaded.train.checkpointing, loaded.data.system) == (2, "none", None)
     assert shardwise.load_job(job, "train.micro_batch=4").train.micro_batch == 4
+
+
+def test_changes_may_be_paths_numbers_of_numpy_or_none(job: Path) -> None:
+    Path("other.jsonl").write_text("{}\n")
+    changes = {"data.train": Path("other.jsonl"), "train.steps": np.int64(5)}
+    loaded = shardwise.load_job(job, changes)
+    assert (loaded.data.train, loaded.train.steps) == ("other.jsonl", 5)
+    assert shardwise.load_job(job, None) == shardwise.load_job(job)
+
+
+@pytest.mark.parametrize("changes", [5, [5], {"train.steps": {1, 2}}, {"train.steps": np.arange(3)}])
+def test_changes_that_are_none_are_an_error_with_its_fix(job: Path, changes: Any) -> None:
+    with pytest.raises(JobError, match="changes are not keys and values") as raised:
+        shardwise.load_job(job, changes)
+    assert "train.steps=20" in raised.value.problems[0].fix
+
+
+@pytest.mark.parametrize("changes", ["train={micro_batch: 2}", {"train": {"micro_batch": 2}}])
+def test_a_section_is_not_replaced_silently(job: Path, changes: Any) -> None:
+    """The other keys of the section would go back to their defaults."""
+    with pytest.raises(JobError, match="would drop global_batch of `train`") as raised:
+        shardwise.load_job(job, changes)
+    assert raised.value.problems[0].fix == "key by key: --set train.micro_batch=2"
+    assert shardwise.load_job(job, {"train": {"global_batch": 16}}).train.global_batch == 16
+
+
+def test_gpus_and_strategies_of_a_wrong_type_are_errors_of_the_job(job: Path) -> None:
+    with pytest.raises(JobError, match="no GPU is called '5'"):
+        shardwise.plan(job, gpus=5)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match="there is no strategy 'nope'"):
+        shardwise.bench(job, strategies=["zero2", "nope"])
+    with pytest.raises(JobError, match="there is no strategy '5'"):
+        shardwise.bench(job, strategies=5)  # type: ignore[arg-type]
 
 
 def test_the_memory_that_a_plan_shows_has_a_name(job: Path) -> None:

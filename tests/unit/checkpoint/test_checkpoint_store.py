@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.errors import CheckpointError, MachineError, render
+from shardwise.errors import CheckpointError, DivergedError, MachineError, render
 from shardwise.record.manifest import Origin, read_manifest, verify
 from shardwise.training import checkpoint as store_module
 from shardwise.training.checkpoint import CheckpointStore, FileSystem, Keep, newest_valid
@@ -388,6 +388,23 @@ def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path: Path, failing: int) 
     assert [type(error) for error in errors] == [MachineError, MachineError]
     assert all(f"rank {failing}" in render(error) for error in errors)  # type: ignore[arg-type]
     assert steps_in(tmp_path) == ["step-000001"]
+
+
+def test_all_ranks_tell_of_a_run_that_diverged(tmp_path: Path) -> None:
+    """Only the rank that writes the weights sees it; the user is shown the error of any."""
+    ranks = Ranks(2)
+
+    def diverges(_: Path) -> None:
+        raise DivergedError("not finite", where="step 1", fix="lower it")
+
+    def work(rank: int) -> object:
+        store = CheckpointStore(tmp_path, keep=1, rank=rank, agree=ranks.agree(rank))
+        with pytest.raises(DivergedError) as raised:
+            store.save(1, diverges if rank == 0 else writer(1, rank), origin=ORIGIN)
+        return raised.value.problems[0].fix
+
+    assert ranks.run(work) == ["lower it", "lower it"]
+    assert not steps_in(tmp_path)
 
 
 def test_a_rank_that_failed_does_not_wait_for_ever_for_ranks_in_a_collective(

@@ -67,6 +67,8 @@ def test_convert_joins_the_parts(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["checkpoint", "convert", str(run), "--out", "all.safetensors"]) == 2
     assert "all.safetensors exists" in capsys.readouterr().err
     assert not list(run.glob(".*partial"))
+    assert main(["checkpoint", "convert", str(run), "--out", "no/where/all.safetensors"]) == 2
+    assert "there is no folder no/where" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,7 @@ def test_convert_joins_the_parts(run: Path, capsys: pytest.CaptureFixture[str]) 
         (["verify", ".", "--step", "3"], "fix: --step 4 or 2"),
         (["list", "elsewhere"], "error: there is no folder elsewhere"),
         (["list", "nowhere/x"], "name a run folder"),
+        (["verify", "runs/mine/job.yaml"], "error: runs/mine/job.yaml is a file, not a run folder"),
         (["list", "runs/elsewhere"], "fix: name one of these: runs/mine"),
         (["list", "runs/mine/logs"], "fix: name the run folder: runs/mine"),
         (["list", "runs/mine"], "the run has saved none"),

@@ -282,6 +282,14 @@ def test_the_readme_names_what_emit_takes() -> None:
     assert f"`--to` {ALL_TARGETS}." in readme
 
 
+def test_one_process_is_all_that_single_is_advised(
+    job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(job_file), "--processes", "3", "--set", "strategy=single"]) == 2
+    _, _, fix = capsys.readouterr().err.splitlines()
+    assert fix == "  fix: --processes 1, or a strategy that shards: zero2, zero3, fsdp2"
+
+
 @pytest.mark.parametrize(
     ("more", "fix"),
     [
@@ -449,3 +457,18 @@ def test_generate_without_a_prompt_says_so(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert main(["generate", "runs/a"]) == 2
     assert "there is no prompt: stdin is empty" in capsys.readouterr().err
+
+
+def test_an_empty_line_does_not_end_a_batch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Echo:
+        def answers(self, asked: str) -> list[tuple[str, str]]:
+            return [("", asked)]
+
+    monkeypatch.setitem(generate.__globals__, "_open", lambda *_: Echo())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n\n  \ntwo\n")))
+    assert main(["generate", "runs/a"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == ["one", "two"]
+    assert err.count("note: an empty line is not answered") == 2

@@ -202,6 +202,7 @@ def test_what_does_not_fit_ends_with_3_and_the_nearest_change(
         (["--gpus", "4xRTX4080", "--model", "gpt2", "--lora", "8", "--full"], 2, "say opposite things"),
         (["--gpus", "4xRTX9999", "--model", "gpt2"], 2, "no GPU is called"),
         (["--gpus", "4xRTX4080", "--model", "gpt2", "--memory-cap", "much"], 2, "'much' is not a size"),
+        (["--gpus", "4xRTX4080", "--model", "gpt2", "--margin", "100%"], 2, "leaves none"),
         (["--gpus", "4xRTX4080", "--model", "gpt2", "--objective", "beauty"], 2, "beauty"),
         (["absent.yaml", "--gpus", "4xRTX4080"], 2, "there is no job file absent.yaml"),
         (["--model", "gpt2"], 4, "no GPU is visible here to plan for"),
@@ -334,6 +335,23 @@ def test_a_plan_as_a_page_that_loads_nothing(
     assert "<script" not in text
     assert "http" not in text.replace("http-equiv", "")
     assert f"wrote {page}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--html", "--out"])
+def test_only_an_earlier_result_is_replaced(
+    flag: str, asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan = ["plan", "--gpus", "4xH200", "--model", "gpt2"]
+    mine, result = tmp_path / "job.yaml", tmp_path / "result"
+    for text in ("name: mine\n", "<!doctype html>\n<title>mine</title>", '{"a": 1}'):
+        mine.write_text(text)
+        assert main([*plan, flag, str(mine)]) == 2
+        assert f"{mine} is there, and is no earlier result" in capsys.readouterr().err
+        assert mine.read_text() == text
+    assert main([*plan, flag, str(result)]) == main([*plan, flag, str(result)]) == 0
+    other = {"--html": "--out", "--out": "--html"}[flag]
+    assert main([*plan, other, str(result)]) == 2
+    assert main([*plan, "--html", str(mine.with_name("both")), "--out", str(mine.with_name("both"))]) == 2
 
 
 def test_scale_is_one_json_object_with_a_row_for_each_size(

@@ -78,13 +78,14 @@ def trained_runs(
     *,
     tools: list[dict[str, Any]] | None = None,
     answers_only: bool = True,
+    asked: int = 0,
 ) -> list[list[str]]:
     """For each sample that the conversation becomes, the decoded runs of trained tokens."""
     template = Template(
         source, {"bos_token": "<s>", "eos_token": "</s>"}, tuple(end_tokens(tokenizer)), answers_only
     )
     before = copy.deepcopy(messages)
-    samples = render_conversation(template, messages, tools)
+    samples = render_conversation(template, messages, tools, asked)
     assert messages == before
     encoder = Encoder(tokenizer, vocab_size=len(tokenizer))
     found = []
@@ -113,6 +114,10 @@ def test_the_answers_with_their_end_tokens_are_trained_and_nothing_else(
     tokenizer: PreTrainedTokenizerFast, source: str, answers: list[str]
 ) -> None:
     assert trained_runs(tokenizer, source, TALK) == [answers]
+    for asked in (2, 3):  # the first answer is the prompt's
+        assert trained_runs(tokenizer, source, TALK, asked=asked) == [answers[1:]]
+    everything = trained_runs(tokenizer, source, TALK, asked=3, answers_only=False)
+    assert everything == trained_runs(tokenizer, source, TALK, answers_only=False)
 
 
 def test_turns_that_the_template_rewrites_later_become_samples_of_their_own(
@@ -123,6 +128,7 @@ def test_turns_that_the_template_rewrites_later_become_samples_of_their_own(
         ["<think>\n\n</think>\n\nIt is Paris.<|im_end|>"],
         ["<think>\n\n</think>\n\n  Hello!\n\nHow can I help?\n<|im_end|>"],
     ]
+    assert trained_runs(tokenizer, THINKING_LAST_TURN, TALK, asked=3) == runs[1:]
 
 
 def test_an_end_token_is_added_where_the_template_has_none(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -13,6 +13,7 @@ from shardwise.job.schema import Data
 
 USER = {"role": "user", "content": "2 + 2?"}
 ANSWER = {"role": "assistant", "content": "4"}
+CALL = {"from": "function_call", "value": '{"name": "f"}'}
 BAD_CALL = {"role": "assistant", "tool_calls": [{"function": "f"}]}
 HALF_CALL = {"from": "function_call", "value": '{"name": "f", "arguments": {"a": "\\ud800"}}'}
 
@@ -27,8 +28,10 @@ def messages_of(fields: dict[str, Any], format_: Any, system: str | None = None)
     ("fields", "format_"),
     [
         ({"instruction": "a", "input": "", "output": "b"}, "alpaca"),
-        ({"prompt": "a", "completion": "b"}, "alpaca"),
-        ({"prompt": [{"role": "user"}], "completion": [{"role": "assistant"}]}, "messages"),
+        ({"prompt": "a", "completion": "b"}, "prompt-completion"),
+        ({"prompt": [USER], "completion": [ANSWER], "id": 7}, "prompt-completion"),
+        ({"prompt": "a", "completion": "b", "instruction": None, "messages": None}, "prompt-completion"),
+        ({"messages": None, "conversations": [{"from": "human", "value": "a"}]}, "sharegpt"),
         ({"conversations": [{"from": "human", "value": "a"}], "tools": "[]"}, "sharegpt"),
         ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
         ({"conversations": [{"role": "user", "content": "a"}]}, "messages"),
@@ -45,6 +48,41 @@ def test_fields_of_two_formats_are_ambiguous() -> None:
     ) as caught:
         detect(("f:1", {"instruction": "a", "output": "b", "text": "c"}))
     assert caught.value.problems[0].fix == "say which: data.format: alpaca"
+
+
+@pytest.mark.parametrize(
+    ("more", "other"),
+    [
+        ({"instruction": "Answer briefly."}, "alpaca"),
+        ({"output": "WRONG"}, "alpaca"),
+        ({"input": "more"}, "alpaca"),
+        ({"history": [["a", "b"]]}, "alpaca"),
+        ({"instruction": "a", "output": "b"}, "alpaca"),
+        ({"messages": [USER, ANSWER]}, "messages"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "sharegpt"),
+        ({"text": "a"}, "text"),
+    ],
+)
+@pytest.mark.parametrize(
+    "pair", [{"prompt": "2+2?", "completion": "4"}, {"prompt": [USER], "completion": [ANSWER]}]
+)
+def test_prompt_and_completion_next_to_fields_of_another_format_are_ambiguous(
+    json_lines: Any, pair: dict[str, Any], more: dict[str, Any], other: str
+) -> None:
+    """Only one of the two was trained, without a word."""
+    with pytest.raises(DataError, match=f"as prompt-completion or as {other}; fields found: ") as caught:
+        detect(("f:1", pair | more))
+    fix = "say which: data.format: prompt-completion"
+    assert caught.value.problems[0].fix == fix
+    data = Data(train=json_lines([pair | more]), format="prompt-completion")
+    (sample,) = Reader(open_sources(data.train, split="train", key="k"), data)
+    assert isinstance(sample, Conversation)
+    assert [message["content"].replace(" ", "") for message in sample.messages] == ["2+2?", "4"]
+
+
+def test_a_null_is_no_field_and_is_named() -> None:
+    with pytest.raises(DataError, match=r"fields found: completion \(null\), prompt\n"):
+        detect(("f:1", {"prompt": "a", "completion": None}))
 
 
 @pytest.mark.parametrize("fields", [{"question": "a", "answer": "b"}, {}, {"messages": []}, {"text": None}])
@@ -74,6 +112,31 @@ def test_alpaca_becomes_a_conversation() -> None:
         "role": "system",
         "content": "s",
     }
+
+
+def test_prompt_and_completion_become_a_conversation_whose_prompt_is_counted() -> None:
+    talk = [USER, ANSWER, USER]
+    turns = [
+        {"from": "human", "value": "2 + 2?"},
+        {"from": "gpt", "value": "4"},
+        {"from": "human", "value": "2 + 2?"},
+    ]
+    both = ("a", [{"role": "user", "content": "a"}], 1), (talk, talk, 3), (turns, talk, 3)
+    for prompt, messages, asked in both:
+        for completion in ("4", [ANSWER], [{"from": "gpt", "value": "4"}]):
+            sample = convert(("f:1", {"prompt": prompt, "completion": completion}), "prompt-completion")
+            assert isinstance(sample, Conversation)
+            assert (sample.messages, sample.asked) == ([*messages, ANSWER], asked)
+    fields = {"prompt": "a", "completion": "b"}
+    sample = convert(("f:1", fields), "prompt-completion", system="s")
+    assert isinstance(sample, Conversation)
+    assert (len(sample.messages), sample.asked) == (3, 2)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    fields = {"prompt": [USER, call], "completion": [{"role": "tool", "content": "4"}, ANSWER]}
+    sample = convert(("f:1", fields), "prompt-completion")
+    assert isinstance(sample, Conversation)
+    assert sample.messages[2]["tool_call_id"] == "call00001"
+    assert sample.asked == 2
 
 
 def test_sharegpt_with_calls_becomes_what_templates_take() -> None:
@@ -122,8 +185,16 @@ def test_messages_with_arguments_as_text_parts_and_nulls() -> None:
     ("fields", "format_", "message"),
     [
         ({"instruction": "a", "output": ""}, "alpaca", "the answer is empty"),
-        ({"prompt": "a", "completion": ""}, "alpaca", "the answer is empty"),
-        ({"prompt": [{"role": "assistant"}], "completion": []}, "messages", "the prompt holds an answer"),
+        ({"prompt": "a"}, "prompt-completion", "the field completion is missing; found are prompt"),
+        ({"prompt": "a", "completion": None}, "prompt-completion", "has to be a string, it is null"),
+        ({"prompt": 7, "completion": "b"}, "prompt-completion", "prompt has to be a string, it is int"),
+        ({"prompt": "a", "completion": " \n"}, "prompt-completion", "the field completion is empty"),
+        ({"prompt": "", "completion": "b"}, "prompt-completion", "the field prompt is empty"),
+        ({"prompt": [], "completion": [ANSWER]}, "prompt-completion", "the field prompt is empty"),
+        ({"prompt": ["a"], "completion": ["b"]}, "prompt-completion", "prompt and completion: a message has"),
+        ({"prompt": [USER, ANSWER], "completion": [CALL]}, "prompt-completion", "the prompt ends with"),
+        ({"prompt": [USER], "completion": [USER]}, "prompt-completion", "message 2 is of role user"),
+        ({"prompt": "a", "completion": "b"}, "messages", "messages has to be a list"),
         ({"instruction": "a", "output": " \n"}, "alpaca", "the answer is empty"),
         ({"instruction": "", "input": "", "output": "b"}, "alpaca", "instruction and input are empty"),
         ({"instruction": "a", "output": None}, "alpaca", "output has to be a string, it is null"),
@@ -135,7 +206,7 @@ def test_messages_with_arguments_as_text_parts_and_nulls() -> None:
         ({"instruction": "a", "output": "b", "history": 5}, "alpaca", "history has to be"),
         ({"text": "  "}, "text", "the text is empty"),
         ({"messages": None}, "messages", "has to be a list"),
-        ({"messages": ["a"]}, "messages", "has to hold objects, not str"),
+        ({"messages": ["a"]}, "messages", "a message has to be an object, not str"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "messages", "unknown role 'bot'"),
         ({"messages": [ANSWER]}, "messages", "message 1 is of role assistant, after the start"),
         ({"messages": [USER, USER, ANSWER]}, "messages", "message 2 is of role user, after user"),

@@ -49,17 +49,37 @@ TURNS = [
 ]
 
 
-@pytest.mark.parametrize(("samples", "form"), [(PROMPTS, "alpaca"), (TURNS, "messages")])
+LATER = [{"role": "user", "content": "Say a."}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize("samples", [PROMPTS, TURNS])
 def test_a_prompt_is_left_out_of_the_loss_and_its_completion_is_not(
-    run: Any, make_job: Make, json_lines: Any, tokenizer: PreTrainedTokenizerFast, samples: Any, form: str
+    run: Any, make_job: Make, json_lines: Any, tokenizer: PreTrainedTokenizerFast, samples: Any
 ) -> None:
     found = run(make_job(train=json_lines(samples), eval_fraction=0.0))
     same = run(make_job(train=json_lines(ALPACA), eval_fraction=0.0))
-    assert (found.summary["format"], found.summary["target_tokens"]) == (form, same.summary["target_tokens"])
+    assert found.summary["format"] == "prompt-completion"
+    assert found.summary["target_tokens"] == same.summary["target_tokens"]
     for index in (0, 39):
         tokens, trained = found.train.sample(index)
         assert tokenizer.decode(tokens[trained == 1].tolist()) == f"{index} and {index}.</s>"
         assert trained.tolist() == same.train.sample(index)[1].tolist()
+
+
+def test_answers_in_a_prompt_are_trained_with_the_loss_on_all_alone(
+    run: Any, make_job: Make, json_lines: Any, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Beside answers that are trained: ShareGPT's in a prompt were."""
+    turns = [{"from": {"user": "human"}.get(m["role"], "gpt"), "value": m["content"]} for m in LATER]
+    data = json_lines(
+        [{**one, "prompt": prompt + one["prompt"]} for one in TURNS for prompt in (LATER, turns)]
+    )
+    found = run(make_job(train=data, eval_fraction=0.0))
+    for index in (0, 1, 79):
+        tokens, trained = found.train.sample(index)
+        assert tokenizer.decode(tokens[trained == 1].tolist()) == f"{index // 2} and {index // 2}.</s>"
+    everything = run(make_job(train=data, eval_fraction=0.0, loss_on="all")).train
+    assert everything.trained.all()
 
 
 def test_conversations_become_samples_with_answers_marked(

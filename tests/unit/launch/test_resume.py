@@ -118,6 +118,21 @@ def test_a_finished_run_says_so_before_anything_is_prepared(
     ) is not starts
 
 
+@pytest.mark.parametrize("more", [[], ["--processes", "3"]])
+def test_a_finished_run_needs_neither_its_data_nor_its_processes(
+    run: Path, launched: list[LaunchSpec], capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    with (run / "events.jsonl").open("a") as events:
+        events.write(to_line(StopEvent(step=60, status="finished", seconds=1.0), now=1.0))
+    (run / "checkpoints" / "step-000060").mkdir(parents=True)
+    Path("qa.jsonl").unlink()
+    assert main(["train", str(run), "--resume", *more]) == 0
+    assert "finished already" in capsys.readouterr().err
+    (run / "checkpoints" / "step-000060").rmdir()
+    assert main(["train", str(run), "--resume", *more]) == 2, "there is something to do, without data"
+    assert not launched
+
+
 def test_a_run_that_is_not_there_is_answered_with_those_that_are(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

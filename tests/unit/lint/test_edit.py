@@ -150,7 +150,7 @@ def test_what_is_not_known_is_a_finding_and_what_is_not_there_an_error(tmp_path:
     file.write_text("groceries: [milk]\n")
     other = tmp_path / "package.json"
     other.write_text('{"private": true}')
-    documents, broken = load([file, other])
+    documents, broken = load([file, other, file])
     assert documents == ()
     assert [(one.rule, one.severity) for one in check(Setup(), broken).findings] == [
         ("unreadable", "error")

@@ -134,7 +134,9 @@ def test_a_trainer_s_script_and_the_deepspeed_file_it_names(files: Path) -> None
     assert "fp16.hysteresis" in text
     assert "train.steps: train.steps and train.epochs both say how long to train" in text
     assert "wall_clock_breakdown (line 1): `shardwise bench --profile`" in text
-    assert "train.py:6 says train.precision=bf16; ds.json:1 says train.precision=fp16" in text
+    used = "ds.json:1: fp16.enabled (train.precision=fp16) is used"
+    assert f"conflict: {used}, not train.py:6: bf16 (train.precision=bf16)" in text
+    assert job.train.precision == "fp16"
 
 
 @pytest.mark.parametrize(
@@ -332,6 +334,65 @@ def test_values_that_files_differ_in_are_named_with_the_one_that_is_used(files: 
     assert "micro_batch: 4" in job
     assert "learning_rate: 0.0001" in job
     assert "assumed: LoRA of rank 16, since int8 weights are frozen and no file has adapters" in said
+
+
+def zero(stage: int) -> str:
+    return json.dumps({"zero_optimization": {"stage": stage}})
+
+
+NVME = '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}'
+
+
+@pytest.mark.parametrize(
+    ("texts", "used"),
+    [
+        ({"a.json": zero(2), "b.json": zero(3)}, StrategySpec(engine="deepspeed", stage=3)),
+        ({"a.json": NVME, "b.json": zero(3)}, StrategySpec(engine="deepspeed", stage=3)),
+        ({"b.json": zero(3), "a.json": zero(2)}, StrategySpec(engine="deepspeed", stage=2)),
+        ({"a.json": zero(2), "acc.yaml": ACCELERATE}, StrategySpec(engine="fsdp2", reshard=False)),
+        ({"acc.yaml": ACCELERATE, "a.json": zero(2)}, StrategySpec(engine="deepspeed", stage=2)),
+    ],
+)
+def test_of_two_strategies_the_last_is_used_and_both_are_named(
+    files: Path, texts: dict[str, str], used: StrategySpec
+) -> None:
+    for name, text in texts.items():
+        Path(name).write_text(text)
+    job, said = job_of(files, *texts)
+    assert job.strategy == used
+    (conflict,) = [one for one in said if one.startswith("conflict")]
+    first, last = texts
+    assert conflict.startswith(f"conflict: {last} (strategy={{")
+    assert f" is used, not {first} (strategy={{" in conflict
+
+
+@pytest.mark.parametrize(
+    ("keys", "used"),
+    [
+        (["load_in_4bit", "load_in_8bit"], "model.quantization=int8"),
+        (["load_in_8bit", "load_in_4bit"], "model.quantization=nf4"),
+        (["bf16", "fp16"], "train.precision=fp16"),
+        (["fp16", "bf16"], "train.precision=bf16"),
+    ],
+)
+def test_words_conflict_also_in_one_file(files: Path, keys: list[str], used: str) -> None:
+    Path("t.yaml").write_text("model_name_or_path: a/b\n" + "".join(f"{key}: true\n" for key in keys))
+    job, said = job_of(files, "t.yaml")
+    (conflict,) = [one for one in said if one.startswith("conflict")]
+    assert conflict.startswith(f"conflict: t.yaml:3: {keys[1]} ({used}) is used, not t.yaml:2: {keys[0]} (")
+    assert used.partition("=")[2] in (job.model.quantization, job.train.precision)
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(100, (100, None)), (-1, (None, 3))])
+def test_max_steps_says_how_long_to_train_as_in_the_trainer(
+    files: Path, steps: int, expected: tuple[int | None, int | None]
+) -> None:
+    Path("t.yaml").write_text(f"model_name_or_path: a/b\nnum_train_epochs: 3\nmax_steps: {steps}\n")
+    job, said = job_of(files, "t.yaml")
+    assert (job.train.steps, job.train.epochs) == expected
+    assert ("left out: t.yaml: num_train_epochs (line 2): max_steps 100 says" in "\n".join(said)) == (
+        steps > 0
+    )
 
 
 def test_what_cannot_be_read_is_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

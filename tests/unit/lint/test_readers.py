@@ -208,3 +208,6 @@ def test_a_script_that_is_no_python_is_named_with_its_line(tmp_path: Path) -> No
     (one,) = checked(file, None).findings
     assert (one.line, one.severity) == (2, "error")
     assert "not Python: expected ':'" in one.what
+    file.write_text(f"x = {'-' * 100_000}1\n")  # Python 3.11's MemoryError says nothing
+    (one,) = checked(file, None).findings
+    assert one.what.removeprefix("it is not Python: ").strip()

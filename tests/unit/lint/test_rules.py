@@ -588,6 +588,11 @@ def test_an_argument_that_was_removed_is_answered_with_what_replaces_it() -> Non
         ("from transformers import Trainer\nTrainer(tokenizer=1)\n", 1),
         ("from transformers import Trainer\nTrainer(processing_class=1)\n", 0),
         ("import torch\nclass Trainer:\n    pass\nTrainer(tokenizer=1)\n", 0),
+        ("from mylib import Trainer\nTrainer(tokenizer=1)\n", 0),
+        ("from .transformers import Trainer\nTrainer(tokenizer=1)\n", 0),
+        ("import transformers as T\nT.Trainer(tokenizer=1)\n", 1),
+        ("from transformers import Trainer as X\nX(tokenizer=1)\n", 1),
+        ("from transformers.trainer import Trainer\nTrainer(tokenizer=1)\n", 1),
     ],
 )
 def test_a_trainer_of_transformers_has_no_tokenizer(text: str, found: int) -> None:
@@ -752,7 +757,7 @@ def test_no_configuration_is_too_strange(values: dict[str, Any], reader: Any, wo
     check(setup)
     corrected, _ = correct(document, setup)
     read_json(corrected.text, "f")
-    assert translate(setup) is not None
+    assert len([*translate(setup)]) == 1
 
 
 @settings(deadline=None)
@@ -770,7 +775,7 @@ def test_no_accelerate_file_is_too_strange(values: dict[str, Any]) -> None:
     setup = Setup(documents=(document,))
     check(setup)
     correct(document, setup)
-    translate(setup)
+    list(translate(setup))
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,7 @@ LoraConfig(r=8)
 def planned(*texts: str, gpus: int = 4) -> tuple[dict[str, Any], Any]:
     """The strategy and the job that the files ask for, and what is not in them."""
     documents = tuple(read(text, f"file{index}") for index, text in enumerate(texts))
-    asked = translate(Setup(documents=documents, asked_world_size=gpus))
-    assert asked is not None
+    asked = next(translate(Setup(documents=documents, asked_world_size=gpus)))
     job = sketch("llama-2-7b", asked.changes, world_size=gpus).job
     return job.model_dump(), asked
 

@@ -76,6 +76,9 @@ def test_what_needs_no_model_is_refused_before_it_is_built(
     with pytest.raises(JobError) as raised:
         plan_job.make_plan(Job.model_validate(changes), parse_hardware(gpus))
     assert said in f"{raised.value} {[problem.what for problem in raised.value.problems]}"
+    if gpus == "1xT4":  # in fp16 this model needs flash attention, which a T4 has not
+        fixes = [problem.fix for problem in raised.value.problems]
+        assert all(fix.startswith("train.precision: fp32, or fp16 for a model that") for fix in fixes)
 
 
 def test_a_tokenizer_to_be_learned_decides_the_rows_of_random_weights() -> None:

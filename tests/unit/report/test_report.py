@@ -263,6 +263,46 @@ def test_a_value_of_a_wrong_type_is_damage_and_no_bug(
     assert str(run) in said
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"loss": 4.8', '"loss": 1e400', "this line is not an event"),
+        ('"grad_norm": 1.0', '"grad_norm": Infinity', "this line is not an event"),
+        ('"seconds": 0.5', '"seconds": 0.0', "a file holds a value that no version writes there"),
+    ],
+)
+@pytest.mark.parametrize("form", [["--json"], ["--html", "page.html"]])
+def test_numbers_that_no_run_has_are_damage_and_no_bug(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str, form: list[str]
+) -> None:
+    run = make(tmp_path / "a", (0, HEAD), *((n, step(n)) for n in range(1, 9)))
+    text = (run / "events.jsonl").read_text()
+    assert old in text
+    (run / "events.jsonl").write_text(text.replace(old, new))
+    form = [word.replace("page", f"{tmp_path}/page") for word in form]
+    assert main(["report", str(run), *form]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_page_replaces_a_page_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, page = make(tmp_path / "a", (0, HEAD), (1, step(1))), tmp_path / "page.html"
+    assert [main(["report", str(run), "--html", str(page)]) for _ in range(2)] == [0, 0]
+    job = run / "job.yaml"
+    assert main(["report", str(run), "--html", str(job)]) == 2
+    assert "is no earlier result of this command" in capsys.readouterr().err
+    assert job.read_text() == "name: a\n"
+
+
+def test_json_of_a_report_has_null_for_what_is_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(tmp_path / "a", (0, HEAD), *((n, step(n)) for n in range(1, 10)))
+    text = (run / "events.jsonl").read_text()
+    (run / "events.jsonl").write_text(text.replace('"mfu": 0.4', '"mfu": 1e308'))  # two add up to more
+    assert main(["report", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["runs"][0]["mfu"] is None
+
+
 def test_a_report_keeps_no_more_of_a_step_than_it_shows(tmp_path: Path) -> None:
     run = make(tmp_path / "a", (0, HEAD), *((n, step(n)) for n in range(1, 9)))
     kept, every = row_of(run)[1], read_run(run)

@@ -43,6 +43,10 @@ SAME = "resume with the strategy that saved it"
 _SAVED_AS = dict.fromkeys(KINDS, "F32") | dict.fromkeys(("step", "guard"), "F32, I32 or I64")
 
 
+class WrongValueError(CheckpointError):
+    """A value that no run goes on with."""
+
+
 class Cut(NamedTuple):
     """Tensor parallelism's part of a parameter: indices `first` to `end` of dimension `dim`.
 
@@ -183,7 +187,7 @@ class _File:
             if low < 0 and kind not in ("parameter", "exp_avg"):
                 wrong = wrong or "below 0"
         if wrong:
-            raise CheckpointError(f"{key} has a value {wrong}", where=str(self._path), fix=OLDER)
+            raise WrongValueError(f"{key} has a value {wrong}", where=str(self._path), fix=OLDER)
         return values
 
     def tensor(self, key: str) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from shardwise.lint.document import Document
+from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import DEEPSPEED, Hit
 from shardwise.lint.rules.training import distributed, training_rule
 from shardwise.lint.rules.zero import stage_of
@@ -63,7 +63,9 @@ def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
     if document.syntax == "python" and pads and without and "pad_token" not in document.text:
         what = "this model's tokenizer has no pad token: ValueError `Asking to pad but the tokenizer does "
         what += "not have a padding token`"
-        yield Hit((), what, "tokenizer.pad_token = tokenizer.eos_token", line=_line(document, pads))
+        yield Hit(
+            (), what, "tokenizer.pad_token = tokenizer.eos_token", line=line_at(document.text, pads.start())
+        )
 
 
 @training_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
@@ -72,7 +74,12 @@ def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
     given, masked = _LABELS.search(document.text), re.search("-100|DataCollator", document.text)
     if document.syntax == "python" and given and _PADS.search(document.text) and not masked:
         what = "the labels are the padded input ids: the loss also trains on pad tokens"
-        yield Hit((), what, "labels.masked_fill(attention_mask == 0, -100)", line=_line(document, given))
+        yield Hit(
+            (),
+            what,
+            "labels.masked_fill(attention_mask == 0, -100)",
+            line=line_at(document.text, given.start()),
+        )
 
 
 @training_rule("warning", "torch/utils/data: a DataLoader knows nothing of other processes")
@@ -84,8 +91,4 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
     if loads and undivided and distributed(setup):
         what = "nothing here divides the rows: every process trains on all of them"
         fix = "DataLoader(..., sampler=DistributedSampler(rows)), or training_data= in deepspeed.initialize"
-        yield Hit((), what, fix, line=_line(document, loads))
-
-
-def _line(document: Document, found: re.Match[str]) -> int:
-    return document.text.count("\n", 0, found.start()) + 1
+        yield Hit((), what, fix, line=line_at(document.text, loads.start()))

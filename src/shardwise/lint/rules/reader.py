@@ -6,6 +6,7 @@ from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.edit import Drop, Strict
 from shardwise.lint.finding import Hit, Severity, rule
+from shardwise.lint.rules.batch import ACCUMULATION, MICRO, TOTAL
 from shardwise.lint.schema import names
 from shardwise.lint.setup import READER_NAMES, Setup
 
@@ -15,12 +16,8 @@ FILLED = {"trainer": _BY_BOTH | {"optimizer.params.betas", "optimizer.params.eps
 
 _OWN_AUTO = frozenset(names("own_autos"))
 
-_FAILS = {
-    "train_batch_size": "TypeError at the start",
-    "train_micro_batch_size_per_gpu": "TypeError at the start",
-    "gradient_accumulation_steps": "TypeError at the start",
-    "gradient_clipping": "TypeError at the first step",
-}
+_FAILS = dict.fromkeys((TOTAL, MICRO, ACCUMULATION), "TypeError at the start")
+_FAILS["gradient_clipping"] = "TypeError at the first step"
 _JSON_LOAD = "deepspeed/runtime/config.py: hjson.load; accelerate/utils/deepspeed.py: json.load"
 
 

@@ -43,8 +43,7 @@ training_rule = partial(rule, versions="", kind="training")
 def _zero_stage(setup: Setup) -> int | None:
     stages = [stage_of(document) for document in setup.of("deepspeed")]
     stages += [int(n) for d in setup.of("accelerate") if (n := d.number(DS, "zero_stage")) is not None]
-    named = setup.training("zero_stage")
-    return next((stage for stage in (*stages, named) if isinstance(stage, int)), None)
+    return next((one for one in (*stages, setup.training("zero_stage")) if isinstance(one, int)), None)
 
 
 def distributed(setup: Setup) -> bool:
