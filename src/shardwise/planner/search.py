@@ -57,8 +57,7 @@ UNMEASURED = 0.13
 """Error of times where no run like it was measured: that of the held-out rows (docs/accuracy.md)."""
 TIE_FACTOR = 1.005  # costs within it count as equal to the best; the errors of predicted time are larger
 
-HOST_SIZE = 16 * GIB
-"""Host memory is rounded up to a multiple of this: pairs of modules of at least 8 GiB."""
+HOST_SIZE = 16 * GIB  # Host memory is rounded up to a multiple of this: pairs of modules of at least 8 GiB
 
 TraceFor = Callable[[int, int, int], StepTrace]
 """Rows of a micro-batch, `checkpoint_every` and `tensor_parallel` to their trace."""

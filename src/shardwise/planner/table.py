@@ -29,8 +29,7 @@ PARTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 """Glyph, colour, name, and the terms of memory in it."""
 
 FREE, LIMIT, BEYOND = "·", "│", "»"
-ROOM = 0.75
-"""Share of a bar's width up to the limit, where something is drawn beyond it."""
+ROOM = 0.75  # Share of a bar's width up to the limit, where something is drawn beyond it
 
 
 def room(width: int, *, all_fit: bool) -> int:
@@ -83,12 +82,9 @@ def _cells(memory: Memory, before: int, most: int) -> list[tuple[str, str]]:
     return cells
 
 
-ROWS = 12
-"""Rows shown, or more where there are more kinds of strategies."""
-LONGEST_NAME = 15
-"""Of a strategy, in a narrow terminal."""
-NARROW = 100
-"""Columns of a terminal below which the gaps are one cell, and the longest names take two lines."""
+ROWS = 12  # Rows shown, or more where there are more kinds of strategies
+LONGEST_NAME = 15  # Of a strategy, in a narrow terminal
+NARROW = 100  # Columns of a terminal below which the gaps are one cell, and the longest names take two lines
 LEAST_BAR, MOST_BAR = 12, 40
 BAR, TRAINED = 3, 6
 """The bar's column; that of the training time, without the bar."""

@@ -22,8 +22,7 @@ from shardwise.units import GIB, JOULES_PER_KWH, SECONDS_PER_HOUR, count, gib
 Kind = Literal["memory", "speed", "scaling", "batch"]
 Format = Literal["text", "csv", "md", "html", "json"]
 SCHEMA = 1
-MOST_ROWS = 128
-"""Largest micro-batch that the table `batch` tries."""
+MOST_ROWS = 128  # Largest micro-batch that the table `batch` tries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +175,7 @@ def _notes(table: Table) -> Iterator[str]:
     if batch or table.kind == "memory":
         yield "where the mode says nothing: ckpt, each block recomputed; single on one GPU, zero2 on several"
     elif chosen:
-        none = ", where the mode names none" * any(row.mode for row in table.rows)
-        yield f"the strategy is what `shardwise plan` chooses{none}"
+        yield "`shardwise plan` chooses each strategy that is not named"
     meaning = {
         "fits": f"with {margin:.0%} of the memory to spare",
         "no": "it needs more than the GPU has, in that mode; `shardwise plan` tries all strategies",

@@ -14,11 +14,9 @@ from shardwise.simulate.time.collectives import Group, group
 from shardwise.strategy import Strategy
 from shardwise.units import duration, gib
 
-WORTH_SAYING = 0.02
-"""Smaller shares of a step, and smaller gains, are not mentioned."""
+WORTH_SAYING = 0.02  # Smaller shares of a step, and smaller gains, are not mentioned
 
-AT_LIMIT = 0.999
-"""A step counts as power-bound from this share of the limit on; rounding loses less."""
+AT_LIMIT = 0.999  # A step counts as power-bound from this share of the limit on; rounding loses less
 
 ONLY = "the only one that fits"
 AS_GOOD = {"throughput": "as fast", "memory": "as lean", "energy": "as frugal"}
