@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("what", choices=("write", "execute"))
     parser.add_argument("names", nargs="*", help="of labs to execute, such as 01-setup; all without one")
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "labs")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # names after --out, too
     if arguments.what == "write":
         write()
         return

@@ -19,7 +19,7 @@ from shardwise.planner.plan import Option
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks" / "accuracy"))
-GIB, GB = 2**30, 10**9
+GIB = 2**30
 
 
 def options(model: str, gpus: str, changes: Sequence[str]) -> Sequence[Option]:
@@ -84,7 +84,7 @@ def predict(asked: argparse.Namespace) -> Iterable[dict[str, str]]:
 
 
 def states(asked: argparse.Namespace) -> Iterable[dict[str, str]]:
-    """Weights and gradients in 2 bytes; fp32 weights, momentum and variance of AdamW: 12. In GB."""
+    """Weights and gradients in 2 bytes; fp32 weights, momentum and variance of AdamW: 12. In GiB."""
     with contextlib.redirect_stderr(io.StringIO()):
         plan = shardwise.plan(model=asked.model, gpus="1xH200", changes=["strategy=single"])
     parameters = plan.job.parameters
@@ -95,12 +95,12 @@ def states(asked: argparse.Namespace) -> Iterable[dict[str, str]]:
         "ZeRO-3": (0, 0, 0),
     }.items():
         shares = [
-            part * parameters / GB / (1 if all_of else asked.gpus)
+            part * parameters / GIB / (1 if all_of else asked.gpus)
             for part, all_of in zip((2, 2, 12), held, strict=True)
         ]
         yield dict(
             zip(
-                ("GB on a GPU", "weights", "gradients", "optimizer", "sum"),
+                ("GiB on a GPU", "weights", "gradients", "optimizer", "sum"),
                 (name, *(f"{share:.1f}" for share in (*shares, sum(shares)))),
                 strict=True,
             )

@@ -71,6 +71,9 @@ def plan(
         raise JobError(what, where="--max-slowdown", fix=fix)
     cap = None if memory_cap is None else size_in_bytes(memory_cap, "--memory-cap")
     free = MARGIN if margin is None else share_of(margin, "--margin", "the memory")
+    if job is None and model is None:
+        fix = "name a job file, or a model (--model EleutherAI/gpt-neo-2.7B); --gpus names other GPUs"
+        raise JobError("there is nothing to plan", where="shardwise plan", fix=fix)
     if free >= 1:
         raise JobError("a margin of all the memory leaves none", where="--margin", fix="a smaller one: 10%")
     hardware = hardware_of(gpus)
@@ -123,8 +126,5 @@ def _job(
         train = loaded.job.data.train
         absent = [n for n in ([train] if isinstance(train, str) else train) if [*paths.missing_data(n)]]
         return loaded, tuple(f"{name} is not there: its rows are taken as full" for name in absent)
-    if model is None:
-        fix = "name a job file, or a model: --model EleutherAI/gpt-neo-2.7B"
-        raise JobError("there is nothing to plan", where="shardwise plan", fix=fix)
-    sketched = sketch(model, changes, world_size=hardware.world_size)
+    sketched = sketch(model or "", changes, world_size=hardware.world_size)
     return LoadedJob(job=sketched.job, origins={}), sketched.assumed

@@ -79,14 +79,14 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress(first: str) -> Iterator[Callable[[str], None]]:
+def progress(first: str, *, every: bool = False) -> Iterator[Callable[[str], None]]:
     """Shows `first` and then what the yielded function is given: one line that changes, on a terminal.
 
-    Elsewhere stderr gets `first` alone.
+    Elsewhere stderr gets `first` alone, and the rest a line each with `every`.
     """
     if not sys.stderr.isatty():
         say(first)
-        yield lambda _: None
+        yield say if every else lambda _: None
         return
     from rich.console import Console
 

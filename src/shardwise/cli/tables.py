@@ -39,7 +39,7 @@ def tables(
         raise JobError(f"{out} exists already", where="--out", fix="name another file, or delete it")
     asked: dict[str, Any] = {"gpus": gpus, "modes": modes, "sequence": sequence, "changes": changes}
     asked |= {"memory_cap": memory_cap, "margin": margin}
-    with options.stdout_to_stderr(), options.progress("planning") as show:
+    with options.stdout_to_stderr(), options.progress("planning", every=True) as show:
         table = app.tables(
             kind, models or app.MODELS, progress=lambda text: show(f"planning {text}"), **asked
         )

@@ -80,6 +80,7 @@ def _problem(kind: str, key: Key, document: Document) -> Problem:
     return Problem(what=what, where=document.where(key), fix=fix)
 
 
+_WORDS = {**dict.fromkeys(("int4", "fp4", "4bit"), "nf4"), **dict.fromkeys(("fp8", "8bit"), "int8")}
 _BOOLEANS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
@@ -89,7 +90,8 @@ def _hint(key: Key, value: Any, allowed: str) -> str:
         if "true or false" in allowed and value.lower() in _BOOLEANS:
             return f"write `{name}: {_BOOLEANS[value.lower()]}`"
         words = [str(word) for schema in json_schema.at(key) for word in json_schema.choices(schema)]
-        close = difflib.get_close_matches(value, words, n=1)
+        close = [word for word in (_WORDS.get(value.lower()),) if word in words]
+        close = close or difflib.get_close_matches(value, words, n=1)
         if close and close[0] != value:
             return f"did you mean {close[0]}?"
         plain = value.replace("_", "").replace(",", "")

@@ -28,7 +28,8 @@ class Errors:
     worst: float
 
     def text(self, what: str) -> str:
-        return f"{what} ±{self.mean:.1%} on average, ±{self.worst:.1%} at worst"
+        mean, worst = (f"±{x:.1%}" if x >= 0.0005 else "below ±0.1%" for x in (self.mean, self.worst))
+        return f"{what} {mean} on average, {worst} at worst"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Evidence:
             return f"error not known: {ran.replace('runs', 'no runs', 1)} were measured"
         parts = [self.memory.text("memory")]
         if self.time is None:
-            parts.append("time unknown: none waited for the host as much or as little")
+            parts.append("time not known: they waited for the host far more, or far less, than this would")
         else:
             alike = f" ({self.time.runs} of them, which wait for the host alike)"
             parts.append(self.time.text("time") + (alike if self.time.runs < self.memory.runs else ""))

@@ -19,12 +19,10 @@ from shardwise.screen import screen
 from shardwise.simulate.prediction import Memory, Moment, Time
 from shardwise.units import gib
 
-LINES_OF_BLOCKS = 4
-"""Lines that show the blocks of one pass."""
+LINES_OF_BLOCKS = 4  # Lines that show the blocks of one pass
 LEAST_BAR, MOST_BAR = 16, 60
 NOTHING = 0.0005  # a share of the step that is not worth a line
-_OTHER_COLUMNS = 28
-"""Width of a line without its name and its bar."""
+_OTHER_COLUMNS = 28  # Width of a line without its name and its bar
 _BLOCK = re.compile(r"block (\d+) (.+)")
 
 

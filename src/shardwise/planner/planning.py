@@ -150,6 +150,8 @@ def _make(
             return made
         memory, how = option.prediction.memory, four_bits.how
         hint = f"without offloading {how} fits, in {gib(memory.needed_bytes)}"
+        if memory.host_bytes > 0.9 * made.chosen.prediction.memory.host_bytes:
+            return made  # nothing to gain
         if memory.host_bytes:
             hint = f"{how} would keep {gib(memory.host_bytes)} in each host's memory"
         why = (*made.chosen.why, f"{hint}: {four_bits.what}")

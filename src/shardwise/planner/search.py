@@ -17,7 +17,7 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.planner.changes import with_host_memory
 from shardwise.planner.evidence import evidence_of
 from shardwise.planner.plan import Fit, Nearest, Objective, Option, Plan, Skipped, Workload, in_words
-from shardwise.planner.why import reasons, shortcoming
+from shardwise.planner.why import ONLY, reasons, shortcoming
 from shardwise.simulate.prediction import Prediction
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.space.candidates import Refused
@@ -51,16 +51,13 @@ def reporting(report: Report) -> Iterator[None]:
 # (tests/golden; docs/accuracy.md names the exceptions).
 MARGIN = 0.05
 
-MOST_ACCUMULATION = 65536
-"""Most micro-batches per step; the simulation is per micro-batch."""
+MOST_ACCUMULATION = 65536  # micro-batches per step; the simulation is per micro-batch
 
 UNMEASURED = 0.13
 """Error of times where no run like it was measured: that of the held-out rows (docs/accuracy.md)."""
-TIE_FACTOR = 1.005
-"""Costs within this factor of the best count as equal; the errors of predicted time are larger."""
+TIE_FACTOR = 1.005  # costs within it count as equal to the best; the errors of predicted time are larger
 
-HOST_SIZE = 16 * GIB
-"""Host memory is rounded up to a multiple of this: pairs of modules of at least 8 GiB."""
+HOST_SIZE = 16 * GIB  # Host memory is rounded up to a multiple of this: pairs of modules of at least 8 GiB
 
 TraceFor = Callable[[int, int, int], StepTrace]
 """Rows of a micro-batch, `checkpoint_every` and `tensor_parallel` to their trace."""
@@ -104,8 +101,10 @@ def search(
     best = ranked[0] if ranked[0].fit != "no" else None
     rest = ranked if best is None else ranked[1:]
     if best is not None:
-        why = reasons(best, rest, hardware=hardware, objective=objective, margin=margin)
-        best = replace(best, why=why)
+        first, *why = reasons(best, rest, hardware=hardware, objective=objective, margin=margin)
+        if {best.strategy.name} == {one.name for one in (*strategies, *(no.strategy for no in refused))}:
+            first = first.replace(ONLY, f"the job names {best.strategy.name}")
+        best = replace(best, why=(first, *why))
     return Plan(
         hardware=hardware,
         job=workload,
@@ -313,10 +312,10 @@ def _group(option: Option) -> int:
 
 
 def excess(option: Option, hardware: Hardware) -> float:
-    """Need divided by capacity, of a GPU or the host, whichever is larger; above 1 it does not fit."""
+    """What is missing of a GPU and of a host, as shares of what each has; above 0 it does not fit."""
     memory = option.prediction.memory
-    of_host = memory.host_bytes / (hardware.host_memory_bytes or inf)
-    return max(memory.needed_bytes / memory.capacity_bytes, of_host)
+    of_gpu, host = memory.needed_bytes / memory.capacity_bytes, hardware.host_memory_bytes or inf
+    return max(0.0, of_gpu - 1) + max(0.0, memory.host_bytes / host - 1)
 
 
 def cost(option: Option, objective: Objective) -> float:

@@ -29,8 +29,7 @@ PARTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 """Glyph, colour, name, and the terms of memory in it."""
 
 FREE, LIMIT, BEYOND = "·", "│", "»"
-ROOM = 0.75
-"""Share of a bar's width up to the limit, where something is drawn beyond it."""
+ROOM = 0.75  # Share of a bar's width up to the limit, where something is drawn beyond it
 
 
 def room(width: int, *, all_fit: bool) -> int:
@@ -83,12 +82,9 @@ def _cells(memory: Memory, before: int, most: int) -> list[tuple[str, str]]:
     return cells
 
 
-ROWS = 12
-"""Rows shown, or more where there are more kinds of strategies."""
-LONGEST_NAME = 15
-"""Of a strategy, in a narrow terminal."""
-NARROW = 100
-"""Columns of a terminal below which the gaps are one cell, and the longest names take two lines."""
+ROWS = 12  # Rows shown, or more where there are more kinds of strategies
+LONGEST_NAME = 15  # Of a strategy, in a narrow terminal
+NARROW = 100  # Columns of a terminal below which the gaps are one cell, and the longest names take two lines
 LEAST_BAR, MOST_BAR = 12, 40
 BAR, TRAINED = 3, 6
 """The bar's column; that of the training time, without the bar."""
@@ -194,6 +190,7 @@ def _table(plan: Plan, shown: Sequence[Option], width: int, *, everything: bool)
     header: list[Text | str] = ["\n  strategy", "micro ×\naccum.", "ckpt\n", "\nGiB", "\nfits"]
     header += ["tokens/s\nper GPU", trained, "J per\ntoken"]
     header += [] if plan.power is None else ["limit\nW"]
+    header += ["host\nGiB"] if plan.chosen is None and plan.hardware.host_memory_bytes else []
     others = _width([header, *rows], gap)
     if others + LEAST_BAR > width:  # numbers would be cut
         for cells in (header, *rows):
@@ -227,7 +224,7 @@ def _width(rows: Sequence[Sequence[Text | str]], gap: int) -> int:
 def _row(option: Option, plan: Plan, width: int, unit_seconds: float) -> list[Text | str]:
     """All cells but the bar; times in units of `unit_seconds`."""
     memory = option.prediction.memory
-    name = _name(option.strategy, width)
+    name, host = _name(option.strategy, width), f"{memory.host_bytes / GIB:.1f}"
     if option is plan.chosen:
         name = Text.assemble(("▶", "green"), name[1:])
     long = option.seconds(plan.tokens) / unit_seconds
@@ -240,6 +237,7 @@ def _row(option: Option, plan: Plan, width: int, unit_seconds: float) -> list[Te
         f"{long:.1f}" if long < 100 else f"{long:,.0f}",
         joules(option),
         *([] if plan.power is None else [limit(option, plan)]),
+        *([host] if plan.chosen is None and plan.hardware.host_memory_bytes else []),
     ]
 
 

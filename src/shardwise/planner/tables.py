@@ -3,7 +3,9 @@
 import csv
 import io
 import json
+import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,15 +15,14 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from shardwise.planner.plan import Option, Plan
-from shardwise.planner.table import NARROW, fit_word
+from shardwise.planner.table import NARROW, fit_word, unit_of_time
 from shardwise.space.auto import QUANTIZED_BYTES
 from shardwise.units import GIB, JOULES_PER_KWH, SECONDS_PER_HOUR, count, gib
 
 Kind = Literal["memory", "speed", "scaling", "batch"]
 Format = Literal["text", "csv", "md", "html", "json"]
 SCHEMA = 1
-MOST_ROWS = 128
-"""Largest micro-batch that the table `batch` tries."""
+MOST_ROWS = 128  # Largest micro-batch that the table `batch` tries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,48 +106,63 @@ class Table:
         return self.to("text")
 
 
-Part = tuple[list[str], list[str], list[list[str]]]
-"""What is shown to a person: lines, columns, rows of cells."""
+Part = tuple[list[str], list[str], list[list[str]], list[str]]
+"""What is shown to a person: lines, columns, rows of cells, notes."""
 
 
 def parts(table: Table) -> list[Part]:
     """What is shown: what all rows have in common stands above the columns instead of in one."""
     memory, rows = table.kind == "memory", table.to_json()["rows"]
+    unit, unit_seconds = unit_of_time(max(row["seconds"] for row in rows if row["strategy"]))
+    rows = [row | {"long": (row["seconds"] or 0) / unit_seconds} for row in rows]
     named = [*_NAMED, *(() if memory else _CHOSEN)]
     if all(row["strategy"] in (None, *row["mode"].split("+")) for row in rows):
         named = [name for name in named if name != "strategy"]
     cells = {name: [_cell(name, row) for row in rows] for name in (*named, *_COLUMNS[table.kind])}
+    if table.kind == "batch":  # no speed where nothing fits
+        pairs = zip(rows, cells[_PER_GPU[2]], strict=True)
+        cells[_PER_GPU[2]] = [cell if _most(row) != "0" else "" for row, cell in pairs]
     same = [name for name in named if len(set(cells[name])) == 1]
     above = [f"{_SAID.get(name, '')}{cells[name][0]}" for name in same if cells[name][0]]
-    keys = list(_COMMON)[: _FIRST[table.kind]]
-    shared = {key: {row[key] for row in rows if row["strategy"]} for key in keys}
-    above += [_COMMON[key](*values) for key, values in shared.items() if len(values) == 1]
-    title, line, left = _TITLES[table.kind], " · ".join(above), [name for name in named if name not in same]
+    for key, say in list(_COMMON.items())[: 3 if memory else 1]:
+        values = {row[key] for row in rows if row["strategy"]}
+        above += [say(*values)] if len(values) == 1 else []
+    above.append(_lengths(rows))
+    title = _TITLES[table.kind].format(rows=next(row["global_batch"] for row in rows if row["strategy"]))
+    line, left = " · ".join(above), [name for name in named if name not in same]
     if memory:
         left = [name for name in left if name != "mode"]
         return [_weights(rows), _memory(table, rows, [title, line], left)]
     columns = [*left, *(name for name in _COLUMNS[table.kind] if any(cells[name]))]
     body = [list(row) for row in zip(*(cells[name] for name in columns), strict=True)]
-    return [([title, line, *_notes(table)], columns, body)]
+    header = [{"d": "days"}.get(unit, unit) if name == "days" else name for name in columns]
+    return [([title, line], header, body, list(_notes(table)))]
+
+
+def _lengths(rows: Sequence[dict[str, Any]]) -> str:
+    """`rows of 2048 tokens (gpt2-xl: 1024), 64 rows a step`."""
+    models = {row["model"]: row["sequence_length"] for row in rows if row["strategy"]}
+    (usual, _), *others = Counter(models.values()).most_common()
+    apart = [f"{', '.join(m for m in models if models[m] == tokens)}: {tokens}" for tokens, _ in others]
+    batches = {row["global_batch"] for row in rows if row["strategy"]}
+    each_step = f", {batches.pop()} rows a step" if len(batches) == 1 else ""
+    return f"rows of {usual} tokens{' (' * bool(apart)}{'; '.join(apart)}{')' * bool(apart)}{each_step}"
 
 
 _TITLES: dict[Kind, str] = {
-    "memory": "What one GPU needs to train, GiB (tensors, gaps, CUDA and NCCL); a column for each mode",
+    "memory": "GiB that one GPU needs to train; a column for each mode",
     "speed": "How fast training is: a row for each model, mode and kind of GPUs",
-    "scaling": "The same step on more GPUs; speedup and efficiency are against the first row that fits",
-    "batch": "The largest micro-batch that fits, with two micro-batches a step",
+    "scaling": "A step of {rows} rows on more GPUs, compared with the first row that fits",
+    "batch": "The largest micro-batch that fits (0: not even 1), with two of them a step",
 }
 _SAID = {"mode": "mode ", "strategy": "strategy ", "ckpt": "checkpointing "}
 
 
 _COMMON: dict[str, Callable[[Any], str]] = {
     "capacity_bytes": lambda value: f"{gib(value)} to use of each GPU",
-    "sequence_length": lambda value: f"rows of {value} tokens",
-    "global_batch": lambda value: f"{value} of them a step",
     "strategy": lambda value: f"strategy {value}",
     "micro_batch": lambda value: f"micro-batch {value}",
 }
-_FIRST: dict[Kind, int] = {"batch": 2, "speed": 3, "scaling": 3, "memory": 5}  # of _COMMON
 
 
 def _notes(table: Table) -> Iterator[str]:
@@ -154,20 +170,25 @@ def _notes(table: Table) -> Iterator[str]:
     plans = {row.gpus: row.plan for row in table.rows if row.plan is not None}
     words = {fit_word(row.option, row.plan).plain for row in table.rows if row.option and row.plan}
     margin = next(iter(plans.values())).margin
-    chosen = any(row.option and row.option.strategy.name not in row.mode.split("+") for row in table.rows)
-    if table.kind in ("memory", "batch"):
+    chosen = any(len({o.strategy.name for o in row.plan.options}) > 1 for row in table.rows if row.plan)
+    batch = table.kind == "batch"
+    if batch or table.kind == "memory":
         yield "where the mode says nothing: ckpt, each block recomputed; single on one GPU, zero2 on several"
     elif chosen:
-        yield "the strategy is what `shardwise plan` chooses, where the mode names none"
-    yield f"without a word behind its GiB: it fits, with {margin:.0%} of the memory to spare"
+        yield "`shardwise plan` chooses each strategy that is not named"
     meaning = {
+        "fits": f"with {margin:.0%} of the memory to spare",
         "no": "it needs more than the GPU has, in that mode; `shardwise plan` tries all strategies",
         "no host": "it needs more host memory than there is",
-        "tight": f"it leaves less than {margin:.0%} of the memory free",
+        "tight": f"it leaves less than {margin:.0%} of the memory free" + " and does not count" * batch,
         "host?": "it fits if the hosts have the memory; `+128GiB` behind the GPUs says how much",
         "tight?": "both",
     }
+    if table.kind == "memory":
+        yield f"GiB: tensors, gaps, CUDA and NCCL; without a word: it fits, {meaning.pop('fits')}"
     yield from (f"{word}: {text}" for word, text in meaning.items() if word in words)
+    if chosen and any((row.efficiency or 0) > 1.0005 for row in table.rows):
+        yield "above 100%: another strategy, micro-batch or checkpointing than in the first row"
     for gpus, plan in plans.items():
         if plan.hardware.gpu.assumed_from is not None:
             yield f"{gpus}: assumed as fast as {plan.hardware.gpu.assumed_from}"
@@ -176,7 +197,7 @@ def _notes(table: Table) -> Iterator[str]:
     if table.kind in ("speed", "scaling"):
         tokens = {f"{count(plan.tokens)} tokens" for plan in plans.values()}
         assumed = "an assumed " if any(plan.job.total_tokens is None for plan in plans.values()) else ""
-        yield f"days: for {assumed}{tokens.pop() if len(tokens) == 1 else 'the tokens of the job'}"
+        yield f"time: for {assumed}{tokens.pop() if len(tokens) == 1 else 'the tokens of the job'}"
     for row in table.rows:
         if row.problem:
             yield f"refused: {' '.join(filter(None, (row.model, row.mode, row.gpus)))}: {row.problem}"
@@ -190,7 +211,7 @@ def _weights(rows: Sequence[dict[str, Any]]) -> Part:
         for model, number in known.items()
     ]
     line = "The weights alone, GiB, if all of them were in the format of the column"
-    return [line], ["model", "parameters", *each], body
+    return [line], ["model", "parameters", *each], body, []
 
 
 def _memory(table: Table, rows: Sequence[dict[str, Any]], above: list[str], down: list[str]) -> Part:
@@ -199,9 +220,10 @@ def _memory(table: Table, rows: Sequence[dict[str, Any]], above: list[str], down
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         names = tuple(_cell(name, row) for name in down)
-        found.setdefault(names, {})[row["mode"]] = _cell("GiB\na GPU", row) or "refused"
+        shown = " ".join(_cell(name, row) for name in _PER_GPU[:2]).removesuffix(" fits")
+        found.setdefault(names, {})[row["mode"]] = shown.strip() or "refused"
     body = [[*names, *(cells[mode] for mode in modes)] for names, cells in found.items()]
-    return [*above, *_notes(table)], [*down, *modes], body
+    return above, [*down, *modes], body, list(_notes(table))
 
 
 def _cell(name: str, row: dict[str, Any]) -> str:
@@ -227,24 +249,26 @@ _SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
     "ckpt": lambda row: {0: "none", 1: "all"}.get(e := row["checkpoint_every"], f"1/{e}"),
     "micro ×\naccum.": lambda row: f"{row['micro_batch']} × {row['accumulation']}",
     "largest\nmicro-batch": _most,
-    "GiB\na GPU": lambda row: f"{row['needed_bytes'] / GIB:.1f} {row['fits']}".removesuffix(" fits"),
+    "GiB\na GPU": lambda row: f"{row['needed_bytes'] / GIB:.1f}",
+    "fits": lambda row: row["fits"],
     "tokens/s\nper GPU": lambda row: f"{row['tokens_per_second'] / row['world_size']:,.0f}",
     "steps/s": lambda row: f"{1 / row['step_seconds']:.3g}",
     "speed-\nup": lambda row: _known(row["speedup"], ".2f"),
     "effi-\nciency": lambda row: _known(row["efficiency_fraction"], ".1%"),
-    "days": lambda row: f"{row['seconds'] / 24 / SECONDS_PER_HOUR:,.3g}",
+    "days": lambda row: f"{row['long']:,.3g}",
     "cost": lambda row: _known(row["cost"], ",.0f"),
     "energy\nkWh": lambda row: f"{row['joules'] / JOULES_PER_KWH:,.3g}",
 }
 _NAMED, _CHOSEN = ("model", "GPUs", "mode"), ("strategy", "ckpt")
-_PER_GPU = ("GiB\na GPU", "tokens/s\nper GPU")
+_PER_GPU = ("GiB\na GPU", "fits", "tokens/s\nper GPU")
 _COLUMNS: dict[Kind, tuple[str, ...]] = {
     "memory": (),
     "speed": ("micro ×\naccum.", *_PER_GPU, "steps/s", "days"),
     "scaling": ("micro ×\naccum.", *_PER_GPU, "speed-\nup", "effi-\nciency", "days", "cost", "energy\nkWh"),
     "batch": ("largest\nmicro-batch", *_PER_GPU),
 }
-_WORDS = {*_NAMED, *_CHOSEN}  # the other columns hold numbers
+_WORDS = {*_NAMED, *_CHOSEN, "fits"}  # the other columns hold numbers
+_BREAK = re.compile(r"(?<=[+/-])(?=[A-Za-z]{2})| (?=[a-z]{2})")  # not `tokens/s`, `2 × 32`
 
 
 def _text(table: Table) -> str:
@@ -252,27 +276,43 @@ def _text(table: Table) -> str:
     width = shutil.get_terminal_size((80, 24)).columns
     console = Console(file=io.StringIO(), width=width)
     with console.capture() as captured:
-        for lines, header, body in parts(table):
+        for lines, header, rows, notes in parts(table):
             console.print(*lines, sep="\n", highlight=False, markup=False)
             grid = Grid(box=None, padding=(0, 1 if width < NARROW else 2, 0, 0), pad_edge=False)
-            for name in header:
+            names, *body = zip(*_within(header, rows, width), strict=True)
+            for name, cut in zip(header, names, strict=True):
                 justify: Literal["left", "right"] = "left" if name in _WORDS else "right"
-                fold: Any = {"overflow": "fold", "no_wrap": name == "strategy"}
-                grid.add_column(name.replace("+", "+\n"), justify=justify, vertical="bottom", **fold)
+                grid.add_column(cut, justify=justify, vertical="bottom", overflow="fold")
             for cells in body:
                 grid.add_row(*cells)
-            console.print(grid, "")
+            console.print(grid, *notes, "", sep="\n", highlight=False, markup=False)
     return "\n".join(map(str.rstrip, captured.get().rstrip().splitlines()))
+
+
+def _within(header: Sequence[str], body: Sequence[Sequence[str]], width: int) -> list[list[str]]:
+    """The columns; where they are too wide, models lose their organisation, and the widest are cut."""
+    columns = [list(column) for column in zip(header, *body, strict=True)]
+    room = width - (1 if width < NARROW else 2) * (len(columns) - 1)
+
+    def wide(column: list[str]) -> int:
+        return max(len(line) for cell in column for line in cell.split("\n"))
+
+    if header[0] == "model" and sum(map(wide, columns)) > room:
+        columns[0] = [name.rpartition("/")[2] for name in columns[0]]
+    for place in sorted(range(len(columns)), key=lambda n: -wide(columns[n])):
+        if sum(map(wide, columns)) > room:
+            columns[place] = [_BREAK.sub("\n", cell) for cell in columns[place]]
+    return columns
 
 
 def _markdown(table: Table) -> str:
     blocks = []
-    for lines, header, body in parts(table):
+    for lines, header, body, notes in parts(table):
         flat = [name.replace("-\n", "").replace("\n", " ") for name in header]
         aligned = ["---" if name in _WORDS else "---:" for name in header]
         rows = [f"| {' | '.join(cells)} |" for cells in (flat, aligned, *body)]
-        blocks += ["\n- ".join(lines).replace("\n", "\n\n", 1), "\n".join(rows)]
-    return "\n\n".join(blocks)
+        blocks += [*lines, "\n".join(rows), "\n".join(f"- {note}" for note in notes)]
+    return "\n\n".join(filter(None, blocks))
 
 
 def _html(table: Table) -> str:

@@ -14,12 +14,11 @@ from shardwise.simulate.time.collectives import Group, group
 from shardwise.strategy import Strategy
 from shardwise.units import duration, gib
 
-WORTH_SAYING = 0.02
-"""Smaller shares of a step, and smaller gains, are not mentioned."""
+WORTH_SAYING = 0.02  # Smaller shares of a step, and smaller gains, are not mentioned
 
-AT_LIMIT = 0.999
-"""A step counts as power-bound from this share of the limit on; rounding loses less."""
+AT_LIMIT = 0.999  # A step counts as power-bound from this share of the limit on; rounding loses less
 
+ONLY = "the only one that fits"
 AS_GOOD = {"throughput": "as fast", "memory": "as lean", "energy": "as frugal"}
 
 TERMS = {
@@ -60,14 +59,16 @@ def shortcoming(
     option: Option, chosen: Option | None, *, hardware: Hardware, objective: Objective
 ) -> tuple[str, ...]:
     """Why not this one, in at most two phrases."""
-    memory = option.prediction.memory
-    said = []
+    memory, there = option.prediction.memory, hardware.host_memory_bytes
+    said, lacks = [], []
     if not memory.fits:
         missing = memory.needed_bytes - memory.capacity_bytes
-        said.append(f"needs {gib(memory.needed_bytes)} of a GPU, {gib(missing)} more than it has")
-    elif option.fit == "no":
-        there = gib(hardware.host_memory_bytes or 0)
-        said.append(f"needs {gib(memory.host_bytes)} of each host's memory; there are {there}")
+        lacks.append(f"{gib(memory.needed_bytes)} of a GPU, {gib(missing)} more than it has")
+    if there is not None and memory.host_bytes > there:
+        missing = memory.host_bytes - there
+        lacks.append(f"{gib(memory.host_bytes)} of each host's memory, {gib(missing)} more than it has")
+    if option.fit == "no":
+        said.append(f"needs {', and '.join(lacks)}")
     elif memory.cache_flushes:
         said.append(f"fits only as {_flushing(memory)}")
     elif option.fit == "tight":
@@ -167,7 +168,7 @@ def _against_the_others(
         among = f"nothing leaves the margin of {margin:.0%} free{leaves} may run out of memory; {best}"
         among += f" of the {len(same) + 1} that fit without it" if same else ": nothing else fits"
     else:
-        among = f"{best} of the {len(same) + 1} that fit" if same else "the only one that fits"
+        among = f"{best} of the {len(same) + 1} that fit" if same else ONLY
     nearly = max(same, key=lambda o: gain(o, chosen, objective), default=chosen)
     lead = gain(nearly, chosen, objective) - 1
     if chosen.fit == "fits" and lead >= 0.0005:  # see `rank`; less is shown as 0.0 %

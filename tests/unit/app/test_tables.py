@@ -126,7 +126,28 @@ def test_speed_is_steps_and_days_of_the_job() -> None:
     row = table.to_json()["rows"][0]
     assert row["seconds"] == pytest.approx(1000 * row["step_seconds"])
     assert f"{1 / row['step_seconds']:.3g}" in str(table)
-    assert f"{row['seconds'] / 86400:,.3g}" in str(table)
+    assert f"{row['seconds'] / 60:,.3g}" in str(table), "in minutes, as it is less than two hours"
+
+
+def test_no_speed_is_shown_where_not_even_one_row_fits() -> None:
+    rows = tables("batch", SMALL, gpus="1x2GB", modes="full", sequence=256)
+    (row,) = rows.to_json()["rows"]
+    assert row["fits"] == "no"
+    assert f"| 0 | {row['needed_bytes'] / 2**30:.1f} | no |" in rows.to("md")
+    assert f"{row['tokens_per_second']:,.0f}" not in str(rows)
+
+
+def test_names_are_cut_between_words_and_other_lengths_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    modes = "int8+lora16+zero3-offload+ckpt,nf4+lora16+zero3-offload+nockpt"
+    table = tables("speed", f"{SMALL},gpt2", gpus="2xRTX4090", modes=modes, changes=["train.micro_batch=1"])
+    text = table.to("text")
+    assert max(map(len, text.splitlines())) <= 80
+    assert {SMALL, "gpt2", "2xRTX4090", "lora16", "offload", "nockpt"} <= {*re.findall(r"[\w.-]+", text)}
+    assert re.search(
+        r"rows of \d+ tokens \((gpt2: 1024|smollm2-135m: 2048)\), \d+ rows a step", " ".join(text.split())
+    )
+    assert len(text.split("micro ×")[0].splitlines()) <= 4, "three lines before the table"
 
 
 def test_the_margin_decides_what_fits() -> None:
