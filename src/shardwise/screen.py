@@ -23,9 +23,9 @@ def screen(*, stderr: bool = False, **options: Any) -> Console:
     return (Console if terminal else _Unfilled)(stderr=stderr, **options)
 
 
-def as_text(show: Callable[..., None], value: Any) -> str:
-    """What `show` prints of a value, as plain text: as wide as COLUMNS or the terminal, else 100."""
-    console = Console(file=StringIO(), width=get_terminal_size((100, 24)).columns)
+def as_text(show: Callable[..., None], value: Any, otherwise: int = 100) -> str:
+    """What `show` prints of a value, as plain text: as wide as COLUMNS or the terminal, or `otherwise`."""
+    console = Console(file=StringIO(), width=get_terminal_size((otherwise, 24)).columns)
     with console.capture() as captured:
         show(value, console=console)
     return "\n".join(map(str.rstrip, captured.get().rstrip().splitlines()))

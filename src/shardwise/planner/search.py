@@ -53,8 +53,7 @@ MARGIN = 0.05
 
 MOST_ACCUMULATION = 65536  # micro-batches per step; the simulation is per micro-batch
 
-UNMEASURED = 0.13
-"""Error of times where no run like it was measured: that of the held-out rows (docs/accuracy.md)."""
+UNMEASURED = 0.13  # Error of times where no run like it was measured: the held-out rows' (docs/accuracy.md)
 TIE_FACTOR = 1.005  # costs within it count as equal to the best; the errors of predicted time are larger
 
 HOST_SIZE = 16 * GIB  # Host memory is rounded up to a multiple of this: pairs of modules of at least 8 GiB

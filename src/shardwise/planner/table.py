@@ -86,8 +86,7 @@ ROWS = 12  # Rows shown, or more where there are more kinds of strategies
 LONGEST_NAME = 15  # Of a strategy, in a narrow terminal
 NARROW = 100  # Columns of a terminal below which the gaps are one cell, and the longest names take two lines
 LEAST_BAR, MOST_BAR = 12, 40
-BAR, TRAINED = 3, 6
-"""The bar's column; that of the training time, without the bar."""
+BAR, TRAINED = 3, 6  # The bar's column; that of the training time, without the bar
 _STYLES = {"fits": "green", "tight": "yellow", "no": "red"}
 
 

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from rich.table import Table as Grid
 
 from shardwise.planner.plan import Option, Plan
 from shardwise.planner.table import NARROW, fit_word, unit_of_time
+from shardwise.screen import as_text
 from shardwise.space.auto import QUANTIZED_BYTES
 from shardwise.units import GIB, JOULES_PER_KWH, SECONDS_PER_HOUR, count, gib
 
@@ -106,8 +106,7 @@ class Table:
         return self.to("text")
 
 
-Part = tuple[list[str], list[str], list[list[str]], list[str]]
-"""What is shown to a person: lines, columns, rows of cells, notes."""
+Part = tuple[list[str], list[str], list[list[str]], list[str]]  # What is shown: lines, columns, rows, notes
 
 
 def parts(table: Table) -> list[Part]:
@@ -272,27 +271,28 @@ _BREAK = re.compile(r"(?<=[+/-])(?=[A-Za-z]{2})| (?=[a-z]{2})")  # not `tokens/s
 
 
 def _text(table: Table) -> str:
-    """At the terminal's width; 80 columns where there is none."""
-    width = shutil.get_terminal_size((80, 24)).columns
-    console = Console(file=io.StringIO(), width=width)
-    with console.capture() as captured:
-        for lines, header, rows, notes in parts(table):
-            console.print(*lines, sep="\n", highlight=False, markup=False)
-            grid = Grid(box=None, padding=(0, 1 if width < NARROW else 2, 0, 0), pad_edge=False)
-            names, *body = zip(*_within(header, rows, width), strict=True)
-            for name, cut in zip(header, names, strict=True):
-                justify: Literal["left", "right"] = "left" if name in _WORDS else "right"
-                grid.add_column(cut, justify=justify, vertical="bottom", overflow="fold")
-            for cells in body:
-                grid.add_row(*cells)
-            console.print(grid, *notes, "", sep="\n", highlight=False, markup=False)
-    return "\n".join(map(str.rstrip, captured.get().rstrip().splitlines()))
+    return as_text(_show, table, 80)
 
 
-def _within(header: Sequence[str], body: Sequence[Sequence[str]], width: int) -> list[list[str]]:
+def _show(table: Table, *, console: Console) -> None:
+    for lines, header, rows, notes in parts(table):
+        console.print(*lines, sep="\n", highlight=False, markup=False)
+        gap = 1 if console.width < NARROW else 2
+        grid = Grid(box=None, padding=(0, gap, 0, 0), pad_edge=False)
+        names, *body = zip(*_within(header, rows, console.width, gap), strict=True)
+        deepest = max(name.count("\n") for name in names)
+        for name, cut in zip(header, names, strict=True):
+            justify: Literal["left", "right"] = "left" if name in _WORDS else "right"
+            grid.add_column("\n" * (deepest - cut.count("\n")) + cut, justify=justify, overflow="fold")
+        for cells in body:
+            grid.add_row(*cells)
+        console.print(grid, *notes, "", sep="\n", highlight=False, markup=False)
+
+
+def _within(header: Sequence[str], body: Sequence[Sequence[str]], width: int, gap: int) -> list[list[str]]:
     """The columns; where they are too wide, models lose their organisation, and the widest are cut."""
     columns = [list(column) for column in zip(header, *body, strict=True)]
-    room = width - (1 if width < NARROW else 2) * (len(columns) - 1)
+    room = width - gap * (len(columns) - 1)
 
     def wide(column: list[str]) -> int:
         return max(len(line) for cell in column for line in cell.split("\n"))

@@ -36,8 +36,7 @@ TENSOR_PARALLEL_STAGES = (1, 2)
 PIPELINES = (2, 4, 8)
 """Within a node the sharding engines are faster, and leaner: `auto` cuts a model between nodes only."""
 
-CHECKPOINT_EVERY = (0, 4, 2, 1)
-"""From no recomputation to full recomputation."""
+CHECKPOINT_EVERY = (0, 4, 2, 1)  # From no recomputation to full recomputation
 
 PARALLEL_CHECKPOINT_EVERY = (0, 1)
 PARALLEL_STEP, PARALLEL_MOST_ROWS = 4, 16
