@@ -134,7 +134,7 @@ def parts(table: Table) -> list[Part]:
         return [_weights(rows), _memory(table, rows, [title, line], left)]
     columns = [*left, *(name for name in _COLUMNS[table.kind] if any(cells[name]))]
     body = [list(row) for row in zip(*(cells[name] for name in columns), strict=True)]
-    header = [{"d": "days"}.get(unit, unit) if name == "days" else name for name in columns]
+    header = [{"d": "days", "h": "hours"}.get(unit, unit) if name == "days" else name for name in columns]
     return [([title, line], header, body, list(_notes(table)))]
 
 
