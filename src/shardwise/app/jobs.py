@@ -56,6 +56,10 @@ def read(job: AnyJob, changes: Sequence[str] = (), *, needs_data: bool = True) -
     """The job of a file or a value, with `changes` applied, and where each value comes from."""
     if isinstance(job, Job):
         return load.check_job(job, changes)
+    if not isinstance(job, str | Path):
+        raise JobError(
+            f"a {type(job).__name__} is no job", where="job", fix="a file's path, or load_job(path)"
+        )
     return load.load_job(job, changes, needs_data=needs_data)
 
 

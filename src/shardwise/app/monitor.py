@@ -16,8 +16,7 @@ SCHEMA = 1
 EVERY_SECONDS = 2.0
 LEAST_SECONDS, MOST_SECONDS = 0.1, 86_400.0
 RUNS = Path("runs")
-LOOK_SECONDS = 10.0
-"""Between two searches for a running run, where none was named."""
+LOOK_SECONDS = 10.0  # Between two searches for a running run, where none was named
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 

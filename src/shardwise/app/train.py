@@ -128,7 +128,8 @@ def train(
 
     Raises:
         JobError: the job, the run folder or an argument is wrong.
-        CheckpointError: the run to resume is damaged, or another job's.
+        CheckpointError: the run to resume is damaged, or another job's. What only the processes find, such as
+            a model without a tokenizer, they print; then `exit_code` is not 0.
     """
     changes = texts(changes)
     hosts = () if hostfile is None else this_first(read_hostfile(Path(hostfile)))

@@ -26,11 +26,9 @@ from shardwise.errors import DoesNotFitError, JobError, ShardwiseError, printabl
 from shardwise.inference.model import Answer, LoadedModel, TooLongError
 from shardwise.inference.requests import ChatRequest, TextRequest
 
-MOST_BYTES = 1 << 20
-"""Of a request's body."""
+MOST_BYTES = 1 << 20  # Of a request's body
 _NO_KEY = "send the server's token as the API key (Authorization: Bearer ...)"
-MOST_WAITING = 32
-"""Requests that wait for the one that is answered."""
+MOST_WAITING = 32  # Requests that wait for the one that is answered
 
 _Values = dict[str, Any]
 _Pieces = AsyncGenerator[tuple[str, Answer], None]

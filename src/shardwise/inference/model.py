@@ -19,8 +19,7 @@ from shardwise.inference.sampling import Sampling
 Message = Mapping[str, str]
 """`role` (system, user, assistant, tool) and `content`."""
 
-COLDEST = 1e-4
-"""Temperature below which sampling is greedy: logits divided by less would overflow fp32."""
+COLDEST = 1e-4  # Temperature below which sampling is greedy: logits divided by less would overflow fp32
 
 _PROBE = "answer-probe"
 

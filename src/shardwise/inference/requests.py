@@ -6,8 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shardwise.inference.sampling import Sampling
 
-MOST_TOKENS = 4096
-"""New tokens of one answer: the others wait for it."""
+MOST_TOKENS = 4096  # New tokens of one answer: the others wait for it
 
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
 _WITHOUT_EFFECT |= {"prompt_cache_key"}

@@ -257,7 +257,7 @@ def _text(path: Path) -> str:
     try:
         raw = paths.read_bounded(path, LARGEST_FILE_BYTES)
     except FileNotFoundError:
-        fix = f"{paths.nearest(path)}; `shardwise init` writes one"
+        fix = f"{paths.nearest(path)}; `shardwise init` writes one; a model's name goes behind --model"
         raise JobError(f"there is no job file {path}", fix=fix) from None
     except IsADirectoryError:
         raise JobError(f"{path} is a folder, not a job file", fix="name the YAML file in it") from None

@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from shardwise.kernels.target import run_on_cuda
 
-CONVOLVED = 64
-"""Tokens of a program on CUDA, each with its own sums of the gradients of weight and bias."""
+CONVOLVED = 64  # Tokens of a program on CUDA, each with its own sums of the gradients of weight and bias
 
 
 def causal_conv_reference(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor) -> Tensor:

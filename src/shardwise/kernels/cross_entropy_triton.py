@@ -5,8 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 8192
-"""Vocabulary entries held in registers at a time: 16 per thread of 16 warps."""
+BLOCK = 8192  # Vocabulary entries held in registers at a time: 16 per thread of 16 warps
 
 
 @triton.jit

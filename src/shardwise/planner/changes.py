@@ -15,8 +15,7 @@ from shardwise.planner.simulate import capacity_bytes
 from shardwise.units import GIB, gib
 
 SHORTEST_ROW = 256
-MOST_GPUS = 8
-"""The number of GPUs of a node is doubled up to this."""
+MOST_GPUS = 8  # The number of GPUs of a node is doubled up to this
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,7 +161,9 @@ def _against_the_others(
 ) -> str:
     bests = {"throughput": "the fastest", "memory": "the least memory", "energy": "the least energy"}
     best = bests[objective]
-    same = [option for option in rest if option.fit == chosen.fit]
+    flushes = chosen.prediction.memory.cache_flushes > 0
+    alike = [option for option in rest if option.fit == chosen.fit]
+    same = [option for option in alike if (option.prediction.memory.cache_flushes > 0) == flushes]
     if chosen.fit == "tight":
         free, where = _least_free(chosen, hardware)
         leaves = f": this leaves {free:.1%} of {where}, and" if free < margin else ", and this"
@@ -182,6 +184,10 @@ def _against_the_others(
         if hardware.world_size == 1 and lead > 0.005:
             return f"{best} in a plain process: {ahead}, which is within the error of such predictions"
         return f"{AS_GOOD[objective]} as any of the {len(same) + 1} that fit: {ahead}, but {cost}"
+    risky = max((o for o in alike if o not in same), key=lambda o: gain(o, chosen, objective), default=None)
+    if risky is not None and gain(risky, chosen, objective) > 1:
+        among += f" ({in_words(risky.strategy)} has {_compared(risky, chosen, objective)}, but in it "
+        among += f"{_flushing(risky.prediction.memory)})"
     other = next((o for o in same if o.strategy.name != chosen.strategy.name), None)
     if other is None:
         return among

@@ -49,8 +49,7 @@ PARALLEL_MOST_ROWS. A job that names tensor parallelism gets all variants."""
 GATHERED_STYLES = frozenset({"colwise_rep", "colwise_gather_output"})
 """Ways to cut a layer after which AutoTP gathers outputs; no supported plan has one (transformers 5.23)."""
 
-MOST_ROWS = 128
-"""Largest micro-batch considered: matrices are large enough long before."""
+MOST_ROWS = 128  # Largest micro-batch considered: matrices are large enough long before
 MOST_MICRO_BATCHES = 8
 
 

@@ -14,8 +14,7 @@ from shardwise.job.schema import BUCKET
 from shardwise.strategy import Strategy
 from shardwise.units import processes
 
-AMPERE = (8, 0)
-"""The first CUDA compute capability with bf16."""
+AMPERE = (8, 0)  # The first CUDA compute capability with bf16
 
 
 def broken_rules(facts: Facts) -> list[tuple[Rule, Problem]]:

@@ -235,3 +235,11 @@ def test_an_error_that_nobody_catches_shows_where_and_how_to_fix_it(tmp_path: Pa
     assert done.returncode == 1
     assert "at:  bad.yaml:2: model.sorce" in done.stderr
     assert "did you mean model.source?" in done.stderr
+
+
+def test_what_is_no_job_is_an_error_with_a_fix() -> None:
+    with pytest.raises(JobError, match="a dict is no job"):
+        shardwise.plan({"name": "x"}, gpus="1xRTX4080")  # type: ignore[arg-type]
+    with pytest.raises(JobError) as error:
+        shardwise.plan("Qwen/Qwen3-8B", gpus="1xRTX4080")
+    assert "--model" in error.value.problems[0].fix

@@ -94,6 +94,11 @@ def test_what_gives_its_cache_back_says_so_and_is_no_reason_for_more_memory(toy)
     assert any(says in why for why in reasons(flushing, [], margin=0.05, **about))
     others = tuple(flushing if o is option else o for o in plan.alternatives)
     assert flushing not in better_with_memory(replace(plan, alternatives=others))
+    slower = replace(plan.chosen, fit="tight")
+    why = reasons(slower, [flushing], margin=0.05, **about)[0]
+    assert f"nothing else fits ({flushing.strategy.name} with micro-batch" in why, "its time is not known"
+    assert f"but in it {says}" in why
+    assert "the next best" not in why
 
 
 def waits(

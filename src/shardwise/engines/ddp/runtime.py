@@ -19,8 +19,7 @@ from shardwise.engines.runtime.parameters import Fill, trainable
 from shardwise.engines.single.runtime import SingleEngine
 from shardwise.models.structure import DTYPES
 
-START = 10
-"""Steps before PowerSGD compresses: the first gradients are sent complete, as torch advises."""
+START = 10  # Steps before PowerSGD compresses: the first gradients are sent complete, as torch advises
 
 
 class DdpEngine(SingleEngine):

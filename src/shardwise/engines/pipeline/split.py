@@ -23,8 +23,7 @@ from shardwise.simulate.step_trace import (
     StepTrace,
 )
 
-HALF = -3
-"""Kind of the event between a stage's forward and its backward pass."""
+HALF = -3  # Kind of the event between a stage's forward and its backward pass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from shardwise.strategy import PipelineSchedule, Strategy
 
-CHUNKS = 2
-"""Stages of a rank under the interleaved schedule."""
+CHUNKS = 2  # Stages of a rank under the interleaved schedule
 
 
 class Pass(NamedTuple):
