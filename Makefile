@@ -72,7 +72,7 @@ test: setup operators
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-distributed test-others
 
 test-distributed: setup operators
-	$(BIN)/python -m pytest -m 'not gpu' --numprocesses 2 --dist loadfile tests/distributed
+	$(BIN)/python -m pytest -m 'not gpu' tests/distributed
 
 test-others: setup operators
 	$(BIN)/python -m pytest -m 'not gpu' --numprocesses $$(nproc) --dist loadfile tests/golden tests/unit

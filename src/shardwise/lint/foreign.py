@@ -18,6 +18,7 @@ from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.read import found, referred
 from shardwise.lint.schema import as_number
+from shardwise.lint.script_text import UNDEFINED
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import translate
 
@@ -49,7 +50,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     for document in documents:
         model = _MODEL.search(document.text) if document.syntax == "python" else None
         changes += [] if model is None else [f"model.source={json.dumps(model[1])}"]
-        for key, value in _leaves(document.values):
+        for key, value in _leaves({k: v for k, v in document.values.items() if k != UNDEFINED}):
             rule, meant = TABLE["keys"].get(key), _meaning(key, value, setup)
             lost = key.endswith(".nvme_path") and '"nvme"' not in " ".join(words)
             if lost or (key == _OVERLAP and '"overlap_comm": false' in " ".join(words)):

@@ -56,8 +56,10 @@ def read_python(text: str, file: str) -> Document:
         if called == "deepspeed.initialize":
             uses |= {f"deepspeed.initialize({name})" for name, _ in zip(_INITIALIZE, call.args, strict=False)}
         for name, given in arguments:
-            key = LORA if called.endswith("LoraConfig") and name == "r" else name
             value = literal(known.get(given.id, given) if isinstance(given, ast.Name) else given)
+            key = LORA if called.endswith("LoraConfig") and name == "r" else name
+            if name == "model" and last.endswith("Trainer"):  # TRL's take a name, too
+                key = "model_name_or_path" if isinstance(value, str) else ""
             if key and key not in values:
                 marks[key,] = Mark(line=given.lineno)  # also of a value that only a run knows
                 values |= {} if value is None else {key: value}

@@ -117,6 +117,17 @@ def test_a_yaml_for_mamba(files: Path) -> None:
     assert said == ["to do: data.train: no file says it; write it in place of fill-in-the-data.jsonl"]
 
 
+def test_trl_s_trainer_takes_the_model_by_name(files: Path) -> None:
+    config = 'args = SFTConfig(output_dir="out", per_device_train_batch_size=2)'
+    (files / "named.py").write_text(
+        f'from trl import SFTConfig, SFTTrainer\nNAME = "Qwen/Qwen2.5-0.5B"\n{config}\n'
+        "SFTTrainer(model=NAME, args=args, train_dataset=rows).train()\n"
+    )
+    job, said = job_of(files, "named.py")
+    assert job.model.source == "Qwen/Qwen2.5-0.5B"
+    assert not any("left out" in line for line in said), "neither model nor the undefined name `rows`"
+
+
 def test_a_trainer_s_script_and_the_deepspeed_file_it_names(files: Path) -> None:
     job, said = job_of(files, "train.py")
     assert (job.name, job.model.source) == ("outputs", "EleutherAI/gpt-neo-2.7B")

@@ -21,8 +21,7 @@ EIGHT_BIT_BLOCK, LEAST_EIGHT_BIT = 256, 4096
 """Values that share a scale, and elements of the smallest tensor with moments in 8 bits (bitsandbytes 0.50,
 optim/optimizer.py: Optimizer2State)."""
 
-_EMPTY = Block(Pool(page_bytes=1), 0, 0, WEIGHTS)
-"""A tensor without elements, which has no memory."""
+_EMPTY = Block(Pool(page_bytes=1), 0, 0, WEIGHTS)  # A tensor without elements, which has no memory
 
 
 @dataclass
