@@ -124,12 +124,12 @@ def train(
             asks the run to save and stop; an exception ends it at once.
 
     Returns:
-        The run: its `folder`, `exit_code`, `summary()` and `events()`.
+        The run: its `folder`, `exit_code`, `summary()` and `events()`. What only the processes find, such as
+        a model without a tokenizer, they print; then `exit_code` is not 0.
 
     Raises:
         JobError: the job, the run folder or an argument is wrong.
-        CheckpointError: the run to resume is damaged, or another job's. What only the processes find, such as
-            a model without a tokenizer, they print; then `exit_code` is not 0.
+        CheckpointError: the run to resume is damaged, or another job's.
     """
     changes = texts(changes)
     hosts = () if hostfile is None else this_first(read_hostfile(Path(hostfile)))

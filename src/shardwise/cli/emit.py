@@ -14,20 +14,6 @@ TO = typer.Option(help="Launcher to write files for; a Hugging Face Trainer vari
 RUN = typer.Option(help="What starts: a script of your own, or `shardwise train` of the job.")
 GPUS = typer.Option(metavar="GPUS", help="For a job: 4xRTX4080, 2x8xH100.  [default: this machine's]")
 PRESET = typer.Option(metavar="NAME", help="Instead of a job: DeepSpeed's files of zero2-offload, zero3, ...")
-PURPOSES = {
-    ".auto.json": "the same for a Hugging Face Trainer, which fills in each `auto`",
-    "deepspeed.json": "DeepSpeed's settings",
-    "fsdp.json": "FSDP's settings of a Hugging Face Trainer",
-    "accelerate.yaml": "settings of `accelerate launch`",
-    "energy_callback": "measures energy in a Hugging Face Trainer",
-    "launch-trainer": "starts a script that takes TrainingArguments",
-    "launch": "starts the training",
-    "jobset": "the job for Kubernetes with JobSet",
-    "trainjob": "instead, with Kubeflow Trainer",
-    "job.yaml": "the job",
-    "task": "the job for SkyPilot",
-}
-"""What a file is for, by a part of its name."""
 TARGETS = Literal["deepspeed", "accelerate", "torchrun", "slurm", "kubernetes", "skypilot"]
 
 
@@ -43,6 +29,7 @@ def emit(
     """Write files that start your script, or the job on a cluster."""
     from shardwise.app.emit import emit as texts
     from shardwise.app.emit import library
+    from shardwise.emit.files import PURPOSES
 
     if (source is None) == (preset is None) or (preset is not None and to != "deepspeed"):
         fix = "shardwise emit job.yaml, or shardwise emit --to deepspeed --preset zero2-offload"

@@ -20,6 +20,19 @@ from shardwise.strategy import Strategy
 Target = Literal["deepspeed", "accelerate", "torchrun", "slurm", "kubernetes", "skypilot"]
 
 PORT = 29500
+PURPOSES = {  # what a file is for, by a part of its name
+    ".auto.json": "the same for a Hugging Face Trainer, which fills in each `auto`",
+    "deepspeed.json": "DeepSpeed's settings",
+    "fsdp.json": "FSDP's settings of a Hugging Face Trainer",
+    "accelerate.yaml": "settings of `accelerate launch`",
+    "energy_callback": "measures energy in a Hugging Face Trainer",
+    "launch-trainer": "starts a script that takes TrainingArguments",
+    "launch": "starts the training",
+    "jobset": "the job for Kubernetes with JobSet",
+    "trainjob": "instead, with Kubeflow Trainer",
+    "job.yaml": "the job",
+    "task": "the job for SkyPilot",
+}
 _NAME_IS_KNOWN = """# a pod's name is known once it is placed
 until getent ahosts "$PET_MASTER_ADDR" > /dev/null; do sleep 2; done"""
 HERE = "$here"  # in a script: the folder that it and its files lie in, wherever it is started from

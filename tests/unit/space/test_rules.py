@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from shardwise.engines.facts import PLAN_STYLES, Architecture, Facts
+from shardwise.errors import Problem
 from shardwise.space.rules import EVERY_RULE as RULES
 from shardwise.space.rules import broken_rules, violations
 from shardwise.strategy import Strategy
@@ -211,6 +213,12 @@ def test_what_works_is_not_refused(good: Facts) -> None:
     assert violations(good) == []
 
 
+def unevenly_shared(rows: int, ranks: int, micro: int | None, *, resuming: bool = False) -> list[Problem]:
+    """What is wrong with so many rows a step on so many ranks under ZeRO-2."""
+    asked = facts(devices="cpu", world_size=ranks, micro_batch=micro or 1, capability=None)
+    return violations(replace(asked, global_batch=rows, micro_batch=micro, resuming=resuming))
+
+
 @pytest.mark.parametrize(
     ("rows", "ranks", "micro", "what", "fix"),
     [
@@ -223,17 +231,7 @@ def test_what_works_is_not_refused(good: Facts) -> None:
 def test_an_uneven_batch_is_told_in_the_numbers_that_were_written(
     rows: int, ranks: int, micro: int | None, what: str, fix: str
 ) -> None:
-    strategy = Strategy(engine="deepspeed", stage=2, data_parallel=ranks, micro_batch=micro or 1)
-    [problem] = violations(
-        Facts(
-            strategy=strategy,
-            devices="cpu",
-            world_size=ranks,
-            global_batch=rows,
-            lora=False,
-            micro_batch=micro,
-        )
-    )
+    [problem] = unevenly_shared(rows, ranks, micro)
     assert what in problem.what
     assert problem.fix.endswith(fix)
 
@@ -249,17 +247,7 @@ def test_an_uneven_batch_is_told_in_the_numbers_that_were_written(
 def test_a_resumed_run_is_not_advised_to_change_its_batch(
     rows: int, ranks: int, micro: int | None, fix: str
 ) -> None:
-    strategy = Strategy(engine="deepspeed", stage=2, data_parallel=ranks, micro_batch=micro or 1)
-    asked = Facts(
-        strategy=strategy,
-        devices="cpu",
-        world_size=ranks,
-        global_batch=rows,
-        lora=False,
-        micro_batch=micro,
-        resuming=True,
-    )
-    assert [problem.fix for problem in violations(asked)] == [fix]
+    assert [problem.fix for problem in unevenly_shared(rows, ranks, micro, resuming=True)] == [fix]
 
 
 def test_a_degree_that_cuts_heads_is_answered_with_one_that_does_not() -> None:
