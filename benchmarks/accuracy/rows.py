@@ -10,6 +10,7 @@ from typing import Any
 
 from shardwise.job.schema import Job
 from shardwise.models.catalog import Shape, lookup
+from shardwise.models.families import FAMILIES, Family
 from shardwise.space.auto import resolve
 from shardwise.strategy import Strategy
 
@@ -72,9 +73,10 @@ class Row:
 
     @property
     def global_batch(self) -> int:
-        """Rows of a step. GPUs that share a layer have the same ones."""
-        together = self.strategy.get("tensor_parallel", 1) if isinstance(self.strategy, dict) else 1
-        return self.micro_batch * self.accumulation * self.gpus // int(together)
+        """Rows of a step. GPUs that share a layer, or the layers, have the same ones."""
+        parts = self.strategy if isinstance(self.strategy, dict) else {}
+        together = int(parts.get("tensor_parallel", 1)) * int(parts.get("pipeline", 1))
+        return self.micro_batch * self.accumulation * self.gpus // together
 
     @property
     def memory_cap_bytes(self) -> int | None:
@@ -114,6 +116,7 @@ class Row:
                     "train": text,
                     "format": "text",
                     "sequence_length": self.sequence_length,
+                    "packing": bool(FAMILIES.get(self.shape.model_type, Family()).packing),
                     "eval_fraction": 0.0,
                 },
                 "optimizer": {

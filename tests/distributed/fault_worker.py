@@ -80,6 +80,13 @@ def fail() -> None:
     raise RuntimeError("a bug that comes back")
 
 
+def wait_for_gpu() -> None:
+    """A collective that begins when a kernel before it ends, which takes minutes."""
+    torch.cuda._sleep(10**12)  # type: ignore[no-untyped-call]
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    torch.cuda.synchronize()
+
+
 def time_out() -> None:
     """As NCCL's watchdog does: torch's record is written, and the connection is gone."""
     place = os.environ["TORCH_FR_DUMP_TEMP_FILE"]
@@ -173,13 +180,10 @@ def flip(module: str, of: str) -> None:
     root.get_submodule(module).register_forward_hook(returns)
 
 
-FAULTS: dict[str, Callable[..., None]] = {
-    **{one.__name__: one for one in (spin, sleep, stop, stop_and_ask, deadlock, kill, kill_all, fail, leave)},
-    **{
-        one.__name__: one
-        for one in (kill_once_saved, time_out, preempt, tear, fill, lose_gpu, pause, duty, load, poison, flip)
-    },
-}
+_DOING = (spin, sleep, stop, stop_and_ask, deadlock, wait_for_gpu, time_out, pause, duty, load)
+_ENDING = (kill, kill_all, kill_once_saved, fail, leave, preempt)
+_BREAKING = (tear, fill, lose_gpu, poison, flip)
+FAULTS: dict[str, Callable[..., None]] = {one.__name__: one for one in _DOING + _ENDING + _BREAKING}
 LAUNCHER = os.getppid()
 GROUPS: list[Any] = []
 LOOPS: list[Loop] = []

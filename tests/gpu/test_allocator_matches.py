@@ -81,12 +81,22 @@ class Limited(CachingAllocator):
 
     limit_bytes = 0
 
-    def _from_device(self, pool: Pool, size: int) -> int:
+    def _obtain(self, pool: Pool, size: int, size_bytes: int) -> int:
         rounded = -(-size // (2 * MIB)) * 2 * MIB
         segment = 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else rounded
-        if self.limit_bytes and self.reserved_bytes + segment > self.limit_bytes:
-            return -1
-        return super()._from_device(pool, size)
+        if self._is_beyond(segment):
+            self.empty_cache()
+            self.alloc_retries += 1
+            if self._is_beyond(segment):
+                raise OutOfMemoryError(
+                    requested_bytes=size_bytes,
+                    allocated_bytes=self.allocated_bytes,
+                    reserved_bytes=self.reserved_bytes,
+                )
+        return super()._obtain(pool, size, size_bytes)
+
+    def _is_beyond(self, segment: int) -> bool:
+        return bool(self.limit_bytes) and self.reserved_bytes + segment > self.limit_bytes
 
 
 def measured(events: list[Event], *, limit_bytes: int) -> dict[str, Any]:
@@ -144,6 +154,7 @@ def compare(events: list[Event], *, limit_bytes: int = 0) -> None:
         }
         assert not wrong, f"event {place}, {event}: {wrong}"
     failed = sum(row[0] for row in torch["rows"])
+    assert bool(allocator.alloc_retries) == bool(limit_bytes)
     print(
         f"limit {limit_bytes // MIB} MiB: {len(events)} events alike, {failed} failed, "
         f"{allocator.alloc_retries} retries, peak reserved {allocator.peak_reserved_bytes / MIB:.0f} MiB"

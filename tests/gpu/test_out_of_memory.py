@@ -81,7 +81,9 @@ def test_a_capped_run_is_retried_and_gives_the_losses_of_one_without_a_cap(
     assert evidence["module"] is None or evidence["module"].startswith("model.")
     assert evidence["allocated_bytes"] + evidence["asked_bytes"] > 0.8 * evidence["allowed_bytes"]
     assert 0 < evidence["resident_bytes"] < evidence["allocated_bytes"] <= evidence["reserved_bytes"]
-    assert evidence["reserved_bytes"] < evidence["allowed_bytes"] < 9 * GIB
+    # torch compares what a tensor takes with the limit, and then maps pages of 20 MiB.
+    assert evidence["reserved_bytes"] < evidence["allowed_bytes"] + 20 * 2**20
+    assert evidence["allowed_bytes"] < 9 * GIB
     run = tmp_path / "capped" / "runs" / "run"
     events = steps_of(run)
     assert [event["step"] for event in events] == list(range(1, 7))

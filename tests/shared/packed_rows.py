@@ -56,11 +56,11 @@ def packed(pairs, rows=((0, 1, 3), (2,), (4,)), length=14):
 
 def one_by_one(model, pairs):
     """Hugging Face's mean loss of each sample, times its number of targets."""
-    total = torch.zeros(())
+    total = torch.zeros((), device=pairs[0][0].device)
     for ids, labels in pairs:
         targets = int((labels != IGNORED).sum())
         if targets:
-            unshifted = torch.cat([torch.tensor([IGNORED]), labels[:-1]])
+            unshifted = torch.cat([labels.new_tensor([IGNORED]), labels[:-1]])
             output = model(input_ids=ids[None], labels=unshifted[None], use_cache=False)
             total = total + output.loss * targets
     return total
