@@ -39,22 +39,11 @@ IN_DATA_KEY = (
 BY_CONTENT = ("data.train", "data.eval", "data.split", "data.subset", "data.chat_template")
 """Names of files and data sets: they may change, their content not. Only the worker can compare that."""
 
-FREE = (
-    "name",
-    "output",
-    "strategy",  # compared as the state's layout: training/snapshot.py
-    "energy",
-    "tracking",
-    "train.micro_batch",
-    "train.checkpointing",
-    "train.eval_every",
-    "train.patience",
-    "train.sample_prompts",
-    "train.save_every",
-    "train.keep",
-    "train.deterministic",
-)
-"""Keys that change the weights by rounding at most."""
+_FREE = """
+name output strategy energy tracking train.micro_batch train.checkpointing train.eval_every train.patience
+train.sample_prompts train.save_every train.keep train.deterministic"""
+FREE = tuple(_FREE.split())
+"""Keys that change the weights by rounding at most. `strategy` is compared as the state's layout."""
 
 DECISIVE = (*COMPARED, *IN_DATA_KEY)
 """Keys whose change is refused before any process starts."""

@@ -113,11 +113,9 @@ _OTHERS = {
     **dict.fromkeys(("num_epochs", "num_train_epochs"), "epochs"),
     "lr": "learning_rate",
     "max_steps": "steps",
-    "lora_r": "rank",
-    "r": "rank",
+    **dict.fromkeys(("lora_r", "r"), "rank"),
     "lora_alpha": "alpha",
-    "per_device_train_batch_size": "micro_batch",
-    "micro_batch_size": "micro_batch",
+    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "micro_batch"),
 }
 """What other trainers call a key."""
 

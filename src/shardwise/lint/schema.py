@@ -47,7 +47,7 @@ class Schema:
 @cache
 def deepspeed_schema() -> Schema:
     """The schema of DeepSpeed 0.19.8."""
-    data = _table("deepspeed_0_19.toml")
+    data = table("deepspeed_0_19.toml")
     return Schema(
         version=data["version"],
         sections={
@@ -63,18 +63,19 @@ def deepspeed_schema() -> Schema:
 @cache
 def accelerate_keys() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Keys of accelerate's config files: at the top level, in `deepspeed_config`, in `fsdp_config`."""
-    data = _table("accelerate_1.toml")
+    data = table("accelerate_1.toml")
     top, deepspeed, fsdp = (tuple(data[name].split()) for name in ("top", "deepspeed_config", "fsdp_config"))
     return top, deepspeed, fsdp
 
 
-def names(table: str) -> tuple[str, ...]:
+def names(key: str) -> tuple[str, ...]:
     """The words of a text of `names.toml`."""
-    return tuple(_table("names.toml")[table].split())
+    return tuple(table("names.toml")[key].split())
 
 
 @cache
-def _table(file: str) -> dict[str, Any]:
+def table(file: str) -> dict[str, Any]:
+    """A TOML file of this package."""
     return tomllib.loads(resources.files("shardwise.lint").joinpath(file).read_text(encoding="utf-8"))
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from shardwise.job.source import Key, drop, syntax_problem, walk
 from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError
+from shardwise.lint.schema import table
 
 MOST_KEYS = 10_000
 _COMMENT = r"//[^\n]*|\#[^\n]*|/\*(?:.|\n)*?\*/"
@@ -23,14 +24,6 @@ _UNPRINTED = re.compile("[^\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U000
 _FOREIGN = {"True": "true", "False": "false", "yes": "true", "no": "false"}
 _FOREIGN |= dict.fromkeys(("None", "NaN", "Infinity", "-Infinity"), "null")
 _KNOWN = "a number, true, false, null or text in quotes"
-_WRONG = {
-    "Expecting ',' delimiter": ("there is no comma before this", "put a comma after the previous value"),
-    "Expecting property name": ("a key must be in double quotes", 'write "like this"'),
-    "Expecting ':' delimiter": ("there is no `:` after the key", '"key": value'),
-    "Extra data": ("there is text after the closing brace", "remove it: one object per file"),
-    "Invalid \\": ("an escape that JSON does not allow", "write \\\\ for a \\"),
-}
-"""What is said for the beginning of a message of Python's json, and the fix."""
 
 
 def read_json(text: str, name: str) -> Document:
@@ -72,7 +65,9 @@ def read_json(text: str, name: str) -> Document:
 def _unreadable(error: json.JSONDecodeError) -> UnreadableError:
     if not error.doc[error.pos :].strip():
         return UnreadableError("a bracket or a quote is never closed", line=error.lineno, fix="close it")
-    known = (said for start, said in _WRONG.items() if error.msg.startswith(start))
+    known = (
+        said for start, said in table("names.toml")["json_errors"].items() if error.msg.startswith(start)
+    )
     what, fix = next(known, ("text must end with a double quote on the same line", ""))
     word = _WORD.match(error.doc, error.pos)
     text = (word and word[0]) or error.doc[error.pos]

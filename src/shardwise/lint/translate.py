@@ -14,24 +14,13 @@ from shardwise.lint.rules.keys import unknown_keys
 from shardwise.lint.rules.offload import OPTIMIZER, PARAMETERS, place
 from shardwise.lint.rules.parallel import degree_of
 from shardwise.lint.rules.zero import ZERO, stage_of
+from shardwise.lint.schema import names
 from shardwise.lint.script_text import LORA
 from shardwise.lint.setup import Setup
 from shardwise.units import processes
 
 FOREVER = 10**12  # from this many elements on, ZeRO-3's limits release nothing of any model
 ACCELERATE_STAGE = 2  # the stage of `auto`, or of no stage, in Accelerate
-
-_NOT_SIMULATED = (
-    (ZERO, "zenflow"),
-    (ZERO, "zero_quantized_weights"),
-    (ZERO, "zero_quantized_gradients"),
-    (ZERO, OPTIMIZER, "super_offload"),
-    (ZERO, OPTIMIZER, "ratio"),
-    ("torch_autocast", "enabled"),
-    ("compile", "deepcompile"),
-    ("bf16", "bf16_master_weights_and_grads"),
-    ("sequence_parallel_size",),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +175,7 @@ def _left_out(document: Document, stage: int, bucket: int) -> list[str]:
         value = document.number(ZERO, name)
         if stage == 3 and value is not None and value not in (1e9, NEVER_RELEASE) and value < FOREVER:
             found.append(f"{name} {value:g}: simulated with 1e9")
-    for key in _NOT_SIMULATED:
+    for key in (tuple(name.split(".")) for name in names("not_simulated")):
         value = document.get(*key)
         if value is True or value not in (None, False, 1, AUTO):  # 1: a group of one, or all of the optimizer
             found.append(f"{'.'.join(key)}: not simulated")

@@ -1,12 +1,12 @@
-"""The table of model families: everything that depends on an architecture's name. Imports no torch.
+"""The model families of families.toml: everything that depends on an architecture's name. Imports no torch.
 
 A family without a row is planned and trained, too: unpacked, without fused parts, its head as transformers
 has it.
 """
 
+import tomllib
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
+from importlib import import_module, resources
 from typing import Any, Literal, Protocol, cast
 
 Config = Any
@@ -77,106 +77,18 @@ class FamilyCode(Protocol):
         """FLOPs of forward and backward pass outside matrix products, in all layers."""
 
 
-_dense = partial(Family, packing=("varlen", "positions"), plain_head=True, stages=True)
-"""Softmax of scaled products, at most with a window, through transformers' attention interface."""
+def _families() -> dict[str, Family]:
+    table = tomllib.loads(resources.files("shardwise.models").joinpath("families.toml").read_text("utf-8"))
+    found = dict[str, Family]()
+    for name, row in table["families"].items():
+        pairs = {**table["like"].get(row.pop("like", ""), {}), **row}.items()
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in pairs}
+        found[name] = Family(**values)
+    return found
 
-_positions = partial(Family, packing=("positions",), plain_head=True)
-"""Kept apart by transformers' own mask, which it makes from restarting positions; measured by a test."""
 
-_own = partial(Family, packing=("varlen", "positions"), plain_head=True)
-"""The same with an attention of their own, which `own_attention` routes to the kernel."""
-
-FAMILIES: dict[str, Family] = {
-    "afmoe": Family(packing=("mask",), plain_head=True),
-    "apertus": _positions(unplanned_weights=True),
-    "arcee": _positions(),
-    "aria_text": _positions(),
-    "biogpt": Family(packing=("varlen",), plain_head=True),
-    "bitnet": _positions(),
-    "bloom": Family(plain_head=True),
-    "codegen": _own(position_table=True),
-    "cohere": _dense(logits_multiplier="logit_scale"),
-    "cohere2": _dense(logits_multiplier="logit_scale"),
-    "cohere2_moe": _positions(logits_multiplier="logit_scale"),
-    "cwm": _positions(),
-    "dbrx": _positions(),
-    "deepseek_v2": _positions(),
-    "deepseek_v3": _positions(),
-    "diffllama": _positions(),
-    "doge": _positions(unplanned_weights=True),
-    "dots1": _positions(),
-    "ernie4_5": _positions(),
-    "ernie4_5_moe": _positions(),
-    "exaone4": _positions(),
-    "exaone_moe": _positions(),
-    "falcon": Family(packing=("varlen", "mask"), plain_head=True),
-    "flex_olmo": _positions(),
-    "gemma": _dense(liger="geglu"),
-    "gemma2": _positions(liger="geglu", norm_in_place=False, stages=True),
-    "gemma3_text": _dense(liger="geglu", norm_in_place=False),
-    "glm": _positions(),
-    "glm4": _positions(),
-    "glm4_moe": _positions(),
-    "glm4_moe_lite": _positions(),
-    "gpt2": _dense(),
-    "gpt_bigcode": _positions(),
-    "gpt_neo": _own(),
-    "gpt_neox": _dense(),
-    "gpt_neox_japanese": _positions(),
-    "gpt_oss": Family(packing=("mask",), plain_head=True),
-    "gptj": _own(position_table=True),
-    "granite": _dense(liger="swiglu", logits_divisor="logits_scaling"),
-    "granitemoe": _positions(logits_divisor="logits_scaling"),
-    "granitemoeshared": _positions(logits_divisor="logits_scaling"),
-    "helium": _positions(),
-    "hunyuan_v1_dense": _positions(),
-    "hunyuan_v1_moe": _positions(),
-    "hy_v3": _positions(),
-    "hyperclovax": _positions(logits_multiplier="logits_scaling"),
-    "internlm3": _positions(),
-    "iquestcoder": _positions(),
-    "jais2": _positions(),
-    "jetmoe": _positions(),
-    "laguna": _positions(),
-    "llama": _dense(liger="swiglu"),
-    "mamba": Family(
-        packing=("state",),
-        plain_head=True,
-        attends=False,
-        fp32_parameters=True,
-        lora_targets=("in_proj",),
-        kernel_reads=("conv1d", "x_proj", "dt_proj", "out_proj"),
-        not_multiplied=("A_log",),
-        package="shardwise.models.mamba",
-    ),
-    "mellum": _positions(),
-    "mimo_v2_flash": _positions(),
-    "minimax_m2": _positions(),
-    "ministral": _positions(),
-    "ministral3": _positions(),
-    "mistral": _dense(liger="swiglu"),
-    "mixtral": _dense(),
-    "nanochat": _positions(),
-    "nemotron": _positions(),
-    "olmo": _dense(),
-    "olmo2": _dense(liger="swiglu", norm_in_place=False),
-    "olmo3": _positions(),
-    "olmoe": _positions(),
-    "opt": Family(packing=("varlen", "mask"), plain_head=True),
-    "persimmon": _positions(),
-    "phi": _dense(),
-    "phi3": _dense(liger="swiglu"),
-    "phimoe": _positions(),
-    "qwen2": _dense(liger="swiglu"),
-    "qwen2_moe": _dense(),
-    "qwen3": _dense(liger="swiglu"),
-    "qwen3_moe": _dense(),
-    "seed_oss": _positions(),
-    "smollm3": _dense(liger="swiglu"),
-    "stablelm": _positions(stages=True),
-    "starcoder2": _dense(),
-    "youtu": _positions(),
-}
+FAMILIES = _families()
+"""By `model_type`."""
 
 REFUSED = dict.fromkeys(
     ("mamba2", "falcon_mamba", "bamba", "zamba", "zamba2", "jamba"),

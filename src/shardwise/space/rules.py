@@ -4,6 +4,8 @@ A rule is a value: a reason, a source, the versions it holds for. Sources were r
 torch 2.13.
 """
 
+from functools import partial
+
 from shardwise.engines import ENGINES, descriptor
 from shardwise.engines.deepspeed.rules import DEEPSPEED
 from shardwise.engines.descriptor import EngineSpec
@@ -14,6 +16,7 @@ from shardwise.job.schema import BUCKET
 from shardwise.strategy import Strategy
 from shardwise.units import processes
 
+_of_deepspeed, _of_torch = partial(Rule, versions=DEEPSPEED), partial(Rule, versions=TORCH)
 AMPERE = (8, 0)  # The first CUDA compute capability with bf16
 
 
@@ -113,14 +116,13 @@ def _rounds_too_far(facts: Facts) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
+    _of_deepspeed(
         name="nvme-needs-a-path",
         broken=lambda f: f.uses_nvme and not f.strategy.nvme_path,
         reason="offloading to NVMe needs a folder",
         where="strategy.nvme_path",
         fix="strategy.nvme_path: a folder on a local NVMe disk",
         source="deepspeed/runtime/zero/offload_config.py: nvme_path",
-        versions=DEEPSPEED,
     ),
     Rule(
         name="path-needs-nvme",
@@ -130,14 +132,13 @@ RULES: tuple[Rule, ...] = (
         fix="offload_optimizer: nvme, or leave nvme_path out",
         source="shardwise.job.schema",
     ),
-    Rule(
+    _of_deepspeed(
         name="reshard-is-for-sharded-parameters",
         broken=lambda f: not f.strategy.reshard and not _engine(f).shards(f.strategy.stage).parameters,
         reason="reshard: false means something only where parameters are sharded",
         where="strategy.reshard",
         fix="leave reshard out, or take ZeRO-3 or FSDP2",
         source="ZeRO-3: stage3_max_live_parameters; FSDP2: reshard_after_forward",
-        versions=DEEPSPEED,
     ),
     Rule(
         name="keeping-parameters-defeats-their-offload",
@@ -145,9 +146,8 @@ RULES: tuple[Rule, ...] = (
         reason="reshard: false keeps on the GPU what offload_parameters would move away",
         where="strategy.reshard",
         fix="leave reshard out, or offload_parameters: none",
-        source="arithmetic",
     ),
-    Rule(
+    _of_deepspeed(
         name="shard-group-divides-the-ranks",
         broken=lambda f: (
             f.strategy.shard_group > 0
@@ -157,18 +157,16 @@ RULES: tuple[Rule, ...] = (
         where="strategy.shard_group",
         fix=_group_fix,
         source="torch.distributed.device_mesh; deepspeed/utils/groups.py: _create_zero_param_parallel_group",
-        versions=DEEPSPEED,
     ),
-    Rule(
+    _of_deepspeed(
         name="shard-group-needs-sharded-parameters",
         broken=lambda f: f.strategy.shard_group > 0 and not _engine(f).shards(f.strategy.stage).parameters,
         reason="shard_group says who shares the weights, and here every rank has all of them",
         where="strategy.shard_group",
         fix="strategy.engine: fsdp2 (HSDP), or stage: 3 (hpZ)",
         source="deepspeed/runtime/zero/partition_parameters.py: _partition_param_sec, part of stage 3",
-        versions=DEEPSPEED,
     ),
-    Rule(
+    _of_deepspeed(
         name="shard-group-keeps-parameters-on-the-gpu",
         broken=lambda f: f.strategy.shard_group > 0 and f.strategy.offload_parameters != "none",
         reason="with offloaded parameters a group's copy is in host memory, too (DeepSpeed), and sums of "
@@ -176,9 +174,8 @@ RULES: tuple[Rule, ...] = (
         where="strategy.shard_group",
         fix="leave shard_group out, or offload_parameters: none",
         source="deepspeed: _partition_param_sec; torch: foreach_reduce, partial_reduce_output",
-        versions=DEEPSPEED,
     ),
-    Rule(
+    _of_deepspeed(
         name="quantized-collectives-are-zero-3s",
         broken=lambda f: (
             (f.strategy.quantized_weights or f.strategy.quantized_gradients)
@@ -188,25 +185,22 @@ RULES: tuple[Rule, ...] = (
         where="strategy.quantized_weights, strategy.quantized_gradients",
         fix="strategy.engine: deepspeed with stage: 3, or leave them out",
         source="deepspeed/runtime/zero/stage3.py: all_to_all_quant_reduce, zero_quantized_weights",
-        versions=DEEPSPEED,
     ),
-    Rule(
+    _of_torch(
         name="powersgd-is-ddps",
         broken=lambda f: f.strategy.powersgd > 0 and not _engine(f).compresses_gradients,
         reason="PowerSGD is a hook of DistributedDataParallel: FSDP2 and DeepSpeed take none",
         where="strategy.powersgd",
         fix="strategy.engine: ddp, or leave powersgd out",
         source="torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
-        versions=TORCH,
     ),
-    Rule(
+    _of_torch(
         name="powersgd-or-reduce-dtype",
         broken=lambda f: f.strategy.powersgd > 0 and f.strategy.reduce_dtype != "auto",
         reason="PowerSGD's factors are sent in the format of the gradients",
         where="strategy.reduce_dtype",
         fix="leave one of powersgd and reduce_dtype out",
         source="torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
-        versions=TORCH,
     ),
     Rule(
         name="reduce-dtype-suits-the-precision",
@@ -216,25 +210,22 @@ RULES: tuple[Rule, ...] = (
         fix=lambda f: (
             f"strategy.reduce_dtype: fp32 or {'bf16' if f.strategy.precision != 'fp16' else 'fp16'}"
         ),
-        source="arithmetic",
     ),
-    Rule(
+    _of_deepspeed(
         name="buckets-are-zeros",
         broken=lambda f: f.strategy.bucket != BUCKET and not _engine(f).has_buckets(f.strategy.stage),
         reason="bucket means something only where ZeRO reduces gradients",
         where="strategy.bucket",
         fix="leave bucket out, or take ZeRO-1, 2 or 3",
         source="deepspeed/runtime/zero/config.py: reduce_bucket_size",
-        versions=DEEPSPEED,
     ),
-    Rule(
+    _of_deepspeed(
         name="only-zero2-reduces-afterwards",
         broken=lambda f: not f.strategy.overlap_comm and f.strategy.stage != 2,
         reason="overlap_comm can be turned off under ZeRO-2 alone: no plan knows what the others do then",
         where="strategy.overlap_comm",
         fix="leave overlap_comm out, or take ZeRO-2",
         source="deepspeed/runtime/zero/stage_1_and_2.py: average_tensor, setup_buckets",
-        versions=DEEPSPEED,
     ),
     Rule(
         name="tensor-parallel-is-deepspeed",
@@ -254,43 +245,39 @@ RULES: tuple[Rule, ...] = (
         fix="strategy.engine: pipeline, or leave both out",
         source="shardwise.engines.pipeline",
     ),
-    Rule(
+    _of_torch(
         name="pipeline-divides-the-processes",
         broken=lambda f: f.strategy.pipeline > 1 and f.world_size % _together(f.strategy) != 0,
         reason="pipeline times tensor_parallel has to divide the number of processes",
         where="strategy.pipeline",
         fix="a divisor of the number of processes",
         source="torch.distributed.device_mesh",
-        versions=TORCH,
     ),
-    Rule(
+    _of_deepspeed(
         name="tensor-parallel-divides-the-processes",
         broken=lambda f: f.world_size % f.strategy.tensor_parallel != 0,
         reason="tensor_parallel has to divide the number of processes",
         where="strategy.tensor_parallel",
         fix=lambda f: f"tensor_parallel: {_divisors(f.world_size)}",
         source="torch.distributed.device_mesh",
-        versions=DEEPSPEED,
     ),
-    Rule(
+    _of_torch(
         name="bf16-needs-ampere",
         broken=lambda f: _before_ampere(f, "bf16"),
         reason=lambda f: f"{_capability(f)} have no bf16 arithmetic",
         where="train.precision",
         fix=_bf16_fix,
         source="torch.cuda.is_bf16_supported(including_emulation=False): from compute capability 8.0",
-        versions=TORCH,
     ),
-    Rule(
+    _of_torch(
         name="flash-attention-needs-ampere",
         broken=lambda f: _before_ampere(f, "fp16") and _flash_attention(f),
         reason=lambda f: f"{_capability(f)} have no flash attention, which this model attends with in fp16",
         where="train.precision",
         fix="train.precision: fp32, or a GPU of compute capability 8.0",
         source="torch, aten/.../flash_attn/flash_api.cpp: mha_varlen_fwd; shardwise.kernels.attention",
-        versions=TORCH,
     ),
-    Rule(
+    _of_deepspeed(
         name="8-bit-moments-are-of-data-parallel-ranks",
         broken=lambda f: (
             f.strategy.optimizer == "adamw8bit" and (f.strategy.offloads or _together(f.strategy) > 1)
@@ -299,7 +286,6 @@ RULES: tuple[Rule, ...] = (
         where="optimizer.name",
         fix="optimizer.name: adamw, or single, zero2, zero3 or fsdp2 without offloading",
         source="deepspeed/ops/adam: DeepSpeedCPUAdam keeps fp32 moments; shardwise.engines.runtime.adamw8bit",
-        versions=DEEPSPEED,
     ),
     Rule(
         name="global-batch-divides",
@@ -309,7 +295,6 @@ RULES: tuple[Rule, ...] = (
         reason=_uneven_reason,
         where="train.global_batch",
         fix=_uneven_fix,
-        source="arithmetic",
     ),
 )
 
