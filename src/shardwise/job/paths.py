@@ -19,6 +19,8 @@ LOCAL = ("model.source", "model.tokenizer", "data.train", "data.eval", "data.cha
 RULE = "paths in a job file count from its folder, in --set from the working directory"
 TEMPLATES = ("chatml", "llama-3", "alpaca")
 """Chat templates that a job may name instead of a file (data/templates/)."""
+FILL_IN = {"model.source": "fill-in-the-model", "data.train": "fill-in-the-data.jsonl"}
+"""What `shardwise init --from` writes where no file says it."""
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
 
 
@@ -102,7 +104,12 @@ def missing_data(names: str | list[str] | None) -> Iterator[tuple[str, str]]:
         if not is_local(name):
             continue
         path = Path(name)
-        if not path.exists():
+        if path.name == FILL_IN["data.train"] and not path.exists():
+            fix = (
+                "your data: a .jsonl, .json, .parquet or .txt file, or a hub dataset such as tatsu-lab/alpaca"
+            )
+            yield f"{name} is the placeholder that `shardwise init --from` wrote", f"write {fix}"
+        elif not path.exists():
             yield f"{name} does not exist", nearest(path)
         elif not path.is_file() and not path.is_dir():
             yield f"{name} is neither a file nor a folder", "write what it gives to a file, and name that"
@@ -113,7 +120,12 @@ def missing_data(names: str | list[str] | None) -> Iterator[tuple[str, str]]:
 
 def missing_model(name: str) -> Iterator[tuple[str, str]]:
     """Yield (what, fix) if a local model folder is absent or is no model folder."""
-    if is_local(name) and not Path(name).exists():
+    if name == FILL_IN["model.source"]:
+        fix = (
+            "write a hub id such as Qwen/Qwen2.5-0.5B, a model folder, or a name of `shardwise init --models`"
+        )
+        yield f"{name} is the placeholder that `shardwise init --from` wrote", fix
+    elif is_local(name) and not Path(name).exists():
         yield from missing(name)
     elif is_local(name) and not (Path(name) / "config.json").is_file():
         yield f"{name} is not a model folder: it has no config.json", "name the folder that holds config.json"

@@ -4,80 +4,80 @@ import json
 import math
 import os
 import re
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib import resources
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.errors import JobError
 from shardwise.job import contradictions, json_schema, paths, source, validate
+from shardwise.job.load import leaves
+from shardwise.job.schema import BUCKET
+from shardwise.job.source import Key
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.read import found, referred
-from shardwise.lint.schema import as_number
+from shardwise.lint.rules.keys import unknown_keys
+from shardwise.lint.schema import as_number, closest, deepspeed_schema, names, table
+from shardwise.lint.script_settings import CONFIGURATIONS, Settings
 from shardwise.lint.script_text import UNDEFINED
-from shardwise.lint.setup import Setup
-from shardwise.lint.translate import translate
+from shardwise.lint.setup import Setup, of_script
+from shardwise.lint.translate import Translated, translate
+from shardwise.strategy import Strategy
 
-TABLE = tomllib.loads(resources.files("shardwise.lint").joinpath("foreign.toml").read_text(encoding="utf-8"))
+TABLE = table("foreign.toml")
 TABLE["keys"] |= {other: TABLE["keys"][key] for other, key in TABLE["same"].items()}
-FILL_IN = {"model.source": "fill-in-the-model", "data.train": "fill-in-the-data.jsonl"}
+_KNOWN = [*TABLE["keys"], *TABLE["strategy"]["keys"]]
 _EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
 _OVERLAP = "zero_optimization.overlap_comm"
-_MODEL = re.compile(r"Model\w*\.from_pretrained\(\s*[\"']([^\"']+)")
+
+
+class Said(NamedTuple):
+    """What a file says of a key of the job."""
+
+    key: str
+    value: str
+    place: str  # where the file says it, and how
+    word: bool  # whether a word means it, such as `bf16: true`
 
 
 def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list[str]]:
     """The job file, for `folder`, that configurations and scripts of other tools describe.
 
     Also a sentence for each key that is left out (`left out: file: keys: reason`), and for each value
-    that no file says. JobError where a file is missing, unreadable or a job already.
+    that no file says. JobError where a file is missing, unreadable, a job already, or says nothing of one.
     """
     documents = _read(files, said := list[str]())
-    setup = Setup(documents=documents[::-1])  # the last one wins
-    engines = {one.file: one for one in translate(replace(setup, asked_world_size=setup.launched or 1))}
-    translated = [engines[one.name] for one in documents if one.name in engines]
-    kept = ("strategy=", "train.precision=")
-    words = [change for one in translated[-1:] for change in one.changes if change.startswith(kept)]
-    changes, batch, keys = list[str](), dict[str, int](), set[str]()
-    left_out = dict[tuple[str, str], list[str]]()
-    values = defaultdict[tuple[str, bool], list[tuple[str, str]]](list)
-    """Of a key of the job, and apart where words mean it: each `key=value`, and where and how it is said."""
-    values["strategy", True] += [(one.changes[0], f"{one.file} ({one.changes[0]})") for one in translated]
-    for document in documents:
-        model = _MODEL.search(document.text) if document.syntax == "python" else None
-        changes += [] if model is None else [f"model.source={json.dumps(model[1])}"]
-        for key, value in _leaves({k: v for k, v in document.values.items() if k != UNDEFINED}):
-            rule, meant = TABLE["keys"].get(key), _meaning(key, value, setup)
-            lost = key.endswith(".nvme_path") and '"nvme"' not in " ".join(words)
-            if lost or (key == _OVERLAP and '"overlap_comm": false' in " ".join(words)):
-                meant = []  # a key of the strategy that was translated above, or of another
-            line = document.line(tuple(key.split(".")))
-            keys |= {key} if value is not None else set()
-            if str(value) in TABLE["notes"]:
-                said.append(f"changed: {document.name}:{line}: {key}: {value}: {TABLE['notes'][value]}")
-            if isinstance(meant, str):
-                left_out.setdefault((document.name, meant), []).append(f"{key} (line {line})")
-                continue
-            for change in meant:
-                name, _, plain = change.partition("=")
-                shown = plain if isinstance(rule, str) else f"({change})"
-                values[name, shown != plain].append((change, f"{document.name}:{line}: {key} {shown}"))
-            if isinstance(rule, str) and meant and rule.startswith("batch."):
-                batch[rule.removeprefix("batch.")] = int(meant[0].partition("=")[2])
-            elif isinstance(rule, str):
-                changes += meant
-            else:
-                words += meant  # a key of its own says more than a word
-    words += ["model.lora.variants=[dora, rslora]"] * (len({one for one in words if "variants" in one}) == 2)
-    defaults = _defaults(keys | {change.partition("=")[0] for change in (*words, *changes)}, said)
-    said += [f"left out: {name}: {', '.join(lost)}: {why}" for (name, why), lost in left_out.items()]
-    said += [text for (_, word), all_ in values.items() if all_ for text in _conflicts(all_, words=word)]
+    setup = Setup(documents=tuple(documents[::-1]))  # the last one wins
+    order = [one.name for one in documents if one.kind != "training"]
+    strategies = translate(replace(setup, asked_world_size=setup.launched or 1))
+    planned = sorted(strategies, key=lambda one: order.index(one.file))
+    taken = [_strategy(one) for one in planned]
+    strategy = taken[-1].value if taken else ""
+    precision = [change for one in planned[-1:] for change in one.changes[1:2]]
+    taken += [one for each in documents for one in _taken(each, setup, strategy, said)]
+    if not taken:
+        fix = "; ".join(said) or "add the launch command, or the file with the arguments"
+        what, where = "none of its settings is one of a job", ", ".join(map(str, files))
+        raise JobError(what, where=where, fix=fix)
+    changes = [f"{one.key}={one.value}" for one in taken if one.word]
+    # A key of its own says more than a word.
+    both = len({one for one in changes if "variants" in one}) == 2
+    changes += ["model.lora.variants=[dora, rslora]"] * both
+    batch = {one.key[6:]: int(one.value) for one in taken if one.key.startswith("batch.")}
+    changes += [f"{one.key}={one.value}" for one in taken if not one.word and one.key[:6] != "batch."]
+    given = {one.key for one in taken}
+    given |= {key for had, others in TABLE["instead"].items() if had in given for key in others}
+    unsaid = {key: place for one in documents for key, place in _unsaid(one) if key not in given}
+    keys = {key for one in documents for key, value in _leaves(one.values) if value is not None}
+    defaults = _defaults(keys | given | unsaid.keys(), documents, said)
+    said += _conflicts(taken)
+    said += [f"to do: {place}: only a run knows its value; write {key}" for key, place in unsaid.items()]
     job = source.Document(name="the files")
-    source.apply(job, [f"name={_name(files[0])}", *defaults, *words, *changes, *_rows(batch, said)])
+    rows = _rows(batch, said)
+    source.apply(job, [f"name={_name(files[0])}", *defaults, *precision, *changes, *rows])
     _complete(job, said)
     if (back := os.path.relpath(Path.cwd(), folder)) != ".":
         job.values = paths.below(back, job.values)
@@ -86,38 +86,115 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     return "".join(f"# {line}\n" for line in lines) + f"\n{source.job_text(ordered)}", said
 
 
-def _read(files: Sequence[Path], said: list[str]) -> tuple[Document, ...]:
-    """The files and the DeepSpeed files that they name; Axolotl's own may have keys of DeepSpeed's."""
+def _strategy(one: Translated) -> Said:
+    """The strategy of a file, and its name with what the name does not say."""
+    value = one.changes[0].partition("=")[2]
+    parts = Strategy(**json.loads(value))
+    other = [f"bucket {parts.bucket}"] * (parts.bucket != BUCKET)
+    other += ["overlap_comm false"] * (not parts.overlap_comm)
+    return Said("strategy", value, f"{one.file} ({', '.join([parts.name, *other])})", word=True)
+
+
+def _taken(document: Document, setup: Setup, strategy: str, said: list[str]) -> Iterator[Said]:
+    """What a document says of keys of the job; `said`: what is left out."""
+    wrong = unknown_keys(document) if document.kind == "deepspeed" else []
+    left_out = defaultdict[str, list[str]](list)
+    pairs = _leaves({key: value for key, value in document.values.items() if key != UNDEFINED})
+    for key, value in sorted(pairs, key=lambda leaf: leaf[0].startswith("bf16")):  # it wins over fp16
+        word, place = not isinstance(TABLE["keys"].get(key), str), tuple(key.split("."))
+        near, at = source.nearest(place, wrong), f"{document.name}:{document.line(place)}: {key}"
+        meant = _unknown(near) if near else _meaning(key, value, setup)
+        if str(value) in TABLE["notes"]:
+            said.append(f"changed: {at}: {value}: {TABLE['notes'][value]}")
+        lost = key.endswith(".nvme_path") and '"nvme"' not in strategy  # it belongs to another strategy
+        if lost or (key == _OVERLAP and '"overlap_comm": false' in strategy):
+            continue
+        if isinstance(meant, str):
+            left_out[meant].append(f"{key} (line {document.line(place)})")
+            continue
+        for change in meant:
+            name, _, text = change.partition("=")
+            yield Said(name, text, f"{at} {f'({change})' if word else text}", word)
+    said += [f"left out: {document.name}: {', '.join(lost)}: {why}" for why, lost in left_out.items()]
+
+
+def _unknown(key: Key) -> str:
+    """Why a key that DeepSpeed does not know is left out."""
+    near = closest(key[-1], deepspeed_schema().sections[key[:-1]].keys)
+    return "DeepSpeed has no such key" + (f"; did you mean {near}?" if near else "")
+
+
+def _unsaid(document: Document) -> Iterator[tuple[str, str]]:
+    """Keys of the job whose values in a script only a run knows, and where they are."""
+    for place in document.marks if document.syntax == "python" else ():
+        rule = TABLE["keys"].get(key := ".".join(place), {})
+        words = [rule] if isinstance(rule, str) else [one for means in rule.values() for one in means]
+        name = words[0].partition("=")[0] if words else "name"
+        if document.get(*place) is None and name != "name":
+            yield name, f"{document.name}:{document.line(place)}: {key}"
+
+
+def _read(files: Sequence[Path], said: list[str]) -> list[Document]:
+    """The files, and the DeepSpeed settings that they name or hold, unless `files` has a file of those."""
     documents, broken = load(files, other="training")
     for wrong in broken:
         raise JobError(wrong.what, where=wrong.where, fix=wrong.fix)
-    known, more, read = {Path(one.name).resolve() for one in documents}, list[Path](), list[Document]()
+    asked, read, others = {Path(one).resolve() for one in files}, list[Document](), list[Document]()
     for one in documents:
         if one.kind == "job":
             raise JobError("it is a job file already", where=one.name, fix="shardwise train takes it")
-        mistaken = one.kind == "deepspeed" and one.syntax == "yaml" and {*TABLE["marks"]} & one.values.keys()
-        read.append(replace(one, kind="training") if mistaken else one)
-        for name in referred(read[-1]):
+        for each in Settings(one, TABLE["calls"]).documents() if one.syntax == "python" else (one,):
+            own = each.kind != "deepspeed" or (each is one and Path(one.name).resolve() in asked)
+            (read if own else others).append(each)
+    mine = next((one.name for one in reversed(read) if one.kind == "deepspeed"), "")
+    for one in read:
+        for name in referred(one):
             there = found([name], Path(one.name).parent)
-            more += [path for path in there if path.resolve() not in known]
-            line = line_at(one.text, max(0, one.text.find(name)))
-            said += [] if there else [f"to do: {one.name}:{line}: {name} is not there; add it to --from"]
-    return (*read, *(_read(more, said) if more else ()))
+            place = f"{one.name}:{line_at(one.text, max(0, one.text.find(name)))}"
+            if mine and name.endswith(".json") and not {path.resolve() for path in there} & asked:
+                said.append(f"conflict: {mine} is used, not {name}, which {place} names")
+            elif not there:
+                said.append(f"to do: {place}: {name} is not there; add it to --from")
+        for name in CONFIGURATIONS if one.syntax == "python" and not mine and not others else ():
+            if one.has(name) and one.get(name) is None:
+                place = f"{one.name}:{one.line((name,))}"
+                said.append(f"to do: {place}: only a run knows {name}; add the JSON to --from")
+    written = [f"{one.name}:{one.marks[()].line}" for one in others if one.syntax == "python" and mine]
+    said += [f"conflict: {mine} is used, not the DeepSpeed settings in {place}" for place in written]
+    return read if mine else [*read, *others]
 
 
-def _defaults(given: set[str], said: list[str]) -> list[str]:
-    """What Axolotl or the Trainer does where none of the keys says it; those of the job and of the files."""
-    rows = [
-        row for row in TABLE["defaults"] if given >= {*row.get("only", ())} and not given & {*row["unless"]}
-    ]
-    unsaid = [change for row in rows for change in row["job"]] if given & {*TABLE["marks"]} else []
-    said += [f"assumed, the tool's defaults: {', '.join(unsaid)}"] * bool(unsaid)
-    return unsaid
+def _defaults(given: set[str], documents: Sequence[Document], said: list[str]) -> list[str]:
+    """What the tools do where none of the keys says it; `given`: those of the job and of the files."""
+    tools = dict.fromkeys(tool for one in documents for tool in _tools(one))
+    changes = list[str]()
+    for tool in tools:
+        rows = (row for row in TABLE["defaults"] if tool in row["of"] and not given & {*row["unless"]})
+        own = [change for row in rows for change in row["job"] if change not in changes]
+        said += [f"assumed, as {TABLE['tools'][tool]} does: {', '.join(own)}"] * bool(own)
+        changes += own
+    return changes
+
+
+def _tools(document: Document) -> list[str]:
+    """Whose defaults hold for what a document does not say."""
+    if document.kind == "deepspeed":
+        return ["deepspeed"] * document.has("optimizer", "type")
+    if document.syntax != "python":
+        known = {*TABLE["marks"]} & document.values.keys()
+        return ["axolotl" if "base_model" in known else "trainer"] * bool(known)
+    if of_script(document) == "trainer":
+        trl = {name.rpartition(".")[2] for name in document.uses} & {"SFTTrainer", *names("trl_arguments")}
+        return ["trl"] * bool(trl & {"SFTTrainer", "SFTConfig"}) + ["trainer"] * (not trl)
+    torch = ["torch"] * any(document.has(f"{name}()") for name in TABLE["adam"])
+    if "deepspeed.initialize" in document.uses:
+        return [*torch, "engine"]
+    return [*torch, *["loop"] * bool(torch or document.has("DataLoader()"))]
 
 
 def _complete(job: source.Document, said: list[str]) -> None:
     """Fill in what a job must have, and leave out what it may not."""
-    for name, text in FILL_IN.items():
+    for name, text in paths.FILL_IN.items():
         section, last = name.split(".")
         if last not in job.values.get(section, {}):
             source.apply(job, [f"{name}={text}"])
@@ -131,8 +208,13 @@ def _complete(job: source.Document, said: list[str]) -> None:
         found = contradictions.find(made, frozenset(map(source.dotted, job.origins)))
         problems += [(tuple(one.where.split(", ")[0].split(".")), one.what) for one in found]
     for key, what in problems:
-        said.append(f"left out: {source.dotted(key)}: {what}")
+        said += [f"left out: {source.dotted(key)}: {what}"] * (key != ("optimizer", "final_fraction"))
         job.forget(key)
+    resolved = dict(leaves(made.model_dump(mode="json"))) if made is not None else {}
+    long = {"steps", "epochs"} & job.values.get("train", {}).keys()
+    unset = [f"{source.dotted(key)} {value}" for key, value in resolved.items() if key not in job.origins]
+    unset = [one for one in unset if one.partition(" ")[0] in TABLE["shown"]] + ["one epoch"] * (not long)
+    said += [f"not said by the files, so shardwise's own: {', '.join(unset)}"] * bool(unset)
 
 
 def _leaves(values: Any, above: str = "") -> Iterator[tuple[str, Any]]:
@@ -171,19 +253,26 @@ def _meaning(key: str, value: Any, setup: Setup) -> list[str] | str:
         return [f"optimizer.warmup_steps={math.ceil(number * steps)}"]
     near = max((one for one in TABLE["reasons"] if key.startswith(one)), key=len, default="")
     known = f"{text}: nothing in a job file has this value"
-    return str(TABLE["reasons"].get(near, known if key in TABLE["keys"] else "a job file has no such key"))
+    top, tops = key.partition(".")[0], {one.partition(".")[0] for one in _KNOWN}
+    meant = get_close_matches(key if top in tops else top, _KNOWN if top in tops else tops, n=1, cutoff=0.85)
+    other = f"a job file has no such key{f'; did you mean {meant[0]}?' if meant else ''}"
+    return str(TABLE["reasons"].get(near, known if key in TABLE["keys"] else other))
 
 
-def _conflicts(said: list[tuple[str, str]], *, words: bool) -> list[str]:
-    """What is said of a key's values, `key=value` and where: the last is used.
+def _conflicts(taken: Sequence[Said]) -> Iterator[str]:
+    """The values of each key that are not used: the last is.
 
-    Keys of one file do not conflict: `output_dir` and `run_name` both name the run. Words do, such as
-    `load_in_4bit` and `load_in_8bit`; but for DoRA and rsLoRA, which go together.
+    `output_dir` and `run_name` may both name the run, and DoRA and rsLoRA go together.
     """
-    of, files = dict(said), {place.partition(":")[0] for _, place in said}
-    used = of.pop(said[-1][0])
-    conflict = (words or len(files) > 1) and "variants" not in used
-    return [f"conflict: {used} is used, not {one}" for one in of.values() if conflict]
+    groups = defaultdict[tuple[str, bool], dict[str, str]](dict)
+    for one in taken:
+        places = groups[one.key, one.word]
+        places.pop(one.value, None)
+        places[one.value] = one.place
+    for (key, _), places in groups.items():
+        *lost, used = places.values()
+        if key not in ("name", "model.lora.variants"):
+            yield from (f"conflict: {used} is used, not {one}" for one in lost)
 
 
 def _rows(batch: Mapping[str, int], said: list[str]) -> Iterator[str]:

@@ -40,9 +40,9 @@ def read_python(text: str, file: str) -> Document:
         raise UnreadableError(what, line=line, fix="correct the syntax") from None
     undefined = _undefined(program)
     name_as_imported(program)
-    known = _assigned_once(program)
+    known = assigned_once(program)
     for call in (node for node in ast.walk(program) if isinstance(node, ast.Call)):
-        called = _called(call.func)
+        called = name_of(call.func)
         uses.add(called)
         last = called.rpartition(".")[2]
         if last not in (*_CALLS, "Trainer", "Seq2SeqTrainer"):
@@ -87,7 +87,7 @@ def name_as_imported(program: ast.Module) -> None:
         name.id = known.get(name.id, name.id)
 
 
-def _assigned_once(program: ast.Module) -> dict[str, ast.expr]:
+def assigned_once(program: ast.Module) -> dict[str, ast.expr]:
     """The values of names that one plain assignment gives a value, and nothing else."""
     names = [node for node in ast.walk(program) if isinstance(node, ast.Name)]
     stored = Counter(name.id for name in names if isinstance(name.ctx, ast.Store))
@@ -112,7 +112,7 @@ def _undefined(program: ast.Module) -> list[str]:
     return [] if unseen else [name for name in used if name not in bound]
 
 
-def _called(function: ast.expr) -> str:
+def name_of(function: ast.expr) -> str:
     """The name of a call, such as `deepspeed.initialize`; the last name of a longer chain."""
     if isinstance(function, ast.Name):
         return function.id
@@ -125,7 +125,7 @@ def _called(function: ast.expr) -> str:
 def literal(node: ast.expr) -> Any:
     """The literal value; `torch.float16` as text; None for values that only a run knows."""
     if isinstance(node, ast.Attribute):
-        return _called(node)
+        return name_of(node)
     if isinstance(node, ast.Dict) and any(isinstance(n, ast.Call | ast.Name) for n in ast.walk(node)):
         return {key.value: UNKNOWN for key in node.keys if isinstance(key, ast.Constant)} or None
     try:

@@ -92,7 +92,7 @@ class Setup:
         """The library that reads the DeepSpeed JSON; None if no file shows it."""
         if self.asked_reader is not None:
             return self.asked_reader
-        scripts = [_of_script(document) for document in self.of("training") if document.syntax == "python"]
+        scripts = [of_script(document) for document in self.of("training") if document.syntax == "python"]
         called = [reader for reader in scripts if reader]  # what a script calls counts more than its flags
         flags = [_of_flags(document, seen=bool(scripts)) for document in self.of("training")]
         found = called or [reader for reader in flags if reader]
@@ -150,7 +150,8 @@ def launched_processes(document: Document) -> int | None:
     return None if count is None else int(count)
 
 
-def _of_script(document: Document) -> Reader | None:
+def of_script(document: Document) -> Reader | None:
+    """The library that a script trains with, as its calls show."""
     last = {name.rpartition(".")[2] for name in document.uses}
     if {"deepspeed.initialize", "deepspeed.add_config_arguments"} & document.uses:
         return "deepspeed"

@@ -91,7 +91,7 @@ flash_attention: true
 
 def job_of(folder: Path, *files: str) -> tuple[Job, list[str]]:
     text, said = translation([Path(file) for file in files])
-    (folder / "job.yaml").write_text(text)
+    (folder / "job.yaml").write_text(text.replace("fill-in-the-model", "gpt2"))
     (folder / "fill-in-the-data.jsonl").touch()
     return load_job(folder / "job.yaml").job, said
 
@@ -114,7 +114,11 @@ def test_a_yaml_for_mamba(files: Path) -> None:
     assert job.data.sequence_length == 4096
     assert job.train.global_batch == 4 * 8, "1 row x 8 x 4 GPUs"
     assert (job.train.steps, job.train.micro_batch, job.optimizer.learning_rate) == (200_000, 1, 1e-4)
-    assert said == ["to do: data.train: no file says it; write it in place of fill-in-the-data.jsonl"]
+    assert said == [
+        "to do: data.train: no file says it; write it in place of fill-in-the-data.jsonl",
+        "not said by the files, so shardwise's own: data.loss_on answers, optimizer.schedule cosine, "
+        "train.precision bf16",
+    ]
 
 
 def test_trl_s_trainer_takes_the_model_by_name(files: Path) -> None:
@@ -373,8 +377,10 @@ def test_of_two_strategies_the_last_is_used_and_both_are_named(
     assert job.strategy == used
     (conflict,) = [one for one in said if one.startswith("conflict")]
     first, last = texts
-    assert conflict.startswith(f"conflict: {last} (strategy={{")
-    assert f" is used, not {first} (strategy={{" in conflict
+    names = {"a.json": "zero2", "b.json": "zero3", "acc.yaml": "fsdp2-noreshard"}
+    if texts["a.json"] == NVME:
+        names["a.json"] = "zero3-nvme-optimizer"
+    assert conflict == f"conflict: {last} ({names[last]}) is used, not {first} ({names[first]})"
 
 
 @pytest.mark.parametrize(
@@ -382,7 +388,6 @@ def test_of_two_strategies_the_last_is_used_and_both_are_named(
     [
         (["load_in_4bit", "load_in_8bit"], "model.quantization=int8"),
         (["load_in_8bit", "load_in_4bit"], "model.quantization=nf4"),
-        (["bf16", "fp16"], "train.precision=fp16"),
         (["fp16", "bf16"], "train.precision=bf16"),
     ],
 )
@@ -431,3 +436,200 @@ def test_the_verb_writes_the_job_and_check_names_the_verb(capsys: pytest.Capture
     capsys.readouterr()
     assert main(["check", "mamba.yaml"]) == 2
     assert "`shardwise init --from mamba.yaml`" in capsys.readouterr().out
+
+
+LOOP = """\
+import argparse, torch
+from datasets import load_dataset
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float, default=1e-5)
+parser.add_argument("--seed", type=int)
+args = parser.parse_args()
+SIZE_ONCE = 4
+torch.manual_seed(args.seed)
+tokenizer = AutoTokenizer.from_pretrained("other/tokenizer")
+model = AutoModelForCausalLM.from_pretrained("a/b", torch_dtype=torch.bfloat16)
+model.gradient_checkpointing_enable()
+data = load_dataset("json", data_files="my_data.jsonl", split="train")
+held = load_dataset("json", data_files="held.jsonl", split="validation")
+rows = data.map(lambda one: tokenizer(one["text"], truncation=True, max_length=512))
+other = DataLoader(eval_rows, batch_size=64)
+loader = DataLoader(rows, batch_size=SIZE_ONCE, shuffle=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), eps=1e-6)
+for epoch in range(3):
+    for i, batch in enumerate(loader):
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        if (i + 1) % 8 == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+"""
+
+
+def test_a_loop_of_one_s_own(files: Path) -> None:
+    Path("loop.py").write_text(LOOP)
+    job, said = job_of(files, "loop.py")
+    one = job.optimizer
+    assert (one.learning_rate, one.beta1, one.beta2, one.epsilon) == (1e-5, 0.9, 0.98, 1e-6)
+    assert (one.weight_decay, one.schedule, one.warmup_steps) == (0.01, "constant", 0), (
+        "torch's, no scheduler"
+    )
+    assert (one.clip_norm, job.train.epochs, job.train.precision) == (0.5, 3, "bf16")
+    assert (job.train.micro_batch, job.train.global_batch, job.train.checkpointing) == (4, 32, "full")
+    assert (job.model.source, job.data.train) == ("a/b", str(files / "my_data.jsonl"))
+    assert (job.data.sequence_length, job.data.loss_on) == (512, "all")
+    text = "\n".join(said)
+    assert "5e-5" not in text, "no default of a Trainer"
+    assert "assumed, as torch's AdamW does: optimizer.weight_decay=0.01" in text
+    assert "to do: loop.py:10: manual_seed.seed: only a run knows its value; write train.seed" in text
+    assert "left out: loop.py: DataLoader.shuffle (line 18)" in text
+    fields = "class Flags:\n    rate: float = field(default=3e-4)\n    size: int = 16\nargs = parse(Flags)\n"
+    flags = LOOP.replace("lr=args.lr", "lr=args.rate").replace("SIZE_ONCE, ", "args.size, ")
+    Path("loop.py").write_text(fields + flags)
+    job, _ = job_of(files, "loop.py")
+    assert (job.optimizer.learning_rate, job.train.micro_batch) == (3e-4, 16), "fields of a class"
+    Path("loop.py").write_text(LOOP.replace("lr=args.lr", "lr=args.rate"))
+    job, said = job_of(files, "loop.py")
+    assert "to do: loop.py:19: AdamW.lr: only a run knows its value; write optimizer.learning_rate" in said
+    assert job.optimizer.learning_rate == 2e-5, "shardwise's own, neither torch's nor the Trainer's"
+
+
+ENGINE = """\
+import deepspeed
+LR = 3e-5
+settings = {
+    "train_micro_batch_size_per_gpu": 2, "train_batch_size": 16,
+    "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+}
+settings["gradient_clipping"] = 0.3
+engine, *_ = deepspeed.initialize(model=model, config=settings)
+"""
+
+
+def test_deepspeed_settings_that_a_script_holds(files: Path) -> None:
+    Path("engine.py").write_text(ENGINE)
+    job, said = job_of(files, "engine.py")
+    assert job.strategy == StrategySpec(engine="deepspeed", stage=3, offload_parameters="cpu")
+    assert (job.optimizer.learning_rate, job.optimizer.clip_norm, job.optimizer.beta2) == (3e-5, 0.3, 0.999)
+    assert (job.train.global_batch, job.train.micro_batch, job.train.precision) == (16, 2, "bf16")
+    assert job.optimizer.schedule == "constant", "DeepSpeed has no scheduler where none is given"
+    assert not any(one.startswith("left out") for one in said)
+    Path("mine.json").write_text(zero(1))
+    job, said = job_of(files, "engine.py", "mine.json")
+    assert job.strategy == StrategySpec(engine="deepspeed", stage=1)
+    assert "conflict: mine.json is used, not the DeepSpeed settings in engine.py:3" in said
+    assert job.optimizer.learning_rate == 2e-5, "nothing of them is left"
+    Path("engine.py").write_text(ENGINE.replace("config=settings", "config=args.config"))
+    with pytest.raises(
+        JobError, match=r"to do: engine.py:10: only a run knows config; add the JSON to --from"
+    ):
+        translation([Path("engine.py")])
+
+
+@pytest.mark.parametrize("order", [("train.py", "mine.json"), ("mine.json", "train.py")])
+def test_the_deepspeed_file_on_the_command_line_wins_over_the_script_s(
+    files: Path, order: tuple[str, str]
+) -> None:
+    Path("mine.json").write_text(zero(3))
+    job, said = job_of(files, *order)
+    assert job.strategy == StrategySpec(engine="deepspeed", stage=3)
+    assert "conflict: mine.json is used, not ds.json, which train.py:7 names" in said
+    assert (job.train.precision, job.train.steps, job.train.global_batch) == ("bf16", None, 16)
+
+
+def test_schedulers_of_the_script_and_of_deepspeed(files: Path) -> None:
+    Path("train.py").write_text(SCRIPT.replace("optim=", 'lr_scheduler_type="cosine", optim='))
+    job, said = job_of(files, "train.py")
+    used = "ds.json:1: scheduler.type (optimizer.schedule=linear)"
+    other = "train.py:7: lr_scheduler_type (optimizer.schedule=cosine)"
+    assert f"conflict: {used} is used, not {other}" in said
+    assert job.optimizer.schedule == "linear"
+
+
+@pytest.mark.parametrize("keys", [("bf16", "fp16"), ("fp16", "bf16")])
+def test_of_bf16_and_fp16_the_job_has_what_check_advises(files: Path, keys: tuple[str, str]) -> None:
+    Path("both.json").write_text(json.dumps({key: {"enabled": True} for key in keys}))
+    job, said = job_of(files, "both.json")
+    assert job.train.precision == "bf16"
+    (conflict,) = [one for one in said if one.startswith("conflict")]
+    assert conflict.endswith("is used, not both.json:1: fp16.enabled (train.precision=fp16)")
+
+
+TRL = """\
+from trl import SFTConfig, SFTTrainer
+args = SFTConfig(output_dir="out", per_device_train_batch_size=2)
+SFTTrainer(model="a/b", args=args, train_dataset=load_dataset("trl-lib/Capybara", split="train"))
+"""
+
+
+def test_trl_has_defaults_of_its_own(files: Path) -> None:
+    Path("sft.py").write_text(TRL)
+    job, _ = job_of(files, "sft.py")
+    assert (job.optimizer.learning_rate, job.data.sequence_length, job.data.loss_on) == (2e-5, 1024, "all")
+    assert (job.train.checkpointing, job.data.train, job.data.split) == ("full", "trl-lib/Capybara", "train")
+    Path("sft.py").write_text(TRL.replace("output_dir", "assistant_only_loss=True, output_dir"))
+    assert job_of(files, "sft.py")[0].data.loss_on == "answers"
+
+
+def test_the_collator_for_language_modeling_trains_on_all_tokens(files: Path) -> None:
+    collator = "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+    Path("train.py").write_text(f"{SCRIPT}{collator}\n")
+    assert job_of(files, "train.py")[0].data.loss_on == "all"
+    Path("train.py").write_text(f"{SCRIPT}{collator}\n".replace("False)", "True)"))
+    assert any("not masked ones" in one for one in job_of(files, "train.py")[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            '{"zero_optimization": {"stagee": 3}}',
+            "stagee (line 1): DeepSpeed has no such key; did you mean stage?",
+        ),
+        (
+            '{"train_batch_sizee": 3, "gradient_clipping": 1}',
+            "DeepSpeed has no such key; did you mean train_batch_size?",
+        ),
+        ("output_dir: a\nlearning_ratee: 1e-4\n", "a job file has no such key; did you mean learning_rate?"),
+        ("num_processes: 2\ndeepsped_config: {zero_stage: 2}\n", "did you mean deepspeed_config?"),
+    ],
+)
+def test_an_unknown_key_is_called_that_with_the_nearest(files: Path, text: str, said: str) -> None:
+    name = "a.json" if text.startswith("{") else "a.yaml"
+    Path(name).write_text(text)
+    assert said in "\n".join(translation([Path(name)])[1])
+
+
+@pytest.mark.parametrize("text", ["{}", '{"foo": 1}', "foo: bar\n"])
+def test_files_that_say_nothing_of_a_job_make_none(files: Path, text: str) -> None:
+    Path("nothing.yaml").write_text(text)
+    with pytest.raises(JobError, match="none of its settings is one of a job"):
+        translation([Path("nothing.yaml")])
+
+
+def test_a_broken_json_is_named_with_its_line(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("broken.json").write_text('{"bf16": {"enabled": true},\n"zero_optimization": {"stage": 2}')
+    assert main(["init", "--from", "broken.json"]) == 2
+    assert "at:  broken.json:2" in capsys.readouterr().err
+    assert not Path("job.yaml").exists()
+
+
+def test_placeholders_are_called_placeholders(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("z.json").write_text(zero(2))
+    assert main(["init", "--from", "z.json"]) == 0
+    assert main(["config", "job.yaml"]) == 2
+    text = capsys.readouterr().err
+    for name in ("fill-in-the-data.jsonl", "fill-in-the-model"):
+        assert f"{name} is the placeholder that `shardwise init --from` wrote" in text
+    assert "a hub dataset such as" in text
+
+
+@pytest.mark.parametrize("name", ["train.py", "absent.json", "absent.yaml"])
+def test_a_file_without_from_is_no_preset(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", name]) == 2
+    assert f"fix: shardwise init --from {name}" in capsys.readouterr().err
+    assert main(["init", name, "ds.json"]) == 2
+    assert f"fix: shardwise init --from {name} ds.json" in capsys.readouterr().err
