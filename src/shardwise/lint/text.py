@@ -39,7 +39,10 @@ def read_json(text: str, name: str) -> Document:
         if not isinstance(values, dict):
             what = "a configuration is an object that begins with `{`"
             raise UnreadableError(what, line=1, fix="add the braces")
-        node = yaml.compose(_UNPRINTED.sub(" ", plain))  # flow YAML, as soon as all white space is spaces
+        # Flow YAML, as soon as white space is spaces, and characters that YAML does not print are others.
+        node = yaml.compose(
+            _UNPRINTED.sub(lambda m: " " if m[0] in "\t\r" else chr(57344 + ord(m[0]) % 6400), plain)
+        )
         assert node is not None
         marks, duplicates = _marks(node)
         names: dict[Key, Key] = {(): ()}  # JSON's, which has other escapes than YAML

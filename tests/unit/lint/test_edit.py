@@ -204,3 +204,9 @@ def test_the_page_of_rules_is_current() -> None:
         [sys.executable, docs / "check_page.py"], capture_output=True, text=True, check=True
     )
     assert (docs / "check.md").read_text(encoding="utf-8") == made.stdout
+
+
+def test_keys_of_characters_that_yaml_does_not_print_are_kept_apart() -> None:
+    document = read_json('{"\x7f": 1,\t"\x80": 2}', "a.json")
+    assert document.duplicates == ()
+    assert [*document.marks] == [("\x7f",), ("\x80",)]
