@@ -21,6 +21,7 @@ from missed import MISSED, MISSED_MEANS
 from predict import (
     BOUNDS,
     Summary,
+    compare,
     compare_all,
     earlier_kernels,
     hash_alike,
@@ -38,6 +39,7 @@ HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "accuracy.md"
 PEERS = HERE / "results" / "peers.json"
 HOST = HERE / "results" / "host.jsonl"
+H100 = HERE / "results" / "h100.jsonl"
 GIB = 1024**3
 FAMILIES = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp2")
 Comparison = Mapping[str, Any]
@@ -132,6 +134,32 @@ def host(_: Sequence[Comparison]) -> str:
         seconds_all = ", ".join(map(_step, found[row.id]))
         lines.append([f"`{row.id}`", seconds_all, f"{seconds:.3f}", differences])
     return table(["row", "step, s", "predicted", "difference"], lines)
+
+
+def h100(_: Sequence[Comparison]) -> str:
+    """Rows on two H100."""
+    found = measured_rows(H100)
+    lines = []
+    for row in load_rows(HERE / "h100.toml"):
+        one, measured = compare(row, found[row.id]), found[row.id]
+        speed = measured["tokens_per_step"] / measured["step_seconds"] / row.gpus
+        off = (percent(one["differences"][key], sign=True) for key in ("reserved", "step", "joules"))
+        loss = f"{measured['loss'][0]:.3f} to {measured['loss'][-1]:.3f}, {measured['grad_norm'][-1]:.2f}"
+        reserved = f"{measured['peak_reserved_bytes'] / GIB:.2f}"
+        lines.append([f"`{row.id}`", reserved, f"{speed:,.0f}", loss, f"{one['host_share']:.0%}", *off])
+    return table(
+        [
+            "row",
+            "reserved, GiB",
+            "tokens/s/GPU",
+            "loss, gradient norm",
+            "predicted host share",
+            "memory",
+            "time",
+            "energy",
+        ],
+        lines,
+    )
 
 
 def missed(comparisons: Sequence[Comparison]) -> str:
@@ -303,6 +331,7 @@ BLOCKS = {
     "bound": bound,
     "missed": missed,
     "host": host,
+    "h100": h100,
     "again": again,
     "apart": apart,
     "peers": peers,

@@ -110,8 +110,8 @@ def process_bytes() -> int:
     return int(statistics.median(row["host_memory_bytes"] for row in rows))
 
 
-def predict(row: Row, *, earlier: frozenset[str] = frozenset()) -> Prediction:
-    """The prediction of a row on the GPUs it was measured on; `earlier` as in `earlier_kernels`."""
+def predict(row: Row, *, earlier: frozenset[str] = frozenset(), gpu: str = "H200") -> Prediction:
+    """The prediction of a row on GPUs of a kind; `earlier` as in `earlier_kernels`."""
     strategy = row.resolved()
     tracer = earlier, row.model, row.layers, row.lora, row.variants, row.quantization, row.sequence_length
     return simulate(
@@ -123,7 +123,7 @@ def predict(row: Row, *, earlier: frozenset[str] = frozenset()) -> Prediction:
             tensor_parallel=strategy.tensor_parallel,
         ),
         strategy,
-        parse_hardware(f"{row.gpus}xH200"),
+        parse_hardware(f"{row.gpus}x{gpu}"),
         memory_cap_bytes=row.memory_cap_bytes,
     )
 
@@ -173,7 +173,8 @@ def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:
     processes, minus what a process takes anyway, for rows that offload. `host_share` is the part of the
     predicted step that the host needs to issue it.
     """
-    prediction = predict(row, earlier=earlier_kernels(measured))
+    gpu = "H100" if "H100" in measured["gpu"] else "H200"
+    prediction = predict(row, earlier=earlier_kernels(measured), gpu=gpu)
     memory = prediction.memory
     predicted = _values(
         reserved=memory.peak_reserved_bytes,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,7 @@ def loss_of_the_exported(strategy: Strategy, world: World) -> dict[str, Any]:
     w.train(engine, strategy, STEPS)
     weights = snapshot(engine)
     (batch,) = w.share(w.rows(77), replace(strategy, micro_batch=w.GLOBAL_BATCH), world)
-    ours = engine.loss_sum(batch).item()
+    ours = engine.evaluate(batch).item()
     w.train(engine, strategy, range(4, 5))  # the weights that were looked at are still those it trains
     changed = not same(weights, snapshot(engine))
     if world.rank != 0:
@@ -241,6 +242,19 @@ def quantization(folder: Path, world: World) -> dict[str, Any]:
                 "resumed": precision == "fp32"
                 or q.resumes(engine, kind, strategy, folder / f"{name}-{kind}"),
             }
+    return results
+
+
+def gathered_codes(folder: Path, world: World) -> dict[str, Any]:
+    """Whether FSDP2 gathers the codes of a quantised base bit for bit, with copies as on CUDA."""
+    import quantized_worker as q
+
+    torch._foreach_copy_ = q.copy_as_cuda  # type: ignore[assignment]
+    results: dict[str, Any] = {}
+    for kind, precision in product(("int8", "nf4"), ("bf16", "fp16")):
+        strategy = w.fitted(Strategy(engine="fsdp2", precision=precision), world, 2)
+        engine, _ = q.engine_for(folder, kind, strategy, world)
+        results[f"{kind}/{precision}"] = q.codes_as_gathered(engine, q.build(folder, kind, precision))
     return results
 
 
@@ -349,7 +363,7 @@ def evaluate(folder: Path, world: World) -> dict[str, Any]:
         batch = w.rows(77)
         losses = []
         for _ in range(3):
-            total = sum(watched.loss_sum(part) for part in w.share(batch, strategy, world))
+            total = sum(watched.evaluate(part) for part in w.share(batch, strategy, world))
             assert isinstance(total, torch.Tensor)
             if world.size > 1:
                 dist.all_reduce(total)
@@ -442,6 +456,7 @@ SCENARIOS = {
     "tensor_parallel": tensor_parallel,
     "tensor_parallel_checks": tensor_parallel_checks,
     "quantization": quantization,
+    "gathered_codes": gathered_codes,
     "lossy": lossy,
     "fine_tuning": fine_tuning,
 }

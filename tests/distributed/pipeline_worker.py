@@ -156,7 +156,7 @@ def parity(case: Case, folder: Path, world: World) -> dict[str, Any]:
     steps = train(engine, strategy, STEPS)
     found = snapshot(engine)
     assert found.keys() == weights.keys()
-    total = sum(engine.loss_sum(part).double() for part in share(rows(77), strategy, engine.world))
+    total = sum(engine.evaluate(part).double() for part in share(rows(77), strategy, engine.world))
     assert isinstance(total, torch.Tensor)
     by_rows: list[Any] = [None] * world.size
     dist.all_gather_object(by_rows, (engine.world.data_rank, total.item()))

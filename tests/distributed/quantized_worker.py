@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import engine_worker as w
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.engines.runtime.protocol import Engine, World, build_engine
 from shardwise.job.schema import Lora, Model
@@ -126,3 +127,29 @@ def resumes(engine: Engine, quantization: str, strategy: Strategy, place: Path) 
     (resumed,) = w.train(other, strategy, range(4, 5))
     mine, theirs = dict(engine.weights()), dict(other.weights())
     return straight.loss.item() == resumed.loss.item() and all(mine[n].equal(theirs[n]) for n in mine)
+
+
+def codes_as_gathered(engine: Engine, built: BuiltModel) -> tuple[bool, bool]:
+    """Whether FSDP2's blocks compute with the codes of the source, and whether some of those are NaN."""
+    built.weights.fill(built.model, torch.device("cpu"))
+    root = engine.module  # type: ignore[attr-defined]
+    for part in root.modules():
+        if isinstance(part, FSDPModule):
+            part.unshard()
+    pairs = [(a.weight, b.weight) for a, b in zip(_layers(root), _layers(built.model), strict=True)]
+    bits = [(a.detach().view(torch.uint8), b.detach().view(torch.uint8)) for a, b in pairs]
+    return all(a.equal(b) for a, b in bits), any(bool(b.isnan().any()) for _, b in pairs)
+
+
+def copy_as_cuda(into: Sequence[torch.Tensor], of: Sequence[torch.Tensor], *rest: Any) -> None:
+    """`torch._foreach_copy_` as on CUDA, where 16 bits go through fp32: every NaN becomes the same one."""
+    FOREACH_COPY(into, [_through_fp32(one) for one in of], *rest)
+
+
+def _through_fp32(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return x
+    return x.view(torch.int16).masked_fill(x.isnan(), 0x7FFF).view(x.dtype)
+
+
+FOREACH_COPY = torch._foreach_copy_

@@ -40,6 +40,13 @@ def test_losses_norms_and_weights_are_those_of_float64(tmp_path, processes: int)
         assert found["stored_bytes"] == stored // shards, name
 
 
+def test_fsdp2_gathers_codes_bit_for_bit(tmp_path: Path) -> None:
+    """Some codes are NaN as bf16 or fp16 numbers, which a copy on CUDA does not keep (decision 0074)."""
+    results = run_in_processes("gathered_codes", processes=2, folder=tmp_path, timeout=300)
+    assert {tuple(found) for found in results.values()} == {(True, True)}
+    assert len(results) == 4
+
+
 def base_of(folder: Path, *, processes: int) -> Path:
     """A small Llama with sharp logits, as if published, and the tokenizer that the packaged samples give."""
     values = job(folder, "source", "zero0" if processes > 1 else "single", steps=1)

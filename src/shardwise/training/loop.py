@@ -156,7 +156,7 @@ class Loop:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for micro_batch in self.evaluation:
             mark("evaluating", self.progress.step)
-            total += self.engine.loss_sum(micro_batch.to(device))
+            total += self.engine.evaluate(micro_batch.to(device))
         # Of ranks that have seen the same rows the last one has the loss.
         shares = dict[int, Any](self.ranks.gather((self.engine.world.data_rank, total.item())))
         loss = sum(shares.values()) / self.evaluation.target_tokens

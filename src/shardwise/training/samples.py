@@ -41,7 +41,7 @@ def make_samples(ready: Ready, engine: Engine) -> Callable[[], list[tuple[str, s
             ids = list(row)
             for _ in range(room):
                 at = torch.tensor([len(ids) - 1], device=device)
-                ids.append(int(engine.logits(_batch(ids).to(device), at).argmax()))
+                ids.append(int(engine.evaluate(_batch(ids).to(device), at).argmax()))
             new = ids[len(row) :]
             written.append((prompt, tokenizer.decode(new[: new.index(end)] if end in new else new)))
         return written

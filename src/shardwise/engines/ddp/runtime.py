@@ -94,7 +94,7 @@ class DdpEngine(SingleEngine):
     def config(self) -> dict[str, Any]:
         strategy = self._strategy
         compressed = {"reduce_dtype": strategy.reduce_dtype, "powersgd": strategy.powersgd, "start": START}
-        return {**super().config(), "engine": "ddp", **compressed}
+        return {**super().config(), **compressed}
 
 
 def _average_in(dtype: torch.dtype, bucket):  # type: ignore[no-untyped-def]  # DDP wants another or none

@@ -18,12 +18,24 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.tensor import DTensor
 
 from shardwise.engines.runtime.base import TorchEngine
 from shardwise.engines.runtime.parameters import Fill, Fp32Parameters, chosen, trainable
 from shardwise.engines.runtime.state import Part, parts_of
+from shardwise.kernels.quantized_linear import QuantizedLinear
 from shardwise.models.structure import DTYPES
+from shardwise.patch import Library, patch
+
+_TORCH = Library("torch", ">=2.10", lost="")
+_DESCRIBE = "_get_all_gather_input_metadatas"
+_describe = getattr(collectives, _DESCRIBE)
+
+
+def _as_bytes(inputs: list[list[torch.Tensor]]) -> tuple[Any, Any, torch.dtype]:
+    """What a group gathers: bytes, as torch does it for several formats (decision 0074)."""
+    return *_describe(inputs)[:2], torch.uint8
 
 
 class FsdpEngine(TorchEngine):
@@ -93,14 +105,11 @@ class FsdpEngine(TorchEngine):
 
     def config(self) -> dict[str, Any]:
         return {
-            "engine": "fsdp2",
-            "param_dtype": self._strategy.precision,
+            **super().config(),
             "reduce_dtype": self._strategy.reduced_in("fp32"),
             "reshard_after_forward": self._strategy.reshard,
             "cpu_offload": self._strategy.offload_parameters == "cpu",
             "shard_group_size": self._strategy.sharers,
-            "clip_norm": self._strategy.clip_norm,
-            "optimizer": self._settings.model_dump(),
         }
 
     def _mesh(self) -> DeviceMesh:
@@ -113,6 +122,8 @@ class FsdpEngine(TorchEngine):
     def _shard(self, blocks: Sequence[nn.Module], fill: Fill) -> None:
         """Fill and shard one block after the other, then the rest of the module."""
         device = self.world.device
+        if any(isinstance(part, QuantizedLinear) for part in self.module.modules()):
+            patch(collectives, _DESCRIBE, _as_bytes, library=_TORCH, source_hash=None)
         options: dict[str, Any] = {
             "mesh": self._mesh(),
             "mp_policy": MixedPrecisionPolicy(

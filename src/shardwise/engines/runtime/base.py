@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,16 @@ from shardwise.engines.runtime.protocol import StepResult, World
 from shardwise.engines.runtime.state import Part, load_state, parts_of, save_state
 from shardwise.job import schema
 from shardwise.strategy import Strategy
+
+
+@torch.no_grad()
+def evaluated(model: nn.Module, micro_batch: MicroBatch, at: torch.Tensor | None) -> torch.Tensor:
+    """See `Engine.evaluate`."""
+    model.eval()
+    try:
+        return model(*[micro_batch] if at is None else [micro_batch, at])  # type: ignore[no-any-return]
+    finally:
+        model.train()
 
 
 class TorchEngine:
@@ -71,16 +82,13 @@ class TorchEngine:
     def apart(self) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.module)
 
-    def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
-        return self.logits(micro_batch, None)
+    def evaluate(self, micro_batch: MicroBatch, at: torch.Tensor | None = None) -> torch.Tensor:
+        return evaluated(self.module, micro_batch, at)
 
-    @torch.no_grad()
-    def logits(self, micro_batch: MicroBatch, at: torch.Tensor | None) -> torch.Tensor:
-        self.module.eval()
-        try:
-            return self.module(micro_batch) if at is None else self.module(micro_batch, at)
-        finally:
-            self.module.train()
+    def config(self) -> dict[str, Any]:
+        strategy, optimizer = self._strategy, self._settings.model_dump()
+        common = {"engine": strategy.engine, "precision": strategy.precision}
+        return {**common, "clip_norm": strategy.clip_norm, "optimizer": optimizer}
 
     def named_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
         return {**self._optimizer.state(), **self._private()}, self._parts()

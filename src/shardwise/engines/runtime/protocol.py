@@ -66,11 +66,11 @@ class Engine(Protocol):
     def apart(self) -> AbstractContextManager[nn.Module]:
         """The module, as it gives summed losses and their gradients apart from any step; no pipeline's."""
 
-    def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Summed cross entropy of one micro-batch on this rank; eval mode, no gradients; fp32 scalar."""
+    def evaluate(self, micro_batch: MicroBatch, at: torch.Tensor | None = None) -> torch.Tensor:
+        """Summed cross entropy of a micro-batch on this rank, fp32 scalar; eval mode, no gradients.
 
-    def logits(self, micro_batch: MicroBatch, at: torch.Tensor) -> torch.Tensor:
-        """Logits [N, vocabulary] of N of the flattened B*S tokens; eval mode, no gradients. Collective."""
+        Or logits [N, vocabulary] `at` N of the flattened B*S tokens, not under pipelines. Collective.
+        """
 
     def named_state(self) -> "tuple[dict[str, torch.Tensor], dict[str, Part]] | None":
         """What `save` writes, see state.py, not copied; None where DeepSpeed writes files of its own."""

@@ -1,7 +1,6 @@
 """One process, nothing sharded: weights in the computation's format, AdamW on fp32 masters."""
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,14 +24,6 @@ class SingleEngine(TorchEngine):
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in chosen(self.module.named_parameters(), names).items():
             yield name, weight.detach().cpu()
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "engine": "single",
-            "precision": self._strategy.precision,
-            "clip_norm": self._strategy.clip_norm,
-            "optimizer": self._settings.model_dump(),
-        }
 
     @torch.no_grad()
     def _publish(self) -> None:

@@ -39,6 +39,7 @@ from shardwise.engines.deepspeed.runtime.patches import (
 from shardwise.engines.deepspeed.runtime.state import Guard, NamedState
 from shardwise.engines.deepspeed.runtime.tensor_parallel import check_same_rows, cut_by_plan, gathered
 from shardwise.engines.runtime.adamw import AdamW
+from shardwise.engines.runtime.base import evaluated
 from shardwise.engines.runtime.parameters import (
     Fill,
     Fp32Parameters,
@@ -184,16 +185,8 @@ class DeepSpeedEngine:
         with without_reducing(self._optimizer):
             yield self._engine.module
 
-    def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
-        return self.logits(micro_batch, None)
-
-    @torch.no_grad()
-    def logits(self, micro_batch: MicroBatch, at: torch.Tensor | None) -> torch.Tensor:
-        self._engine.eval()
-        try:
-            return self._engine(micro_batch) if at is None else self._engine(micro_batch, at)
-        finally:
-            self._engine.train()
+    def evaluate(self, micro_batch: MicroBatch, at: torch.Tensor | None = None) -> torch.Tensor:
+        return evaluated(self._engine, micro_batch, at)
 
     def named_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Part]] | None:
         if self._named is None:

@@ -150,7 +150,7 @@ class PipelineEngine(TorchEngine):
         return {name: self._split.part(name, shape, begin) for name, (shape, begin) in places.items()}
 
     @torch.no_grad()
-    def loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def evaluate(self, micro_batch: MicroBatch, at: torch.Tensor | None = None) -> torch.Tensor:
         """On ranks without the last stage 0."""
         group, rank, ranks = self._stage_group, self._place[0], self._strategy.pipeline
         loss = torch.zeros((), device=self.world.device)
@@ -194,13 +194,10 @@ class PipelineEngine(TorchEngine):
     def config(self) -> dict[str, Any]:
         strategy = self._strategy
         return {
-            "engine": "pipeline",
-            "precision": strategy.precision,
+            **super().config(),
             "schedule": SCHEDULES[strategy.pipeline_schedule],
             "blocks_of_stages": [len(blocks) for blocks in self._cut.ranges],
             "micro_batches": strategy.accumulation,
             "data_parallel": strategy.data_parallel,
             "tensor_parallel": strategy.tensor_parallel,
-            "clip_norm": strategy.clip_norm,
-            "optimizer": self._settings.model_dump(),
         }
