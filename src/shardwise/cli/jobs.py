@@ -12,7 +12,6 @@ from shardwise.errors import JobError
 
 START = typer.Argument(metavar="PRESET|FILE", help="One of --list, or files with --from.  [default: lora]")
 FROM = typer.Option("--from", help="Make it of files of DeepSpeed, Trainer, accelerate, Axolotl and others.")
-_FILES = (".py", ".json", ".yaml", ".yml", ".sh")  # endings that no preset's name has
 OUT = typer.Option(metavar="FILE", help="Job file to write.")
 MODELS = typer.Option("--models", help="List the model shapes known without network.")
 
@@ -43,7 +42,7 @@ def init(
 
         made, said = translation(list(map(Path, start)), out.parent)
         print(f"wrote {next(presets.write_new({out: made}, out))}", *said, sep="\n")
-    elif foreign or more or Path(preset).suffix in _FILES or Path(preset).is_file():
+    elif foreign or more or Path(preset).suffix in (".py", ".json", ".yaml", ".yml", ".sh"):
         fix = f"shardwise init --from {shlex.join(start or ['ds_config.json', 'train.py'])}"
         raise JobError("it takes one preset, or --from and files", where="shardwise init", fix=fix)
     else:

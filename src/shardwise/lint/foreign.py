@@ -187,9 +187,8 @@ def _tools(document: Document) -> list[str]:
         trl = {name.rpartition(".")[2] for name in document.uses} & {"SFTTrainer", *names("trl_arguments")}
         return ["trl"] * bool(trl & {"SFTTrainer", "SFTConfig"}) + ["trainer"] * (not trl)
     torch = ["torch"] * any(document.has(f"{name}()") for name in TABLE["adam"])
-    if "deepspeed.initialize" in document.uses:
-        return [*torch, "engine"]
-    return [*torch, *["loop"] * bool(torch or document.has("DataLoader()"))]
+    own = "engine" if "deepspeed.initialize" in document.uses else "loop"
+    return [*torch, *[own] * bool(own == "engine" or torch or document.has("DataLoader()"))]
 
 
 def _complete(job: source.Document, said: list[str]) -> None:
@@ -210,9 +209,9 @@ def _complete(job: source.Document, said: list[str]) -> None:
     for key, what in problems:
         said += [f"left out: {source.dotted(key)}: {what}"] * (key != ("optimizer", "final_fraction"))
         job.forget(key)
-    resolved = dict(leaves(made.model_dump(mode="json"))) if made is not None else {}
+    resolved = leaves(made.model_dump(mode="json")) if made is not None else ()
+    unset = [f"{source.dotted(key)} {value}" for key, value in resolved if key not in job.origins]
     long = {"steps", "epochs"} & job.values.get("train", {}).keys()
-    unset = [f"{source.dotted(key)} {value}" for key, value in resolved.items() if key not in job.origins]
     unset = [one for one in unset if one.partition(" ")[0] in TABLE["shown"]] + ["one epoch"] * (not long)
     said += [f"not said by the files, so shardwise's own: {', '.join(unset)}"] * bool(unset)
 

@@ -63,7 +63,7 @@ class Settings:
                         self._put(("accumulation",), one.right)
 
     def _call(self, call: ast.Call, last: str) -> None:
-        given = {one.arg: one.value for one in call.keywords if one.arg}
+        given = {one.arg or "**": one.value for one in call.keywords}
         if last == "from_pretrained" and "Model" in (place := ast.unparse(call.func)) and call.args:
             self._put(("model_name_or_path",), call.args[0])
             if task := re.search(r"For(?!CausalLM)[A-Z]\w+", place):
@@ -71,6 +71,8 @@ class Settings:
         for name, node in given.items() if last in names("calls") else ():
             if name in CONFIGURATIONS and isinstance(found := self._resolved(node), ast.Dict):
                 self.configurations.append(found)
+            elif name == "**":
+                self._put((name, last), ast.Constant(True), call.lineno)
             elif last != "initialize" or name in CONFIGURATIONS:
                 self._put((_KEYS.get(name, name),), node)
         if last not in self.calls and "max_length" in given and {"truncation", "padding"} & given.keys():

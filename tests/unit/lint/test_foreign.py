@@ -540,6 +540,19 @@ def test_the_deepspeed_file_on_the_command_line_wins_over_the_script_s(
     assert (job.train.precision, job.train.steps, job.train.global_batch) == ("bf16", None, 16)
 
 
+def test_a_plugin_of_accelerate_in_a_script(files: Path) -> None:
+    plugin = 'DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu", **more)'
+    Path("plug.py").write_text(f"from accelerate import DeepSpeedPlugin\n{plugin}\n")
+    job, said = job_of(files, "plug.py")
+    assert job.strategy == "zero3"
+    text = "\n".join(said)
+    assert "offload_optimizer_device (line 2): write it in strategy" in text
+    assert "**.DeepSpeedPlugin (line 2): arguments in a mapping are not read" in text
+    Path("mine.json").write_text(zero(1))
+    _, said = job_of(files, "mine.json", "plug.py")
+    assert "conflict: plug.py:2: zero_stage (strategy=zero3) is used, not mine.json (zero1)" in said
+
+
 def test_schedulers_of_the_script_and_of_deepspeed(files: Path) -> None:
     Path("train.py").write_text(SCRIPT.replace("optim=", 'lr_scheduler_type="cosine", optim='))
     job, said = job_of(files, "train.py")
