@@ -8,22 +8,20 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from predict import compare_all, hash_alike
+from predict import HERE, compare, compare_all, hash_alike, measured_rows
 from rows import load_rows
 
 from shardwise.planner.evidence import HOST_BOUND, kind_of
 
-HERE = Path(__file__).parent
 TABLE = HERE.parents[1] / "src" / "shardwise" / "planner" / "evidence.toml"
 HEAD = "# Errors of the accuracy ledger's predictions; made by benchmarks/accuracy/evidence.py\n"
 
 
 def table(comparisons: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
     """Absolute differences by kind of strategy: `memory`, `time`, `time_host_bound`."""
-    rows = {row.id: row for row in load_rows(HERE / "rows.toml")}
+    rows = {row.id: row for name in ("rows", "h100") for row in load_rows(HERE / f"{name}.toml")}
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in comparisons:
         kind = kind_of(rows[one["id"]].resolved())
@@ -34,10 +32,11 @@ def table(comparisons: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[
     return found
 
 
-def as_toml(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    lines = [HEAD, 'gpus = ["H200 SXM"]\n']
+def as_toml(found: Mapping[str, Mapping[str, Sequence[float]]], gpus: Mapping[str, set[str]]) -> str:
+    lines = [HEAD]
     for kind in sorted(found):
-        lines.append(f'\n[kinds."{kind}"]\n')
+        names = ", ".join(f'"{name}"' for name in sorted(gpus[kind]))
+        lines.append(f'\n["{kind}"]\ngpus = [{names}]\n')
         for name, values in sorted(found[kind].items()):
             mean, worst = statistics.fmean(values), max(values)
             lines.append(f"{name} = {{ runs = {len(values)}, mean = {mean:.4f}, worst = {worst:.4f} }}\n")
@@ -46,4 +45,11 @@ def as_toml(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
 
 if __name__ == "__main__":
     hash_alike()
-    TABLE.write_text(as_toml(table(compare_all())), encoding="utf-8")
+    others = measured_rows(HERE / "results" / "h100.jsonl")
+    on_others = [(row, compare(row, others[row.id])) for row in load_rows(HERE / "h100.toml")]
+    comparisons = compare_all()
+    gpus = {kind: {"H200 SXM"} for kind in table(comparisons)}
+    for row, _ in on_others:
+        gpus.setdefault(kind_of(row.resolved()), set()).add("H100 SXM")
+    found = table([*comparisons, *(one for _, one in on_others)])
+    TABLE.write_text(as_toml(found, gpus), encoding="utf-8")

@@ -27,9 +27,10 @@ class Errors:
     mean: float
     worst: float
 
-    def text(self, what: str) -> str:
-        mean, worst = (f"±{x:.1%}" if x >= 0.0005 else "below ±0.1%" for x in (self.mean, self.worst))
-        return f"{what} {mean} on average, {worst} at worst"
+    def text(self, what: str, of: str = "") -> str:
+        mean, worst = (f"{x:.1%}" if x >= 0.0005 else "less than 0.1%" for x in (self.mean, self.worst))
+        more = "; ".join(filter(None, [f"worst {worst}" * (self.runs > 1), of]))
+        return f"{mean} in {what}" + f" ({more})" * bool(more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +38,23 @@ class Evidence:
     """What was measured of strategies like one of a plan."""
 
     kind: str
-    gpus: tuple[str, ...]
-    """Kinds of GPUs that they ran on."""
+    gpus: tuple[str, ...]  # That they ran on; empty where nothing was measured
     same_gpu: bool
     memory: Errors | None
     time: Errors | None
     """Of runs that wait for the host as much as this one; None where nothing like it was measured."""
 
     def text(self) -> str:
-        ran = f"runs of {self.kind} on {', '.join(self.gpus)}"
         if self.memory is None:
-            return f"error not known: {ran.replace('runs', 'no runs', 1)} were measured"
-        parts = [self.memory.text("memory")]
-        if self.time is None:
-            parts.append("time not known: they waited for the host far more, or far less, than this would")
-        else:
-            alike = f" ({self.time.runs} of them, which wait for the host alike)"
-            parts.append(self.time.text("time") + (alike if self.time.runs < self.memory.runs else ""))
-        elsewhere = "" if self.same_gpu else "; none were measured on this GPU"
-        return f"error in {self.memory.runs} {ran}: {'; '.join(parts)}{elsewhere}"
+            return f"error not known: no run of {self.kind} was measured"
+        count = self.memory.runs
+        ran = f"{count} measured run{'s' * (count > 1)} of {self.kind} on {', '.join(self.gpus)}"
+        time = "not known in time: they wait for the host far more, or far less"
+        if self.time is not None:
+            alike = f"the {self.time.runs} that wait for the host as much" * (self.time.runs < count)
+            time = self.time.text("time", alike)
+        elsewhere = "" if self.same_gpu else "; none ran on this GPU"
+        return f"error of the prediction in {ran}: {self.memory.text('memory')}, {time}{elsewhere}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"gpus": list(self.gpus)}
@@ -63,9 +62,9 @@ class Evidence:
 
 def evidence_of(strategy: Strategy, prediction: Prediction, hardware: Hardware) -> Evidence:
     """The measured runs most like a strategy on `hardware`."""
-    gpus, kinds = _table()
     kind, time = kind_of(strategy), prediction.time
-    found = kinds.get(kind, {})
+    found = dict(_table().get(kind, {}))
+    gpus = tuple(found.pop("gpus", ()))
     waits = "time_host_bound" if time.launch_seconds >= HOST_BOUND * time.step_seconds else "time"
     errors = {name: Errors(**value) for name, value in found.items()}
     return Evidence(
@@ -90,7 +89,6 @@ def kind_of(strategy: Strategy) -> str:
 
 
 @cache
-def _table() -> tuple[tuple[str, ...], Mapping[str, Mapping[str, dict[str, Any]]]]:
+def _table() -> Mapping[str, Mapping[str, Any]]:
     text = (resources.files("shardwise.planner") / "evidence.toml").read_text(encoding="utf-8")
-    content = tomllib.loads(text)
-    return tuple(content["gpus"]), content["kinds"]
+    return tomllib.loads(text)

@@ -30,6 +30,11 @@ PARTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 
 FREE, LIMIT, BEYOND = "·", "│", "»"
 ROOM = 0.75  # Share of a bar's width up to the limit, where something is drawn beyond it
+UNSURE = {  # What the words of `fit_word` between yes and no mean
+    "tight": "it fits, but leaves less than the spare memory free",
+    "host?": "if the hosts have the memory; `+128GiB` behind the GPUs says how much",
+    "tight?": "the same, but it leaves less than the spare memory free",
+}
 
 
 def room(width: int, *, all_fit: bool) -> int:
@@ -102,13 +107,11 @@ def show(plan: Plan, *, console: Console | None = None, everything: bool = False
     shown = list(plan.options) if everything else excerpt(plan)
     console.print(_table(plan, shown, console.width, everything=everything))
     console.print(Padding(legend(), (1, 0, 0, 2), expand=False))
-    for line in _refused(plan) if everything else _left_out(plan, len(plan.options) - len(shown)):
+    left = _refused(plan) if everything else _left_out(plan, len(plan.options) - len(shown))
+    words = {fit_word(option, plan).plain for option in shown}
+    notes = (Text(f"{word}: {text}") for word, text in UNSURE.items() if word in words)
+    for line in (*left, *notes, Text(plan.evidence.text(), style="dim")):
         console.print(Padding(line, (0, 0, 0, 2), expand=False))
-    marks = {fit_word(option, plan).plain for option in shown} & {"host?", "tight?"}
-    if marks:
-        line = Text(f"{', '.join(sorted(marks))}: if each host has the memory; `--gpus ...+128GiB` says so")
-        console.print(Padding(line, (0, 0, 0, 2), expand=False))
-    console.print(Padding(Text(plan.evidence.text(), style="dim"), (0, 0, 0, 2), expand=False))
     if plan.chosen is not None:
         console.print()
         console.print(bullets(plan.chosen.why, plan.chosen))

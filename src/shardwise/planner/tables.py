@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from shardwise.planner.plan import Option, Plan
-from shardwise.planner.table import NARROW, fit_word, unit_of_time
+from shardwise.planner.table import NARROW, UNSURE, fit_word, unit_of_time
 from shardwise.screen import as_text
 from shardwise.space.auto import QUANTIZED_BYTES
 from shardwise.units import GIB, JOULES_PER_KWH, SECONDS_PER_HOUR, count, gib
@@ -179,10 +179,9 @@ def _notes(table: Table) -> Iterator[str]:
         "fits": f"with {margin:.0%} of the memory to spare",
         "no": "it needs more than the GPU has, in that mode; `shardwise plan` tries all strategies",
         "no host": "it needs more host memory than there is",
-        "tight": f"it leaves less than {margin:.0%} of the memory free" + " and does not count" * batch,
-        "host?": "it fits if the hosts have the memory; `+128GiB` behind the GPUs says how much",
-        "tight?": "both",
+        **UNSURE,
     }
+    meaning["tight"] += " and does not count" * batch
     if table.kind == "memory":
         yield f"GiB: tensors, gaps, CUDA and NCCL; without a word: it fits, {meaning.pop('fits')}"
     yield from (f"{word}: {text}" for word, text in meaning.items() if word in words)

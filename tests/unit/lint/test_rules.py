@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -749,7 +750,8 @@ def test_texts_are_numbers_where_deepspeed_takes_them(text: str) -> None:
     assert (parse(values) == "") == all(one.severity != "error" for one in findings)
 
 
-JUNK = st.sampled_from([None, True, False, 0, -1, 3, 2.5, 1e400, "auto", "", "x", "3", [], [1], {}, {"a": 1}])
+VALUES = [None, True, False, 0, -1, 3, 2.5, 1e400, "auto", "", "x", "3", [], [1], {}, {"a": 1}]
+JUNK = st.sampled_from(VALUES).map(copy.deepcopy)  # keys are put into them
 SECTIONS = deepspeed_schema().sections
 
 
