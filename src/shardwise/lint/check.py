@@ -18,6 +18,7 @@ from shardwise.lint.model import architecture_of
 from shardwise.lint.read import found, read, referred, text_of
 from shardwise.lint.rules import RULES
 from shardwise.lint.setup import READER_NAMES, Setup
+from shardwise.models.catalog import no_tokenizer
 from shardwise.space.candidates import candidates
 from shardwise.space.rules import EVERY_RULE
 
@@ -101,9 +102,12 @@ def _job_findings(document: Document, setup: Setup) -> list[Finding]:
     except JobError as error:
         return [_of_problem(document, "job-file", problem) for problem in error.problems]
     try:
-        return list(_broken_by_strategy(document, setup, loaded))
+        found = list(_broken_by_strategy(document, setup, loaded))
     except JobError as error:
-        return [_of_problem(document, "job-strategy", problem) for problem in error.problems]
+        found = [_of_problem(document, "job-strategy", problem) for problem in error.problems]
+    missing = no_tokenizer(loaded.job.model)
+    problems = loaded.located(missing).problems if missing else ()
+    return [*(_of_problem(document, "job-tokenizer", problem) for problem in problems), *found]
 
 
 def _broken_by_strategy(document: Document, setup: Setup, loaded: LoadedJob) -> Iterator[Finding]:
