@@ -73,6 +73,16 @@ def names(table: str) -> tuple[str, ...]:
     return tuple(_table("names.toml")[table].split())
 
 
+def table(name: str) -> dict[str, Any]:
+    """A table of `names.toml`."""
+    return dict(_table("names.toml")[name])
+
+
+def by_key(name: str) -> dict[Key, Any]:
+    """A table of `names.toml` whose names are keys of sections."""
+    return {tuple(key.split(".")): value for key, value in table(name).items()}
+
+
 @cache
 def _table(file: str) -> dict[str, Any]:
     return tomllib.loads(resources.files("shardwise.lint").joinpath(file).read_text(encoding="utf-8"))
