@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import shardwise
+from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Option
 
 ROOT = Path(__file__).parents[2]
@@ -205,7 +206,7 @@ def limits(asked: argparse.Namespace) -> Iterable[dict[str, str]]:
     """A recorded sweep of power limits: ratios to the highest limit, measured and predicted."""
     path = ROOT / "benchmarks" / "power_limits_predicted" / "results" / "zeus.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    (row, *_) = [row for row in rows if row["name"] == asked.sweep]
+    row = {row["name"]: row for row in reversed(rows)}[asked.sweep]  # the first of the name
     highest = {"limit_watts": row["highest_watts"], "time": (1, 1), "energy": (1, 1)}
     for level in (highest, *row["levels"]):
         yield {"limit, W": f"{level['limit_watts']:.0f}"} | {
@@ -249,8 +250,8 @@ def parser() -> argparse.ArgumentParser:
     three = verb(ladder, "model", "gpus")
     three.add_argument("steps", nargs="+")
     four = verb(choose)
-    four.add_argument("--models", nargs="+")
-    four.add_argument("--gpus", nargs="+")
+    four.add_argument("--models", nargs="+", required=True)
+    four.add_argument("--gpus", nargs="+", required=True)
     for planned in (one, three, four):
         planned.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     verb(measured).add_argument("rows", nargs="+")
@@ -259,6 +260,25 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; 2 for a name that is unknown, which one line says."""
+    asked = parser().parse_args(arguments)
+    try:
+        print(printed(asked.function(asked)))
+    except ShardwiseError as error:
+        return refuse("; ".join(filter(None, (error.problems[0].what, error.problems[0].fix))))
+    except FileNotFoundError as error:
+        return refuse(f"there is no file {error.filename}")
+    except KeyError as error:
+        return refuse(f"there is no row {error.args[0]!r}")
+    return 0
+
+
+def refuse(what: str) -> int:
+    """Say it in one line; returns the exit code."""
+    print(f"show.py: error: {' '.join(what.split())}", file=sys.stderr)
+    return 2
+
+
 if __name__ == "__main__":
-    asked = parser().parse_args()
-    print(printed(asked.function(asked)))
+    sys.exit(main())

@@ -44,8 +44,9 @@ class ShardwiseError(Exception):
         super().__init__(what)
         self.problems: tuple[Problem, ...] = tuple(problems) or (Problem(what=what, where=where, fix=fix),)
         self.headline = what if problems else ""
-        for line in render(self).splitlines()[1:]:  # what Python shows below an error that nobody catches
-            self.add_note(line)
+
+    def __str__(self) -> str:
+        return render(self).removeprefix(f"{self.title}: ")
 
 
 class JobError(ShardwiseError):
@@ -79,6 +80,11 @@ class CheckpointError(ShardwiseError):
 class StoppedError(ShardwiseError):
     exit_code = 75
     title = "stopped"  # nothing is wrong: it was asked for
+
+
+def what_of(error: BaseException) -> str:
+    """What is wrong, on one line: without where and fix."""
+    return str(error.args[0]) if isinstance(error, ShardwiseError) else str(error)
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

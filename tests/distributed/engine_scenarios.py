@@ -203,7 +203,7 @@ def error_of(call: Callable[[], object]) -> list[str]:
     try:
         call()
     except ShardwiseError as error:
-        return [type(error).__name__, str(error)]
+        return [type(error).__name__, error.problems[0].what]
     return []
 
 

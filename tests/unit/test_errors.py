@@ -1,8 +1,11 @@
 """What an error shows."""
 
+import pickle
+import traceback
+
 import pytest
 
-from shardwise.errors import JobError, MachineError, not_installed, printable, render
+from shardwise.errors import JobError, MachineError, Problem, not_installed, printable, render, what_of
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,16 @@ def test_a_missing_package_is_named_with_what_installs_it(module: str, line: str
     error = not_installed(ModuleNotFoundError(name=module))
     assert isinstance(error, MachineError)
     assert error.problems[0].fix == line
+
+
+def test_an_error_caught_in_python_says_where_and_how_to_fix_it() -> None:
+    error = JobError("no such key", where="job.yaml:3: stpes", fix="did you mean `steps`?")
+    assert str(error) == "no such key\n  at:  job.yaml:3: stpes\n  fix: did you mean `steps`?"
+    assert what_of(error) == "no such key"
+    assert "".join(traceback.format_exception_only(error)).count("did you mean") == 1
+    several = JobError("job.yaml has 2 problems", problems=(error.problems[0], Problem(what="x", fix="y")))
+    assert str(several).splitlines()[3:] == ["    fix: did you mean `steps`?", "  - x", "    fix: y"]
+    assert str(pickle.loads(pickle.dumps(several))) == str(several)
 
 
 def test_a_missing_module_of_our_own_is_a_bug() -> None:

@@ -63,3 +63,26 @@ def test_the_navigation_names_every_lesson_in_both_languages() -> None:
     named = set(re.findall(r"(?:zh/)?lessons/[\w-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
     files = {f"{folder}lessons/{page.name}" for page in lessons.lessons() for folder in ("", "zh/")}
     assert named == files
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("predict nomodel 4xH200 zero1", "there is no folder and no known shape 'nomodel'; "),
+        ("predict tiny-llama 4xNOPE zero1", "no GPU is called 'NOPE'; "),
+        ("predict tiny-llama 4xH200 zerox", "`strategy`"),
+        ("states nomodel 4", "there is no folder and no known shape 'nomodel'; "),
+        ("measured nope", "there is no row 'nope'"),
+        ("throughput nofile x", "there is no file "),
+        ("throughput 1xh200-llama-3.1-8b-lora.json x", "there is no row 'x'"),
+        ("limits nope", "there is no row 'nope'"),
+    ],
+)
+def test_a_name_that_the_tables_do_not_know(
+    arguments: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script("docs/lessons/show.py").main(arguments.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"show.py: error: {line}")
+    assert said.err.count("\n") == 1

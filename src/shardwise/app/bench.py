@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardwise.app.jobs import AnyJob, Changes, cap_in_bytes, read, texts
+from shardwise.app.jobs import AnyJob, Changes, cap_in_bytes, read, texts, trainable
 from shardwise.hardware.detect import detect_hardware, driver_version, gpu_count
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
@@ -88,7 +88,7 @@ def bench(
         plan_for = partial(make_plan, hardware=used, memory_cap_bytes=cap, making=making)
 
     def load(more: Sequence[str]) -> Job:
-        return read(job, [*changes, *more]).job
+        return trainable(read(job, [*changes, *more])).job
 
     rows, left_out = make_rows(points(load, sweep), names, processes=processes, plan_for=plan_for)
     settings = Settings(

@@ -17,7 +17,7 @@ from shardwise.hardware.parse import parse_hardware
 from shardwise.launch.local import worker_environment
 from shardwise.lint.check import Checked, block, counted, fix_files, headings, load, unreadable
 from shardwise.lint.check import check as run_rules
-from shardwise.lint.document import UnreadableError
+from shardwise.lint.document import Document, UnreadableError
 from shardwise.lint.finding import SEVERITIES, Finding
 from shardwise.lint.fit import Fit, fit_of
 from shardwise.lint.model import facts_of
@@ -162,10 +162,10 @@ def run_tiny(setup: Setup, *, processes: int = 2) -> Tiny:
 
 def check_texts(texts: Mapping[str, str]) -> Checked:
     """Findings on texts by their file names; no file is read. JobError for a job, which names other files."""
-    documents, broken = [], []
+    documents, broken = list[Document](), list[Finding]()
     for name, text in texts.items():
         try:
-            documents.append(read(text, name))
+            documents += (one := read(text, name), *one.inner)
         except UnreadableError as error:
             broken.append(unreadable(name, error))
     job = next((document.name for document in documents if document.kind == "job"), None)

@@ -12,6 +12,7 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.job import load
 from shardwise.job.load import LoadedJob
 from shardwise.job.schema import Job
+from shardwise.models.catalog import no_tokenizer
 from shardwise.units import GIB
 
 AnyJob = Job | str | Path
@@ -61,6 +62,13 @@ def read(job: AnyJob, changes: Sequence[str] = (), *, needs_data: bool = True) -
             f"a {type(job).__name__} is no job", where="job", fix="a file's path, or load_job(path)"
         )
     return load.load_job(job, changes, needs_data=needs_data)
+
+
+def trainable(loaded: LoadedJob) -> LoadedJob:
+    """The job; JobError where its model has no tokenizer, which only a plan does without."""
+    if error := no_tokenizer(loaded.job.model):
+        raise loaded.located(error)
+    return loaded
 
 
 def hardware_of(gpus: str | Hardware | None) -> Hardware:

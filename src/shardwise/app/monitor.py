@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.device.find import find
-from shardwise.errors import JobError
+from shardwise.errors import JobError, what_of
 from shardwise.record.follow import newest_running
 from shardwise.report.live.machine import Machine
 from shardwise.report.live.run import ACTIVE, LiveRun
@@ -73,7 +73,7 @@ class _Watched:
                 try:
                     self._run = LiveRun(found)
                 except JobError as error:  # its files are being written: the next search finds it again
-                    self._why = str(error)
+                    self._why = what_of(error)
         if self._run is None:
             return {"run": None, "run_unavailable": self._why}
         seen = self._run.look(now)

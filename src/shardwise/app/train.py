@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.app.jobs import AnyJob, Changes, cap_in_bytes, read, texts
+from shardwise.app.jobs import AnyJob, Changes, cap_in_bytes, read, texts, trainable
 from shardwise.device.fake import create
 from shardwise.device.find import FAKE, REPLAY
 from shardwise.engines.facts import Devices
@@ -124,8 +124,8 @@ def train(
             asks the run to save and stop; an exception ends it at once.
 
     Returns:
-        The run: its `folder`, `exit_code`, `summary()` and `events()`. What only the processes find, such as
-        a model without a tokenizer, they print; then `exit_code` is not 0.
+        The run: its `folder`, `exit_code`, `summary()` and `events()`. What only the processes find, they
+        print; then `exit_code` is not 0.
 
     Raises:
         JobError: the job, the run folder or an argument is wrong.
@@ -286,7 +286,7 @@ def _spec(
         take(resume_from, named)
     begins = not (resume or resume_or_start or supervise)
     loaded, folder = _named(job, changes, resume=not begins, needs_data=True)
-    asked, gpus = loaded.job, gpu_count()
+    asked, gpus = trainable(loaded).job, gpu_count()
     first = nodes is None or nodes.rank == 0
     if first and not options["dry_run"]:
         resume_from = take_missing(asked, folder, resume_from, begins=begins)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import JobError
+from shardwise.errors import JobError, what_of
 from shardwise.record import bench, energy, follow, manifest, read, restarts
 from shardwise.report.compare import about
 
@@ -89,7 +89,7 @@ def _entry(name: str, path: Path) -> dict[str, Any]:
         with readable([name]):
             return entry | (_of_run(path) if of_run else _of_bench(path))
     except JobError as error:
-        return entry | {"about": str(error), "status": "damaged"}
+        return entry | {"about": what_of(error), "status": "damaged"}
 
 
 def _of_run(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardwise.data.sources import Findings, Record, Source, Text
-from shardwise.errors import DataError
+from shardwise.errors import DataError, what_of
 from shardwise.job.schema import Data
 
 Format = Literal["prompt-completion", "alpaca", "sharegpt", "messages", "text"]
@@ -123,7 +123,7 @@ class Reader:
             except (SampleError, UnknownFormatError) as error:
                 if isinstance(error, UnknownFormatError) and not self.data.skip_bad:
                     raise
-                self.bad.add(item.where if isinstance(item, Text) else item[0], str(error))
+                self.bad.add(item.where if isinstance(item, Text) else item[0], what_of(error))
 
 
 def convert(record: Record, format_: Format, *, system: str | None = None) -> Sample:

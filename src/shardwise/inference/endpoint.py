@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from shardwise import web
-from shardwise.errors import DoesNotFitError, JobError, ShardwiseError, printable, render
+from shardwise.errors import DoesNotFitError, JobError, ShardwiseError, printable, render, what_of
 from shardwise.inference.model import Answer, LoadedModel, TooLongError
 from shardwise.inference.requests import ChatRequest, TextRequest
 
@@ -88,9 +88,9 @@ class _Service:
             headers = {"www-authenticate": "Bearer"} if status == 401 else error.headers
         elif isinstance(error, JobError):
             long = isinstance(error, TooLongError)
-            status, body = 400, _error(400, str(error), "context_length_exceeded" if long else None)
+            status, body = 400, _error(400, what_of(error), "context_length_exceeded" if long else None)
         elif isinstance(error, DoesNotFitError):
-            status, body = 503, _error(503, str(error))
+            status, body = 503, _error(503, what_of(error))
         else:
             self._show(render(error) if isinstance(error, ShardwiseError) else f"error: {error!r}")
             status, body = 500, _error(500, "the server failed; its terminal says why")
@@ -167,7 +167,7 @@ class _Service:
                 yield _event({**frame, "choices": [], "usage": _usage(prompt_tokens, ended)})
             yield "data: [DONE]\n\n"
         except DoesNotFitError as error:  # the status was sent before the model began
-            yield _event(_error(503, str(error)))
+            yield _event(_error(503, what_of(error)))
 
 
 def _choice(part: _Values, finish: str | None = None) -> _Values:

@@ -25,15 +25,9 @@ COMPARED = {
 }
 """Keys, and the field of a checkpoint's identity that holds their value."""
 
-IN_DATA_KEY = (
-    "data.format",
-    "data.max_samples",
-    "data.loss_on",
-    "data.system",
-    "data.too_long",
-    "data.skip_bad",
-    "data.eval_fraction",
-)
+_IN_DATA_KEY = """
+data.format data.max_samples data.loss_on data.system data.too_long data.skip_bad data.eval_fraction"""
+IN_DATA_KEY = tuple(_IN_DATA_KEY.split())
 """Keys that a checkpoint's identity holds in one hash: how samples become tokens (data/prepare.py)."""
 
 BY_CONTENT = ("data.train", "data.eval", "data.split", "data.subset", "data.chat_template")

@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shardwise.errors import JobError, MachineError, Problem, ShardwiseError
+from shardwise.errors import JobError, MachineError, Problem, ShardwiseError, what_of
 from shardwise.launch.channel import Channel, ForgedError, Message
 from shardwise.launch.nodes import SECRET, Nodes, node_name, resolve
 
@@ -234,7 +234,7 @@ class _Hosting:
                 del self.pending[channel]
                 channel.close()
                 if isinstance(error, ForgedError):
-                    self.refused.append(f"a connection from {host} was refused: {error}")
+                    self.refused.append(f"a connection from {host} was refused: {what_of(error)}")
                     print(f"warning: {self.refused[-1]}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -344,7 +344,7 @@ def _welcome(together: Together, channel: Channel, address: str, port: int) -> N
                 raise EOFError
             time.sleep(_LOOK_EVERY_SECONDS)
     except ForgedError as error:
-        what = f"{address}:{port} is not node 0 of this run: {error}"
+        what = f"{address}:{port} is not node 0 of this run: {what_of(error)}"
         fix = f"set the same {SECRET} on every node, or on none"
         raise MachineError(what, where=where, fix=fix) from None
     except (OSError, EOFError):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import JobError, Problem
 from shardwise.job.load import LoadedJob, load_job
@@ -17,17 +18,13 @@ from shardwise.lint.model import architecture_of
 from shardwise.lint.read import found, read, referred, text_of
 from shardwise.lint.rules import RULES
 from shardwise.lint.setup import READER_NAMES, Setup
+from shardwise.models.catalog import no_tokenizer
 from shardwise.space.candidates import candidates
 from shardwise.space.rules import EVERY_RULE
 
 _WHERE = re.compile(r":(?P<line>\d+)(?:: (?P<key>[\w.]+))?")
-KINDS = {
-    "deepspeed": "DeepSpeed configuration",
-    "accelerate": "accelerate configuration",
-    "training": "training script or its arguments",
-    "job": "job file",
-}
-_UNREADABLE = Finding(rule="unreadable", severity="error", file="", what="", fix="")
+KINDS = {"deepspeed": "DeepSpeed configuration", "accelerate": "accelerate configuration"}
+KINDS |= {"training": "training script or its arguments", "job": "job file"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +42,8 @@ class Checked:
 def load(
     files: Sequence[Path], *, other: Kind | None = None
 ) -> tuple[tuple[Document, ...], tuple[Finding, ...]]:
-    """Read the files, and the DeepSpeed files that they name; return a finding for each unreadable one.
-
-    `other`: the kind of a file that is of no known one. JobError if a file does not exist or is not text.
-    """
-    documents: list[Document] = []
-    broken: list[Finding] = []
+    """Read files and those they name; findings for unreadable ones. `other`: the kind of unknown ones."""
+    documents, broken = list[Document](), list[Finding]()
     seen = {os.path.realpath(file): file for file in files}
     waiting = list(seen.values())
     while waiting:
@@ -60,7 +53,7 @@ def load(
         except UnreadableError as error:
             broken.append(unreadable(str(file), error))
             continue
-        documents.append(document)
+        documents += (document, *document.inner)
         for path in found(referred(document), file.parent):
             if os.path.realpath(path) not in seen:
                 seen[os.path.realpath(path)] = path
@@ -70,7 +63,8 @@ def load(
 
 def unreadable(name: str, error: UnreadableError) -> Finding:
     """The finding for a file of no known kind, or a broken one."""
-    return replace(_UNREADABLE, file=name, line=error.line, what=error.what, fix=error.fix)
+    said: dict[str, Any] = {"line": error.line, "what": error.what, "fix": error.fix}
+    return Finding(rule="unreadable", severity="error", file=name, **said)
 
 
 def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
@@ -108,9 +102,12 @@ def _job_findings(document: Document, setup: Setup) -> list[Finding]:
     except JobError as error:
         return [_of_problem(document, "job-file", problem) for problem in error.problems]
     try:
-        return list(_broken_by_strategy(document, setup, loaded))
+        found = list(_broken_by_strategy(document, setup, loaded))
     except JobError as error:
-        return [_of_problem(document, "job-strategy", problem) for problem in error.problems]
+        found = [_of_problem(document, "job-strategy", problem) for problem in error.problems]
+    missing = no_tokenizer(loaded.job.model)
+    problems = loaded.located(missing).problems if missing else ()
+    return [*(_of_problem(document, "job-tokenizer", problem) for problem in problems), *found]
 
 
 def _broken_by_strategy(document: Document, setup: Setup, loaded: LoadedJob) -> Iterator[Finding]:
@@ -135,27 +132,16 @@ def _broken_by_strategy(document: Document, setup: Setup, loaded: LoadedJob) -> 
 
 
 def _of_problem(
-    document: Document, rule: str, problem: Problem, *, source: str = "shardwise.job", versions: str = ""
+    document: Document, rule: str, problem: Problem, *, source: str = "", versions: str = ""
 ) -> Finding:
     match = _WHERE.search(problem.where.removeprefix(document.name))
-    return Finding(
-        rule=rule,
-        severity="error",
-        file=document.name,
-        line=int(match["line"]) if match else 1,
-        key=(match["key"] or "") if match else "",
-        what=problem.what,
-        fix=problem.fix,
-        source=source,
-        versions=versions,
-    )
+    line, key = (int(match["line"]), match["key"] or "") if match else (1, "")
+    said: dict[str, Any] = {"what": problem.what, "fix": problem.fix, "source": source, "versions": versions}
+    return Finding(rule=rule, severity="error", file=document.name, line=line, key=key, **said)
 
 
 def correct(document: Document, setup: Setup) -> tuple[Document, list[Finding]]:
-    """Apply every fix that helps: a fix that adds an error, or fixes nothing, is left out.
-
-    Only errors and warnings are fixed: the setting of a note works. Return also what was fixed.
-    """
+    """Apply every fix of an error or warning that helps and adds no error; return also what was fixed."""
     fixed: list[Finding] = []
     tried: set[tuple[str, str, str]] = set()
     while True:
@@ -178,10 +164,7 @@ def correct(document: Document, setup: Setup) -> tuple[Document, list[Finding]]:
 
 
 def fix_files(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding, ...]]:
-    """Fix these JSON and YAML files on disk; return the setup after that, and what was fixed.
-
-    Scripts, job files, and files that are only named by other files stay unchanged.
-    """
+    """Fix these JSON and YAML files on disk, not jobs; return the setup then, and what was fixed."""
     fixed: list[Finding] = []
     names = {str(file) for file in files}
     for document in setup.documents:
@@ -227,7 +210,8 @@ def block(one: Finding) -> str:
     lines = [f"{one.severity}: {one.what}  [{one.rule}]", f"  at:  {one.where}"]
     if one.fix:
         lines.append(f"  fix: {one.fix}")
-    source = "; ".join(filter(None, (one.source, one.versions)))
+    own = one.source.startswith("shardwise.")  # a module of ours, where nobody looks things up
+    source = "; ".join(filter(None, ("" if own else one.source, one.versions)))
     if source:
         lines.append(f"  see: {source}")
     return "\n".join(lines)
@@ -237,8 +221,12 @@ def headings(checked: Checked) -> dict[str, str]:
     """The kind of each file that could be read, by its name."""
     setup = checked.setup
     reader = f", read by {READER_NAMES[setup.reader]}" if setup.reader else ""
-    kinds = KINDS | {"deepspeed": KINDS["deepspeed"] + reader}
-    return {document.name: f"{document.name}: {kinds[document.kind]}" for document in setup.documents}
+    kinds, said = KINDS | {"deepspeed": KINDS["deepspeed"] + reader}, dict[str, str]()
+    for document in setup.documents:  # a script, and then what it writes
+        before = said.get(document.name)
+        said[document.name] = f"{before}, with a" if before else f"{document.name}:"
+        said[document.name] += f" {kinds[document.kind]}"
+    return said
 
 
 def counted(findings: Sequence[Finding]) -> str:

@@ -51,6 +51,9 @@ class Document:
     marked: bool = False  # whether the file begins with a byte order mark, which `text` does not include
     bare: bool = False  # whether the braces around the keys of a JSON are missing
     uses: frozenset[str] = frozenset()  # names that a Python script calls
+    inner: tuple["Document", ...] = ()  # DeepSpeed configurations that the script writes as dicts
+    first: int = 1  # their first line
+    unknown: frozenset[Key] = frozenset()  # keys of those whose value, AUTO here, only a run knows
 
     def get(self, *key: str) -> Any:
         """The value, or None if the key, or a section above it, is absent."""
@@ -78,9 +81,9 @@ class Document:
         return value if is_number and math.isfinite(value) else None
 
     def line(self, key: Key) -> int:
-        """The line of the key, or of the nearest section above it in the text; else the first line."""
+        """The line of the key, or of the nearest section above it in the text; else the first."""
         near = nearest(key, self.marks)
-        return self.marks[near].line if near else 1
+        return self.marks[near].line if near else self.first
 
 
 def line_at(text: str, position: int) -> int:

@@ -122,11 +122,9 @@ def _strict(document: Document) -> str:
 
 def _json_without(document: Document, key: Key) -> str:
     text, ((start, _), (_, end)) = document.text, _place(document, key)
-    comma = _comma(document, end)
-    siblings = _siblings(document, key[:-1])
+    comma, siblings = _comma(document, end), _siblings(document, key[:-1])
     index = siblings.index(key)
-    if comma is not None:
-        end = comma + 1
+    end = end if comma is None else comma + 1
     rest = re.match(r"[ \t\r]*(//[^\n]*|#[^\n]*)?(?=\n|$)", text[end:])
     before = re.search(r"\n[ \t]*$", text[:start])
     if rest and before:  # alone on its lines: remove them with their comment
@@ -162,8 +160,7 @@ def _json_with(document: Document, key: Key, value: Any) -> str:
         return _replace(text, section + 1, section + 1, entry)
     (start, _), (_, at) = _place(document, siblings[-1])
     comma = _comma(document, at)
-    if comma is not None:  # a trailing comma: it now separates the two
-        at = comma + 1
+    at = at if comma is None else comma + 1  # a trailing comma: it now separates the two
     indent = re.search(r"(\n[ \t]*)$", text[:start])
     gap = indent[1] if indent else " "
     return _replace(text, at, at, f"{',' if comma is None else ''}{gap}{entry}")
@@ -171,10 +168,9 @@ def _json_with(document: Document, key: Key, value: Any) -> str:
 
 def _dumps(value: Any, key: Key) -> str:
     """The value as JSON, indented to the depth of the key."""
-    if not isinstance(value, Mapping) or not value:
-        return json.dumps(value)
     flat = json.dumps(value)
-    if len(flat) < 80 and not any(isinstance(inner, Mapping) for inner in value.values()):
+    inner = value.values() if isinstance(value, Mapping) else ()
+    if not inner or (len(flat) < 80 and not any(isinstance(one, Mapping) for one in inner)):
         return flat
     return json.dumps(value, indent=2).replace("\n", "\n" + "  " * len(key))
 

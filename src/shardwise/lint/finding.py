@@ -95,18 +95,14 @@ def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
     named = not key or "." in key[-1] or key[-1].endswith("Arguments")
     if not named and not any(part.lower() in what.lower() for part in key):
         what = f"`{'.'.join(key[-2:] if key[-1] in _GENERAL else key[-1:])}`: {what}"
-    return Finding(
-        rule=broken.name,
-        severity=hit.severity or broken.severity,
-        file=document.name,
-        line=hit.line or document.line(hit.key),
-        key="" if own else ".".join(hit.key),
-        what=what,
-        fix=hit.fix or _in_words(hit.changes[0], document),
-        source=broken.source,
-        versions=broken.versions,
-        changes=hit.changes if document.syntax in ("json", "yaml") else (),
-    )
+    fix = hit.fix or _in_words(hit.changes[0], document)
+    if document.syntax == "python":
+        fix = fix.replace(": true", ": True").replace(": false", ": False")
+    place: dict[str, Any] = {"file": document.name, "line": hit.line or document.line(hit.key)}
+    said: dict[str, Any] = {"what": what, "fix": fix, "source": broken.source, "versions": broken.versions}
+    said |= {"changes": hit.changes if document.syntax in ("json", "yaml") else ()}
+    severity, shown = hit.severity or broken.severity, "" if own else ".".join(hit.key)
+    return Finding(rule=broken.name, severity=severity, key=shown, **place, **said)
 
 
 def _in_words(change: Change, document: Document) -> str:
@@ -115,7 +111,8 @@ def _in_words(change: Change, document: Document) -> str:
     if not isinstance(change, Put):
         return "remove it"
     name, value = change.key[-1], change.value
-    return f"{name}: {yaml_scalar(value)}" if document.syntax == "yaml" else f'"{name}": {json.dumps(value)}'
+    written = repr(value) if document.syntax == "python" else json.dumps(value)
+    return f"{name}: {yaml_scalar(value)}" if document.syntax == "yaml" else f'"{name}": {written}'
 
 
 def holds_for(versions: str, library: str, installed: str) -> bool:

@@ -58,10 +58,8 @@ class Fit:
             fix = f"--gpus ...+{-(-memory.host_bytes // 2**30)}GiB, if a host has that much (`free -g`)"
         else:
             return checked
-        source = "shardwise's simulator: see docs/accuracy.md for its errors"
-        one = Finding(
-            rule=RULE, severity=severity, file=self.file, what=f"{what} (predicted)", fix=fix, source=source
-        )
+        what = f"{what} (predicted)"
+        one = Finding(rule=RULE, severity=severity, file=self.file, what=what, fix=fix)
         return replace(checked, findings=(one, *checked.findings))
 
     def lines(self) -> list[str]:
@@ -97,11 +95,9 @@ def fit_of(
     hardware: Hardware,
     make_plan: Callable[[Job, Hardware], Plan],
 ) -> Fit:
-    """Plan the job that the setup's files describe, with `changes` (`key=value`) applied.
+    """Plan the job of the setup's files with `changes` (`key=value`), then with more left open.
 
-    If it does not fit, plan again with every setting open that does not change the training.
-
-    Raises JobError if the model or the changes are wrong.
+    JobError if the model or the changes are wrong.
     """
     asked = next(translate(setup), None)
     if asked is None:
@@ -116,15 +112,10 @@ def fit_of(
             nearest = _nearest(plan, make_plan(other.job, hardware))
     except JobError as error:
         return Fit(unavailable="; ".join(problem.what for problem in error.problems))
-    return Fit(
-        option=plan.options[0],
-        file=asked.file,
-        gpus=f"{plan.hardware.world_size} x {plan.hardware.gpu.name}",
-        assumed=(*asked.assumed, *drawn.assumed, OWN_LOOP),
-        left_out=asked.left_out,
-        nearest=nearest,
-        host_bytes=hardware.host_memory_bytes,
-    )
+    gpus, assumed = plan.hardware, (*asked.assumed, *drawn.assumed, OWN_LOOP)
+    of: dict[str, Any] = {"file": asked.file, "gpus": f"{gpus.world_size} x {gpus.gpu.name}"}
+    of |= {"assumed": assumed, "left_out": asked.left_out, "host_bytes": hardware.host_memory_bytes}
+    return Fit(option=plan.options[0], nearest=nearest, **of)
 
 
 def _nearest(plan: Plan, other: Plan) -> str:
@@ -138,11 +129,7 @@ def _nearest(plan: Plan, other: Plan) -> str:
 
 
 def cheapest(asked: Strategy, options: Iterable[Option]) -> Option | None:
-    """The option of the same engine that fits with the cheapest change; None if nothing fits.
-
-    More checkpointing is cheaper than a smaller micro-batch, then come another stage and offloading. The
-    fastest of equals wins. Options without a margin come last.
-    """
+    """The option of the same engine that fits with the cheapest change, or None; the fastest of equals."""
 
     def price(option: Option) -> tuple[float, ...]:
         other = option.strategy

@@ -20,14 +20,14 @@ from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.keys import unknown_keys
-from shardwise.lint.schema import as_number, closest, deepspeed_schema, names, table
+from shardwise.lint.schema import as_number, closest, deepspeed_schema, names, toml_file
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
 from shardwise.lint.script_text import UNDEFINED
 from shardwise.lint.setup import Setup, of_script
 from shardwise.lint.translate import Translated, translate
 from shardwise.strategy import Strategy
 
-TABLE = table("foreign.toml")
+TABLE = toml_file("foreign.toml")
 TABLE["keys"] |= {other: TABLE["keys"][key] for other, key in TABLE["same"].items()}
 _KNOWN = [*TABLE["keys"], *TABLE["strategy"]["keys"]]
 _EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
@@ -140,7 +140,7 @@ def _read(files: Sequence[Path], said: list[str]) -> list[Document]:
     for wrong in broken:
         raise JobError(wrong.what, where=wrong.where, fix=wrong.fix)
     asked, read, others = {Path(one).resolve() for one in files}, list[Document](), list[Document]()
-    for one in documents:
+    for one in (one for one in documents if (one.kind, one.syntax) != ("deepspeed", "python")):
         if one.kind == "job":
             raise JobError("it is a job file already", where=one.name, fix="shardwise train takes it")
         for each in Settings(one, TABLE["calls"]).documents() if one.syntax == "python" else (one,):

@@ -32,13 +32,9 @@ def architecture_of(name: str) -> Architecture | None:
     if family is None or family.attends:
         return None
     blocks = config.get("num_hidden_layers", config.get("n_layer"))
-    return Architecture(
-        blocks=blocks if isinstance(blocks, int) and blocks > 0 else 1,
-        key_value_heads=0,
-        flash_attention=False,
-        attends=False,
-        fp32_parameters=family.fp32_parameters,
-    )
+    count, fp32 = blocks if isinstance(blocks, int) and blocks > 0 else 1, family.fp32_parameters
+    none: dict[str, Any] = {"key_value_heads": 0, "flash_attention": False, "attends": False}
+    return Architecture(blocks=count, fp32_parameters=fp32, **none)
 
 
 def _config(name: str) -> Mapping[str, Any]:
@@ -75,12 +71,8 @@ class Blocks:
 
 @cache
 def blocks_of(model_types: tuple[str, ...]) -> Blocks | None:
-    """The blocks of a model with these `model_type`s, its own and its parts'; None if one is unknown.
-
-    No module is imported: transformers would load torch.
-    """
-    blocks: dict[str, None] = {}
-    classes: set[str] = set()
+    """The blocks of a model with these `model_type`s, found without an import; None if one is unknown."""
+    blocks, classes = dict[str, None](), set[str]()
     for model_type in model_types:
         file = _file(model_type.replace("-", "_"))
         if file is None:

@@ -47,7 +47,7 @@ class Schema:
 @cache
 def deepspeed_schema() -> Schema:
     """The schema of DeepSpeed 0.19.8."""
-    data = table("deepspeed_0_19.toml")
+    data = toml_file("deepspeed_0_19.toml")
     return Schema(
         version=data["version"],
         sections={
@@ -63,18 +63,28 @@ def deepspeed_schema() -> Schema:
 @cache
 def accelerate_keys() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Keys of accelerate's config files: at the top level, in `deepspeed_config`, in `fsdp_config`."""
-    data = table("accelerate_1.toml")
+    data = toml_file("accelerate_1.toml")
     top, deepspeed, fsdp = (tuple(data[name].split()) for name in ("top", "deepspeed_config", "fsdp_config"))
     return top, deepspeed, fsdp
 
 
-def names(key: str) -> tuple[str, ...]:
+def names(table: str) -> tuple[str, ...]:
     """The words of a text of `names.toml`."""
-    return tuple(table("names.toml")[key].split())
+    return tuple(toml_file("names.toml")[table].split())
+
+
+def table(name: str) -> dict[str, Any]:
+    """A table of `names.toml`."""
+    return dict(toml_file("names.toml")[name])
+
+
+def by_key(name: str) -> dict[Key, Any]:
+    """A table of `names.toml` whose names are keys of sections."""
+    return {tuple(key.split(".")): value for key, value in table(name).items()}
 
 
 @cache
-def table(file: str) -> dict[str, Any]:
+def toml_file(file: str) -> dict[str, Any]:
     """A TOML file of this package."""
     return tomllib.loads(resources.files("shardwise.lint").joinpath(file).read_text(encoding="utf-8"))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError
 from shardwise.lint.schema import names
+from shardwise.lint.script_config import configurations
 
 _CALLS = names("calls")
 _LIBRARIES = ("transformers", "trl")  # of which the rules know the classes with names that end in these:
@@ -29,9 +30,7 @@ def is_python(text: str) -> bool:
 
 def read_python(text: str, file: str) -> Document:
     """Read the literal arguments of calls that set up a training; the first call with a key wins."""
-    values: dict[str, Any] = {}
-    marks: dict[tuple[str, ...], Mark] = {}
-    uses: set[str] = set()
+    values, marks, uses = dict[str, Any](), dict[tuple[str, ...], Mark](), set[str]()
     try:
         ast.unparse(program := ast.parse(text))  # as rules do
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -71,7 +70,8 @@ def read_python(text: str, file: str) -> Document:
         if isinstance(node, ast.ClassDef) and not any(ast.unparse(b).endswith("Trainer") for b in node.bases):
             uses.discard(node.name)
     found = Document(name=file, text=text, syntax="python", values=values, marks=marks, kind="training")
-    return replace(found, uses=frozenset(uses))
+    inner = (replace(one, name=file, text=text) for one in configurations(program, known))
+    return replace(found, uses=frozenset(uses), inner=tuple(inner))
 
 
 def name_as_imported(program: ast.Module) -> None:
@@ -88,11 +88,12 @@ def name_as_imported(program: ast.Module) -> None:
 
 
 def assigned_once(program: ast.Module) -> dict[str, ast.expr]:
-    """The values of names that one plain assignment gives a value, and nothing else."""
-    names = [node for node in ast.walk(program) if isinstance(node, ast.Name)]
-    stored = Counter(name.id for name in names if isinstance(name.ctx, ast.Store))
-    plain = (n for n in ast.walk(program) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name))
-    return {ast.unparse(n.targets[0]): n.value for n in plain if stored[ast.unparse(n.targets[0])] == 1}
+    """The values of names and attributes that one plain assignment gives a value, and nothing else."""
+    nodes = [node for node in ast.walk(program) if isinstance(node, ast.Name | ast.Attribute)]
+    stored = Counter(ast.unparse(node) for node in nodes if isinstance(node.ctx, ast.Store))
+    pairs = [(one.targets[0], one.value) for one in ast.walk(program) if isinstance(one, ast.Assign)]
+    pairs += [(n.target, n.value) for n in ast.walk(program) if isinstance(n, ast.AnnAssign) and n.value]
+    return {ast.unparse(name): value for name, value in pairs if stored[ast.unparse(name)] == 1}
 
 
 def _undefined(program: ast.Module) -> list[str]:

@@ -11,11 +11,10 @@ import yaml
 from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError, line_at
 from shardwise.lint.schema import accelerate_keys, as_number, names
 
+_BEFORE = r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+|srun\b[^\n]*?[ \t])*"
+_RUN = r"python3?[ \t]+-m[ \t]+torch\.distributed\.(?:run|launch)"
 _COMMAND = re.compile(
-    r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+|srun\b[^\n]*?[ \t])*"
-    r"(deepspeed|torchrun|accelerate[ \t]+launch|python3?[ \t]+-m[ \t]+torch\.distributed\.(?:run|launch))"
-    r"(?=[ \t\\])",
-    re.MULTILINE,
+    rf"{_BEFORE}(deepspeed|torchrun|accelerate[ \t]+launch|{_RUN})(?=[ \t\\])", re.MULTILINE
 )
 _CODE = re.compile(r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|`[^`]*`|(?<=\S)#|\s(?!\s*#)|[^\s#"'`\\])*""")
 _FLAG = re.compile(r"--?[a-zA-Z]")
@@ -45,8 +44,7 @@ def read_shell(text: str, name: str) -> Document:
     rows[0] = rows[0].replace(start[1], "", 1)
     lines = enumerate((row.rstrip().removesuffix("\\") for row in rows[:count]), first)
     words = deque((word, line) for line, row in lines for word in _split(row))
-    values: dict[str, Any] = {}
-    marks: dict[tuple[str, ...], Mark] = {}
+    values, marks = dict[str, Any](), dict[tuple[str, ...], Mark]()
     for key, value, line in (("launcher", launcher, first), *lost, *_parsed(words, launcher)):
         if key not in values:
             values[key], marks[key,] = value, Mark(line=line)

@@ -1,11 +1,8 @@
-"""Read JSON and YAML with the place of every key.
-
-JSON comments and trailing commas are noted instead of refused. YAML values are PyYAML's, as for accelerate: a
-bare `no` is False.
-"""
+"""Read JSON, with comments and trailing commas, and YAML as PyYAML does, with the place of every key."""
 
 import json
 import re
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import yaml
@@ -24,6 +21,8 @@ _UNPRINTED = re.compile("[^\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U000
 _FOREIGN = {"True": "true", "False": "false", "yes": "true", "no": "false"}
 _FOREIGN |= dict.fromkeys(("None", "NaN", "Infinity", "-Infinity"), "null")
 _KNOWN = "a number, true, false, null or text in quotes"
+_WRONG: dict[str, list[str]] = table("not_json")
+"""What is said for the beginning of a message of Python's json, and the fix."""
 
 
 def read_json(text: str, name: str) -> Document:
@@ -53,24 +52,16 @@ def read_json(text: str, name: str) -> Document:
         raise _unreadable(error) from None
     except (yaml.YAMLError, ValueError, RecursionError):  # such as a number of thousands of digits
         raise UnreadableError("a number, a key or a nesting is too long", line=1, fix="shorten it") from None
-    return Document(
-        name=name,
-        text=text,
-        syntax="json",
-        values=values,
-        marks={names[key]: mark for key, mark in marks.items()},
-        comments=tuple(match.span() for match in extra if match.lastgroup == "comment"),
-        trailing_commas=tuple(match.start() for match in extra if match.lastgroup == "comma"),
-        duplicates=duplicates,
-    )
+    here, comments = {names[key]: mark for key, mark in marks.items()}, [m for m in extra if m["comment"]]
+    read = Document(name=name, text=text, syntax="json", values=values, marks=here, duplicates=duplicates)
+    commas = tuple(match.start() for match in extra if match.lastgroup == "comma")
+    return replace(read, comments=tuple(match.span() for match in comments), trailing_commas=commas)
 
 
 def _unreadable(error: json.JSONDecodeError) -> UnreadableError:
     if not error.doc[error.pos :].strip():
         return UnreadableError("a bracket or a quote is never closed", line=error.lineno, fix="close it")
-    known = (
-        said for start, said in table("names.toml")["json_errors"].items() if error.msg.startswith(start)
-    )
+    known = (said for start, said in _WRONG.items() if error.msg.startswith(start))
     what, fix = next(known, ("text must end with a double quote on the same line", ""))
     word = _WORD.match(error.doc, error.pos)
     text = (word and word[0]) or error.doc[error.pos]
@@ -109,8 +100,7 @@ def read_yaml(text: str, name: str) -> Document:
 
 def _marks(root: yaml.Node) -> tuple[dict[Key, Mark], tuple[tuple[Key, int], ...]]:
     """The places of all keys, and the keys that are given twice with the line of the first."""
-    marks: dict[Key, Mark] = {}
-    duplicates: list[tuple[Key, int]] = []
+    marks, duplicates = dict[Key, Mark](), list[tuple[Key, int]]()
     for key, key_node, node in walk(root):
         if len(marks) > MOST_KEYS:  # aliases of aliases can stand for any number
             raise UnreadableError(f"more than {MOST_KEYS} keys", line=1, fix="write the values out")

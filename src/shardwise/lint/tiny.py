@@ -8,17 +8,14 @@ from shardwise.lint.document import AUTO, Document
 from shardwise.lint.finding import Finding
 from shardwise.lint.rules.accelerate import DS, FILE, as_deepspeed
 from shardwise.lint.rules.reader import FILLED
+from shardwise.lint.schema import table
 from shardwise.lint.setup import Setup
 
-_FILLED = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "warmup_min_lr": 0.0}
-_FILLED |= {"warmup_max_lr": 1e-4, "warmup_num_steps": 1, "total_num_steps": 3, "gradient_clipping": 1.0}
-_FILLED |= {"stage": 2, "device": "none"}
-"""What stands for `auto`; DeepSpeed's default for any other key that the Trainer fills in."""
+_FILLED = table("tiny_values")
 _GPUS, _WRITES = "it needs GPUs, or their real number", "nothing is sent or written"
 _DROPPED = dict.fromkeys(("train_batch_size", "sequence_parallel_size", "autotp_size"), _GPUS)
-_DROPPED |= {
-    f"zero_{name}": _GPUS for name in ("hpz_partition_size", "quantized_weights", "quantized_gradients")
-}
+_SHARDS = ("hpz_partition_size", "quantized_weights", "quantized_gradients")
+_DROPPED |= {f"zero_{name}": _GPUS for name in _SHARDS}
 _DROPPED |= dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor", "autotuning"), _WRITES)
 
 
@@ -47,7 +44,7 @@ class Tiny:
 def tiny_of(setup: Setup) -> Tiny | None:
     """The first DeepSpeed configuration of the setup, adapted to a CPU; None if there is none."""
     for document in (*setup.of("deepspeed"), *setup.of("accelerate")):
-        if document.kind == "deepspeed":
+        if document.kind == "deepspeed" and not document.unknown:
             return _adapted(document, json.loads(json.dumps(document.values)), setup)
         if document.section(DS) and not document.get(DS, FILE):
             return _adapted(document, as_deepspeed(document), setup)

@@ -22,6 +22,8 @@ from shardwise.units import processes
 FOREVER = 10**12  # from this many elements on, ZeRO-3's limits release nothing of any model
 ACCELERATE_STAGE = 2  # the stage of `auto`, or of no stage, in Accelerate
 
+_NOT_SIMULATED = [tuple(key.split(".")) for key in names("not_simulated")]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Translated:
@@ -61,12 +63,9 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
         "offload_parameters": place(document, PARAMETERS) if stage == 3 else "none",
         "reshard": not (stage == 3 and min(live, reuse) >= FOREVER),
     }
-    if stage:
-        strategy["bucket"] = bucket
-    if stage == 2 and document.get(ZERO, "overlap_comm") is False:
-        strategy["overlap_comm"] = False
-    if degree > 1:
-        strategy["tensor_parallel"] = degree
+    waits = stage == 2 and document.get(ZERO, "overlap_comm") is False
+    strategy |= ({"bucket": bucket} if stage else {}) | ({"overlap_comm": False} if waits else {})
+    strategy |= {"tensor_parallel": degree} if degree > 1 else {}
     group, world = document.number(ZERO, "zero_hpz_partition_size") or 1, setup.world_size or 1
     if stage == 3 and 1 < group < world and world % group == 0:
         strategy["shard_group"] = int(group)
@@ -82,8 +81,7 @@ def _fsdp(document: Document, setup: Setup) -> Translated:
     assumed = [] if document.number(FSDP, "fsdp_version") == 2 else ["FSDP2 instead of FSDP1"]
     reshard = document.get(FSDP, "fsdp_reshard_after_forward") not in (False, "false", "SHARD_GRAD_OP")
     strategy: dict[str, Any] = {"engine": "fsdp2", "reshard": reshard}
-    if document.on(FSDP, "fsdp_offload_params"):
-        strategy |= {"offload_parameters": "cpu"}
+    strategy |= {"offload_parameters": "cpu"} if document.on(FSDP, "fsdp_offload_params") else {}
     checkpointing = document.on(FSDP, "fsdp_activation_checkpointing")
     changes = [*_batch(document, setup, assumed), *_script(setup, assumed, checkpointing=checkpointing)]
     changes += ["train.checkpointing=full"] * checkpointing
@@ -102,10 +100,9 @@ def _translated(
 
 
 def _precision(document: Document, setup: Setup, assumed: list[str]) -> str:
-    if document.on("bf16", "enabled") or document.on("bfloat16", "enabled"):
-        return "bf16"
-    if document.on("fp16", "enabled"):
-        return "fp16"
+    for name in ("bf16", "bfloat16", "fp16"):
+        if document.on(name, "enabled"):
+            return name.replace("bfloat16", "bf16")
     auto = [name for name in ("bf16", "fp16") if document.get(name, "enabled") == AUTO]
     if auto or setup.hugging_face:
         launched = [one.get("mixed_precision") for one in setup.of("accelerate")]
@@ -119,10 +116,7 @@ def _precision(document: Document, setup: Setup, assumed: list[str]) -> str:
 
 
 def _batch(document: Document, setup: Setup, assumed: list[str], *, degree: int = 1) -> list[str]:
-    """The micro-batch and global batch: from the file, else from the script, else the planner chooses.
-
-    `degree`: GPUs that share a layer, and so have the same rows.
-    """
+    """Micro- and global batch of the file, else the script or planner. `degree`: GPUs that share a layer."""
     world = max(1, (setup.world_size or 1) // degree)
     micro = document.number(MICRO) or _number(setup, "per_device_train_batch_size", "micro_batch_size")
     steps = document.number(ACCUMULATION) or _number(setup, "gradient_accumulation_steps")
@@ -162,20 +156,15 @@ def _script(setup: Setup, assumed: list[str], *, checkpointing: bool = False) ->
 def _left_out(document: Document, stage: int, bucket: int) -> list[str]:
     """Settings with a value that the simulator does not support."""
     simulated = {"reduce_bucket_size": bucket}
-    if stage < 3:
-        simulated["allgather_bucket_size"] = bucket
-    elif stage == 3:
-        simulated |= {"stage3_prefetch_bucket_size": PREFETCH, "stage3_param_persistence_threshold": PERSIST}
-    found = []
-    for name, used in simulated.items():
-        value = document.get(ZERO, name)
-        if value is not None and value != used:
-            found.append(f"{name} {value}: simulated with {used:,}")
+    at_3 = {"stage3_prefetch_bucket_size": PREFETCH, "stage3_param_persistence_threshold": PERSIST}
+    simulated |= at_3 if stage == 3 else {"allgather_bucket_size": bucket}
+    given = ((name, document.get(ZERO, name), used) for name, used in simulated.items())
+    found = [f"{n} {v}: simulated with {used:,}" for n, v, used in given if v not in (None, used)]
     for name in ("stage3_max_live_parameters", "stage3_max_reuse_distance"):
         value = document.number(ZERO, name)
         if stage == 3 and value is not None and value not in (1e9, NEVER_RELEASE) and value < FOREVER:
             found.append(f"{name} {value:g}: simulated with 1e9")
-    for key in (tuple(name.split(".")) for name in names("not_simulated")):
+    for key in _NOT_SIMULATED:
         value = document.get(*key)
         if value is True or value not in (None, False, 1, AUTO):  # 1: a group of one, or all of the optimizer
             found.append(f"{'.'.join(key)}: not simulated")

@@ -1,4 +1,4 @@
-"""Known model shapes: a job can be planned, and trained from random weights, without a network."""
+"""Known model shapes, for plans and random weights without a network; which jobs have no tokenizer."""
 
 import difflib
 import tomllib
@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
+
+from shardwise.errors import JobError
+from shardwise.job.schema import Model
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,22 @@ def shapes() -> tuple[Shape, ...]:
 def lookup(name: str) -> Shape | None:
     """Find a shape by name, hub id or alias, ignoring case."""
     return _index().get(name.casefold())
+
+
+def no_tokenizer(model: Model, downloaded: Path | None = None) -> JobError | None:
+    """The error of a job without a tokenizer; None where there is one, or only the hub knows."""
+    name, what = model.tokenizer or model.source, ""
+    shape, folder = lookup(name), downloaded or Path(name)
+    if folder.is_dir():
+        found = any((folder / one).is_file() for one in _TOKENIZERS)
+        what = "" if found else f"{folder} has no tokenizer files"
+    elif "/" not in name and not (shape and shape.hub):
+        what = f"{name} has no tokenizer of its own" if shape else f"there is no tokenizer {name!r}"
+    if not what or model.tokenizer == "train":
+        return None
+    train = ", or to train" if model.weights == "random" else ""
+    fix = f"set model.tokenizer to a hub id, or to a folder with {_TOKENIZERS[0]}{train}"
+    return JobError(what, where="model.tokenizer" if model.tokenizer else "model.source", fix=fix)
 
 
 def nearest(name: str, count: int = 3) -> list[str]:

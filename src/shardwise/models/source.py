@@ -12,15 +12,9 @@ from shardwise.errors import CheckpointError, JobError, MachineError
 from shardwise.job.schema import Model
 from shardwise.models.catalog import Shape, lookup, nearest
 
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "spiece.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
+_TOKENIZER_FILES = """
+tokenizer* vocab.* merges.txt spiece.model special_tokens_map.json added_tokens.json chat_template.jinja"""
+TOKENIZER_FILES = tuple(_TOKENIZER_FILES.split())
 """Files of a tokenizer; `tokenizer*` includes its tokenizer_config.json."""
 
 _INDEX = "model.safetensors.index.json"

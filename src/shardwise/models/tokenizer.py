@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from shardwise.errors import JobError, MachineError
 from shardwise.folders import cache_root
 from shardwise.job.schema import Model
-from shardwise.models.catalog import lookup
+from shardwise.models.catalog import lookup, no_tokenizer
 from shardwise.models.source import TOKENIZER_FILES, download
 
 END = "<|endoftext|>"
@@ -27,7 +27,6 @@ VOCABULARY_MULTIPLE = 64
 
 _FORMAT = 1
 """Part of every cache key; raised when training changes."""
-_KNOWN_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 Corpus = Callable[[], Iterator[str]]
 """Returns the training data's texts, from the start."""
@@ -36,10 +35,8 @@ Corpus = Callable[[], Iterator[str]]
 def load_tokenizer(model: Model, *, corpus: Corpus, cache: Path | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a job. It has a padding token, and no more tokens than it came with.
 
-    `corpus` is only for `tokenizer: train`; `cache`, by default that of `folders`, keeps learned tokenizers.
-
-    Raises JobError where there is no tokenizer, MachineError where it must be downloaded and the hub cannot
-    be reached, or the cache cannot be written.
+    `corpus`, `cache`: for `tokenizer: train`. Raises JobError where there is no tokenizer, MachineError
+    where it must be downloaded and the hub cannot be reached, or the cache cannot be written.
     """
     if model.tokenizer == "train":
         root = (cache or cache_root()) / "tokenizers"
@@ -52,20 +49,14 @@ def load_tokenizer(model: Model, *, corpus: Corpus, cache: Path | None = None) -
 
 
 def rows_for(model: Model, tokens: int) -> int | None:
-    """Embedding rows for a tokenizer of `tokens` tokens; None keeps the shape's.
-
-    Only random weights follow another tokenizer: trained ones have learned their rows.
-    """
+    """Embedding rows for a tokenizer of `tokens` tokens; None keeps the shape's, as trained weights must."""
     if model.weights != "random" or model.tokenizer is None:
         return None
     return -(-tokens // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def expected_rows(model: Model) -> int | None:
-    """`rows_for` before the data are read: a tokenizer to be learned counts its largest size.
-
-    Raises what loading another tokenizer raises.
-    """
+    """`rows_for` before data are read: one to be learned counts its largest size. Raises as loading does."""
     if model.weights != "random" or model.tokenizer is None:
         return None
     if model.tokenizer == "train":
@@ -74,10 +65,7 @@ def expected_rows(model: Model) -> int | None:
 
 
 def train_bpe(texts: Iterator[str], vocabulary: int) -> Tokenizer:
-    """Learn a byte-level BPE vocabulary of at most `vocabulary` tokens, special ones included.
-
-    It contains all 256 bytes, so every text can be encoded and no token is unknown.
-    """
+    """Learn byte-level BPE of at most `vocabulary` tokens, special ones and all 256 bytes included."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -92,26 +80,20 @@ def tokenizer_folder(model: Model) -> Path:
     name = model.tokenizer or model.source
     if Path(name).is_dir():
         return Path(name)
-    key = "model.tokenizer" if model.tokenizer else "model.source"
-    shape = lookup(name)
-    repository = name if "/" in name else shape.hub if shape else None
-    if repository is None:
-        what = f"{name} has no tokenizer of its own" if shape else f"there is no tokenizer {name!r}"
-        raise JobError(what, where=key, fix="set model.tokenizer: train, or to a hub id or folder")
+    if error := no_tokenizer(model):
+        raise error
+    key, shape = "model.tokenizer" if model.tokenizer else "model.source", lookup(name)
+    repository = shape.hub if shape and "/" not in name and shape.hub else name
     files = ["config.json", *TOKENIZER_FILES, *(["*.py"] if model.trust_remote_code else [])]
     revision = None if model.tokenizer else model.revision
-    fix = f"download it once where there is a network and name the folder{_or_train(model)}"
+    train = ", or set model.tokenizer: train" if model.weights == "random" else ""
+    fix = f"download it once where there is a network and name the folder{train}"
     return download(repository, files, revision=revision, where=key, offline_fix=fix)
 
 
-def _or_train(model: Model) -> str:
-    return ", or set model.tokenizer: train" if model.weights == "random" else ""
-
-
 def _from_folder(folder: Path, model: Model) -> PreTrainedTokenizerBase:
-    if not any((folder / name).is_file() for name in _KNOWN_FILES):
-        fix = f"name a folder with {_KNOWN_FILES[0]}{_or_train(model)}"
-        raise JobError(f"{folder} has no tokenizer files", where="model.tokenizer", fix=fix)
+    if error := no_tokenizer(model, folder):
+        raise error
     try:
         trusted = model.trust_remote_code
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from shardwise.device import Device, NoPermission, Unavailable
-from shardwise.errors import MachineError
+from shardwise.errors import MachineError, what_of
 from shardwise.power.guardian import Guardian
 from shardwise.power.lease import Lease, Settled, leases, locked, same, settle, take
 
@@ -184,7 +184,7 @@ class PowerControl:
                 with locked(self._lease.file.parent, create=False):
                     failure = self._lost() or self._apply(todo)
             except MachineError as error:
-                failure = str(error)
+                failure = what_of(error)
             if failure is None:
                 return {uuid: self._present[uuid] for uuid in self._uuids}
             self.refused = Unavailable(reason=failure)
@@ -201,7 +201,7 @@ class PowerControl:
                 gone = not self._lease.file.exists()
                 settled = Settled(left=None, lines=()) if gone else settle(self._lease, self._device)
         except (OSError, MachineError) as error:
-            settled = Settled(left=self._lease, lines=(f"power limits: not put back: {error}",))
+            settled = Settled(left=self._lease, lines=(f"power limits: not put back: {what_of(error)}",))
         self.notes += settled.lines
         self._lease = settled.left
         if settled.left is None and self._guardian is not None:

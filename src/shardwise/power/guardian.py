@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shardwise.device import Device, NoDevice
 from shardwise.device.find import find
-from shardwise.errors import MachineError, ShardwiseError
+from shardwise.errors import MachineError, ShardwiseError, what_of
 from shardwise.power.lease import Lease, Process, locked, process, read_lease, settle
 
 READY = "ready"
@@ -71,7 +71,7 @@ def main(file: Path) -> int:
     try:
         lease, device = read_lease(file), find()
     except ShardwiseError as error:
-        return _decline(str(error))
+        return _decline(what_of(error))
     if not isinstance(lease, Lease):
         return _decline(lease.reason)
     if isinstance(device, NoDevice):
@@ -109,7 +109,7 @@ def _settle(file: Path, device: Device) -> bool:
                 return not file.exists()
             settled = settle(lease, device)
     except (OSError, ShardwiseError) as error:
-        _log(file, [str(error)])
+        _log(file, [what_of(error)])
         return False
     _log(Path(lease.run), settled.lines)
     return settled.left is None

@@ -29,7 +29,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.errors import FULL, CheckpointError, DivergedError, MachineError, Problem
+from shardwise.errors import FULL, CheckpointError, DivergedError, MachineError, Problem, what_of
 from shardwise.job.schema import Train
 from shardwise.record.manifest import (
     NAME,
@@ -390,10 +390,10 @@ def newest_valid(folder: Path, first: int | None = None) -> Checkpoint | None:
 def _is_full(error: Exception) -> bool:
     """Whether the disk or the quota is full; libraries that write themselves hide the error number."""
     by_number = isinstance(error, OSError) and error.errno in FULL
-    return by_number or any(text in str(error) for text in _FULL_TEXTS)
+    return by_number or any(text in what_of(error) for text in _FULL_TEXTS)
 
 
 def _describe(error: Exception) -> _Failure:
     """A failure for the other ranks: whether the disk is full, what happened, what they raise as well."""
     shown = error if isinstance(error, DivergedError) else None
-    return _is_full(error), f"{type(error).__name__}: {error}", shown
+    return _is_full(error), f"{type(error).__name__}: {what_of(error)}", shown

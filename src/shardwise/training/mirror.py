@@ -17,7 +17,7 @@ from typing import TypeGuard, TypeVar
 
 from fsspec.core import url_to_fs
 
-from shardwise.errors import CheckpointError, JobError, MachineError, Problem, ShardwiseError
+from shardwise.errors import CheckpointError, JobError, MachineError, Problem, ShardwiseError, what_of
 from shardwise.job.schema import Job
 from shardwise.launch.heartbeat import mark
 from shardwise.record.manifest import NAME, FileEntry, Manifest, folder_name, hash_files, step_folders
@@ -157,12 +157,12 @@ class Mirroring:
                 self._step = max(self._step or 0, step)
             except Exception as error:  # noqa: BLE001
                 if (folder / NAME).is_file():  # otherwise it was removed meanwhile
-                    failed.append(f"step {step}: {type(error).__name__}: {error}")
+                    failed.append(f"step {step}: {type(error).__name__}: {what_of(error)}")
         store.pinned = None
         try:
             self._mirror.tidy(self._run_dir, store)
         except Exception as error:  # noqa: BLE001
-            failed.append(f"{type(error).__name__}: {error}")
+            failed.append(f"{type(error).__name__}: {what_of(error)}")
         if failed and self._failed is None:
             what = f"warning: {self._mirror.shown} has no copy of {redact(failed[0])}; each save tries again"
             print(what, file=sys.stderr, flush=True)
@@ -205,8 +205,8 @@ def take(url: str, run_dir: Path, step: int | None = None) -> int | None:
         try:
             _reading(url, partial(mirror.take, found, run_dir))
         except CheckpointError as error:
-            problems.append(Problem(what=str(error), where=f"{mirror.shown}, step {found}"))
-            print(f"warning: passed over the copy of step {found}: {error}", file=sys.stderr)
+            problems.append(Problem(what=what_of(error), where=f"{mirror.shown}, step {found}"))
+            print(f"warning: passed over the copy of step {found}: {what_of(error)}", file=sys.stderr)
         else:
             print(f"step {found} was taken from {mirror.shown}", file=sys.stderr, flush=True)
             return found

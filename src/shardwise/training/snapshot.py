@@ -21,7 +21,7 @@ from shardwise.data.loader import BatchStream
 from shardwise.engines.runtime.host_copy import HostCopy
 from shardwise.engines.runtime.protocol import Engine
 from shardwise.engines.runtime.state import OLDER, PICKLED, WrongValueError, check_pickles, weights_in
-from shardwise.errors import CheckpointError, DivergedError, Problem
+from shardwise.errors import CheckpointError, DivergedError, Problem, what_of
 from shardwise.job.identity import longer
 from shardwise.job.load import differences
 from shardwise.job.schema import Model, Optimizer
@@ -77,7 +77,7 @@ class Snapshots:
             try:
                 self.write_weights(folder / "model", found)
             except WrongValueError as error:  # not damage: it was written just now
-                raise DivergedError(str(error), where=f"step {step}", fix=START_AGAIN) from None
+                raise DivergedError(what_of(error), where=f"step {step}", fix=START_AGAIN) from None
 
         return lambda: self._commit(step, write, write_weights)
 

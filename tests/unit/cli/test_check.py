@@ -6,17 +6,25 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import shardwise
+from shardwise.app.check import check_texts
 from shardwise.cli import main
+from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job, StrategySpec
+from shardwise.lint.check import block
+from shardwise.lint.finding import Finding
+from shardwise.lint.rules import RULES
 from shardwise.planner.plan import Plan, Workload
 from shardwise.planner.search import search
 from shardwise.simulate.prediction import Energy, Memory, MemoryTerms, Prediction, Time
 from shardwise.simulate.step_trace import StepTrace
+from shardwise.space.rules import EVERY_RULE
 from shardwise.strategy import Strategy
 
 EXAMPLES = Path(__file__).parents[1] / "lint" / "examples"
@@ -350,6 +358,7 @@ def test_a_job_of_mamba_is_told_all_that_speaks_against_tensor_parallelism(
         source = "own"
         Path(source).mkdir()
         Path(source, "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 24}')
+        Path(source, "tokenizer.json").write_text("{}")
     Path("qa.jsonl").write_text("{}\n")
     Path("job.yaml").write_text(
         f"name: run\nmodel: {{source: {source}, lora: {{rank: 8}}}}\ndata: {{train: qa.jsonl}}\n"
@@ -358,3 +367,64 @@ def test_a_job_of_mamba_is_told_all_that_speaks_against_tensor_parallelism(
     assert main(["check", "job.yaml", "--gpus", "4xH100", "--json"]) == 2
     rules = [one["rule"] for one in json.loads(capsys.readouterr().out)["findings"]]
     assert rules == ["tensor-parallel-and-lora", "tensor-parallel-needs-heads"]
+
+
+@pytest.mark.parametrize(
+    ("model", "lacks"),
+    [
+        ("{source: tiny-llama, weights: random}", "tiny-llama has no tokenizer of its own"),
+        ("{source: own, weights: random}", "own has no tokenizer files"),
+        ("{source: own, tokenizer: other}", "other has no tokenizer files"),
+        ("{source: tiny-llama, tokenizer: nobody, weights: random}", "there is no tokenizer 'nobody'"),
+        ("{source: tiny-llama, tokenizer: train, weights: random}", None),
+        ("{source: own, tokenizer: full, weights: random}", None),
+        ("{source: a/b}", None),  # only the hub knows
+    ],
+)
+def test_a_job_without_a_tokenizer_is_refused_before_processes_start(
+    model: str, lacks: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("own", "other", "full"):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text('{"model_type": "llama"}')
+    Path("full", "tokenizer.json").write_text("{}")
+    Path("rows.jsonl").write_text('{"text": "x"}\n')
+    Path("job.yaml").write_text(f"name: run\nmodel: {model}\ndata: {{train: rows.jsonl}}\n")
+    found = [one for one in shardwise.check("job.yaml").findings if one.rule == "job-tokenizer"]
+    assert [(one.what, one.line) for one in found] == ([] if lacks is None else [(lacks, 2)])
+    for start in (shardwise.train, shardwise.bench) if lacks else ():
+        with pytest.raises(JobError) as refused:
+            start("job.yaml")
+        assert str(refused.value).startswith(f"{lacks}\n  at:  job.yaml:2: model.")
+        assert "fix: set model.tokenizer to a hub id" in str(refused.value)
+    assert not Path("bench").exists()
+    shardwise.load_job("job.yaml")  # a plan needs none
+
+
+def test_no_finding_cites_a_file_of_this_repository(tmp_path: Path) -> None:
+    sources = [one.source for one in (*RULES, *EVERY_RULE)]
+    assert [
+        one for one in sources if one.startswith(("benchmarks", "docs", "tests")) or "benchmarks/" in one
+    ] == []
+    finding = Finding(
+        rule="x", severity="error", file="f", what="w", fix="", source="shardwise.engines.ddp.runtime"
+    )
+    assert "see:" not in block(finding)
+    assert "see: deepspeed/a.py" in block(replace(finding, source="deepspeed/a.py"))
+
+
+def test_a_script_and_the_configuration_within_it_are_shown_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "import deepspeed\ndeepspeed.initialize(\n    config={'zero_optimisation': {'stage': 3}})\n"
+    Path("train.py").write_text(text)
+    assert main(["check", "train.py", "--fix"]) == 2
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "train.py: training script or its arguments, with a DeepSpeed configuration, read by Deep"
+    )
+    assert "at:  train.py:3: zero_optimisation" in said
+    assert Path("train.py").read_text() == text  # scripts are never edited
+    assert {one.file for one in check_texts({"train.py": text}).findings} == {"train.py"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,6 +69,14 @@ for batch in data:
     engine.backward(engine(batch))
     {}
 """
+PREPARED = """from accelerate import Accelerator
+from setting import *
+accelerator = Accelerator({})
+model, optimizer = accelerator.prepare(model, optimizer)
+loss = model(batch).loss
+{}
+"""
+PLUGIN = yaml.safe_dump(ACCELERATE)
 OWN = """import deepspeed
 from setting import *
 engine, *_ = deepspeed.initialize({}, config="file1")
@@ -505,6 +513,18 @@ CASES = (
         also=(DS_3,),
     ),
     Case(
+        "backward-outside-accelerator",
+        PREPARED.format("", "loss.backward()"),
+        PREPARED.format("", "accelerator.backward(loss)"),
+        also=(PLUGIN,),
+    ),
+    Case(
+        "two-precisions",
+        PREPARED.format("mixed_precision='fp16'", "accelerator.backward(loss)"),
+        PREPARED.format("mixed_precision='bf16'", "accelerator.backward(loss)"),
+        also=(PLUGIN,),
+    ),
+    Case(
         "zeus-monitor-of-all-gpus",
         f"{ZEUS}monitor = ZeusMonitor()\n",
         f"{ZEUS}monitor = ZeusMonitor(gpu_indices=[local_rank])\n",
@@ -748,6 +768,38 @@ def test_texts_are_numbers_where_deepspeed_takes_them(text: str) -> None:
     values = merged(DEEPSPEED, zero(reduce_bucket_size=text))
     findings = check(Setup(documents=(read(json.dumps(values), "d"),), asked_reader="trainer")).findings
     assert (parse(values) == "") == all(one.severity != "error" for one in findings)
+
+
+class _Unknown:
+    def __repr__(self) -> str:
+        return "known.later"
+
+
+def _leaves(values: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, value in values.items():
+        yield from _leaves(value, (*above, name)) if isinstance(value, dict) else [(*above, name)]
+
+
+@pytest.mark.parametrize(
+    "case", [one for one in CASES if isinstance(one.good, dict)], ids=lambda one: one.rule
+)
+def test_a_value_of_a_script_that_only_a_run_knows_breaks_no_rule(case: Case) -> None:
+    if documents(case, case.good)[0].kind != "deepspeed":
+        return
+
+    def rules(values: dict[str, Any]) -> set[str]:
+        text = f"import deepspeed\ndeepspeed.initialize(model=m, optimizer=o, config={values!r})\n"
+        script = read(text, "train.py")
+        assert len(script.inner) == 1
+        return {one.rule for one in check(Setup(documents=(script, *script.inner))).findings}
+
+    good = merged(DEEPSPEED, case.good)
+    known = rules(good)
+    for key in _leaves(good):
+        values: Any = _Unknown()
+        for part in reversed(key):
+            values = {part: values}
+        assert rules(merged(good, values)) <= known, key
 
 
 VALUES = [None, True, False, 0, -1, 3, 2.5, 1e400, "auto", "", "x", "3", [], [1], {}, {"a": 1}]

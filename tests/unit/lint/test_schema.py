@@ -184,7 +184,7 @@ def test_dtypes_schedules_presets_and_deprecations_are_deepspeeds() -> None:
     for name, needed in SCHEDULES.items():
         parameters = inspect.signature(getattr(lr_schedules, name)).parameters
         required = [p.name for p in parameters.values() if p.default is p.empty and p.name != "optimizer"]
-        assert tuple(required) == needed, name
+        assert required == needed, name
     assert set(SCHEDULES) == set(lr_schedules.VALID_LR_SCHEDULES)
     assert all(AutoTPPresets.get_preset(name) is not None for name in PRESETS)
     deprecated = {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
-from shardwise.lint.check import check
+from shardwise.lint.check import check, load
 from shardwise.lint.read import read
 from shardwise.lint.setup import Setup
 
@@ -46,12 +47,55 @@ def hangs(condition: str, call: str, stage: int | None = None, head: str = ENGIN
         ("dist.get_rank() == 0 or sharded", False),
         ("step % 100 == 0", False),
         ("lora_rank == 0", False),
+        ("not rank", True),
+        ("not dist.get_rank()", True),
+        ("not args.local_rank and step % 10 == 0", True),
+        ("0 == rank", True),
+        ("not dist.is_initialized() or dist.get_rank() == 0", True),
+        ("world_size == 1 or rank == 0", True),
+        ("not rank or sharded", False),
+        ("not lora_rank", False),
+        ("not rank == 0", False),
+        ("rank", False),
+        ("rank > 0", False),
+        ("not accelerator.is_main_process", False),
         ("tp_rank == 0", False),
         ("dist.get_rank(group) == 0", False),
     ],
 )
 def test_a_condition_that_holds_in_one_process(condition: str, one: bool) -> None:
     assert hangs(condition, "dist.barrier()") == one
+
+
+BARRIER = HEAD + "rank = dist.get_rank()\n"
+MAIN = BARRIER + "is_main = rank == 0\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        (MAIN + "if is_main:\n    dist.barrier()\n", 7),
+        (MAIN + "if is_main and step == 0:\n    dist.barrier()\n", 7),
+        (BARRIER + "is_main = not rank\nif is_main:\n    dist.barrier()\n", 7),
+        (BARRIER + "is_main: bool = rank == 0\nif is_main:\n    dist.barrier()\n", 7),
+        (BARRIER + "self.main = a.is_main_process\nif self.main:\n    dist.barrier()\n", 7),
+        (BARRIER + "if rank != 0:\n    pass\nelse:\n    dist.barrier()\n", 8),
+        (MAIN + "if not is_main:\n    pass\nelse:\n    dist.barrier()\n", 9),
+        (BARRIER + "def save():\n    if rank > 0:\n        return\n    dist.barrier()\n", 8),
+        (MAIN + "is_main = True\nif is_main:\n    dist.barrier()\n", None),  # who knows which
+        (MAIN + "if not is_main:\n    dist.barrier()\nload()\nif is_main:\n    dist.barrier()\n", None),
+        (MAIN + "if not is_main:\n    dist.barrier()\nelse:\n    dist.barrier()\n", None),
+        (BARRIER + "if rank > 0:\n    dist.barrier()\nif rank == 0:\n    dist.barrier()\n", None),
+        (
+            BARRIER
+            + "def f():\n    if rank == 0:\n        dist.barrier()\n        return\n    dist.barrier()\n",
+            None,
+        ),
+        (BARRIER + "for x in y:\n    if step % 9 != 0:\n        continue\n    dist.barrier()\n", None),
+    ],
+)
+def test_a_condition_by_a_name_and_its_other_side(script: str, line: int | None) -> None:
+    assert lines_of("one-process-calls-for-all", script) == ([] if line is None else [line])
 
 
 @pytest.mark.parametrize(
@@ -181,3 +225,159 @@ def test_flags_that_exclude_each_other(flags: str, stops: bool) -> None:
         "contradicting-arguments", f"torchrun --nproc_per_node 4 train.py {flags}\n", name="run.sh"
     )
     assert bool(found) == stops
+
+
+ACCELERATOR = """import torch
+from accelerate import Accelerator
+from setting import *
+accelerator = Accelerator()
+model, optimizer = accelerator.prepare(model, optimizer)
+"""
+TRAINED = """import torch
+from transformers import Trainer, TrainingArguments
+from setting import *
+model.save_pretrained('before')
+trainer = Trainer(model=model, args=TrainingArguments('out'))
+"""
+
+
+@pytest.mark.parametrize("head", [ACCELERATOR, TRAINED], ids=["accelerator", "trainer"])
+@pytest.mark.parametrize(
+    ("call", "by", "stages"),
+    [
+        ("accelerator.unwrap_model(model).save_pretrained('o')", None, [3]),
+        (
+            "accelerator.unwrap_model(m).save_pretrained('o', state_dict=accelerator.get_state_dict(m))",
+            None,
+            [],
+        ),
+        ("torch.save(accelerator.unwrap_model(model).state_dict(), 'o')", None, [3]),
+        ("one = accelerator.unwrap_model(model); one.save_pretrained('o')", None, [3]),
+        ("trainer.model.save_pretrained('o')", None, [3]),
+        ("self.trainer.model.save_pretrained('o')", None, [3]),
+        ("trainer.model.config.save_pretrained('o')", None, []),
+        ("trainer.save_model('o')", None, []),
+        ("model.save_pretrained('o')", None, [3]),
+        ("other.save_pretrained('o')", None, []),
+        ("tokenizer.save_pretrained('o')", None, []),
+        ("model = load('o'); model.save_pretrained('p')", TRAINED, []),
+        ("if trainer.is_deepspeed_enabled: pass\nelse: model.save_pretrained('o')", None, []),
+        ("if trainer.is_world_process_zero(): trainer.model.save_pretrained('o')", None, [3]),
+        ("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", ACCELERATOR, [1, 2, 3]),
+        ("accelerator.clip_grad_norm_(model.parameters(), 1.0)", None, []),
+    ],
+)
+def test_weights_that_accelerate_or_the_trainer_shards(
+    head: str, call: str, by: str | None, stages: list[int]
+) -> None:
+    if by in (None, head):
+        found = [lines_of("weights-are-elsewhere", f"{head}{call}\n", stage) for stage in range(4)]
+        assert [stage for stage, lines in enumerate(found) if lines == [6]] == stages
+        assert sum(map(bool, found)) == len(stages)
+
+
+@pytest.mark.parametrize(
+    ("call", "lines"),
+    [
+        ("loss.backward()", [6]),
+        ("(loss / 4).backward()", [6]),
+        ("scaler.scale(loss).backward()", [6]),
+        ("accelerator.backward(loss)", []),
+        ("if a: accelerator.backward(loss)\nelse: loss.backward()", []),
+    ],
+)
+def test_the_accelerator_steps_in_its_backward(call: str, lines: list[int]) -> None:
+    assert lines_of("backward-outside-accelerator", f"{ACCELERATOR}{call}\n", 2) == lines
+    assert lines_of("backward-outside-accelerator", f"{TRAINED}{call}\n", 2) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "file", "severity"),
+    [
+        ("Accelerator(mixed_precision='bf16')", "mixed_precision: fp16", "error"),
+        ("Accelerator(mixed_precision='bf16')", "mixed_precision: 'no'", None),
+        ("Accelerator(mixed_precision='bf16')", "mixed_precision: bf16", None),
+        ("Accelerator(mixed_precision=a.b)", "mixed_precision: fp16", None),
+        ("TrainingArguments('o', fp16=True)", "mixed_precision: bf16", "error"),
+        ("AutoModel.from_pretrained('x', dtype=torch.bfloat16)", "mixed_precision: fp16", "warning"),
+        ("Accelerator(mixed_precision='fp16')", '{"bf16": {"enabled": true}}', "error"),
+        ("Accelerator(mixed_precision='fp16')", '{"bf16": {"enabled": "auto"}}', None),
+    ],
+)
+def test_two_files_with_two_precisions(script: str, file: str, severity: str | None) -> None:
+    other = file if file.startswith("{") else f"distributed_type: MULTI_GPU\nnum_processes: 2\n{file}\n"
+    documents = (read(f"from accelerate import Accelerator\n{script}\n", "a.py"), read(other, "b"))
+    found = [one for one in check(Setup(documents=documents)).findings if one.rule == "two-precisions"]
+    assert [one.severity for one in found] == ([] if severity is None else [severity])
+
+
+CALL = "deepspeed.initialize(model=m, optimizer=o, config={})\n"
+BOTH = "{'bf16': {'enabled': True},\n 'fp16': {'enabled': True}}"
+
+
+def of_script(text: str, folder: Path) -> list[tuple[str, int]]:
+    file = folder / "train.py"
+    file.write_text(text)
+    documents, broken = load([file])
+    found = check(Setup(documents=documents), broken).findings
+    assert {one.file for one in found} <= {str(file)}
+    return [(one.rule, one.line) for one in found if one.severity == "error"]
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        (CALL.format(BOTH), 5),
+        (f"c = {BOTH}\n" + CALL.format("c"), 5),
+        (f"c: dict = {BOTH}\n" + CALL.format("c"), 5),
+        ("half = {'enabled': True}\nc = {'bf16': half, 'fp16': half}\n" + CALL.format("c"), 4),
+        (f"c = {BOTH}\nd = {{**c, 'steps_per_print': 1}}\n" + CALL.format("d"), 5),
+        (f"c = {BOTH}\nc['gradient_clipping'] = 1.0\n" + CALL.format("c"), 5),
+        (f"def go(c):\n    {CALL.format('c')}c = {BOTH}\ngo(c)\n", 7),
+        (f"c = {BOTH}\nprint(c)\n" + CALL.format("c").replace("config=", "config_params="), 5),
+        (f"c = {BOTH}\n" + CALL.format("c") * 2, 5),
+        (f"c = {BOTH}\nc['fp16']['enabled'] = half\n" + CALL.format("c"), None),
+        (f"c = {BOTH}\nc.update(more)\n" + CALL.format("c"), None),
+        (f"c = {BOTH}\nc['fp16'].pop('enabled')\n" + CALL.format("c"), None),
+        (f"c = {BOTH}\nc[name] = 1\n" + CALL.format("c"), None),
+        (f"c = {BOTH}\nc = 0\n" + CALL.format("c"), None),
+        (f"c = {BOTH}\ncomplete(c)\n" + CALL.format("c"), None),
+        (
+            "c = {**base, 'fp16': {'enabled': True}, 'bf16': {'enabled': True}}\n" + CALL.format("c"),
+            None,
+        ),
+        ("c = {'bf16': make(), 'fp16': {'enabled': True}}\n" + CALL.format("c"), None),
+        ("c = {'bf16': {'enabled': a.bf16}, 'fp16': {'enabled': True}}\n" + CALL.format("c"), None),
+        (f"c = {BOTH}\n" + CALL.format("other"), None),
+        (f"c = {BOTH}\ndraw(config=c)\n", None),
+    ],
+)
+def test_a_configuration_that_the_script_writes_itself(script: str, line: int | None, tmp_path: Path) -> None:
+    found = of_script(HEAD + script, tmp_path)
+    errors = [one for one in found if one[0] == "bf16-and-fp16"]
+    assert errors == ([] if line is None else [("bf16-and-fp16", line)])
+
+
+def test_auto_in_a_dict_is_judged_by_who_is_given_it(tmp_path: Path) -> None:
+    auto = "{'train_batch_size': 'auto', 'zero_optimization': {'stage': 2}}"
+    found = of_script(HEAD + CALL.format(auto), tmp_path)
+    assert found == [("auto-without-trainer", 4)]
+    trainer = (
+        f"from transformers import Trainer, TrainingArguments\na = TrainingArguments('o', deepspeed={auto})\n"
+    )
+    assert of_script(trainer + "Trainer(0, a)\n", tmp_path) == []
+    own = "{'train_batch_size': a.rows, 'zero_optimization': {'stage': a.stage}}"
+    assert of_script(HEAD + CALL.format(own), tmp_path) == []  # a run knows
+
+
+def _opened(values: dict[str, object]) -> str:
+    inner = (f"{k!r}: {_opened(v) if isinstance(v, dict) else 'a.b'}" for k, v in values.items())
+    return f"{{{', '.join(inner)}}}"
+
+
+def test_values_that_only_a_run_knows_are_no_errors(tmp_path: Path) -> None:
+    for file in sorted((Path(__file__).parent / "examples").rglob("*.json")):
+        values = dict(read(file.read_text(), "ds.json").values)
+        plain = of_script(f"{HEAD}c = {values!r}\n{CALL.format('c')}", tmp_path)
+        opened = of_script(f"{HEAD}c = {_opened(values)}\n{CALL.format('c')}", tmp_path)
+        assert {one for one, _ in opened} <= {one for one, _ in plain}, file

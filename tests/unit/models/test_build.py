@@ -233,7 +233,7 @@ def test_heads_that_cannot_share_keys_are_refused_where_they_stand(
     edit_config(model, num_key_value_heads=shared)
     error = refused(Model(source=model.source, weights="random"))
     assert isinstance(error, JobError)
-    assert str(error) == f"4 attention heads cannot share {shared} key-value heads evenly"
+    assert error.problems[0].what == f"4 attention heads cannot share {shared} key-value heads evenly"
     assert error.problems[0].where == f"{model.source}/config.json: num_key_value_heads"
     assert error.problems[0].fix == "one of 1, 2, 4, or another num_attention_heads"
 
@@ -243,7 +243,7 @@ def test_a_model_without_blocks_is_refused(layers: int) -> None:
     """transformers builds it, and it trains."""
     error = refused(Model(source="tiny-llama", weights="random", config={"num_hidden_layers": layers}))
     assert isinstance(error, JobError)
-    assert str(error) == f"a model of {layers} layers has nothing to train"
+    assert error.problems[0].what == f"a model of {layers} layers has nothing to train"
     assert error.problems[0].where == "model.config: num_hidden_layers"
 
 

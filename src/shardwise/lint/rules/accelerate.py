@@ -10,21 +10,14 @@ from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, Severity, rule
 from shardwise.lint.read import found
-from shardwise.lint.schema import accelerate_keys, as_number, closest, names
+from shardwise.lint.schema import accelerate_keys, as_number, by_key, closest, names
 from shardwise.lint.setup import Setup
 
 IN_THE_FILE = names("in_the_deepspeed_file")
 
 DS, FSDP, FILE = "deepspeed_config", "fsdp_config", "deepspeed_config_file"
 LARGEST = 2**31 - 1
-_COUNTS: tuple[tuple[Key, int, int, bool], ...] = (
-    (("num_processes",), 1, LARGEST, True),
-    (("num_machines",), 1, LARGEST, False),
-    (("main_process_port",), 0, 65535, False),
-    ((DS, "zero_stage"), 0, 3, True),
-    ((DS, "gradient_accumulation_steps"), 1, LARGEST, True),
-)
-"""Integers: key, minimum, maximum, and whether text is accepted as a number."""
+_COUNTS = by_key("accelerate_counts")  # minimum, maximum, and whether text is accepted as a number
 _SECTION_FOR = {"DEEPSPEED": DS, "FSDP": FSDP, "MEGATRON_LM": "megatron_lm_config"}
 _LAUNCH = "accelerate/commands/launch.py: _validate_launch_command"
 _PLUGIN = "accelerate/utils/dataclasses.py: DeepSpeedPlugin"
@@ -83,10 +76,7 @@ def accelerate_distributed_type(document: Document, _: Setup) -> Iterator[Hit]:
 
 @accelerate_rule("error", "accelerate/commands/launch.py, accelerate/utils/launch.py; run with 1.15.0")
 def accelerate_kind_of_value(document: Document, _: Setup) -> Iterator[Hit]:
-    """Sections must be sections and counts integers, some without quotes.
-
-    Otherwise the launch stops, or, for `fsdp_config`, another FSDP runs.
-    """
+    """Sections must be sections, counts integers: else the launch stops, or another FSDP runs."""
     for name in (DS, FSDP):
         value = document.get(name)
         if value is not None and not isinstance(value, Mapping):
@@ -94,7 +84,7 @@ def accelerate_kind_of_value(document: Document, _: Setup) -> Iterator[Hit]:
             effect = "accelerate stops with an AttributeError" if name == DS else ignored
             what = f"`{name}` is {value!r} and must be a section: {effect}"
             yield Hit((name,), what, f"{name}: with `key: value` lines below it, indented")
-    for key, least, most, quotes in _COUNTS:
+    for key, (least, most, quotes) in _COUNTS.items():
         value = document.get(*key)
         number = as_number(value) if isinstance(value, str) else document.number(*key)
         if value is None or value == AUTO or (key[-1] == "num_processes" and number == -1):

@@ -32,11 +32,7 @@ def data_ranks(document: Document, setup: Setup) -> int | None:
 
 @rule("error", _ASSERTION)
 def batch_arithmetic(document: Document, setup: Setup) -> Iterator[Hit]:
-    """The micro-batch, accumulation and number of GPUs must multiply to the total batch, or DeepSpeed stops.
-
-    A total that is given alone must be a multiple of the number of GPUs. A note if the number of GPUs is not
-    known and one number would fit.
-    """
+    """The total batch must be micro-batch x accumulation x GPUs, or DeepSpeed stops."""
     total, micro, accumulation = _given(document)
     if total is None:
         return
@@ -115,9 +111,7 @@ def global_batch_alone(document: Document, setup: Setup) -> Iterator[Hit]:
     yield Hit((TOTAL,), what, fix, severity="warning" if ranks is None or rows > 1 else "note")
 
 
-@rule(
-    "warning", "deepspeed/runtime/config.py: world_size without an mpu; run with 2 processes, autotp_size 2"
-)
+@rule("warning", "deepspeed/runtime/config.py: world_size without an mpu; run with 2 processes")
 def batch_under_tensor_parallelism(document: Document, _: Setup) -> Iterator[Hit]:
     """DeepSpeed's check does not divide by autotp_size: the real batch is smaller than the written one."""
     degree, total = document.number("tensor_parallel", "autotp_size") or 0, document.number(TOTAL)

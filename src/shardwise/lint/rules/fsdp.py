@@ -7,15 +7,11 @@ from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit
 from shardwise.lint.model import blocks_of, guessed_type
 from shardwise.lint.rules.accelerate import FSDP, accelerate_rule, kind_of
+from shardwise.lint.schema import table
 from shardwise.lint.setup import Setup
 
 _OF_TORCH = ("Linear", "Embedding", "LayerNorm", "Conv1d", "ModuleList")
-_ONLY_FSDP1 = {
-    "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
-    "fsdp_sync_module_states": "FSDP2 needs no synchronisation",
-    "fsdp_backward_prefetch": "FSDP2 prefetches automatically",
-    "fsdp_sharding_strategy": "FSDP2 has `fsdp_reshard_after_forward`: true or false",
-}
+_ONLY_FSDP1: dict[str, str] = table("only_fsdp1")
 _PLUGIN = "accelerate/utils/dataclasses.py: FullyShardedDataParallelPlugin.__post_init__"
 
 
@@ -59,9 +55,7 @@ def fsdp_efficient_loading(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(key, what, "remove fsdp_sync_module_states", (Drop(sync),))
 
 
-@accelerate_rule(
-    "error", "accelerate/utils/fsdp_utils.py: fsdp2_prepare_auto_wrap_policy; transformers: _no_split_modules"
-)
+@accelerate_rule("error", "accelerate/utils/fsdp_utils.py: fsdp2_prepare_auto_wrap_policy")
 def fsdp_block_class(document: Document, setup: Setup) -> Iterator[Hit]:
     """A class to wrap that the model does not have stops accelerate; `--model` names the model."""
     key = (FSDP, "fsdp_transformer_layer_cls_to_wrap")

@@ -10,39 +10,12 @@ from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, holds_for, rule
-from shardwise.lint.schema import KeyKind, Section, as_number, closest, deepspeed_schema
+from shardwise.lint.schema import KeyKind, Section, as_number, by_key, closest, deepspeed_schema
 from shardwise.lint.setup import Setup
 
 ZERO = "zero_optimization"
-_ELSEWHERE: dict[Key, str] = {
-    ("tensor_parallel", "tp_size"): "autotp_size",
-    ("tensor_parallel", "tensor_parallel_size"): "autotp_size",
-    ("tensor_parallel", "size"): "autotp_size",
-    ("bf16", "enable"): "enabled",
-    ("fp16", "enable"): "enabled",
-    ("bf16", "check_overflow"): "check_grad_overflow",
-}
-"""The meant key for names that are not near any known one."""
-
-_MICS = (
-    "FSDP2's HSDP shards in groups as MiCS did; ZeRO++'s zero_hpz_partition_size gathers weights in groups"
-)
-REMOVED: dict[Key, tuple[str, str]] = {
-    ("nebula",): (">=0.19.7", "checkpoints use torch.save"),
-    ("compression_training",): (">=0.19.7", "DeepSpeed no longer compresses"),
-    ("quantize_training",): (">=0.19.7", "DeepSpeed no longer quantises in training"),
-    ("sparse_attention",): (">=0.19.7", "use the model's own attention"),
-    ("amp",): (">=0.19.8", "use bf16, fp16 or torch_autocast"),
-    ("sparse_gradients",): (">=0.19.8", "build the embedding with sparse=True"),
-    ("eigenvalue",): (">=0.19.8", "only the removed quantize_training used it"),
-    ("elasticity",): (">=0.19.8", "give the batch sizes directly"),
-    ("graph_harvesting",): (">=0.19.8", "there is no replacement"),
-    ("curriculum_learning",): (">=0.19.8", "use data_efficiency.data_sampling.curriculum_learning"),
-    ("progressive_layer_drop",): (">=0.19.8", "there is no replacement"),
-    (ZERO, "mics_shard_size"): (">=0.19.7", _MICS),
-    (ZERO, "mics_hierarchical_params_gather"): (">=0.19.7", _MICS),
-    (ZERO, "zeropp_loco_param"): (">=0.19.8", "zero_quantized_gradients works without it"),
-}
+_ELSEWHERE: dict[Key, str] = by_key("meant_keys")
+REMOVED = {key: text.split(" ", 1) for key, text in by_key("removed_keys").items()}
 _HOMES: tuple[Key, ...] = ((), (ZERO,))
 """Sections that a misplaced key may be moved to; others have names that are too common, such as `verbose`."""
 _INTEGER = re.compile(r"[+-]?[0-9]+(\.0*)?", re.ASCII)  # text that pydantic accepts as an integer
@@ -94,10 +67,7 @@ def _meant(key: Key, section: Section, document: Document) -> tuple[str, tuple[C
 
 @rule("error", f"{_CONFIG} reads by name; run with 0.19.8")
 def ignored_key(document: Document, _: Setup) -> Iterator[Hit]:
-    """DeepSpeed reads known keys by name and ignores others: `zero_optimisation` trains at stage 0.
-
-    That holds for the top level and for some sections. A warning if no known key is similar.
-    """
+    """DeepSpeed reads known keys by name and ignores others: `zero_optimisation` trains at stage 0."""
     for key, section in _unknown(document, refuses=False):
         fix, changes = _meant(key, section, document)
         meant, effect = fix != "remove it", "it has no effect"
@@ -174,10 +144,7 @@ def _values(document: Document) -> Iterator[tuple[Key, Any, KeyKind, Section]]:
 
 @rule("error", f"{_CONFIG} and the sections' pydantic models; run with 0.19.8")
 def wrong_kind_of_value(document: Document, _: Setup) -> Iterator[Hit]:
-    """Text instead of a number, a fraction instead of an integer, null instead of a section.
-
-    A validation error, or a TypeError when the value is first used.
-    """
+    """Text for a number, a fraction for an integer: a validation error, or a TypeError when it is used."""
     for key, value, kind, section in _values(document):
         problem = _kind_problem(value, kind, lenient=section.refuses)
         if problem is None or (key == (ZERO,) and isinstance(value, bool)):
@@ -222,10 +189,7 @@ def _bool_problem(value: Any, *, lenient: bool) -> tuple[str, Any] | None:
     return "true or false", bool(value) if value in (0, 1) else None
 
 
-@rule(
-    "error",
-    "deepspeed/runtime/zero/offload_config.py, runtime/config.py: DtypeEnum, get_communication_data_type",
-)
+@rule("error", "deepspeed/runtime/config.py: DtypeEnum, get_communication_data_type")
 def not_a_choice(document: Document, _: Setup) -> Iterator[Hit]:
     """The key accepts certain words only."""
     for key, value, kind, _section in _values(document):

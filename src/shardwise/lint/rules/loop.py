@@ -2,14 +2,15 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from shardwise.lint.document import Document, line_at
-from shardwise.lint.finding import DEEPSPEED, Hit
+from shardwise.lint.finding import DEEPSPEED, Hit, Severity
+from shardwise.lint.rules.accelerate import DS
 from shardwise.lint.rules.training import calls, distributed, training_rule, tree_of, within, zero_stage
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names
-from shardwise.lint.script_text import UNDEFINED
+from shardwise.lint.script_text import UNDEFINED, assigned_once
 from shardwise.lint.setup import Setup
 
 _INITIALIZE = "deepspeed.initialize"  # below, patterns of what ast.unparse writes: a statement a line
@@ -21,6 +22,9 @@ _ONE = re.compile("|".join(names("on_one_process")))
 _WAITS = {name: re.compile(r"(trainer|accelerator|engine|initialize)\b") for name in names("wait_in_shards")}
 _WAITS |= {name: re.compile(r"(engine|initialize)\b") for name in names("wait_in_engines")}
 _WAITS |= {name: re.compile(r"\b(dist|distributed|comm|accelerator)\b") for name in names("wait_for_all")}
+_ALONE = re.compile("is_initialized|is_available|(world_size|WORLD_SIZE).* (==|<=) '?1")  # of one process
+_UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
+_GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed|zero_?3)")
 _NO_PAD_TOKEN = names("no_pad_token")
 _DIVIDED = re.compile(r"[Ss]ampler|split_dataset_by_node|\.shard\(|rank\s*::|num_replicas|\.prepare\(")
 _LABELS = re.compile(r"labels[\"']?\]?\s*=\s*[\w.]*(input_ids|\[[\"']input_ids[\"']\])(\.(clone|copy)\(\))?")
@@ -106,11 +110,49 @@ def _made(document: Document) -> dict[str, str]:
     return dict(_MADE.findall(program)) | {model: call for call, model in _GIVEN.findall(program)}
 
 
-def _on_one(test: ast.expr) -> bool:
-    """Whether a condition holds in one process only."""
+def _on_one(test: ast.expr, known: Mapping[str, ast.expr]) -> bool:
+    """Whether a condition holds in one process only. `known`: what names mean, `is_main = rank == 0`."""
+    text = ast.unparse(test)
     if isinstance(test, ast.BoolOp):
-        return (any if isinstance(test.op, ast.And) else all)(map(_on_one, test.values))
-    return _ONE.search(ast.unparse(test)) is not None
+        parts = [_on_one(one, known) for one in test.values if not _ALONE.search(ast.unparse(one))]
+        return any(parts) and (isinstance(test.op, ast.And) or all(parts))
+    if isinstance(known.get(text), ast.Compare | ast.UnaryOp | ast.Attribute | ast.BoolOp):
+        return _on_one(known[text], {name: value for name, value in known.items() if name != text})
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):  # `not rank`
+        inner = ast.unparse(test.operand)
+        text = "" if _ONE.search(inner) else f"{inner} == 0"
+    elif isinstance(test, ast.Compare) and ast.unparse(test.left) == "0":
+        text = " ".join(reversed(text.split(" ", 2)))
+    return _ONE.search(text) is not None
+
+
+def _opposite(test: ast.expr) -> ast.expr:
+    """`rank == 0` for `rank != 0`, `rank > 0` and `rank`."""
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq | ast.Gt):
+        return ast.Compare(test.left, [ast.Eq()], test.comparators)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return test.operand
+    return ast.UnaryOp(ast.Not(), test)
+
+
+def _branches(program: ast.Module) -> Iterator[tuple[str, list[ast.stmt], list[ast.stmt]]]:
+    """Each `if`: where one process is alone, in words, what it does there, and what the others do."""
+    known, blocks = assigned_once(program), ("body", "orelse", "finalbody")
+    for block in (getattr(node, name, None) for node in ast.walk(program) for name in blocks):
+        for at, branch in enumerate(items := block if isinstance(block, list) else []):
+            if not isinstance(branch, ast.If):
+                continue
+            left = not branch.orelse and isinstance(branch.body[-1], ast.Return | ast.Continue)
+            rest = items[at + 1 :] if left else branch.orelse
+            said = f"`if {ast.unparse(branch.test)}` (line {branch.lineno})"
+            if _on_one(branch.test, known):
+                yield said, branch.body, rest
+            elif _on_one(_opposite(branch.test), known):
+                yield f"what follows {said}" if left else f"the `else` of {said}", rest, branch.body
+            else:
+                names = (known[one] for one in map(ast.unparse, ast.walk(branch.test)) if one in known)
+                words = " ".join(map(ast.unparse, (branch.test, *names)))
+                yield said, [], [branch] if re.search("rank|RANK|process", words) else []
 
 
 @training_rule("error", "deepspeed/runtime/engine.py: save_checkpoint; transformers/trainer.py: save_model")
@@ -119,17 +161,15 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
     made, stage, texts = _made(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
     full = "FULL_STATE_DICT" in texts or (setup.training("fsdp") and "SHARDED_STATE_DICT" not in texts)
     found, elsewhere = dict[int, tuple[str, str]](), set[str]()
-    for branch in (node for node in ast.walk(tree_of(document)) if isinstance(node, ast.If)):
-        one, test = _on_one(branch.test), ast.unparse(branch.test)
-        others = branch.orelse if one else [branch] if re.search("rank|RANK|process", test) else []
+    for where, body, others in _branches(tree_of(document)):
         elsewhere |= {ast.unparse(call.func).rpartition(".")[2] for call in within(*others)}
-        for call in within(*branch.body) if one else ():
+        for call in within(*body):
             owner, _, last = (said := ast.unparse(call.func)).rpartition(".")
             sharded = stage == 3 or full or (last == "save_state" and stage is not None)
             waits = last in _WAITS and _WAITS[last].search(f"{made.get(owner, '')} {owner}".lower())
             certain = last not in names("wait_in_shards") or (sharded and f"def {last}(" not in texts)
             if waits and certain and all(one.arg != "group" for one in call.keywords):
-                found[call.lineno] = said, f"`if {test}` (line {branch.lineno})"
+                found[call.lineno] = said, where
     for line, (said, where) in found.items():
         if said.rpartition(".")[2] not in elsewhere:  # where the others call it too, they meet
             what = f"`{said}` waits for all processes, and {where} lets one call it: the run hangs"
@@ -139,14 +179,62 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
 @training_rule("error", "deepspeed/runtime/zero; run with 0.19.8 at stages 1 to 3", versions=DEEPSPEED)
 def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
     """ZeRO keeps gradients, and at stage 3 weights, in its own buffers: the model's are empty."""
-    made, stage = _made(document), zero_stage(setup)
+    made, stage, nodes = _made(document), zero_stage(setup), [*ast.walk(tree_of(document))]
+    trainers = [call for call in within(*nodes[:1]) if ast.unparse(call.func).endswith("Trainer")]
+    given_to = [(one.value, call) for call in trainers for one in call.keywords if one.arg == "model"]
+    given_to += [(one, call) for call in trainers for one in call.args[:1]]
+    trained = {ast.unparse(model): call.lineno for model, call in given_to}
+    for name in (node for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)):
+        if trained.get(name.id, name.lineno) < name.lineno:
+            del trained[name.id]  # another model since
     for call in calls(document, "clip_grad_norm_", "save", "save_pretrained", "save_file") if stage else ():
-        text = ast.unparse(call)
-        given = _INITIALIZE in map(made.get, _HELD.findall(text)) and "state_dict=" not in text
+        text = _UNWRAPS.sub("unwrap_model", ast.unparse(call))
+        held = [] if re.search("state_dict=|accelerator.clip", text) else _HELD.findall(text)
+        sources = " ".join(made.get(name, "") for name in held)
+        accelerated = "unwrap_model" in (*held, *re.split(r"\W", sources)) or ".prepare" in sources
+        saved = [] if "clip_" in text else held
+        by_trainer = any(re.search(r"[Tt]rainer\.model$", name) for name in saved)
+        by_trainer |= any(trained.get(name, call.lineno) < call.lineno for name in saved)
+        given = _INITIALIZE in sources or accelerated
         if given and "clip_grad_norm_(" in text:
             what = "nothing is clipped: under ZeRO the parameters have no gradients after backward"
             yield Hit((), what, '"gradient_clipping": 1.0 in the DeepSpeed file', line=call.lineno)
-        elif given and stage == 3 and "GatheredParameters" not in document.text:
+        elif stage == 3 and (given or by_trainer) and not _GATHERS.search(document.text):
             what = "ZeRO-3 shards the weights: the model's tensors are empty, and so are the saved ones"
-            fix = "engine.save_16bit_model in all processes, with stage3_gather_16bit_weights_on_model_save"
+            fix = "trainer.save_model" if by_trainer else "engine.save_16bit_model"
+            fix += " in all processes, with stage3_gather_16bit_weights_on_model_save"
+            fix = "state_dict=accelerator.get_state_dict(model), in all processes" if accelerated else fix
             yield Hit((), what, fix, line=call.lineno)
+
+
+@training_rule("error", "accelerate/utils/deepspeed.py: DeepSpeedOptimizerWrapper", versions="accelerate<2")
+def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[Hit]:
+    """accelerator.backward scales and divides the loss; under DeepSpeed it also takes the step."""
+    found, prepared = [*calls(document, "backward")], ".prepare" in " ".join(_made(document).values())
+    own = prepared and any(name.endswith("Accelerator") for name in document.uses)
+    steps = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
+    for call in found if own and not any(call.args for call in found) else ():
+        what = "the loss is not scaled for fp16, and not divided by the number of accumulated micro-batches"
+        what = "DeepSpeed takes its step in accelerator.backward: nothing is trained" if steps else what
+        owner = ast.unparse(call.func).removesuffix(".backward")
+        severity: Severity | None = None if steps else "warning"
+        yield Hit((), what, f"accelerator.backward({owner})", severity=severity, line=call.lineno)
+
+
+@training_rule("error", "accelerate/utils/dataclasses.py: set_mixed_precision", versions="accelerate<2")
+def two_precisions(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The script's precision wins over Accelerate's file, silently, and stops at another in DeepSpeed's."""
+    asked, loaded = document.get("mixed_precision"), document.get("torch_dtype") or document.get("dtype")
+    key = "mixed_precision" if asked else next((one for one in ("bf16", "fp16") if document.on(one)), "")
+    asked = asked or key or ("bf16" if str(loaded).endswith("bfloat16") else None)
+    other = {"bf16": "fp16", "fp16": "bf16"}.get(asked or "", "")
+    for config in setup.documents if document.syntax == "python" and other else ():
+        what, fix = f"{asked} here, and {other} in {config.name}: ", "the same in both"
+        if config.get("mixed_precision") == other and config is not document:
+            used = "the model's values can exceed fp16's largest number, 65,504"
+            severity: Severity | None = None if key else "warning"
+            what += f"{asked} is used, and the file's silently is not" if key else used
+            where = (key or ("torch_dtype" if document.has("torch_dtype") else "dtype"),)
+            yield Hit(where, what, fix, severity=severity)
+        elif config.kind == "deepspeed" and config.on(other, "enabled") and key == "mixed_precision":
+            yield Hit((key,), f"{what}Accelerator stops with a ValueError", fix)

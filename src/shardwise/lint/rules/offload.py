@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from shardwise.lint.document import Document
+from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.zero import ZERO, stage_of
@@ -67,7 +67,7 @@ def super_offload_needs_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
     if document.on(*key) and stage in (0, 1, 2):
         what = f"at stage {stage} it is ignored: plain offloading runs"
         yield Hit(key, what, "`stage`: 3, or remove it", (Drop(key),))
-    elif document.on(*key) and place(document, OPTIMIZER) != "cpu":
+    elif document.on(*key) and document.get(*key[:-1], "device") not in ("cpu", AUTO):
         yield Hit(key, "it speeds up offloading to `cpu`, which is not requested", '"device": "cpu"')
 
 
@@ -77,7 +77,7 @@ def zenflow_needs_offload(document: Document, _: Setup) -> Iterator[Hit]:
     key, adam = (ZERO, "zenflow"), ("optimizer", "params", "torch_adam")
     if document.get(*key) is None:
         return
-    if place(document, OPTIMIZER) != "cpu":
+    if document.get(ZERO, OPTIMIZER, "device") not in ("cpu", AUTO):
         what = "ZenFlow needs the optimizer in host memory: without `offload_optimizer` it stops at the start"
         yield Hit(key, what, '"offload_optimizer": {"device": "cpu"}')
     if adam[-1] in document.section(*adam[:-1]):
@@ -107,10 +107,7 @@ def offload_without_device(document: Document, _: Setup) -> Iterator[Hit]:
 
 @rule("note", "https://github.com/deepspeedai/DeepSpeed/pull/8207", "deepspeed>=0.19.5,<0.20")
 def pinned_by_default(document: Document, _: Setup) -> Iterator[Hit]:
-    """`pin_memory` is true by default since 0.19.5 (before: false).
-
-    Pinned host memory cannot be paged out, and a low `ulimit -l` stops the run.
-    """
+    """`pin_memory` is true since 0.19.5: it cannot be paged out, and a low `ulimit -l` stops the run."""
     for which in (OPTIMIZER, PARAMETERS):
         if place(document, which) != "none" and not document.has(ZERO, which, "pin_memory"):
             fix = 'write it: "pin_memory": true, or false if host memory is short'
@@ -120,5 +117,6 @@ def pinned_by_default(document: Document, _: Setup) -> Iterator[Hit]:
 @rule("note", "deepspeed/runtime/zero/stage3.py: aio_config, for swapping only")
 def aio_without_nvme(document: Document, _: Setup) -> Iterator[Hit]:
     """The section tunes reading and writing on NVMe, and nothing is offloaded there."""
-    if document.section("aio") and "nvme" not in (place(document, OPTIMIZER), place(document, PARAMETERS)):
+    devices = [document.get(ZERO, which, "device") for which in (OPTIMIZER, PARAMETERS)]
+    if document.section("aio") and "nvme" not in devices and AUTO not in devices:
         yield Hit(("aio",), changes=(Drop(("aio",)),))

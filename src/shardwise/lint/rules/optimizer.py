@@ -9,7 +9,7 @@ from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.zero import ZERO, stage_of
-from shardwise.lint.schema import as_number, closest, names
+from shardwise.lint.schema import as_number, closest, names, table
 from shardwise.lint.setup import Setup
 
 DEEPSPEED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
@@ -18,14 +18,7 @@ REMOVED = ("onebitadam", "onebitlamb", "zerooneadam")
 ADAM_PARAMS = names("adam_parameters")
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum", "betas")
 _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta": "betas", "decay": "weight_decay"}
-SCHEDULES = {
-    "LRRangeTest": (),
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
-    "WarmupLR": (),
-    "WarmupDecayLR": ("total_num_steps",),
-    "WarmupCosineLR": ("total_num_steps",),
-}
-"""Names, and the parameters without a default."""
+SCHEDULES: dict[str, list[str]] = table("schedules")  # with their parameters without a default
 _TYPE, _PARAMS, _SCHEDULE = ("optimizer", "type"), ("optimizer", "params"), ("scheduler", "params")
 _BASIC = "deepspeed/runtime/engine.py: _configure_basic_optimizer"
 _SCHEDULES = "deepspeed/runtime/lr_schedules.py"
@@ -40,7 +33,7 @@ def unknown_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
     """DeepSpeed stops; that includes the 1-bit optimizers, which were removed."""
     name = document.get(*_TYPE)
     known = {one.lower() for one in DEEPSPEED_OPTIMIZERS}
-    if not isinstance(name, str) or name.lower() in known or name in TORCH_OPTIMIZERS:
+    if not isinstance(name, str) or name.lower() in {*known, AUTO} or name in TORCH_OPTIMIZERS:
         return
     if name.lower() in REMOVED:
         fix = '"type": "AdamW"; fewer bytes are sent with bf16 sums, or PowerSGD as a hook of PyTorch\'s DDP'
@@ -56,7 +49,8 @@ def unknown_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
 def untested_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
     """ZeRO refuses optimizers that were not tested with it, unless the file allows them."""
     name, allow = document.get(*_TYPE), ("zero_allow_untested_optimizer",)
-    if name in TORCH_OPTIMIZERS and stage_of(document) in (1, 2, 3) and not document.on(*allow):
+    refuses = stage_of(document) in (1, 2, 3) and document.get(*allow) not in (True, AUTO)
+    if name in TORCH_OPTIMIZERS and refuses:
         what = f"ZeRO refuses {name} as untested: DeepSpeed stops with an AssertionError"
         fix = f'"{allow[0]}": true, if it updates each element on its own'
         yield Hit(_TYPE, what, fix, (Put(allow, True),))
@@ -94,10 +88,7 @@ def unknown_optimizer_parameter(document: Document, _: Setup) -> Iterator[Hit]:
 
 @rule("error", f"{_BASIC}, _configure_lr_scheduler; run with 0.19.8")
 def text_for_a_number(document: Document, _: Setup) -> Iterator[Hit]:
-    """Optimizers and schedules get their parameters unchanged.
-
-    torch's AdamW stops with a TypeError at `"lr": "1e-5"`, a schedule when it is built or at the first step.
-    """
+    """Parameters are passed on unchanged: torch's AdamW stops with a TypeError at `"lr": "1e-5"`."""
     for above, who in ((_PARAMS, "the optimizer"), (_SCHEDULE, "the schedule")):
         for name, value in document.section(*above).items():
             items = enumerate(value) if isinstance(value, list) else ()
@@ -136,7 +127,7 @@ def unknown_schedule(document: Document, _: Setup) -> Iterator[Hit]:
     """DeepSpeed stops with an AssertionError."""
     key = ("scheduler", "type")
     name = document.get(*key)
-    if isinstance(name, str) and name not in SCHEDULES:
+    if isinstance(name, str) and name not in (*SCHEDULES, AUTO):
         near = closest(name, SCHEDULES)
         fix = f"did you mean {near}?" if near else f"one of {', '.join(SCHEDULES)}"
         changes = (Put(key, near),) if near else ()
@@ -172,5 +163,5 @@ def warmup_steps(document: Document, _: Setup) -> Iterator[Hit]:
 def muon_at_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
     """DeepSpeed stops: at stage 3 Muon needs full gradients, which reduce scatter does not keep."""
     scatter = (ZERO, "reduce_scatter")
-    if _name(document) == "muon" and stage_of(document) == 3 and document.get(*scatter) is not False:
+    if _name(document) == "muon" and stage_of(document) == 3 and document.get(*scatter) not in (False, AUTO):
         yield Hit(_TYPE, fix='"reduce_scatter": false in zero_optimization', changes=(Put(scatter, False),))

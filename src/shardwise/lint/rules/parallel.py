@@ -2,22 +2,17 @@
 
 from collections.abc import Iterator
 
-from shardwise.lint.document import Document
+from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.zero import ZERO, stage_of
+from shardwise.lint.schema import table
 from shardwise.lint.setup import Setup
 
 TENSOR = "tensor_parallel"
 SIZE = (TENSOR, "autotp_size")
 PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
-NO_TENSOR_PARALLEL = {
-    **dict.fromkeys(("mamba", "mamba2"), "its sizes do not match after the split"),
-    "gpt2": "AutoTP does not support it",
-    **dict.fromkeys(("phi3", "glm", "glm4", "olmo2", "olmo3"), "AutoTP refuses a style of its plan"),
-    "mixtral": "its experts are not split",
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), "AutoTP refuses a style of its plan"),
-}
+NO_TENSOR_PARALLEL: dict[str, str] = table("no_tensor_parallel")
 _CONFIG = "deepspeed/runtime/tensor_parallel/config.py"
 
 
@@ -70,10 +65,7 @@ def tensor_parallel_model(document: Document, setup: Setup) -> Iterator[Hit]:
 
 @rule("error", "deepspeed/module_inject/auto_tp.py; run with DeepSpeed 0.19.8 and PEFT 0.21")
 def tensor_parallel_and_lora(document: Document, setup: Setup) -> Iterator[Hit]:
-    """AutoTP replaces the linear layers that carry the LoRA adapters.
-
-    Nothing is trained, or the first step fails.
-    """
+    """AutoTP replaces the layers with LoRA adapters: nothing is trained, or the first step fails."""
     if degree_of(document) > 1 and setup.lora:
         yield Hit(SIZE, fix="remove `tensor_parallel` (ZeRO-2 and 3 train LoRA), or train all weights")
 
@@ -84,7 +76,7 @@ def tensor_parallel_inner_size(document: Document, _: Setup) -> Iterator[Hit]:
     for name in ("tp", "tensor_parallel"):
         key = (TENSOR, name, "tp_size")
         inner = document.number(*key)
-        if inner is not None and inner not in (1, degree_of(document)):
+        if inner not in (None, 1, degree_of(document)) and document.get(*SIZE) != AUTO:
             what = f"{inner:g} is neither 1 nor autotp_size, {degree_of(document)}"
             yield Hit(key, what, "remove it: autotp_size decides", (Drop(key),))
 
@@ -93,7 +85,7 @@ def tensor_parallel_inner_size(document: Document, _: Setup) -> Iterator[Hit]:
 def tensor_parallel_dtype(document: Document, _: Setup) -> Iterator[Hit]:
     """DeepSpeed requires a torch.dtype object, which JSON cannot hold: validation error."""
     key = (TENSOR, "dtype")
-    if document.has(*key):
+    if document.has(*key) and key not in document.unknown:
         yield Hit(key, fix="remove it: bf16 and fp16 decide", changes=(Drop(key),))
 
 
@@ -102,7 +94,7 @@ def tensor_parallel_preset(document: Document, _: Setup) -> Iterator[Hit]:
     """An unknown preset is silently ignored."""
     key = (TENSOR, "preset_model")
     name = document.get(*key)
-    if isinstance(name, str) and name.lower() not in PRESETS:
+    if isinstance(name, str) and name.lower() not in (*PRESETS, AUTO):
         fix = f"remove it (the model's own plan is used), or one of {', '.join(PRESETS)}"
         yield Hit(key, f"DeepSpeed has no preset {name!r} and silently ignores it", fix, (Drop(key),))
 
@@ -131,10 +123,7 @@ def hpz_divides_the_gpus(document: Document, setup: Setup) -> Iterator[Hit]:
 
 @rule("warning", "https://github.com/deepspeedai/DeepSpeed/issues/7461; runtime/zero/leaf_module_config.py")
 def experts_at_stage_3(document: Document, setup: Setup) -> Iterator[Hit]:
-    """ZeRO-3 gathers in the order in which modules run, which differs between GPUs with experts.
-
-    The run hangs unless the experts' block is a leaf module.
-    """
+    """ZeRO-3 gathers in the order of modules, which experts change: without a leaf module the run hangs."""
     model = setup.model
     if model is None or not model.experts or document.section(ZERO, "leaf_module"):
         return

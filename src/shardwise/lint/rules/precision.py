@@ -30,11 +30,7 @@ def _model_precision(setup: Setup) -> tuple[str, str] | None:
 
 @rule("warning", "deepspeed/runtime/engine.py: get_data_types, communication_data_type; run with 0.19.8")
 def no_mixed_precision(document: Document, setup: Setup) -> Iterator[Hit]:
-    """DeepSpeed's default is fp32.
-
-    A half-precision model keeps its weights, but gradients are sent in fp32 and not checked for overflow. At
-    stage 0 there are no fp32 master weights. An error if the model is known to be half precision.
-    """
+    """DeepSpeed's default is fp32; it sends the gradients of a half-precision model in fp32, unchecked."""
     named = [document.get(name, "enabled") for name in ("bf16", "fp16", "torch_autocast", "bfloat16")]
     launched = {doc.get("mixed_precision") for doc in setup.of("accelerate")}
     asked = any(setup.training(name) is True or name in launched for name in ("bf16", "fp16"))
@@ -142,5 +138,5 @@ def bf16_sent_as_fp16(document: Document, _: Setup) -> Iterator[Hit]:
 def quantized_gradients_are_fp16(document: Document, _: Setup) -> Iterator[Hit]:
     """ZeRO++'s kernel takes the bits of bf16 and fp32 gradients for fp16: training goes wrong silently."""
     key, sent = ("zero_optimization", "zero_quantized_gradients"), document.get("communication_data_type")
-    if document.on(*key) and (sent or ("fp16" if document.on(*FP16) else None)) != "fp16":
+    if document.on(*key) and (sent or document.get(*FP16)) not in ("fp16", True, AUTO):
         yield Hit(key, fix='remove it, or train with "fp16": {"enabled": true}', changes=(Drop(key),))

@@ -23,16 +23,13 @@ _JSON_LOAD = "deepspeed/runtime/config.py: hjson.load; accelerate/utils/deepspee
 
 def autos(document: Document) -> list[Key]:
     """Keys with the value `auto` that are not DeepSpeed's own."""
-    return [key for key in document.marks if document.get(*key) == AUTO and ".".join(key) not in _OWN_AUTO]
+    keys = [key for key in document.marks if document.get(*key) == AUTO and key not in document.unknown]
+    return [key for key in keys if ".".join(key) not in _OWN_AUTO]
 
 
 @rule("error", "deepspeed/runtime/config_utils.py: DeepSpeedConfigModel.__init__; run with 0.19.8")
 def auto_without_trainer(document: Document, setup: Setup) -> Iterator[Hit]:
-    """Only the Trainer and Accelerate replace `auto`.
-
-    DeepSpeed itself drops it in some sections, so that `stage: auto` trains at stage 0. In other sections it
-    stops with a TypeError.
-    """
+    """Only the Trainer and Accelerate replace `auto`; DeepSpeed drops it (`stage` becomes 0) or stops."""
     keys = autos(document)
     if setup.reader is None and keys:
         more = "" if len(keys) == 1 else f", and for {len(keys) - 1} more keys"
@@ -50,12 +47,7 @@ def auto_without_trainer(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit(key, what, "write the value", (Drop(key),) if harmless else (), severity)
 
 
-@rule(
-    "error",
-    "transformers/integrations/deepspeed.py: trainer_config_process; accelerate/accelerator.py: "
-    "_prepare_deepspeed",
-    versions="",
-)
+@rule("error", "transformers/integrations/deepspeed.py; accelerate/accelerator.py: _prepare_deepspeed", "")
 def auto_nobody_fills(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer and Accelerate replace `auto` for some keys only; for others it reaches DeepSpeed."""
     if setup.reader not in FILLED:
@@ -94,10 +86,7 @@ def trailing_comma_in_json(document: Document, setup: Setup) -> Iterator[Hit]:
         yield _not_strict(document, setup, first, "a comma before a closing bracket", "it")
 
 
-@rule(
-    "error",
-    "accelerate/utils/deepspeed.py: open(encoding=utf-8), json.load; run with 1.15.0, and DeepSpeed 0.19.8",
-)
+@rule("error", "accelerate/utils/deepspeed.py: json.load; run with 1.15.0, and DeepSpeed 0.19.8")
 def byte_order_mark(document: Document, setup: Setup) -> Iterator[Hit]:
     """Windows editors start a file with a mark: the Trainer and Accelerate stop there, DeepSpeed does not."""
     if document.marked and setup.reader != "deepspeed":
@@ -111,16 +100,9 @@ def _not_strict(document: Document, setup: Setup, line: int, what: str, it: str)
     return Hit((), what, f"remove {it}", changes, "error" if fatal else "warning", line)
 
 
-@rule(
-    "error",
-    "deepspeed/runtime/config_utils.py: dict_raise_error_on_duplicate_keys; "
-    "accelerate/utils/deepspeed.py: json.load; run with 0.19.8",
-)
+@rule("error", "deepspeed/runtime/config_utils.py: dict_raise_error_on_duplicate_keys; run with 0.19.8")
 def duplicate_key(document: Document, setup: Setup) -> Iterator[Hit]:
-    """DeepSpeed refuses a key that is given twice; the Trainer and Accelerate use the last.
-
-    That holds for entire sections too: the first is ignored. The other rules judge the last.
-    """
+    """DeepSpeed refuses a key or section given twice; the Trainer and Accelerate use the last."""
     for key, before in document.duplicates:
         happens = "DeepSpeed stops with a ValueError: Duplicate keys"
         if setup.hugging_face and setup.reader:

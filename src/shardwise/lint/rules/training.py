@@ -11,30 +11,19 @@ from shardwise.lint.document import AUTO, Document
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.accelerate import DS, FILE
 from shardwise.lint.rules.zero import stage_of
-from shardwise.lint.schema import names
+from shardwise.lint.schema import names, table
 from shardwise.lint.script_text import literal, name_as_imported
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
 
-_TRAINER_KEYS: tuple[tuple[Key, str, Any], ...] = (
-    (("train_micro_batch_size_per_gpu",), "per_device_train_batch_size", 8),
-    (("gradient_accumulation_steps",), "gradient_accumulation_steps", 1),
-    (("gradient_clipping",), "max_grad_norm", 1.0),
-    (("optimizer", "params", "lr"), "learning_rate", 5e-5),
-    (("optimizer", "params", "eps"), "adam_epsilon", 1e-8),
-    (("optimizer", "params", "weight_decay"), "weight_decay", 0.0),
-    (("scheduler", "params", "warmup_max_lr"), "learning_rate", 5e-5),
-    (("scheduler", "params", "warmup_num_steps"), "warmup_steps", None),
-    (("scheduler", "params", "total_num_steps"), "max_steps", None),
-    (("bf16", "enabled"), "bf16", False),
-    (("fp16", "enabled"), "fp16", False),
+_TRAINER_KEYS, _PLUGIN_KEYS = (
+    [
+        (tuple(key.split(".")), name, next(iter(default), None))
+        for key, name, *default in table("compared")[of]
+    ]
+    for of in ("trainer", "plugin")
 )
-"""What the Trainer compares, and its default if the script gives no value."""
-_PLUGIN_KEYS: tuple[tuple[Key, str, Any], ...] = (
-    ((DS, "gradient_accumulation_steps"), "gradient_accumulation_steps", 1),
-    ((DS, "gradient_clipping"), "max_grad_norm", 1.0),
-)
-"""The same of Accelerate's file."""
+"""What the Trainer compares, and its default if the script gives no value; the same of Accelerate's file."""
 _DEFAULTS = {"logging_steps": 500, "save_steps": 500, "save_strategy": "steps", "eval_strategy": "no"}
 _PLAIN = ("TrainingArguments", "Seq2SeqTrainingArguments")
 
@@ -74,9 +63,7 @@ def distributed(setup: Setup) -> bool:
     return launcher or bool(setup.of("deepspeed") or setup.of("accelerate")) or (setup.world_size or 0) > 1
 
 
-@training_rule(
-    "error", "accelerate/accelerator.py: verify_device_map; transformers: from_pretrained under ZeRO-3"
-)
+@training_rule("error", "accelerate/accelerator.py: verify_device_map; transformers: from_pretrained")
 def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
     """A device map spreads one process over GPUs; a distributed launch gives each GPU a process."""
     key, value = ("device_map",), document.get("device_map")
@@ -99,11 +86,7 @@ def load_in_8bit_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
             yield Hit((name,), what, f"quantization_config=BitsAndBytesConfig({name}=True)")
 
 
-@training_rule(
-    "warning",
-    "transformers 5.23: TrainingArguments, Trainer; trl 1.16: SFTConfig, SFTTrainer",
-    versions="transformers>=5",
-)
+@training_rule("warning", "transformers 5.23, trl 1.16: the classes of arguments", versions="transformers>=5")
 def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
     """Newer versions of transformers and TRL stop at arguments that earlier ones had: TypeError."""
     arguments = names("removed_from_TrainingArguments")
@@ -118,11 +101,7 @@ def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
                 yield Hit((old,), what, f"{new}, or an earlier version" if new else "remove it")
 
 
-@training_rule(
-    "error",
-    "transformers/modeling_utils.py: zero.Init is skipped; "
-    "https://github.com/huggingface/accelerate/issues/3730",
-)
+@training_rule("error", "https://github.com/huggingface/accelerate/issues/3730")
 def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
     """Every process loads all quantised weights, and these are not trained themselves."""
     stage = zero_stage(setup)

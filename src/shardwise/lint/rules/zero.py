@@ -8,34 +8,15 @@ from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, Severity, rule
-from shardwise.lint.schema import as_number, names
+from shardwise.lint.schema import as_number, by_key, names, table
 from shardwise.lint.setup import Setup
 
 ZERO = "zero_optimization"
 
-STAGE_3_ONLY: dict[str, Any] = {
-    "stage3_module_granularity_threshold": 0,
-    "stage3_use_all_reduce_for_fetch_params": False,
-    "stage3_allgather_sequential": False,
-    "zero_hpz_partition_size": 1,
-    "zero_quantized_weights": False,
-    "zero_quantized_nontrainable_weights": False,
-    "zero_quantized_gradients": False,
-    "pipeline_loading_checkpoint": False,
-} | dict.fromkeys(names("stage_3_keys"))
+STAGE_3_ONLY: dict[str, Any] = table("stage_3_only") | dict.fromkeys(names("stage_3_keys"))
 """Keys that only stage 3 reads, with the value that requests nothing, or None."""
-
-STAGE_12_ONLY: dict[str, Any] = {
-    "round_robin_gradients": False,
-    "parameter_alignment": False,
-    "ignore_unused_parameters": True,
-    "allgather_bucket_size": None,
-}
-READ_BY_NOTHING: dict[Key, str] = {
-    (ZERO, "allgather_partitions"): "DeepSpeed parses the setting and never reads it",
-    ("disable_allgather",): "DeepSpeed parses the setting and never reads it",
-    ("vocabulary_size",): "it only causes a warning in the log",
-}
+STAGE_12_ONLY: dict[str, Any] = table("stage_12_only") | {"allgather_bucket_size": None}
+READ_BY_NOTHING: dict[Key, str] = by_key("read_by_nothing")
 SMALLEST_BUCKET = 4_194_304  # elements of a 2048 x 2048 matrix, the smallest projections of a 1B model
 LARGE_MATRIX = 1 << 24  # a gradient of 32 MiB in bf16 saturates a link: larger buckets gain nothing
 
@@ -104,10 +85,7 @@ def stage_1_2_key_at_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(key, "only ZeRO-1 and 2 read it; at stage 3 it has no effect", fix, (Drop(key),))
 
 
-@rule(
-    "note",
-    "deepspeed/runtime/engine.py: zero_allgather_partitions has no caller; config.py: disable_allgather",
-)
+@rule("note", "deepspeed/runtime/engine.py: zero_allgather_partitions has no caller")
 def setting_without_effect(document: Document, _: Setup) -> Iterator[Hit]:
     """DeepSpeed parses the setting and never reads it."""
     for key, reason in READ_BY_NOTHING.items():
@@ -189,9 +167,9 @@ def compute_grad_norm(document: Document, _: Setup) -> Iterator[Hit]:
     stage, clipping = stage_of(document), document.number("gradient_clipping")
     if document.get(*key) is not False:
         return
-    if stage not in (1, 2):
+    if stage not in (1, 2, None):
         yield Hit(key, "DeepSpeed stops: only ZeRO-1 and 2 can skip the norm", "remove it")
-    elif clipping != 0:
+    elif clipping != 0 and document.get("gradient_clipping") != AUTO:
         why = "`gradient_clipping` is 1.0 by default" if clipping is None else f"at {clipping:g}"
         what = f"clipping needs the gradient norm, and is on: {why}"
         yield Hit(key, what, '"gradient_clipping": 0.0, or remove it', severity="warning")

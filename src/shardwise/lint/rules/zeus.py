@@ -11,8 +11,7 @@ from shardwise.lint.setup import Setup
 
 OPTIMIZERS = ("HFGlobalPowerLimitOptimizer", "GlobalPowerLimitOptimizer")
 ETA = 0.5  # of ZeusCost, Zeus' default
-
-RUN = "run with 0.16.0 in four processes: benchmarks/power_limits_ranks"
+RUN = "run with 0.16.0 in four processes"
 
 zeus_rule = partial(rule, versions="zeus>=0.11", kind="training")
 
