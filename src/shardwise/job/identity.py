@@ -25,19 +25,36 @@ COMPARED = {
 }
 """Keys, and the field of a checkpoint's identity that holds their value."""
 
-_IN_DATA_KEY = """
-data.format data.max_samples data.loss_on data.system data.too_long data.skip_bad data.eval_fraction"""
-IN_DATA_KEY = tuple(_IN_DATA_KEY.split())
+IN_DATA_KEY = (
+    "data.format",
+    "data.max_samples",
+    "data.loss_on",
+    "data.system",
+    "data.too_long",
+    "data.skip_bad",
+    "data.eval_fraction",
+)
 """Keys that a checkpoint's identity holds in one hash: how samples become tokens (data/prepare.py)."""
 
 BY_CONTENT = ("data.train", "data.eval", "data.split", "data.subset", "data.chat_template")
 """Names of files and data sets: they may change, their content not. Only the worker can compare that."""
 
-_FREE = """
-name output strategy energy tracking train.micro_batch train.checkpointing train.eval_every train.patience
-train.sample_prompts train.save_every train.keep train.deterministic"""
-FREE = tuple(_FREE.split())
-"""Keys that change the weights by rounding at most. `strategy` is compared as the state's layout."""
+FREE = (
+    "name",
+    "output",
+    "strategy",  # compared as the state's layout: training/snapshot.py
+    "energy",
+    "tracking",
+    "train.micro_batch",
+    "train.checkpointing",
+    "train.eval_every",
+    "train.patience",
+    "train.sample_prompts",
+    "train.save_every",
+    "train.keep",
+    "train.deterministic",
+)
+"""Keys that change the weights by rounding at most."""
 
 DECISIVE = (*COMPARED, *IN_DATA_KEY)
 """Keys whose change is refused before any process starts."""

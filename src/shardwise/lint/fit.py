@@ -112,10 +112,15 @@ def fit_of(
             nearest = _nearest(plan, make_plan(other.job, hardware))
     except JobError as error:
         return Fit(unavailable="; ".join(problem.what for problem in error.problems))
-    gpus, assumed = plan.hardware, (*asked.assumed, *drawn.assumed, OWN_LOOP)
-    of: dict[str, Any] = {"file": asked.file, "gpus": f"{gpus.world_size} x {gpus.gpu.name}"}
-    of |= {"assumed": assumed, "left_out": asked.left_out, "host_bytes": hardware.host_memory_bytes}
-    return Fit(option=plan.options[0], nearest=nearest, **of)
+    return Fit(
+        option=plan.options[0],
+        file=asked.file,
+        gpus=f"{plan.hardware.world_size} x {plan.hardware.gpu.name}",
+        assumed=(*asked.assumed, *drawn.assumed, OWN_LOOP),
+        left_out=asked.left_out,
+        nearest=nearest,
+        host_bytes=hardware.host_memory_bytes,
+    )
 
 
 def _nearest(plan: Plan, other: Plan) -> str:

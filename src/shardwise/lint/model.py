@@ -32,9 +32,13 @@ def architecture_of(name: str) -> Architecture | None:
     if family is None or family.attends:
         return None
     blocks = config.get("num_hidden_layers", config.get("n_layer"))
-    count, fp32 = blocks if isinstance(blocks, int) and blocks > 0 else 1, family.fp32_parameters
-    none: dict[str, Any] = {"key_value_heads": 0, "flash_attention": False, "attends": False}
-    return Architecture(blocks=count, fp32_parameters=fp32, **none)
+    return Architecture(
+        blocks=blocks if isinstance(blocks, int) and blocks > 0 else 1,
+        key_value_heads=0,
+        flash_attention=False,
+        attends=False,
+        fp32_parameters=family.fp32_parameters,
+    )
 
 
 def _config(name: str) -> Mapping[str, Any]:

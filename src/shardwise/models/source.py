@@ -12,9 +12,15 @@ from shardwise.errors import CheckpointError, JobError, MachineError
 from shardwise.job.schema import Model
 from shardwise.models.catalog import Shape, lookup, nearest
 
-_TOKENIZER_FILES = """
-tokenizer* vocab.* merges.txt spiece.model special_tokens_map.json added_tokens.json chat_template.jinja"""
-TOKENIZER_FILES = tuple(_TOKENIZER_FILES.split())
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 """Files of a tokenizer; `tokenizer*` includes its tokenizer_config.json."""
 
 _INDEX = "model.safetensors.index.json"

@@ -10,10 +10,20 @@ from pathlib import Path
 
 import torch
 
-_PAIRS = """
-int64=I64 float64=F64 float32=F32 int32=I32 bfloat16=BF16 float16=F16 int16=I16 float8_e4m3fn=F8_E4M3
-float8_e5m2=F8_E5M2 int8=I8 uint8=U8 bool=BOOL"""
-_DTYPES = {name: own for name, _, own in (pair.partition("=") for pair in _PAIRS.split())}
+_DTYPES = {
+    "int64": "I64",
+    "float64": "F64",
+    "float32": "F32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int16": "I16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 """Torch's names and the format's, in the order in which it sorts tensors."""
 
 

@@ -271,7 +271,8 @@ def test_bad_input_ends_in_one_block(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shardwise.app.train.launch", lambda spec, **_: pytest.fail("workers were started"))
     (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "base" / name).write_text("{}")
     (tmp_path / "empty").mkdir()
     (tmp_path / "qa.jsonl").write_text('{"instruction": "a", "input": "", "output": "b"}\n')
     (tmp_path / "table.csv").write_text("a,b\n")

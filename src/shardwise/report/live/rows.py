@@ -9,10 +9,21 @@ from typing import Any
 
 from shardwise.errors import JobError
 
-_OF_GPU = """
-index uuid name memory_used_bytes memory_bytes power_watts power_limit_watts energy_joules
-temperature_celsius sm_clock_mhz memory_clock_mhz utilization_fraction clocks_held_by"""
-OF_GPU = tuple(_OF_GPU.split())
+OF_GPU = (
+    "index",
+    "uuid",
+    "name",
+    "memory_used_bytes",
+    "memory_bytes",
+    "power_watts",
+    "power_limit_watts",
+    "energy_joules",
+    "temperature_celsius",
+    "sm_clock_mhz",
+    "memory_clock_mhz",
+    "utilization_fraction",
+    "clocks_held_by",
+)
 OF_RUN = ("name", "status", "step", "loss", "tokens_per_second", "joules_per_token")
 OF_HOST = ("cpu_fraction", "memory_used_bytes")
 COLUMNS = (
