@@ -43,13 +43,16 @@ def as_toml(found: Mapping[str, Mapping[str, Sequence[float]]], gpus: Mapping[st
     return "".join(lines)
 
 
-if __name__ == "__main__":
-    hash_alike()
+def computed(comparisons: Sequence[Mapping[str, Any]]) -> str:
+    """The file: of the ledger's rows, and of those on two H100."""
     others = measured_rows(HERE / "results" / "h100.jsonl")
     on_others = [(row, compare(row, others[row.id])) for row in load_rows(HERE / "h100.toml")]
-    comparisons = compare_all()
     gpus = {kind: {"H200 SXM"} for kind in table(comparisons)}
     for row, _ in on_others:
         gpus.setdefault(kind_of(row.resolved()), set()).add("H100 SXM")
-    found = table([*comparisons, *(one for _, one in on_others)])
-    TABLE.write_text(as_toml(found, gpus), encoding="utf-8")
+    return as_toml(table([*comparisons, *(one for _, one in on_others)]), gpus)
+
+
+if __name__ == "__main__":
+    hash_alike()
+    TABLE.write_text(computed(compare_all()), encoding="utf-8")

@@ -173,7 +173,7 @@ def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:
     processes, minus what a process takes anyway, for rows that offload. `host_share` is the part of the
     predicted step that the host needs to issue it.
     """
-    gpu = "H100" if "H100" in measured["gpu"] else "H200"
+    gpu = "H100" if "H100" in measured.get("gpu", "") else "H200"
     prediction = predict(row, earlier=earlier_kernels(measured), gpu=gpu)
     memory = prediction.memory
     predicted = _values(
