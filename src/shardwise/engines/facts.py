@@ -102,7 +102,7 @@ class Rule:
     reason: Words
     where: str
     fix: Words
-    source: str = "arithmetic"  # Where it says so: a package's source, its documentation
+    source: str  # Where it says so: a package's source, its documentation, or arithmetic
     versions: str = ""
     """The library and the range of its versions that the rule holds for (PEP 440); empty where it depends on
     none."""

@@ -105,10 +105,9 @@ def missing_data(names: str | list[str] | None) -> Iterator[tuple[str, str]]:
             continue
         path = Path(name)
         if path.name == FILL_IN["data.train"] and not path.exists():
-            fix = (
-                "your data: a .jsonl, .json, .parquet or .txt file, or a hub dataset such as tatsu-lab/alpaca"
-            )
-            yield f"{name} is the placeholder that `shardwise init --from` wrote", f"write {fix}"
+            fix = "write your data: a .jsonl, .json, .parquet or .txt file, or a hub dataset such as "
+            fix += "tatsu-lab/alpaca"
+            yield f"{name} is the placeholder that `shardwise init --from` wrote", fix
         elif not path.exists():
             yield f"{name} does not exist", nearest(path)
         elif not path.is_file() and not path.is_dir():
@@ -121,9 +120,8 @@ def missing_data(names: str | list[str] | None) -> Iterator[tuple[str, str]]:
 def missing_model(name: str) -> Iterator[tuple[str, str]]:
     """Yield (what, fix) if a local model folder is absent or is no model folder."""
     if name == FILL_IN["model.source"]:
-        fix = (
-            "write a hub id such as Qwen/Qwen2.5-0.5B, a model folder, or a name of `shardwise init --models`"
-        )
+        fix = "write a hub id such as Qwen/Qwen2.5-0.5B, a model folder, or a name of "
+        fix += "`shardwise init --models`"
         yield f"{name} is the placeholder that `shardwise init --from` wrote", fix
     elif is_local(name) and not Path(name).exists():
         yield from missing(name)

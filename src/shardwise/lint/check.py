@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from shardwise.errors import JobError, Problem
 from shardwise.job.load import LoadedJob, load_job
@@ -63,8 +62,8 @@ def load(
 
 def unreadable(name: str, error: UnreadableError) -> Finding:
     """The finding for a file of no known kind, or a broken one."""
-    said: dict[str, Any] = {"line": error.line, "what": error.what, "fix": error.fix}
-    return Finding(rule="unreadable", severity="error", file=name, **said)
+    found = Finding(rule="unreadable", severity="error", file=name, what=error.what, fix=error.fix)
+    return replace(found, line=error.line)
 
 
 def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
@@ -136,8 +135,8 @@ def _of_problem(
 ) -> Finding:
     match = _WHERE.search(problem.where.removeprefix(document.name))
     line, key = (int(match["line"]), match["key"] or "") if match else (1, "")
-    said: dict[str, Any] = {"what": problem.what, "fix": problem.fix, "source": source, "versions": versions}
-    return Finding(rule=rule, severity="error", file=document.name, line=line, key=key, **said)
+    found = Finding(rule=rule, severity="error", file=document.name, what=problem.what, fix=problem.fix)
+    return replace(found, line=line, key=key, source=source, versions=versions)
 
 
 def correct(document: Document, setup: Setup) -> tuple[Document, list[Finding]]:

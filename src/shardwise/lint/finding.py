@@ -98,11 +98,18 @@ def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
     fix = hit.fix or _in_words(hit.changes[0], document)
     if document.syntax == "python":
         fix = fix.replace(": true", ": True").replace(": false", ": False")
-    place: dict[str, Any] = {"file": document.name, "line": hit.line or document.line(hit.key)}
-    said: dict[str, Any] = {"what": what, "fix": fix, "source": broken.source, "versions": broken.versions}
-    said |= {"changes": hit.changes if document.syntax in ("json", "yaml") else ()}
-    severity, shown = hit.severity or broken.severity, "" if own else ".".join(hit.key)
-    return Finding(rule=broken.name, severity=severity, key=shown, **place, **said)
+    return Finding(
+        rule=broken.name,
+        severity=hit.severity or broken.severity,
+        file=document.name,
+        line=hit.line or document.line(hit.key),
+        key="" if own else ".".join(hit.key),
+        what=what,
+        fix=fix,
+        source=broken.source,
+        versions=broken.versions,
+        changes=hit.changes if document.syntax in ("json", "yaml") else (),
+    )
 
 
 def _in_words(change: Change, document: Document) -> str:

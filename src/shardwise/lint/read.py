@@ -67,9 +67,8 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         if kind == "deepspeed" and other is None:
             what = "DeepSpeed keys in YAML: DeepSpeed reads JSON"
             raise UnreadableError(what, line=1, fix="write it as JSON")
-        kind = (
-            other if kind == "deepspeed" and _TRAINING & document.values.keys() else kind
-        )  # such as Axolotl's
+        if kind == "deepspeed" and _TRAINING & document.values.keys():  # such as Axolotl's
+            kind = other
     kind = kind or other
     if kind is None:
         fix = f"name {WHAT}; `shardwise init --from {name}` makes a job file of other settings"

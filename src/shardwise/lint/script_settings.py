@@ -92,9 +92,8 @@ class Settings:
     def _put(self, key: Key, node: ast.expr, line: int | None = None) -> None:
         """Keep the value of a key, or of each key in a mapping; of several calls the first counts."""
         found, mark = self._resolved(node), Mark(line=line or node.lineno)
-        run = isinstance(found, ast.Attribute) and not re.match(
-            "torch|[A-Z]", ast.unparse(found)
-        )  # `args.lr`
+        # `args.lr`, which only a run knows, and not `torch.float16`.
+        run = isinstance(found, ast.Attribute) and not re.match("torch|[A-Z]", ast.unparse(found))
         value = None if run or isinstance(found, ast.Dict) else literal(found)
         self.marks.setdefault(key, mark)
         if isinstance(found, ast.Dict):  # the last of a key counts

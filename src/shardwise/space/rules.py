@@ -146,6 +146,7 @@ RULES: tuple[Rule, ...] = (
         reason="reshard: false keeps on the GPU what offload_parameters would move away",
         where="strategy.reshard",
         fix="leave reshard out, or offload_parameters: none",
+        source="arithmetic",
     ),
     _of_deepspeed(
         name="shard-group-divides-the-ranks",
@@ -210,6 +211,7 @@ RULES: tuple[Rule, ...] = (
         fix=lambda f: (
             f"strategy.reduce_dtype: fp32 or {'bf16' if f.strategy.precision != 'fp16' else 'fp16'}"
         ),
+        source="arithmetic",
     ),
     _of_deepspeed(
         name="buckets-are-zeros",
@@ -295,6 +297,7 @@ RULES: tuple[Rule, ...] = (
         reason=_uneven_reason,
         where="train.global_batch",
         fix=_uneven_fix,
+        source="arithmetic",
     ),
 )
 

@@ -9,6 +9,8 @@ micro-batch's gradients are summed within it, and over the groups once a step (d
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
+from importlib import import_module
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -18,7 +20,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.tensor import DTensor
 
 from shardwise.engines.runtime.base import TorchEngine
@@ -28,14 +29,18 @@ from shardwise.kernels.quantized_linear import QuantizedLinear
 from shardwise.models.structure import DTYPES
 from shardwise.patch import Library, patch
 
-_TORCH = Library("torch", ">=2.10", lost="")
-_DESCRIBE = "_get_all_gather_input_metadatas"
-_describe = getattr(collectives, _DESCRIBE)
 
+@cache
+def _gather_bytes() -> None:
+    """Have groups gathered as bytes, as torch does it for several formats (decision 0074)."""
+    collectives = import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+    name, torch_ = "_get_all_gather_input_metadatas", Library("torch", ">=2.10", lost="")
+    describe: Any = getattr(collectives, name, None)  # where it is missing, `patch` says so
 
-def _as_bytes(inputs: list[list[torch.Tensor]]) -> tuple[Any, Any, torch.dtype]:
-    """What a group gathers: bytes, as torch does it for several formats (decision 0074)."""
-    return *_describe(inputs)[:2], torch.uint8
+    def as_bytes(inputs: list[list[torch.Tensor]]) -> tuple[Any, Any, torch.dtype]:
+        return *describe(inputs)[:2], torch.uint8
+
+    patch(collectives, name, as_bytes, library=torch_, source_hash=None)
 
 
 class FsdpEngine(TorchEngine):
@@ -123,7 +128,7 @@ class FsdpEngine(TorchEngine):
         """Fill and shard one block after the other, then the rest of the module."""
         device = self.world.device
         if any(isinstance(part, QuantizedLinear) for part in self.module.modules()):
-            patch(collectives, _DESCRIBE, _as_bytes, library=_TORCH, source_hash=None)
+            _gather_bytes()
         options: dict[str, Any] = {
             "mesh": self._mesh(),
             "mp_policy": MixedPrecisionPolicy(

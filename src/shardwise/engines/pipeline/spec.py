@@ -52,6 +52,7 @@ class Pipeline(EngineSpec):
             reason="a pipeline has at least two stages",
             where="strategy.pipeline",
             fix="strategy.pipeline: 2, or another engine",
+            source="arithmetic",
         ),
         Rule(
             name="pipeline-needs-a-block-a-stage",
@@ -59,6 +60,7 @@ class Pipeline(EngineSpec):
             reason=_stages_reason,
             where="strategy.pipeline",
             fix="fewer stages: a smaller strategy.pipeline, or pipeline_schedule: 1f1b",
+            source="arithmetic",
         ),
         Rule(
             name="pipeline-needs-a-known-model",
@@ -100,6 +102,7 @@ class Pipeline(EngineSpec):
             reason="the GPUs of a stage cannot share the key-value heads equally",
             where="strategy.tensor_parallel",
             fix="a divisor of the number of key-value heads",
+            source="arithmetic",
         ),
         Rule(
             name="stages-need-a-plan",
