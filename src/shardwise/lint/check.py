@@ -48,7 +48,8 @@ def load(
     while waiting:
         file = waiting.pop(0)
         try:
-            document = read(text_of(file), str(file), other=other)
+            text = text_of(file, "shardwise init --from" if other else "shardwise check")
+            document = read(text, str(file), other=other)
         except UnreadableError as error:
             broken.append(unreadable(str(file), error))
             continue

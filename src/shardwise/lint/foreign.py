@@ -19,6 +19,7 @@ from shardwise.job.source import Key
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.read import found, referred
+from shardwise.lint.rules.accelerate import DS, as_deepspeed
 from shardwise.lint.rules.keys import unknown_keys
 from shardwise.lint.schema import as_number, closest, deepspeed_schema, names, toml_file
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
@@ -74,7 +75,9 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     keys = {key for one in documents for key, value in _leaves(one.values) if value is not None}
     defaults = _defaults(keys | given | unsaid.keys(), documents, said)
     said += _conflicts(taken)
-    said += [f"to do: {place}: only a run knows its value; write {key}" for key, place in unsaid.items()]
+    for key, place in unsaid.items():
+        own = "train.micro_batch and train.global_batch" if key.startswith("batch.") else key
+        said.append(f"to do: {place}: only a run knows its value; write {own}")
     job = source.Document(name="the files")
     rows = _rows(batch, said)
     source.apply(job, [f"name={_name(files[0])}", *defaults, *precision, *changes, *rows])
@@ -130,7 +133,7 @@ def _unsaid(document: Document) -> Iterator[tuple[str, str]]:
         rule = TABLE["keys"].get(key := ".".join(place), {})
         words = [rule] if isinstance(rule, str) else [one for means in rule.values() for one in means]
         name = words[0].partition("=")[0] if words else "name"
-        if document.get(*place) is None and name != "name":
+        if (document.get(*place) is None or place in document.unknown) and name != "name":
             yield name, f"{document.name}:{document.line(place)}: {key}"
 
 
@@ -143,7 +146,7 @@ def _read(files: Sequence[Path], said: list[str]) -> list[Document]:
     for one in (one for one in documents if (one.kind, one.syntax) != ("deepspeed", "python")):
         if one.kind == "job":
             raise JobError("it is a job file already", where=one.name, fix="shardwise train takes it")
-        for each in Settings(one, TABLE["calls"]).documents() if one.syntax == "python" else (one,):
+        for each in _documents(one) if one.syntax == "python" else (one,):
             own = each.kind != "deepspeed" or (each is one and Path(one.name).resolve() in asked)
             (read if own else others).append(each)
     mine = next((one.name for one in reversed(read) if one.kind == "deepspeed"), "")
@@ -159,9 +162,27 @@ def _read(files: Sequence[Path], said: list[str]) -> list[Document]:
             if one.has(name) and one.get(name) is None:
                 place = f"{one.name}:{one.line((name,))}"
                 said.append(f"to do: {place}: only a run knows {name}; add the JSON to --from")
-    written = [f"{one.name}:{one.marks[()].line}" for one in others if one.syntax == "python" and mine]
+    written = [f"{one.name}:{one.first}" for one in others if one.syntax == "python" and mine]
     said += [f"conflict: {mine} is used, not the DeepSpeed settings in {place}" for place in written]
     return read if mine else [*read, *others]
+
+
+def _documents(script: Document) -> Iterator[Document]:
+    """A script with its settings of a job, and each DeepSpeed configuration that is written in it."""
+    said = Settings(script.text, TABLE["calls"])
+    data = (said.values.get("load_dataset") or {}).get("data_files")
+    for path in found([data] if isinstance(data, str) else [], Path(script.name).parent):
+        with path.open(encoding="utf-8", errors="replace") as rows:
+            if "completion_only_loss" not in said.values and '"completion"' in rows.readline(100_000):
+                said.values |= {"completion()": True} if "SFTTrainer" in script.text else {}
+    yield replace(script, values=said.values, marks=said.marks)
+    held = replace(script, kind="deepspeed", marks={}, uses=frozenset())
+    yield from (replace(one, name=script.name, text=script.text) for one in said.configurations)
+    precision = said.values.get("mixed_precision")
+    for line, plugin in said.plugins:
+        values = as_deepspeed(replace(held, values={DS: plugin, "mixed_precision": precision}))
+        values |= {} if precision else {"bf16": {"enabled": AUTO}}
+        yield replace(held, values=values, first=line)
 
 
 def _defaults(given: set[str], documents: Sequence[Document], said: list[str]) -> list[str]:

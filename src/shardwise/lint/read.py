@@ -28,12 +28,13 @@ WHAT = (
 )
 
 
-def text_of(path: Path) -> str:
-    """Return a file's text, with its byte order mark; JobError if it cannot be read."""
+def text_of(path: Path, command: str) -> str:
+    """Return a file's text, with its byte order mark; JobError, with the command, if it cannot be read."""
     try:
         raw = read_bounded(path, LARGEST_FILE_BYTES)
     except FileNotFoundError:
-        raise JobError(f"there is no file {path}", where="shardwise check", fix="check the path") from None
+        where, fix = f"{command} {path}", "check the path, which counts from the folder of the command"
+        raise JobError(f"there is no file {path}", where=where, fix=fix) from None
     except OSError as error:
         raise JobError(f"it cannot be read: {error.strerror}", where=str(path), fix=f"name {WHAT}") from None
     if len(raw) > LARGEST_FILE_BYTES:

@@ -1,52 +1,52 @@
-"""What a script says in addition to a Trainer's arguments: data, optimizer, loop, DeepSpeed settings."""
+"""What a script says: arguments of calls; for a job also of its data, optimizer and loop."""
 
 import ast
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from shardwise.job.source import Key
-from shardwise.lint.document import Document, Mark, line_at
-from shardwise.lint.schema import names
-from shardwise.lint.script_text import LORA, assigned_once, literal, name_as_imported, name_of
+from shardwise.lint.document import AUTO, Document, Mark, line_at
+from shardwise.lint.schema import deepspeed_schema, names
+from shardwise.lint.script_values import UNKNOWN, Said, Values, fields, name_as_imported, name_of, nested
 
-CONFIGURATIONS = ("config", "config_params", "deepspeed")  # arguments that take DeepSpeed's settings
+LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
+CONFIGURATIONS = ("config", "config_params", "deepspeed", "hf_ds_config")  # take DeepSpeed's settings
+_INITIALIZE = ("args", "model", "optimizer", "model_parameters", "training_data")  # in the order of its call
 _KEYS = {"r": LORA, "model": "model_name_or_path"}  # of LoraConfig and TRL's trainers
+_OWN = ("TrainingArguments", "SFTConfig")
 _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
 _BUILDERS = ("json", "parquet", "text", "csv", "arrow")  # load_dataset's words for kinds of files
 _LABELS = re.compile(r"labels\W{0,4}[=:][^=\n]*input_ids")
+_PAIRS = re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']")
 
 
 class Settings:
-    """The first value of each setting, `call.argument`, and its line; only the line of what a run knows."""
+    """The first value of each setting and its line; only the line of what a run knows.
 
-    def __init__(self, document: Document, calls: Mapping[str, str]) -> None:
-        self.document, self.calls = document, calls
-        self.values, self.marks = dict[str, Any](), dict[Key, Mark]()
-        self.configurations = list[ast.Dict]()
-        name_as_imported(program := ast.parse(document.text))
-        self.known = _known(program)
+    `calls`: with the names of their first arguments, those whose arguments are settings `call.argument`
+    of a job. With them, flags and fields have their defaults.
+    """
+
+    def __init__(self, text: str, calls: Mapping[str, str] = MappingProxyType({})) -> None:
+        name_as_imported(program := ast.parse(text))
+        self.calls, self.known = calls, Values(program, defaults=bool(calls))
+        self.values, self.marks, self.uses = dict[str, Any](), dict[Key, Mark](), set[str]()
+        self.configurations = list[Document]()  # of DeepSpeed, in dicts
+        self.tokenizer = Said()  # where only it names the model
+        self.plugins = list[tuple[int, dict[str, Any]]]()  # of Accelerate, and their lines
         for node in sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0)):
             self._take(node)
-        if labels := _LABELS.search(document.text):
-            masked = "labels(-100)" if "-100" in document.text else "labels()"
-            self._put((masked,), ast.Constant(True), line_at(document.text, labels.start()))
-
-    def documents(self) -> Iterator[Document]:
-        """The script with these settings, and each DeepSpeed configuration that is written in it."""
-        one = self.document
-        given = {
-            key: v for key, v in one.values.items() if not isinstance(v, Mapping) and (key,) not in self.marks
-        }
-        marks = {key: mark for key, mark in one.marks.items() if key[0] in given} | self.marks
-        yield replace(one, values={**given, **self.values}, marks=marks)
-        for node in self.configurations:
-            self.values, self.marks = {}, {}
-            self._put((), node)
-            yield replace(one, values=self.values, marks=self.marks, kind="deepspeed", uses=frozenset())
+        self._put(self.tokenizer)
+        trl = "SFTTrainer" in text and "completion_only_loss" not in self.values
+        if calls and trl and (pairs := _PAIRS.search(text)):
+            self._put({("completion()",): (line_at(text, pairs.start()), True)})
+        if calls and (labels := _LABELS.search(text)):
+            masked = "labels(-100)" if "-100" in text else "labels()"
+            self._put({(masked,): (line_at(text, labels.start()), True)})
 
     def _take(self, node: ast.AST) -> None:
         """Calls, `for epoch in range(3)`, and `if (i + 1) % 8 == 0: optimizer.step()`, which accumulates."""
@@ -56,82 +56,91 @@ class Settings:
             case ast.For(target=ast.Name(id=name), iter=ast.expr() as over) if "epoch" in name:
                 for call in ast.walk(over):
                     if isinstance(call, ast.Call) and name_of(call.func) == "range" and len(call.args) == 1:
-                        self._put(("range(epochs)",), call.args[0])
+                        self._put(self.known.entries(call.args[0], ("range(epochs)",)))
             case ast.If(test=test, body=body) if ".step()" in "".join(map(ast.unparse, body)):
                 for one in ast.walk(test):
                     if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod):
-                        self._put(("accumulation",), one.right)
+                        self._put(self.known.entries(one.right, ("accumulation",)))
+            case ast.ClassDef(bases=bases) if any(ast.unparse(one).endswith(_OWN) for one in bases):
+                for field, value in fields(node) if self.calls else ():  # which HfArgumentParser fills in
+                    self._put(self.known.entries(value, (field,)))
 
     def _call(self, call: ast.Call, last: str) -> None:
-        given = {one.arg or "**": one.value for one in call.keywords}
-        if last == "from_pretrained" and "Model" in (place := ast.unparse(call.func)) and call.args:
-            self._put(("model_name_or_path",), call.args[0])
-            if task := re.search(r"For(?!CausalLM)[A-Z]\w+", place):
-                self._put(("model_class",), ast.Constant(task[0]), call.lineno)
-        for name, node in given.items() if last in names("calls") else ():
-            if name in CONFIGURATIONS and isinstance(found := self._resolved(node), ast.Dict):
-                self.configurations.append(found)
-            elif name == "**":
-                self._put((name, last), ast.Constant(True), call.lineno)
-            elif last != "initialize" or name in CONFIGURATIONS:
-                self._put((_KEYS.get(name, name),), node)
-        if last not in self.calls and "max_length" in given and {"truncation", "padding"} & given.keys():
-            last = "tokenizer"
-        given = dict(zip(self.calls.get(last, "").split(), call.args, strict=False)) | given
-        part = given.get(_PART.get(last, ""))
-        if last not in self.calls or (part is not None and _HELD_OUT.search(ast.unparse(part))):
-            return
-        if last == "load_dataset" and "path" in given and literal(given["path"]) in _BUILDERS:
-            del given["path"]
-            if part is not None and literal(given.pop("split")) != "train":
-                given["part"] = part  # which a job has not of files
-        self._put((f"{last}()",), ast.Constant(True), call.lineno)
+        self.uses.add(called := name_of(call.func))
+        given = dict(zip(self.calls.get(last, "").split(), call.args, strict=False))
+        said = self.known.arguments(call)
         for name, node in given.items():
-            self._put((last, name), node)
+            said |= self.known.entries(node, (name,))
+        own = called == "deepspeed.initialize" or last == "DeepSpeedStrategy"
+        ours = CONFIGURATIONS[2:] if last.endswith(("Arguments", "Config", "Plugin")) else ()
+        ours = CONFIGURATIONS[:2] if own else ours
+        for name in (one for one in ours if said.get((one,), (0, None))[1] == {}):
+            held = {key[1:]: v for key, v in said.items() if key[0] == name}
+            made = _configuration(held, of_a_job=bool(self.calls))
+            self.configurations += [made] if made and made not in self.configurations else []
+            if self.calls:
+                open_ = {} if made else {(name,): (said[name,][0], UNKNOWN)}
+                said = {key: v for key, v in said.items() if key[0] != name} | open_
+        if last in names("calls") or last in ("Trainer", "Seq2SeqTrainer"):
+            self._arguments(call, called, said)
+            return
+        flat = {key[0] for key in said}
+        if last not in self.calls and "max_length" in flat and {"truncation", "padding"} & flat:
+            last = "tokenizer"
+        given |= {one.arg: one.value for one in call.keywords if one.arg}
+        part = given.get(_PART.get(last, ""))
+        if last not in {"tokenizer": "", **self.calls} or (part and _HELD_OUT.search(ast.unparse(part))):
+            return
+        if last == "load_dataset" and said.get(("path",), (0, ""))[1] in _BUILDERS:
+            del said["path",]
+            if part is not None and (split := said.pop(("split",)))[1] != "train":
+                said["part",] = split  # which a job has not of files
+        self._put({(f"{last}()",): (call.lineno, True)} | {(last, *key): v for key, v in said.items()})
 
-    def _put(self, key: Key, node: ast.expr, line: int | None = None) -> None:
-        """Keep the value of a key, or of each key in a mapping; of several calls the first counts."""
-        found, mark = self._resolved(node), Mark(line=line or node.lineno)
-        # `args.lr`, which only a run knows, and not `torch.float16`.
-        run = isinstance(found, ast.Attribute) and not re.match("torch|[A-Z]", ast.unparse(found))
-        value = None if run or isinstance(found, ast.Dict) else literal(found)
-        self.marks.setdefault(key, mark)
-        if isinstance(found, ast.Dict):  # the last of a key counts
-            pairs = {literal(k): (k.lineno, v) for k, v in zip(found.keys, found.values, strict=True) if k}
-            for name, (at, inner) in pairs.items():
-                self._put((*key, str(name)), inner, at)
-        elif value is not None:
-            holder = self.values
+    def _arguments(self, call: ast.Call, called: str, said: Said) -> None:
+        """Of the calls whose arguments are settings of their own."""
+        last, place = called.rpartition(".")[2], ast.unparse(call.func)
+        self.marks.setdefault((last,), Mark(line=call.lineno))
+        if last == "from_pretrained" and call.args:
+            one = self.known.entries(call.args[0], ("model_name_or_path",))
+            said |= one if "Model" in place or not self.calls else {}
+            self.tokenizer = self.tokenizer or one
+            task = re.search(r"For(?!CausalLM)[A-Z]\w+", place)
+            said |= {("model_class",): (call.lineno, task[0])} if task else {}
+        given = {key[0] for key in said if last in names("calls") or key == ("tokenizer",)}
+        given |= {*_INITIALIZE[: len(call.args)]} if called == "deepspeed.initialize" else set()
+        self.uses |= {f"{called}({name})" for name in given}
+        if said.pop(("**",), None) and self.calls and last in names("calls"):
+            self._put({("**", last): (call.lineno, True)})
+        if self.calls and last == "DeepSpeedPlugin" and all(value != UNKNOWN for _, value in said.values()):
+            self.plugins.append((call.lineno, nested(said)))
+            return
+        for (name, *below), (line, value) in said.items():
+            unnamed = name == "model" and last.endswith("Trainer") and value == UNKNOWN
+            if name in given and not unnamed and (last != "initialize" or name in CONFIGURATIONS):
+                self._put({(_KEYS.get(name, name), *below): (line, value)})
+
+    def _put(self, given: Said) -> None:
+        """Keep the value of each key; of several calls the first counts."""
+        for key, (line, value) in given.items():
+            holder: Any = self.values
             for above in key[:-1]:
-                holder = holder.setdefault(above, {})
-            self.marks[key] = self.marks[key] if key[-1] in holder else mark
-            holder.setdefault(key[-1], list(value) if isinstance(value, tuple) else value)
-
-    def _resolved(self, node: ast.expr) -> ast.expr:
-        """The value of a name, or of `args.name` (`.name`), and of a name of a name."""
-        for _ in range(3):
-            name = node.id if isinstance(node, ast.Name) else f".{getattr(node, 'attr', '')}"
-            node = self.known.get(name, node)
-        return node
+                holder = holder.setdefault(above, {}) if isinstance(holder, dict) else None
+            if not isinstance(holder, dict) or key[-1] in holder or (value is None and self.calls):
+                continue
+            if value in (None, UNKNOWN):
+                self.marks.setdefault(key, Mark(line=line))
+            else:
+                self.marks[key], holder[key[-1]] = Mark(line=line), {} if value == {} else value
 
 
-def _known(program: ast.Module) -> dict[str, ast.expr]:
-    """What names stand for that get one value: variables, a parser's flags by default, fields of classes."""
-    known, fields = assigned_once(program), defaultdict[str, list[ast.expr]](list)
-    for node in ast.walk(program):
-        match node:
-            case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name), slice=key)], value=value):
-                if isinstance(held := known.get(name), ast.Dict):
-                    held.keys.append(key)
-                    held.values.append(value)
-            case ast.Call(func=ast.Attribute(attr="add_argument"), args=[*_, ast.Constant(value=flag)]):
-                name = f".{str(flag).lstrip('-').replace('-', '_')}"
-                fields[name] += [one.value for one in node.keywords if one.arg == "default"]
-            case ast.ClassDef(body=body):
-                for one in body:
-                    if isinstance(one, ast.Assign | ast.AnnAssign) and one.value:
-                        target = one.targets[0] if isinstance(one, ast.Assign) else one.target
-                        made = one.value.keywords if isinstance(one.value, ast.Call) else []
-                        inner = [part.value for part in made if part.arg == "default"]  # of `field(...)`
-                        fields[f".{ast.unparse(target)}"] += inner or [one.value]
-    return known | {name: values[0] for name, values in fields.items() if len(values) == 1}
+def _configuration(said: Said, *, of_a_job: bool) -> Document | None:
+    """DeepSpeed's, of a mapping; None where only a run knows its keys, or for a job its stage."""
+    sections, zero = deepspeed_schema().sections.keys(), "zero_optimization"
+    lines = {key: line for key, (line, value) in said.items() if value == UNKNOWN}
+    unknown = {key: (at, {"enabled": AUTO} if key in sections else AUTO) for key, at in lines.items()}
+    if unknown.keys() & ({(), (zero,), (zero, "stage")} if of_a_job else sections):
+        return None
+    first, marks = said[()][0], {key: Mark(line=line) for key, (line, _) in said.items() if key}
+    made = Document(name="", text="", syntax="python", values=nested(said | unknown), marks=marks)
+    return replace(made, first=first, unknown=frozenset(unknown))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from shardwise.lint.document import Document, Kind
 from shardwise.lint.schema import deepspeed_schema
-from shardwise.lint.script_text import LORA
+from shardwise.lint.script_settings import LORA
 
 Reader = Literal["trainer", "accelerate", "deepspeed"]
 READER_NAMES: dict[Reader, str] = {

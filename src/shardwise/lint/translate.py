@@ -15,7 +15,7 @@ from shardwise.lint.rules.offload import OPTIMIZER, PARAMETERS, place
 from shardwise.lint.rules.parallel import degree_of
 from shardwise.lint.rules.zero import ZERO, stage_of
 from shardwise.lint.schema import names
-from shardwise.lint.script_text import LORA
+from shardwise.lint.script_settings import LORA
 from shardwise.lint.setup import Setup
 from shardwise.units import processes
 

@@ -417,8 +417,9 @@ def test_what_cannot_be_read_is_refused(files: Path, capsys: pytest.CaptureFixtu
         with pytest.raises(JobError) as raised:
             translation([Path("bad.yaml")])
         assert message in str(raised.value)
-    with pytest.raises(JobError, match="there is no file"):
+    with pytest.raises(JobError, match="there is no file") as raised:
         translation([Path("nowhere.yaml")])
+    assert raised.value.problems[0].where == "shardwise init --from nowhere.yaml"
     Path("j.yaml").write_text("name: a\nmodel: {source: m}\ndata: {train: my_data.jsonl}\n")
     with pytest.raises(JobError, match="a job file already"):
         translation([Path("j.yaml")])
@@ -544,13 +545,26 @@ def test_a_plugin_of_accelerate_in_a_script(files: Path) -> None:
     plugin = 'DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu", **more)'
     Path("plug.py").write_text(f"from accelerate import DeepSpeedPlugin\n{plugin}\n")
     job, said = job_of(files, "plug.py")
-    assert job.strategy == "zero3"
-    text = "\n".join(said)
-    assert "offload_optimizer_device (line 2): write it in strategy" in text
-    assert "**.DeepSpeedPlugin (line 2): arguments in a mapping are not read" in text
+    assert job.strategy == StrategySpec(engine="deepspeed", stage=3, offload_optimizer="cpu")
+    assert "**.DeepSpeedPlugin (line 2): arguments in a mapping are not read" in "\n".join(said)
+    assert job.train.precision == "bf16", "shardwise's own: Accelerate's comes from its launcher"
     Path("mine.json").write_text(zero(1))
-    _, said = job_of(files, "mine.json", "plug.py")
-    assert "conflict: plug.py:2: zero_stage (strategy=zero3) is used, not mine.json (zero1)" in said
+    job, said = job_of(files, "mine.json", "plug.py")
+    assert "conflict: mine.json is used, not the DeepSpeed settings in plug.py:2" in said
+    assert job.strategy == StrategySpec(engine="deepspeed", stage=1)
+    more = "DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.5)"
+    more = f"Accelerator(mixed_precision='fp16', deepspeed_plugin={more})"
+    Path("plug.py").write_text(f"from accelerate import Accelerator, DeepSpeedPlugin\n{more}\n")
+    job, _ = job_of(files, "plug.py")
+    assert (job.strategy, job.train.precision, job.optimizer.clip_norm) == (
+        StrategySpec(engine="deepspeed", stage=2),
+        "fp16",
+        0.5,
+    )
+    rest = plugin.replace("3", "args.stage")
+    Path("plug.py").write_text(f"import accelerate\n{rest}\nTrainingArguments('o', bf16=True)\n")
+    _, said = job_of(files, "plug.py")
+    assert "to do: plug.py:2: zero_stage: only a run knows its value; write strategy" in said
 
 
 def test_schedulers_of_the_script_and_of_deepspeed(files: Path) -> None:
@@ -646,3 +660,96 @@ def test_a_file_without_from_is_no_preset(name: str, capsys: pytest.CaptureFixtu
     assert f"fix: shardwise init --from {name}" in capsys.readouterr().err
     assert main(["init", name, "ds.json"]) == 2
     assert f"fix: shardwise init --from {name} ds.json" in capsys.readouterr().err
+
+
+MADE = """\
+import argparse, deepspeed
+from transformers import AutoModelForCausalLM
+def arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-l", "--learning-rate", "--lr", type=float, default=9e-6)
+    parser.add_argument("--batch", dest="rows", default=2)
+    parser.add_argument("--stage", default=3)
+    return parser.parse_args()
+def settings(args, device="cpu"):
+    zero = dict(stage=args.stage, offload_param={"device": device})
+    made = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": args.rows, "bf16": {"enabled": True}}
+    made["optimizer"] = {"type": "AdamW", "params": {"lr": args.learning_rate, "betas": (0.9, 0.95)}}
+    return made
+def changed(one):
+    zero, args = {"stage": 1}, None
+    one["gradient_clipping"] = 2
+def main():
+    args = arguments()
+    config = {**settings(args, "none"), "gradient_clipping": 0.5}
+    CHANGE
+    deepspeed.initialize(model=AutoModelForCausalLM.from_pretrained("a/b"), config=config)
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "expected", "unsaid"),
+    [
+        ("pass", (3, 2, 9e-6, 0.5), ""),
+        ("config['train_micro_batch_size_per_gpu'] = 4", (3, 4, 9e-6, 0.5), ""),
+        ("if args.clip: config['gradient_clipping'] = args.clip", (3, 2, 9e-6, 1.0), "gradient_clipping"),
+        ("changed(config)", (3, 2, 9e-6, 1.0), "gradient_clipping"),
+        ("args.learning_rate *= 2", (3, 2, 2e-5, 0.5), "optimizer.params.lr"),
+    ],
+)
+def test_settings_that_a_function_makes(
+    files: Path, change: str, expected: tuple[float, ...], unsaid: str
+) -> None:
+    Path("made.py").write_text(MADE.replace("CHANGE", change))
+    job, said = job_of(files, "made.py")
+    one, strategy = job.optimizer, job.strategy
+    assert isinstance(strategy, StrategySpec)
+    found = (strategy.stage, job.train.micro_batch, one.learning_rate, one.clip_norm)
+    assert (found, one.beta2) == (expected, 0.95)
+    asked = [line for line in said if "only a run knows" in line]
+    assert len(asked) == bool(unsaid)
+    assert all(f": {unsaid}: " in line for line in asked)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "config.pop('bf16')",
+        "imported(config)",
+        "config['zero_optimization']['stage'] = args.other",
+        "zero = config['zero_optimization']\n    zero['stage'] = 1",
+        "config[a] = 1",
+    ],
+)
+def test_settings_whose_keys_only_a_run_knows_are_not_guessed(files: Path, change: str) -> None:
+    Path("made.py").write_text(MADE.replace("CHANGE", change))
+    job, said = job_of(files, "made.py")
+    assert job.strategy == "auto"
+    assert any("only a run knows config; add the JSON to --from" in line for line in said)
+
+
+def test_arguments_by_place_in_a_mapping_and_in_a_class(files: Path) -> None:
+    text = 'KW = {"learning_rate": 3e-4, "bf16": True}\nKW["num_train_epochs"] = 2\n'
+    text += 'args = TrainingArguments("my-run", **KW)\n'
+    Path("train.py").write_text(f"from transformers import TrainingArguments\n{text}")
+    job, said = job_of(files, "train.py")
+    assert (job.name, job.optimizer.learning_rate, job.train.epochs) == ("my-run", 3e-4, 2)
+    assert not any("in a mapping" in line for line in said)
+    text = "class Mine(transformers.TrainingArguments):\n    learning_rate: float = field(default=4e-4)\n"
+    Path("train.py").write_text(f"import transformers\n{text}transformers.Trainer(model, args)\n")
+    assert job_of(files, "train.py")[0].optimizer.learning_rate == 4e-4
+
+
+@pytest.mark.parametrize("of_the_file", [False, True])
+def test_trl_trains_on_the_completions_of_pairs(files: Path, of_the_file: bool) -> None:
+    Path("pairs.jsonl").write_text(
+        '{"prompt": "a", "completion": "b"}\n' if of_the_file else '{"text": "a"}\n'
+    )
+    pair = 'data = data.map(lambda row: {"prompt": row["q"], "completion": row["a"]})\n'
+    text = TRL.replace('"trl-lib/Capybara"', '"json", data_files="pairs.jsonl"') + pair * (not of_the_file)
+    for given, loss in (("", "answers"), ("completion_only_loss=False, ", "all")):
+        Path("sft.py").write_text(text.replace("output_dir", f"{given}output_dir"))
+        assert job_of(files, "sft.py")[0].data.loss_on == loss
+    Path("sft.py").write_text(text.replace(pair, ""))
+    assert (job_of(files, "sft.py")[0].data.loss_on == "all") != of_the_file

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import DEEPSPEED, Hit, Severity
@@ -10,7 +10,8 @@ from shardwise.lint.rules.accelerate import DS
 from shardwise.lint.rules.training import calls, distributed, training_rule, tree_of, within, zero_stage
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names
-from shardwise.lint.script_text import UNDEFINED, assigned_once
+from shardwise.lint.script_text import UNDEFINED
+from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 
 _INITIALIZE = "deepspeed.initialize"  # below, patterns of what ast.unparse writes: a statement a line
@@ -110,14 +111,16 @@ def _made(document: Document) -> dict[str, str]:
     return dict(_MADE.findall(program)) | {model: call for call, model in _GIVEN.findall(program)}
 
 
-def _on_one(test: ast.expr, known: Mapping[str, ast.expr]) -> bool:
+def _on_one(test: ast.expr, known: Values, deep: int = 5) -> bool:
     """Whether a condition holds in one process only. `known`: what names mean, `is_main = rank == 0`."""
     text = ast.unparse(test)
     if isinstance(test, ast.BoolOp):
-        parts = [_on_one(one, known) for one in test.values if not _ALONE.search(ast.unparse(one))]
+        parts = [_on_one(one, known, deep) for one in test.values if not _ALONE.search(ast.unparse(one))]
         return any(parts) and (isinstance(test.op, ast.And) or all(parts))
-    if isinstance(known.get(text), ast.Compare | ast.UnaryOp | ast.Attribute | ast.BoolOp):
-        return _on_one(known[text], {name: value for name, value in known.items() if name != text})
+    meant = known.meant(test)
+    other = deep > 0 and meant is not test
+    if other and isinstance(meant, ast.Compare | ast.UnaryOp | ast.Attribute | ast.BoolOp):
+        return _on_one(meant, known, deep - 1)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):  # `not rank`
         inner = ast.unparse(test.operand)
         text = "" if _ONE.search(inner) else f"{inner} == 0"
@@ -137,7 +140,7 @@ def _opposite(test: ast.expr) -> ast.expr:
 
 def _branches(program: ast.Module) -> Iterator[tuple[str, list[ast.stmt], list[ast.stmt]]]:
     """Each `if`: where one process is alone, in words, what it does there, and what the others do."""
-    known, blocks = assigned_once(program), ("body", "orelse", "finalbody")
+    known, blocks = Values(program), ("body", "orelse", "finalbody")
     for block in (getattr(node, name, None) for node in ast.walk(program) for name in blocks):
         for at, branch in enumerate(items := block if isinstance(block, list) else []):
             if not isinstance(branch, ast.If):
@@ -150,8 +153,7 @@ def _branches(program: ast.Module) -> Iterator[tuple[str, list[ast.stmt], list[a
             elif _on_one(_opposite(branch.test), known):
                 yield f"what follows {said}" if left else f"the `else` of {said}", rest, branch.body
             else:
-                names = (known[one] for one in map(ast.unparse, ast.walk(branch.test)) if one in known)
-                words = " ".join(map(ast.unparse, (branch.test, *names)))
+                words = " ".join(ast.unparse(known.meant(one)) for one in ast.walk(branch.test))
                 yield said, [], [branch] if re.search("rank|RANK|process", words) else []
 
 

@@ -12,7 +12,7 @@ from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.accelerate import DS, FILE
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names, table
-from shardwise.lint.script_text import literal, name_as_imported
+from shardwise.lint.script_values import Values, name_as_imported, nested
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
 
@@ -194,9 +194,11 @@ def fsdp_and_deepspeed(document: Document, _: Setup) -> Iterator[Hit]:
 def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer's arguments stop with a ValueError."""
     groups = list[tuple[dict[Any, Any], int | None]]()  # what a call, or a command or file, gives; its line
-    for call in calls(document, *_PLAIN, *names("trl_arguments")):
-        given = {one.arg: literal(one.value) for one in call.keywords}
-        if (called := ast.unparse(call.func)) in document.uses and None not in given:
+    values = Values(program := tree_of(document))
+    classes = (*_PLAIN, *names("trl_arguments"))
+    for call in (one for one in within(program) if ast.unparse(one.func).rpartition(".")[2] in classes):
+        given = nested(values.arguments(call))
+        if (called := ast.unparse(call.func)) in document.uses and "**" not in given:
             own = {} if called.endswith("TrainingArguments") else {"logging_steps": None}
             groups.append((_DEFAULTS | own | given, call.lineno))
     if document.syntax != "python" and (setup.reader == "trainer" or document.has(_TRAINER_KEYS[0][1])):

@@ -1,0 +1,282 @@
+"""What expressions of a script stand for, as far as its text shows."""
+
+import ast
+import builtins
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from shardwise.job.source import Key, drop
+from shardwise.lint.document import LONGEST_NUMBER
+from shardwise.lint.schema import names
+
+UNKNOWN = "..."  # a value that only a run knows
+Said = dict[Key, tuple[int, Any]]  # of each key in a mapping: its line, and its value; {} of a mapping
+
+_LIBRARIES = ("transformers", "trl")  # of which the rules know the classes with names that end in these:
+_CLASSES = ("Trainer", "TrainingArguments", "SFTConfig")
+_READS = ("copy", "get", "items", "keys", "values")  # methods that leave a dict as it is
+_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
+
+
+class Values:
+    """`defaults`: whether flags and fields of classes have their defaults, which a command may replace."""
+
+    def __init__(self, program: ast.Module, *, defaults: bool = False) -> None:
+        nodes = sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0))
+        self._above = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+        self._bound, self._uses, self._changes = (defaultdict[Any, list[Any]](list) for _ in range(3))
+        self._reading, self._open = set[ast.AST](), frozenset[ast.AST]()
+        self._arguments = dict[ast.AST, list[Any]]()
+        for visit in (self._bind, *[self._default] * defaults, self._change):
+            for node in nodes:
+                visit(node)
+
+    def meant(self, node: ast.AST) -> ast.AST:
+        """What a name, a flag, or a call of a function of the script stands for; else the node itself."""
+        before = self._open
+        while node not in self._open:
+            self._open = self._open | {node}
+            found = self._next(node)
+            if len(found) != 1 or found[0] is None:
+                break
+            node = found[0]
+        self._open = before
+        return node
+
+    def undefined(self) -> dict[str, int]:
+        """Names that the script uses, and that no line of it binds or could bring in unseen; their lines."""
+        bound = {*dir(builtins), "__file__", "get_ipython", "display", *(name for _, name in self._bound)}
+        names_ = (one for uses in self._uses.values() for one in uses if isinstance(one, ast.Name))
+        used = {one.id: one.lineno for one in reversed([*names_])}
+        unseen = "*" in bound or {"exec", "eval", "globals"} & used.keys()
+        return {one: used[one] for one in used if not unseen and one not in bound and "." not in one}
+
+    def arguments(self, call: ast.Call) -> Said:
+        """A call's keyword arguments, and those in a mapping; `**` if only a run knows these."""
+        said = Said()
+        for one in call.keywords:
+            below = self.entries(one.value, (one.arg,) if one.arg else ())
+            open_ = not one.arg and below.pop(())[1] != {}
+            said |= {("**",): (one.value.lineno, UNKNOWN)} if open_ else below
+        return said
+
+    def entries(self, node: ast.expr, key: Key = (), line: int = 0) -> Said:
+        """The line and value of a node, and of each key in a mapping, outermost first."""
+        found = self.meant(node)
+        if (rows := self._rows(found)) is None or found in self._reading:
+            return {key: (line or node.lineno, _literal(found))}
+        at = line or getattr(found, "lineno", 0)
+        said: Said = {key: (at, {})}
+        self._reading.add(found)
+        for path, item, line in rows:
+            inner = (*key, *(path or ()))
+            below = self.entries(item, inner, line) if item else {inner: (line, UNKNOWN)}
+            above = [inner[:n] for n in range(len(key), len(inner))]
+            open_ = path is None or (not path and below.pop(inner)[1] != {})
+            if open_ or any(said.get(one, (0, {}))[1] != {} for one in above):
+                said = {key: (at, UNKNOWN)}
+                break
+            for one in below:
+                drop(one, said)
+            said |= {one: (line, {}) for one in above[1:]} | below
+        self._reading.remove(found)
+        return said
+
+    def _rows(self, node: ast.AST) -> list[tuple[Key | None, ast.expr | None, int]] | None:
+        """Path, value and line of a mapping's keys, then changes; () for `**`, None for any path or value."""
+        match node:
+            case ast.Dict(keys=keys, values=values):
+                pairs = zip(keys, values, strict=True)
+                rows = [(_path(k) if k else (), v, k.lineno if k else 0) for k, v in pairs]
+            case ast.Call(func=ast.Name(id="dict"), args=others, keywords=given):
+                rows = [((), one, 0) for one in others]
+                rows += [((k.arg,) if k.arg else (), k.value, k.lineno if k.arg else 0) for k in given]
+            case ast.Call(func=ast.Attribute(attr="copy", value=other), args=[]):
+                rows = [((), other, 0)]
+            case _:
+                return None
+        return [*rows, *self._changes.get(node, [])]
+
+    def _scopes(self, node: ast.AST) -> Iterator[ast.AST]:
+        while above := self._above.get(node):
+            node = above
+            if isinstance(node, _SCOPES):
+                yield node
+
+    def _bind(self, node: ast.AST) -> None:
+        above, scope = self._above.get(node), next(self._scopes(node), None)
+        plain = isinstance(above, ast.Assign | ast.AnnAssign) and getattr(above, "targets", [node]) == [node]
+        value = getattr(above, "value", None) if plain else None
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
+                self._uses[name].append(node)
+            case ast.Name(id=name):
+                self._bound[scope, name].append(value)
+            case ast.Attribute():
+                certain = above and self._above[above] is scope
+                self._bound[None, ast.unparse(node)].append(value if certain else None)
+            case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                self._bound[scope, name].append(node)
+            case ast.alias(name=name):
+                for one in ((node.asname or name).partition(".")[0], name):  # see `name_as_imported`
+                    self._bound[scope, one].append(None)
+            case ast.AsyncFunctionDef(name=name) | ast.ExceptHandler(name=name) | ast.MatchAs(name=name):
+                self._bound[scope, name].append(None)
+
+    def _default(self, node: ast.AST) -> None:
+        """Flags of a parser, fields of classes, and what a call gives these."""
+        found = list[tuple[str, ast.expr]]()
+        match node:
+            case ast.Call(func=ast.Attribute(attr="add_argument"), args=args, keywords=given):
+                flags = [_literal(one) for one in [k.value for k in given if k.arg == "dest"] or args]
+                name = next((one for one in flags if one.startswith("--")), [*flags, ""][0]).lstrip("-")
+                found = [(name.replace("-", "_"), one.value) for one in given if one.arg == "default"]
+            case ast.Call(func=called, keywords=given):
+                own = name_of(called).endswith("set_defaults") or isinstance(self.meant(called), ast.ClassDef)
+                found = [(one.arg, one.value) for one in given if own and one.arg]
+            case ast.ClassDef():
+                found = [*fields(node)]
+        for name, value in found:
+            if not (isinstance(value, ast.Constant) and value.value is None):
+                self._bound[None, f".{name}"].append(value)
+
+    def _next(self, node: ast.AST) -> list[Any]:
+        """What a node may stand for; None, or nothing, where only a run knows."""
+        match node:
+            case ast.Name(id=name):
+                return next((f for scope in self._scopes(node) if (f := self._bound.get((scope, name)))), [])
+            case ast.Attribute(attr=name):
+                return [
+                    v for key in (ast.unparse(node), f".{name}") for v in self._bound.get((None, key), [])
+                ]
+            case ast.arg():
+                return self._given(node)
+            case ast.Subscript(value=holder, slice=key):
+                return self._item(holder, key)
+            case ast.Call(func=ast.Attribute(attr="get", value=holder), args=[key, *_]):
+                return [*self._item(holder, key), None]
+            case ast.Call(func=called) if isinstance(function := self.meant(called), ast.FunctionDef):
+                own = (one for one in ast.walk(function) if isinstance(one, ast.Return | ast.Yield))
+                found = [one for one in own if next(self._scopes(one)) is function]
+                plain = not function.decorator_list and all(self._above[one] is function for one in found)
+                return [one.value for one in found] if plain else []
+        return []
+
+    def _item(self, holder: ast.expr, name: ast.expr) -> list[Any]:
+        key = _path(name)
+        for path, item, _ in reversed(self._rows(self.meant(holder)) or []):
+            if path == () and item and self._rows(self.meant(item)) is not None:  # {**another}
+                if inner := self._item(item, name):
+                    return inner
+            elif not path or path[:1] == key:
+                return [item] if path and path == key else []
+        return []
+
+    def _given(self, arg: ast.arg) -> list[Any]:
+        """What the calls of its function give an argument; None where they do not show it."""
+        function, found = next(self._scopes(arg)), list[Any]()
+        if arg in self._arguments or not isinstance(function, ast.FunctionDef):
+            return self._arguments.get(arg, [])
+        self._arguments[arg], places = [], [one.arg for one in function.args.args]
+        made = function.name == "__init__"
+        for use in self._uses[getattr(self._above[function], "name", "") if made else function.name]:
+            call, given = self._above[use], dict[Any, ast.expr]()
+            if isinstance(call, ast.Call) and call.func is use and ast.Starred not in map(type, call.args):
+                own = places[made or isinstance(use, ast.Attribute) :]
+                given = dict(zip(own, call.args, strict=False)) | {k.arg: k.value for k in call.keywords}
+            found.append(given.get(arg.arg))
+        self._arguments[arg] = [*dict.fromkeys(one and self.meant(one) for one in found)]
+        return self._arguments[arg]
+
+    def _change(self, node: ast.AST) -> None:
+        match node:
+            case ast.Subscript(ctx=ast.Store() | ast.Del(), value=holder, slice=key):
+                by = self._above[node]
+                plain = isinstance(by, ast.Assign) and by.targets == [node]
+                self._changed(holder, _path(key), getattr(by, "value", None) if plain else None, by)
+            case ast.Call(func=ast.Attribute(attr=method, value=holder)) if method not in _READS:
+                self._changed(holder, None, None, node)
+            case ast.Expr(value=ast.Call(func=ast.Name(id=name) as called, args=args)):
+                kept = name in names("keep_a_dict") or isinstance(self.meant(called), ast.FunctionDef)
+                for one in [] if kept else args:
+                    self._changed(one, None, None, node)
+
+    def _changed(self, holder: ast.expr, path: Key | None, value: ast.expr | None, by: ast.AST) -> None:
+        """Note a change of the dicts that an expression may stand for, or of those that hold it."""
+        while not (found := [*self._may_be(holder)]):
+            if not isinstance(holder, ast.Subscript | ast.Attribute | ast.Call):
+                return
+            inner = _path(holder.slice) if isinstance(holder, ast.Subscript) else None
+            path = (*inner, *path) if inner and path else None
+            holder = holder.func if isinstance(holder, ast.Call) else holder.value
+        for one in found:
+            made = one
+            while not isinstance(made, ast.stmt):
+                made = self._above[made]
+            certain = len(found) == 1 and self._above.get(by) is self._above[made]
+            self._changes[one].append((path, value if certain else None, getattr(by, "lineno", 1)))
+
+    def _may_be(self, node: ast.AST, deep: int = 5) -> Iterator[ast.AST]:
+        if self._rows(node) is not None:
+            yield node
+        for one in self._next(node) if deep else ():
+            yield from self._may_be(one, deep - 1) if one else ()
+
+
+def nested(said: Said) -> Any:
+    """The value whose parts have these keys, outermost first."""
+    made: dict[Key, Any] = {(): {}}
+    for key, (_, value) in said.items():
+        made[key] = {} if value == {} else value
+        if key:
+            made[key[:-1]][key[-1]] = made[key]
+    return made[()]
+
+
+def fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
+    """The fields of a class that have a default."""
+    for one in node.body:
+        if isinstance(one, ast.Assign | ast.AnnAssign) and one.value:
+            target = one.targets[0] if isinstance(one, ast.Assign) else one.target
+            made = one.value.keywords if isinstance(one.value, ast.Call) else []  # of `field(...)`
+            yield ast.unparse(target), [*(part.value for part in made if part.arg == "default"), one.value][0]
+
+
+def name_of(function: ast.AST) -> str:
+    """The name of a call, such as `deepspeed.initialize`; the last name of a longer chain."""
+    if isinstance(function, ast.Attribute):
+        return f"{name_of(function.value)}." * isinstance(function.value, ast.Name) + function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def name_as_imported(program: ast.Module) -> None:
+    """Rename to what the libraries say: `Trainer` for `import Trainer as X`; `mylib.Trainer` is another's."""
+    known = dict[str, str]()
+    for node in ast.walk(program):
+        module = "." * node.level + (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        for one in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            own = module and module.partition(".")[0] not in _LIBRARIES and one.name.endswith(_CLASSES)
+            if own or (one.asname and "." not in one.name):
+                known[one.asname or one.name] = f"{module}.{one.name}" if own else one.name
+    for name in (node for node in ast.walk(program) if isinstance(node, ast.Name)):
+        name.id = known.get(name.id, name.id)
+
+
+def _literal(node: ast.AST) -> Any:
+    """The value of a literal; `torch.float16` and `SaveStrategy.STEPS` as text."""
+    if isinstance(node, ast.Attribute) and re.match("torch|[A-Z]", name := name_of(node)):
+        return name
+    with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        json.dumps(value := ast.literal_eval(node))
+        if not isinstance(value, int) or abs(value) < 10**LONGEST_NUMBER:
+            return list(value) if isinstance(value, tuple) else value
+    return UNKNOWN
+
+
+def _path(node: ast.expr) -> Key | None:
+    """The key that a literal is; None if it is no text."""
+    return (node.value,) if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
