@@ -131,6 +131,15 @@ def fsdp(**keys: Any) -> dict[str, Any]:
 
 OFFLOAD = {"device": "cpu", "pin_memory": True}
 JSON = json.dumps(DEEPSPEED)
+FSDP_2 = yaml.safe_dump(
+    {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 4}
+    | {"fsdp_config": FSDP["fsdp_config"]}
+)
+QLORA = """from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+import torch
+bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"{})
+model = AutoModelForCausalLM.from_pretrained("a/b", quantization_config=bits, dtype=torch.bfloat16)
+"""
 DS_3 = json.dumps({**DEEPSPEED, "zero_optimization": STAGE_3})
 TP = {"tensor_parallel": {"autotp_size": 2}}
 
@@ -425,6 +434,12 @@ CASES = (
         TRAINER + LOAD.format("load_in_8bit=True") + "Trainer()\n",
         LOAD.format("dtype='auto'"),
         also=(JSON,),
+    ),
+    Case(
+        "quantised-under-fsdp2",
+        QLORA.format(", bnb_4bit_quant_storage=torch.bfloat16"),
+        QLORA.format(""),
+        also=(FSDP_2,),
     ),
     Case(
         "trainer-and-file-differ",

@@ -388,3 +388,29 @@ def test_values_that_only_a_run_knows_are_no_errors(tmp_path: Path) -> None:
         plain = of_script(f"{HEAD}c = {values!r}\n{CALL.format('c')}", tmp_path)
         opened = of_script(f"{HEAD}c = {_opened(values)}\n{CALL.format('c')}", tmp_path)
         assert {one for one, _ in opened} <= {one for one, _ in plain}, file
+
+
+@pytest.mark.parametrize(
+    ("storage", "precision", "version", "gpus", "error"),
+    [
+        ("torch.bfloat16", "bf16", 2, 2, True),
+        ("'bfloat16'", "bf16", 2, 2, True),
+        ("torch.float16", "bf16", 2, 2, True),  # cast to bf16: no code is left
+        ("torch.float32", "bf16", 2, 2, True),
+        ("torch.uint8", "bf16", 2, 2, False),  # Accelerate leaves it whole
+        ("torch.bfloat16", "bf16", 1, 2, False),
+        ("torch.bfloat16", "bf16", 2, 1, False),
+        ("torch.bfloat16", "'no'", 2, 2, False),  # beside adapters in fp32 torch gathers bytes
+        ("args.storage", "bf16", 2, 2, False),
+    ],
+)
+def test_codes_that_fsdp2_gathers_as_numbers(
+    storage: str, precision: str, version: int, gpus: int, error: bool
+) -> None:
+    script = "import torch\nfrom transformers import BitsAndBytesConfig\nfrom settings import args\n"
+    script += f"bits = BitsAndBytesConfig(load_in_4bit=True,\n    bnb_4bit_quant_storage={storage})\n"
+    file = f"distributed_type: FSDP\nmixed_precision: {precision}\nnum_processes: {gpus}\n"
+    file += f"fsdp_config: {{fsdp_version: {version}}}\n"
+    documents = (read(script, "train.py"), read(file, "a.yaml"))
+    found = [one for one in check(Setup(documents=documents)).findings if one.rule == "quantised-under-fsdp2"]
+    assert [(one.severity, one.line) for one in found] == [("error", 5)] * error

@@ -76,7 +76,7 @@ def accelerate_distributed_type(document: Document, _: Setup) -> Iterator[Hit]:
 
 @accelerate_rule("error", "accelerate/commands/launch.py, accelerate/utils/launch.py; run with 1.15.0")
 def accelerate_kind_of_value(document: Document, _: Setup) -> Iterator[Hit]:
-    """Sections must be sections, counts integers: else the launch stops, or another FSDP runs."""
+    """Sections must be sections, counts integers, some unquoted: else the launch stops, or FSDP1 runs."""
     for name in (DS, FSDP):
         value = document.get(name)
         if value is not None and not isinstance(value, Mapping):

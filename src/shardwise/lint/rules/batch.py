@@ -32,7 +32,10 @@ def data_ranks(document: Document, setup: Setup) -> int | None:
 
 @rule("error", _ASSERTION)
 def batch_arithmetic(document: Document, setup: Setup) -> Iterator[Hit]:
-    """The total batch must be micro-batch x accumulation x GPUs, or DeepSpeed stops."""
+    """The total batch must be micro-batch x accumulation x GPUs, or DeepSpeed stops.
+
+    A total that is given alone must be a multiple of the GPUs. A note if their number is unknown.
+    """
     total, micro, accumulation = _given(document)
     if total is None:
         return

@@ -67,7 +67,10 @@ def _meant(key: Key, section: Section, document: Document) -> tuple[str, tuple[C
 
 @rule("error", f"{_CONFIG} reads by name; run with 0.19.8")
 def ignored_key(document: Document, _: Setup) -> Iterator[Hit]:
-    """DeepSpeed reads known keys by name and ignores others: `zero_optimisation` trains at stage 0."""
+    """DeepSpeed reads known keys by name and ignores others: `zero_optimisation` trains at stage 0.
+
+    That holds for the top level and for some sections. A warning if no known key is similar.
+    """
     for key, section in _unknown(document, refuses=False):
         fix, changes = _meant(key, section, document)
         meant, effect = fix != "remove it", "it has no effect"
@@ -144,7 +147,7 @@ def _values(document: Document) -> Iterator[tuple[Key, Any, KeyKind, Section]]:
 
 @rule("error", f"{_CONFIG} and the sections' pydantic models; run with 0.19.8")
 def wrong_kind_of_value(document: Document, _: Setup) -> Iterator[Hit]:
-    """Text for a number, a fraction for an integer: a validation error, or a TypeError when it is used."""
+    """Text for a number, a fraction for an integer, null for a section: an error at the start or at use."""
     for key, value, kind, section in _values(document):
         problem = _kind_problem(value, kind, lenient=section.refuses)
         if problem is None or (key == (ZERO,) and isinstance(value, bool)):

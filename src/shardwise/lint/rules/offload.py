@@ -107,7 +107,7 @@ def offload_without_device(document: Document, _: Setup) -> Iterator[Hit]:
 
 @rule("note", "https://github.com/deepspeedai/DeepSpeed/pull/8207", "deepspeed>=0.19.5,<0.20")
 def pinned_by_default(document: Document, _: Setup) -> Iterator[Hit]:
-    """`pin_memory` is true since 0.19.5: it cannot be paged out, and a low `ulimit -l` stops the run."""
+    """`pin_memory` is true by default since 0.19.5: never paged out; a low `ulimit -l` stops the run."""
     for which in (OPTIMIZER, PARAMETERS):
         if place(document, which) != "none" and not document.has(ZERO, which, "pin_memory"):
             fix = 'write it: "pin_memory": true, or false if host memory is short'

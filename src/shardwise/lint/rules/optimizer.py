@@ -88,7 +88,10 @@ def unknown_optimizer_parameter(document: Document, _: Setup) -> Iterator[Hit]:
 
 @rule("error", f"{_BASIC}, _configure_lr_scheduler; run with 0.19.8")
 def text_for_a_number(document: Document, _: Setup) -> Iterator[Hit]:
-    """Parameters are passed on unchanged: torch's AdamW stops with a TypeError at `"lr": "1e-5"`."""
+    """Parameters are passed on unchanged: torch's AdamW stops with a TypeError at `"lr": "1e-5"`.
+
+    A schedule stops when it is built, or at the first step.
+    """
     for above, who in ((_PARAMS, "the optimizer"), (_SCHEDULE, "the schedule")):
         for name, value in document.section(*above).items():
             items = enumerate(value) if isinstance(value, list) else ()

@@ -123,7 +123,7 @@ def hpz_divides_the_gpus(document: Document, setup: Setup) -> Iterator[Hit]:
 
 @rule("warning", "https://github.com/deepspeedai/DeepSpeed/issues/7461; runtime/zero/leaf_module_config.py")
 def experts_at_stage_3(document: Document, setup: Setup) -> Iterator[Hit]:
-    """ZeRO-3 gathers in the order of modules, which experts change: without a leaf module the run hangs."""
+    """ZeRO-3 gathers in the order of modules; it differs with experts: without leaf blocks the run hangs."""
     model = setup.model
     if model is None or not model.experts or document.section(ZERO, "leaf_module"):
         return

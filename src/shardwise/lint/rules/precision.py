@@ -30,7 +30,10 @@ def _model_precision(setup: Setup) -> tuple[str, str] | None:
 
 @rule("warning", "deepspeed/runtime/engine.py: get_data_types, communication_data_type; run with 0.19.8")
 def no_mixed_precision(document: Document, setup: Setup) -> Iterator[Hit]:
-    """DeepSpeed's default is fp32; it sends the gradients of a half-precision model in fp32, unchecked."""
+    """DeepSpeed's default is fp32; it sends the gradients of a half-precision model in fp32, unchecked.
+
+    At stage 0 such a model has no fp32 master weights. An error if it is known to be half precision.
+    """
     named = [document.get(name, "enabled") for name in ("bf16", "fp16", "torch_autocast", "bfloat16")]
     launched = {doc.get("mixed_precision") for doc in setup.of("accelerate")}
     asked = any(setup.training(name) is True or name in launched for name in ("bf16", "fp16"))

@@ -102,7 +102,7 @@ def _not_strict(document: Document, setup: Setup, line: int, what: str, it: str)
 
 @rule("error", "deepspeed/runtime/config_utils.py: dict_raise_error_on_duplicate_keys; run with 0.19.8")
 def duplicate_key(document: Document, setup: Setup) -> Iterator[Hit]:
-    """DeepSpeed refuses a key or section given twice; the Trainer and Accelerate use the last."""
+    """DeepSpeed refuses a key or section given twice; the others use the last, and ignore the first."""
     for key, before in document.duplicates:
         happens = "DeepSpeed stops with a ValueError: Duplicate keys"
         if setup.hugging_face and setup.reader:

@@ -93,7 +93,7 @@ def slow_diagnostics(document: Document, _: Setup) -> Iterator[Hit]:
 
 @rule("note", "deepspeed/utils/timer.py: ThroughputTimer; config.py: synchronized")
 def throughput_timer(document: Document, _: Setup) -> Iterator[Hit]:
-    """The timer stops the host from sending work ahead: host-bound runs are 3 to 26 % faster without."""
+    """The timer keeps the host from sending work ahead: runs it limits are 3 to 26 % faster without."""
     timer = ("timers", "throughput")
     sections = [key for key in (timer, timer[:1]) if document.has(*key)]
     if any(not isinstance(document.get(*key), dict) for key in sections):

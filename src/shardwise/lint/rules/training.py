@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.finding import Hit, rule
-from shardwise.lint.rules.accelerate import DS, FILE
+from shardwise.lint.rules.accelerate import DS, FILE, FSDP
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names, table
 from shardwise.lint.script_values import Values, name_as_imported, nested
@@ -122,6 +122,26 @@ def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
         elif stage in (2, 3):
             what = "every process loads the entire quantised model before anything is sharded"
             yield Hit((name,), what, "plan host and GPU memory for one full copy per GPU", severity="note")
+
+
+@training_rule("error", "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945")
+def quantised_under_fsdp2(document: Document, setup: Setup) -> Iterator[Hit]:
+    """FSDP2 gathers 4-bit codes that are stored as floating-point numbers as such, which changes them."""
+    files = [one for one in setup.of("accelerate") if one.number(FSDP, "fsdp_version") == 2]
+    own = any(one.rpartition(".")[2] == "fully_shard" for one in document.uses)
+    formats = [one.get("mixed_precision") for one in files] + [setup.training("mixed_precision")]
+    formats += [name for name in ("bf16", "fp16") if setup.training(name) is True]
+    formats += ["bf16"] * ("param_dtype=torch.bfloat16" in document.text)
+    used = next((one for one in formats if one in ("bf16", "fp16")), None)
+    storage = str(document.get("bnb_4bit_quant_storage")).removeprefix("torch.")
+    two = files or own or setup.training("fsdp_version") == 2
+    if used and two and setup.world_size != 1 and storage in ("bfloat16", "float16", "float32"):
+        same = {"bf16": "bfloat16", "fp16": "float16"}[used] == storage
+        what = "the copy before gathering (torch._foreach_copy_, on CUDA) replaces all codes that are NaN as "
+        what = f"{what}{storage} numbers" if same else f"FSDP2 casts the {storage} numbers to {used}"
+        what += ": the 4-bit base computes with other weights on several GPUs, without an error"
+        fix = "remove it: Accelerate 1.15 does not shard uint8; with fully_shard, ignored_params="
+        yield Hit(("bnb_4bit_quant_storage",), what, fix)
 
 
 def _compared(config: Document, setup: Setup) -> Iterator[tuple[Key, Any, str, Any]]:
