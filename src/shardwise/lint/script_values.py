@@ -13,6 +13,7 @@ from shardwise.job.source import Key, drop
 from shardwise.lint.document import LONGEST_NUMBER
 from shardwise.lint.schema import names
 
+MOST_READ = 20_000  # values of a script
 UNKNOWN = "..."  # a value that only a run knows
 Said = dict[Key, tuple[int, Any]]  # of each key in a mapping: its line, and its value; {} of a mapping
 
@@ -29,6 +30,7 @@ class Values:
         nodes = sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0))
         self._above = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         self._bound, self._uses, self._changes = (defaultdict[Any, list[Any]](list) for _ in range(3))
+        self._read = 0
         self._reading, self._open = set[ast.AST](), frozenset[ast.AST]()
         self._arguments = dict[ast.AST, list[Any]]()
         for visit in (self._bind, *[self._default] * defaults, self._change):
@@ -67,7 +69,8 @@ class Values:
     def entries(self, node: ast.expr, key: Key = (), line: int = 0) -> Said:
         """The line and value of a node, and of each key in a mapping, outermost first."""
         found = self.meant(node)
-        if (rows := self._rows(found)) is None or found in self._reading:
+        self._read += 1  # dicts of dicts can stand for any number
+        if (rows := self._rows(found)) is None or found in self._reading or self._read > MOST_READ:
             return {key: (line or node.lineno, _literal(found))}
         at = line or getattr(found, "lineno", 0)
         said: Said = {key: (at, {})}
@@ -80,7 +83,7 @@ class Values:
             if open_ or any(said.get(one, (0, {}))[1] != {} for one in above):
                 said = {key: (at, UNKNOWN)}
                 break
-            for one in below:
+            for one in below.keys() & said.keys():
                 drop(one, said)
             said |= {one: (line, {}) for one in above[1:]} | below
         self._reading.remove(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -363,6 +364,25 @@ def test_a_configuration_that_the_script_writes_itself(script: str, line: int | 
     found = of_script(HEAD + script, tmp_path)
     errors = [one for one in found if one[0] == "bf16-and-fp16"]
     assert errors == ([] if line is None else [("bf16-and-fp16", line)])
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "c = {**c}\n",
+        "b = {**c}\nc = {**b, **b}\n",
+        "x = x['a']\nc = x['b']\n",
+        "def f(a):\n    a['x'] = 1\n    f(a['b'])\nc = f({})\n",
+        "a0 = {'x': 1}\n"
+        + "".join(f"a{n + 1} = {{'p': a{n}, 'q': a{n}}}\n" for n in range(30))
+        + "c = a30\n",
+        "a0 = {'x': 1}\n" + "".join(f"a{n + 1} = {{**a{n}, **a{n}}}\n" for n in range(30)) + "c = a30\n",
+    ],
+)
+def test_no_script_is_too_strange(script: str, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    of_script(HEAD + script + CALL.format("c"), tmp_path)
+    assert time.monotonic() - begun < 10, "dicts of dicts would take hours"
 
 
 def test_auto_in_a_dict_is_judged_by_who_is_given_it(tmp_path: Path) -> None:
