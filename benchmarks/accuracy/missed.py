@@ -12,6 +12,10 @@ _BUCKETS = (
 )
 _UNKNOWN = "measured once; cause unknown"
 _HOST = "the GPU waits for the host: the host's calls differ by half between measurements of one row"
+_SLOW_HOST = (
+    "likely the host: a call of torch took 6.3 us on it, and it is predicted to issue at least 63 % "
+    "of the step"
+)
 _SLOW = "likely the host, see below"
 _REFITTED = "within 15 % with the earlier constant of ZeRO-3, before it was fitted again; cause unknown"
 _REFITTED_HOST = "12 % off with the earlier constant of ZeRO-3; measured five times, 0.57 to 0.89 s"
@@ -60,6 +64,16 @@ MISSED: dict[str, dict[str, str]] = {
                 "qwen3-1.7b.4gpu.autotp2-zero2.full.s2048.b2x2.ck0",
             ),
             _SLOW,
+        ),
+        **dict.fromkeys(
+            (
+                "tinyllama-1.1b.2gpu.zero2.full.s2048.b4x1.ck0",
+                "tinyllama-1.1b.2gpu.zero3.full.s2048.b4x1.ck0",
+                "tinyllama-1.1b.2gpu.fsdp2.full.s2048.b4x1.ck0",
+                "tinyllama-1.1b.2gpu.fsdp2.full.s2048.b4x4.ck0",
+                "tinyllama-1.1b.2gpu.autotp2-zero1.full.s2048.b4x8.ck0",
+            ),
+            _SLOW_HOST,
         ),
     },
 }

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations, product
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,22 @@ from predict import (
     earlier_kernels,
     hash_alike,
     measured_rows,
+    over_sockets,
     predict,
     repeats,
     summarize,
     summary_of,
     with_timer,
 )
-from rows import SETS, load_rows
+from rows import SETS, Row, load_rows
 from scatter import Point, scatter
+
+from shardwise.hardware.hardware import Hardware
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "accuracy.md"
 PEERS = HERE / "results" / "peers.json"
 HOST = HERE / "results" / "host.jsonl"
-H100 = HERE / "results" / "h100.jsonl"
 GIB = 1024**3
 FAMILIES = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp2")
 Comparison = Mapping[str, Any]
@@ -66,7 +68,9 @@ TOOLS = {
 }
 
 
-def percent(share: float, *, sign: bool = False) -> str:
+def percent(share: float | None, *, sign: bool = False) -> str:
+    if share is None:
+        return "not measured"
     value = round(100 * share, 1 if abs(share) >= 0.01 else 2) or 0.0  # no "-0.00"
     return f"{value:{'+' if sign and value else ''}.{1 if abs(share) >= 0.01 else 2}f} %"
 
@@ -138,28 +142,28 @@ def host(_: Sequence[Comparison]) -> str:
 
 def h100(_: Sequence[Comparison]) -> str:
     """Rows on two H100."""
-    found = measured_rows(H100)
+    return _elsewhere("h100")
+
+
+def slow(_: Sequence[Comparison]) -> str:
+    """Rows on two H200 over sockets."""
+    return _elsewhere("slow", over_sockets)
+
+
+def _elsewhere(name: str, hardware: Callable[[Row], Hardware] | None = None) -> str:
+    """Rows of a file of its own; `hardware`: what each is predicted on, if not the GPU alone."""
+    found = measured_rows(HERE / "results" / f"{name}.jsonl")
     lines = []
-    for row in load_rows(HERE / "h100.toml"):
-        one, measured = compare(row, found[row.id]), found[row.id]
+    for row in load_rows(HERE / f"{name}.toml"):
+        measured = found[row.id]
+        one = compare(row, measured, hardware=hardware(row) if hardware else None)
         speed = measured["tokens_per_step"] / measured["step_seconds"] / row.gpus
         off = (percent(one["differences"][key], sign=True) for key in ("reserved", "step", "joules"))
         loss = f"{measured['loss'][0]:.3f} to {measured['loss'][-1]:.3f}, {measured['grad_norm'][-1]:.2f}"
         reserved = f"{measured['peak_reserved_bytes'] / GIB:.2f}"
         lines.append([f"`{row.id}`", reserved, f"{speed:,.0f}", loss, f"{one['host_share']:.0%}", *off])
-    return table(
-        [
-            "row",
-            "reserved, GiB",
-            "tokens/s/GPU",
-            "loss, gradient norm",
-            "predicted host share",
-            "memory",
-            "time",
-            "energy",
-        ],
-        lines,
-    )
+    head = ["reserved, GiB", "tokens/s/GPU", "loss, gradient norm", "predicted host share"]
+    return table(["row", *head, "memory", "time", "energy"], lines)
 
 
 def missed(comparisons: Sequence[Comparison]) -> str:
@@ -332,6 +336,7 @@ BLOCKS = {
     "missed": missed,
     "host": host,
     "h100": h100,
+    "slow": slow,
     "again": again,
     "apart": apart,
     "peers": peers,

@@ -17,7 +17,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,13 @@ from unittest.mock import patch
 
 from rows import SETS, Row, load_rows
 
+from shardwise.hardware.calibration import Calibration
+from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 from shardwise.kernels import fused
 from shardwise.models.catalog import lookup
 from shardwise.models.families import FAMILIES, Packing
+from shardwise.objective import objective_of
 from shardwise.planner.evidence import kind_of
 from shardwise.planner.simulate import simulate
 from shardwise.simulate.prediction import Prediction
@@ -110,8 +113,10 @@ def process_bytes() -> int:
     return int(statistics.median(row["host_memory_bytes"] for row in rows))
 
 
-def predict(row: Row, *, earlier: frozenset[str] = frozenset(), gpu: str = "H200") -> Prediction:
-    """The prediction of a row on GPUs of a kind; `earlier` as in `earlier_kernels`."""
+def predict(
+    row: Row, *, earlier: frozenset[str] = frozenset(), hardware: Hardware | None = None
+) -> Prediction:
+    """The prediction of a row, on H200 if no hardware is given; `earlier` as in `earlier_kernels`."""
     strategy = row.resolved()
     tracer = earlier, row.model, row.layers, row.lora, row.variants, row.quantization, row.sequence_length
     return simulate(
@@ -123,7 +128,7 @@ def predict(row: Row, *, earlier: frozenset[str] = frozenset(), gpu: str = "H200
             tensor_parallel=strategy.tensor_parallel,
         ),
         strategy,
-        parse_hardware(f"{row.gpus}x{gpu}"),
+        hardware or parse_hardware(f"{row.gpus}xH200"),
         memory_cap_bytes=row.memory_cap_bytes,
     )
 
@@ -149,7 +154,9 @@ def _tracer(
         precision=precision,
     )
     job = row.job(source=model, text="text.txt", output="runs")
-    return Tracer(job.model, precision=precision, sequence_length=sequence_length)
+    return Tracer(
+        job.model, precision=precision, sequence_length=sequence_length, objective=objective_of(job)
+    )
 
 
 @cache
@@ -164,8 +171,18 @@ def _trace(*tracer: Any, micro_batch: int, checkpoint_every: int, tensor_paralle
         )
 
 
-def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:
+def over_sockets(row: Row) -> Hardware:
+    """H200 that NCCL joins over TCP, at the rate and latency that `doctor --calibrate` measured there."""
+    text = (HERE / "results" / "slow-link.json").read_text(encoding="utf-8")
+    between, hardware = Calibration.from_json(json.loads(text)).between, parse_hardware(f"{row.gpus}xH200")
+    assert between is not None
+    return replace(hardware, intra=replace(hardware.intra, **asdict(between), measured=True))
+
+
+def compare(row: Row, measured: Mapping[str, Any], *, hardware: Hardware | None = None) -> dict[str, Any]:
     """A row's `predicted` and `measured` values and their `differences`, by QUANTITIES.
+
+    `hardware`: what it is predicted on; if not given, the kind of GPU that it was measured on.
 
     Values are bytes, seconds and joules; a difference is None if nothing was measured. `fits` is predicted,
     `oom` is whether the row ran out of memory. `fragmentation` is reserved minus allocated memory at the
@@ -174,7 +191,8 @@ def compare(row: Row, measured: Mapping[str, Any]) -> dict[str, Any]:
     predicted step that the host needs to issue it.
     """
     gpu = "H100" if "H100" in measured.get("gpu", "") else "H200"
-    prediction = predict(row, earlier=earlier_kernels(measured), gpu=gpu)
+    hardware = hardware or parse_hardware(f"{row.gpus}x{gpu}")
+    prediction = predict(row, earlier=earlier_kernels(measured), hardware=hardware)
     memory = prediction.memory
     predicted = _values(
         reserved=memory.peak_reserved_bytes,

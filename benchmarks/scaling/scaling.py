@@ -104,10 +104,10 @@ def measured() -> list[Row]:
     found = []
     for row in importlib.import_module("rows").load_rows(ledger.HERE / "rows.toml"):
         one = ledger.measured_rows().get(row.id)
-        plain = not (row.lora or row.memory_cap_bytes or "offload" in row.id or "autotp" in row.id)
+        plain = not (row.lora or row.memory_cap_bytes or "offload" in row.id)
         if row.model not in MODELS or row.sequence_length != 2048 or not plain or one is None:
             continue
-        tokens = row.micro_batch * row.accumulation * row.sequence_length
+        tokens = row.global_batch * row.sequence_length / row.gpus
         said = ledger.predict(row).time.step_seconds
         speeds = {"measured": tokens / one["step_seconds"], "predicted": tokens / said}
         found.append({"id": row.id, "gpus": row.gpus, "tokens_per_second_per_gpu": speeds})
@@ -152,7 +152,7 @@ def parts(results: dict[str, Any]) -> dict[str, str]:
         mine = speeds[one["id"]]
         off = mine["predicted"] / mine["measured"] - 1
         model, ckpt = one["id"].partition(f".{one['gpus']}gpu.")[0], one["id"].rpartition(".")[2]
-        alone = f"{model}.1gpu.single.full.s2048.b4x1.{ckpt}"
+        alone = f"{model}.1gpu.single.full.s2048.b{MODELS[model]}x1.{ckpt}"
         relative = ["", ""]
         if one["gpus"] > 1 and alone in speeds:
             relative = [f"{one['gpus'] * mine[side] / speeds[alone][side]:.2f}x" for side in mine]

@@ -106,3 +106,15 @@ class Rule:
     versions: str = ""
     """The library and the range of its versions that the rule holds for (PEP 440); empty where it depends on
     none."""
+
+
+def no_offload(engine: str, title: str, *, fix: str) -> Rule:
+    """The rule of an engine that keeps everything on the GPU."""
+    return Rule(
+        name=f"{engine}-does-not-offload",
+        broken=lambda f: f.strategy.offloads,
+        reason=f"{title} cannot offload",
+        where="strategy.offload_optimizer, strategy.offload_parameters",
+        fix=fix,
+        source=f"shardwise.engines.{engine}.runtime",
+    )

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,6 +109,8 @@ def worker_environment(*, processes: int, folder: Path, place: Place | None = No
     """The environment that the workers of this machine share; what the user has set stays."""
     given = {name: value for name, value in os.environ.items() if name != SECRET}
     place = place or Place()
+    if "TORCH_CUDA_ARCH_LIST" in given:  # DeepSpeed 0.19.8 reads 9.0, and fails at 9.0a
+        given["TORCH_CUDA_ARCH_LIST"] = re.sub("(?<=[0-9])[af]", "", given["TORCH_CUDA_ARCH_LIST"])
     defaults = {
         # One thread per core in all: the default, one per core and process, makes them fight.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes)),

@@ -39,7 +39,7 @@ def test_a_measured_row_is_compared_with_one_gpu(scaling: ModuleType) -> None:
     speeds = {"1gpu.single.full.s2048.b4x1.ck0": 50.0, "4gpu.zero2.full.s2048.b8x1.ck0": 60.0}
     measured = [
         {
-            "id": f"tiny-1.1b.{name}",
+            "id": f"tinyllama-1.1b.{name}",
             "gpus": int(name[0]),
             "tokens_per_second_per_gpu": {"measured": speed, "predicted": 1.1 * speed},
         }

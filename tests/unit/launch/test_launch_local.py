@@ -144,6 +144,17 @@ def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
 
 
+def test_an_architecture_that_deepspeed_cannot_read_is_written_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen on an H200: its image sets 9.0a, and DeepSpeed 0.19.8 ends with `int('0a')` when it compiles."""
+    from shardwise.launch.local import worker_environment
+
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a;10.0f 12.0+PTX")
+    environment = worker_environment(processes=1, folder=tmp_path)
+    assert environment["TORCH_CUDA_ARCH_LIST"] == "8.0 9.0;10.0 12.0+PTX"
+
+
 def test_a_torch_for_gpus_that_cannot_be_counted_is_named_and_not_sent_to_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 from shardwise.engines.ddp.memory import DdpMemory
 from shardwise.engines.ddp.time import DdpSchedule
 from shardwise.engines.descriptor import EngineSpec
-from shardwise.engines.facts import Rule
+from shardwise.engines.facts import Rule, no_offload
 from shardwise.engines.fsdp2.spec import TORCH
 from shardwise.errors import JobError
 from shardwise.strategy import Strategy
@@ -26,14 +26,7 @@ class Ddp(EngineSpec):
             fix="strategy: single",
             source="shardwise.engines.ddp.runtime",
         ),
-        Rule(
-            name="ddp-does-not-offload",
-            broken=lambda f: f.strategy.offloads,
-            reason="DistributedDataParallel cannot offload",
-            where="strategy.offload_optimizer, strategy.offload_parameters",
-            fix="strategy: zero2-offload",
-            source="shardwise.engines.ddp.runtime",
-        ),
+        no_offload("ddp", "DistributedDataParallel", fix="strategy: zero2-offload"),
         Rule(
             name="powersgd-and-fp16",
             broken=lambda f: f.strategy.powersgd > 0 and f.strategy.precision == "fp16",

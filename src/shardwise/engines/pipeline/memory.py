@@ -11,7 +11,7 @@ from shardwise.engines.pipeline.split import HALF, Stage, sent_bytes, stages_of
 from shardwise.engines.pipeline.stages import order, stage_count
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.memory.allocator import CachingAllocator
-from shardwise.simulate.memory.engine import EngineMemory, fill
+from shardwise.simulate.memory.engine import SummedGradients, fill
 from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.memory.replay import STEPS, peak_of, replay_steps, workspace_bytes
@@ -24,14 +24,13 @@ ROUNDS = 3
 """Micro-batches that are replayed for each rank of a pipeline; further ones repeat them. GPipe keeps all."""
 
 
-class RankMemory(EngineMemory):
+class RankMemory(SummedGradients):
     """Weights in the computation's format, sums of gradients in fp32, and a share of masters and moments."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy, stages: Sequence[Stage]) -> None:
-        self._trace, self._strategy, self._stages = trace, strategy, stages
-        self._ranks, self._mixed = strategy.data_parallel, strategy.precision != "fp32"
+        super().__init__(trace, strategy)
+        self._strategy, self._stages, self._ranks = strategy, stages, strategy.data_parallel
         self._parts = [part for stage in stages for part in stage.parts]
-        self._gradients: dict[int, Block] = {}
 
     def build(self, memory: GpuMemory) -> None:
         trace, total = self._trace, stage_count(self._strategy)
@@ -62,16 +61,6 @@ class RankMemory(EngineMemory):
         shape = self._trace.parameters[index].shape
         rows = shape[0] if shape else 1
         return -(-rows // self._ranks) * (self._trace.parameters[index].numel // max(rows, 1))
-
-    def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
-        first = parameter not in self._gradients
-        if first and not self._mixed:
-            self._gradients[parameter] = memory.move(block, GRADIENTS)
-            return
-        if first:
-            size = FP32 * self._trace.parameters[parameter].numel
-            self._gradients[parameter] = memory.take(GRADIENTS, size)
-        memory.give(block)
 
     def step(self, memory: GpuMemory) -> None:
         """Reduce part by part, step, and gather part by part."""

@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from shardwise.engines.descriptor import EngineSpec, Shards
-from shardwise.engines.facts import Architecture, Facts, Rule
+from shardwise.engines.descriptor import MIB, EngineSpec, Shards
+from shardwise.engines.facts import Architecture, Facts, Rule, no_offload
 from shardwise.engines.fsdp2.spec import TORCH
 from shardwise.engines.pipeline.memory import pipeline_memory
 from shardwise.engines.pipeline.stages import rounds, stage_count
@@ -15,13 +15,15 @@ from shardwise.simulate.step_trace import StepTrace
 from shardwise.simulate.time.step import Played
 from shardwise.strategy import Strategy
 
+PEER_BYTES = 1420 * MIB
+"""What NCCL takes to exchange activations with a stage over NVLink, measured on two; assumed alike for more."""
+
 _of_torch = partial(Rule, versions=TORCH)
 
 
 def _stages_reason(facts: Facts) -> str:
     assert facts.architecture is not None
-    stages = stage_count(facts.strategy)
-    return f"{facts.architecture.blocks} blocks cannot be cut into {stages} stages"
+    return f"{facts.architecture.blocks} blocks cannot be cut into {stage_count(facts.strategy)} stages"
 
 
 def _uneven_rounds(facts: Facts) -> bool:
@@ -123,15 +125,15 @@ class Pipeline(EngineSpec):
             fix="leave reduce_dtype out",
             source="shardwise.engines.pipeline.runtime.zero1",
         ),
-        Rule(
-            name="pipeline-does-not-offload",
-            broken=lambda f: f.strategy.offloads,
-            reason="the pipeline engine cannot offload",
-            where="strategy.offload_optimizer, strategy.offload_parameters",
+        no_offload(
+            "pipeline",
+            "the pipeline engine",
             fix="leave offloading out; more stages or tensor_parallel also save memory",
-            source="shardwise.engines.pipeline.runtime",
         ),
     )
+
+    def outside_allocator_bytes(self, strategy: Strategy) -> int:
+        return super().outside_allocator_bytes(strategy) + min(strategy.pipeline - 1, 2) * PEER_BYTES
 
     def peak_memory(
         self, trace: StepTrace, strategy: Strategy, hardware: Hardware, *, capacity_bytes: int

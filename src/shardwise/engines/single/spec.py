@@ -1,7 +1,7 @@
 """The engine that runs in one process and shards nothing."""
 
 from shardwise.engines.descriptor import EngineSpec
-from shardwise.engines.facts import Rule
+from shardwise.engines.facts import Rule, no_offload
 from shardwise.engines.single.memory import SingleMemory
 from shardwise.engines.single.time import SingleSchedule
 from shardwise.errors import JobError
@@ -33,13 +33,10 @@ class Single(EngineSpec):
             fix="leave reduce_dtype out",
             source="shardwise.engines.single.runtime",
         ),
-        Rule(
-            name="single-does-not-offload",
-            broken=lambda f: f.strategy.offloads,
-            reason="the single engine cannot offload",
-            where="strategy.offload_optimizer, strategy.offload_parameters",
+        no_offload(
+            "single",
+            "the single engine",
             fix="strategy: zero2-offload or zero3-offload; both run in one process, too",
-            source="shardwise.engines.single.runtime",
         ),
     )
 

@@ -6,6 +6,7 @@ from shardwise.job.schema import OptimizerName
 from shardwise.simulate.memory.gpu import GRADIENTS, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.step_trace import FP32, StepTrace
+from shardwise.strategy import Strategy
 
 
 class EngineMemory:
@@ -93,6 +94,24 @@ def cut(memory: GpuMemory, trace: StepTrace, weights: dict[int, Block]) -> dict[
 def pinned(size_bytes: int) -> int:
     """Host bytes of a page-locked tensor: the next power of two (CachingHostAllocator.h: allocate)."""
     return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
+
+
+class SummedGradients(EngineMemory):
+    """Gradients are summed in fp32: each in the first one's memory where that is fp32, else in its own."""
+
+    def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
+        self._trace, self._mixed = trace, strategy.precision != "fp32"
+        self._gradients: dict[int, Block] = {}
+
+    def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
+        first = parameter not in self._gradients
+        if first and not self._mixed:
+            self._gradients[parameter] = memory.move(block, GRADIENTS)
+            return
+        if first:
+            size = FP32 * self._trace.parameters[parameter].numel
+            self._gradients[parameter] = memory.take(GRADIENTS, size)
+        memory.give(block)
 
 
 class WithFp32Parameters(EngineMemory):
