@@ -1,5 +1,6 @@
 """Whether a configuration fits the GPUs and how fast it is, as predicted for the equivalent job."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -128,7 +129,7 @@ def fit_of(
 
 def _of_scripts(setup: Setup) -> Translated | str:
     """What scripts run that no file distributes: one process, DDP or FSDP2; else what is missing."""
-    alone, fsdp = setup.world_size == 1, str(setup.training("fsdp") or "")
+    alone, fsdp = setup.world_size == 1, str(setup.training("fsdp", "fsdp_config") or "")
     files = setup.of("training") + setup.of("accelerate")
     if not files:
         return "no file says how the training is distributed; add the script, or the DeepSpeed JSON"
@@ -145,14 +146,14 @@ def _of_scripts(setup: Setup) -> Translated | str:
     values: dict[str, Any] = {ZERO: {"stage": 0}, used or "bf16": {"enabled": used is not None}}
     kind: Kind = "accelerate" if fsdp and not alone else "deepspeed"
     if kind == "accelerate":
-        section = {"fsdp_version": 2, "fsdp_offload_params": "offload" in fsdp}
-        values = {FSDP: section, "mixed_precision": used}
+        offload = re.search("offload(_params': True|$| )", fsdp) is not None
+        values = {FSDP: {"fsdp_version": 2, "fsdp_offload_params": offload}, "mixed_precision": used}
     made = Document(name=files[0].name, text="", syntax="json", values=values, marks={}, kind=kind)
     found = next(translate(replace(setup, documents=(made, *setup.documents))))
     how = "one process" if alone else "DDP, one process a GPU, as torchrun starts it"
-    how = "FSDP2, which the Trainer's `fsdp` starts" if kind == "accelerate" else how
-    assumed = (how, used or "fp32: no file asks for bf16 or fp16", *found.assumed)
-    found = replace(found, assumed=assumed, left_out=())
+    how = "FSDP2, for the Trainer's `fsdp`" if kind == "accelerate" else how
+    number = used or "fp32: no file asks for bf16 or fp16"
+    found = replace(found, assumed=(how, number, *found.assumed), left_out=())
     own = f"strategy={{engine: {'single' if alone else 'ddp'}}}"
     return found if kind == "accelerate" else replace(found, changes=(own, *found.changes[1:]))
 

@@ -170,7 +170,9 @@ def of_script(document: Document) -> Reader | None:
 
 def _of_flags(document: Document, *, seen: bool) -> Reader | None:
     """`seen`: a script that was read, and calls no reader; it may call one in another module."""
-    arguments = any(document.has(name) for name in ("output_dir", "per_device_train_batch_size"))
+    arguments = any(document.has(n) for n in ("output_dir", "per_device_train_batch_size", "base_model"))
+    if arguments and document.syntax == "yaml":  # LLaMA-Factory's, Axolotl's
+        return "trainer"
     if isinstance(document.get("deepspeed"), str | Mapping):
         return "trainer" if arguments or not seen else None
     if document.get("launcher") == "accelerate":  # the flags of its plugin leave no file to read

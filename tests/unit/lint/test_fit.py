@@ -157,6 +157,7 @@ def test_advice_keeps_the_engine() -> None:
     assert fit.nearest == "fsdp_reshard_after_forward: true: fits, in 15.0 GiB (predicted)"
 
 
+AXOLOTL = "base_model: x\nmicro_batch_size: 2 # size=2\nbf16: true\nfsdp_config:\n  offload_params: false\n"
 ALONE = SCRIPT.format(recompute=False).replace("bf16=True", "bf16=True, per_device_train_batch_size=2")
 
 
@@ -171,13 +172,19 @@ ALONE = SCRIPT.format(recompute=False).replace("bf16=True", "bf16=True, per_devi
          "distributed_type: MULTI_GPU\nnum_processes: 2\n", "ddp",
          "DDP, one process a GPU, as torchrun starts it"),
         ("2xRTX4090", ALONE.replace("bf16=True", "bf16=True, fsdp='full_shard auto_wrap'"), "",
-         "fsdp2", "FSDP2, which the Trainer's `fsdp` starts"),
+         "fsdp2", "FSDP2, for the Trainer's `fsdp`"),
+        ("2xRTX4090", AXOLOTL, "", "fsdp2", "FSDP2, for the Trainer's `fsdp`"),
+        ("2xRTX4090", AXOLOTL[: AXOLOTL.index("fsdp")], "", "ddp",
+         "DDP, one process a GPU, as torchrun starts it"),
     ],
 )  # fmt: skip
 def test_a_script_without_a_file_that_distributes_it(
     gpus: str, script: str, also: str, strategy: str, assumed: str
 ) -> None:
-    documents = (read(script, "train.py"), *([read(also, "a.yaml")] if also else []))
+    documents = (
+        read(script, "train.yml" if ": x" in script else "train.py"),
+        *([read(also, "a.yaml")] if also else []),
+    )
     hardware = parse_hardware(gpus)
     setup = Setup(documents=documents, asked_world_size=hardware.world_size)
     fit = fit_of(setup, "llama-2-7b", [], hardware, planner(rows_and_blocks))

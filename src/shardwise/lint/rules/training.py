@@ -279,15 +279,16 @@ def lora_targets(document: Document, setup: Setup) -> Iterator[Hit]:
         fix = fix if closest(value, ["all-linear"]) else f'["{value}"]'
         what = f"{value!r} is text, a pattern that no full name of a module fits: PEFT stops"
         yield Hit((name,), what, fix)
-    targets = [str(one) for one in value] if isinstance(value, list) else []
-    lasts = {one: one.rpartition(".")[2] for one in targets}
+    lasts = {str(one): str(one).rpartition(".")[2] for one in value} if isinstance(value, list) else {}
     parts = known.parts if known and known.parts else {*lasts.values()} - {"all-linear", "all_linear"}
-    if absent := [one for one, last in lasts.items() if last not in parts and not last.isdigit()]:
-        what = f"no module of {setup.model.name if setup.model else 'a model'} is named {', '.join(absent)}: "
-        some = "PEFT silently trains the others only" if len(absent) < len(targets) else ""
+    absent = [one for one, last in lasts.items() if last not in parts and not last.isdigit()]
+    if absent and (not guess or len(absent) == len(lasts)):  # a name may mislead
+        where = f"{setup.model.name if setup.model else 'a model'}{f' ({guess} by its name)' * bool(guess)}"
+        what = f"no module of {where} is named {', '.join(absent)}: "
+        some = "PEFT silently trains the others only" if len(absent) < len(lasts) else ""
         what += some or "PEFT stops, `not found in the base model`"
-        fixes = [fix, *(one for one in names("lora_modules") if one in parts)][:2]
-        yield Hit((name,), what, ", or ".join(fixes), severity="warning" if some or guess else None)
+        fix = ", or ".join([fix, *(one for one in names("lora_modules") if one in parts)][:2])
+        yield Hit((name,), what, fix, severity="warning" if some or guess else None)
 
 
 @training_rule("note", "check reads files and runs nothing")
@@ -303,12 +304,10 @@ def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
         what = f"only a run knows the values of {', '.join(open_)}: no rule judged them"
         yield Hit((), what, "name the command or file with the values, too, or write them in the script")
     elif _OF_FRAMEWORKS & document.values.keys():
-        what = (
-            "of this framework's file batch, precision, quantisation, LoRA, the Trainer's arguments and the "
-        )
-        what += "DeepSpeed file that it names are checked, and no other keys"
+        what = "of this framework's file only batch, precision, quantisation, LoRA, the Trainer's arguments "
+        what += "and the DeepSpeed file that it names are checked"
         yield Hit(
-            (), what, f"`shardwise init --from {document.name}` reads more, and names what it leaves out"
+            (), what, f"`shardwise init --from {document.name}` reads more, and says what it leaves out"
         )
 
 
