@@ -1,5 +1,6 @@
 """Whether a configuration fits the GPUs and how fast it is, as predicted for the equivalent job."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -10,9 +11,12 @@ from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.lint.check import Checked
+from shardwise.lint.document import Document, Kind
 from shardwise.lint.finding import Finding, Severity
+from shardwise.lint.rules.accelerate import DS, FSDP
+from shardwise.lint.rules.zero import ZERO
 from shardwise.lint.setup import Setup
-from shardwise.lint.translate import translate
+from shardwise.lint.translate import Translated, translate
 from shardwise.planner.plan import Option, Plan, in_words
 from shardwise.planner.sketch import sketch
 from shardwise.strategy import Strategy
@@ -99,9 +103,9 @@ def fit_of(
 
     JobError if the model or the changes are wrong.
     """
-    asked = next(translate(setup), None)
-    if asked is None:
-        return Fit(unavailable="no file says how the training is distributed")
+    asked = next(translate(setup), None) or _of_scripts(setup)
+    if isinstance(asked, str):
+        return Fit(unavailable=asked)
     drawn = sketch(model, [*asked.changes, *changes], world_size=hardware.world_size)
     nearest = ""
     try:
@@ -121,6 +125,37 @@ def fit_of(
         nearest=nearest,
         host_bytes=hardware.host_memory_bytes,
     )
+
+
+def _of_scripts(setup: Setup) -> Translated | str:
+    """What scripts run that no file distributes: one process, DDP or FSDP2; else what is missing."""
+    alone, fsdp = setup.world_size == 1, str(setup.training("fsdp", "fsdp_config") or "")
+    files = setup.of("training") + setup.of("accelerate")
+    if not files:
+        return "no file says how the training is distributed; add the script, or the DeepSpeed JSON"
+    by_deepspeed = setup.training("deepspeed") or (setup.reader == "deepspeed" and not setup.lightning)
+    if by_deepspeed or any(DS in one.values for one in files):
+        return "the DeepSpeed configuration is not among the files; name it, too"
+    if not alone and setup.reader not in ("trainer", "accelerate"):
+        return "no file says how the processes share the work; name the DeepSpeed JSON or Accelerate's file"
+    if not alone and setup.training("device_map") in ("auto", "balanced", "balanced_low_0", "sequential"):
+        return "`device_map` spreads one process over the GPUs, which is not simulated"
+    formats = [name for name in ("bf16", "fp16") if setup.training(name) is True]
+    formats += [one.get("mixed_precision") for one in files]
+    used = next((one for one in formats if one in ("bf16", "fp16")), None)
+    values: dict[str, Any] = {ZERO: {"stage": 0}, used or "bf16": {"enabled": used is not None}}
+    kind: Kind = "accelerate" if fsdp and not alone else "deepspeed"
+    if kind == "accelerate":
+        offload = re.search("offload(_params': True|$| )", fsdp) is not None
+        values = {FSDP: {"fsdp_version": 2, "fsdp_offload_params": offload}, "mixed_precision": used}
+    made = Document(name=files[0].name, text="", syntax="json", values=values, marks={}, kind=kind)
+    found = next(translate(replace(setup, documents=(made, *setup.documents))))
+    how = "one process" if alone else "DDP, one process a GPU, as torchrun starts it"
+    how = "FSDP2, for the Trainer's `fsdp`" if kind == "accelerate" else how
+    number = used or "fp32: no file asks for bf16 or fp16"
+    found = replace(found, assumed=(how, number, *found.assumed), left_out=())
+    own = f"strategy={{engine: {'single' if alone else 'ddp'}}}"
+    return found if kind == "accelerate" else replace(found, changes=(own, *found.changes[1:]))
 
 
 def _nearest(plan: Plan, other: Plan) -> str:

@@ -67,16 +67,17 @@ def guessed_type(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Names of a model's classes."""
+    """Names of a model's classes and modules."""
 
     blocks: tuple[str, ...]  # of `_no_split_modules`, which FSDP wraps by default; empty if there are none
     classes: frozenset[str]  # all classes of the model's files
+    parts: frozenset[str]  # attributes that these classes set, modules among them
 
 
 @cache
 def blocks_of(model_types: tuple[str, ...]) -> Blocks | None:
     """The blocks of a model with these `model_type`s, found without an import; None if one is unknown."""
-    blocks, classes = dict[str, None](), set[str]()
+    blocks, classes, parts = dict[str, None](), set[str](), set[str]()
     for model_type in model_types:
         file = _file(model_type.replace("-", "_"))
         if file is None:
@@ -85,9 +86,23 @@ def blocks_of(model_types: tuple[str, ...]) -> Blocks | None:
             if isinstance(node, ast.ClassDef):
                 classes.add(node.name)
                 blocks |= dict.fromkeys(_unsplit(node))
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                parts.add(node.attr)
             elif isinstance(node, ast.ImportFrom) and node.col_offset == 0:
                 classes |= {alias.name for alias in node.names}
-    return Blocks(tuple(blocks), frozenset(classes)) if model_types else None
+                if other := re.fullmatch(r"(\w+)\.modeling_\1", node.module or ""):
+                    parts |= getattr(blocks_of((other[1],)), "parts", frozenset())
+    return Blocks(tuple(blocks), frozenset(classes), frozenset(parts)) if model_types else None
+
+
+def blocks_for(model: ModelFacts) -> tuple[Blocks | None, str | None]:
+    """The blocks of a model; and its type, where only its id suggests that."""
+    known, guess = blocks_of(model.model_types), None
+    if known is None and not model.model_type:
+        guess = guessed_type(model.name)
+        known = blocks_of((guess,)) if guess else None
+        known = None if known and "AutoModel" in known.classes else known  # its blocks are another model's
+    return known, guess
 
 
 def _file(model_type: str) -> Path | None:

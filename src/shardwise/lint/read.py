@@ -65,11 +65,12 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
     else:
         document = read_yaml(text, name)
         kind = _kind(document.values)
-        if kind == "deepspeed" and other is None:
+        both = kind == "deepspeed" or (kind == "accelerate" and other is None)  # such as Axolotl's
+        if both and _TRAINING & document.values.keys():
+            kind = other or "training"
+        elif kind == "deepspeed" and other is None:
             what = "DeepSpeed keys in YAML: DeepSpeed reads JSON"
             raise UnreadableError(what, line=1, fix="write it as JSON")
-        if kind == "deepspeed" and _TRAINING & document.values.keys():  # such as Axolotl's
-            kind = other
     kind = kind or other
     if kind is None:
         fix = f"name {WHAT}; `shardwise init --from {name}` makes a job file of other settings"

@@ -21,6 +21,7 @@ READER_NAMES: dict[Reader, str] = {
 READERS = tuple(READER_NAMES)
 MOST = 2**31  # upper limit of a model's hidden size and number of heads
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
+_LIGHTNING = re.compile(r"^\s*(import|from) (pytorch_)?lightning\b", re.MULTILINE)
 _HALF = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
 
 
@@ -106,6 +107,11 @@ class Setup:
         return self.reader in ("trainer", "accelerate")
 
     @property
+    def lightning(self) -> bool:
+        """Whether Lightning's Trainer fills the DeepSpeed JSON; its Fabric does not."""
+        return any(_LIGHTNING.search(one.text) and "Fabric" not in one.text for one in self.of("training"))
+
+    @property
     def world_size(self) -> int | None:
         """Processes, one per GPU: from --gpus, else from the launch; None if unknown."""
         return self.asked_world_size or self.launched
@@ -155,7 +161,7 @@ def of_script(document: Document) -> Reader | None:
     last = {name.rpartition(".")[2] for name in document.uses}
     if {"deepspeed.initialize", "deepspeed.add_config_arguments"} & document.uses:
         return "deepspeed"
-    if re.search(r"^\s*(import|from) (pytorch_)?lightning\b", document.text, re.MULTILINE):
+    if _LIGHTNING.search(document.text):
         return "deepspeed"  # Lightning's Trainer gives the file to DeepSpeed as it is
     if any(name.endswith("Trainer") for name in last) or "TrainingArguments" in last:
         return "trainer"
@@ -164,7 +170,9 @@ def of_script(document: Document) -> Reader | None:
 
 def _of_flags(document: Document, *, seen: bool) -> Reader | None:
     """`seen`: a script that was read, and calls no reader; it may call one in another module."""
-    arguments = any(document.has(name) for name in ("output_dir", "per_device_train_batch_size"))
+    arguments = any(document.has(n) for n in ("output_dir", "per_device_train_batch_size", "base_model"))
+    if arguments and document.syntax == "yaml":  # LLaMA-Factory's, Axolotl's
+        return "trainer"
     if isinstance(document.get("deepspeed"), str | Mapping):
         return "trainer" if arguments or not seen else None
     if document.get("launcher") == "accelerate":  # the flags of its plugin leave no file to read

@@ -155,3 +155,58 @@ def test_advice_keeps_the_engine() -> None:
     }
     fit = fitted(lambda strategy: 15 if strategy.reshard else 40, recompute=True, text=yaml.safe_dump(fsdp))
     assert fit.nearest == "fsdp_reshard_after_forward: true: fits, in 15.0 GiB (predicted)"
+
+
+AXOLOTL = "base_model: x\nmicro_batch_size: 2 # size=2\nbf16: true\nfsdp_config:\n  offload_params: false\n"
+ALONE = SCRIPT.format(recompute=False).replace("bf16=True", "bf16=True, per_device_train_batch_size=2")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "script", "also", "strategy", "assumed"),
+    [
+        ("1xRTX4090", ALONE, "", "single", "one process"),
+        ("2xRTX4090", ALONE, "", "ddp", "DDP, one process a GPU, as torchrun starts it"),
+        ("1xRTX4090", "import torch\nloss.backward()\n", "", "single", "one process"),
+        ("1xRTX4090", ALONE, "distributed_type: 'NO'\nnum_processes: 1\n", "single", "one process"),
+        ("2xRTX4090", "import torch\nfrom accelerate import Accelerator\nAccelerator()\n",
+         "distributed_type: MULTI_GPU\nnum_processes: 2\n", "ddp",
+         "DDP, one process a GPU, as torchrun starts it"),
+        ("2xRTX4090", ALONE.replace("bf16=True", "bf16=True, fsdp='full_shard auto_wrap'"), "",
+         "fsdp2", "FSDP2, for the Trainer's `fsdp`"),
+        ("2xRTX4090", AXOLOTL, "", "fsdp2", "FSDP2, for the Trainer's `fsdp`"),
+        ("2xRTX4090", AXOLOTL[: AXOLOTL.index("fsdp")], "", "ddp",
+         "DDP, one process a GPU, as torchrun starts it"),
+    ],
+)  # fmt: skip
+def test_a_script_without_a_file_that_distributes_it(
+    gpus: str, script: str, also: str, strategy: str, assumed: str
+) -> None:
+    documents = (
+        read(script, "train.yml" if ": x" in script else "train.py"),
+        *([read(also, "a.yaml")] if also else []),
+    )
+    hardware = parse_hardware(gpus)
+    setup = Setup(documents=documents, asked_world_size=hardware.world_size)
+    fit = fit_of(setup, "llama-2-7b", [], hardware, planner(rows_and_blocks))
+    assert fit.option is not None
+    assert (fit.option.strategy.engine, fit.assumed[0]) == (strategy, assumed)
+    assert fit.option.strategy.precision == ("bf16" if script.count("bf16") else "fp32")
+    assert fit.option.strategy.micro_batch == (2 if "size=2" in script else fit.option.strategy.micro_batch)
+    assert fit.left_out == ()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "script", "missing"),
+    [
+        ("2xRTX4090", "import torch\nloss.backward()\n", "how the processes share the work"),
+        ("1xRTX4090", "import deepspeed\ndeepspeed.initialize(config=path)\n", "DeepSpeed configuration"),
+        ("2xRTX4090", ALONE.replace("bf16=True", "deepspeed='gone.json'"), "DeepSpeed configuration"),
+        ("2xRTX4090", ALONE + "AutoModel.from_pretrained('x', device_map='auto')\n", "`device_map`"),
+    ],
+)
+def test_what_is_missing_for_a_prediction_is_named(gpus: str, script: str, missing: str) -> None:
+    hardware = parse_hardware(gpus)
+    setup = Setup(documents=(read(script, "train.py"),), asked_world_size=hardware.world_size)
+    fit = fit_of(setup, "llama-2-7b", [], hardware, planner(rows_and_blocks))
+    assert fit.option is None
+    assert missing in fit.unavailable

@@ -16,8 +16,7 @@ import pytest
 from shardwise.lint.rules import keys as key_rules
 from shardwise.lint.rules.accelerate import IN_THE_FILE
 from shardwise.lint.rules.optimizer import SCHEDULES
-from shardwise.lint.rules.parallel import PRESETS
-from shardwise.lint.schema import accelerate_keys, deepspeed_schema
+from shardwise.lint.schema import accelerate_keys, deepspeed_schema, names, table
 
 SCHEMA = deepspeed_schema()
 
@@ -173,8 +172,7 @@ def test_removed_keys_are_those_that_deepspeed_rejects() -> None:
     assert {key[1] for key in key_rules.REMOVED if len(key) == 2} == set(config._REMOVED_ZERO_CONFIG_KEYS)
 
 
-def test_dtypes_schedules_presets_and_deprecations_are_deepspeeds() -> None:
-    from deepspeed.module_inject.autotp_config import AutoTPPresets
+def test_dtypes_schedules_and_deprecations_are_deepspeeds() -> None:
     from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.config import DtypeEnum
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -186,7 +184,6 @@ def test_dtypes_schedules_presets_and_deprecations_are_deepspeeds() -> None:
         required = [p.name for p in parameters.values() if p.default is p.empty and p.name != "optimizer"]
         assert required == needed, name
     assert set(SCHEDULES) == set(lr_schedules.VALID_LR_SCHEDULES)
-    assert all(AutoTPPresets.get_preset(name) is not None for name in PRESETS)
     deprecated = {
         name
         for name, field in DeepSpeedZeroConfig.model_fields.items()
@@ -215,3 +212,19 @@ def test_accelerates_keys_are_those_of_the_installed_version() -> None:
         name.replace("DEEPSPEED_", "").lower() for name in re.findall(r'"ACCELERATE_(\w+)"', checks)
     } - {"mixed_precision", "config_ds_fields"}
     assert set(IN_THE_FILE) == refused
+
+
+def test_the_trainers_words_are_those_of_the_installed_version() -> None:
+    from transformers import trainer_utils, training_args
+
+    enums = {
+        "lr_scheduler_type": trainer_utils.SchedulerType,
+        "optim": training_args.OptimizerNames,
+        "eval_strategy": trainer_utils.IntervalStrategy,
+        "logging_strategy": trainer_utils.IntervalStrategy,
+        "save_strategy": trainer_utils.SaveStrategy,
+        "hub_strategy": trainer_utils.HubStrategy,
+    }
+    words = {name: {member.value for member in enum} for name, enum in enums.items()}
+    assert {name: {*said.split()} for name, said in table("words_of_the_trainer").items()} == words
+    assert not {*names("earlier_optimizers")} & words["optim"]

@@ -16,7 +16,7 @@ from shardwise.simulate.time.step import Played
 from shardwise.strategy import Strategy
 
 PEER_BYTES = 1420 * MIB
-"""What NCCL takes to exchange activations with a stage over NVLink, measured on two; assumed alike for more."""
+"""What NCCL takes to exchange activations with a stage over NVLink, measured on two."""
 
 _of_torch = partial(Rule, versions=TORCH)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from shardwise.lint.document import AUTO, Document
-from shardwise.lint.edit import Put
+from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.zero import ZERO, is_template
 from shardwise.lint.setup import Setup, launched_processes
@@ -88,7 +88,7 @@ def _without_ranks(total: int, product: int, words: str, *, complete: bool) -> I
 @rule("error", _ASSERTION)
 def no_batch_size(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without a micro-batch or a total batch DeepSpeed stops."""
-    if document.has(TOTAL) or document.has(MICRO) or is_template(document):
+    if document.has(TOTAL) or document.has(MICRO) or is_template(document) or setup.lightning:
         return
     part = setup.reader is None and set(document.values) <= {ZERO, "bf16", "fp16"}
     what = f"neither `{MICRO}` nor `{TOTAL}` is given: DeepSpeed stops with an AssertionError"
@@ -96,6 +96,14 @@ def no_batch_size(document: Document, setup: Setup) -> Iterator[Hit]:
     fix = f'"{MICRO}": "auto" uses the data loader\'s' if setup.hugging_face else f'"{MICRO}": 1'
     changes = (Put((MICRO,), AUTO),) if setup.hugging_face else ()
     yield Hit((), what, fix, changes, "warning" if part else None)
+
+
+@rule("error", "lightning/pytorch/strategies/deepspeed.py: _format_batch_size_and_grad_accum_config", "")
+def accumulation_under_lightning(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Lightning's Trainer stops with a MisconfigurationException: it sets the accumulation itself."""
+    if document.has(ACCUMULATION) and setup.lightning:
+        fix = "remove it, and give the Trainer accumulate_grad_batches"
+        yield Hit((ACCUMULATION,), fix=fix, changes=(Drop((ACCUMULATION,)),))
 
 
 @rule("warning", _ASSERTION)

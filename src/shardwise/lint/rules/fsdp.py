@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit
-from shardwise.lint.model import blocks_of, guessed_type
+from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.accelerate import FSDP, accelerate_rule, kind_of
 from shardwise.lint.schema import table
 from shardwise.lint.setup import Setup
@@ -55,6 +55,16 @@ def fsdp_efficient_loading(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(key, what, "remove fsdp_sync_module_states", (Drop(sync),))
 
 
+@accelerate_rule("error", "torch/distributed/fsdp/_flat_param.py; run with torch 2.13, PEFT 0.21")
+def fsdp1_and_lora(document: Document, setup: Setup) -> Iterator[Hit]:
+    """FSDP1 cannot flatten frozen weights and adapters together without the original parameters."""
+    key, texts = (FSDP, "fsdp_use_orig_params"), " ".join(one.text for one in setup.of("training"))
+    first = kind_of(document) == "FSDP" and document.number(FSDP, "fsdp_version") != 2
+    if first and document.get(*key) is False and setup.lora and "fsdp_auto_wrap_policy" not in texts:
+        what = "FSDP1 with LoRA stops: `Must flatten tensors with uniform requires_grad when "
+        yield Hit(key, f"{what}use_orig_params=False`", changes=(Put(key, True),))
+
+
 @accelerate_rule("error", "accelerate/utils/fsdp_utils.py: fsdp2_prepare_auto_wrap_policy")
 def fsdp_block_class(document: Document, setup: Setup) -> Iterator[Hit]:
     """A class to wrap that the model does not have stops accelerate; `--model` names the model."""
@@ -64,12 +74,7 @@ def fsdp_block_class(document: Document, setup: Setup) -> Iterator[Hit]:
         return
     if policy != "TRANSFORMER_BASED_WRAP" or kind_of(document) != "FSDP":
         return
-    known, guess = blocks_of(setup.model.model_types), None
-    if known is None and not setup.model.model_type:
-        guess = guessed_type(setup.model.name)
-        known = blocks_of((guess,)) if guess else None
-        if known is not None and "AutoModel" in known.classes:
-            return  # its blocks are another model's
+    known, guess = blocks_for(setup.model)
     if known is None:
         return
     right = ",".join(known.blocks)

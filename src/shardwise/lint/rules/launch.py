@@ -62,13 +62,3 @@ def visible_devices(document: Document, _: Setup) -> Iterator[Hit]:
         what = f"the deepspeed launcher overwrites it if --{flags[0]} is given"
         fix = "--include localhost:0,1 names the GPUs; remove CUDA_VISIBLE_DEVICES"
         yield Hit(("CUDA_VISIBLE_DEVICES",), what, fix)
-
-
-@training_rule("error", f"{_RUNNER}: Cannot specify num_nodes/gpus with include/exclude")
-def include_and_number(document: Document, _: Setup) -> Iterator[Hit]:
-    """Two ways to choose GPUs exclude each other."""
-    if document.get("launcher") == "deepspeed" and (document.has("include") or document.has("exclude")):
-        for name in ("num_gpus", "num_nodes"):
-            if document.has(name):
-                what = f"deepspeed stops: --{name} cannot be combined with --include or --exclude"
-                yield Hit((name,), what, "keep one of the two")

@@ -24,6 +24,8 @@ _WAITS = {name: re.compile(r"(trainer|accelerator|engine|initialize)\b") for nam
 _WAITS |= {name: re.compile(r"(engine|initialize)\b") for name in names("wait_in_engines")}
 _WAITS |= {name: re.compile(r"\b(dist|distributed|comm|accelerator)\b") for name in names("wait_for_all")}
 _ALONE = re.compile("is_initialized|is_available|(world_size|WORLD_SIZE).* (==|<=) '?1")  # of one process
+_STEPS = re.compile(r"^ *(?!\S*sched)[\w.]+\.step\(", re.MULTILINE)
+_COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and its plugin
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
 _GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed|zero_?3)")
 _NO_PAD_TOKEN = names("no_pad_token")
@@ -209,18 +211,103 @@ def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit((), what, fix, line=call.lineno)
 
 
+def _accumulated(document: Document, program: ast.Module, known: Values) -> str:
+    """What the script gives an Accelerator as the number of micro-batches; empty for none and for 1."""
+    made = calls(document, "Accelerator", "GradientAccumulationPlugin", of=program)
+    given = [one for call in made for one in call.keywords if one.arg in _COUNTS]
+    counts = {ast.unparse(known.meant(one.value)) for one in given} - {"1", "None"}
+    return counts.pop() if len(counts) == 1 else ""
+
+
+def _around(program: ast.Module, call: ast.Call) -> ast.AST:
+    """The innermost loop or function with a call."""
+    blocks = (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While | ast.FunctionDef))
+    around = (one for one in blocks if one.lineno <= call.lineno <= (one.end_lineno or 0))
+    return max(around, key=lambda one: one.lineno, default=program)
+
+
+def _divisors(node: ast.expr) -> Iterator[ast.expr]:
+    """What a sum, product or quotient is divided by, also before `.mean()`."""
+    match node:
+        case ast.BinOp(left=left, op=op, right=right):
+            mean = isinstance(right, ast.Constant) and isinstance(
+                getattr(left, "op", None), ast.Add
+            )  # of losses
+            yield from ([right] * (not mean) if isinstance(op, ast.Div) else _divisors(right))
+            yield from _divisors(left)
+        case ast.Call(func=ast.Attribute(value=inner)):
+            yield from _divisors(inner)
+
+
+def _division(program: ast.Module, call: ast.Call, counts: set[str], known: Values) -> int | None:
+    """The line that divides the loss of a backward call by the number of accumulated micro-batches."""
+    loss = call.args[0] if call.args else getattr(call.func, "value", call.func)
+    divisors = [*_divisors(loss)]
+    for one in ast.walk(_around(program, call)):
+        if isinstance(one, ast.Assign) and one.lineno <= call.lineno:
+            divisors += _divisors(one.value) if ast.unparse(one.targets[0]) == ast.unparse(loss) else ()
+        elif isinstance(one, ast.AugAssign) and isinstance(one.op, ast.Div) and one.lineno <= call.lineno:
+            divisors += [one.value] * (ast.unparse(one.target) == ast.unparse(loss))
+    said = ((one.lineno, ast.unparse(one), ast.unparse(known.meant(one))) for one in divisors)
+    return next((line for line, *texts in said if {*texts} & counts or "accum" in texts[0]), None)
+
+
 @training_rule("error", "accelerate/utils/deepspeed.py: DeepSpeedOptimizerWrapper", versions="accelerate<2")
 def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[Hit]:
     """accelerator.backward scales and divides the loss; under DeepSpeed it also takes the step."""
-    found, prepared = [*calls(document, "backward")], ".prepare" in " ".join(_made(document).values())
+    known, prepared = Values(program := tree_of(document)), ".prepare" in " ".join(_made(document).values())
+    found = [*calls(document, "backward", of=program)]
     own = prepared and any(name.endswith("Accelerator") for name in document.uses)
     steps = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
+    count = _accumulated(document, program, known)
     for call in found if own and not any(call.args for call in found) else ():
-        what = "the loss is not scaled for fp16, and not divided by the number of accumulated micro-batches"
+        divided = _division(program, call, {count}, known)
+        undivided = f", and it is not divided by the {count} accumulated micro-batches"
+        what = "with fp16 the loss is not scaled" + ("" if divided or not count else undivided)
         what = "DeepSpeed takes its step in accelerator.backward: nothing is trained" if steps else what
+        loss = ast.unparse(getattr(call.func, "value", call.func))
+        fix = f"accelerator.backward({loss})"
+        if count and divided:
+            fix += f", which divides by {count} itself: also remove the division in line {divided}"
+        yield Hit((), what, fix, severity=None if steps else "warning", line=call.lineno)
+
+
+@training_rule("error", "accelerate/accelerator.py: backward; deepspeed/runtime/engine.py: backward")
+def loss_divided_twice(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The backward of an Accelerator or engine divides the loss by the accumulated micro-batches itself."""
+    made, known = _made(document), Values(program := tree_of(document))
+    files = [one.number("gradient_accumulation_steps") or 1 for one in setup.of("deepspeed")]
+    in_file, own = {f"{count:g}" for count in files if count > 1}, _accumulated(document, program, known)
+    for call in calls(document, "backward", of=program) if in_file or own else ():
         owner = ast.unparse(call.func).removesuffix(".backward")
-        severity: Severity | None = None if steps else "warning"
-        yield Hit((), what, f"accelerator.backward({owner})", severity=severity, line=call.lineno)
+        by = f"{made.get(owner)} {owner}".lower()
+        counts = in_file | {own} - {""} if "accelerator" in by else in_file if _INITIALIZE in by else set()
+        scales = all(one.arg != "scale_wrt_gas" for one in call.keywords)
+        if call.args and counts and scales and (line := _division(program, call, counts, known)):
+            what = f"`{owner}.backward` divides the loss by {min(counts)}, and line {line} does too: the "
+            yield Hit((), f"{what}gradients are too small", f"remove the division in line {line}", line=line)
+
+
+@training_rule("error", "accelerate/accelerator.py: accumulate; optimizer.py: step", versions="accelerate<2")
+def accumulate_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
+    """Without `accumulate` an Accelerator's optimizer steps at every micro-batch."""
+    count = _accumulated(document, program := tree_of(document), Values(program))
+    if not count or re.search(r"\.accumulate\(|no_sync|sync_gradients", document.text):
+        return
+    for test in (one for one in ast.walk(program) if isinstance(one, ast.If)):
+        body = "\n".join(map(ast.unparse, test.body))
+        if _STEPS.search(body) or ("continue" in body and "%" in ast.unparse(test.test)):
+            return  # accumulates by hand
+    around = [_around(program, call) for call in calls(document, "backward", of=program)]
+    for call in calls(document, "step", of=program):
+        loop = _around(program, call)
+        if loop in around and isinstance(loop, ast.For | ast.While) and _STEPS.search(ast.unparse(call)):
+            many = f"{count} times as often as asked" if count.isdigit() else f"also if `{count}` is above 1"
+            what = f"nothing calls `accumulate`: the optimizer steps at every micro-batch, {many}"
+            fix = "`with accelerator.accumulate(model):` around the forward pass, backward and step"
+            severity: Severity | None = None if count.isdigit() else "warning"
+            yield Hit((), what, fix, severity=severity, line=call.lineno)
+            return
 
 
 @training_rule("error", "accelerate/utils/dataclasses.py: set_mixed_precision", versions="accelerate<2")

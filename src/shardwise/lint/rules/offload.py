@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from shardwise.lint.document import AUTO, Document
+from shardwise.lint.document import Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.zero import ZERO, stage_of
@@ -51,51 +51,6 @@ def nvme_needs_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(key, fix='"device": "cpu", or `stage`: 3', changes=(Put(key, "cpu"),))
 
 
-@rule("error", f"{_CONFIG}: offload_ratio_check")
-def partial_offload_needs_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
-    """Only ZeRO-3 can offload a part of the optimizer (`ratio` below 1): DeepSpeed stops."""
-    key = (ZERO, OPTIMIZER, "ratio")
-    ratio = document.number(*key)
-    if ratio is not None and ratio < 1 and stage_of(document) in (0, 1, 2):
-        yield Hit(key, fix="remove it, or `stage`: 3", changes=(Drop(key),))
-
-
-@rule("error", "deepspeed/runtime/engine.py: super_offload, used for stage 3 only; run with 0.19.8")
-def super_offload_needs_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
-    """At other stages it is ignored; it speeds up offloading to the CPU and nothing else."""
-    key, stage = (ZERO, OPTIMIZER, "super_offload"), stage_of(document)
-    if document.on(*key) and stage in (0, 1, 2):
-        what = f"at stage {stage} it is ignored: plain offloading runs"
-        yield Hit(key, what, "`stage`: 3, or remove it", (Drop(key),))
-    elif document.on(*key) and document.get(*key[:-1], "device") not in ("cpu", AUTO):
-        yield Hit(key, "it speeds up offloading to `cpu`, which is not requested", '"device": "cpu"')
-
-
-@rule("error", "deepspeed/runtime/zenflow; run with 0.19.8")
-def zenflow_needs_offload(document: Document, _: Setup) -> Iterator[Hit]:
-    """`Zenflow must be used with cpu offload`, and not with torch_adam."""
-    key, adam = (ZERO, "zenflow"), ("optimizer", "params", "torch_adam")
-    if document.get(*key) is None:
-        return
-    if document.get(ZERO, OPTIMIZER, "device") not in ("cpu", AUTO):
-        what = "ZenFlow needs the optimizer in host memory: without `offload_optimizer` it stops at the start"
-        yield Hit(key, what, '"offload_optimizer": {"device": "cpu"}')
-    if adam[-1] in document.section(*adam[:-1]):
-        what = "together with `zenflow` this key stops DeepSpeed with a TypeError, even if it is false"
-        yield Hit(adam, what, changes=(Drop(adam),))
-    if document.on(*key, "offload") and document.get(ZERO, "overlap_comm") is False:
-        yield Hit((*key, "offload"), "it needs `overlap_comm`", '"overlap_comm": true')
-
-
-@rule("warning", "deepspeed/runtime/engine.py: get_optimizer_configuration")
-def offloaded_torch_adam(document: Document, _: Setup) -> Iterator[Hit]:
-    """The offloaded step runs in torch's AdamW on the CPU; DeepSpeed's own is vectorised."""
-    key = ("optimizer", "params", "torch_adam")
-    if document.on(*key) and place(document, OPTIMIZER) != "none" and document.get(ZERO, "zenflow") is None:
-        fix = "remove it (DeepSpeed then compiles cpu_adam once: g++ and ninja)"
-        yield Hit(key, fix=fix, changes=(Drop(key),))
-
-
 @rule("error", f"{_OFFLOAD}: device")
 def offload_without_device(document: Document, _: Setup) -> Iterator[Hit]:
     """The default of `device` is `none`: nothing is offloaded."""
@@ -103,20 +58,3 @@ def offload_without_device(document: Document, _: Setup) -> Iterator[Hit]:
         section = document.section(ZERO, which)
         if section and "device" not in section:
             yield Hit((ZERO, which), fix='"device": "cpu", or remove the section')
-
-
-@rule("note", "https://github.com/deepspeedai/DeepSpeed/pull/8207", "deepspeed>=0.19.5,<0.20")
-def pinned_by_default(document: Document, _: Setup) -> Iterator[Hit]:
-    """`pin_memory` is true by default since 0.19.5: never paged out; a low `ulimit -l` stops the run."""
-    for which in (OPTIMIZER, PARAMETERS):
-        if place(document, which) != "none" and not document.has(ZERO, which, "pin_memory"):
-            fix = 'write it: "pin_memory": true, or false if host memory is short'
-            yield Hit((ZERO, which), fix=fix, changes=(Put((ZERO, which, "pin_memory"), True),))
-
-
-@rule("note", "deepspeed/runtime/zero/stage3.py: aio_config, for swapping only")
-def aio_without_nvme(document: Document, _: Setup) -> Iterator[Hit]:
-    """The section tunes reading and writing on NVMe, and nothing is offloaded there."""
-    devices = [document.get(ZERO, which, "device") for which in (OPTIMIZER, PARAMETERS)]
-    if document.section("aio") and "nvme" not in devices and AUTO not in devices:
-        yield Hit(("aio",), changes=(Drop(("aio",)),))

@@ -8,7 +8,7 @@ from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, rule
-from shardwise.lint.rules.zero import ZERO, stage_of
+from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import as_number, closest, names, table
 from shardwise.lint.setup import Setup
 
@@ -119,7 +119,7 @@ def _text(key: Key, text: str, who: str, *, number: bool) -> Iterator[Hit]:
 def clipping_default(document: Document, setup: Setup) -> Iterator[Hit]:
     """The default changed from 0.0, no clipping, to 1.0."""
     key = ("gradient_clipping",)
-    if not document.has(*key) and not document.has(*_PARAMS, "max_grad_norm"):
+    if not (document.has(*key) or document.has(*_PARAMS, "max_grad_norm") or setup.lightning):
         unused = "; the Trainer's max_grad_norm is not used" if setup.reader == "trainer" else ""
         what = f"gradients are clipped at 1.0, the default since 0.19.3 (before: no clipping){unused}"
         yield Hit((), what, 'write it: "gradient_clipping": 1.0, or 0.0 for none', (Put(key, 1.0),))
@@ -160,11 +160,3 @@ def warmup_steps(document: Document, _: Setup) -> Iterator[Hit]:
     elif steps is not None and total is not None and total < steps:
         what = f"warm-up takes {steps:g} of {total:g} steps: the peak is never reached"
         yield Hit(key, what, "fewer than `total_num_steps`", severity="warning")
-
-
-@rule("error", "deepspeed/runtime/zero/stage3.py; run with 0.19.8")
-def muon_at_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
-    """DeepSpeed stops: at stage 3 Muon needs full gradients, which reduce scatter does not keep."""
-    scatter = (ZERO, "reduce_scatter")
-    if _name(document) == "muon" and stage_of(document) == 3 and document.get(*scatter) not in (False, AUTO):
-        yield Hit(_TYPE, fix='"reduce_scatter": false in zero_optimization', changes=(Put(scatter, False),))

@@ -2,17 +2,13 @@
 
 from collections.abc import Iterator
 
-from shardwise.lint.document import AUTO, Document
-from shardwise.lint.edit import Drop
+from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.zero import ZERO, stage_of
-from shardwise.lint.schema import table
 from shardwise.lint.setup import Setup
 
 TENSOR = "tensor_parallel"
 SIZE = (TENSOR, "autotp_size")
-PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
-NO_TENSOR_PARALLEL: dict[str, str] = table("no_tensor_parallel")
 _CONFIG = "deepspeed/runtime/tensor_parallel/config.py"
 
 
@@ -54,56 +50,11 @@ def tensor_parallel_divides_the_heads(document: Document, setup: Setup) -> Itera
         yield Hit(SIZE, f"{what}some GPUs get none, or a head is cut", f'"autotp_size": {best}')
 
 
-@rule("error", "deepspeed/module_inject/auto_tp.py; run with 0.19.8 and transformers 5.23")
-def tensor_parallel_model(document: Document, setup: Setup) -> Iterator[Hit]:
-    """AutoTP fails on these architectures, on some of them only at the first step."""
-    kind = setup.model.model_type if setup.model is not None else ""
-    if degree_of(document) > 1 and kind in NO_TENSOR_PARALLEL:
-        what = f"AutoTP fails on {kind}: {NO_TENSOR_PARALLEL[kind]}"
-        yield Hit(SIZE, what, "ZeRO-3, which also spreads the model over GPUs")
-
-
 @rule("error", "deepspeed/module_inject/auto_tp.py; run with DeepSpeed 0.19.8 and PEFT 0.21")
 def tensor_parallel_and_lora(document: Document, setup: Setup) -> Iterator[Hit]:
     """AutoTP replaces the layers with LoRA adapters: nothing is trained, or the first step fails."""
     if degree_of(document) > 1 and setup.lora:
         yield Hit(SIZE, fix="remove `tensor_parallel` (ZeRO-2 and 3 train LoRA), or train all weights")
-
-
-@rule("error", "deepspeed/runtime/tensor_parallel: tp.tp_size has to be 1 or autotp_size")
-def tensor_parallel_inner_size(document: Document, _: Setup) -> Iterator[Hit]:
-    """Two sizes contradict each other."""
-    for name in ("tp", "tensor_parallel"):
-        key = (TENSOR, name, "tp_size")
-        inner = document.number(*key)
-        if inner not in (None, 1, degree_of(document)) and document.get(*SIZE) != AUTO:
-            what = f"{inner:g} is neither 1 nor autotp_size, {degree_of(document)}"
-            yield Hit(key, what, "remove it: autotp_size decides", (Drop(key),))
-
-
-@rule("error", f"{_CONFIG}: dtype; run with 0.19.8")
-def tensor_parallel_dtype(document: Document, _: Setup) -> Iterator[Hit]:
-    """DeepSpeed requires a torch.dtype object, which JSON cannot hold: validation error."""
-    key = (TENSOR, "dtype")
-    if document.has(*key) and key not in document.unknown:
-        yield Hit(key, fix="remove it: bf16 and fp16 decide", changes=(Drop(key),))
-
-
-@rule("warning", "deepspeed/module_inject/autotp_config.py: AutoTPPresets.get_preset")
-def tensor_parallel_preset(document: Document, _: Setup) -> Iterator[Hit]:
-    """An unknown preset is silently ignored."""
-    key = (TENSOR, "preset_model")
-    name = document.get(*key)
-    if isinstance(name, str) and name.lower() not in (*PRESETS, AUTO):
-        fix = f"remove it (the model's own plan is used), or one of {', '.join(PRESETS)}"
-        yield Hit(key, f"DeepSpeed has no preset {name!r} and silently ignores it", fix, (Drop(key),))
-
-
-@rule("error", "deepspeed/runtime/engine.py 0.19.3: assertion on the stage", "deepspeed<0.19.4")
-def tensor_parallel_at_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
-    """Before 0.19.4 AutoTP stops above stage 2."""
-    if degree_of(document) > 1 and stage_of(document) == 3:
-        yield Hit(SIZE, fix="DeepSpeed 0.19.4 or later")
 
 
 @rule("error", "deepspeed/utils/groups.py: _create_zero_param_parallel_group; run with 3 on 2 processes")

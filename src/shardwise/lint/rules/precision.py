@@ -36,7 +36,7 @@ def no_mixed_precision(document: Document, setup: Setup) -> Iterator[Hit]:
     """
     named = [document.get(name, "enabled") for name in ("bf16", "fp16", "torch_autocast", "bfloat16")]
     launched = {doc.get("mixed_precision") for doc in setup.of("accelerate")}
-    asked = any(setup.training(name) is True or name in launched for name in ("bf16", "fp16"))
+    asked = any(setup.training(name) in (True, AUTO) or name in launched for name in ("bf16", "fp16"))
     if any(value in (True, AUTO) for value in named) or (setup.hugging_face and asked) or document.bare:
         return  # on, or Accelerate adds the section
     kept = "gradients are accumulated and sent in fp32, twice the bytes, without a check for overflow"
@@ -72,19 +72,6 @@ def fp16_needs_zero(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(FP16, fix="`stage`: 1, or bf16")
 
 
-@rule("error", "deepspeed/runtime/config.py: _do_error_check")
-def half_masters_need_zero(document: Document, _: Setup) -> Iterator[Hit]:
-    """DeepSpeed stops with an AssertionError."""
-    for name in ("bf16", "fp16"):
-        key = (name, f"{name}_master_weights_and_grads")
-        if document.on(*key) and stage_of(document) == 0:
-            yield Hit(key, "DeepSpeed stops: it needs ZeRO", "`stage`: 1, 2 or 3")
-    key, masters = ("bf16", "bf16_optimizer_states"), "bf16_master_weights_and_grads"
-    if document.on(*key) and not document.on("bf16", masters):
-        what = f"DeepSpeed stops: it needs `{masters}`"
-        yield Hit(key, what, f'"{masters}": true, or remove it', (Drop(key),))
-
-
 @rule("error", "deepspeed/runtime/precision_config.py: _validate_dynamic_loss_scale_params")
 def loss_scale(document: Document, _: Setup) -> Iterator[Hit]:
     """A fixed loss scale does not adapt; a window or a minimum of 0 stops DeepSpeed."""
@@ -113,20 +100,6 @@ def accumulates_in_bf16(document: Document, _: Setup) -> Iterator[Hit]:
         fix = '"data_types": {"grad_accum_dtype": "fp32"}: the same traffic at stages 2 and 3, 2 bytes more '
         fix += "per parameter of the GPU's shard"
         yield Hit(("gradient_accumulation_steps",), what, fix, (Put(dtype, "fp32"),))
-
-
-@rule("warning", "deepspeed/runtime/torch_autocast.py; run with 0.19.8")
-def autocast_and_more(document: Document, _: Setup) -> Iterator[Hit]:
-    """torch_autocast replaces bf16 and fp16, and quantised weights refuse it."""
-    quantized, fix = ("zero_optimization", "zero_quantized_weights"), "remove one of the two"
-    if not document.on(*AUTOCAST):
-        return
-    if document.on(*quantized):
-        yield Hit(quantized, "DeepSpeed refuses it together with `torch_autocast`", fix, severity="error")
-    for key in (BF16, FP16):
-        if document.on(*key):
-            what = f"`{key[0]}` already makes the weights half precision; autocast adds almost nothing"
-            yield Hit(AUTOCAST, what, fix)
 
 
 @rule("warning", "deepspeed/runtime/engine.py: communication_data_type")

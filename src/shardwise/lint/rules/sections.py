@@ -7,11 +7,10 @@ from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.keys import WORDS
-from shardwise.lint.rules.zero import ZERO, is_template, stage_of
+from shardwise.lint.rules.zero import is_template, stage_of
 from shardwise.lint.schema import by_key
 from shardwise.lint.setup import Setup
 
-_COMPILE = "deepspeed/runtime/engine.py: compile, get_deepspeed_compile_backend"
 _SLOW: dict[Key, str] = by_key("slow_diagnostics")
 
 
@@ -28,30 +27,7 @@ def activation_checkpointing(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit(key, what, fix, changes, "warning" if setup.hugging_face else "note")
 
 
-@rule("error", "deepspeed/runtime/model_checkpointing; run with 0.19.8")
-def checkpoint_writer(document: Document, setup: Setup) -> Iterator[Hit]:
-    """The fast writer needs the deepspeed launcher's variables, and a setting without a working default."""
-    key, parallel = ("checkpoint", "writer"), ("checkpoint", "writer", "data_parallel")
-    if not document.section(*key):
-        return
-    if document.get(*parallel) is None:
-        what = "without `data_parallel` the first save fails: AttributeError `dp_rank`"
-        yield Hit(key, what, changes=(Put(parallel, "replica"),))
-    if setup.training("launcher") in ("torchrun", "accelerate") or setup.of("accelerate"):
-        what = "it needs CROSS_RANK and CROSS_SIZE, which only the deepspeed launcher sets: KeyError"
-        yield Hit(key, what, "start with `deepspeed`, or remove it")
-
-
-@rule("error", "deepspeed/runtime/config.py: get_checkpoint_tag_validation_mode")
-def checkpoint_tag_validation(document: Document, _: Setup) -> Iterator[Hit]:
-    """DeepSpeed stops: there are three modes only."""
-    key = ("checkpoint", "tag_validation")
-    value = document.get(*key)
-    if document.has(*key) and str(value).lower() not in ("warn", "ignore", "fail", AUTO):
-        yield Hit(key, f"DeepSpeed stops: {value!r} is not a mode of validation", "Warn, Ignore or Fail")
-
-
-@rule("warning", _COMPILE)
+@rule("warning", "deepspeed/runtime/engine.py: compile, get_deepspeed_compile_backend")
 def deepcompile_is_called(document: Document, setup: Setup) -> Iterator[Hit]:
     """DeepCompile takes effect when the program calls engine.compile(), at stages 1 to 3."""
     key = ("compile", "deepcompile")
@@ -60,27 +36,6 @@ def deepcompile_is_called(document: Document, setup: Setup) -> Iterator[Hit]:
     if document.on(*key) and setup.reader == "trainer":
         what = "it takes effect in engine.compile(), which the Trainer does not call"
         yield Hit(key, what, "remove it, or call engine.compile() in your own script")
-
-
-@rule("error", _COMPILE)
-def compile_passes(document: Document, _: Setup) -> Iterator[Hit]:
-    """Not all passes work together, or at every stage."""
-    key = ("compile", "passes")
-    passes = document.get(*key)
-    if isinstance(passes, list) and "autotp" in passes and len(passes) > 1:
-        yield Hit(key, "the autotp pass must run alone: NotImplementedError", '["autotp"]')
-    elif isinstance(passes, list) and "autosp" in passes and stage_of(document) in (2, 3):
-        yield Hit(key, "the autosp pass runs at stages 0 and 1 only", "`stage`: 1", severity="warning")
-
-
-@rule("error", "deepspeed/runtime/config.py: _do_error_check")
-def summed_gradients(document: Document, _: Setup) -> Iterator[Hit]:
-    """DeepSpeed stops with a ValueError."""
-    key, against = ("gradient_allreduce_op",), "ZeRO-3" if stage_of(document) == 3 else ""
-    against = "ZenFlow" if document.get(ZERO, "zenflow") is not None else against
-    against = "DeepCompile" if document.on("compile", "deepcompile") else against
-    if against and document.get(*key) == "sum":
-        yield Hit(key, f"DeepSpeed stops: `sum` does not work with {against}", '"mean"')
 
 
 @rule("note", "deepspeed/utils/timer.py: SynchronizedWallClockTimer; profiling; comm/comm.py: timed_op")

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.finding import Hit, rule
+from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP
 from shardwise.lint.rules.zero import stage_of
-from shardwise.lint.schema import names, table
+from shardwise.lint.schema import closest, names, table
 from shardwise.lint.script_values import Values, name_as_imported, nested
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
@@ -27,6 +29,13 @@ _TRAINER_KEYS, _PLUGIN_KEYS = (
 _DEFAULTS = {"logging_steps": 500, "save_steps": 500, "save_strategy": "steps", "eval_strategy": "no"}
 _PLAIN = ("TrainingArguments", "Seq2SeqTrainingArguments")
 
+_OF_FRAMEWORKS = {"base_model", "finetuning_type", "cutoff_len"}
+_WORDS: dict[str, str] = table("words_of_the_trainer")
+_REPLACED = dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "scheduler")
+_REPLACED |= dict.fromkeys(("optim", "optimizer"), "optimizer")
+_SHAPES: dict[str, tuple[str, str]] = table("schedule_shapes")  # the Trainer's word for it, and what it does
+_TARGETS = {"target_modules": 'target_modules="all-linear", which is no list'}  # and what means all modules
+_TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "lora_target: all"}
 _PLEASE = "`Please correct the following DeepSpeed config values`"
 
 training_rule = partial(rule, versions="", kind="training")
@@ -51,10 +60,10 @@ def within(*nodes: ast.AST) -> Iterator[ast.Call]:
     return (node for one in nodes for node in ast.walk(one) if isinstance(node, ast.Call))
 
 
-def calls(document: Document, *last: str) -> Iterator[ast.Call]:
-    """The calls of a script whose last name is one of these."""
-    seen = any(name in document.text for name in last)
-    return (c for c in within(tree_of(document)) if seen and ast.unparse(c.func).rpartition(".")[2] in last)
+def calls(document: Document, *last: str, of: ast.Module | None = None) -> Iterator[ast.Call]:
+    """The calls of a script, or of its program that was read before, whose last name is one of these."""
+    found = within(of or tree_of(document)) if any(name in document.text for name in last) else ()
+    return (call for call in found if ast.unparse(call.func).rpartition(".")[2] in last)
 
 
 def distributed(setup: Setup) -> bool:
@@ -144,10 +153,11 @@ def quantised_under_fsdp2(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit(("bnb_4bit_quant_storage",), what, fix)
 
 
-def _compared(config: Document, setup: Setup) -> Iterator[tuple[Key, Any, str, Any]]:
+def _compared(config: Document, document: Document, setup: Setup) -> Iterator[tuple[Key, Any, str, Any]]:
     """(key, value of the file, name of the argument, its default) of what the Trainer compares."""
+    axolotls = {_TRAINER_KEYS[0][1]: "micro_batch_size"} if document.syntax == "yaml" else {}
     for key, name, default in _TRAINER_KEYS if config.kind == "deepspeed" else _PLUGIN_KEYS:
-        yield key, config.get(*key), name, default
+        yield key, config.get(*key), name if document.has(name) else axolotls.get(name, name), default
     precision = config.get("mixed_precision")
     if precision in ("bf16", "fp16") and not any(setup.training(name) is True for name in ("bf16", "fp16")):
         yield ("mixed_precision",), True, precision, False
@@ -159,7 +169,7 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
     plugins = (one for one in setup.of("accelerate") if one.section(DS) and not one.get(DS, FILE))
     for config in (*setup.of("deepspeed"), *plugins):
         absent = []
-        for key, value, name, default in _compared(config, setup):
+        for key, value, name, default in _compared(config, document, setup):
             given, steps = document.get(name), name in ("warmup_steps", "max_steps")
             if value is None or value == AUTO or (steps and not (isinstance(given, int) and given > 0)):
                 continue
@@ -210,20 +220,101 @@ def fsdp_and_deepspeed(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(("fsdp",), fix="remove `fsdp`, or remove `deepspeed`")
 
 
-@training_rule("error", "transformers/training_args.py: TrainingArguments.__post_init__; read in 5.23")
-def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
-    """The Trainer's arguments stop with a ValueError."""
-    groups = list[tuple[dict[Any, Any], int | None]]()  # what a call, or a command or file, gives; its line
+def _given(document: Document, setup: Setup) -> list[tuple[dict[Any, Any], int | None]]:
+    """What each call, or a command or file, gives the Trainer; the line of the call."""
+    groups = list[tuple[dict[Any, Any], int | None]]()
     values = Values(program := tree_of(document))
     classes = (*_PLAIN, *names("trl_arguments"))
     for call in (one for one in within(program) if ast.unparse(one.func).rpartition(".")[2] in classes):
         given = nested(values.arguments(call))
-        if (called := ast.unparse(call.func)) in document.uses and "**" not in given:
+        if (called := ast.unparse(call.func)) in document.uses:
             own = {} if called.endswith("TrainingArguments") else {"logging_steps": None}
             groups.append((_DEFAULTS | own | given, call.lineno))
     if document.syntax != "python" and (setup.reader == "trainer" or document.has(_TRAINER_KEYS[0][1])):
         groups.append((dict.fromkeys(_DEFAULTS) | {**document.values}, None))
-    for given, line in groups:
+    return groups
+
+
+@training_rule("error", "transformers/training_args.py: TrainingArguments.__post_init__; read in 5.23")
+def unknown_word(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The Trainer knows certain words only, and stops at others with a ValueError."""
+    for given, line in _given(document, setup):
+        for name, known in _WORDS.items():
+            word = given.get(name)
+            if not isinstance(word, str) or "." in word or word in known.split():
+                continue  # such as `SchedulerType.COSINE`
+            earlier, near = word in names("earlier_optimizers"), closest(word, known.split())
+            what = f"transformers 5.23 has no {name} {word!r}: ValueError"
+            what += ". Earlier versions had it" * earlier
+            fix = f"did you mean {near!r}?" if near else f"one of {', '.join(known.split())}"
+            at = document.line((name,)) if document.get(name) == word else line
+            yield Hit((name,), what, fix, severity="warning" if earlier or not near else None, line=at)
+
+
+@training_rule("warning", "transformers/integrations/deepspeed.py: deepspeed_optim_sched; read in 5.23")
+def file_replaces_argument(document: Document, setup: Setup) -> Iterator[Hit]:
+    """A scheduler or optimizer in the DeepSpeed file replaces the one that the Trainer's argument names."""
+    for config in setup.of("deepspeed") if setup.reader == "trainer" else ():
+        for name, section in _REPLACED.items():
+            asked = str(document.get(name) or "").rpartition(".")[2].lower()
+            used = config.get(section, "type")
+            if not asked or not isinstance(used, str) or used == AUTO:
+                continue
+            alike, does = _SHAPES.get(used, (used.lower().removesuffix("w"), ""))
+            if not asked.startswith(alike) or (section == "optimizer" and re.search("[48]bit|paged", asked)):
+                what = f"`{name}` is {asked}, but {config.name} has the {section} {used}, which the Trainer "
+                what += f"uses instead, silently{does}"
+                yield Hit((name,), what, f"remove `{section}` from {config.name}, or make both the same")
+
+
+@training_rule("error", "peft/tuners/tuners_utils.py: inject_adapter; run with PEFT 0.21")
+def lora_targets(document: Document, setup: Setup) -> Iterator[Hit]:
+    """PEFT stops where no target is a module of the model, and ignores single ones that are none."""
+    known, guess = blocks_for(setup.model) if setup.model else (None, None)
+    name = next((one for one in _TARGETS if document.get(one) and document.syntax != "shell"), "")
+    value, fix = document.get(name), _TARGETS.get(name, "")
+    if name == "lora_target" and isinstance(value, str):  # LLaMA-Factory's
+        value = [] if value == "all" else [one.strip() for one in value.split(",")]
+    if isinstance(value, str) and re.fullmatch(r"\w+", value):
+        fix = fix if closest(value, ["all-linear"]) else f'["{value}"]'
+        what = f"{value!r} is text, a pattern that no full name of a module fits: PEFT stops"
+        yield Hit((name,), what, fix)
+    lasts = {str(one): str(one).rpartition(".")[2] for one in value} if isinstance(value, list) else {}
+    parts = known.parts if known and known.parts else {*lasts.values()} - {"all-linear", "all_linear"}
+    absent = [one for one, last in lasts.items() if last not in parts and not last.isdigit()]
+    if absent and (not guess or len(absent) == len(lasts)):  # a name may mislead
+        where = f"{setup.model.name if setup.model else 'a model'}{f' ({guess} by its name)' * bool(guess)}"
+        what = f"no module of {where} is named {', '.join(absent)}: "
+        some = "PEFT silently trains the others only" if len(absent) < len(lasts) else ""
+        what += some or "PEFT stops, `not found in the base model`"
+        fix = ", or ".join([fix, *(one for one in names("lora_modules") if one in parts)][:2])
+        yield Hit((name,), what, fix, severity="warning" if some or guess else None)
+
+
+@training_rule("note", "check reads files and runs nothing")
+def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Values that only a run knows, and settings of a framework, are not judged."""
+    others = any(one.syntax != "python" for one in setup.of("training"))
+    open_ = [f"`{one.removesuffix('(**)')}(**...)`" for one in sorted(document.uses) if one.endswith("(**)")]
+    open_ += ["the command's flags"] * ("HfArgumentParser" in document.uses and not others)
+    if document.syntax == "python":
+        judged = dict.fromkeys([*(name for _, name, _ in _TRAINER_KEYS), *_WORDS])
+        open_ += [f"`{name}`" for name in judged if document.has(name) and setup.training(name) is None]
+    if open_:
+        what = f"only a run knows the values of {', '.join(open_)}: no rule judged them"
+        yield Hit((), what, "name the command or file with the values, too, or write them in the script")
+    elif _OF_FRAMEWORKS & document.values.keys():
+        what = "of this framework's file only batch, precision, quantisation, LoRA, the Trainer's arguments "
+        what += "and the DeepSpeed file that it names are checked"
+        yield Hit(
+            (), what, f"`shardwise init --from {document.name}` reads more, and says what it leaves out"
+        )
+
+
+@training_rule("error", "transformers/training_args.py: TrainingArguments.__post_init__; read in 5.23")
+def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The Trainer's arguments stop with a ValueError."""
+    for given, line in (one for one in _given(document, setup) if "**" not in one[0]):
         if given.get("bf16") is given.get("fp16") is True:
             what = "ValueError `At most one of fp16 and bf16 can be True, but not both`"
             yield Hit(("fp16",), what, "keep bf16 (Ampere and later), which needs no loss scaling", line=line)

@@ -8,15 +8,13 @@ from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, Severity, rule
-from shardwise.lint.schema import as_number, by_key, names, table
+from shardwise.lint.schema import as_number, names, table
 from shardwise.lint.setup import Setup
 
 ZERO = "zero_optimization"
 
 STAGE_3_ONLY: dict[str, Any] = table("stage_3_only") | dict.fromkeys(names("stage_3_keys"))
 """Keys that only stage 3 reads, with the value that requests nothing, or None."""
-STAGE_12_ONLY: dict[str, Any] = table("stage_12_only") | {"allgather_bucket_size": None}
-READ_BY_NOTHING: dict[Key, str] = by_key("read_by_nothing")
 SMALLEST_BUCKET = 4_194_304  # elements of a 2048 x 2048 matrix, the smallest projections of a 1B model
 LARGE_MATRIX = 1 << 24  # a gradient of 32 MiB in bf16 saturates a link: larger buckets gain nothing
 
@@ -77,22 +75,6 @@ def stage_3_key_below_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(key, what, "remove it, or `stage`: 3 for sharded parameters", (Drop(key),))
 
 
-@rule("note", f"{_ENGINE}: what each optimizer is given")
-def stage_1_2_key_at_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
-    """Settings of ZeRO-1 and 2 are accepted at stage 3, but not read there."""
-    for key in zero_keys(document, STAGE_12_ONLY) if stage_of(document) == 3 else ():
-        fix = "remove it" + ("; `reduce_bucket_size` counts" if "bucket" in key[-1] else "")
-        yield Hit(key, "only ZeRO-1 and 2 read it; at stage 3 it has no effect", fix, (Drop(key),))
-
-
-@rule("note", "deepspeed/runtime/engine.py: zero_allgather_partitions has no caller")
-def setting_without_effect(document: Document, _: Setup) -> Iterator[Hit]:
-    """DeepSpeed parses the setting and never reads it."""
-    for key, reason in READ_BY_NOTHING.items():
-        if document.has(*key):
-            yield Hit(key, reason, changes=(Drop(key),))
-
-
 @rule("warning", "deepspeed/runtime/zero/stage3.py: reduce_independent_p_g_buckets_and_remove_grads")
 def small_reduce_bucket(document: Document, setup: Setup) -> Iterator[Hit]:
     """A gradient larger than the bucket is reduced alone: latency wastes bandwidth for each matrix."""
@@ -141,35 +123,3 @@ def no_model_on_save(document: Document, setup: Setup) -> Iterator[Hit]:
     fix = f'"{name}": true; or convert with zero_to_fp32.py afterwards'
     severity: Severity = "warning" if setup.hugging_face else "note"
     yield Hit((ZERO, name), what, fix, (Put((ZERO, name), True),), severity)
-
-
-@rule("error", _ENGINE)
-def legacy_stage_1(document: Document, _: Setup) -> Iterator[Hit]:
-    """DeepSpeed stops: the old stage 1 was removed."""
-    if document.on(ZERO, "legacy_stage1"):
-        yield Hit((ZERO, "legacy_stage1"), changes=(Drop((ZERO, "legacy_stage1")),))
-
-
-@rule("warning", f"{_CONFIG}: elastic_checkpoint_deprecated")
-def elastic_checkpoint(document: Document, _: Setup) -> Iterator[Hit]:
-    """At stage 3 it has no effect; universal checkpoints replaced it."""
-    key = (ZERO, "elastic_checkpoint")
-    if document.on(*key):
-        at_3 = stage_of(document) == 3
-        what = "ZeRO-3 has no elastic checkpoints" if at_3 else "universal checkpoints replaced it"
-        yield Hit(key, what, "convert with ds_to_universal to resume on other GPUs", (Drop(key),))
-
-
-@rule("error", f"{_CONFIG}: compute_grad_norm_valid", "deepspeed>=0.19.6,<0.20")
-def compute_grad_norm(document: Document, _: Setup) -> Iterator[Hit]:
-    """Without the norm there is no clipping, and only ZeRO-1 and 2 can train without the norm."""
-    key = (ZERO, "compute_grad_norm")
-    stage, clipping = stage_of(document), document.number("gradient_clipping")
-    if document.get(*key) is not False:
-        return
-    if stage not in (1, 2, None):
-        yield Hit(key, "DeepSpeed stops: only ZeRO-1 and 2 can skip the norm", "remove it")
-    elif clipping != 0 and document.get("gradient_clipping") != AUTO:
-        why = "`gradient_clipping` is 1.0 by default" if clipping is None else f"at {clipping:g}"
-        what = f"clipping needs the gradient norm, and is on: {why}"
-        yield Hit(key, what, '"gradient_clipping": 0.0, or remove it', severity="warning")
