@@ -186,8 +186,8 @@ def _datasets(document: Document, said: list[str]) -> dict[str, Any]:
         ]
         if not all(files):
             line, key = document.line((name,)), TABLE["keys"][name]
-            told = f"{values.pop(name)}: files that {file} should name; write {key}"
-            said.append(f"to do: {document.name}:{line}: {name}: {told}")
+            what = f"{values.pop(name)}: files that {file} should name; write {key}"
+            said.append(f"to do: {document.name}:{line}: {name}: {what}")
         elif asked != files:
             values[name] = files
     return values

@@ -133,7 +133,8 @@ class Settings:
             holder: Any = self.values
             for above in key[:-1]:
                 holder = holder.setdefault(above, {}) if isinstance(holder, dict) else None
-            if not isinstance(holder, dict) or key[-1] in holder or (value is None and self.calls):
+            first = key[-1] in holder if isinstance(holder, dict) else True
+            if first or (self.calls and (value is None or key in self.marks)):
                 continue
             if value in (None, UNKNOWN):
                 self.marks.setdefault(key, Mark(line=line))

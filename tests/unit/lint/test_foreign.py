@@ -980,3 +980,11 @@ def test_where_a_preset_or_a_placeholder_goes(files: Path, capsys: pytest.Captur
     Path("z.json").write_text(zero(2))
     assert main(["init", "--from", "z.json", "--out", "sub/l.yaml"]) == 0
     assert "train: fill-in-the-data.jsonl\n" in Path("sub/l.yaml").read_text()
+
+
+def test_an_unreadable_first_call_is_not_replaced_by_the_next(files: Path) -> None:
+    loaders = "a = DataLoader(rows, batch_size=int(cfg['n']))\nb = DataLoader(others, batch_size=32)\n"
+    Path("train.py").write_text(f"{PLAIN}torch.optim.AdamW(x)\n{loaders}")
+    text, said = translation([Path("train.py")])
+    assert "micro_batch" not in text.split("\n\n")[1]
+    assert "DataLoader.batch_size: only a run knows its value" in lines(said, "to do")
