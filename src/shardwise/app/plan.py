@@ -123,8 +123,7 @@ def _job(
     if job is not None:
         more = [] if model is None else [f"model.source={model}"]
         loaded = read(job, [*changes, *more], needs_data=False)
-        train = loaded.job.data.train
-        absent = [n for n in ([train] if isinstance(train, str) else train) if [*paths.missing_data(n)]]
-        return loaded, tuple(f"{name} is not there: its rows are taken as full" for name in absent)
+        absent = paths.missing_data(loaded.job.data.train)
+        return loaded, tuple(f"{what}: its rows are taken as full" for what, _ in absent)
     sketched = sketch(model or "", changes, world_size=hardware.world_size)
     return LoadedJob(job=sketched.job, origins={}), sketched.assumed

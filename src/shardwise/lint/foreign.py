@@ -6,6 +6,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -32,6 +33,8 @@ TABLE = toml_file("foreign.toml")
 TABLE["keys"] |= {other: TABLE["keys"][key] for other, key in TABLE["same"].items()}
 _KNOWN = [*TABLE["keys"], *TABLE["strategy"]["keys"]]
 _EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
+_BATCH = "train.micro_batch, train.global_batch"
+_OPEN = re.compile(r"\$[{(\w]")  # a variable of the shell
 _OVERLAP = "zero_optimization.overlap_comm"
 
 
@@ -53,12 +56,20 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     documents = _read(files, said := list[str]())
     setup = Setup(documents=tuple(documents[::-1]))  # the last one wins
     order = [one.name for one in documents if one.kind != "training"]
+    # The Trainer and Accelerate take DeepSpeed's scheduler; DeepSpeed itself takes the script's.
+    documents.sort(key=lambda one: (one.kind == "deepspeed") == (setup.reader != "deepspeed"))
     strategies = translate(replace(setup, asked_world_size=setup.launched or 1))
     planned = sorted(strategies, key=lambda one: order.index(one.file))
     taken = [_strategy(one) for one in planned]
     strategy = taken[-1].value if taken else ""
     precision = [change for one in planned[-1:] for change in one.changes[1:2]]
     taken += [one for each in documents for one in _taken(each, setup, strategy, said)]
+    lost = {one.key for one in taken if not one.value}
+    half = {one.value for one in taken if one.key == "train.precision"} - {"fp32"}
+    own = [one for one in taken if one.key == "weights" and not (half and one.value == "fp32")]
+    own = [one._replace(key="train.precision") for one in own]  # on which autocast computes in halves
+    others = [one for one in taken if one.value and one.key != "weights"]
+    taken = [*own, *others] if half else [*others, *own]
     if not taken:
         fix = "; ".join(said) or "add the launch command, or the file with the arguments"
         what, where = "none of its settings is one of a job", ", ".join(map(str, files))
@@ -69,21 +80,25 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     changes += ["model.lora.variants=[dora, rslora]"] * both
     batch = {one.key[6:]: int(one.value) for one in taken if one.key.startswith("batch.")}
     changes += [f"{one.key}={one.value}" for one in taken if not one.word and one.key[:6] != "batch."]
-    given = {one.key for one in taken}
-    given |= {key for had, others in TABLE["instead"].items() if had in given for key in others}
-    unsaid = {key: place for one in documents for key, place in _unsaid(one) if key not in given}
+    given, unsaid = {one.key for one in taken}, dict[str, str]()
+    for key, place in (row for one in documents for row in _unsaid(one)):
+        known = {key, TABLE["instead"].get(key)} & {*given, *unsaid}
+        unsaid |= {} if known else {key: place}
     keys = {key for one in documents for key, value in _leaves(one.values) if value is not None}
-    defaults = _defaults(keys | given | unsaid.keys(), documents, said)
+    defaults = _defaults(keys | given | lost | unsaid.keys(), documents, said)
     said += _conflicts(taken)
-    for key, place in unsaid.items():
-        own = "train.micro_batch and train.global_batch" if key.startswith("batch.") else key
-        said.append(f"to do: {place}: only a run knows its value; write {own}")
+    for place in dict.fromkeys(unsaid.values()):
+        names_ = (key for key in unsaid if unsaid[key] == place)
+        write = dict.fromkeys(_BATCH if one.startswith("batch.") else one for one in names_)
+        said.append(f"to do: {place}: only a run knows its value; write {', '.join(write)}")
     job = source.Document(name="the files")
-    rows = _rows(batch, said)
+    rows = _rows(batch, any(key.startswith("batch.") for key in unsaid), said)
     source.apply(job, [f"name={_name(files[0])}", *defaults, *precision, *changes, *rows])
     _complete(job, said)
+    fill, train = paths.FILL_IN["data.train"], job.values["data"]["train"]
     if (back := os.path.relpath(Path.cwd(), folder)) != ".":
         job.values = paths.below(back, job.values)
+        job.values["data"] |= {"train": fill} if train == fill else {}
     lines = (" ".join(line.split()) for line in (f"made of {', '.join(map(str, files))}", *said))
     ordered = {key: job.values[key] for key in json_schema.names_below(()) if key in job.values}
     return "".join(f"# {line}\n" for line in lines) + f"\n{source.job_text(ordered)}", said
@@ -99,10 +114,10 @@ def _strategy(one: Translated) -> Said:
 
 
 def _taken(document: Document, setup: Setup, strategy: str, said: list[str]) -> Iterator[Said]:
-    """What a document says of keys of the job; `said`: what is left out."""
+    """What a document says of keys of the job; "" where it is left out, as `said` says then."""
     wrong = unknown_keys(document) if document.kind == "deepspeed" else []
     left_out = defaultdict[str, list[str]](list)
-    pairs = _leaves({key: value for key, value in document.values.items() if key != UNDEFINED})
+    pairs = _leaves({key: v for key, v in _datasets(document, said).items() if key != UNDEFINED})
     for key, value in sorted(pairs, key=lambda leaf: leaf[0].startswith("bf16")):  # it wins over fp16
         word, place = not isinstance(TABLE["keys"].get(key), str), tuple(key.split("."))
         near, at = source.nearest(place, wrong), f"{document.name}:{document.line(place)}: {key}"
@@ -114,6 +129,7 @@ def _taken(document: Document, setup: Setup, strategy: str, said: list[str]) -> 
             continue
         if isinstance(meant, str):
             left_out[meant].append(f"{key} (line {document.line(place)})")
+            yield from (Said(one, "", at, word) for one in _targets(document, place))
             continue
         for change in meant:
             name, _, text = change.partition("=")
@@ -129,12 +145,52 @@ def _unknown(key: Key) -> str:
 
 def _unsaid(document: Document) -> Iterator[tuple[str, str]]:
     """Keys of the job whose values in a script only a run knows, and where they are."""
-    for place in document.marks if document.syntax == "python" else ():
-        rule = TABLE["keys"].get(key := ".".join(place), {})
-        words = [rule] if isinstance(rule, str) else [one for means in rule.values() for one in means]
-        name = words[0].partition("=")[0] if words else "name"
-        if (document.get(*place) is None or place in document.unknown) and name != "name":
-            yield name, f"{document.name}:{document.line(place)}: {key}"
+    for place in document.marks:
+        value, python = document.get(*place), document.syntax == "python"
+        if place in document.unknown or (value is None if python else _OPEN.search(str(value))):
+            where = f"{document.name}:{document.line(place)}: {'.'.join(place)}"
+            yield from ((name, where) for name in sorted(_targets(document, place)))
+
+
+def _targets(document: Document, place: Key) -> set[str]:
+    """The keys of the job that a key of a document, or one below it, decides."""
+    key, deep = ".".join(place), document.kind == "deepspeed" or len(place) > 1
+    rules = [v for k, v in TABLE["keys"].items() if k == key or (deep and k.startswith(f"{key}."))]
+    words = [[rule] if isinstance(rule, str) else [c for one in rule.values() for c in one] for rule in rules]
+    found = {one.partition("=")[0] for row in words for one in row} | {*TABLE["unread"].get(key, ())}
+    return {"train.precision" if one == "weights" else one for one in found - {"name"}}
+
+
+def _datasets(document: Document, said: list[str]) -> dict[str, Any]:
+    """The values, with Axolotl's datasets as one that has all paths, and LLaMA-Factory's names as paths."""
+    values = dict(document.values)
+    for name in ("datasets", "test_datasets"):
+        if isinstance(rows := values.get(name), list) and all(isinstance(row, Mapping) for row in rows[1:]):
+            columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
+            same = {key: column[0] for key, column in columns.items() if column.count(column[0]) == len(rows)}
+            values[name] = [columns | same] if rows else rows
+    if not values.keys() & {"finetuning_type", "template"}:  # LLaMA-Factory's
+        return values
+    file, known = f"{values.get('dataset_dir', 'data')}/dataset_info.json", dict[str, Any]()
+    for there in found([file], Path(document.name).parent):
+        with suppress(ValueError, OSError):
+            known, file = dict(json.loads(there.read_bytes())), str(there)
+    for name in {"dataset", "eval_dataset"} & values.keys():
+        asked = [one.strip() for one in str(values[name]).split(",") if one.strip()]
+        rows = ((one, known[one] if isinstance(known.get(one), Mapping) else {}) for one in asked)
+        files = [
+            row.get("hf_hub_url")
+            or (str(Path(file).parent / row["file_name"]) if "file_name" in row else "")
+            or one * ("/" in one or paths.is_local(one))
+            for one, row in rows
+        ]
+        if not all(files):
+            line, key = document.line((name,)), TABLE["keys"][name]
+            what = f"{values.pop(name)}: files that {file} should name; write {key}"
+            said.append(f"to do: {document.name}:{line}: {name}: {what}")
+        elif asked != files:
+            values[name] = files
+    return values
 
 
 def _read(files: Sequence[Path], said: list[str]) -> list[Document]:
@@ -257,7 +313,9 @@ def _meaning(key: str, value: Any, setup: Setup) -> list[str] | str:
     text = json.dumps(value if number is None else number)
     if isinstance(rule, Mapping) and text.strip('"') in rule:
         return list(rule[text.strip('"')])
-    if value in (AUTO, None) or key in TABLE["strategy"]["keys"]:
+    if value == AUTO and key in TABLE["auto"]:
+        return str(TABLE["auto"][key])
+    if value in (AUTO, None) or _OPEN.search(str(value)) or key in TABLE["strategy"]["keys"]:
         return []
     steps = as_number(setup.training("max_steps")) or 0
     if steps > 0 and rule == "train.epochs":
@@ -265,6 +323,10 @@ def _meaning(key: str, value: Any, setup: Setup) -> list[str] | str:
     rule = rule if isinstance(rule, str) else TABLE["otherwise"].get(key)
     if isinstance(value, str) and key in TABLE["lists"] and ("," in value or key != "dataset"):
         text = json.dumps([part.strip() for part in value.split(",") if part.strip()])
+    if rule == "train.steps" and number is not None and number <= 0:
+        return []  # the epochs say it
+    if rule == "data.eval_fraction" and number and number >= 1:
+        return f"{text} rows: a job holds out a share of them; write data.eval_fraction"
     if rule and rule.startswith("batch.") and not (isinstance(number, int) and number > 0):
         return f"{text} is no number of rows, steps or GPUs"
     if rule:
@@ -295,12 +357,15 @@ def _conflicts(taken: Sequence[Said]) -> Iterator[str]:
             yield from (f"conflict: {used} is used, not {one}" for one in lost)
 
 
-def _rows(batch: Mapping[str, int], said: list[str]) -> Iterator[str]:
+def _rows(batch: Mapping[str, int], unsaid: bool, said: list[str]) -> Iterator[str]:
     """The micro-batch, and the rows of a step over all GPUs."""
-    if not batch.keys() - {"gpus"}:
+    if not batch.keys() - {"gpus", "nodes"}:
         return
-    gpus, micro, times = (batch.get(name, 1) for name in ("gpus", "micro", "accumulation"))
-    rows = batch.get("total", gpus * micro * times)
+    nodes, gpus, micro, times = (batch.get(name, 1) for name in ("nodes", "gpus", "micro", "accumulation"))
+    rows = batch.get("total", nodes * gpus * micro * times)
+    if "total" not in batch and unsaid:
+        yield from [f"train.micro_batch={micro}"] * ("micro" in batch)
+        return
     yield f"train.global_batch={rows}"
     if "micro" in batch and rows % micro == 0:
         yield f"train.micro_batch={micro}"

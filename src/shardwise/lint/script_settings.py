@@ -21,6 +21,7 @@ _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
 _BUILDERS = ("json", "parquet", "text", "csv", "arrow")  # load_dataset's words for kinds of files
 _LABELS = re.compile(r"labels\W{0,4}[=:][^=\n]*input_ids")
+_SCHEDULE = re.compile(r"(?i)sched\w*(\.step\(|\s*=\s*[\w.]+\()")
 _PAIRS = re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']")
 
 
@@ -47,6 +48,8 @@ class Settings:
         if calls and (labels := _LABELS.search(text)):
             masked = "labels(-100)" if "-100" in text else "labels()"
             self._put({(masked,): (line_at(text, labels.start()), True)})
+        if calls and (schedule := _SCHEDULE.search(text)):
+            self._put({("scheduler()",): (line_at(text, schedule.start()), UNKNOWN)})
 
     def _take(self, node: ast.AST) -> None:
         """Calls, `for epoch in range(3)`, and `if (i + 1) % 8 == 0: optimizer.step()`, which accumulates."""
@@ -69,8 +72,10 @@ class Settings:
         self.uses.add(called := name_of(call.func))
         given = dict(zip(self.calls.get(last, "").split(), call.args, strict=False))
         said = self.known.arguments(call)
-        for name, node in given.items():
-            said |= self.known.entries(node, (name,))
+        for name in given.keys() - {key[0] for key in said}:
+            said |= self.known.entries(given[name], (name,))
+        if (more := said.pop(("**",), None)) and self.calls:
+            self._put({("**", last): more})
         own = called == "deepspeed.initialize" or last == "DeepSpeedStrategy"
         ours = CONFIGURATIONS[2:] if last.endswith(("Arguments", "Config", "Plugin")) else ()
         ours = CONFIGURATIONS[:2] if own else ours
@@ -89,7 +94,10 @@ class Settings:
             last = "tokenizer"
         given |= {one.arg: one.value for one in call.keywords if one.arg}
         part = given.get(_PART.get(last, ""))
-        if last not in {"tokenizer": "", **self.calls} or (part and _HELD_OUT.search(ast.unparse(part))):
+        held_out = part is not None and _HELD_OUT.search(ast.unparse(part))
+        if held_out and self.calls:
+            self._put({("eval_dataset",): (call.lineno, UNKNOWN)})
+        if held_out or last not in {"tokenizer": "", **self.calls}:
             return
         if last == "load_dataset" and said.get(("path",), (0, ""))[1] in _BUILDERS:
             del said["path",]
@@ -107,11 +115,10 @@ class Settings:
             self.tokenizer = self.tokenizer or one
             task = re.search(r"For(?!CausalLM)[A-Z]\w+", place)
             said |= {("model_class",): (call.lineno, task[0])} if task else {}
-        given = {key[0] for key in said if last in names("calls") or key == ("tokenizer",)}
+        known = last in names("calls") or self.calls
+        given = {key[0] for key in said if known or key == ("tokenizer",)}
         given |= {*_INITIALIZE[: len(call.args)]} if called == "deepspeed.initialize" else set()
         self.uses |= {f"{called}({name})" for name in given}
-        if said.pop(("**",), None) and self.calls and last in names("calls"):
-            self._put({("**", last): (call.lineno, True)})
         if self.calls and last == "DeepSpeedPlugin" and all(value != UNKNOWN for _, value in said.values()):
             self.plugins.append((call.lineno, nested(said)))
             return
@@ -126,7 +133,8 @@ class Settings:
             holder: Any = self.values
             for above in key[:-1]:
                 holder = holder.setdefault(above, {}) if isinstance(holder, dict) else None
-            if not isinstance(holder, dict) or key[-1] in holder or (value is None and self.calls):
+            first = key[-1] in holder if isinstance(holder, dict) else True
+            if first or (self.calls and (value is None or key in self.marks)):
                 continue
             if value in (None, UNKNOWN):
                 self.marks.setdefault(key, Mark(line=line))

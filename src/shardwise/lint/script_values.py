@@ -5,7 +5,7 @@ import builtins
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +20,7 @@ Said = dict[Key, tuple[int, Any]]  # of each key in a mapping: its line, and its
 _LIBRARIES = ("transformers", "trl")  # of which the rules know the classes with names that end in these:
 _CLASSES = ("Trainer", "TrainingArguments", "SFTConfig")
 _READS = ("copy", "get", "items", "keys", "values")  # methods that leave a dict as it is
+_COMMANDS = ("fire.Fire", "Fire", "typer.run")  # make flags of a function's arguments
 _SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
 
 
@@ -30,7 +31,7 @@ class Values:
         nodes = sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0))
         self._above = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         self._bound, self._uses, self._changes = (defaultdict[Any, list[Any]](list) for _ in range(3))
-        self._read = 0
+        self._read, self._defaults = 0, defaults
         self._reading, self._open = set[ast.AST](), frozenset[ast.AST]()
         self._arguments = dict[ast.AST, list[Any]]()
         for visit in (self._bind, *[self._default] * defaults, self._change):
@@ -160,8 +161,8 @@ class Values:
                 return self._given(node)
             case ast.Subscript(value=holder, slice=key):
                 return self._item(holder, key)
-            case ast.Call(func=ast.Attribute(attr="get", value=holder), args=[key, *_]):
-                return [*self._item(holder, key), None]
+            case ast.Call(func=ast.Attribute(attr="get", value=holder), args=[key, *other]):
+                return self._item(holder, key, other)
             case ast.Call(func=called) if isinstance(function := self.meant(called), ast.FunctionDef):
                 own = (one for one in ast.walk(function) if isinstance(one, ast.Return | ast.Yield))
                 found = [one for one in own if next(self._scopes(one)) is function]
@@ -169,15 +170,15 @@ class Values:
                 return [one.value for one in found] if plain else []
         return []
 
-    def _item(self, holder: ast.expr, name: ast.expr) -> list[Any]:
-        key = _path(name)
-        for path, item, _ in reversed(self._rows(self.meant(holder)) or []):
+    def _item(self, holder: ast.expr, name: ast.expr, other: Sequence[ast.expr] = ()) -> list[Any]:
+        key, rows = _path(name), self._rows(self.meant(holder))
+        for path, item, _ in reversed(rows or []):
             if path == () and item and self._rows(self.meant(item)) is not None:  # {**another}
                 if inner := self._item(item, name):
                     return inner
             elif not path or path[:1] == key:
                 return [item] if path and path == key else []
-        return []
+        return [*other] if rows is not None and key else []
 
     def _given(self, arg: ast.arg) -> list[Any]:
         """What the calls of its function give an argument; None where they do not show it."""
@@ -185,12 +186,18 @@ class Values:
         if arg in self._arguments or not isinstance(function, ast.FunctionDef):
             return self._arguments.get(arg, [])
         self._arguments[arg], places = [], [one.arg for one in function.args.args]
+        more = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+        preset = dict(zip(places[::-1], function.args.defaults[::-1], strict=False))
+        preset |= {one.arg: value for one, value in more if value}
         made = function.name == "__init__"
         for use in self._uses[getattr(self._above[function], "name", "") if made else function.name]:
             call, given = self._above[use], dict[Any, ast.expr]()
             if isinstance(call, ast.Call) and call.func is use and ast.Starred not in map(type, call.args):
                 own = places[made or isinstance(use, ast.Attribute) :]
                 given = dict(zip(own, call.args, strict=False)) | {k.arg: k.value for k in call.keywords}
+                given = given if None in given else preset | given
+            elif isinstance(call, ast.Call) and self._defaults and name_of(call.func) in _COMMANDS:
+                given = preset
             found.append(given.get(arg.arg))
         self._arguments[arg] = [*dict.fromkeys(one and self.meant(one) for one in found)]
         return self._arguments[arg]
@@ -246,7 +253,9 @@ def fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
         if isinstance(one, ast.Assign | ast.AnnAssign) and one.value:
             target = one.targets[0] if isinstance(one, ast.Assign) else one.target
             made = one.value.keywords if isinstance(one.value, ast.Call) else []  # of `field(...)`
-            yield ast.unparse(target), [*(part.value for part in made if part.arg == "default"), one.value][0]
+            given = [part.value for part in made if part.arg in ("default", "default_factory")]
+            value = [*given, one.value][0]
+            yield ast.unparse(target), value.body if isinstance(value, ast.Lambda) else value
 
 
 def name_of(function: ast.AST) -> str:

@@ -64,7 +64,8 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
         "reshard": not (stage == 3 and min(live, reuse) >= FOREVER),
     }
     waits = stage == 2 and document.get(ZERO, "overlap_comm") is False
-    strategy |= ({"bucket": bucket} if stage else {}) | ({"overlap_comm": False} if waits else {})
+    said = stage and document.get(ZERO, "reduce_bucket_size") != AUTO
+    strategy |= ({"bucket": bucket} if said else {}) | ({"overlap_comm": False} if waits else {})
     strategy |= {"tensor_parallel": degree} if degree > 1 else {}
     group, world = document.number(ZERO, "zero_hpz_partition_size") or 1, setup.world_size or 1
     if stage == 3 and 1 < group < world and world % group == 0:

@@ -111,7 +111,7 @@ def test_a_plan_needs_no_data_file(job: Path) -> None:
     without = shardwise.plan(job, gpus="1xRTX4080")
     assert without.options == with_data.options
     assert [one for one in without.job.assumed if one not in with_data.job.assumed] == [
-        "data.jsonl is not there: its rows are taken as full"
+        "data.jsonl does not exist: its rows are taken as full"
     ]
     with pytest.raises(JobError, match=r"data\.jsonl does not exist"):
         shardwise.load_job(job)

@@ -319,7 +319,9 @@ def test_every_key_is_one_of_a_job() -> None:
     ]
     changes += [change for row in TABLE["defaults"] for change in row["job"]]
     targets = {change.partition("=")[0] for change in changes if change}
-    assert {one for one in targets if not one.startswith(("batch.", "model.config."))} <= known
+    assert {one for one in targets if not one.startswith(("batch.", "model.config."))} <= known | {"weights"}
+    decided = {one for keys in TABLE["unread"].values() for one in keys if not one.startswith("batch.")}
+    assert decided <= known
 
 
 def test_values_that_make_no_sense_are_left_out(files: Path) -> None:
@@ -342,12 +344,12 @@ def test_values_that_files_differ_in_are_named_with_the_one_that_is_used(files: 
     Path("train.py").write_text(text)
     job, said = translation([Path("ds.json"), Path("train.py")])
     assert [one for one in said if one.startswith("conflict")] == [
-        "conflict: train.py:3: learning_rate 0.0001 is used, not ds.json:1: optimizer.params.lr 0.0005",
-        "conflict: train.py:3: per_device_train_batch_size 4 is used, "
-        "not ds.json:1: train_micro_batch_size_per_gpu 8",
+        "conflict: ds.json:1: optimizer.params.lr 0.0005 is used, not train.py:3: learning_rate 0.0001",
+        "conflict: ds.json:1: train_micro_batch_size_per_gpu 8 is used, "
+        "not train.py:3: per_device_train_batch_size 4",
     ]
-    assert "micro_batch: 4" in job
-    assert "learning_rate: 0.0001" in job
+    assert "micro_batch: 8" in job
+    assert "learning_rate: 0.0005" in job
     assert "assumed: LoRA of rank 16, since int8 weights are frozen and no file has adapters" in said
 
 
@@ -546,7 +548,7 @@ def test_a_plugin_of_accelerate_in_a_script(files: Path) -> None:
     Path("plug.py").write_text(f"from accelerate import DeepSpeedPlugin\n{plugin}\n")
     job, said = job_of(files, "plug.py")
     assert job.strategy == StrategySpec(engine="deepspeed", stage=3, offload_optimizer="cpu")
-    assert "**.DeepSpeedPlugin (line 2): arguments in a mapping are not read" in "\n".join(said)
+    assert "plug.py:2: **.DeepSpeedPlugin: only a run knows its value" in "\n".join(said)
     assert job.train.precision == "bf16", "shardwise's own: Accelerate's comes from its launcher"
     Path("mine.json").write_text(zero(1))
     job, said = job_of(files, "mine.json", "plug.py")
@@ -753,3 +755,236 @@ def test_trl_trains_on_the_completions_of_pairs(files: Path, of_the_file: bool) 
         assert job_of(files, "sft.py")[0].data.loss_on == loss
     Path("sft.py").write_text(text.replace(pair, ""))
     assert (job_of(files, "sft.py")[0].data.loss_on == "all") != of_the_file
+
+
+PLAIN = """\
+import torch, yaml
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+cfg = yaml.safe_load(open("other.yaml"))
+model = AutoModelForCausalLM.from_pretrained("a/b", torch_dtype=torch.float32)
+"""
+
+
+def lines(said: list[str], start: str) -> str:
+    return "\n".join(line for line in said if line.startswith(start))
+
+
+@pytest.mark.parametrize(
+    ("call", "precision"),
+    [
+        ("Accelerator(mixed_precision='bf16')", "bf16"),
+        ("Trainer(model, TrainingArguments(bf16=True))", "bf16"),
+        ("Trainer(model, TrainingArguments(fp16=True))", "fp16"),
+        ("Accelerator(mixed_precision='no')", "fp32"),
+        ("torch.autocast('cuda', dtype=torch.bfloat16)", "bf16"),
+    ],
+)
+def test_masters_in_fp32_and_autocast_are_mixed_precision(files: Path, call: str, precision: str) -> None:
+    Path("train.py").write_text(f"{PLAIN}{call}\n")
+    job, said = job_of(files, "train.py")
+    assert job.train.precision == precision
+    assert not lines(said, "conflict")
+
+
+def test_weights_in_halves_lose_to_the_tool_s_precision(files: Path) -> None:
+    text = PLAIN.replace("float32", "float16")
+    for given, used, conflicts in (("bf16=True", "bf16", 1), ("fp16=True", "fp16", 0), ("", "fp16", 0)):
+        Path("train.py").write_text(f"{text}Trainer(model, TrainingArguments({given}))\n")
+        job, said = job_of(files, "train.py")
+        assert (job.train.precision, lines(said, "conflict").count("is used")) == (used, conflicts)
+
+
+@pytest.mark.parametrize(
+    ("call", "asked"),
+    [
+        ("Trainer(model, TrainingArguments('o', **cfg))", "learning_rate beta1 schedule epochs global_batch"),
+        ("torch.optim.AdamW(x, lr=1e-4, betas=cfg['betas'])", "beta1 beta2"),
+        ("torch.optim.AdamW(x, **cfg)", "beta1 beta2 learning_rate weight_decay"),
+        ("Trainer(model, TrainingArguments(lr_scheduler_type=cfg['s']))", "schedule"),
+        ("Trainer(model, TrainingArguments('o'), optimizers=(make(), None))", "learning_rate beta2 schedule"),
+        ("torch.optim.AdamW(x)\nscheduler = build(optimizer)", "schedule warmup_steps"),
+        ("torch.optim.AdamW(x)\nfor b in loader:\n    lr_sched.step()", "schedule warmup_steps"),
+        ("Trainer(model, TrainingArguments('o'), eval_dataset=rows)", "eval"),
+        ("torch.optim.AdamW(x)\nvalid = DataLoader(eval_rows, batch_size=8)", "eval"),
+        ("Trainer(model, TrainingArguments('o'), **make())", "eval"),
+    ],
+)
+def test_what_is_given_but_unreadable_is_a_to_do_and_never_assumed(
+    files: Path, call: str, asked: str
+) -> None:
+    Path("train.py").write_text(f"{PLAIN}{call}\n")
+    _, said = job_of(files, "train.py")
+    wanted, known = lines(said, "to do"), {".".join(key) for key in json_schema.every_key()}
+    for key in asked.split():
+        (whole,) = {one for one in known if one.split(".")[1:] == [key]}
+        assert whole in wanted
+        assert f"{whole}=" not in lines(said, "assumed")
+    assert "data.eval_fraction" not in lines(said, "assumed") or asked != "eval"
+    asked_for = [
+        one for line in said if "only a run knows" in line for one in line.split("; write ")[1].split(", ")
+    ]
+    assert {*asked_for} <= known, "all are keys of a job"
+
+
+def test_a_batch_with_an_unreadable_factor_has_no_total(files: Path) -> None:
+    given = "per_device_train_batch_size=2, gradient_accumulation_steps=cfg['n']"
+    Path("train.py").write_text(f"{PLAIN}Trainer(model, TrainingArguments({given}))\n")
+    text, said = translation([Path("train.py")])
+    assert "micro_batch: 2" in text
+    assert "global_batch" not in text.split("\n\n")[1]
+    assert "write train.micro_batch, train.global_batch" in lines(said, "to do")
+
+
+def test_a_value_that_a_job_cannot_have_leaves_no_default(files: Path) -> None:
+    given = "lr_scheduler_type='polynomial', max_steps=-1"
+    Path("train.py").write_text(f"{PLAIN}Trainer(model, TrainingArguments({given}))\n")
+    _, said = job_of(files, "train.py")
+    assert "optimizer.schedule" not in lines(said, "assumed")
+    assert "lr_scheduler_type" in lines(said, "left out")
+    assert "train.epochs=3" in lines(said, "assumed"), "-1 means the epochs count"
+    assert "steps" not in lines(said, "left out")
+
+
+@pytest.mark.parametrize(("share", "fraction"), [("0.1", 0.1), ("args.held", 0.05), ("2000", None)])
+def test_rows_that_are_split_off(files: Path, share: str, fraction: float | None) -> None:
+    split = "both = data.train_test_split(test_size=SHARE)\nval_data = both['test']\n"
+    flag = "parser.add_argument('--held', default=0.05)\nargs = parser.parse_args()\n"
+    rest = "Trainer(model, TrainingArguments('o', eval_steps=200), eval_dataset=val_data)\n"
+    Path("train.py").write_text(PLAIN + flag + split.replace("SHARE", share) + rest)
+    job, said = job_of(files, "train.py")
+    assert "data.eval_fraction" not in lines(said, "assumed")
+    if fraction is None:
+        assert "write data.eval_fraction" in lines(said, "left out")
+    else:
+        assert job.data.eval_fraction == fraction
+        assert not lines(said, "to do: train.py")
+
+
+def test_literals_of_a_script_are_read(files: Path) -> None:
+    Path("train.py").write_text("""\
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+config = {"lr": 3e-5, "betas": (0.9, 0.95), "model": "a/b"}
+class Flags:
+    targets: list = field(default_factory=lambda: ["q_proj"])
+def made(name, dtype=torch.bfloat16, *, rank=4):
+    LoraConfig(r=rank, target_modules=flags.targets)
+    return AutoModelForCausalLM.from_pretrained(name, torch_dtype=dtype)
+def optimizer(model, lr, wd=0.2):
+    return torch.optim.AdamW(model, lr=lr, weight_decay=wd, betas=config["betas"])
+optimizer(made(config["model"]), config.get("lr"))
+DataLoader(rows, batch_size=config.get("size", 3))
+""")
+    job, said = job_of(files, "train.py")
+    one = job.optimizer
+    assert (one.learning_rate, one.beta2, one.weight_decay, job.train.micro_batch) == (3e-5, 0.95, 0.2, 3)
+    assert job.model.lora is not None
+    assert (job.model.source, job.model.lora.rank, job.model.lora.targets) == ("a/b", 4, ["q_proj"])
+    assert job.train.precision == "bf16"
+    assert "only a run knows" not in "\n".join(said)
+
+
+@pytest.mark.parametrize("call", ["made(**more)", "made(*more)", "run(made)", "made(0.1)\nmade(0.2)"])
+def test_a_default_of_a_function_counts_only_where_no_call_can_give_another(files: Path, call: str) -> None:
+    text = "def made(wd=0.3):\n    torch.optim.AdamW(x, lr=1e-4, weight_decay=wd)\n"
+    for given, rate in (("made()", 0.3), ("fire.Fire(made)", 0.3), (call, 0.0)):
+        Path("train.py").write_text(f"{PLAIN}{text}{given}\n")
+        assert job_of(files, "train.py")[0].optimizer.weight_decay == rate
+
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-5, "warmup_num_steps": 7}}
+
+
+@pytest.mark.parametrize("order", [("z.json", "train.py"), ("train.py", "z.json")])
+@pytest.mark.parametrize(
+    ("call", "schedule"),
+    [
+        ("Trainer(model, TrainingArguments(lr_scheduler_type='cosine'))", "constant"),
+        ("Accelerator()\nget_scheduler('cosine')", "constant"),
+        ("deepspeed.initialize(lr_scheduler=get_scheduler('cosine'))", "cosine"),
+    ],
+)
+def test_whose_scheduler_is_used(files: Path, order: tuple[str, str], call: str, schedule: str) -> None:
+    """transformers' deepspeed_optim_sched; DeepSpeed's _configure_lr_scheduler prefers the script's."""
+    Path("z.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "scheduler": WARMUP}))
+    Path("train.py").write_text(f"{PLAIN}{call}\n")
+    job, said = job_of(files, *order)
+    assert job.optimizer.schedule == schedule
+    assert f"(optimizer.schedule={schedule}) is used" in lines(said, "conflict")
+
+
+def test_every_dataset_of_axolotl(files: Path) -> None:
+    rows = "datasets:\n  - {path: a/b, type: alpaca}\n  - {path: c.jsonl, type: alpaca}\n"
+    held = "test_datasets:\n  - {path: held.jsonl, type: alpaca}\n"
+    Path("a.yaml").write_text(f"base_model: a/b\n{rows}{held}")
+    text, said = translation([Path("a.yaml")])
+    assert "  train:\n  - a/b\n  - c.jsonl\n" in text
+    assert "  eval: held.jsonl\n" in text
+    assert "datasets.1" not in "\n".join(said)
+    Path("a.yaml").write_text(f"base_model: a/b\n{rows.replace('alpaca}', 'sharegpt}', 1)}")
+    assert "datasets.0.type" in lines(translation([Path("a.yaml")])[1], "left out")
+
+
+def test_datasets_by_name_of_llama_factory(files: Path) -> None:
+    Path("factory.yaml").write_text(FACTORY.replace("my_data.jsonl", "identity, alpaca_zh_demo"))
+    text, said = translation([Path("factory.yaml")])
+    assert "train: fill-in-the-data.jsonl" in text
+    assert "files that data/dataset_info.json should name; write data.train" in lines(said, "to do")
+    Path("data").mkdir()
+    known = {"identity": {"file_name": "identity.json"}, "alpaca_zh_demo": {"hf_hub_url": "a/zh"}}
+    Path("data/dataset_info.json").write_text(json.dumps(known))
+    text, said = translation([Path("factory.yaml")])
+    assert "  train:\n  - data/identity.json\n  - a/zh\n" in text
+    assert "dataset_info" not in "\n".join(said)
+
+
+def test_a_bucket_that_the_trainer_fills_in_is_left_out(files: Path) -> None:
+    Path("z.json").write_text('{"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}')
+    text, said = translation([Path("z.json")])
+    assert "bucket:" not in text
+    assert "auto is the hidden size squared" in lines(said, "left out")
+
+
+def test_lightning_s_trainer(files: Path) -> None:
+    given = "devices=4, num_nodes=2, accumulate_grad_batches=3, precision='bf16-mixed', max_epochs=5"
+    Path("train.py").write_text(
+        f"import lightning as L, torch\ntorch.optim.AdamW(x, lr=2e-5)\nDataLoader(rows, batch_size=2)\n"
+        f"L.Trainer({given}, gradient_clip_val=0.7, max_steps=-1, strategy=DeepSpeedStrategy(stage=3))\n"
+    )
+    job, said = job_of(files, "train.py")
+    assert (job.train.global_batch, job.train.epochs, job.train.precision) == (4 * 2 * 3 * 2, 5, "bf16")
+    assert (job.optimizer.clip_norm, job.strategy) == (0.7, "zero3")
+    assert "train.steps" not in "\n".join(said)
+
+
+def test_variables_of_a_shell_are_not_values(files: Path) -> None:
+    Path("run.sh").write_text(
+        "torchrun --nproc_per_node 8 --nnodes 2 train.py --model_name_or_path $M \\\n"
+        "  --output_dir out --learning_rate $LR --per_device_train_batch_size 2\n"
+    )
+    Path("train.py").unlink()
+    job, said = job_of(files, "run.sh")
+    assert (job.model.source, job.train.global_batch) == ("gpt2", 8 * 2 * 2)
+    assert "learning_rate: only a run knows its value; write optimizer.learning_rate" in lines(said, "to do")
+    assert "learning_rate" not in lines(said, "assumed")
+
+
+def test_where_a_preset_or_a_placeholder_goes(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("qa.jsonl").write_text("mine\n")
+    assert main(["init", "lora", "--out", "l.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert "qa.jsonl exists already" in error
+    assert "--out names a file in another folder, DIR/l.yaml" in error
+    assert main(["init", "lora", "--out", "new/l.yaml"]) == 0, "the fix helps"
+    Path("z.json").write_text(zero(2))
+    assert main(["init", "--from", "z.json", "--out", "sub/l.yaml"]) == 0
+    assert "train: fill-in-the-data.jsonl\n" in Path("sub/l.yaml").read_text()
+
+
+def test_an_unreadable_first_call_is_not_replaced_by_the_next(files: Path) -> None:
+    loaders = "a = DataLoader(rows, batch_size=int(cfg['n']))\nb = DataLoader(others, batch_size=32)\n"
+    Path("train.py").write_text(f"{PLAIN}torch.optim.AdamW(x)\n{loaders}")
+    text, said = translation([Path("train.py")])
+    assert "micro_batch" not in text.split("\n\n")[1]
+    assert "DataLoader.batch_size: only a run knows its value" in lines(said, "to do")

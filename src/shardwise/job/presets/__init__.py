@@ -55,7 +55,12 @@ def write_new(files: dict[Path, str], out: Path) -> Iterator[Path]:
     """
     for path, content in files.items():
         if path.exists() and (path == out or path.read_text(encoding="utf-8") != content):
-            raise JobError(f"{path} exists already", where="shardwise init", fix="--out names another file")
+            fix = (
+                "--out names another file"
+                if path == out
+                else f"--out names a file in another folder, DIR/{out.name}"
+            )
+            raise JobError(f"{path} exists already", where="shardwise init", fix=fix)
     files[out.parent / SCHEMA_FILE] = schema_text()
     out.parent.mkdir(parents=True, exist_ok=True)
     for path, content in files.items():
