@@ -74,8 +74,9 @@ class Settings:
         said = self.known.arguments(call)
         for name in given.keys() - {key[0] for key in said}:
             said |= self.known.entries(given[name], (name,))
-        if (more := said.pop(("**",), None)) and self.calls:
-            self._put({("**", last): more})
+        if more := said.pop(("**",), None):
+            self.uses |= {f"{called}(**)"} if last in names("calls") else set()
+            self._put({("**", last): more} if self.calls else {})
         own = called == "deepspeed.initialize" or last == "DeepSpeedStrategy"
         ours = CONFIGURATIONS[2:] if last.endswith(("Arguments", "Config", "Plugin")) else ()
         ours = CONFIGURATIONS[:2] if own else ours
