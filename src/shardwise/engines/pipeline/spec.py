@@ -16,7 +16,8 @@ from shardwise.simulate.time.step import Played
 from shardwise.strategy import Strategy
 
 PEER_BYTES = 1420 * MIB
-"""What NCCL takes to exchange activations with a stage over NVLink, measured on two."""
+"""What NCCL takes to exchange activations with another stage over NVLink, measured on two stages. A stage in
+the middle is assumed to take as much for each of its two neighbours."""
 
 _of_torch = partial(Rule, versions=TORCH)
 

@@ -230,9 +230,8 @@ def _divisors(node: ast.expr) -> Iterator[ast.expr]:
     """What a sum, product or quotient is divided by, also before `.mean()`."""
     match node:
         case ast.BinOp(left=left, op=op, right=right):
-            mean = isinstance(right, ast.Constant) and isinstance(
-                getattr(left, "op", None), ast.Add
-            )  # of losses
+            added = isinstance(getattr(left, "op", None), ast.Add)
+            mean = added and isinstance(right, ast.Constant)  # of losses
             yield from ([right] * (not mean) if isinstance(op, ast.Div) else _divisors(right))
             yield from _divisors(left)
         case ast.Call(func=ast.Attribute(value=inner)):
