@@ -163,12 +163,12 @@ def test_warm_up_does_not_count_and_unknown_energy_stays_unknown(modules: dict[s
 
 
 def test_the_matrix_is_as_wide_as_it_is_meant_to_be(modules: dict[str, ModuleType]) -> None:
-    """At least 80 rows of six architectures, a fifth of them held out; the rules allow every one."""
+    """At least 80 rows of six architectures, at least a fifth of them held out; the rules allow every one."""
     every = modules["rows"].load_rows(FOLDER / "rows.toml")
     rows = [row for row in every if row.set in ("fit", "held-out")]
     assert len(rows) >= 80
     held_out = sum(row.set == "held-out" for row in rows)
-    assert 0.15 < held_out / len(rows) < 0.3
+    assert held_out / len(rows) >= 0.2
     types = {row.shape.model_type for row in rows}
     assert types >= {"gpt2", "gpt_neo", "llama", "qwen2", "gemma3_text", "gpt_neox", "phi3"}
     assert {row.gpus for row in rows} == {1, 2, 4}
