@@ -76,19 +76,13 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The best limit known so far, compared with the highest one."""
+    """The best limit known so far."""
 
     watts: int
-    time_ratio: float
-    """Seconds per step over those at the highest limit."""
-    time_error: float
-    """Standard deviation of `time_ratio`, as a share of it."""
-    energy_ratio: float
-    energy_error: float
     expected_regret: float
     """How much better the best limit is expected to be, as a share of the objective."""
     reasons: tuple[str, ...]
-    """Plain sentences."""
+    """Plain sentences, which compare it with the highest limit."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +119,6 @@ class Search:
         *,
         windows: Sequence[Window] = (),
         rechecked: bool = False,
-        most_windows: int = MOST_WINDOWS,
     ) -> None:
         """`limits`: watts that every GPU of the job accepts, in any order. `windows`: measured before."""
         if not limits or min(limits) <= 0:
@@ -135,7 +128,6 @@ class Search:
         self.objective = objective
         self.windows: list[Window] = []
         self.rechecked = rechecked
-        self._most_windows = max(most_windows, len(FIRST))
         self._normal = np.random.default_rng(0).standard_normal((2, SAMPLES, len(self.limits)))
         self._moved = 0
         for window in windows:
@@ -165,26 +157,11 @@ class Search:
         """The best limit so far; before the first window, the highest one."""
         if not self.windows:
             only = f"{self.limits[-1]} W, the highest limit: no window was measured."
-            return Choice(
-                watts=self.limits[-1],
-                time_ratio=1.0,
-                time_error=math.inf,
-                energy_ratio=1.0,
-                energy_error=math.inf,
-                expected_regret=math.inf,
-                reasons=(only,),
-            )
+            return Choice(watts=self.limits[-1], expected_regret=math.inf, reasons=(only,))
         view = self._view()
-        top, best = len(view.levels) - 1, self._measured_best(view)
-        (time_ratio, time_error), (energy_ratio, energy_error) = (
-            curve.ratio(best, top) for curve in (view.seconds, view.joules)
-        )
+        best = self._measured_best(view)
         return Choice(
             watts=self._watts(view, best),
-            time_ratio=time_ratio,
-            time_error=time_error,
-            energy_ratio=energy_ratio,
-            energy_error=energy_error,
             expected_regret=float(view.regrets[:, best].mean()),
             reasons=tuple(self._reasons(view, best)),
         )
@@ -210,7 +187,7 @@ class Search:
 
     def recheck(self) -> "Search":
         """A new search without the old windows, which never asks for another one."""
-        return Search(self.limits, self.objective, rechecked=True, most_windows=self._most_windows)
+        return Search(self.limits, self.objective, rechecked=True)
 
     def to_json(self) -> str:
         """The search without its objective, which belongs to the job: windows serve any objective."""
@@ -294,7 +271,7 @@ class Search:
         if first is not None:
             return first, "the shape of the curve is not known yet"
         view = self._view()
-        if len(self.windows) >= self._most_windows:
+        if len(self.windows) >= MOST_WINDOWS:
             return None, f"{len(self.windows)} windows were measured, and no more are allowed"
         if view.expected > ENOUGH:
             return self._rival(view)
