@@ -17,6 +17,7 @@ from shardwise.hardware.detect import deepspeed_accelerator, gpu_count
 from shardwise.launch import flight
 from shardwise.launch.nodes import INTERFACES, SECRET, Place, free_port
 from shardwise.launch.spec import LaunchSpec, Worker
+from shardwise.launch.supervise import supervise
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -35,12 +36,7 @@ class LocalLauncher:
         quiet: bool = False,
         debug: bool = False,
     ) -> list[Worker]:
-        """Run `python -m module spec` in each process, with the variables torchrun sets.
-
-        `place`: of these processes among those of all nodes. Error reports (`report_path`) and logs go next
-        to `spec`. Rank 0 shares this process's output unless it is `quiet`. Raises MachineError when one
-        cannot be started; then none is left running.
-        """
+        """See `Launcher.start`. Rank 0 shares this process's output unless it is `quiet`."""
         first = 0 if place is None else place.first_rank
         environment = worker_environment(processes=processes, folder=spec.parent, place=place)
         if debug:
@@ -59,7 +55,7 @@ class LocalLauncher:
         return workers
 
     def stop(self, workers: Sequence[Worker]) -> None:
-        """Ask them to save and end: SIGTERM to them alone, who still need what they started (a renderer).
+        """Send SIGTERM to the workers alone: they still need what they started (a renderer, a compiler).
 
         One that SIGSTOP has stopped goes on, or it would never hear of it.
         """
@@ -69,7 +65,7 @@ class LocalLauncher:
                 os.kill(worker.process.pid, signal.SIGCONT)
 
     def kill(self, workers: Sequence[Worker]) -> None:
-        """End them with what they started; returns when they have ended. Every worker leads a group."""
+        """See `Launcher.kill`: every worker leads a process group."""
         for worker in workers:
             with suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
@@ -97,8 +93,6 @@ def _start(rank: int, module: str, spec: Path, environment: Mapping[str, str], *
 
 def launch(spec: LaunchSpec, **options: Any) -> int:
     """Run a job, or this machine's part of it, and return its exit code; options are those of `supervise`."""
-    from shardwise.launch.supervise import supervise  # it imports this module
-
     if not gpu_count() and (warning := unseen_vendor()) is not None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     return supervise(spec, launcher=LocalLauncher(), **options)

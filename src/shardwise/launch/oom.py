@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import DoesNotFitError, Problem, ShardwiseError
-from shardwise.launch.local import LocalLauncher
-from shardwise.launch.spec import Ending, LaunchSpec
+from shardwise.launch.spec import Ending, Launcher, LaunchSpec
 from shardwise.record.manifest import step_folders
 from shardwise.record.read import is_run_folder
 from shardwise.record.schema import OUT_OF_MEMORY
@@ -32,7 +31,7 @@ class RetryError(DoesNotFitError):
 class OomHandling:
     """The out-of-memory failures of one launch; create it before the first worker starts."""
 
-    def __init__(self, spec: LaunchSpec, launcher: LocalLauncher, *, module: str) -> None:
+    def __init__(self, spec: LaunchSpec, launcher: Launcher, *, module: str) -> None:
         self._launcher, self._module = launcher, module
         self._run_dir = Path(spec.run_dir)
         self._existed = self._run_dir.exists()

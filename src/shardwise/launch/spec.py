@@ -1,17 +1,16 @@
-"""What a launch is made of: its specification, its workers, and how it ended."""
+"""What a launch is made of: its specification, its workers, and the seam to what starts them."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from shardwise.errors import ShardwiseError
-from shardwise.launch.nodes import Nodes
+from shardwise.launch.nodes import Nodes, Place
 from shardwise.record.write import replace_json
 
 
@@ -56,12 +55,26 @@ class LaunchSpec:
         return LaunchSpec(**{**values, "nodes": None if nodes is None else Nodes(**nodes)})
 
 
+class Process(Protocol):
+    """A started process; `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float = ...) -> int: ...
+
+
 @dataclass
 class Worker:
     """A process of the run. `failed_at` and `report` are filled in by `look`."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: Process
     folder: Path
     failed_at: float | None = None  # Unix seconds; None while it has not failed
     report: Mapping[str, Any] | None = None
@@ -125,6 +138,33 @@ class Ending:
     step: int = 0  # The last one that a rank has begun; 0 before the first
     traceback: str = ""
     log: Path | None = None  # The failed worker's log, which is kept; on the node that failed
+
+
+class Launcher(Protocol):
+    """Starts, stops and kills the workers of one machine."""
+
+    def start(
+        self,
+        processes: int,
+        module: str,
+        spec: Path,
+        *,
+        place: Place | None = None,
+        quiet: bool = False,
+        debug: bool = False,
+    ) -> list[Worker]:
+        """Run `python -m module spec` in each process, with the variables torchrun sets.
+
+        `place`: of these processes among those of all nodes. Error reports (`report_path`) and logs go next
+        to `spec`; with `quiet` rank 0 has one, too. Raises MachineError when one cannot be started; then none
+        is left running.
+        """
+
+    def stop(self, workers: Sequence[Worker]) -> None:
+        """Ask them to save and end."""
+
+    def kill(self, workers: Sequence[Worker]) -> None:
+        """End them with what they started; returns when they have ended."""
 
 
 def report_path(folder: Path, rank: int) -> Path:

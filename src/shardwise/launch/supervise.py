@@ -1,4 +1,4 @@
-"""Runs a job: starts the workers, passes signals on, and ends with one exit code.
+"""Runs a job with any launcher: starts the workers, passes signals on, and ends with one exit code.
 
 Signals: the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 asks every worker to save and end with 75. A second
 SIGINT kills them, and so does a second SIGTERM a second or more after the first: `timeout` and some batch
@@ -26,10 +26,9 @@ from shardwise.hardware.detect import host_memory_bytes
 from shardwise.launch import flight
 from shardwise.launch.control import Together
 from shardwise.launch.heartbeat import Pulse
-from shardwise.launch.local import LocalLauncher
 from shardwise.launch.oom import OomHandling
 from shardwise.launch.restart import Restarts
-from shardwise.launch.spec import Ending, LaunchSpec, Worker
+from shardwise.launch.spec import Ending, Launcher, LaunchSpec, Worker
 from shardwise.launch.team import joined, settle
 from shardwise.record.read import is_run_folder
 from shardwise.units import gib
@@ -54,7 +53,7 @@ class _Request(NamedTuple):
 def supervise(
     spec: LaunchSpec,
     *,
-    launcher: LocalLauncher,
+    launcher: Launcher,
     module: str = WORKER_MODULE,
     post_mortem: str = POST_MORTEM_MODULE,
     grace_seconds: float = 10.0,
@@ -108,7 +107,7 @@ def _asked_within(seconds: float) -> int | None:
 
 
 def _run(
-    spec: LaunchSpec, launcher: LocalLauncher, module: str, grace_seconds: float, look: Callable[[], object]
+    spec: LaunchSpec, launcher: Launcher, module: str, grace_seconds: float, look: Callable[[], object]
 ) -> Ending:
     folder = Path(tempfile.mkdtemp(prefix="shardwise-"))  # mode 0700
     log = None
@@ -185,7 +184,7 @@ def _impatient(requests: Sequence[_Request]) -> int | None:
 
 
 def _watch(
-    launcher: LocalLauncher,
+    launcher: Launcher,
     workers: list[Worker],
     pulse: Pulse,
     requests: list[_Request],
