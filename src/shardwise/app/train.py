@@ -141,7 +141,7 @@ def train(
         raise JobError("--supervise works on one machine", where="--supervise", fix=fix)
 
     goes_on = (resume or resume_or_start or supervise) and among is None and not dry_run
-    if goes_on and resume_from is None and (folder := _finished(job, changes)):
+    if goes_on and resume_from is None and (folder := _finished(job, changes, max_steps)):
         return Run(folder=folder, exit_code=0)
     build = partial(
         _spec,
@@ -183,13 +183,13 @@ def train(
     return Run(folder=folder, exit_code=code)
 
 
-def _finished(job: AnyJob, changes: Sequence[str]) -> Path | None:
+def _finished(job: AnyJob, changes: Sequence[str], max_steps: int | None) -> Path | None:
     """The folder of a run that has nothing left to do, which is said; None for any other."""
     loaded, folder = _named(job, changes, resume=True, needs_data=False)
     if not is_run_folder(folder) or not step_folders(folder / "checkpoints"):
         return None
     check_same_job(loaded, folder)
-    if said := finished(folder, loaded.job):
+    if said := finished(folder, loaded.job, max_steps):
         print(said, file=sys.stderr)
     return folder if said else None
 

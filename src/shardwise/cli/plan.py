@@ -128,8 +128,8 @@ def plan(
         if explain:
             print()
             show_explanation(made)
-        if html is not None:
-            print(f"\nwrote {html}")
+        if wrote := [str(path) for path in (out, html) if path is not None]:
+            print(f"\nwrote {' and '.join(wrote)}")
     if made.chosen is None:
         raise does_not_fit(made)
 

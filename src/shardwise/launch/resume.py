@@ -68,9 +68,11 @@ def _last_strategy(run_dir: Path) -> Strategy:
         raise CheckpointError(what, where=f"{run_dir}/{PLAN}", fix=fix) from None
 
 
-def finished(run_dir: Path, job: Job) -> str:
+def finished(run_dir: Path, job: Job, max_steps: int | None = None) -> str:
     """What to say of a run that has nothing left to do with this job; empty for any other."""
     record, last = read_run(run_dir), step_folders(run_dir / "checkpoints")[:1]
+    if last and max_steps is not None and last[0][0] >= max_steps:
+        return f"at step {last[0][0]} already: --max-steps {max_steps} leaves nothing to do"
     end = record.events[-1] if record.events else {}
     done = end.get("status") == "finished" and end.get("mirror") is None
     same = Job.model_validate(record.job).train == job.train

@@ -118,6 +118,16 @@ def test_a_finished_run_says_so_before_anything_is_prepared(
     ) is not starts
 
 
+@pytest.mark.parametrize(("most", "starts"), [("59", False), ("60", False), ("61", True)])
+def test_a_run_beyond_max_steps_says_so(
+    run: Path, launched: list[LaunchSpec], capsys: pytest.CaptureFixture[str], most: str, starts: bool
+) -> None:
+    (run / "checkpoints" / "step-000060").mkdir(parents=True)
+    assert main(["train", str(run), "--resume", "--max-steps", most]) == 0
+    assert bool(launched) is starts
+    assert (f"at step 60 already: --max-steps {most} leaves" in capsys.readouterr().err) is not starts
+
+
 @pytest.mark.parametrize("more", [[], ["--processes", "3"]])
 def test_a_finished_run_needs_neither_its_data_nor_its_processes(
     run: Path, launched: list[LaunchSpec], capsys: pytest.CaptureFixture[str], more: list[str]

@@ -195,6 +195,7 @@ CASES = (
     Case("stage-is-missing", zero(stage=GONE), {}),
     Case("accelerate-needs-zero", {"zero_optimization": GONE}, zero(stage=0), {"asked_reader": "accelerate"}),
     Case("stage-3-key-below-stage-3", zero(stage3_max_live_parameters=1e9), {}),
+    Case("setting-without-effect", zero(allgather_partitions=False), zero(allgather_partitions=True)),
     Case(
         "small-reduce-bucket",
         zero(**STAGE_3, reduce_bucket_size=1e6),
@@ -280,6 +281,11 @@ CASES = (
     ),
     Case("tensor-parallel-divides-the-heads", {"tensor_parallel": {"autotp_size": 3}}, TP, {"model": LLAMA}),
     Case("tensor-parallel-and-lora", TP, {}, also=("from peft import LoraConfig\nLoraConfig(r=8)\n",)),
+    Case(
+        "tensor-parallel-preset",
+        {"tensor_parallel": {"autotp_size": 2, "preset_model": "gemma"}},
+        {"tensor_parallel": {"autotp_size": 2, "preset_model": "Llama"}},
+    ),
     Case(
         "hpz-divides-the-gpus",
         zero(**STAGE_3, zero_hpz_partition_size=3),
@@ -622,6 +628,26 @@ def test_an_argument_that_was_removed_is_answered_with_what_replaces_it() -> Non
 def test_a_trainer_of_transformers_has_no_tokenizer(text: str, found: int) -> None:
     findings = check(Setup(documents=(read(text, "train.py"),))).findings
     assert [one.rule for one in findings].count("argument-was-removed") == found
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "stages", "severity"),
+    [
+        ("elastic_checkpoint", True, (0, 3), "warning"),
+        ("offload_optimizer", {**OFFLOAD, "super_offload": True}, (0, 1, 2), "error"),
+    ],
+)
+def test_a_setting_is_without_effect_at_the_stages_that_do_not_read_it(
+    key: str, value: Any, stages: tuple[int, ...], severity: str
+) -> None:
+    for stage in range(4):
+        document = read(json.dumps(merged(DEEPSPEED, zero(**{**STAGE_3, "stage": stage, key: value}))), "d")
+        found = [
+            one
+            for one in check(Setup(documents=(document,))).findings
+            if one.rule == "setting-without-effect"
+        ]
+        assert [one.severity for one in found] == [severity] * (stage in stages)
 
 
 def test_the_bases_are_without_any_finding() -> None:

@@ -17,7 +17,10 @@ from shardwise.models.build import build_model, check_length
 def test_only_learned_positions_have_an_end(source: str, limit: int | None) -> None:
     built = build_model(Model(source=source, weights="random"), dtype=torch.float32, seed=0)
     if limit is None:
+        check_length(built, positions := built.config.max_position_embeddings)
+        assert not built.notes
         check_length(built, 1_000_000)
+        assert f"rows of 1000000 tokens exceed the model's {positions} positions" in built.notes[0]
         return
     check_length(built, limit)
     with pytest.raises(JobError) as caught:

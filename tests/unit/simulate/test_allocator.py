@@ -187,16 +187,15 @@ def test_a_block_is_freed_once() -> None:
             give(block)
 
 
-def test_peaks_can_be_reset() -> None:
+def test_peaks_are_the_highest_so_far() -> None:
     def peaks() -> tuple[int, ...]:
         return (allocator.peak_allocated_bytes, allocator.peak_active_bytes, allocator.peak_reserved_bytes)
 
     allocator, (first, _) = filled([40, 20])
     allocator.give(first)
     allocator.empty_cache()
+    assert allocator.allocated_bytes == 20 * MIB
     assert peaks() == (60 * MIB,) * 3
-    allocator.reset_peaks()
-    assert peaks() == (20 * MIB,) * 3
 
 
 # Fragmentation and running out of memory

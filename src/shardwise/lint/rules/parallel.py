@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
-from shardwise.lint.document import Document
+from shardwise.lint.document import AUTO, Document
+from shardwise.lint.edit import Drop
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.zero import ZERO, stage_of
+from shardwise.lint.schema import names
 from shardwise.lint.setup import Setup
 
 TENSOR = "tensor_parallel"
@@ -55,6 +57,15 @@ def tensor_parallel_and_lora(document: Document, setup: Setup) -> Iterator[Hit]:
     """AutoTP replaces the layers with LoRA adapters: nothing is trained, or the first step fails."""
     if degree_of(document) > 1 and setup.lora:
         yield Hit(SIZE, fix="remove `tensor_parallel` (ZeRO-2 and 3 train LoRA), or train all weights")
+
+
+@rule("warning", "deepspeed/module_inject/autotp_config.py: AutoTPPresets.get_preset")
+def tensor_parallel_preset(document: Document, _: Setup) -> Iterator[Hit]:
+    """DeepSpeed silently ignores a preset that it does not know: it splits by the model's own plan."""
+    key, known = (TENSOR, "preset_model"), names("tensor_parallel_presets")
+    name = document.get(*key)
+    if isinstance(name, str) and name.lower() not in (*known, AUTO):
+        yield Hit(key, fix=f"remove it, or one of {', '.join(known)}", changes=(Drop(key),))
 
 
 @rule("error", "deepspeed/utils/groups.py: _create_zero_param_parallel_group; run with 3 on 2 processes")

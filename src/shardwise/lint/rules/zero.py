@@ -8,13 +8,15 @@ from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, Severity, rule
-from shardwise.lint.schema import as_number, names, table
+from shardwise.lint.schema import as_number, by_key, names, table
 from shardwise.lint.setup import Setup
 
 ZERO = "zero_optimization"
 
 STAGE_3_ONLY: dict[str, Any] = table("stage_3_only") | dict.fromkeys(names("stage_3_keys"))
 """Keys that only stage 3 reads, with the value that requests nothing, or None."""
+WITHOUT_EFFECT: dict[Key, tuple[str, Any, Severity, str]] = by_key("without_effect")
+"""Stages that do not read a setting; the value that requests nothing; how bad it is; what happens."""
 SMALLEST_BUCKET = 4_194_304  # elements of a 2048 x 2048 matrix, the smallest projections of a 1B model
 LARGE_MATRIX = 1 << 24  # a gradient of 32 MiB in bf16 saturates a link: larger buckets gain nothing
 
@@ -37,13 +39,6 @@ def stage_of(document: Document) -> int | None:
     if isinstance(document.get(ZERO), bool):
         return int(document.get(ZERO))
     return int(value) if isinstance(value, int | float) and isfinite(value) else 0
-
-
-def zero_keys(document: Document, keys: dict[str, Any]) -> Iterator[Key]:
-    """Those of the keys that are given and request something."""
-    for name, nothing in keys.items():
-        if document.has(ZERO, name) and (nothing is None or document.get(ZERO, name) != nothing):
-            yield (ZERO, name)
 
 
 @rule("error", f"{_CONFIG}: stage; run with 0.19.8")
@@ -70,9 +65,19 @@ def stage_3_key_below_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
     stage = stage_of(document)
     if stage in (None, 3) or not document.has(ZERO, "stage"):
         return
-    for key in zero_keys(document, STAGE_3_ONLY):
-        what = f"only ZeRO-3 reads it; at stage {stage} it has no effect"
-        yield Hit(key, what, "remove it, or `stage`: 3 for sharded parameters", (Drop(key),))
+    for name, nothing in STAGE_3_ONLY.items():
+        key = (ZERO, name)
+        if document.has(*key) and (nothing is None or document.get(*key) != nothing):
+            what = f"only ZeRO-3 reads it; at stage {stage} it has no effect"
+            yield Hit(key, what, "remove it, or `stage`: 3 for sharded parameters", (Drop(key),))
+
+
+@rule("note", "deepspeed/runtime/engine.py: what each setting is given to; run with 0.19.8")
+def setting_without_effect(document: Document, _: Setup) -> Iterator[Hit]:
+    """DeepSpeed accepts the setting, and at this stage never reads it."""
+    for key, (stages, nothing, severity, what) in WITHOUT_EFFECT.items():
+        if document.get(*key) not in (None, AUTO, nothing) and str(stage_of(document)) in stages:
+            yield Hit(key, what, changes=(Drop(key),), severity=severity)
 
 
 @rule("warning", "deepspeed/runtime/zero/stage3.py: reduce_independent_p_g_buckets_and_remove_grads")

@@ -60,7 +60,7 @@ class CachingAllocator:
         requested_bytes: before rounding, of the blocks in `active_bytes`.
         reserved_bytes: in mapped pages, taken from the device.
         alloc_retries: how often the entire cache was given back for an allocation.
-        peak_allocated_bytes, peak_active_bytes, peak_reserved_bytes: highest since `reset_peaks`.
+        peak_allocated_bytes, peak_active_bytes, peak_reserved_bytes: highest so far.
     """
 
     def __init__(self, *, capacity_bytes: int) -> None:
@@ -79,12 +79,6 @@ class CachingAllocator:
     def active_bytes(self) -> int:
         """Allocated, or freed while another stream still uses it."""
         return self.allocated_bytes + self._deferred_bytes
-
-    def reset_peaks(self) -> None:
-        """As torch.cuda.reset_peak_memory_stats."""
-        self.peak_allocated_bytes = self.allocated_bytes
-        self.peak_active_bytes = self.active_bytes
-        self.peak_reserved_bytes = self.reserved_bytes
 
     def take(self, size_bytes: int, stream: int = 0, account: int = 0) -> Block:
         """Allocate more than 0 bytes for use on a stream (malloc, alloc_found_block).
