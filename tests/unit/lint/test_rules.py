@@ -329,7 +329,12 @@ CASES = (
         plugin(zero_stage=3, zero3_save_16bit_model=True, offload_param_device="cpu"),
     ),
     Case("accelerate-stage-3-flags", plugin(zero_stage=3), plugin(zero_stage=3, zero3_save_16bit_model=True)),
-    Case("accelerate-machines", {"num_machines": 2}, {"num_machines": 2, "main_process_ip": "10.0.0.1"}),
+    Case(
+        "accelerate-machines",
+        {"num_machines": 2},
+        {"num_machines": 2, "main_process_ip": "10.0.0.1"},
+        also=("accelerate launch train.py",),
+    ),
     Case("accelerate-processes", {"num_processes": GONE}, {}),
     Case(
         "accelerate-parallelism",

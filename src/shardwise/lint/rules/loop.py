@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import DEEPSPEED, Hit, Severity
 from shardwise.lint.rules.accelerate import DS
-from shardwise.lint.rules.training import calls, distributed, training_rule, tree_of, within, zero_stage
+from shardwise.lint.rules.training import (
+    calls,
+    distributed,
+    training_rule,
+    tree_of,
+    values_of,
+    within,
+    zero_stage,
+)
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names
 from shardwise.lint.script_text import UNDEFINED
@@ -140,10 +148,10 @@ def _opposite(test: ast.expr) -> ast.expr:
     return ast.UnaryOp(ast.Not(), test)
 
 
-def _branches(program: ast.Module) -> Iterator[tuple[str, list[ast.stmt], list[ast.stmt]]]:
+def _branches(document: Document) -> Iterator[tuple[str, list[ast.stmt], list[ast.stmt]]]:
     """Each `if`: where one process is alone, in words, what it does there, and what the others do."""
-    known, blocks = Values(program), ("body", "orelse", "finalbody")
-    for block in (getattr(node, name, None) for node in ast.walk(program) for name in blocks):
+    known, blocks = values_of(document), ("body", "orelse", "finalbody")
+    for block in (getattr(node, name, None) for node in ast.walk(tree_of(document)) for name in blocks):
         for at, branch in enumerate(items := block if isinstance(block, list) else []):
             if not isinstance(branch, ast.If):
                 continue
@@ -165,7 +173,7 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
     made, stage, texts = _made(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
     full = "FULL_STATE_DICT" in texts or (setup.training("fsdp") and "SHARDED_STATE_DICT" not in texts)
     found, elsewhere = dict[int, tuple[str, str]](), set[str]()
-    for where, body, others in _branches(tree_of(document)):
+    for where, body, others in _branches(document):
         elsewhere |= {ast.unparse(call.func).rpartition(".")[2] for call in within(*others)}
         for call in within(*body):
             owner, _, last = (said := ast.unparse(call.func)).rpartition(".")
@@ -211,9 +219,9 @@ def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit((), what, fix, line=call.lineno)
 
 
-def _accumulated(document: Document, program: ast.Module, known: Values) -> str:
+def _accumulated(document: Document) -> str:
     """What the script gives an Accelerator as the number of micro-batches; empty for none and for 1."""
-    made = calls(document, "Accelerator", "GradientAccumulationPlugin", of=program)
+    known, made = values_of(document), calls(document, "Accelerator", "GradientAccumulationPlugin")
     given = [one for call in made for one in call.keywords if one.arg in _COUNTS]
     counts = {ast.unparse(known.meant(one.value)) for one in given} - {"1", "None"}
     return counts.pop() if len(counts) == 1 else ""
@@ -238,11 +246,11 @@ def _divisors(node: ast.expr) -> Iterator[ast.expr]:
             yield from _divisors(inner)
 
 
-def _division(program: ast.Module, call: ast.Call, counts: set[str], known: Values) -> int | None:
+def _division(document: Document, call: ast.Call, counts: set[str]) -> int | None:
     """The line that divides the loss of a backward call by the number of accumulated micro-batches."""
     loss = call.args[0] if call.args else getattr(call.func, "value", call.func)
-    divisors = [*_divisors(loss)]
-    for one in ast.walk(_around(program, call)):
+    divisors, known = [*_divisors(loss)], values_of(document)
+    for one in ast.walk(_around(tree_of(document), call)):
         if isinstance(one, ast.Assign) and one.lineno <= call.lineno:
             divisors += _divisors(one.value) if ast.unparse(one.targets[0]) == ast.unparse(loss) else ()
         elif isinstance(one, ast.AugAssign) and isinstance(one.op, ast.Div) and one.lineno <= call.lineno:
@@ -254,13 +262,12 @@ def _division(program: ast.Module, call: ast.Call, counts: set[str], known: Valu
 @training_rule("error", "accelerate/utils/deepspeed.py: DeepSpeedOptimizerWrapper", versions="accelerate<2")
 def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[Hit]:
     """accelerator.backward scales and divides the loss; under DeepSpeed it also takes the step."""
-    known, prepared = Values(program := tree_of(document)), ".prepare" in " ".join(_made(document).values())
-    found = [*calls(document, "backward", of=program)]
+    prepared, found = ".prepare" in " ".join(_made(document).values()), [*calls(document, "backward")]
     own = prepared and any(name.endswith("Accelerator") for name in document.uses)
     steps = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
-    count = _accumulated(document, program, known)
+    count = _accumulated(document)
     for call in found if own and not any(call.args for call in found) else ():
-        divided = _division(program, call, {count}, known)
+        divided = _division(document, call, {count})
         undivided = f", and it is not divided by the {count} accumulated micro-batches"
         what = "with fp16 the loss is not scaled" + ("" if divided or not count else undivided)
         what = "DeepSpeed takes its step in accelerator.backward: nothing is trained" if steps else what
@@ -274,15 +281,15 @@ def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[H
 @training_rule("error", "accelerate/accelerator.py: backward; deepspeed/runtime/engine.py: backward")
 def loss_divided_twice(document: Document, setup: Setup) -> Iterator[Hit]:
     """The backward of an Accelerator or engine divides the loss by the accumulated micro-batches itself."""
-    made, known = _made(document), Values(program := tree_of(document))
+    made = _made(document)
     files = [one.number("gradient_accumulation_steps") or 1 for one in setup.of("deepspeed")]
-    in_file, own = {f"{count:g}" for count in files if count > 1}, _accumulated(document, program, known)
-    for call in calls(document, "backward", of=program) if in_file or own else ():
+    in_file, own = {f"{count:g}" for count in files if count > 1}, _accumulated(document)
+    for call in calls(document, "backward") if in_file or own else ():
         owner = ast.unparse(call.func).removesuffix(".backward")
         by = f"{made.get(owner)} {owner}".lower()
         counts = in_file | {own} - {""} if "accelerator" in by else in_file if _INITIALIZE in by else set()
         scales = all(one.arg != "scale_wrt_gas" for one in call.keywords)
-        if call.args and counts and scales and (line := _division(program, call, counts, known)):
+        if call.args and counts and scales and (line := _division(document, call, counts)):
             what = f"`{owner}.backward` divides the loss by {min(counts)}, and line {line} does too: the "
             yield Hit((), f"{what}gradients are too small", f"remove the division in line {line}", line=line)
 
@@ -290,15 +297,15 @@ def loss_divided_twice(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("error", "accelerate/accelerator.py: accumulate; optimizer.py: step", versions="accelerate<2")
 def accumulate_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
     """Without `accumulate` an Accelerator's optimizer steps at every micro-batch."""
-    count = _accumulated(document, program := tree_of(document), Values(program))
+    count, program = _accumulated(document), tree_of(document)
     if not count or re.search(r"\.accumulate\(|no_sync|sync_gradients", document.text):
         return
     for test in (one for one in ast.walk(program) if isinstance(one, ast.If)):
         body = "\n".join(map(ast.unparse, test.body))
         if _STEPS.search(body) or ("continue" in body and "%" in ast.unparse(test.test)):
             return  # accumulates by hand
-    around = [_around(program, call) for call in calls(document, "backward", of=program)]
-    for call in calls(document, "step", of=program):
+    around = [_around(program, call) for call in calls(document, "backward")]
+    for call in calls(document, "step"):
         loop = _around(program, call)
         if loop in around and isinstance(loop, ast.For | ast.While) and _STEPS.search(ast.unparse(call)):
             many = f"{count} times as often as asked" if count.isdigit() else f"also if `{count}` is above 1"
