@@ -9,7 +9,7 @@ from shardwise.lint.finding import DEEPSPEED, Hit, Severity
 from shardwise.lint.rules.accelerate import DS
 from shardwise.lint.rules.training import (
     calls,
-    distributed,
+    is_optimizer,
     training_rule,
     tree_of,
     values_of,
@@ -33,11 +33,11 @@ _WAITS |= {name: re.compile(r"(engine|initialize)\b") for name in names("wait_in
 _WAITS |= {name: re.compile(r"\b(dist|distributed|comm|accelerator)\b") for name in names("wait_for_all")}
 _ALONE = re.compile("is_initialized|is_available|(world_size|WORLD_SIZE).* (==|<=) '?1")  # of one process
 _STEPS = re.compile(r"^ *(?!\S*sched)[\w.]+\.step\(", re.MULTILINE)
+_ZEROES = re.compile(r"zero_grad|\.grad\s*=\s*None|grad\.zero_|deepspeed\.initialize|[Ll]ightning")
 _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and its plugin
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
 _GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed|zero_?3)")
 _NO_PAD_TOKEN = names("no_pad_token")
-_DIVIDED = re.compile(r"[Ss]ampler|split_dataset_by_node|\.shard\(|rank\s*::|num_replicas|\.prepare\(")
 _LABELS = re.compile(r"labels[\"']?\]?\s*=\s*[\w.]*(input_ids|\[[\"']input_ids[\"']\])(\.(clone|copy)\(\))?")
 _PADS = re.compile(r"padding\s*=\s*(True|[\"'](max_length|longest)[\"'])")
 
@@ -72,6 +72,82 @@ def no_optimizer(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit(("initialize",), what, fix)
 
 
+@training_rule("error", "torch/optim/optimizer.py: zero_grad; autograd adds to .grad")
+def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Backward adds to the gradients: without `zero_grad` a step also has those of all steps before."""
+    program, made = tree_of(document), made_by(document)
+    engine = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
+    for call in calls(document, "step") if not engine and not _ZEROES.search(document.text) else ():
+        place = around(program, call)
+        known = is_optimizer(made.get(_stepped(call), "")) and not isinstance(place, ast.Module)
+        if known and ".backward(" in ast.unparse(place):
+            yield Hit((), fix=f"{_stepped(call)}.zero_grad() after the step", line=call.lineno)
+            return
+
+
+@training_rule("warning", "torch/optim/lr_scheduler.py: `lr_scheduler.step()` before `optimizer.step()`")
+def schedule_before_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
+    """The schedule is stepped before the optimizer: the first learning rate is never used."""
+    made = made_by(document)
+    for node in ast.walk(tree_of(document)):
+        block = node.body if isinstance(node, ast.For | ast.While | ast.With) else []
+        steps = [(one, call) for one in block for call in within(one) if _stepped(call)]
+        own = [at for at, (_, call) in enumerate(steps) if is_optimizer(made.get(_stepped(call), ""))]
+        for one, call in steps[: own[0]] if own else ():
+            alone = isinstance(one, ast.Expr) and one.value is call and not call.args
+            if alone and "sched" in _stepped(call).lower():
+                fix = f"`{ast.unparse(call)}` after line {steps[own[0]][1].lineno}"
+                yield Hit((), fix=fix, line=call.lineno)
+                return
+
+
+def _stepped(call: ast.Call) -> str:
+    """What `optimizer.step()` or `scaler.step(optimizer)` steps; empty of other calls."""
+    owner, _, last = ast.unparse(call.func).rpartition(".")
+    scaled = "scaler" in owner.lower() and call.args
+    return "" if last != "step" else ast.unparse(call.args[0]) if scaled else owner
+
+
+@training_rule("error", "engine.py: _configure_optimizer; accelerate/accelerator.py: _prepare_deepspeed")
+def two_optimizers(document: Document, setup: Setup) -> Iterator[Hit]:
+    """A script's optimizer: DeepSpeed refuses it with offloading, and it meets the one of the file."""
+    made, device = made_by(document), ("zero_optimization", "offload_optimizer", "device")
+    for config in setup.of("deepspeed"):
+        both, file = bool(config.section("optimizer")), config.name
+        offloads = config.get(*device) in ("cpu", "nvme")
+        offloads &= config.get("zero_force_ds_cpu_optimizer") is not False
+        for engine, own, line in _optimizers(document, made):
+            if engine and offloads and not own.startswith("DeepSpeedCPU"):
+                what = (
+                    f"{file} offloads the optimizer, and the script gives {own}: DeepSpeed stops with `You "
+                )
+                what += "are using ZeRO-Offload with a client provided optimizer`"
+                fix = f"deepspeed.ops.adam.DeepSpeedCPUAdam, or only the `optimizer` of {file}, or there "
+                yield Hit((), what, f'{fix}"zero_force_ds_cpu_optimizer" off', line=line)
+            elif engine and both:
+                what = f"DeepSpeed uses the script's {own}, and silently ignores `optimizer` of {file}"
+                yield Hit((), what, "keep one of the two", severity="warning", line=line)
+            elif both and setup.reader == "accelerate":
+                what = (
+                    f"an optimizer in {file} and in the script: ValueError `You cannot specify an optimizer "
+                )
+                what += "in the config file and in the code at the same time`"
+                fix = f"accelerate.utils.DummyOptim here, or remove `optimizer` from {file}"
+                yield Hit((), what, fix, line=line)
+
+
+def _optimizers(document: Document, made: dict[str, str]) -> Iterator[tuple[bool, str, int]]:
+    """Whether an engine gets it, else an Accelerator; the class of an optimizer; the line."""
+    for call in calls(document, "initialize", "prepare"):
+        engine = ast.unparse(call.func) == _INITIALIZE
+        given = [one.value for one in call.keywords if one.arg == "optimizer" and engine]
+        given += call.args[1:2] if engine else call.args
+        names_ = [ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in given]
+        for called in (made.get(name, name) for name in names_):
+            if is_optimizer(called):
+                yield engine, called.rpartition(".")[2], call.lineno
+
+
 @training_rule("warning", "the language: NameError")
 def undefined_name(document: Document, _: Setup) -> Iterator[Hit]:
     """A name is used that the script neither defines nor imports."""
@@ -103,19 +179,7 @@ def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit((), what, fix, line=line_at(document.text, given.start()))
 
 
-@training_rule("warning", "torch/utils/data: a DataLoader knows nothing of other processes")
-def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
-    """Without a DistributedSampler all processes train on the same rows."""
-    own = {"deepspeed.initialize", "deepspeed.initialize(training_data)"} & document.uses
-    loads = re.search(r"\bDataLoader\(", document.text)
-    undivided = own == {"deepspeed.initialize"} and not _DIVIDED.search(document.text)
-    if loads and undivided and distributed(setup):
-        what = "nothing here divides the rows: every process trains on all of them"
-        fix = "DataLoader(..., sampler=DistributedSampler(rows)), or training_data= in deepspeed.initialize"
-        yield Hit((), what, fix, line=line_at(document.text, loads.start()))
-
-
-def _made(document: Document) -> dict[str, str]:
+def made_by(document: Document) -> dict[str, str]:
     """The call that made a name's value; of a model that DeepSpeed got, deepspeed.initialize."""
     program = ast.unparse(tree_of(document))
     return dict(_MADE.findall(program)) | {model: call for call, model in _GIVEN.findall(program)}
@@ -170,7 +234,7 @@ def _branches(document: Document) -> Iterator[tuple[str, list[ast.stmt], list[as
 @training_rule("error", "deepspeed/runtime/engine.py: save_checkpoint; transformers/trainer.py: save_model")
 def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
     """One process calls what waits for all others: the run hangs."""
-    made, stage, texts = _made(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
+    made, stage, texts = made_by(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
     full = "FULL_STATE_DICT" in texts or (setup.training("fsdp") and "SHARDED_STATE_DICT" not in texts)
     found, elsewhere = dict[int, tuple[str, str]](), set[str]()
     for where, body, others in _branches(document):
@@ -191,7 +255,7 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
 @training_rule("error", "deepspeed/runtime/zero; run with 0.19.8 at stages 1 to 3", versions=DEEPSPEED)
 def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
     """ZeRO keeps gradients, and at stage 3 weights, in its own buffers: the model's are empty."""
-    made, stage, nodes = _made(document), zero_stage(setup), [*ast.walk(tree_of(document))]
+    made, stage, nodes = made_by(document), zero_stage(setup), [*ast.walk(tree_of(document))]
     trainers = [call for call in within(*nodes[:1]) if ast.unparse(call.func).endswith("Trainer")]
     given_to = [(one.value, call) for call in trainers for one in call.keywords if one.arg == "model"]
     given_to += [(one, call) for call in trainers for one in call.args[:1]]
@@ -227,11 +291,11 @@ def _accumulated(document: Document) -> str:
     return counts.pop() if len(counts) == 1 else ""
 
 
-def _around(program: ast.Module, call: ast.Call) -> ast.AST:
+def around(program: ast.Module, call: ast.Call) -> ast.AST:
     """The innermost loop or function with a call."""
     blocks = (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While | ast.FunctionDef))
-    around = (one for one in blocks if one.lineno <= call.lineno <= (one.end_lineno or 0))
-    return max(around, key=lambda one: one.lineno, default=program)
+    found = (one for one in blocks if one.lineno <= call.lineno <= (one.end_lineno or 0))
+    return max(found, key=lambda one: one.lineno, default=program)
 
 
 def _divisors(node: ast.expr) -> Iterator[ast.expr]:
@@ -250,7 +314,7 @@ def _division(document: Document, call: ast.Call, counts: set[str]) -> int | Non
     """The line that divides the loss of a backward call by the number of accumulated micro-batches."""
     loss = call.args[0] if call.args else getattr(call.func, "value", call.func)
     divisors, known = [*_divisors(loss)], values_of(document)
-    for one in ast.walk(_around(tree_of(document), call)):
+    for one in ast.walk(around(tree_of(document), call)):
         if isinstance(one, ast.Assign) and one.lineno <= call.lineno:
             divisors += _divisors(one.value) if ast.unparse(one.targets[0]) == ast.unparse(loss) else ()
         elif isinstance(one, ast.AugAssign) and isinstance(one.op, ast.Div) and one.lineno <= call.lineno:
@@ -262,7 +326,7 @@ def _division(document: Document, call: ast.Call, counts: set[str]) -> int | Non
 @training_rule("error", "accelerate/utils/deepspeed.py: DeepSpeedOptimizerWrapper", versions="accelerate<2")
 def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[Hit]:
     """accelerator.backward scales and divides the loss; under DeepSpeed it also takes the step."""
-    prepared, found = ".prepare" in " ".join(_made(document).values()), [*calls(document, "backward")]
+    prepared, found = ".prepare" in " ".join(made_by(document).values()), [*calls(document, "backward")]
     own = prepared and any(name.endswith("Accelerator") for name in document.uses)
     steps = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
     count = _accumulated(document)
@@ -281,7 +345,7 @@ def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[H
 @training_rule("error", "accelerate/accelerator.py: backward; deepspeed/runtime/engine.py: backward")
 def loss_divided_twice(document: Document, setup: Setup) -> Iterator[Hit]:
     """The backward of an Accelerator or engine divides the loss by the accumulated micro-batches itself."""
-    made = _made(document)
+    made = made_by(document)
     files = [one.number("gradient_accumulation_steps") or 1 for one in setup.of("deepspeed")]
     in_file, own = {f"{count:g}" for count in files if count > 1}, _accumulated(document)
     for call in calls(document, "backward") if in_file or own else ():
@@ -304,10 +368,10 @@ def accumulate_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
         body = "\n".join(map(ast.unparse, test.body))
         if _STEPS.search(body) or ("continue" in body and "%" in ast.unparse(test.test)):
             return  # accumulates by hand
-    around = [_around(program, call) for call in calls(document, "backward")]
+    loops = [around(program, call) for call in calls(document, "backward")]
     for call in calls(document, "step"):
-        loop = _around(program, call)
-        if loop in around and isinstance(loop, ast.For | ast.While) and _STEPS.search(ast.unparse(call)):
+        loop = around(program, call)
+        if loop in loops and isinstance(loop, ast.For | ast.While) and _STEPS.search(ast.unparse(call)):
             many = f"{count} times as often as asked" if count.isdigit() else f"also if `{count}` is above 1"
             what = f"nothing calls `accumulate`: the optimizer steps at every micro-batch, {many}"
             fix = "`with accelerator.accumulate(model):` around the forward pass, backward and step"

@@ -80,6 +80,12 @@ def calls(document: Document, *last: str) -> Iterator[ast.Call]:
     return (call for call in found if ast.unparse(call.func).rpartition(".")[2] in last)
 
 
+def is_optimizer(called: str) -> bool:
+    """Whether a call of this name makes an optimizer, such as bitsandbytes' Adam8bit."""
+    name = re.sub("^(DeepSpeedCPU|Fused|Paged)|W?(8bit)?$", "", called.rpartition(".")[2])
+    return name in ("Adam", "Lion", "Lamb", *names("torch_optimizers"))
+
+
 def distributed(setup: Setup) -> bool:
     """Whether a file or a flag says that several processes run."""
     launcher = setup.training("launcher") is not None or setup.training("deepspeed") not in (None, False)
@@ -165,7 +171,7 @@ def quantised_under_fsdp2(document: Document, setup: Setup) -> Iterator[Hit]:
         what = "the copy before gathering (torch._foreach_copy_, on CUDA) replaces all codes that are NaN as "
         what = f"{what}{storage} numbers" if same else f"FSDP2 casts the {storage} numbers to {used}"
         what += ": the 4-bit base computes with other weights on several GPUs, without an error"
-        fix = "remove it: Accelerate 1.15 does not shard uint8; with fully_shard, ignored_params="
+        fix = "remove it: as uint8 the base is not sharded (fully_shard: ignored_params=); or ZeRO-3"
         yield Hit(("bnb_4bit_quant_storage",), what, fix)
 
 
