@@ -292,6 +292,13 @@ Trainer(model=load(model_args.model), args=args)
 """
 
 
+OWN_CLASS = """import transformers
+class TrainingArguments(transformers.TrainingArguments):
+    cache_dir: str = ""
+args, = transformers.HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
+"""
+
+
 @pytest.mark.parametrize(
     ("script", "command", "said"),
     [
@@ -324,6 +331,8 @@ Trainer(model=load(model_args.model), args=args)
             ["`--per_device_batch"],
         ),
         (DATACLASSES, "torchrun train.py --note y --output_dir o", ["requires `--model`"]),
+        (OWN_CLASS, "torchrun train.py --cache_dir x --bf16 --output_dir o", []),
+        (OWN_CLASS, "torchrun train.py --cache_dirs x", ["`--cache_dirs`"]),
         (DATACLASSES.replace("(ModelArguments", "(Other, ModelArguments"), "torchrun train.py --x 1", []),
     ],
 )

@@ -173,11 +173,11 @@ WITHOUT_LOADER = ("model, optimizer, loader = -> model, optimizer =", GIVEN + " 
     [
         ((), []),
         (("model, optimizer, loader = -> model, loader =", GIVEN + " -> (model, loader)"),
-         [("not-prepared", "optimizer.step()")]),
+         [("not-prepared", "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)")]),
         (WITHOUT_LOADER,
-         [("not-prepared", "for batch in loader:")]),
+         [("not-prepared", "loader = DataLoader(rows, batch_size=4)")]),
         ((*WITHOUT_LOADER,
-          "in loader: -> in tqdm(loader):"), [("not-prepared", "for batch in tqdm(loader):")]),
+          "in loader: -> in tqdm(loader):"), [("not-prepared", "loader = DataLoader(rows, batch_size=4)")]),
         ((*WITHOUT_LOADER,
           "batch_size=4 -> sampler=DistributedSampler(rows)"), []),
         (("model, optimizer, loader = -> optimizer, loader =", GIVEN + " -> (optimizer, loader)"),
@@ -230,3 +230,11 @@ OWN = ', "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}'
 def test_an_optimizer_of_the_script_and_one_of_the_file(script: str, config: str, severity: str) -> None:
     said = [one for one in found(script, ds_json=HEAD + config + "}") if one.rule == "two-optimizers"]
     assert [one.severity for one in said] == [severity] * bool(severity)
+
+
+@pytest.mark.parametrize(("before", "found"), [("", False), ("optimizer = torch.optim.SGD([x])\n", True)])
+def test_one_step_of_a_function_adds_to_no_other(before: str, found: bool) -> None:
+    """A function that makes its optimizer steps it once; one that is called for each batch does not."""
+    own = "" if found else "    optimizer = torch.optim.SGD([x])\n"
+    script = f"import torch\n{before}def step(x):\n{own}    x.sum().backward()\n    optimizer.step()\n"
+    assert [rule for rule, _ in hits(script)] == ["no-zero-grad"] * found

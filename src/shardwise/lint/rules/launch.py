@@ -16,6 +16,8 @@ _RUNNER = "deepspeed/launcher/runner.py"
 _OPEN_PARSER = re.compile(
     r"parse_known|parents=|subparsers|REMAINDER|fromfile|prefix_chars|remaining|TrlParser|add_argparse_args"
 )
+_HF = re.compile(r"HfArgumentParser\(")
+_OWN = {"deepspeed.add_config_arguments"}
 _SBATCH = re.compile(
     r"^#SBATCH\s+(?:--(nodes|ntasks-per-node|gpus-per-node|gres=gpu)|-N)[=: ](?:\w+:)?(\d+)(?=[ \t]*(?:#|$))",
     re.MULTILINE,
@@ -82,20 +84,17 @@ def flags_of_the_script(document: Document, setup: Setup) -> Iterator[Hit]:
     file = Path(str(document.get("script"))).name
     script = next((one for one in setup.of("training") if Path(one.name).name == file), None)
     known = _flags(script) if script and document.syntax == "shell" else {}
-    after, given = document.text.partition(file)[2], set[str]()
+    missing, after = {one for one in known if known[one]}, document.text.partition(file)[2]
     for (name,) in document.marks if known else ():
         written = re.search(rf"(?<!\S)--({re.escape(name).replace('_', '[-_]')})(?=[\s=]|$)", after)
-        meant = [one for one in known if written and one.startswith(written[1])]  # argparse takes a beginning
-        given |= {*meant}
+        meant = {one for one in known if written and one.startswith(written[1])}  # argparse takes a beginning
+        missing -= meant
         if written and not meant:
             near = closest(written[1], known)
             what = f"{file} has no flag `--{written[1]}`: it stops with `unrecognized arguments`"
-            yield Hit(
-                (name,), what, f"did you mean `--{near}`?" if near else "remove it, or add it to the parser"
-            )
-    for name in (
-        one for one, needed in known.items() if needed and one not in given and not document.has(OPEN)
-    ):
+            fix = f"did you mean `--{near}`?" if near else "remove it, or add it to the parser"
+            yield Hit((name,), what, fix)
+    for name in sorted(missing) if not document.has(OPEN) else ():
         what = f"{file} requires `--{name}`, which the command does not give: it stops"
         yield Hit((), what, f"--{name} VALUE after {file}", line=document.line(("script",)))
     passes = document.get("launcher") == "deepspeed" and not document.has("no_local_rank")
@@ -108,50 +107,51 @@ def flags_of_the_script(document: Document, setup: Setup) -> Iterator[Hit]:
 def _flags(script: Document) -> dict[str, bool]:
     """The flags of a script's parser, and whether each is required; empty if the text does not show all."""
     added, parsers = [*calls(script, "add_argument")], [*calls(script, "ArgumentParser", "HfArgumentParser")]
+    classes = {one.name: one for one in ast.walk(tree_of(script)) if isinstance(one, ast.ClassDef)}
+    known = {one.name for one in ast.walk(tree_of(script)) if isinstance(one, ast.FunctionDef)} | _OWN
     holders = {ast.unparse(call.func).removesuffix(".add_argument") for call in added}
-    functions = {one.name for one in ast.walk(tree_of(script)) if isinstance(one, ast.FunctionDef)}
+    flags = dict.fromkeys(
+        ("help", *["deepspeed", "deepspeed_config"] * ("add_config_arguments(" in script.text)), False
+    )
     for call in within(tree_of(script)):
-        elsewhere = ast.unparse(call.func) not in {*functions, "deepspeed.add_config_arguments"}
-        if elsewhere and holders & {*map(ast.unparse, call.args)}:
-            return {}
-    flags = dict[str, bool]()
+        given = {
+            ast.unparse(one.value if isinstance(one, ast.keyword) else one)
+            for one in (*call.args, *call.keywords)
+        }
+        if holders & given and ast.unparse(call.func) not in known:
+            return {}  # another module adds flags
     for call in added:
-        if not all(isinstance(one, ast.Constant) for one in call.args):
+        own = [one.value if isinstance(one, ast.Constant) else None for one in call.args]
+        long = [str(one)[2:] for one in own if str(one).startswith("--")]
+        flags |= dict.fromkeys(long, "required=True" in ast.unparse(call) and len(own) == 1)
+        flags |= {f"no-{name}": False for name in long}  # of BooleanOptionalAction
+        if None in own:
             return {}
-        needed = any(one.arg == "required" and ast.unparse(one.value) == "True" for one in call.keywords)
-        own = [one.value for one in call.args if isinstance(one, ast.Constant)]
-        long = [one[2:] for one in own if isinstance(one, str) and one.startswith("--")]
-        flags |= {name: needed and len(own) == 1 for name in long}
-        if "BooleanOptionalAction" in ast.unparse(call):
-            flags |= {f"no-{name}": False for name in long}
     if len(parsers) != 1 or _OPEN_PARSER.search(script.text) or "parse_args" not in script.text:
         return {}
-    if "add_config_arguments(" in script.text:
-        flags |= dict.fromkeys(("deepspeed", "deepspeed_config"), False)
-    if ast.unparse(parsers[0].func).endswith("HfArgumentParser"):
-        return _fields(script, parsers[0]) if not flags else {}
-    return flags | {"help": False}
-
-
-def _fields(script: Document, parser: ast.Call) -> dict[str, bool]:
-    """The flags that HfArgumentParser makes of dataclasses; empty if one is of another module."""
-    classes = {one.name: one for one in ast.walk(tree_of(script)) if isinstance(one, ast.ClassDef)}
-    given = parser.args[0] if len(parser.args) == 1 else parser
-    waiting, flags = [*getattr(given, "elts", [given])], dict[str, bool]()
+    given_ = parsers[0].args[0] if len(parsers[0].args) == 1 else parsers[0]
+    waiting = [*getattr(given_, "elts", [given_])] if _HF.search(script.text) else []
     for one in waiting:
         name = ast.unparse(one).rpartition(".")[2]
-        if name in ("TrainingArguments", "Seq2SeqTrainingArguments"):
-            flags |= dict.fromkeys(names("trainer_arguments"), False)
-        elif name not in classes:
-            return {}
+        if isinstance(one, ast.Name) and name in classes:
+            flags |= _fields(made := classes.pop(name))
+            waiting += made.bases
+        elif name in ("TrainingArguments", "Seq2SeqTrainingArguments"):
+            flags |= dict.fromkeys(names("trainer_arguments"), False) | flags
         else:
-            waiting += classes[name].bases
-            for row in classes[name].body:
-                if isinstance(row, ast.AnnAssign) and isinstance(row.target, ast.Name):
-                    made = row.value.keywords if isinstance(row.value, ast.Call) else []
-                    default = row.value and (not made or any("default" in str(k.arg) for k in made))
-                    flags |= {row.target.id: not default, f"no_{row.target.id}": False}
-    return {name.replace("_", "-"): False for name in flags} | flags | {"help": False}
+            return {}
+    return {name.replace("_", "-"): False for name in flags if waiting} | flags
+
+
+def _fields(made: ast.ClassDef) -> dict[str, bool]:
+    """The flags that HfArgumentParser makes of a dataclass."""
+    flags = dict[str, bool]()
+    for row in made.body:
+        if isinstance(row, ast.AnnAssign) and isinstance(row.target, ast.Name):
+            given = row.value.keywords if isinstance(row.value, ast.Call) else []
+            default = row.value and (not given or any("default" in str(k.arg) for k in given))
+            flags |= {row.target.id: not default, f"no_{row.target.id}": False}
+    return flags
 
 
 @training_rule("error", "https://slurm.schedmd.com/sbatch.html; torch/distributed/run.py")

@@ -79,8 +79,9 @@ def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
     engine = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
     for call in calls(document, "step") if not engine and not _ZEROES.search(document.text) else ():
         place = around(program, call)
-        known = is_optimizer(made.get(_stepped(call), "")) and not isinstance(place, ast.Module)
-        if known and ".backward(" in ast.unparse(place):
+        known, text = is_optimizer(made.get(_stepped(call), "")), ast.unparse(place)
+        often = isinstance(place, ast.For | ast.While) or f"{_stepped(call)} = " not in text
+        if known and often and ".backward(" in text:
             yield Hit((), fix=f"{_stepped(call)}.zero_grad() after the step", line=call.lineno)
             return
 
