@@ -102,7 +102,9 @@ def not_prepared(document: Document, _: Setup) -> Iterator[Hit]:
             if kind == "DataLoader"
             else kind == "(model)" or f"{name}.step" in text
         )
-        bound = re.findall(rf"^ *(?:[^=(\n]*, )?\(?{name}(?:, [^=\n]*)? = |def .*\b{name}\b", text, re.MULTILINE)
+        bound = re.findall(
+            rf"^ *(?:[^=(\n]*, )?\(?{name}(?:, [^=\n]*)? = |def .*\b{name}\b", text, re.MULTILINE
+        )
         line = re.search(rf"^[ \t]*{place} *=", document.text, re.MULTILINE)
         if kind in _UNPREPARED and used and name not in prepared and len(bound) == 1 and line:
             what, fix = (
