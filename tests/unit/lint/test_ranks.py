@@ -123,6 +123,7 @@ model = AutoModelForCausalLM.from_pretrained("m", device_map={place})
     ("place", "more", "command", "expected"),
     [
         ('{"": 0}', "", FOUR, "model = Auto"),
+        ('{"": torch.device("cuda:0")}', "", FOUR, "model = Auto"),
         ('"cuda:0"', "", "accelerate launch --num_processes 2 train.py", "model = Auto"),
         ('{"": "cuda:0"}', "", "deepspeed --num_gpus 2 train.py", "model = Auto"),
         ('{"": 0}', "", "torchrun --nproc_per_node 1 train.py", ""),

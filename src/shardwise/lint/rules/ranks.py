@@ -70,7 +70,7 @@ def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
     several = (setup.world_size or 0) > 1 or _WRAPS.search(program) is not None
     if setup.world_size == 1 or not several or "CUDA_VISIBLE_DEVICES" in program:
         return
-    if document.get("device_map") in _FIXED:
+    if document.get("device_map") in _FIXED or "device_map={'': torch.device('cuda:0')}" in program:
         what = "every process loads the model on GPU 0, and trains on the GPU of its rank"
         yield Hit(("device_map",), what, f'{{"": {_OWN}}}; or remove it: transformers chooses the GPU')
     place = None if _BY_RANK.search(program) else _ON_GPU_0.search(document.text)
