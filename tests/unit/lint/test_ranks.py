@@ -86,6 +86,7 @@ LOADER = ("no-sampler", "loader = DataLoader(rows, batch_size=4, shuffle=True)")
         ((*NO_SAMPLER, '["train"] -> ["train"]\nrows = rows.select(range(rank, len(rows), 8))'), []),
         ((*NO_SAMPLER, '["train"] -> ["train"]\nrows = rows[rank::8]'), []),
         ((*NO_SAMPLER, 'rows = load -> rows = MyRows(rank, 8)\nx = load'), []),
+        ((*NO_SAMPLER, "for epoch -> net = parallelize_module(net, mesh)\nfor epoch"), []),
         ((*NO_SAMPLER, 'data_files="a.jsonl" -> streaming=True'), []),
         ((*NO_SAMPLER, "for epoch -> torch.manual_seed(3 + rank)\nfor epoch"), []),
         ((*NO_SAMPLER, "load_dataset(\"json\", data_files=\"a.jsonl\")[\"train\"] -> own_rows()",
@@ -97,6 +98,7 @@ LOADER = ("no-sampler", "loader = DataLoader(rows, batch_size=4, shuffle=True)")
         (("    sampler.set_epoch(epoch)\n -> ", "for epoch in range(3) -> if True"), []),
         (("        optimizer.zero_grad()\n -> ",), [("no-zero-grad", "optimizer.step()")]),
         (("optimizer.zero_grad() -> net.zero_grad(set_to_none=True)",), []),
+        (("optimizer.zero_grad() -> torch._foreach_zero_(grads)",), []),
         (("optimizer.zero_grad() -> for p in net.parameters(): p.grad = None",), []),
         (("        optimizer.zero_grad()\n -> ", "torch.optim.AdamW -> own_optimizer"), []),
         (("optimizer.step()\n        scheduler -> scheduler.step()\n        optimizer",),
@@ -184,6 +186,8 @@ WITHOUT_LOADER = ("model, optimizer, loader = -> model, optimizer =", GIVEN + " 
         (("model, optimizer, loader = -> optimizer, loader =", GIVEN + " -> (optimizer, loader)"),
          [("not-prepared", "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)")]),
         (("(model, optimizer, loader) -> (*everything)",), []),
+        (("model, optimizer, loader = -> own, its, their =",), []),  # a name of its own for each
+        (("loader = DataLoader(rows -> eval_loader = DataLoader(rows", "in loader: -> in eval_loader:"), []),
         ((WITHOUT_LOADER[0], BY_ITSELF),
          []),
         (("model, optimizer, loader = accelerator.prepare(model, optimizer, loader) -> "

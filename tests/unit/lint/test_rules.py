@@ -112,7 +112,9 @@ engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config="file
 UNPREPARED = """from accelerate import Accelerator
 from torch.optim import SGD
 from setting import *
-accelerator, net, optimizer = Accelerator(), Net(), SGD(net.parameters())
+accelerator = Accelerator()
+net = Net()
+optimizer = SGD(net.parameters())
 accelerator.prepare({})
 accelerator.backward(net(rows))
 """
@@ -297,6 +299,12 @@ CASES = (
     ),
     Case("warmup-steps", schedule("WarmupLR", warmup_num_steps=0), schedule("WarmupLR", warmup_num_steps=1)),
     # tensor parallelism and groups
+    Case(
+        "two-optimizers",
+        ENGINE.format("torch.optim.Adam"),
+        ENGINE.format("deepspeed.ops.adam.DeepSpeedCPUAdam"),
+        also=(json.dumps(DEEPSPEED | zero(stage=2, offload_optimizer={"device": "cpu"})),),
+    ),
     Case("tensor-parallel-without-size", {"tensor_parallel": {"tp_overlap_comm": True}}, TP),
     Case(
         "tensor-parallel-divides-the-gpus",
@@ -498,12 +506,6 @@ CASES = (
         "schedule-before-optimizer",
         EPOCHS.format("scheduler.step(); optimizer.step(); optimizer.zero_grad()"),
         EPOCHS.format("optimizer.step(); scheduler.step(); optimizer.zero_grad()"),
-    ),
-    Case(
-        "two-optimizers",
-        ENGINE.format("torch.optim.Adam"),
-        ENGINE.format("deepspeed.ops.adam.DeepSpeedCPUAdam"),
-        also=(json.dumps(DEEPSPEED | zero(stage=2, offload_optimizer={"device": "cpu"})),),
     ),
     Case(
         "undefined-name",

@@ -15,6 +15,7 @@ from shardwise.lint.shell_text import LOST_FLAGS, OPEN, UNKNOWN_FLAG
 _RUNNER = "deepspeed/launcher/runner.py"
 _OPEN_PARSER = re.compile(
     r"parse_known|parents=|subparsers|REMAINDER|fromfile|prefix_chars|remaining|TrlParser|add_argparse_args"
+    r"|jsonargparse|configargparse|simple_parsing"
 )
 _HF = re.compile(r"HfArgumentParser\(")
 _OWN = {"deepspeed.add_config_arguments"}
@@ -84,7 +85,8 @@ def flags_of_the_script(document: Document, setup: Setup) -> Iterator[Hit]:
     file = Path(str(document.get("script"))).name
     script = next((one for one in setup.of("training") if Path(one.name).name == file), None)
     known = _flags(script) if script and document.syntax == "shell" else {}
-    missing, after = {one for one in known if known[one]}, document.text.partition(file)[2]
+    missing, rows = {one for one in known if known[one]}, document.text.split("\n")
+    after = "\n".join(rows[document.line(("script",)) - 1 :]).partition(file)[2]
     for (name,) in document.marks if known else ():
         written = re.search(rf"(?<!\S)--({re.escape(name).replace('_', '[-_]')})(?=[\s=]|$)", after)
         meant = {one for one in known if written and one.startswith(written[1])}  # argparse takes a beginning

@@ -33,7 +33,9 @@ _WAITS |= {name: re.compile(r"(engine|initialize)\b") for name in names("wait_in
 _WAITS |= {name: re.compile(r"\b(dist|distributed|comm|accelerator)\b") for name in names("wait_for_all")}
 _ALONE = re.compile("is_initialized|is_available|(world_size|WORLD_SIZE).* (==|<=) '?1")  # of one process
 _STEPS = re.compile(r"^ *(?!\S*sched)[\w.]+\.step\(", re.MULTILINE)
-_ZEROES = re.compile(r"zero_grad|\.grad\s*=\s*None|grad\.zero_|deepspeed\.initialize|[Ll]ightning")
+_ZEROES = re.compile(
+    r"zero_grad|foreach_zero|\.grad\s*=\s*None|grad\.zero_|deepspeed\.initialize|[Ll]ightning"
+)
 _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and its plugin
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
 _GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed|zero_?3)")
@@ -76,7 +78,8 @@ def no_optimizer(document: Document, setup: Setup) -> Iterator[Hit]:
 def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
     """Backward adds to the gradients: without `zero_grad` a step also has those of all steps before."""
     program, made = tree_of(document), made_by(document)
-    engine = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
+    engine = zero_stage(setup) is not None or any(one.section(DS) for one in setup.of("accelerate"))
+    engine |= bool(setup.of("deepspeed"))
     for call in calls(document, "step") if not engine and not _ZEROES.search(document.text) else ():
         place = around(program, call)
         known, text = is_optimizer(made.get(_stepped(call), "")), ast.unparse(place)
@@ -107,46 +110,6 @@ def _stepped(call: ast.Call) -> str:
     owner, _, last = ast.unparse(call.func).rpartition(".")
     scaled = "scaler" in owner.lower() and call.args
     return "" if last != "step" else ast.unparse(call.args[0]) if scaled else owner
-
-
-@training_rule("error", "engine.py: _configure_optimizer; accelerate/accelerator.py: _prepare_deepspeed")
-def two_optimizers(document: Document, setup: Setup) -> Iterator[Hit]:
-    """A script's optimizer: DeepSpeed refuses it with offloading, and it meets the one of the file."""
-    made, device = made_by(document), ("zero_optimization", "offload_optimizer", "device")
-    for config in setup.of("deepspeed"):
-        both, file = bool(config.section("optimizer")), config.name
-        offloads = config.get(*device) in ("cpu", "nvme")
-        offloads &= config.get("zero_force_ds_cpu_optimizer") is not False
-        for engine, own, line in _optimizers(document, made):
-            if engine and offloads and not own.startswith("DeepSpeedCPU"):
-                what = (
-                    f"{file} offloads the optimizer, and the script gives {own}: DeepSpeed stops with `You "
-                )
-                what += "are using ZeRO-Offload with a client provided optimizer`"
-                fix = f"deepspeed.ops.adam.DeepSpeedCPUAdam, or only the `optimizer` of {file}, or there "
-                yield Hit((), what, f'{fix}"zero_force_ds_cpu_optimizer" off', line=line)
-            elif engine and both:
-                what = f"DeepSpeed uses the script's {own}, and silently ignores `optimizer` of {file}"
-                yield Hit((), what, "keep one of the two", severity="warning", line=line)
-            elif both and setup.reader == "accelerate":
-                what = (
-                    f"an optimizer in {file} and in the script: ValueError `You cannot specify an optimizer "
-                )
-                what += "in the config file and in the code at the same time`"
-                fix = f"accelerate.utils.DummyOptim here, or remove `optimizer` from {file}"
-                yield Hit((), what, fix, line=line)
-
-
-def _optimizers(document: Document, made: dict[str, str]) -> Iterator[tuple[bool, str, int]]:
-    """Whether an engine gets it, else an Accelerator; the class of an optimizer; the line."""
-    for call in calls(document, "initialize", "prepare"):
-        engine = ast.unparse(call.func) == _INITIALIZE
-        given = [one.value for one in call.keywords if one.arg == "optimizer" and engine]
-        given += call.args[1:2] if engine else call.args
-        names_ = [ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in given]
-        for called in (made.get(name, name) for name in names_):
-            if is_optimizer(called):
-                yield engine, called.rpartition(".")[2], call.lineno
 
 
 @training_rule("warning", "the language: NameError")

@@ -13,7 +13,7 @@ from shardwise.lint.setup import Setup
 _WRAPS = re.compile(r"\b(DistributedDataParallel|FullyShardedDataParallel|fully_shard)\(")
 _DIVIDED = re.compile(
     r"[Ss]ampler|split_dataset_by_node|\.shard\(|num_replicas|\.prepare\w*\(|setup_dataloaders|Iterable"
-    r"|streaming=|[Ww]eb[Dd]ataset|[Ll]ightning|\w*Trainer\(|worker_init_fn"
+    r"|streaming=|[Ww]eb[Dd]ataset|[Ll]ightning|\w*Trainer\(|worker_init_fn|parallelize_module|pipelining"
 )
 _ROWS_BY_RANK = re.compile(  # an index, arithmetic, or an argument of what makes rows
     r"\w\[[^\]=]*rank\b|rank\)? [-+*] |[-+*] [\w.]*rank\b"
@@ -32,7 +32,7 @@ _HELD_OUT = re.compile("(?i)val|test|dev")
 _FIXED_ORDER = re.compile("(?i)val|test|dev|shuffle=(?!True)")
 _PREPARES = ("prepare", "prepare_model", "prepare_optimizer", "prepare_data_loader")
 _UNPREPARED = {
-    "(model)": "the gradients of the processes are not averaged, and each trains a model of its own",
+    "model": "the gradients of the processes are not averaged, and each trains a model of its own",
     "optimizer": "it also steps between accumulated micro-batches, and does not undo fp16's loss scale",
     "DataLoader": "every process trains on all rows, and the batches stay on the CPU",
 }
@@ -73,6 +73,7 @@ def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
     if document.get("device_map") in _FIXED or "device_map={'': torch.device('cuda:0')}" in program:
         what = "every process loads the model on GPU 0, and trains on the GPU of its rank"
         yield Hit(("device_map",), what, f'{{"": {_OWN}}}; or remove it: transformers chooses the GPU')
+        return
     place = None if _BY_RANK.search(program) else _ON_GPU_0.search(document.text)
     if place:
         said = place[1] + ")" * ("(" in place[1])
@@ -90,26 +91,18 @@ def not_prepared(document: Document, _: Setup) -> Iterator[Hit]:
     prepared = {ast.unparse(one) for one in given if isinstance(one, ast.Name | ast.Attribute)}
     if not given or len(prepared) < len({*map(ast.unparse, given)}) or ".backward(" not in text:
         return
-    parts = [(name, called, name) for name, called in made_by(document).items()]
-    parts += [(one, "(model)", made) for made, one in _TRAINED.findall(text)]
-    for name, called, place in parts:
-        kind = "optimizer" if is_optimizer(called) else called.rpartition(".")[2]
-        loops = re.search(rf"^ *for .* in .*\b{name}\b.*:$", text, re.MULTILINE) and not _HELD_OUT.search(
-            name
-        )
-        used = (
-            loops and "Sampler" not in text
-            if kind == "DataLoader"
-            else kind == "(model)" or f"{name}.step" in text
-        )
-        bound = re.findall(
-            rf"^ *(?:[^=(\n]*, )?\(?{name}(?:, [^=\n]*)? = |def .*\b{name}\b", text, re.MULTILINE
-        )
+    made = made_by(document)
+    parts = [(one, "model", place) for place, one in _TRAINED.findall(text)]
+    parts += [(one, "optimizer", one) for one in made if is_optimizer(made[one]) and f"{one}.step" in text]
+    loops = " ".join(re.findall(r"^ *for .* in (.*):$", text, re.MULTILINE))
+    loaders = [one for one in made if made[one].endswith("DataLoader") and not _HELD_OUT.search(one)]
+    if "Sampler" not in text:
+        parts += [(one, "DataLoader", one) for one in loaders if re.search(rf"\b{one}\b", loops)]
+    for name, kind, place in parts:
+        bound = rf"^ *(?:[^=(\n]*, )?\(?{name}(?:, [^=\n]*)? = |def .*\b{name}\b"
         line = re.search(rf"^[ \t]*{place} *=", document.text, re.MULTILINE)
-        if kind in _UNPREPARED and used and name not in prepared and len(bound) == 1 and line:
-            what, fix = (
-                f"`{name}` is not prepared: {_UNPREPARED[kind]}",
-                f"..., {name} = accelerator.prepare(..., {name})",
-            )
-            severity: Severity = "error" if kind == "(model)" else "warning"
+        if line and name not in prepared and len(re.findall(bound, text, re.MULTILINE)) == 1:
+            what = f"`{name}` is not prepared: {_UNPREPARED[kind]}"
+            fix = f"{name} = accelerator.prepare({name})"
+            severity: Severity = "error" if kind == "model" else "warning"
             yield Hit((), what, fix, severity=severity, line=line_at(document.text, line.end()))
