@@ -39,6 +39,7 @@ class Report:
     """None where no GPUs or no model were named."""
     tiny: Tiny | None = None
     """None where no tiny run was asked for."""
+    fixing: bool = False  # whether fixes were to be applied
 
     @property
     def failed(self) -> bool:
@@ -55,11 +56,18 @@ class Report:
     def text(self, *, errors_only: bool = False) -> str:
         """What `shardwise check` prints: the kind of each file, then the findings, errors first."""
         kinds = headings(self.checked)
-        blocks = [f"fixed: {one.what}  [{one.rule}]\n  at:  {one.where}" for one in self.fixed]
+        blocks = [
+            f"fixed: {one.file}: {one.fix}  [{one.rule}]\n  at:  {one.where}\n  was: {one.what}"
+            for one in self.fixed
+        ]
         found = sorted(self.findings, key=lambda one: SEVERITIES.index(one.severity))
         blocks += [block(one) for one in found if one.severity == "error" or not errors_only]
         parts = [part for part in (self.fit, self.tiny) if part is not None]
         last = [*("\n".join(part.lines()) for part in parts), counted(self.findings)]
+        if self.fixing:
+            left = [one for one in self.findings if one.severity != "note"]
+            done = f"--fix made {len(self.fixed)} changes" if self.fixed else "--fix changed nothing"
+            last.append(done + f"; left for you to fix: {counted(left)}" * bool(left))
         files = dict.fromkeys([*(one.file for one in found if one.file not in kinds), *kinds])
         return "\n\n".join(["\n".join(kinds.get(file, file) for file in files), *blocks, "\n".join(last)])
 
@@ -130,7 +138,7 @@ def check(
         checked = fit.applied(checked)
     tried = run_tiny(checked.setup) if tiny else None
     checked = replace(checked, findings=(*(tried.findings() if tried else ()), *checked.findings))
-    return Report(checked=checked, fixed=fixed, fit=fit, tiny=tried)
+    return Report(checked=checked, fixed=fixed, fit=fit, tiny=tried, fixing=fix)
 
 
 def run_tiny(setup: Setup, *, processes: int = 2) -> Tiny:

@@ -11,7 +11,7 @@ from shardwise.errors import JobError, Problem
 from shardwise.job.load import LoadedJob, load_job
 from shardwise.job.schema import StrategySpec
 from shardwise.lint.document import Document, Kind, UnreadableError
-from shardwise.lint.edit import CannotEditError, edited
+from shardwise.lint.edit import CannotEditError, edited, in_words
 from shardwise.lint.finding import SEVERITIES, Finding, finding, holds_for
 from shardwise.lint.model import architecture_of
 from shardwise.lint.read import found, read, referred, text_of
@@ -141,7 +141,10 @@ def _of_problem(
 
 
 def correct(document: Document, setup: Setup) -> tuple[Document, list[Finding]]:
-    """Apply every fix of an error or warning that helps and adds no error; return also what was fixed."""
+    """Apply every fix of an error or warning that helps and adds no error.
+
+    Return also what was fixed; the `fix` of such a finding says the change: key, old and new value.
+    """
     fixed: list[Finding] = []
     tried: set[tuple[str, str, str]] = set()
     while True:
@@ -159,8 +162,8 @@ def correct(document: Document, setup: Setup) -> tuple[Document, list[Finding]]:
         again = findings_of(after, _with(setup, after))
         if _id(candidate) in map(_id, again) or _errors(again) > _errors(open_):
             continue
+        fixed.append(replace(candidate, fix=in_words(document, candidate.changes)))
         document = after
-        fixed.append(candidate)
 
 
 def fix_files(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding, ...]]:

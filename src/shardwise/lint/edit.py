@@ -60,6 +60,23 @@ def edited(document: Document, changes: Sequence[Change]) -> Document:
     return document
 
 
+def in_words(document: Document, changes: Sequence[Change]) -> str:
+    """What the changes do to a document: `bf16.enabled: "true" -> true`."""
+    return "; ".join(_said(document, change) for change in changes)
+
+
+def _said(document: Document, change: Change) -> str:
+    if isinstance(change, Strict):
+        counts = {"comments": len(document.comments), "trailing commas": len(document.trailing_commas)}
+        counts["byte order mark"] = int(document.marked)
+        return ", ".join(f"{count} {name}" for name, count in counts.items() if count) + " -> removed"
+    name, old = ".".join(change.key), document.get(*change.key)
+    if isinstance(change, Rename):
+        return f"`{name}` -> `{'.'.join((*change.key[:-1], change.name))}`"
+    before = json.dumps(old, default=str) if document.has(*change.key) else "absent"
+    return f"`{name}`: {before} -> {json.dumps(change.value) if isinstance(change, Put) else 'removed'}"
+
+
 def _replace(text: str, start: int, end: int, new: str) -> str:
     return text[:start] + new + text[end:]
 

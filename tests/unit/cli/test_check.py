@@ -142,11 +142,27 @@ def test_json_is_one_object_with_units_and_places(capsys: pytest.CaptureFixture[
     assert first["fixable"] is True
 
 
+def test_fix_says_what_it_leaves_and_writes_nothing_then(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zero = {"stage": 2, "overlap_comm": True, "offload_optimizer": {"pin_memory": True}}
+    values = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(values))
+    before = file.read_text(), file.stat().st_ino
+    assert main(["check", "--fix", "--reader", "deepspeed", str(file)]) == 2
+    assert "--fix changed nothing; left for you to fix: 1 error" in capsys.readouterr().out
+    assert (file.read_text(), file.stat().st_ino) == before
+
+
 def test_fix_mends_the_file_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ds.json"
     shutil.copy(EXAMPLES / "overlap_com.json", file)
     assert main(["check", "--fix", str(file)]) == 0
-    assert "fixed: `zero_optimization` has no key `overlap_com`" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"fixed: {file}: `zero_optimization.overlap_com` -> `zero_optimization.overlap_comm`  [" in said
+    assert "was: `zero_optimization` has no key `overlap_com`" in said
+    assert said.endswith("--fix made 1 changes\n")
     assert file.read_text() == (EXAMPLES / "overlap_com.json").read_text().replace(
         "overlap_com", "overlap_comm"
     )

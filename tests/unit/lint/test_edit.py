@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shardwise.errors import JobError
 from shardwise.lint.check import check, load, write
 from shardwise.lint.document import UnreadableError
-from shardwise.lint.edit import CannotEditError, Drop, Put, Rename, Strict, edited
+from shardwise.lint.edit import CannotEditError, Change, Drop, Put, Rename, Strict, edited, in_words
 from shardwise.lint.read import read
 from shardwise.lint.setup import Setup
 from shardwise.lint.text import read_json, read_yaml
@@ -210,3 +210,17 @@ def test_keys_of_characters_that_yaml_does_not_print_are_kept_apart() -> None:
     document = read_json('{"\x7f": 1,\t"\x80": 2}', "a.json")
     assert document.duplicates == ()
     assert [*document.marks] == [("\x7f",), ("\x80",)]
+
+
+@pytest.mark.parametrize(
+    ("text", "change", "said"),
+    [
+        ('{"a": {"b": "1"}}', Put(("a", "b"), 1), '`a.b`: "1" -> 1'),
+        ('{"a": {"b": "1"}}', Put(("a", "c"), True), "`a.c`: absent -> true"),
+        ('{"a": {"b": null}}', Drop(("a", "b")), "`a.b`: null -> removed"),
+        ('{"a": {"b": 1}}', Rename(("a", "b"), "c"), "`a.b` -> `a.c`"),
+        ('{"a": 1,} // old', Strict(), "1 comments, 1 trailing commas -> removed"),
+    ],
+)
+def test_a_change_is_said_with_its_key_and_both_values(text: str, change: Change, said: str) -> None:
+    assert in_words(read_json(text, "a.json"), [change]) == said

@@ -267,3 +267,135 @@ def test_a_switched_off_section_is_taken_out_whole(tmp_path: Path) -> None:
         document = load([file])[0][0]
         assert document.section("tensor_parallel") == left
         DeepSpeedConfig(dict(document.values))
+
+
+PARSER = """import argparse, deepspeed
+parser = argparse.ArgumentParser()
+parser.add_argument("-e", "--epochs", type=int)
+parser.add_argument("--learning_rate", type=float)
+parser.add_argument("--data", required=True)
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--bf16", action=argparse.BooleanOptionalAction)
+args = parser.parse_args()
+"""
+DATACLASSES = """from dataclasses import dataclass, field
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+@dataclass
+class ModelArguments:
+    model: str
+    lora_rank: int = 8
+    names: list = field(default_factory=list)
+    note: str = field(metadata={"help": "a note"})
+parser = HfArgumentParser((ModelArguments, TrainingArguments))
+model_args, args = parser.parse_args_into_dataclasses()
+Trainer(model=load(model_args.model), args=args)
+"""
+
+
+OWN_CLASS = """import transformers
+class TrainingArguments(transformers.TrainingArguments):
+    cache_dir: str = ""
+args, = transformers.HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "command", "said"),
+    [
+        (PARSER, "torchrun train.py --data x --learning_rate 1 --epochs=3 -e 3 --no-bf16", []),
+        (PARSER, "torchrun train.py --data x --learning 1", []),  # argparse takes a beginning
+        (PARSER, "torchrun train.py --data x --learning-rate 1", ["`--learning-rate`"]),
+        (PARSER, "torchrun --nproc_per_node 2 train.py --data x --lerning_rate 1", ["`--lerning_rate`"]),
+        (PARSER, "torchrun train.py --data x --warmup 1", ["`--warmup`"]),
+        (PARSER, "torchrun train.py", ["requires `--data`"]),
+        (PARSER, "torchrun train.py $ARGS", []),
+        (PARSER, "deepspeed train.py --data x", []),
+        (PARSER.replace("local_rank", "rank"), "deepspeed train.py --data x", ["passes `--local_rank`"]),
+        (PARSER.replace("local_rank", "rank"), "deepspeed --no_local_rank train.py --data x", []),
+        (
+            PARSER,
+            "deepspeed train.py --data x --deepspeed --deepspeed_config d.json",
+            ["`--deepspeed`", "`--deepspeed_config`"],
+        ),
+        (PARSER + "deepspeed.add_config_arguments(parser)", "deepspeed train.py --data x --deepspeed", []),
+        (PARSER + "add_more(parser)", "torchrun train.py --warmup 1", []),
+        (PARSER.replace("parse_args", "parse_known_args"), "torchrun train.py --data x --warmup 1", []),
+        (PARSER.replace('"--data"', "NAME"), "torchrun train.py --warmup 1", []),
+        (PARSER, "# usage: train.py\ntorchrun --nproc_per_node 2 train.py --data x", []),
+        (PARSER.replace("argparse", "jsonargparse"), "torchrun train.py --data x --config c", []),
+        (PARSER, "torchrun other.py --warmup 1", []),
+        (DATACLASSES, "torchrun train.py --model x --note y --lora_rank 4 --output_dir o --bf16", []),
+        (DATACLASSES, "torchrun train.py --model x --note y --lora-rank 4 --eval_strategy no", []),
+        (DATACLASSES, "torchrun train.py --model x --note y --lora_ranks 4", ["`--lora_ranks`"]),
+        (
+            DATACLASSES,
+            "torchrun train.py --model x --note y --per_device_batch_size 4",
+            ["`--per_device_batch"],
+        ),
+        (DATACLASSES, "torchrun train.py --note y --output_dir o", ["requires `--model`"]),
+        (OWN_CLASS, "torchrun train.py --cache_dir x --bf16 --output_dir o", []),
+        (OWN_CLASS, "torchrun train.py --cache_dirs x", ["`--cache_dirs`"]),
+        (DATACLASSES.replace("(ModelArguments", "(Other, ModelArguments"), "torchrun train.py --x 1", []),
+    ],
+)
+def test_a_command_gives_the_flags_that_its_script_takes(script: str, command: str, said: list[str]) -> None:
+    documents = (read(command, "run.sh"), read(script, "train.py"))
+    found = [one for one in check(Setup(documents=documents)).findings if one.rule == "flags-of-the-script"]
+    assert len(found) == len(said)
+    assert all(part in one.what for part, one in zip(said, found, strict=True)), found
+
+
+def test_a_near_flag_is_named_and_the_line_is_that_of_the_flag() -> None:
+    command = "torchrun train.py --data x \\\n  --lerning_rate 1\n"
+    documents = (read(command, "run.sh"), read(PARSER, "train.py"))
+    [one] = [one for one in check(Setup(documents=documents)).findings if one.severity == "error"]
+    assert (one.line, one.fix) == (2, "did you mean `--learning_rate`?")
+
+
+def test_the_trainers_flags_are_those_of_the_installed_transformers() -> None:
+    from dataclasses import fields
+
+    from transformers import Seq2SeqTrainingArguments
+
+    known = {*names("trainer_arguments")}
+    theirs = {one.name for one in fields(Seq2SeqTrainingArguments) if one.init}
+    removed = {word.partition("=")[0] for word in names("removed_from_TrainingArguments")}
+    assert theirs <= known <= theirs | removed
+
+
+@pytest.mark.parametrize(
+    ("head", "command", "said"),
+    [
+        ("--nodes=2", "srun torchrun --nnodes 2 --nproc_per_node 8 t.py", []),
+        (
+            "--nodes=2",
+            "srun torchrun --nnodes=4 --nproc_per_node 8 t.py",
+            ["has 2 nodes, and torchrun waits for 4"],
+        ),
+        ("-N 2", "srun torchrun --nnodes=4 --nproc_per_node 8 t.py", ["has 2 nodes"]),
+        ("--nodes=2", "srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node 8 t.py", []),
+        ("--nodes=2", "srun torchrun --nproc_per_node 8 t.py", ["trains on its own"]),
+        ("--nodes=2", "torchrun --nproc_per_node 8 t.py", []),
+        ("--nodes=2-4", "srun torchrun --nnodes 3 --nproc_per_node 8 t.py", []),
+        ("--gpus-per-node=4", "torchrun --nproc_per_node 8 t.py", ["8 processes on a node with 4 GPUs"]),
+        ("--gpus-per-node=h100:8", "torchrun --nproc_per_node 4 t.py", ["stay idle"]),
+        ("--gres=gpu:a100:4", "torchrun --nproc_per_node 8 t.py", ["with 4 GPUs"]),
+        ("--gres=gpu:4", "torchrun --nproc_per_node 4 t.py", []),
+        (
+            "--gres=disk:4\n#SBATCH --nodes=2",
+            "srun torchrun --nnodes 3 --nproc_per_node 8 t.py",
+            ["has 2 nodes"],
+        ),
+        ("--gres=disk:4", "torchrun --nproc_per_node 8 t.py", []),
+        ("--gpus-per-node=8", "torchrun --nproc_per_node gpu t.py", []),
+        ("--ntasks-per-node=8", "srun torchrun --nproc_per_node 8 t.py", ["srun starts torchrun 8 times"]),
+        ("--ntasks-per-node=1", "srun torchrun --nproc_per_node 8 t.py", []),
+        ("--ntasks-per-node=8", "srun --ntasks-per-node=1 torchrun --nproc_per_node 8 t.py", []),
+        ("--ntasks-per-node=8", "torchrun --nproc_per_node 8 t.py", []),
+    ],
+)
+def test_a_slurm_job_has_what_its_command_starts(head: str, command: str, said: list[str]) -> None:
+    text = f"#!/bin/bash\n#SBATCH {head}\n#SBATCH --time=1:00\n{command}\n"
+    found = check(Setup(documents=(read(text, "run.sh"),))).findings
+    assert [one.rule for one in found] == ["slurm-and-launcher"] * len(said)
+    assert all(part in one.what for part, one in zip(said, found, strict=True)), found

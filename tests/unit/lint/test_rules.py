@@ -96,6 +96,33 @@ t = AutoTokenizer.from_pretrained("meta-llama/Llama-2-7b-hf")
 x = t(["a", "b c"], padding=True)
 {}
 """
+EPOCHS = """import torch
+from setting import *
+optimizer = torch.optim.SGD(model.parameters())
+sampler = DistributedSampler(rows)
+for epoch in range(3):
+    model(rows).backward()
+    {}
+"""
+ENGINE = """import deepspeed, torch
+from setting import *
+optimizer = {}(model.parameters())
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config="file1")
+"""
+UNPREPARED = """from accelerate import Accelerator
+from torch.optim import SGD
+from setting import *
+accelerator = Accelerator()
+net = Net()
+optimizer = SGD(net.parameters())
+accelerator.prepare({})
+accelerator.backward(net(rows))
+"""
+PARSER = """import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate")
+parser.parse_args()
+"""
 LOAD = "from transformers import AutoModelForCausalLM\nm = AutoModelForCausalLM.from_pretrained('x', {})\n"
 
 
@@ -272,6 +299,12 @@ CASES = (
     ),
     Case("warmup-steps", schedule("WarmupLR", warmup_num_steps=0), schedule("WarmupLR", warmup_num_steps=1)),
     # tensor parallelism and groups
+    Case(
+        "two-optimizers",
+        ENGINE.format("torch.optim.Adam"),
+        ENGINE.format("deepspeed.ops.adam.DeepSpeedCPUAdam"),
+        also=(json.dumps(DEEPSPEED | zero(stage=2, offload_optimizer={"device": "cpu"})),),
+    ),
     Case("tensor-parallel-without-size", {"tensor_parallel": {"tp_overlap_comm": True}}, TP),
     Case(
         "tensor-parallel-divides-the-gpus",
@@ -329,7 +362,12 @@ CASES = (
         plugin(zero_stage=3, zero3_save_16bit_model=True, offload_param_device="cpu"),
     ),
     Case("accelerate-stage-3-flags", plugin(zero_stage=3), plugin(zero_stage=3, zero3_save_16bit_model=True)),
-    Case("accelerate-machines", {"num_machines": 2}, {"num_machines": 2, "main_process_ip": "10.0.0.1"}),
+    Case(
+        "accelerate-machines",
+        {"num_machines": 2},
+        {"num_machines": 2, "main_process_ip": "10.0.0.1"},
+        also=("accelerate launch train.py",),
+    ),
     Case("accelerate-processes", {"num_processes": GONE}, {}),
     Case(
         "accelerate-parallelism",
@@ -446,12 +484,28 @@ CASES = (
         "CUDA_VISIBLE_DEVICES=0,1 deepspeed --num_gpus 2 train.py",
         "CUDA_VISIBLE_DEVICES=0,1 deepspeed train.py",
     ),
+    Case("flags-of-the-script", "torchrun file1.py --lr 1", "torchrun file1.py --rate 1", also=(PARSER,)),
+    Case(
+        "slurm-and-launcher",
+        "#SBATCH --nodes=2\nsrun torchrun --nnodes 4 --nproc_per_node 8 train.py\n",
+        "#SBATCH --nodes=4\nsrun torchrun --nnodes 4 --nproc_per_node 8 train.py\n",
+    ),
     Case("optimizer-outside-engine", LOOP.format("inner.step()"), LOOP.format("engine.step()")),
     Case(
         "no-optimizer",
         OWN.format("model=m"),
         OWN.format("model=m, optimizer=o"),
         also=(JSON,),
+    ),
+    Case(
+        "no-zero-grad",
+        EPOCHS.format("optimizer.step()"),
+        EPOCHS.format("optimizer.step(); optimizer.zero_grad()"),
+    ),
+    Case(
+        "schedule-before-optimizer",
+        EPOCHS.format("scheduler.step(); optimizer.step(); optimizer.zero_grad()"),
+        EPOCHS.format("optimizer.step(); scheduler.step(); optimizer.zero_grad()"),
     ),
     Case(
         "undefined-name",
@@ -469,12 +523,6 @@ CASES = (
         PADDED.format(
             "t.pad_token = '#'", "x['labels'] = x['input_ids'].masked_fill(x['attention_mask'] == 0, -100)"
         ),
-    ),
-    Case(
-        "no-sampler",
-        OWN.format("model=m, optimizer=o") + "loader = DataLoader(rows)\n",
-        OWN.format("model=m, optimizer=o") + "loader = DataLoader(rows, sampler=DistributedSampler(rows))\n",
-        also=(JSON,),
     ),
     Case(
         "one-process-calls-for-all",
@@ -509,6 +557,28 @@ CASES = (
         PREPARED.format("mixed_precision='fp16'", "accelerator.backward(loss)"),
         PREPARED.format("mixed_precision='bf16'", "accelerator.backward(loss)"),
         also=(PLUGIN,),
+    ),
+    Case(
+        "no-sampler",
+        OWN.format("model=m, optimizer=o") + "loader = DataLoader(rows)\n",
+        OWN.format("model=m, optimizer=o") + "loader = DataLoader(rows, sampler=DistributedSampler(rows))\n",
+        also=(JSON,),
+    ),
+    Case(
+        "sampler-without-set-epoch",
+        EPOCHS.format("optimizer.zero_grad()"),
+        EPOCHS.format("sampler.set_epoch(epoch)"),
+    ),
+    Case(
+        "one-gpu-for-all",
+        LOAD.format("device_map={'': 0}"),
+        LOAD.format("device_map={'': rank()}").replace("\n", "\nfrom x import rank\n", 1),
+        {"asked_world_size": 4},
+    ),
+    Case(
+        "not-prepared",
+        UNPREPARED.format("optimizer"),
+        UNPREPARED.format("optimizer, net"),
     ),
     Case(
         "zeus-monitor-of-all-gpus",
@@ -547,7 +617,11 @@ def documents(case: Case, example: Any) -> tuple[Document, ...]:
         text = yaml.safe_dump(merged(ACCELERATE, example))
     elif isinstance(example, dict):
         text = json.dumps(merged(DEEPSPEED, example), indent=2)
-    return tuple(read(each, f"file{index}") for index, each in enumerate((text, *case.also)))
+    ends = (".py" * ("argparse" in each) for each in (text, *case.also))
+    return tuple(
+        read(each, f"file{n}{end}")
+        for n, (each, end) in enumerate(zip((text, *case.also), ends, strict=True))
+    )
 
 
 def found(case: Case, example: Any) -> list[Finding]:

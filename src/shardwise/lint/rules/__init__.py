@@ -12,6 +12,7 @@ from shardwise.lint.rules import (
     optimizer,
     parallel,
     precision,
+    ranks,
     reader,
     sections,
     training,
@@ -20,7 +21,7 @@ from shardwise.lint.rules import (
 )
 
 SUBJECTS = [reader, keys, batch, zero, offload, precision, optimizer, parallel]
-SUBJECTS += [sections, accelerate, fsdp, training, launch, loop, zeus]
+SUBJECTS += [sections, accelerate, fsdp, training, launch, loop, ranks, zeus]
 """The modules of rules, in the order of the page of all rules; a docstring begins with its subject."""
 
 RULES = tuple(one for module in SUBJECTS for one in vars(module).values() if isinstance(one, Rule))

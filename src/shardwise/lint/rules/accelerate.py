@@ -12,6 +12,7 @@ from shardwise.lint.finding import Hit, Severity, rule
 from shardwise.lint.read import found
 from shardwise.lint.schema import accelerate_keys, as_number, by_key, closest, names
 from shardwise.lint.setup import Setup
+from shardwise.lint.shell_text import OPEN
 
 IN_THE_FILE = names("in_the_deepspeed_file")
 
@@ -180,16 +181,20 @@ def accelerate_stage_3_flags(document: Document, _: Setup) -> Iterator[Hit]:
 
 
 @accelerate_rule("error", "accelerate/utils/launch.py: prepare_deepspeed_cmd_env, prepare_multi_gpu_env")
-def accelerate_machines(document: Document, _: Setup) -> Iterator[Hit]:
+def accelerate_machines(document: Document, setup: Setup) -> Iterator[Hit]:
     """Processes are divided over the machines, which must find each other."""
     machines, count = document.number("num_machines") or 1, document.number("num_processes")
     if count is not None and count > 0 and count == int(count) and count % machines:
         what = f"{count:g} processes over {machines:g} machines: the remainder of the division is not started"
         yield Hit(("num_processes",), what, "num_processes counts all machines' GPUs")
-    if machines > 1 and not document.get("main_process_ip") and kind_of(document) != "NO":
+    launch = [one for one in setup.of("training") if one.get("launcher") == "accelerate"]
+    found = any(one.has("main_process_ip") or one.has(OPEN) for one in (document, *launch))
+    found |= document.get(DS, "deepspeed_multinode_launcher") not in (None, "standard")  # a hostfile is read
+    found |= document.has(DS, "deepspeed_hostfile")
+    if machines > 1 and not found and kind_of(document) != "NO":
         what = "the machines do not find each other without `main_process_ip`"
-        fix = "main_process_ip: the first machine's address, and main_process_port"
-        yield Hit(("num_machines",), what, fix)
+        fix = "main_process_ip: the first machine's address, and main_process_port; or --main_process_ip"
+        yield Hit(("num_machines",), what, fix, severity=None if launch else "warning")
 
 
 @accelerate_rule("warning", _LAUNCH)

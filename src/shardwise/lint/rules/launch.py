@@ -1,14 +1,29 @@
 """Launch commands."""
 
+import ast
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from shardwise.lint.document import Document
-from shardwise.lint.finding import Hit
-from shardwise.lint.rules.training import training_rule
+from shardwise.lint.finding import Hit, Severity
+from shardwise.lint.rules.training import calls, training_rule, tree_of, within
+from shardwise.lint.schema import closest, names
 from shardwise.lint.setup import Setup
-from shardwise.lint.shell_text import LOST_FLAGS, UNKNOWN_FLAG
+from shardwise.lint.shell_text import LOST_FLAGS, OPEN, UNKNOWN_FLAG
 
 _RUNNER = "deepspeed/launcher/runner.py"
+_OPEN_PARSER = re.compile(
+    r"parse_known|parents=|subparsers|REMAINDER|fromfile|prefix_chars|remaining|TrlParser|add_argparse_args"
+    r"|jsonargparse|configargparse|simple_parsing"
+)
+_HF = re.compile(r"HfArgumentParser\(")
+_OWN = {"deepspeed.add_config_arguments"}
+_SBATCH = re.compile(
+    r"^#SBATCH\s+(?:--(nodes|ntasks-per-node|gpus-per-node|gres=gpu)|-N)[=: ](?:\w+:)?(\d+)(?=[ \t]*(?:#|$))",
+    re.MULTILINE,
+)
+_SRUN = re.compile(r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+)*srun\b(?!.*--ntasks|.* -n)", re.MULTILINE)
 
 
 @training_rule("error", "bash: a command ends at its line, unless the last character is a backslash")
@@ -62,3 +77,105 @@ def visible_devices(document: Document, _: Setup) -> Iterator[Hit]:
         what = f"the deepspeed launcher overwrites it if --{flags[0]} is given"
         fix = "--include localhost:0,1 names the GPUs; remove CUDA_VISIBLE_DEVICES"
         yield Hit(("CUDA_VISIBLE_DEVICES",), what, fix)
+
+
+@training_rule("error", "argparse: `unrecognized arguments`, `the following arguments are required`")
+def flags_of_the_script(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The script's parser stops at flags that it does not have, and without those that it requires."""
+    file = Path(str(document.get("script"))).name
+    script = next((one for one in setup.of("training") if Path(one.name).name == file), None)
+    known = _flags(script) if script and document.syntax == "shell" else {}
+    missing, rows = {one for one in known if known[one]}, document.text.split("\n")
+    after = "\n".join(rows[document.line(("script",)) - 1 :]).partition(file)[2]
+    for (name,) in document.marks if known else ():
+        written = re.search(rf"(?<!\S)--({re.escape(name).replace('_', '[-_]')})(?=[\s=]|$)", after)
+        meant = {one for one in known if written and one.startswith(written[1])}  # argparse takes a beginning
+        missing -= meant
+        if written and not meant:
+            near = closest(written[1], known)
+            what = f"{file} has no flag `--{written[1]}`: it stops with `unrecognized arguments`"
+            fix = f"did you mean `--{near}`?" if near else "remove it, or add it to the parser"
+            yield Hit((name,), what, fix)
+    for name in sorted(missing) if not document.has(OPEN) else ():
+        what = f"{file} requires `--{name}`, which the command does not give: it stops"
+        yield Hit((), what, f"--{name} VALUE after {file}", line=document.line(("script",)))
+    passes = document.get("launcher") == "deepspeed" and not document.has("no_local_rank")
+    if known and passes and not {"local_rank", "local-rank"} & known.keys():
+        what = f"the deepspeed launcher passes `--local_rank`, which {file} does not take: it stops"
+        fix = 'parser.add_argument("--local_rank", type=int), or --no_local_rank before the script'
+        yield Hit((), what, fix, line=document.line(("script",)))
+
+
+def _flags(script: Document) -> dict[str, bool]:
+    """The flags of a script's parser, and whether each is required; empty if the text does not show all."""
+    added, parsers = [*calls(script, "add_argument")], [*calls(script, "ArgumentParser", "HfArgumentParser")]
+    classes = {one.name: one for one in ast.walk(tree_of(script)) if isinstance(one, ast.ClassDef)}
+    known = {one.name for one in ast.walk(tree_of(script)) if isinstance(one, ast.FunctionDef)} | _OWN
+    holders = {ast.unparse(call.func).removesuffix(".add_argument") for call in added}
+    flags = dict.fromkeys(
+        ("help", *["deepspeed", "deepspeed_config"] * ("add_config_arguments(" in script.text)), False
+    )
+    for call in within(tree_of(script)):
+        given = {
+            ast.unparse(one.value if isinstance(one, ast.keyword) else one)
+            for one in (*call.args, *call.keywords)
+        }
+        if holders & given and ast.unparse(call.func) not in known:
+            return {}  # another module adds flags
+    for call in added:
+        own = [one.value if isinstance(one, ast.Constant) else None for one in call.args]
+        long = [str(one)[2:] for one in own if str(one).startswith("--")]
+        flags |= dict.fromkeys(long, "required=True" in ast.unparse(call) and len(own) == 1)
+        flags |= {f"no-{name}": False for name in long}  # of BooleanOptionalAction
+        if None in own:
+            return {}
+    if len(parsers) != 1 or _OPEN_PARSER.search(script.text) or "parse_args" not in script.text:
+        return {}
+    given_ = parsers[0].args[0] if len(parsers[0].args) == 1 else parsers[0]
+    waiting = [*getattr(given_, "elts", [given_])] if _HF.search(script.text) else []
+    for one in waiting:
+        name = ast.unparse(one).rpartition(".")[2]
+        if isinstance(one, ast.Name) and name in classes:
+            flags |= _fields(made := classes.pop(name))
+            waiting += made.bases
+        elif name in ("TrainingArguments", "Seq2SeqTrainingArguments"):
+            flags |= dict.fromkeys(names("trainer_arguments"), False) | flags
+        else:
+            return {}
+    return {name.replace("_", "-"): False for name in flags if waiting} | flags
+
+
+def _fields(made: ast.ClassDef) -> dict[str, bool]:
+    """The flags that HfArgumentParser makes of a dataclass."""
+    flags = dict[str, bool]()
+    for row in made.body:
+        if isinstance(row, ast.AnnAssign) and isinstance(row.target, ast.Name):
+            given = row.value.keywords if isinstance(row.value, ast.Call) else []
+            default = row.value and (not given or any("default" in str(k.arg) for k in given))
+            flags |= {row.target.id: not default, f"no_{row.target.id}": False}
+    return flags
+
+
+@training_rule("error", "https://slurm.schedmd.com/sbatch.html; torch/distributed/run.py")
+def slurm_and_launcher(document: Document, _: Setup) -> Iterator[Hit]:
+    """The nodes, tasks and GPUs that the job asks for are not those of the launch command."""
+    asked = {long or "nodes": int(count) for long, count in _SBATCH.findall(document.text)}
+    if document.get("launcher") != "torchrun" or not asked:
+        return
+    nodes, tasks = asked.get("nodes"), asked.get("ntasks-per-node", 1)
+    gpus, each = asked.get("gpus-per-node") or asked.get("gres=gpu"), document.number("nproc_per_node")
+    srun, launched = _SRUN.search(document.text), document.number("nnodes")
+    if launched and nodes and launched != nodes:
+        what = f"the job has {nodes} nodes, and torchrun waits for {launched:g}"
+        yield Hit(("nnodes",), what, f"--nnodes {nodes}, or #SBATCH --nodes={launched:g}")
+    elif (nodes or 1) > 1 and srun and not document.has("nnodes"):
+        what = f"without --nnodes each of the {nodes} nodes trains on its own"
+        yield Hit(("launcher",), what, f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HEAD:29500")
+    if gpus and each and gpus != each:
+        effect = "the last stop with `invalid device ordinal`" if each > gpus else "the other GPUs stay idle"
+        severity: Severity = "error" if each > gpus else "warning"
+        what = f"torchrun starts {each:g} processes on a node with {gpus} GPUs: {effect}"
+        yield Hit(("nproc_per_node",), what, f"--nproc_per_node {gpus}", severity=severity)
+    if srun and tasks > 1 and document.has("nproc_per_node"):
+        what = f"srun starts torchrun {tasks} times on each node, and each starts all processes of the node"
+        yield Hit(("nproc_per_node",), what, "#SBATCH --ntasks-per-node=1")

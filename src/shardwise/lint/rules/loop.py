@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import DEEPSPEED, Hit, Severity
 from shardwise.lint.rules.accelerate import DS
-from shardwise.lint.rules.training import calls, distributed, training_rule, tree_of, within, zero_stage
+from shardwise.lint.rules.training import (
+    calls,
+    is_optimizer,
+    training_rule,
+    tree_of,
+    values_of,
+    within,
+    zero_stage,
+)
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names
 from shardwise.lint.script_text import UNDEFINED
@@ -25,11 +33,13 @@ _WAITS |= {name: re.compile(r"(engine|initialize)\b") for name in names("wait_in
 _WAITS |= {name: re.compile(r"\b(dist|distributed|comm|accelerator)\b") for name in names("wait_for_all")}
 _ALONE = re.compile("is_initialized|is_available|(world_size|WORLD_SIZE).* (==|<=) '?1")  # of one process
 _STEPS = re.compile(r"^ *(?!\S*sched)[\w.]+\.step\(", re.MULTILINE)
+_ZEROES = re.compile(
+    r"zero_grad|foreach_zero|\.grad\s*=\s*None|grad\.zero_|deepspeed\.initialize|[Ll]ightning"
+)
 _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and its plugin
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
 _GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed|zero_?3)")
 _NO_PAD_TOKEN = names("no_pad_token")
-_DIVIDED = re.compile(r"[Ss]ampler|split_dataset_by_node|\.shard\(|rank\s*::|num_replicas|\.prepare\(")
 _LABELS = re.compile(r"labels[\"']?\]?\s*=\s*[\w.]*(input_ids|\[[\"']input_ids[\"']\])(\.(clone|copy)\(\))?")
 _PADS = re.compile(r"padding\s*=\s*(True|[\"'](max_length|longest)[\"'])")
 
@@ -64,6 +74,44 @@ def no_optimizer(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit(("initialize",), what, fix)
 
 
+@training_rule("error", "torch/optim/optimizer.py: zero_grad; autograd adds to .grad")
+def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Backward adds to the gradients: without `zero_grad` a step also has those of all steps before."""
+    program, made = tree_of(document), made_by(document)
+    engine = zero_stage(setup) is not None or any(one.section(DS) for one in setup.of("accelerate"))
+    engine |= bool(setup.of("deepspeed"))
+    for call in calls(document, "step") if not engine and not _ZEROES.search(document.text) else ():
+        place = around(program, call)
+        known, text = is_optimizer(made.get(_stepped(call), "")), ast.unparse(place)
+        often = isinstance(place, ast.For | ast.While) or f"{_stepped(call)} = " not in text
+        if known and often and ".backward(" in text:
+            yield Hit((), fix=f"{_stepped(call)}.zero_grad() after the step", line=call.lineno)
+            return
+
+
+@training_rule("warning", "torch/optim/lr_scheduler.py: `lr_scheduler.step()` before `optimizer.step()`")
+def schedule_before_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
+    """The schedule is stepped before the optimizer: the first learning rate is never used."""
+    made = made_by(document)
+    for node in ast.walk(tree_of(document)):
+        block = node.body if isinstance(node, ast.For | ast.While | ast.With) else []
+        steps = [(one, call) for one in block for call in within(one) if _stepped(call)]
+        own = [at for at, (_, call) in enumerate(steps) if is_optimizer(made.get(_stepped(call), ""))]
+        for one, call in steps[: own[0]] if own else ():
+            alone = isinstance(one, ast.Expr) and one.value is call and not call.args
+            if alone and "sched" in _stepped(call).lower():
+                fix = f"`{ast.unparse(call)}` after line {steps[own[0]][1].lineno}"
+                yield Hit((), fix=fix, line=call.lineno)
+                return
+
+
+def _stepped(call: ast.Call) -> str:
+    """What `optimizer.step()` or `scaler.step(optimizer)` steps; empty of other calls."""
+    owner, _, last = ast.unparse(call.func).rpartition(".")
+    scaled = "scaler" in owner.lower() and call.args
+    return "" if last != "step" else ast.unparse(call.args[0]) if scaled else owner
+
+
 @training_rule("warning", "the language: NameError")
 def undefined_name(document: Document, _: Setup) -> Iterator[Hit]:
     """A name is used that the script neither defines nor imports."""
@@ -95,19 +143,7 @@ def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit((), what, fix, line=line_at(document.text, given.start()))
 
 
-@training_rule("warning", "torch/utils/data: a DataLoader knows nothing of other processes")
-def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
-    """Without a DistributedSampler all processes train on the same rows."""
-    own = {"deepspeed.initialize", "deepspeed.initialize(training_data)"} & document.uses
-    loads = re.search(r"\bDataLoader\(", document.text)
-    undivided = own == {"deepspeed.initialize"} and not _DIVIDED.search(document.text)
-    if loads and undivided and distributed(setup):
-        what = "nothing here divides the rows: every process trains on all of them"
-        fix = "DataLoader(..., sampler=DistributedSampler(rows)), or training_data= in deepspeed.initialize"
-        yield Hit((), what, fix, line=line_at(document.text, loads.start()))
-
-
-def _made(document: Document) -> dict[str, str]:
+def made_by(document: Document) -> dict[str, str]:
     """The call that made a name's value; of a model that DeepSpeed got, deepspeed.initialize."""
     program = ast.unparse(tree_of(document))
     return dict(_MADE.findall(program)) | {model: call for call, model in _GIVEN.findall(program)}
@@ -140,10 +176,10 @@ def _opposite(test: ast.expr) -> ast.expr:
     return ast.UnaryOp(ast.Not(), test)
 
 
-def _branches(program: ast.Module) -> Iterator[tuple[str, list[ast.stmt], list[ast.stmt]]]:
+def _branches(document: Document) -> Iterator[tuple[str, list[ast.stmt], list[ast.stmt]]]:
     """Each `if`: where one process is alone, in words, what it does there, and what the others do."""
-    known, blocks = Values(program), ("body", "orelse", "finalbody")
-    for block in (getattr(node, name, None) for node in ast.walk(program) for name in blocks):
+    known, blocks = values_of(document), ("body", "orelse", "finalbody")
+    for block in (getattr(node, name, None) for node in ast.walk(tree_of(document)) for name in blocks):
         for at, branch in enumerate(items := block if isinstance(block, list) else []):
             if not isinstance(branch, ast.If):
                 continue
@@ -162,10 +198,10 @@ def _branches(program: ast.Module) -> Iterator[tuple[str, list[ast.stmt], list[a
 @training_rule("error", "deepspeed/runtime/engine.py: save_checkpoint; transformers/trainer.py: save_model")
 def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
     """One process calls what waits for all others: the run hangs."""
-    made, stage, texts = _made(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
+    made, stage, texts = made_by(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
     full = "FULL_STATE_DICT" in texts or (setup.training("fsdp") and "SHARDED_STATE_DICT" not in texts)
     found, elsewhere = dict[int, tuple[str, str]](), set[str]()
-    for where, body, others in _branches(tree_of(document)):
+    for where, body, others in _branches(document):
         elsewhere |= {ast.unparse(call.func).rpartition(".")[2] for call in within(*others)}
         for call in within(*body):
             owner, _, last = (said := ast.unparse(call.func)).rpartition(".")
@@ -183,7 +219,7 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
 @training_rule("error", "deepspeed/runtime/zero; run with 0.19.8 at stages 1 to 3", versions=DEEPSPEED)
 def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
     """ZeRO keeps gradients, and at stage 3 weights, in its own buffers: the model's are empty."""
-    made, stage, nodes = _made(document), zero_stage(setup), [*ast.walk(tree_of(document))]
+    made, stage, nodes = made_by(document), zero_stage(setup), [*ast.walk(tree_of(document))]
     trainers = [call for call in within(*nodes[:1]) if ast.unparse(call.func).endswith("Trainer")]
     given_to = [(one.value, call) for call in trainers for one in call.keywords if one.arg == "model"]
     given_to += [(one, call) for call in trainers for one in call.args[:1]]
@@ -211,19 +247,19 @@ def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit((), what, fix, line=call.lineno)
 
 
-def _accumulated(document: Document, program: ast.Module, known: Values) -> str:
+def _accumulated(document: Document) -> str:
     """What the script gives an Accelerator as the number of micro-batches; empty for none and for 1."""
-    made = calls(document, "Accelerator", "GradientAccumulationPlugin", of=program)
+    known, made = values_of(document), calls(document, "Accelerator", "GradientAccumulationPlugin")
     given = [one for call in made for one in call.keywords if one.arg in _COUNTS]
     counts = {ast.unparse(known.meant(one.value)) for one in given} - {"1", "None"}
     return counts.pop() if len(counts) == 1 else ""
 
 
-def _around(program: ast.Module, call: ast.Call) -> ast.AST:
+def around(program: ast.Module, call: ast.Call) -> ast.AST:
     """The innermost loop or function with a call."""
     blocks = (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While | ast.FunctionDef))
-    around = (one for one in blocks if one.lineno <= call.lineno <= (one.end_lineno or 0))
-    return max(around, key=lambda one: one.lineno, default=program)
+    found = (one for one in blocks if one.lineno <= call.lineno <= (one.end_lineno or 0))
+    return max(found, key=lambda one: one.lineno, default=program)
 
 
 def _divisors(node: ast.expr) -> Iterator[ast.expr]:
@@ -238,11 +274,11 @@ def _divisors(node: ast.expr) -> Iterator[ast.expr]:
             yield from _divisors(inner)
 
 
-def _division(program: ast.Module, call: ast.Call, counts: set[str], known: Values) -> int | None:
+def _division(document: Document, call: ast.Call, counts: set[str]) -> int | None:
     """The line that divides the loss of a backward call by the number of accumulated micro-batches."""
     loss = call.args[0] if call.args else getattr(call.func, "value", call.func)
-    divisors = [*_divisors(loss)]
-    for one in ast.walk(_around(program, call)):
+    divisors, known = [*_divisors(loss)], values_of(document)
+    for one in ast.walk(around(tree_of(document), call)):
         if isinstance(one, ast.Assign) and one.lineno <= call.lineno:
             divisors += _divisors(one.value) if ast.unparse(one.targets[0]) == ast.unparse(loss) else ()
         elif isinstance(one, ast.AugAssign) and isinstance(one.op, ast.Div) and one.lineno <= call.lineno:
@@ -254,13 +290,12 @@ def _division(program: ast.Module, call: ast.Call, counts: set[str], known: Valu
 @training_rule("error", "accelerate/utils/deepspeed.py: DeepSpeedOptimizerWrapper", versions="accelerate<2")
 def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[Hit]:
     """accelerator.backward scales and divides the loss; under DeepSpeed it also takes the step."""
-    known, prepared = Values(program := tree_of(document)), ".prepare" in " ".join(_made(document).values())
-    found = [*calls(document, "backward", of=program)]
+    prepared, found = ".prepare" in " ".join(made_by(document).values()), [*calls(document, "backward")]
     own = prepared and any(name.endswith("Accelerator") for name in document.uses)
     steps = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
-    count = _accumulated(document, program, known)
+    count = _accumulated(document)
     for call in found if own and not any(call.args for call in found) else ():
-        divided = _division(program, call, {count}, known)
+        divided = _division(document, call, {count})
         undivided = f", and it is not divided by the {count} accumulated micro-batches"
         what = "with fp16 the loss is not scaled" + ("" if divided or not count else undivided)
         what = "DeepSpeed takes its step in accelerator.backward: nothing is trained" if steps else what
@@ -274,15 +309,15 @@ def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[H
 @training_rule("error", "accelerate/accelerator.py: backward; deepspeed/runtime/engine.py: backward")
 def loss_divided_twice(document: Document, setup: Setup) -> Iterator[Hit]:
     """The backward of an Accelerator or engine divides the loss by the accumulated micro-batches itself."""
-    made, known = _made(document), Values(program := tree_of(document))
+    made = made_by(document)
     files = [one.number("gradient_accumulation_steps") or 1 for one in setup.of("deepspeed")]
-    in_file, own = {f"{count:g}" for count in files if count > 1}, _accumulated(document, program, known)
-    for call in calls(document, "backward", of=program) if in_file or own else ():
+    in_file, own = {f"{count:g}" for count in files if count > 1}, _accumulated(document)
+    for call in calls(document, "backward") if in_file or own else ():
         owner = ast.unparse(call.func).removesuffix(".backward")
         by = f"{made.get(owner)} {owner}".lower()
         counts = in_file | {own} - {""} if "accelerator" in by else in_file if _INITIALIZE in by else set()
         scales = all(one.arg != "scale_wrt_gas" for one in call.keywords)
-        if call.args and counts and scales and (line := _division(program, call, counts, known)):
+        if call.args and counts and scales and (line := _division(document, call, counts)):
             what = f"`{owner}.backward` divides the loss by {min(counts)}, and line {line} does too: the "
             yield Hit((), f"{what}gradients are too small", f"remove the division in line {line}", line=line)
 
@@ -290,17 +325,17 @@ def loss_divided_twice(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("error", "accelerate/accelerator.py: accumulate; optimizer.py: step", versions="accelerate<2")
 def accumulate_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
     """Without `accumulate` an Accelerator's optimizer steps at every micro-batch."""
-    count = _accumulated(document, program := tree_of(document), Values(program))
+    count, program = _accumulated(document), tree_of(document)
     if not count or re.search(r"\.accumulate\(|no_sync|sync_gradients", document.text):
         return
     for test in (one for one in ast.walk(program) if isinstance(one, ast.If)):
         body = "\n".join(map(ast.unparse, test.body))
         if _STEPS.search(body) or ("continue" in body and "%" in ast.unparse(test.test)):
             return  # accumulates by hand
-    around = [_around(program, call) for call in calls(document, "backward", of=program)]
-    for call in calls(document, "step", of=program):
-        loop = _around(program, call)
-        if loop in around and isinstance(loop, ast.For | ast.While) and _STEPS.search(ast.unparse(call)):
+    loops = [around(program, call) for call in calls(document, "backward")]
+    for call in calls(document, "step"):
+        loop = around(program, call)
+        if loop in loops and isinstance(loop, ast.For | ast.While) and _STEPS.search(ast.unparse(call)):
             many = f"{count} times as often as asked" if count.isdigit() else f"also if `{count}` is above 1"
             what = f"nothing calls `accumulate`: the optimizer steps at every micro-batch, {many}"
             fix = "`with accelerator.accumulate(model):` around the forward pass, backward and step"

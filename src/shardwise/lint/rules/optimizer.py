@@ -1,5 +1,6 @@
 """Optimizer, clipping, schedule."""
 
+import ast
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +9,8 @@ from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, rule
+from shardwise.lint.rules.loop import made_by
+from shardwise.lint.rules.training import calls, is_optimizer, training_rule
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import as_number, closest, names, table
 from shardwise.lint.setup import Setup
@@ -160,3 +163,43 @@ def warmup_steps(document: Document, _: Setup) -> Iterator[Hit]:
     elif steps is not None and total is not None and total < steps:
         what = f"warm-up takes {steps:g} of {total:g} steps: the peak is never reached"
         yield Hit(key, what, "fewer than `total_num_steps`", severity="warning")
+
+
+@training_rule("error", "engine.py: _configure_optimizer; accelerate/accelerator.py: _prepare_deepspeed")
+def two_optimizers(document: Document, setup: Setup) -> Iterator[Hit]:
+    """A script's optimizer: DeepSpeed refuses it with offloading, and it meets the one of the file."""
+    made, device = made_by(document), ("zero_optimization", "offload_optimizer", "device")
+    for config in setup.of("deepspeed"):
+        both, file = bool(config.section("optimizer")), config.name
+        offloads = config.get(*device) in ("cpu", "nvme")
+        offloads &= config.get("zero_force_ds_cpu_optimizer") is not False
+        for engine, own, line in _optimizers(document, made):
+            if engine and offloads and not own.startswith("DeepSpeedCPU"):
+                what = (
+                    f"{file} offloads the optimizer, and the script gives {own}: DeepSpeed stops with `You "
+                )
+                what += "are using ZeRO-Offload with a client provided optimizer`"
+                fix = f"deepspeed.ops.adam.DeepSpeedCPUAdam, or only the `optimizer` of {file}, or there "
+                yield Hit((), what, f'{fix}"zero_force_ds_cpu_optimizer" off', line=line)
+            elif engine and both:
+                what = f"DeepSpeed uses the script's {own}, and silently ignores `optimizer` of {file}"
+                yield Hit((), what, "keep one of the two", severity="warning", line=line)
+            elif both and setup.reader == "accelerate":
+                what = (
+                    f"an optimizer in {file} and in the script: ValueError `You cannot specify an optimizer "
+                )
+                what += "in the config file and in the code at the same time`"
+                fix = f"accelerate.utils.DummyOptim here, or remove `optimizer` from {file}"
+                yield Hit((), what, fix, line=line)
+
+
+def _optimizers(document: Document, made: dict[str, str]) -> Iterator[tuple[bool, str, int]]:
+    """Whether an engine gets it, else an Accelerator; the class of an optimizer; the line."""
+    for call in calls(document, "initialize", "prepare"):
+        engine = ast.unparse(call.func) == "deepspeed.initialize"
+        given = [one.value for one in call.keywords if one.arg == "optimizer" and engine]
+        given += call.args[1:2] if engine else call.args
+        names_ = [ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in given]
+        for called in (made.get(name, name) for name in names_):
+            if is_optimizer(called):
+                yield engine, called.rpartition(".")[2], call.lineno

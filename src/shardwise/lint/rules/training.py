@@ -4,7 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from shardwise.job.source import Key
@@ -36,6 +36,7 @@ _REPLACED |= dict.fromkeys(("optim", "optimizer"), "optimizer")
 _SHAPES: dict[str, tuple[str, str]] = table("schedule_shapes")  # the Trainer's word for it, and what it does
 _TARGETS = {"target_modules": 'target_modules="all-linear", which is no list'}  # and what means all modules
 _TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "lora_target: all"}
+_UNSLOTH = re.compile(r"Fast\w*\.(from_pretrained|get_peft_model)")  # these take what transformers does not
 _PLEASE = "`Please correct the following DeepSpeed config values`"
 
 training_rule = partial(rule, versions="", kind="training")
@@ -49,10 +50,23 @@ def zero_stage(setup: Setup) -> int | None:
 
 
 def tree_of(document: Document) -> ast.Module:
-    """The program of a script; an empty one of other files."""
-    program = ast.parse(document.text if document.syntax == "python" else "")
+    """The program of a script; an empty one of other files. Rules share it, and leave it as it is."""
+    return _program(document.text if document.syntax == "python" else "")
+
+
+def values_of(document: Document) -> Values:
+    """What the expressions of `tree_of` stand for."""
+    return _values(tree_of(document))
+
+
+@lru_cache(maxsize=8)
+def _program(text: str) -> ast.Module:
+    program = ast.parse(text)
     name_as_imported(program)
     return program
+
+
+_values = lru_cache(maxsize=8)(Values)
 
 
 def within(*nodes: ast.AST) -> Iterator[ast.Call]:
@@ -60,10 +74,16 @@ def within(*nodes: ast.AST) -> Iterator[ast.Call]:
     return (node for one in nodes for node in ast.walk(one) if isinstance(node, ast.Call))
 
 
-def calls(document: Document, *last: str, of: ast.Module | None = None) -> Iterator[ast.Call]:
-    """The calls of a script, or of its program that was read before, whose last name is one of these."""
-    found = within(of or tree_of(document)) if any(name in document.text for name in last) else ()
+def calls(document: Document, *last: str) -> Iterator[ast.Call]:
+    """The calls of a script whose last name is one of these."""
+    found = within(tree_of(document)) if any(name in document.text for name in last) else ()
     return (call for call in found if ast.unparse(call.func).rpartition(".")[2] in last)
+
+
+def is_optimizer(called: str) -> bool:
+    """Whether a call of this name makes an optimizer, such as bitsandbytes' Adam8bit."""
+    name = re.sub("^(DeepSpeedCPU|Fused|Paged)|W?(8bit)?$", "", called.rpartition(".")[2])
+    return name in ("Adam", "Lion", "Lamb", *names("torch_optimizers"))
 
 
 def distributed(setup: Setup) -> bool:
@@ -89,8 +109,9 @@ def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("error", "transformers 5: modeling_utils.py knows no load_in_8bit", versions="transformers>=5")
 def load_in_8bit_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
     """A quantization_config is the only way in transformers 5."""
-    for name in ("load_in_8bit", "load_in_4bit"):
-        if document.syntax == "python" and document.on(name) and "BitsAndBytesConfig" not in document.uses:
+    own = "BitsAndBytesConfig" in document.uses or any(map(_UNSLOTH.fullmatch, document.uses))
+    for name in ("load_in_8bit", "load_in_4bit") if document.syntax == "python" and not own else ():
+        if document.on(name):
             what = f"from_pretrained of transformers 5 has no `{name}`: TypeError"
             yield Hit((name,), what, f"quantization_config=BitsAndBytesConfig({name}=True)")
 
@@ -119,7 +140,8 @@ def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
         if value in (None, False, 0, 16, 32) or value == "full":
             continue
         bits = 8 if value == 8 or "8" in name else 4
-        if not setup.lora and name in ("load_in_8bit", "load_in_4bit"):
+        adapters = setup.lora or any(map(_UNSLOTH.fullmatch, document.uses))
+        if not adapters and name in ("load_in_8bit", "load_in_4bit"):
             what = f"{bits}-bit weights get no gradients: without adapters the Trainer refuses to train"
             certain = setup.reader == "trainer" and "lora" not in document.text.lower()
             yield Hit((name,), what, "add LoRA adapters (PEFT)", severity=None if certain else "warning")
@@ -149,7 +171,7 @@ def quantised_under_fsdp2(document: Document, setup: Setup) -> Iterator[Hit]:
         what = "the copy before gathering (torch._foreach_copy_, on CUDA) replaces all codes that are NaN as "
         what = f"{what}{storage} numbers" if same else f"FSDP2 casts the {storage} numbers to {used}"
         what += ": the 4-bit base computes with other weights on several GPUs, without an error"
-        fix = "remove it: Accelerate 1.15 does not shard uint8; with fully_shard, ignored_params="
+        fix = "remove it: as uint8 the base is not sharded (fully_shard: ignored_params=); or ZeRO-3"
         yield Hit(("bnb_4bit_quant_storage",), what, fix)
 
 
@@ -223,9 +245,8 @@ def fsdp_and_deepspeed(document: Document, _: Setup) -> Iterator[Hit]:
 def _given(document: Document, setup: Setup) -> list[tuple[dict[Any, Any], int | None]]:
     """What each call, or a command or file, gives the Trainer; the line of the call."""
     groups = list[tuple[dict[Any, Any], int | None]]()
-    values = Values(program := tree_of(document))
-    classes = (*_PLAIN, *names("trl_arguments"))
-    for call in (one for one in within(program) if ast.unparse(one.func).rpartition(".")[2] in classes):
+    values, classes = values_of(document), (*_PLAIN, *names("trl_arguments"))
+    for call in calls(document, *classes):
         given = nested(values.arguments(call))
         if (called := ast.unparse(call.func)) in document.uses:
             own = {} if called.endswith("TrainingArguments") else {"logging_steps": None}

@@ -1,0 +1,108 @@
+"""Processes of a training loop: the rows, the GPU and the parts of each."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from shardwise.lint.document import Document, line_at
+from shardwise.lint.finding import Hit, Severity
+from shardwise.lint.rules.loop import made_by
+from shardwise.lint.rules.training import calls, distributed, is_optimizer, training_rule, tree_of
+from shardwise.lint.setup import Setup
+
+_WRAPS = re.compile(r"\b(DistributedDataParallel|FullyShardedDataParallel|fully_shard)\(")
+_DIVIDED = re.compile(
+    r"[Ss]ampler|split_dataset_by_node|\.shard\(|num_replicas|\.prepare\w*\(|setup_dataloaders|Iterable"
+    r"|streaming=|[Ww]eb[Dd]ataset|[Ll]ightning|\w*Trainer\(|worker_init_fn|parallelize_module|pipelining"
+)
+_ROWS_BY_RANK = re.compile(  # an index, arithmetic, or an argument of what makes rows
+    r"\w\[[^\]=]*rank\b|rank\)? [-+*] |[-+*] [\w.]*rank\b"
+    r"|(?i:(range|data|loader|rows|split|shard|islice|seed)(?!\w*parallel))\w*\(.*rank\b(?! ==)",
+)
+_BY_RANK = re.compile(r"(?i)rank|process_index|accelerator\.device|current_device|lightning|fabric|Trainer\(")
+_OWN = 'int(os.environ["LOCAL_RANK"])'
+_FIXED: tuple[object, ...] = ("cuda:0", {"": 0}, {"": "cuda:0"})
+_ON_GPU_0 = re.compile(
+    r"^[^#\n]*?((?:\.(?:to|cuda|set_device)\(|\bdevice(?: *= *|\())(?:device=)?[\"']?(?:cuda:)?0[\"']?)"
+    r"(?=\)| if|\s*$)",
+    re.MULTILINE,
+)
+_TRAINED = re.compile(r"([\w.]+) = [\w.]+\(([\w.]+)\.parameters\(\)")
+_HELD_OUT = re.compile("(?i)val|test|dev")
+_FIXED_ORDER = re.compile("(?i)val|test|dev|shuffle=(?!True)")
+_PREPARES = ("prepare", "prepare_model", "prepare_optimizer", "prepare_data_loader")
+_UNPREPARED = {
+    "model": "the gradients of the processes are not averaged, and each trains a model of its own",
+    "optimizer": "it also steps between accumulated micro-batches, and does not undo fp16's loss scale",
+    "DataLoader": "every process trains on all rows, and the batches stay on the CPU",
+}
+
+
+@training_rule("warning", "torch/utils/data: a DataLoader knows nothing of other processes")
+def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Without a DistributedSampler all processes train on the same rows."""
+    own = {"deepspeed.initialize", "deepspeed.initialize(training_data)"} & document.uses
+    loads, program = re.search(r"\bDataLoader\(", document.text), ast.unparse(tree_of(document))
+    engine = own == {"deepspeed.initialize"} and distributed(setup)
+    map_style = re.search(r"shuffle=True|load_dataset\(|TensorDataset\(|\(\w*\.?Dataset\):", program)
+    wraps = not own and _WRAPS.search(program) and map_style and setup.world_size != 1
+    if loads and (engine or wraps) and not (_DIVIDED.search(document.text) or _ROWS_BY_RANK.search(program)):
+        what = "nothing here divides the rows: every process trains on all of them"
+        fix = "DataLoader(..., sampler=DistributedSampler(rows))"
+        fix += ", or training_data= in deepspeed.initialize" if own else ", without shuffle=True"
+        yield Hit((), what, fix, line=line_at(document.text, loads.start()))
+
+
+@training_rule("warning", "torch/utils/data/distributed.py: DistributedSampler.__iter__: seed + epoch")
+def sampler_without_set_epoch(document: Document, _: Setup) -> Iterator[Hit]:
+    """A DistributedSampler shuffles by its epoch: without `set_epoch` every epoch has the same order."""
+    made = [one for one in calls(document, "DistributedSampler") if not _FIXED_ORDER.search(ast.unparse(one))]
+    epochs = re.search(r"for [^\n]*epoch[^\n]* in ", document.text)
+    if made and epochs and not re.search(r"set_epoch|\.prepare\(|[Ll]ightning|Trainer\(", document.text):
+        fix = "sampler.set_epoch(epoch) at the beginning of each epoch"
+        yield Hit((), fix=fix, line=made[0].lineno)
+
+
+@training_rule("error", "torch.cuda.set_device; transformers/trainer.py: is_model_parallel; read in 5.23")
+def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
+    """All processes use the same GPU, and the others stay idle: each must take that of its own rank."""
+    program = ast.unparse(tree_of(document))
+    several = (setup.world_size or 0) > 1 or _WRAPS.search(program) is not None
+    if setup.world_size == 1 or not several or "CUDA_VISIBLE_DEVICES" in program:
+        return
+    if document.get("device_map") in _FIXED or "device_map={'': torch.device('cuda:0')}" in program:
+        what = "every process loads the model on GPU 0, and trains on the GPU of its rank"
+        yield Hit(("device_map",), what, f'{{"": {_OWN}}}; or remove it: transformers chooses the GPU')
+        return
+    place = None if _BY_RANK.search(program) else _ON_GPU_0.search(document.text)
+    if place:
+        said = place[1] + ")" * ("(" in place[1])
+        what = f"`{said}` is GPU 0 in every process, and no line chooses the GPU by rank"
+        fix = f"that GPU by rank, {_OWN}, and torch.cuda.set_device of it"
+        yield Hit((), what, fix, line=line_at(document.text, place.start(1)))
+
+
+@training_rule("error", "accelerate/accelerator.py: prepare", versions="accelerate<2")
+def not_prepared(document: Document, _: Setup) -> Iterator[Hit]:
+    """`accelerator.prepare` divides rows, averages gradients, shards: not for what it is not given."""
+    text, given = ast.unparse(tree_of(document)), list[ast.expr]()
+    for call in calls(document, *_PREPARES) if "Accelerator" in document.uses else ():
+        given += call.args
+    prepared = {ast.unparse(one) for one in given if isinstance(one, ast.Name | ast.Attribute)}
+    if not given or len(prepared) < len({*map(ast.unparse, given)}) or ".backward(" not in text:
+        return
+    made = made_by(document)
+    parts = [(one, "model", place) for place, one in _TRAINED.findall(text)]
+    parts += [(one, "optimizer", one) for one in made if is_optimizer(made[one]) and f"{one}.step" in text]
+    loops = " ".join(re.findall(r"^ *for .* in (.*):$", text, re.MULTILINE))
+    loaders = [one for one in made if made[one].endswith("DataLoader") and not _HELD_OUT.search(one)]
+    if "Sampler" not in text:
+        parts += [(one, "DataLoader", one) for one in loaders if re.search(rf"\b{one}\b", loops)]
+    for name, kind, place in parts:
+        bound = rf"^ *(?:[^=(\n]*, )?\(?{name}(?:, [^=\n]*)? = |def .*\b{name}\b"
+        line = re.search(rf"^[ \t]*{place} *=", document.text, re.MULTILINE)
+        if line and name not in prepared and len(re.findall(bound, text, re.MULTILINE)) == 1:
+            what = f"`{name}` is not prepared: {_UNPREPARED[kind]}"
+            fix = f"{name} = accelerator.prepare({name})"
+            severity: Severity = "error" if kind == "model" else "warning"
+            yield Hit((), what, fix, severity=severity, line=line_at(document.text, line.end()))
