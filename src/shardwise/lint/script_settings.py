@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -10,12 +10,17 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document, Mark, line_at
 from shardwise.lint.schema import deepspeed_schema, names
-from shardwise.lint.script_values import UNKNOWN, Said, Values, fields, name_as_imported, name_of, nested
+from shardwise.lint.script_inputs import Inputs, fields, name_of
+from shardwise.lint.script_sums import UNKNOWN
+from shardwise.lint.script_values import Said, Values, name_as_imported, nested
 
 LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
 CONFIGURATIONS = ("config", "config_params", "deepspeed", "hf_ds_config")  # take DeepSpeed's settings
 _INITIALIZE = ("args", "model", "optimizer", "model_parameters", "training_data")  # in the order of its call
 _KEYS = {"r": LORA, "model": "model_name_or_path"}  # of LoraConfig and TRL's trainers
+_ARGUMENTS = re.compile(
+    r"(?i)^(\w+_)?(args|arguments|config|cfg)$"
+)  # names of arguments that are made elsewhere
 _OWN = ("TrainingArguments", "SFTConfig")
 _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
@@ -29,27 +34,50 @@ class Settings:
     """The first value of each setting and its line; only the line of what a run knows.
 
     `calls`: with the names of their first arguments, those whose arguments are settings `call.argument`
-    of a job. With them, flags and fields have their defaults.
+    of a job. With them, flags and fields have their defaults, and `keys` are attributes that are settings.
     """
 
-    def __init__(self, text: str, calls: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        text: str,
+        calls: Mapping[str, str] = MappingProxyType({}),
+        keys: Collection[str] = (),
+        inputs: Inputs | None = None,
+    ) -> None:
         name_as_imported(program := ast.parse(text))
-        self.calls, self.known = calls, Values(program, defaults=bool(calls))
+        self.calls = calls
+        self.known = Values(program, inputs or Inputs() if calls else None)
         self.values, self.marks, self.uses = dict[str, Any](), dict[Key, Mark](), set[str]()
         self.configurations = list[Document]()  # of DeepSpeed, in dicts
         self.tokenizer = Said()  # where only it names the model
         self.plugins = list[tuple[int, dict[str, Any]]]()  # of Accelerate, and their lines
+        if calls:
+            self._put(self._later_arguments(keys))
         for node in sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0)):
             self._take(node)
         self._put(self.tokenizer)
-        trl = "SFTTrainer" in text and "completion_only_loss" not in self.values
-        if calls and trl and (pairs := _PAIRS.search(text)):
-            self._put({("completion()",): (line_at(text, pairs.start()), True)})
-        if calls and (labels := _LABELS.search(text)):
-            masked = "labels(-100)" if "-100" in text else "labels()"
-            self._put({(masked,): (line_at(text, labels.start()), True)})
-        if calls and (schedule := _SCHEDULE.search(text)):
-            self._put({("scheduler()",): (line_at(text, schedule.start()), UNKNOWN)})
+        if calls:
+            self._put(self._seen_in(text))
+
+    def _later_arguments(self, keys: Collection[str]) -> Said:
+        """Settings of arguments that a parser or a function elsewhere makes: `training_args.bf16 = True`."""
+        said = Said()
+        for name, line, value in self.known.stored(_ARGUMENTS):
+            if name in keys and value is not None:
+                said |= self.known.entries(value, (name,), line)
+        return said
+
+    def _seen_in(self, text: str) -> Said:
+        """What the words of a script show, without being an argument."""
+        said, given = Said(), self.values.get("completion_only_loss")
+        if "SFTTrainer" in text and given is None and (pairs := _PAIRS.search(text)):
+            said["completion()",] = (line_at(text, pairs.start()), True)
+        if labels := _LABELS.search(text):
+            name = "labels(-100)" if "-100" in text else "labels()"
+            said[name,] = (line_at(text, labels.start()), True)
+        if schedule := _SCHEDULE.search(text):
+            said["scheduler()",] = (line_at(text, schedule.start()), UNKNOWN)
+        return said
 
     def _take(self, node: ast.AST) -> None:
         """Calls, `for epoch in range(3)`, and `if (i + 1) % 8 == 0: optimizer.step()`, which accumulates."""
@@ -58,57 +86,99 @@ class Settings:
                 self._call(node, name_of(node.func).rpartition(".")[2])
             case ast.For(target=ast.Name(id=name), iter=ast.expr() as over) if "epoch" in name:
                 for call in ast.walk(over):
-                    if isinstance(call, ast.Call) and name_of(call.func) == "range" and len(call.args) == 1:
-                        self._put(self.known.entries(call.args[0], ("range(epochs)",)))
+                    if isinstance(call, ast.Call) and name_of(call.func) == "range" and call.args:
+                        start = self.known.value(call.args[0]) if len(call.args) == 2 else 0
+                        end = call.args[-1]
+                        if start == 1:
+                            end = ast.BinOp(left=end, op=ast.Sub(), right=call.args[0], lineno=call.lineno)
+                        self._put(self.known.entries(end, ("range(epochs)",)))
             case ast.If(test=test, body=body) if ".step()" in "".join(map(ast.unparse, body)):
                 for one in ast.walk(test):
                     if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod):
                         self._put(self.known.entries(one.right, ("accumulation",)))
             case ast.ClassDef(bases=bases) if any(ast.unparse(one).endswith(_OWN) for one in bases):
                 for field, value in fields(node) if self.calls else ():  # which HfArgumentParser fills in
-                    self._put(self.known.entries(value, (field,)))
+                    given = self.known.flag(field)
+                    self._put(self.known.entries(given or value, (field,), value.lineno))
 
     def _call(self, call: ast.Call, last: str) -> None:
         self.uses.add(called := name_of(call.func))
-        given = dict(zip(self.calls.get(last, "").split(), call.args, strict=False))
-        said = self.known.arguments(call)
-        for name in given.keys() - {key[0] for key in said}:
-            said |= self.known.entries(given[name], (name,))
+        said = self._given(call, last)
         if more := said.pop(("**",), None):
             self.uses |= {f"{called}(**)"} if last in names("calls") else set()
             self._put({("**", last): more} if self.calls else {})
+        said = self._configured(called, said)
+        if self.calls and last == "get_peft_model" and ("r",) in said:  # Unsloth's, with LoRA's arguments
+            self.marks.setdefault(("LoraConfig",), Mark(line=call.lineno))
+            self._put({(_KEYS.get(name, name), *below): v for (name, *below), v in said.items()})
+        elif last in names("calls") or last in ("Trainer", "Seq2SeqTrainer"):
+            self._arguments(call, called, said)
+        else:
+            self._of_a_job(call, last, said)
+
+    def _given(self, call: ast.Call, last: str) -> Said:
+        """The arguments of a call, by name and by place, and those that are set later."""
+        places = self.calls.get(last, "").split()
+        if last == "clip_grad_norm_" and len(call.args) == 1:  # FSDP's own: `model.clip_grad_norm_(1.0)`
+            places = places[1:]
+        said = self.known.arguments(call)
+        given = {key[0] for key in said}
+        for name, value in zip(places, call.args, strict=False):
+            if name not in given and not isinstance(value, ast.Starred):
+                said |= self.known.entries(value, (name,))
+        if last in names("calls") or last in self.calls:
+            for name, after in self.known.later(call):
+                said = {key: one for key, one in said.items() if key[0] != name}
+                said |= self.known.entries(after, (name,)) if after else {(name,): (call.lineno, UNKNOWN)}
+        return said
+
+    def _configured(self, called: str, said: Said) -> Said:
+        """Take DeepSpeed's settings, where the arguments have them as a dict."""
+        last = called.rpartition(".")[2]
         own = called == "deepspeed.initialize" or last == "DeepSpeedStrategy"
         ours = CONFIGURATIONS[2:] if last.endswith(("Arguments", "Config", "Plugin")) else ()
         ours = CONFIGURATIONS[:2] if own else ours
         for name in (one for one in ours if said.get((one,), (0, None))[1] == {}):
             held = {key[1:]: v for key, v in said.items() if key[0] == name}
             made = _configuration(held, of_a_job=bool(self.calls))
-            self.configurations += [made] if made and made not in self.configurations else []
+            if made and made not in self.configurations:
+                self.configurations.append(made)
             if self.calls:
                 open_ = {} if made else {(name,): (said[name,][0], UNKNOWN)}
                 said = {key: v for key, v in said.items() if key[0] != name} | open_
-        if last in names("calls") or last in ("Trainer", "Seq2SeqTrainer"):
-            self._arguments(call, called, said)
-            return
+                said |= {("configured",): (held[()][0], True)} if made else {}
+        return said
+
+    def _of_a_job(self, call: ast.Call, last: str, said: Said) -> None:
+        """Of the calls whose arguments are settings `call.argument`."""
+        last = "DataModule" if last.endswith("DataModule") else last
         flat = {key[0] for key in said}
         if last not in self.calls and "max_length" in flat and {"truncation", "padding"} & flat:
             last = "tokenizer"
+        given = dict(zip(self.calls.get(last, "").split(), call.args, strict=False))
         given |= {one.arg: one.value for one in call.keywords if one.arg}
         part = given.get(_PART.get(last, ""))
-        held_out = part is not None and _HELD_OUT.search(ast.unparse(part))
-        if held_out and self.calls:
-            self._put({("eval_dataset",): (call.lineno, UNKNOWN)})
-        if held_out or last not in {"tokenizer": "", **self.calls}:
+        if part is not None and _HELD_OUT.search(ast.unparse(part)):
+            if self.calls:
+                self._put({("eval_dataset",): (call.lineno, UNKNOWN)})
+            return
+        if last not in {"tokenizer": "", **self.calls}:
             return
         if last == "load_dataset" and said.get(("path",), (0, ""))[1] in _BUILDERS:
             del said["path",]
             if part is not None and (split := said.pop(("split",)))[1] != "train":
                 said["part",] = split  # which a job has not of files
+        file = said.get(("config",), (0, None))[1]
+        if last == "DeepSpeedStrategy" and (("configured",) in said or isinstance(file, str)):
+            said = {("config",): said["config",]} if isinstance(file, str) else {}
+            self._put(said)  # the file or dict says all; the arguments count for nothing
+            return
         self._put({(f"{last}()",): (call.lineno, True)} | {(last, *key): v for key, v in said.items()})
 
     def _arguments(self, call: ast.Call, called: str, said: Said) -> None:
         """Of the calls whose arguments are settings of their own."""
         last, place = called.rpartition(".")[2], ast.unparse(call.func)
+        said.pop(("configured",), None)
         self.marks.setdefault((last,), Mark(line=call.lineno))
         if last == "from_pretrained" and call.args:
             one = self.known.entries(call.args[0], ("model_name_or_path",))
@@ -116,6 +186,8 @@ class Settings:
             self.tokenizer = self.tokenizer or one
             task = re.search(r"For(?!CausalLM)[A-Z]\w+", place)
             said |= {("model_class",): (call.lineno, task[0])} if task else {}
+        if self.calls and last == "from_pretrained" and re.match(r"Fast\w*Model\.", place):
+            self._put({("FastModel()",): (call.lineno, True)})
         known = last in names("calls") or self.calls
         given = {key[0] for key in said if known or key == ("tokenizer",)}
         given |= {*_INITIALIZE[: len(call.args)]} if called == "deepspeed.initialize" else set()
