@@ -82,6 +82,8 @@ class Settings:
     def _take(self, node: ast.AST) -> None:
         """Calls, `for epoch in range(3)`, and `if (i + 1) % 8 == 0: optimizer.step()`, which accumulates."""
         match node:
+            case ast.Call() if self.calls and not self.known.runs(node):
+                pass
             case ast.Call():
                 self._call(node, name_of(node.func).rpartition(".")[2])
             case ast.For(target=ast.Name(id=name), iter=ast.expr() as over) if "epoch" in name:
@@ -126,6 +128,13 @@ class Settings:
         for name, value in zip(places, call.args, strict=False):
             if name not in given and not isinstance(value, ast.Starred):
                 said |= self.known.entries(value, (name,))
+        groups = self.known.meant(call.args[0]) if call.args and places[:1] == ["params"] else None
+        first = groups.elts[0] if isinstance(groups, ast.List) and groups.elts else None
+        if first is not None:  # of several groups, the others are usually those without decay
+            held = self.known.entries(first)
+            said |= {
+                key: v for key, v in held.items() if key in (("lr",), ("weight_decay",)) and key not in said
+            }
         if last in names("calls") or last in self.calls:
             for name, after in self.known.later(call):
                 said = {key: one for key, one in said.items() if key[0] != name}
@@ -152,6 +161,7 @@ class Settings:
     def _of_a_job(self, call: ast.Call, last: str, said: Said) -> None:
         """Of the calls whose arguments are settings `call.argument`."""
         last = "DataModule" if last.endswith("DataModule") else last
+        last = "apply_activation_checkpointing" if re.match(r"apply_\w*checkpointing$", last) else last
         flat = {key[0] for key in said}
         if last not in self.calls and "max_length" in flat and {"truncation", "padding"} & flat:
             last = "tokenizer"
@@ -179,6 +189,8 @@ class Settings:
         """Of the calls whose arguments are settings of their own."""
         last, place = called.rpartition(".")[2], ast.unparse(call.func)
         said.pop(("configured",), None)
+        if last == "from_pretrained":
+            said.pop(("config",), None)  # the model's
         self.marks.setdefault((last,), Mark(line=call.lineno))
         if last == "from_pretrained" and call.args:
             one = self.known.entries(call.args[0], ("model_name_or_path",))

@@ -126,6 +126,16 @@ class Values:
                     if not isinstance(made, ast.Call) or name_of(made.func).endswith("parse_args"):
                         yield name, holder.lineno, value
 
+    def runs(self, node: ast.AST) -> bool:
+        """Whether nothing shows that a node is in the branch of an `if` that is not taken."""
+        while above := self._above.get(node):
+            if isinstance(above, ast.If) and node is not above.test:
+                taken = self.value(above.test)
+                if taken != UNKNOWN and bool(taken) is not (node in above.body):
+                    return False
+            node = above
+        return True
+
     def flag(self, name: str) -> ast.expr | None:
         """What the command gives for a flag."""
         return self._inputs.flag([name])
@@ -142,10 +152,10 @@ class Values:
             case ast.Call(func=ast.Attribute(attr="copy", value=other), args=[]):
                 rows = [((), other, 0)]
             case ast.Call() if self._defaults and (held := self._inputs.file(node, self.meant, self.value)):
-                rows = [
-                    (_path(k) if k else (), v, node.lineno)
-                    for k, v in zip(held.keys, held.values, strict=True)
-                ]
+                self._above[held] = node
+                for one in ast.walk(held):
+                    self._above |= dict.fromkeys(ast.iter_child_nodes(one), one)
+                rows = [((), held, 0)]
             case _:
                 return None
         return [*rows, *self._changes.get(node, [])]
@@ -238,7 +248,7 @@ class Values:
             case ast.Call(func=called) if isinstance(function := self.meant(called), ast.FunctionDef):
                 own = (one for one in ast.walk(function) if isinstance(one, ast.Return | ast.Yield))
                 found = [one for one in own if next(self._scopes(one)) is function]
-                plain = not function.decorator_list and all(self._above[one] is function for one in found)
+                plain = not function.decorator_list and all(self._block(one) is function for one in found)
                 return [one.value for one in found] if plain else []
         return []
 
@@ -287,7 +297,7 @@ class Values:
             return self._arguments[arg]
         flag = self._inputs.flag([arg.arg]) if self._uses.get(function.name) else None
         made = function.name == "__init__"
-        for use in self._uses[getattr(self._above[function], "name", "") if made else function.name]:
+        for use in self._uses_of(function):
             call, given = self._above[use], dict[Any, ast.expr]()
             if isinstance(call, ast.Call) and call.func is use and ast.Starred not in map(type, call.args):
                 own = places[made or isinstance(use, ast.Attribute) :]
@@ -325,12 +335,32 @@ class Values:
             inner = _path(holder.slice) if isinstance(holder, ast.Subscript) else None
             path = (*inner, *path) if inner and path is not None else None
             holder = holder.func if isinstance(holder, ast.Call) else holder.value
+        here = self._block_of_maker(holder)
         for one in found:
-            made = one
-            while not isinstance(made, ast.stmt):
-                made = self._above[made]
-            certain = len(found) == 1 and self._block(by) is self._block(made)
+            certain = len(found) == 1 and self._block(by) in (self._block(self._statement(one)), here)
             self._changes[one].append((path, value if certain else None, getattr(by, "lineno", 1)))
+
+    def _uses_of(self, function: ast.FunctionDef) -> list[Any]:
+        """Where a function is called; `json.load` is no use of a `load` outside a class."""
+        above = self._above[function]
+        uses = self._uses[getattr(above, "name", "") if function.name == "__init__" else function.name]
+        return uses if isinstance(above, ast.ClassDef) else [one for one in uses if isinstance(one, ast.Name)]
+
+    def _statement(self, node: ast.AST) -> ast.AST:
+        while not isinstance(node, ast.stmt):
+            node = self._above[node]
+        return node
+
+    def _block_of_maker(self, holder: ast.expr) -> ast.AST | None:
+        """Where the only call of a function made what a name holds; None if no such call did."""
+        while isinstance(holder, ast.Subscript | ast.Attribute):
+            holder = holder.value
+        made = self._next(holder) if isinstance(holder, ast.Name) else []
+        if len(made) != 1 or not isinstance(made[0], ast.Call):
+            return None
+        function = self.meant(made[0].func)
+        once = isinstance(function, ast.FunctionDef) and len(self._uses_of(function)) == 1
+        return self._block(self._statement(made[0])) if once else None
 
     def _may_be(self, node: ast.AST, deep: int = 5) -> Iterator[ast.AST]:
         if self._rows(node) is not None:

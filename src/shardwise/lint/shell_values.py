@@ -139,6 +139,8 @@ class Variables:
                 self._known[name] = None if blocks and self._known.get(name) != value else value
 
     def _value(self, text: str) -> Value:
+        if re.search(r"\$\((?!\()|`", text):
+            return None  # what a command prints
         if text.startswith("("):
             rows = (re.sub(r"(^|\s)#.*", "", row) for row in text[1:-1].split("\n"))
             return _words(self.expanded("\n".join(rows)))

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - the files are text
 """Scripts and commands of each kind that users write: files in, values of the job and sentences out.
 
 A row of CASES: the files, the values of the job by key, and what the sentences must say. The order of the
@@ -71,6 +72,461 @@ CASES: dict[str, tuple[Files, dict[str, Any], tuple[str, ...]]] = {
     f"shell: {name}": ({"run.sh": text, "train.py": ARGPARSE}, OF_COMMAND, ())
     for name, text in SHELLS.items()
 }
+
+# a command's flags, by each way to declare them; the job has the command's values
+LOOP = """\
+import torch
+from torch.utils.data import DataLoader
+def train(rate, rows, model):
+    DataLoader(data, batch_size=rows)
+    torch.optim.AdamW(model.parameters(), lr=rate)
+"""
+DECLARED = {
+    "dataclass": "from dataclasses import dataclass\nfrom transformers import HfArgumentParser\n@dataclass\n"
+    "class Own:\n    lr: float = 1e-3\n    bs: int = field(default=1)\n"
+    "own, = HfArgumentParser(Own).parse_args_into_dataclasses()\ntrain(own.lr, own.bs, m)\n",
+    "click": "import click\n@click.command()\n@click.option('--lr', default=1e-3)\n"
+    "@click.option('--batch-size', '--bs', 'rows', default=1)\ndef main(lr, rows):\n    train(lr, rows, m)\n"
+    "main()\n",
+    "fire": "import fire\ndef main(lr: float = 1e-3, bs=1):\n    train(lr, bs, m)\nfire.Fire(main)\n",
+    "typer": "import typer\napp = typer.Typer()\n@app.command()\n"
+    "def main(lr: float = typer.Option(1e-3), bs: int = 1):\n    train(lr, bs, m)\napp()\n",
+    "tyro": "import tyro\n@dataclass\nclass Args:\n    lr: float = 1e-3\n    bs: int = 1\n"
+    "args = tyro.cli(Args)\ntrain(args.lr, args.bs, m)\n",
+    "method": "class Config:\n    lr = 1e-3\n    bs = 1\nclass Own:\n    def __init__(self, cfg):\n"
+    "        self.cfg = cfg\n    def go(self):\n        train(self.cfg.lr, self.cfg.bs, m)\n"
+    "Own(parse(Config)).go()\n",
+    "environment": "import os\ntrain(float(os.environ.get('LR', 1e-3)), int(os.environ['BS']), m)\n",
+}
+for name, text in DECLARED.items():
+    shell = "export LR=3e-5\nexport BS=6\ntorchrun --nproc_per_node=2 train.py --lr $LR --bs $BS\n"
+    CASES[f"flags: {name}"] = (
+        {"train.py": LOOP + text, "run.sh": shell},
+        {"optimizer.learning_rate": 3e-5, "train.micro_batch": 6, "train.global_batch": 12},
+        (),
+    )
+CASES["flags: those of the Trainer, and one of the script's own"] = (
+    {
+        "train.py": "from transformers import HfArgumentParser, TrainingArguments, Trainer\n"
+        "class ModelArguments:\n    name: str = 'x/y'\n    note: str = ''\n"
+        "m, a = HfArgumentParser((ModelArguments, TrainingArguments)).parse_args_into_dataclasses()\n"
+        "model = AutoModelForCausalLM.from_pretrained(m.name)\nTrainer(model, a)\n",
+        "run.sh": "accelerate launch --num_processes 4 train.py --name c/d --note hi --learning_rate 1e-4 \\\n"
+        "  --per_device_train_batch_size 2 --bf16 --lr_scheduler_type cosine --warmup_steps 10 --odd 1\n",
+    },
+    {
+        "model.source": "c/d",
+        "optimizer.learning_rate": 1e-4,
+        "train.global_batch": 8,
+        "train.precision": "bf16",
+    },
+    ("note (line 1): flags of train.py", "odd (line 2): a job file has no such key"),
+)
+CASES["flags: train_batch_size of a script is not DeepSpeed's"] = (
+    {
+        "run.sh": "torchrun --nproc_per_node 4 train.py --train_batch_size 3\n",
+        "train.py": ARGPARSE.replace('"-b", "--bs"', '"--train_batch_size"').replace(
+            "args.bs", "args.train_batch_size"
+        ),
+    },
+    {"train.micro_batch": 3, "train.global_batch": 12},
+    (),
+)
+CASES["flags: what is computed of a flag is a to do"] = (
+    {
+        "run.sh": "torchrun --nproc_per_node 4 train.py --learning_rate 1e-3 --bs 2\n",
+        "train.py": ARGPARSE.replace("lr=args.learning_rate", "lr=scaled(args.learning_rate)"),
+    },
+    {"optimizer.learning_rate": None, "train.micro_batch": 2},
+    ("AdamW.lr: only a run knows its value; write optimizer.learning_rate",),
+)
+
+TRAINER = """\
+from dataclasses import replace
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained("a/b")
+"""
+ARGUMENTS = 'args = TrainingArguments("out", bf16=False, learning_rate=1e-3, per_device_train_batch_size=1)\n'
+LATER = {
+    "attributes": ARGUMENTS
+    + "args.per_device_train_batch_size = 8\nargs.bf16 = True\nargs.learning_rate = 1e-4\n",
+    "setattr": ARGUMENTS
+    + "setattr(args, 'per_device_train_batch_size', 8)\nargs.bf16 = True\nsetattr(args, 'learning_rate', 1e-4)\n",
+    "replace": ARGUMENTS
+    + "args = replace(args, per_device_train_batch_size=8, bf16=True, learning_rate=1e-4)\n",
+    "main": "def main():\n    "
+    + ARGUMENTS
+    + "    args.per_device_train_batch_size = 2 * 4\n    args.bf16 = True\n"
+    "    args.learning_rate = 1e-4\n    Trainer(model, args)\nif __name__ == '__main__':\n    main()\n",
+    "in the main block": "if __name__ == '__main__':\n    "
+    + ARGUMENTS
+    + "    args.per_device_train_batch_size = 8\n"
+    "    args.bf16 = True\n    args.learning_rate = 1e-4\n    Trainer(model, args)\n",
+    "parsed": "(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n"
+    "args.per_device_train_batch_size = 8\nargs.bf16 = True\nargs.learning_rate = 1e-4\n",
+    "dict": "c = {'lr': 1e-3}\nc['lr'] = 1e-4\nc.update(rows=8)\nc.update({'bf16': True})\n"
+    "TrainingArguments('o', learning_rate=c['lr'], per_device_train_batch_size=c['rows'], bf16=c.get('bf16'))\n",
+    "mapping": "c = dict(learning_rate=1e-3, bf16=True)\nc |= {}\nd = {**{'learning_rate': 1e-4}}\n"
+    "d['per_device_train_batch_size'] = 8\nd.update({'bf16': True})\nTrainingArguments('o', **d)\n",
+    "object": "class C:\n    lr = 1e-3\n    rows: int = 2\nconfig = C()\nconfig.lr = 1e-4\nconfig.rows = 8\n"
+    "TrainingArguments('o', learning_rate=config.lr, per_device_train_batch_size=config.rows, bf16=True)\n",
+    "namespace": "from types import SimpleNamespace\nconfig = SimpleNamespace(lr=1e-4, rows=8)\n"
+    "TrainingArguments('o', learning_rate=config.lr, per_device_train_batch_size=config.rows, bf16=True)\n",
+    "passed on": "class C:\n    lr = 1e-3\n    rows = 8\ndef go(cfg):\n    TrainingArguments('o', bf16=True,\n"
+    "        learning_rate=cfg.lr, per_device_train_batch_size=cfg.rows)\nc = C()\nc.lr = 1e-4\ngo(c)\n",
+    "a function's dict": "def get_config():\n    return {'train': {'lr': 1e-4, 'rows': 8, 'bf16': True}}\n"
+    "config = get_config()\nt = config['train']\n"
+    "TrainingArguments('o', learning_rate=t['lr'], per_device_train_batch_size=t['rows'], bf16=t['bf16'])\n",
+    "a function's arguments": "def made(rows, **more):\n    return TrainingArguments('o', bf16=True, learning_rate=1e-4,\n"
+    "        per_device_train_batch_size=rows)\nargs = made(rows=8)\n",
+}
+for name, text in LATER.items():
+    CASES[f"later: {name}"] = (
+        {"train.py": f"{TRAINER}{text}Trainer(model, args)\n"},
+        {"optimizer.learning_rate": 1e-4, "train.micro_batch": 8, "train.precision": "bf16"},
+        (),
+    )
+CASES["later: under a condition"] = (
+    {"train.py": f"{TRAINER}{ARGUMENTS}if big:\n    args.learning_rate = 5e-5\nTrainer(model, args)\n"},
+    {"optimizer.learning_rate": None},
+    ("learning_rate: only a run knows its value",),
+)
+
+UNSLOTH = """\
+from unsloth import FastLanguageModel, is_bfloat16_supported
+from trl import SFTConfig, SFTTrainer
+from transformers import TrainingArguments
+max_seq_length = 4096
+model, tokenizer = FastLanguageModel.from_pretrained(
+    model_name="unsloth/Qwen3-8B", max_seq_length=max_seq_length, dtype=None, LOAD
+)
+model = FastLanguageModel.get_peft_model(model, r=32, lora_alpha=64, lora_dropout=0, bias="none",
+    target_modules=["q_proj", "v_proj"], use_gradient_checkpointing="unsloth", random_state=3407, RANK
+)
+trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=dataset, dataset_text_field="text",
+    max_seq_length=max_seq_length, args=TrainingArguments(
+        per_device_train_batch_size=2, gradient_accumulation_steps=4, warmup_steps=5, max_steps=60,
+        learning_rate=2e-4, fp16=not is_bfloat16_supported(), bf16=is_bfloat16_supported(),
+        optim="adamw_8bit", weight_decay=0.01, lr_scheduler_type="linear", seed=3407, output_dir="outputs"))
+"""
+SEEN = {
+    "model.source": "unsloth/Qwen3-8B",
+    "data.sequence_length": 4096,
+    "model.quantization": "nf4",
+    "model.lora.rank": 32,
+    "model.lora.alpha": 64,
+    "model.lora.targets": ["q_proj", "v_proj"],
+    "train.checkpointing": "full",
+    "train.precision": "bf16",
+    "train.steps": 60,
+    "optimizer.name": "adamw8bit",
+}
+for name, load, rank, more in (
+    ("4 bits", "load_in_4bit=True", "use_rslora=False", {}),
+    ("the default is 4 bits", "token=t", "use_rslora=True", {"model.lora.variants": ["rslora"]}),
+    ("8 bits", "load_in_4bit=False, load_in_8bit=True", "loftq_config=None", {"model.quantization": "int8"}),
+    ("16 bits", "load_in_4bit=False", "max_seq_length=4096", {"model.quantization": None}),
+):
+    text = UNSLOTH.replace("LOAD", load).replace("RANK", rank)
+    CASES[f"unsloth: {name}"] = ({"train.py": text}, SEEN | more, ("the GPUs compute in bf16",))
+CASES["unsloth: its defaults"] = (
+    {
+        "train.py": "from unsloth import FastModel\nfrom trl import SFTTrainer, SFTConfig\nname = 'a/b'\n"
+        "model, t = FastModel.from_pretrained(name, load_in_4bit=True)\nmodel = FastModel.get_peft_model(model, r=8)\n"
+        "SFTTrainer(model, args=SFTConfig(max_steps=3))\n"
+    },
+    {"model.source": "a/b", "model.lora.rank": 8, "model.lora.alpha": 16, "train.checkpointing": "full"},
+    ("assumed, as Unsloth does",),
+)
+
+FSDP = """\
+import functools, torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision, ShardingStrategy, CPUOffload
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, CPUOffloadPolicy
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing, checkpoint_wrapper, CheckpointImpl)
+from torch.nn.parallel import DistributedDataParallel as DDP
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("a/b")
+"""
+HALF = "MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)"
+SHARDED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "full shard": (
+        f"FSDP(model, sharding_strategy=ShardingStrategy.FULL_SHARD, mixed_precision={HALF})\n"
+        "model.clip_grad_norm_(0.5)\n",
+        {
+            "strategy.engine": "fsdp2",
+            "strategy.reduce_dtype": "bf16",
+            "train.precision": "bf16",
+            "optimizer.clip_norm": 0.5,
+        },
+        (),
+    ),
+    "shard_grad_op, by a name": (
+        "how = ShardingStrategy.SHARD_GRAD_OP\nhalf = MixedPrecision(param_dtype=torch.float16)\n"
+        "model = FSDP(model, sharding_strategy=how, mixed_precision=half, cpu_offload=CPUOffload(offload_params=True))\n"
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=2.0)\n",
+        {
+            "strategy.engine": "fsdp2",
+            "strategy.reshard": False,
+            "strategy.offload_parameters": "cpu",
+            "train.precision": "fp16",
+            "optimizer.clip_norm": 2.0,
+        },
+        (),
+    ),
+    "a dict of strategies": (
+        "kinds = {'full': ShardingStrategy.FULL_SHARD, 'grad': ShardingStrategy.SHARD_GRAD_OP}\n"
+        "FSDP(model, sharding_strategy=kinds['grad'])\napply_activation_checkpointing(model, check_fn=f)\n",
+        {"strategy.engine": "fsdp2", "strategy.reshard": False, "train.checkpointing": "full"},
+        (),
+    ),
+    "arguments in a mapping": (
+        f"kw = dict(mixed_precision={HALF}, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)\nFSDP(model, **kw)\n",
+        {"strategy.engine": "fsdp2", "strategy.reshard": False, "train.precision": "bf16"},
+        (),
+    ),
+    "no shard": (
+        "FSDP(model, sharding_strategy=ShardingStrategy.NO_SHARD)\n",
+        {"strategy": {"engine": "ddp"}},
+        (),
+    ),
+    "hybrid": (
+        "FSDP(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD)\n",
+        {"strategy": "fsdp2"},
+        ("write strategy.shard_group: the GPUs of a node",),
+    ),
+    "only a run knows": (
+        "FSDP(model, sharding_strategy=pick(args))\n",
+        {"strategy": "fsdp2"},
+        ("FullyShardedDataParallel.sharding_strategy: only a run knows its value; write strategy",),
+    ),
+    "fully_shard": (
+        "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)\n"
+        "for block in model.layers:\n    fully_shard(block, mp_policy=policy, reshard_after_forward=False)\n"
+        "fully_shard(model, mp_policy=policy, reshard_after_forward=False, offload_policy=CPUOffloadPolicy())\n",
+        {
+            "strategy.engine": "fsdp2",
+            "strategy.reshard": False,
+            "strategy.reduce_dtype": "fp32",
+            "strategy.offload_parameters": "cpu",
+            "train.precision": "bf16",
+        },
+        (),
+    ),
+    "fully_shard with arguments": (
+        "kw = {'mp_policy': MixedPrecisionPolicy(param_dtype=torch.bfloat16)}\nfully_shard(model, **kw)\n"
+        "for b in model.layers:\n    checkpoint_wrapper(b)\n",
+        {"strategy": "fsdp2", "train.precision": "bf16", "train.checkpointing": "full"},
+        (),
+    ),
+    "ddp": (
+        "model = DDP(model, device_ids=[0])\nwith torch.autocast('cuda', dtype=torch.bfloat16):\n    pass\n"
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
+        {"strategy": {"engine": "ddp"}, "train.precision": "bf16", "optimizer.clip_norm": 1.0},
+        (),
+    ),
+    "ddp, by its module": (
+        "model = torch.nn.parallel.DistributedDataParallel(model)\nmodel.module.gradient_checkpointing_enable()\n",
+        {"strategy": {"engine": "ddp"}, "train.checkpointing": "full"},
+        (),
+    ),
+    "two of them": (
+        "if big:\n    FSDP(model)\nelse:\n    DDP(model)\n",
+        {"strategy": {"engine": "ddp"}},
+        (
+            "conflict: train.py:12: DistributedDataParallel() (strategy.engine=ddp) is used, not train.py:10: FullySharded",
+        ),
+    ),
+}
+for name, (text, expected, sentences) in SHARDED.items():
+    CASES[f"sharded: {name}"] = (
+        {"train.py": FSDP + text + "torch.optim.AdamW(p, lr=1e-4)\n"},
+        expected,
+        sentences,
+    )
+CASES["sharded: by the Trainer"] = (
+    {"train.py": TRAINER + "TrainingArguments('o', fsdp='shard_grad_op auto_wrap offload', bf16=True)\n"},
+    {"strategy.engine": "fsdp2", "strategy.reshard": False, "strategy.offload_parameters": "cpu"},
+    (),
+)
+CASES["sharded: by accelerate's plugin"] = (
+    {
+        "train.py": "from accelerate import Accelerator, FullyShardedDataParallelPlugin\n"
+        "p = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)\n"
+        "a = Accelerator(fsdp_plugin=p, mixed_precision='bf16', gradient_accumulation_steps=4)\n"
+        "DataLoader(rows, batch_size=2)\n"
+    },
+    {
+        "strategy.engine": "fsdp2",
+        "strategy.reshard": False,
+        "train.precision": "bf16",
+        "train.global_batch": 8,
+    },
+    (),
+)
+CASES["sharded: by flags of accelerate"] = (
+    {
+        "run.sh": "accelerate launch --use_deepspeed --zero_stage 3 --offload_param_device cpu --num_processes 4 "
+        "train.py --learning_rate 1e-5\n"
+    },
+    {"strategy": {"engine": "deepspeed", "stage": 3, "offload_parameters": "cpu"}},
+    (),
+)
+CASES["sharded: accelerate's FSDP1"] = (
+    {
+        "a.yaml": "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\n"
+        "fsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP, fsdp_offload_params: true}\n",
+        "train.py": TRAINER + ARGUMENTS,
+    },
+    {"strategy.engine": "fsdp2", "strategy.reshard": False, "strategy.offload_parameters": "cpu"},
+    (),
+)
+
+LIGHTNING = """\
+import lightning as L, torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, DDPStrategy
+from torch.utils.data import DataLoader
+class Data(L.LightningDataModule):
+    def __init__(self, batch_size=1, length=512):
+        super().__init__()
+        self.batch_size = batch_size
+    def train_dataloader(self):
+        return DataLoader(self.rows, batch_size=self.batch_size)
+class Model(L.LightningModule):
+    def __init__(self, name="a/b", lr=1e-3):
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = AutoModelForCausalLM.from_pretrained(self.hparams.name)
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+"""
+FITTED = "L.Trainer(STRATEGY, precision='bf16-mixed', accumulate_grad_batches=4, gradient_clip_val=1.0, " + (
+    "max_steps=500, devices=4, num_nodes=2).fit(Model(lr=2e-5), Data(batch_size=8))\n"
+)
+OF_LIGHTNING = {
+    "train.micro_batch": 8,
+    "train.global_batch": 256,
+    "optimizer.learning_rate": 2e-5,
+    "optimizer.clip_norm": 1.0,
+    "train.steps": 500,
+    "model.source": "a/b",
+    "train.precision": "bf16",
+}
+for given, strategy in (
+    ("strategy='deepspeed_stage_2'", "zero2"),
+    ("strategy='deepspeed_stage_3_offload'", "zero3-offload"),
+    ("strategy='ddp'", {"engine": "ddp"}),
+    ("strategy='fsdp'", "fsdp2"),
+    ("strategy=DeepSpeedStrategy()", "zero2"),
+    (
+        "strategy=DeepSpeedStrategy(stage=3, offload_optimizer=True)",
+        {"engine": "deepspeed", "stage": 3, "offload_optimizer": "cpu"},
+    ),
+    ("strategy=DeepSpeedStrategy(stage=2, offload_optimizer=True)", "zero2-offload"),
+    (
+        "strategy=FSDPStrategy(sharding_strategy='SHARD_GRAD_OP', cpu_offload=True)",
+        {"engine": "fsdp2", "reshard": False, "offload_parameters": "cpu"},
+    ),
+    ("strategy=FSDPStrategy()", "fsdp2"),
+    ("strategy=DDPStrategy(find_unused_parameters=False)", {"engine": "ddp"}),
+):
+    CASES[f"lightning: {given}"] = (
+        {"train.py": LIGHTNING + FITTED.replace("STRATEGY", given)},
+        OF_LIGHTNING | {"strategy": strategy},
+        (),
+    )
+CASES["lightning: a dict of settings"] = (
+    {
+        "train.py": LIGHTNING
+        + FITTED.replace("STRATEGY", "strategy=DeepSpeedStrategy(config={'zero_optimization': {'stage': 1}})")
+    },
+    OF_LIGHTNING | {"strategy.engine": "deepspeed", "strategy.stage": 1},
+    (),
+)
+CASES["lightning: a data module of another file"] = (
+    {
+        "train.py": "import pytorch_lightning as pl\nfrom own import TextDataModule, Model\n"
+        "dm = TextDataModule(batch_size=16, max_length=256)\ntrainer = pl.Trainer(devices=2, precision=16)\n"
+        "trainer.fit(Model(), dm)\n"
+    },
+    {
+        "train.micro_batch": 16,
+        "train.global_batch": 32,
+        "data.sequence_length": 256,
+        "train.precision": "fp16",
+    },
+    (),
+)
+ENGINE = "import json, yaml, deepspeed\nfrom transformers import AutoModelForCausalLM\n"
+ENGINE += "m = AutoModelForCausalLM.from_pretrained('a/b')\n"
+JSON = '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}'
+LOADED = {
+    "open": "c = json.load(open('ds.json'))\n",
+    "with": "with open('ds.json') as f:\n    c = json.load(f)\n",
+    "path": "from pathlib import Path\nc = json.loads(Path('ds.json').read_text())\n",
+    "function": "def load(path):\n    with open(path) as f:\n        return json.load(f)\nc = load('ds.json')\n",
+    "built": "def build(stage):\n    c = {'zero_optimization': {'stage': 2}, 'bf16': {'enabled': True}}\n"
+    "    return c\nc = build(3)\n",
+}
+for name, text in LOADED.items():
+    changed = "c['train_micro_batch_size_per_gpu'] = 4\nc['zero_optimization']['stage'] = 3\n"
+    CASES[f"loaded: {name}"] = (
+        {"train.py": f"{ENGINE}{text}{changed}deepspeed.initialize(model=m, config=c)\n", "ds.json": JSON},
+        {"train.micro_batch": 4, "strategy.stage": 3, "train.precision": "bf16"},
+        (),
+    )
+del CASES["loaded: built"][0]["ds.json"]
+CASES["loaded: a YAML of one's own"] = (
+    {
+        "train.py": "import yaml\nfrom transformers import TrainingArguments\n"
+        "cfg = yaml.safe_load(open('data/c.yaml'))\nTrainingArguments('o', **cfg['training'])\n",
+        "data/c.yaml": "training:\n  learning_rate: 0.0001\n  bf16: true\n",
+    },
+    {"optimizer.learning_rate": 1e-4, "train.precision": "bf16"},
+    (),
+)
+FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\ntemplate: qwen\ndataset: one, two\n"
+for name, rows, expected, sentences in (
+    (
+        "subset, split and columns of messages",
+        '{"one": {"hf_hub_url": "x/y", "subset": "s", "split": "v", "formatting": "sharegpt", "columns": '
+        '{"messages": "messages"}, "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", '
+        '"assistant_tag": "assistant"}}}',
+        {"data.train": "x/y", "data.subset": "s", "data.split": "v", "data.format": "messages"},
+        (),
+    ),
+    (
+        "columns that a job does not read",
+        '{"one": {"file_name": "one.json", "columns": {"prompt": "frage", "response": "antwort"}}}',
+        {"data.format": None},
+        ("dataset_info.columns.prompt", "a job reads the fields of data.format"),
+    ),
+    (
+        "pairs",
+        '{"one": {"file_name": "one.json", "columns": {"prompt": "prompt", "response": "completion"}}}',
+        {"data.format": "prompt-completion"},
+        (),
+    ),
+    (
+        "two that differ",
+        '{"one": {"file_name": "1.json", "formatting": "sharegpt"}, "two": {"file_name": "2.json"}}',
+        {"data.format": None, "data.train": ["data/1.json", "data/2.json"]},
+        ("dataset_info.formatting",),
+    ),
+    (
+        "images",
+        '{"one": {"file_name": "1.json", "num_samples": 50, "images": "x"}}',
+        {"data.max_samples": 50},
+        ("dataset_info.images",),
+    ),
+):
+    names = "one, two" if '"two"' in rows else "one"
+    CASES[f"dataset_info: {name}"] = (
+        {"f.yaml": FACTORY.replace("one, two", names), "data/dataset_info.json": rows},
+        expected,
+        sentences,
+    )
 
 
 def value_of(values: dict[str, Any], key: str) -> Any:

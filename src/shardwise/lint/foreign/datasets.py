@@ -46,7 +46,7 @@ def with_datasets(document: Document, said: list[str]) -> list[Document]:
             what = f"{values.pop(name)}: files that {info.file} should name; write {TABLE['keys'][name]}"
             said.append(f"to do: {document.name}:{document.line((name,))}: {name}: {what}")
         elif names != files:
-            values[name] = files
+            values[name] = files if len(files) > 1 else files[0]
         held += info.settings(names)
     return [replace(document, values=values), *held]
 

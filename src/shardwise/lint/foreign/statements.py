@@ -78,6 +78,7 @@ def unsaid(documents: Sequence[Document], given: set[str]) -> dict[str, str]:
                 continue
             where = f"{document.name}:{document.line(place)}: {'.'.join(place)}"
             for key in sorted(targets_of(document, place)):
-                if not {key, TABLE["instead"].get(key)} & {*given, *found}:
+                part = key == "strategy" and len(place) > 1  # of one that other arguments give in part
+                if part or not {key, TABLE["instead"].get(key)} & {*given, *found}:
                     found[key] = where
     return found
