@@ -104,6 +104,8 @@ def referred(document: Document) -> list[str]:
     named = [value for value in values if isinstance(value, str) and value.endswith(".json")]
     if document.syntax == "shell" and document.has("script"):
         named.append(document.get("script"))
+    if document.syntax == "shell":
+        named += [str(document.get(name)) for name in ("config_file", "arguments") if document.has(name)]
     return [_VARIABLE.sub("", value) for value in named]
 
 

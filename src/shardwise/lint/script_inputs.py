@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,15 @@ from shardwise.lint.script_sums import UNKNOWN
 
 Option = tuple[list[str], str, ast.expr | None]  # names on the command line, name in the script, default
 
+OPEN = re.compile(r"\$[{(\w]")  # a variable that only the shell knows
 _LARGEST_FILE_BYTES = 1_000_000
 _LOADERS = ("json.load", "json.loads", "yaml.safe_load", "yaml.load", "yaml.full_load", "OmegaConf.load")
 _ENVIRONMENT = ("os.environ.get", "os.getenv", "environ.get", "getenv")
-_SUPPORTED = ("is_bfloat16_supported", "is_bf16_supported")  # by every GPU that shardwise plans for
+_SUPPORTED = (
+    "is_bfloat16_supported",
+    "is_bf16_supported",
+    "cuda.is_available",
+)  # by every GPU that shardwise plans for
 
 
 class Inputs:
@@ -28,8 +34,8 @@ class Inputs:
         environment: Mapping[str, Any] | None = None,
         folder: Path | None = None,
     ) -> None:
-        given = dict(flags or {})
-        self._flags = {name.rpartition(".")[2]: value for name, value in given.items()} | given
+        self._flags = dict(flags or {})
+        self._last = {name.rpartition(".")[2]: name for name in self._flags}  # tyro's `--optim.lr`
         self._environment, self._folder = dict(environment or {}), folder
         self._nodes = dict[ast.AST, str]()  # of the flags' values, and which flag
         self._files = dict[ast.AST, ast.Dict | None]()
@@ -41,10 +47,12 @@ class Inputs:
     def flag(self, names: Sequence[str]) -> ast.expr | None:
         """The value of the first of these flags that the command has."""
         name = next((one for one in names if one in self._flags), None)
+        name = name or next((self._last[one] for one in names if one in self._last), None)
         if name is None:
             return None
         self.defined.add(name)
-        node = _expression(self._flags[name])
+        value = self._flags[name]
+        node = ast.Name(id=value) if isinstance(value, str) and OPEN.search(value) else _expression(value)
         self._nodes[node] = name
         return node
 

@@ -26,7 +26,7 @@ _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
 _BUILDERS = ("json", "parquet", "text", "csv", "arrow")  # load_dataset's words for kinds of files
 _LABELS = re.compile(r"labels\W{0,4}[=:][^=\n]*input_ids")
-_SCHEDULE = re.compile(r"(?i)sched\w*(\.step\(|\s*=\s*[\w.]+\()")
+_SCHEDULE = re.compile(r"(?i)sched\w*(\.step\(|\s*=\s*[\w.]+\()|group\w*(\[\d\])?\[[\"']lr[\"']\]\s*=")
 _PAIRS = re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']")
 
 
@@ -94,6 +94,11 @@ class Settings:
                         if start == 1:
                             end = ast.BinOp(left=end, op=ast.Sub(), right=call.args[0], lineno=call.lineno)
                         self._put(self.known.entries(end, ("range(epochs)",)))
+            case ast.For(iter=ast.Call(func=ast.Name(id="range"), args=[count]), body=body) if self.calls:
+                text = "".join(map(ast.unparse, body))
+                if ".backward(" in text:
+                    key = "range(steps)" if ".step()" in text else "accumulation"
+                    self._put(self.known.entries(count, (key,)))
             case ast.If(test=test, body=body) if ".step()" in "".join(map(ast.unparse, body)):
                 for one in ast.walk(test):
                     if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod):
@@ -183,6 +188,11 @@ class Settings:
             said = {("config",): said["config",]} if isinstance(file, str) else {}
             self._put(said)  # the file or dict says all; the arguments count for nothing
             return
+        for name in (one for one in said if one[0].startswith("activation_checkpointing")):
+            said[name] = (
+                said[name][0],
+                True,
+            )  # of Lightning's FSDP: the classes whose outputs are recomputed
         self._put({(f"{last}()",): (call.lineno, True)} | {(last, *key): v for key, v in said.items()})
 
     def _arguments(self, call: ast.Call, called: str, said: Said) -> None:

@@ -112,14 +112,21 @@ class Values:
 
     def later(self, made: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
         """Attributes of what a call made that are set later; None where only a run knows the value."""
-        for name, stores in self._stores.items():
+        for name, stores in [*self._stores.items()]:
             for holder, value in stores:
-                if made is holder or made in self._next(holder) or self.meant(holder) is made:
+                if made is holder or made in self._next(holder) or self._original(holder) is made:
                     yield name, value
+
+    def _original(self, holder: ast.AST) -> ast.AST:
+        """What a name holds, or holds a changed copy of."""
+        made = self.meant(holder)
+        while isinstance(made, ast.Call) and made.args and name_of(made.func) in _REPLACE:
+            made = self.meant(made.args[0])
+        return made
 
     def stored(self, holders: re.Pattern[str]) -> Iterator[tuple[str, int, ast.expr | None]]:
         """Attributes that are set of names like these, where nothing shows what the names hold."""
-        for name, stores in self._stores.items():
+        for name, stores in [*self._stores.items()]:
             for holder, value in stores:
                 if isinstance(holder, ast.Name) and holders.match(holder.id):
                     made = self.meant(holder)
@@ -274,7 +281,9 @@ class Values:
         return self._presets.get(name, (0, []))[1]
 
     def _item(self, holder: ast.expr, name: ast.expr, other: Sequence[ast.expr] = ()) -> list[Any]:
-        key, rows = _path(name), self._rows(self.meant(holder))
+        text = self.value(name)
+        key = (text,) if isinstance(text, str) and text != UNKNOWN else None
+        rows = self._rows(self.meant(holder))
         for path, item, _ in reversed(rows or []):
             if path == () and item and self._rows(self.meant(item)) is not None:  # {**another}
                 if inner := self._item(item, name):
@@ -320,6 +329,8 @@ class Values:
                     self._changed(holder, (), one, self._above[node])
                 for other in more:
                     self._changed(holder, (other.arg,) if other.arg else (), other.value, self._above[node])
+            case ast.Call(func=ast.Attribute(attr="pop", value=holder), args=[key, *_]) if _path(key):
+                self._changed(holder, _path(key), None, node)
             case ast.Call(func=ast.Attribute(attr=method, value=holder)) if method not in _READS:
                 self._changed(holder, None, None, node)
             case ast.Expr(value=ast.Call(func=ast.Name(id=name) as called, args=args)):

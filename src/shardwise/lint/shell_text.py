@@ -78,12 +78,11 @@ def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, 
         quoted = text.count('"', 0, start.start()) % 2 == 1  # within a text that joins its lines itself
         rows, at = text[start.start() :].split("\n"), start.start()
         return line_at(text, at), rows, start[1], Variables(text, at), quoted
-    position = 0
     for line, statement in statements(text):
-        position = len("\n".join(text.split("\n")[: line - 1]))
+        position = len("\n".join(text.split("\n")[:line]))
         if "$" not in statement or re.match(r"\s*(?:export\s+)?\w+=|\s*echo\b", statement):
             continue
-        known = Variables(text, position + 1)
+        known = Variables(text, position)
         evaluated = _EVALUATED.match(known.expanded(statement))
         row = " ".join(evaluated[2].split()) if evaluated else ""
         if start := pattern.search(row):
@@ -101,7 +100,7 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
         word, line = words.popleft()
         if word.startswith("$"):
             known = False  # what follows may be the script's
-            yield OPEN, True, line
+            yield OPEN, word, line
         assigned = re.fullmatch(
             r"([A-Z_]+)=(.*)" if before_script else r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", word
         )
@@ -121,6 +120,8 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
             flags |= set() if before_script else {flag.replace("-", "_")}
             yield flag.replace("-", "_"), _scalar(value), line
         else:
+            if word.endswith((".yaml", ".yml")) and not before_script:
+                yield "arguments", word, line
             if before_script and word.endswith(".py"):
                 yield "script", word, line
             before_script = before_script and word.startswith("$")

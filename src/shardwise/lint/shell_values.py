@@ -18,7 +18,12 @@ _STATEMENT = re.compile(r"\s*(?:(?:export|local|readonly|declare|typeset)\s+(?:-
 _DEFAULT = re.compile(r"\s*:\s+\"?\$\{(\w+):?=([^}]*)\}")
 _OPENS = re.compile(r"\s*(if|for|while|until|case)\b")
 _CLOSES = re.compile(r"(?:^|[\s;])(fi|done|esac)\b")
-_IF_EMPTY = re.compile(r"-z\s+\"?\$\{?(\w+)")
+_IF_EMPTY = re.compile(r"-z\s+\"?\$\{?(\w+)|\"\$\{?(\w+)\}?\"\s+==?\s+(?:\"\"|'')")
+_TEST = re.compile(
+    r"\[\[?\s+(?:(?P<empty>-[zn])\s+\"(?P<text>[^\"]*)\"|(?P<left>\"[^\"]*\"|'[^']*'|[^\s\"']+)\s+"
+    r"(?P<how>==?|!=|-eq|-ne|-lt|-le|-gt|-ge)\s+(?P<right>\"[^\"]*\"|'[^']*'|[^\s\"']+))\s+\]"
+)
+_ONLY_POSITIONAL = re.compile(r"\"?\$\{?[\d@*]\}?\"?$")
 _POSITIONAL = re.compile(r"\"?\$\{?(\d|OPTARG|#)")
 _USED = re.compile(
     r"(?P<text>'[^']*')|(?P<escaped>\\.)|\"\$\{(?P<items>\w+)\[@\]\}\"|(?P<quote>\")|\$\(\((?P<sum>[^()]*"
@@ -49,17 +54,19 @@ class Variables:
             name = option.lstrip("-").replace("-", "_")
             count = value.rpartition(":")[2] if name in ("gpus_per_node", "gres") else value
             self._known |= dict.fromkeys(_SLURM.get(name, ()), count)
-        blocks, tests = list[str](), list[str]()
+        blocks = list[tuple[str, bool | None]]()  # the line that opens each, and whether it runs, if known
         for _, row in statements(text[:end]):
             if opened := _OPENS.match(row):
-                blocks.append(opened[1])
-                tests.append(row)
+                blocks.append((row, self._holds(row) if opened[1] == "if" else None))
                 if opened[1] == "for" and (name := re.match(r"\s*for\s+(\w+)", row)):
                     self._known[name[1]] = None
-            self._assign(row, blocks, tests)
+            elif blocks and re.match(r"\s*el(se|if)\b", row):
+                test, taken = blocks[-1]
+                blocks[-1] = (test if taken is None else "", False if taken else self._holds(row) if "elif" in row else
+                              None if taken is None else True)  # fmt: skip
+            self._assign(row, blocks)
             for _ in _CLOSES.findall(row)[: len(blocks)]:
                 blocks.pop()
-                tests.pop()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -119,7 +126,25 @@ class Variables:
             return None
         return str(made) if isinstance(made, int) else None
 
-    def _assign(self, row: str, blocks: list[str], tests: list[str]) -> None:
+    def _holds(self, row: str) -> bool | None:
+        """Whether a test of two texts or numbers holds; None where that is not known."""
+        one = _TEST.search(self.expanded(row))
+        if one is None or "$" in one[0]:
+            return None
+        if one["empty"]:
+            return (one["empty"] == "-z") is not bool(one["text"])
+        left, right = one["left"].strip("\"'"), one["right"].strip("\"'")
+        if one["how"] in ("=", "==", "!=", "-eq", "-ne"):
+            return (left == right) is (one["how"] in ("=", "==", "-eq"))
+        if not (left.isdigit() and right.isdigit()):
+            return None
+        low, same = int(left) < int(right), left == right
+        return {"-lt": low, "-le": low or same, "-gt": not (low or same), "-ge": not low}[one["how"]]
+
+    def _assign(self, row: str, blocks: list[tuple[str, bool | None]]) -> None:
+        if any(runs is False for _, runs in blocks):
+            return
+        certain = all(runs for _, runs in blocks)
         if default := _DEFAULT.match(row):
             self._known.setdefault(default[1], self.expanded(_unquoted(default[2])))
         row = re.sub(r"^\s*(then|else|do|if|while|elif)\b", "", row) if blocks else row
@@ -127,16 +152,19 @@ class Variables:
         if start is None:
             return
         for name, more, text in _ASSIGNED.findall(row[start.end() :]):
-            if blocks and _POSITIONAL.match(text):
+            if not certain and _POSITIONAL.match(text):
                 continue  # what the script's own arguments say; without them the value before holds
+            if _ONLY_POSITIONAL.match(text):
+                self._known.pop(name, None)
+                continue
             value = self._value(text)
             if more:
                 value = _joined(self._known.get(name, ""), value)
-            empty = {name_ for test in tests for name_ in _IF_EMPTY.findall(test)}
-            if blocks and name in empty:
+            empty = {one for test, _ in blocks for names in _IF_EMPTY.findall(test) for one in names}
+            if not certain and name in empty:
                 self._known.setdefault(name, value)
             else:
-                self._known[name] = None if blocks and self._known.get(name) != value else value
+                self._known[name] = value if certain or self._known.get(name) == value else None
 
     def _value(self, text: str) -> Value:
         if re.search(r"\$\((?!\()|`", text):
@@ -167,10 +195,20 @@ def statements(text: str) -> Iterator[tuple[int, str]]:
         elif _open(held):
             held += "\n"
         else:
-            yield first, held
+            yield from ((first, part) for part in _parts(held))
             held = ""
     if held:
         yield first, held
+
+
+def _parts(row: str) -> Iterator[str]:
+    """The commands of a row between `;` and `&&` outside quotes and brackets."""
+    start = 0
+    for one in re.finditer(r"\\.|\"(?:\\.|[^\"\\])*\"|'[^']*'|\$?\([^()]*\)|(;;?|&&)", row):
+        if one[1]:
+            yield row[start : one.start()]
+            start = one.end()
+    yield row[start:]
 
 
 def _open(text: str) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 from shardwise.errors import JobError
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, line_at
-from shardwise.lint.foreign.table import OPEN, TABLE, targets
+from shardwise.lint.foreign.table import TABLE, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
-from shardwise.lint.script_inputs import Inputs
+from shardwise.lint.script_inputs import OPEN, Inputs
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
 
 _ALL_VISIBLE = ("deepspeed", "accelerate", "llamafactory-cli", "swift", "axolotl", "python", "python3")
@@ -59,7 +59,7 @@ def _inputs(script: Document, commands: Sequence[Document]) -> Inputs:
     """What the commands give the script."""
     flags, environment = dict[str, Any](), dict[str, str]()
     for one in commands:
-        flags |= {key: one.values[key] for key in one.flags if not OPEN.search(str(one.values[key]))}
+        flags |= {key: one.values[key] for key in one.flags}
         environment |= one.environment
     return Inputs(flags, environment, Path(script.name).parent)
 

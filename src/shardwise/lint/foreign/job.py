@@ -1,5 +1,6 @@
 """The job file: the statements of all files, put together and completed."""
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,7 +58,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     assumed = [one for one in assumed if not one.startswith("batch.")]
     precision = [change for one in in_order[-1:] for change in one.changes[1:2]]
     job = source.Document(name="the files")
-    name = f"name={run_name(files[0])}"
+    name = f"name={json.dumps(run_name(files[0]))}"
     source.apply(job, [name, *assumed, *precision, *resolve.changes(stated), *rows])
     _complete(job, said)
     return _text(job, files, folder, said), said

@@ -68,6 +68,9 @@ def batch(parts: Mapping[str, int], *, unsaid: bool, said: list[str]) -> list[st
     rows = parts.get("total", parts.get("nodes", 1) * parts.get("gpus", 1) * micro * times)
     if "total" not in parts and unsaid:
         return [f"train.micro_batch={micro}"] if "micro" in parts else []
+    if not parts.keys() & {"total", "micro"}:
+        said.append(f"to do: no file says how many rows a GPU takes at a time; write {BATCH}")
+        return []
     made = [f"train.global_batch={rows}"]
     if "micro" in parts and rows % micro == 0:
         made.append(f"train.micro_batch={micro}")

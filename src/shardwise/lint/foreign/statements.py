@@ -10,10 +10,12 @@ from shardwise.lint.document import Document
 from shardwise.lint.foreign.files import is_open, targets_of
 from shardwise.lint.foreign.table import TABLE, leaves, meaning
 from shardwise.lint.rules.keys import unknown_keys
-from shardwise.lint.schema import as_number, closest, deepspeed_schema
+from shardwise.lint.schema import as_number, closest, deepspeed_schema, names
 from shardwise.lint.script_text import UNDEFINED
 from shardwise.lint.setup import Setup
+from shardwise.lint.shell_text import OPEN
 
+_RUN = "the text does not show its value, and a job file has no such key"
 _OVERLAP = "zero_optimization.overlap_comm"
 
 
@@ -51,15 +53,31 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
         for change in meant:
             name, _, text = change.partition("=")
             yield Statement(name, text, f"{at} {f'({change})' if word else text}", word)
+    if document.syntax == "python" and document.kind == "training":
+        for place in document.marks:
+            if is_open(document, place) and not targets_of(document, place) and _is_setting(place):
+                left_out[_RUN].append(f"{'.'.join(place)} (line {document.line(place)})")
+    if document.has(OPEN):
+        at = f"{document.name}:{document.line((OPEN,))}: {document.get(OPEN)}"
+        said.append(f"to do: {at}: only the shell knows the flags in it; write what they say")
     for why, keys in left_out.items():
         said.append(f"left out: {document.name}: {', '.join(keys)}: {why}")
+
+
+def _is_setting(place: Key) -> bool:
+    """Whether a key is a setting: no model, data or function, and not the call itself."""
+    name = place[-1]
+    other = {"**", UNDEFINED, *names("calls"), *TABLE["objects"]}
+    return not other & {place[0], name} and not name[:1].isupper()
 
 
 def _pairs(document: Document) -> list[tuple[str, Any]]:
     """The document's keys with their values; bf16 last, which wins over fp16."""
     values: dict[str, Any] = {key: value for key, value in document.values.items() if key != UNDEFINED}
-    if isinstance(words := values.get("fsdp"), str):  # `full_shard auto_wrap offload`
-        values["fsdp"] = dict.fromkeys(words.replace(",", " ").split(), True)
+    words = values.get("fsdp")
+    if isinstance(words, str | list):  # `full_shard auto_wrap offload`, and as a list Axolotl's
+        words = words.replace(",", " ").split() if isinstance(words, str) else words
+        values["fsdp"] = {} if "fsdp_config" in values else dict.fromkeys(map(str, words), True)
     return sorted(leaves(values), key=lambda leaf: leaf[0].startswith("bf16"))
 
 

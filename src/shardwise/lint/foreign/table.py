@@ -11,11 +11,11 @@ from typing import Any
 from shardwise.job import paths
 from shardwise.lint.document import AUTO
 from shardwise.lint.schema import as_number, toml_file
+from shardwise.lint.script_inputs import OPEN
 
 TABLE = toml_file("foreign.toml")
 TABLE["keys"] |= {other: TABLE["keys"][key] for other, key in TABLE["same"].items()}
 TABLE["reasons"] |= {key: why for why, keys in TABLE["refused"].items() for key in keys.split()}
-OPEN = re.compile(r"\$[{(\w]")  # a variable of the shell
 
 _KNOWN = [*TABLE["keys"], *TABLE["strategy"]["keys"]]
 _EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
@@ -65,7 +65,7 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
     if rule.startswith("batch.") and not (isinstance(number, int) and number > 0):
         return f"{text} is no number of rows, steps or GPUs"
     if rule == "name":
-        return [f"name={run_name(Path(str(value)))}"]
+        return [f"name={json.dumps(run_name(Path(str(value))))}"]
     if isinstance(value, str) and key in TABLE["lists"] and ("," in value or key != "dataset"):
         text = json.dumps([part.strip() for part in value.split(",") if part.strip()])
     return [f"{rule}={text}"]
@@ -76,6 +76,8 @@ def _reason(key: str, text: str) -> str:
     beginnings = [one for one in TABLE["reasons"] if key.startswith(one)]
     if beginnings:
         return str(TABLE["reasons"][max(beginnings, key=len)])
+    if key.isupper():
+        return "a variable of the environment, not of a job"
     if key in TABLE["keys"]:
         return f"{text}: nothing in a job file has this value"
     top, tops = key.partition(".")[0], {one.partition(".")[0] for one in _KNOWN}
