@@ -60,7 +60,7 @@ class Inputs:
         """The value of a variable of the environment, or of a question about the GPU."""
         match node:
             case ast.Call(func=called, args=[name, *other]) if ast.unparse(called) in _ENVIRONMENT:
-                default = value_of(other[0]) if other else UNKNOWN
+                default = value_of(other[0]) if other else None
                 return self._environment.get(value_of(name), default)
             case ast.Subscript(value=holder, slice=name) if ast.unparse(holder) in ("os.environ", "environ"):
                 return self._environment.get(value_of(name), UNKNOWN)

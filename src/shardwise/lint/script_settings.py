@@ -12,15 +12,12 @@ from shardwise.lint.document import AUTO, Document, Mark, line_at
 from shardwise.lint.schema import deepspeed_schema, names
 from shardwise.lint.script_inputs import Inputs, fields, name_of
 from shardwise.lint.script_sums import UNKNOWN
-from shardwise.lint.script_values import Said, Values, name_as_imported, nested
+from shardwise.lint.script_values import ARGUMENTS, Said, Values, name_as_imported, nested
 
 LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
 CONFIGURATIONS = ("config", "config_params", "deepspeed", "hf_ds_config")  # take DeepSpeed's settings
 _INITIALIZE = ("args", "model", "optimizer", "model_parameters", "training_data")  # in the order of its call
 _KEYS = {"r": LORA, "model": "model_name_or_path"}  # of LoraConfig and TRL's trainers
-_ARGUMENTS = re.compile(
-    r"(?i)^(\w+_)?(args|arguments|config|cfg)$"
-)  # names of arguments that are made elsewhere
 _OWN = ("TrainingArguments", "SFTConfig")
 _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
@@ -62,7 +59,7 @@ class Settings:
     def _later_arguments(self, keys: Collection[str]) -> Said:
         """Settings of arguments that a parser or a function elsewhere makes: `training_args.bf16 = True`."""
         said = Said()
-        for name, line, value in self.known.stored(_ARGUMENTS):
+        for name, line, value in self.known.stored(ARGUMENTS):
             if name in keys and value is not None:
                 said |= self.known.entries(value, (name,), line)
         return said
@@ -82,7 +79,7 @@ class Settings:
     def _take(self, node: ast.AST) -> None:
         """Calls, `for epoch in range(3)`, and `if (i + 1) % 8 == 0: optimizer.step()`, which accumulates."""
         match node:
-            case ast.Call() if self.calls and not self.known.runs(node):
+            case ast.Call() if self.calls and not (self.known.runs(node) and self._of_a_library(node)):
                 pass
             case ast.Call():
                 self._call(node, name_of(node.func).rpartition(".")[2])
@@ -107,6 +104,13 @@ class Settings:
                 for field, value in fields(node) if self.calls else ():  # which HfArgumentParser fills in
                     given = self.known.flag(field)
                     self._put(self.known.entries(given or value, (field,), value.lineno))
+
+    def _of_a_library(self, call: ast.Call) -> bool:
+        """Whether a class of the script's own is not called; a subclass of a trainer is one."""
+        made = self.known.meant(call.func)
+        bases = made.bases if isinstance(made, ast.ClassDef) else []
+        own = isinstance(made, ast.ClassDef) and name_of(call.func).endswith("Trainer")
+        return not own or any(ast.unparse(one).endswith("Trainer") for one in bases)
 
     def _call(self, call: ast.Call, last: str) -> None:
         self.uses.add(called := name_of(call.func))

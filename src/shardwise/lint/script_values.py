@@ -17,6 +17,7 @@ Said = dict[Key, tuple[int, Any]]  # of each key in a mapping: its line, and its
 
 _LIBRARIES = ("transformers", "trl")  # of which the rules know the classes with names that end in these:
 _CLASSES = ("Trainer", "TrainingArguments", "SFTConfig")
+ARGUMENTS = re.compile(r"(?i)^(\w+_)?(args|arguments|config|cfg|opts?|hparams|flags)$")  # made elsewhere
 _REPLACE = ("dataclasses.replace", "replace")
 _READS = ("copy", "get", "items", "keys", "values")  # methods that leave a dict as it is
 _COMMANDS = ("fire.Fire", "Fire", "typer.run", "tyro.cli")  # make flags of a function's arguments
@@ -181,8 +182,7 @@ class Values:
             case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
                 self._uses[name].append(node)
             case ast.Name(id=name):
-                opened = above.context_expr if isinstance(above, ast.withitem) else None
-                self._bound[scope, name].append(opened or value)
+                self._bound[scope, name].append(value or self._taken_apart(node, above))
             case ast.Attribute(value=holder, attr=name):
                 certain = above and self._block(above) is scope
                 self._stores[name].append((holder, value if certain else None))
@@ -208,6 +208,16 @@ class Values:
         ):
             above = self._above.get(above)
         return above
+
+    def _taken_apart(self, node: ast.AST, above: ast.AST | None) -> ast.expr | None:
+        """What a name gets in `with open(x) as name` and `name, other = x, y`."""
+        if isinstance(above, ast.withitem):
+            return above.context_expr
+        by = self._above.get(above) if isinstance(above, ast.Tuple) else None
+        if isinstance(by, ast.Assign) and isinstance(by.value, ast.Tuple) and isinstance(above, ast.Tuple):
+            pairs = zip(above.elts, by.value.elts, strict=False)
+            return next((value for target, value in pairs if target is node), None)
+        return None
 
     def _default(self, node: ast.AST) -> None:
         """Flags of a parser, fields of classes, and what a call gives these; a command gives more."""
@@ -268,6 +278,7 @@ class Values:
             value
             for other, value in self._stores[name]
             if ast.unparse(other) == text or (isinstance(made, ast.Call) and self.meant(other) is made)
+            if not self._defaults or self.runs(other)
         ]
         if stored:
             return stored
@@ -278,7 +289,11 @@ class Values:
                 return given
         if isinstance(made, ast.expr) and self._rows(made) is not None:
             return self._item(made, ast.Constant(name))
-        return self._presets.get(name, (0, []))[1]
+        known = self._presets.get(name, (0, []))[1]
+        root, _, path = f"{text}.{name}".partition(".")
+        if not known and ARGUMENTS.match(root) and (given := self._inputs.flag([path])):
+            return [given]  # of a parser in another file, or of hydra
+        return known
 
     def _item(self, holder: ast.expr, name: ast.expr, other: Sequence[ast.expr] = ()) -> list[Any]:
         text = self.value(name)

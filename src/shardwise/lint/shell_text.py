@@ -14,7 +14,7 @@ from shardwise.lint.schema import accelerate_keys, as_number, names
 from shardwise.lint.shell_values import Variables, statements
 
 _BEFORE = r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+|srun\b[^\n]*?[ \t])*"
-_RUN = r"python3?[ \t]+-m[ \t]+torch\.distributed\.(?:run|launch)"
+_RUN = r"python3?[ \t]+(?:-u[ \t]+)?-m[ \t]+torch\.distributed\.(?:run|launch)"
 _COMMAND = re.compile(
     rf"{_BEFORE}(deepspeed|torchrun|accelerate[ \t]+launch|{_RUN})(?=[ \t\\])", re.MULTILINE
 )
@@ -24,7 +24,9 @@ _PLAIN = re.compile(
     r"(?:llamafactory-cli|axolotl|tune|swift|lightning|fabric)(?=[ \t]))",
     re.MULTILINE,
 )
-_EVALUATED = re.compile(r"^\s*(?:(?:eval|exec|bash[ \t]+-c|sh[ \t]+-c)[ \t]+)?([\"']?)(.*?)\1\s*$", re.DOTALL)
+_EVALUATED = re.compile(
+    r"^(?:.*\b(?:eval|exec|(?:ba)?sh[ \t]+-c)[ \t]+)?([\"']?)(.*)\1(?:[^\"']*)$", re.DOTALL
+)
 _CODE = re.compile(r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|`[^`]*`|(?<=\S)#|\s(?!\s*#)|[^\s#"'`\\])*""")
 _FLAG = re.compile(r"--?[a-zA-Z]")
 UNKNOWN_FLAG = "launcher.unknown"  # the key for a flag that the launcher does not have: its text
@@ -76,8 +78,8 @@ def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, 
     text = text.replace("\r\n", "\n")
     if start := pattern.search(text):
         quoted = text.count('"', 0, start.start()) % 2 == 1  # within a text that joins its lines itself
-        rows, at = text[start.start() :].split("\n"), start.start()
-        return line_at(text, at), rows, start[1], Variables(text, at), quoted
+        rows = text[start.start() :].split("\n")
+        return line_at(text, start.start()), rows, start[1], Variables(text, start.start(1)), quoted
     for line, statement in statements(text):
         position = len("\n".join(text.split("\n")[:line]))
         if "$" not in statement or re.match(r"\s*(?:export\s+)?\w+=|\s*echo\b", statement):
@@ -106,7 +108,8 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
         )
         if assigned:
             flags |= set() if before_script else {assigned[1]}
-            yield assigned[1], _scalar(assigned[2]), line
+            if not word.endswith(";"):  # else it is a command of its own
+                yield assigned[1], _scalar(assigned[2]), line
         elif _FLAG.match(word):
             flag, equals, value = word.lstrip("-").partition("=")
             takes = _takes_value(launcher, flag) if before_script else None

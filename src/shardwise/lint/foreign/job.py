@@ -71,9 +71,9 @@ def _rank(document: Document, setup: Setup) -> tuple[bool, int]:
     The Trainer and Accelerate take DeepSpeed's scheduler; DeepSpeed itself takes the script's.
     """
     deepspeed_last = setup.reader != "deepspeed"
-    kinds = {"accelerate": 0, "shell": 1}
+    kinds = {"accelerate": 0, "yaml": 1, "json": 1, "shell": 2}
     kind = document.kind if document.kind == "accelerate" else document.syntax
-    return (document.kind == "deepspeed") == deepspeed_last, kinds.get(kind, 2)
+    return (document.kind == "deepspeed") == deepspeed_last, kinds.get(kind, 3)
 
 
 def _to_do(open_: dict[str, str]) -> list[str]:

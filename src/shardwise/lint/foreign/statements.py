@@ -77,7 +77,8 @@ def _pairs(document: Document) -> list[tuple[str, Any]]:
     words = values.get("fsdp")
     if isinstance(words, str | list):  # `full_shard auto_wrap offload`, and as a list Axolotl's
         words = words.replace(",", " ").split() if isinstance(words, str) else words
-        values["fsdp"] = {} if "fsdp_config" in values else dict.fromkeys(map(str, words), True)
+        in_section = document.kind == "accelerate"  # whose section says it
+        values["fsdp"] = {} if in_section else dict.fromkeys(map(str, words), True)
     return sorted(leaves(values), key=lambda leaf: leaf[0].startswith("bf16"))
 
 
