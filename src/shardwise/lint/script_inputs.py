@@ -61,13 +61,18 @@ class Inputs:
         match node:
             case ast.Call(func=called, args=[name, *other]) if ast.unparse(called) in _ENVIRONMENT:
                 default = value_of(other[0]) if other else None
-                return self._environment.get(value_of(name), default)
+                return self._variable(value_of(name), default)
             case ast.Subscript(value=holder, slice=name) if ast.unparse(holder) in ("os.environ", "environ"):
-                return self._environment.get(value_of(name), UNKNOWN)
+                return self._variable(value_of(name), UNKNOWN)
             case ast.Call(func=called, args=[]) if ast.unparse(called).endswith(_SUPPORTED):
                 self.supported = True
                 return True
         return UNKNOWN
+
+    def _variable(self, name: str, default: Any) -> Any:
+        if name in self._environment:
+            self.taken.add(name)
+        return self._environment.get(name, default)
 
     def use(self, node: ast.AST) -> None:
         """Note that a node's value is used."""
@@ -166,6 +171,9 @@ def fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
     for one in node.body:
         if isinstance(one, ast.Assign | ast.AnnAssign) and one.value:
             target = one.targets[0] if isinstance(one, ast.Assign) else one.target
+            if isinstance(target, ast.Tuple) and isinstance(one.value, ast.Tuple):
+                yield from ((ast.unparse(t), v) for t, v in zip(target.elts, one.value.elts, strict=False))
+                continue
             made = one.value.keywords if isinstance(one.value, ast.Call) else []  # of `field(...)`
             given = [part.value for part in made if part.arg in ("default", "default_factory")]
             value = [*given, one.value][0]

@@ -83,19 +83,8 @@ class Settings:
                 pass
             case ast.Call():
                 self._call(node, name_of(node.func).rpartition(".")[2])
-            case ast.For(target=ast.Name(id=name), iter=ast.expr() as over) if "epoch" in name:
-                for call in ast.walk(over):
-                    if isinstance(call, ast.Call) and name_of(call.func) == "range" and call.args:
-                        start = self.known.value(call.args[0]) if len(call.args) == 2 else 0
-                        end = call.args[-1]
-                        if start == 1:
-                            end = ast.BinOp(left=end, op=ast.Sub(), right=call.args[0], lineno=call.lineno)
-                        self._put(self.known.entries(end, ("range(epochs)",)))
-            case ast.For(iter=ast.Call(func=ast.Name(id="range"), args=[count]), body=body) if self.calls:
-                text = "".join(map(ast.unparse, body))
-                if ".backward(" in text:
-                    key = "range(steps)" if ".step()" in text else "accumulation"
-                    self._put(self.known.entries(count, (key,)))
+            case ast.For():
+                self._loop(node)
             case ast.If(test=test, body=body) if ".step()" in "".join(map(ast.unparse, body)):
                 for one in ast.walk(test):
                     if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod):
@@ -104,6 +93,24 @@ class Settings:
                 for field, value in fields(node) if self.calls else ():  # which HfArgumentParser fills in
                     given = self.known.flag(field)
                     self._put(self.known.entries(given or value, (field,), value.lineno))
+
+    def _loop(self, loop: ast.For) -> None:
+        """`for epoch in range(3)`; and, for a job, a loop over steps, or over the micro-batches of one."""
+        calls = (one for one in ast.walk(loop.iter) if isinstance(one, ast.Call))
+        counts = next((one.args for one in calls if name_of(one.func) == "range" and one.args), [])
+        if not counts:
+            return
+        key, end = "", counts[-1]
+        inner = [ast.unparse(one) for part in loop.body for one in ast.walk(part) if isinstance(one, ast.For)]
+        text = "".join(map(ast.unparse, loop.body))
+        if "epoch" in ast.unparse(loop.target) or any(".step()" in one for one in inner):
+            key = "range(epochs)"
+        elif ".backward(" in text:
+            key = "range(steps)" if ".step()" in text else "accumulation"
+        if len(counts) == 2 and self.known.value(counts[0]) == 1:
+            end = ast.BinOp(left=end, op=ast.Sub(), right=counts[0], lineno=loop.lineno)
+        if key == "range(epochs)" or (key and self.calls):
+            self._put(self.known.entries(end, (key,)))
 
     def _of_a_library(self, call: ast.Call) -> bool:
         """Whether a class of the script's own is not called; a subclass of a trainer is one."""

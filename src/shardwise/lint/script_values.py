@@ -103,7 +103,8 @@ class Values:
         if node in self._reading:
             return UNKNOWN
         self._reading.add(node)
-        made = literal(node)
+        own = isinstance(node, ast.Attribute) and isinstance(self.meant(node.value), ast.ClassDef)
+        made = UNKNOWN if own else literal(node)  # a name of a library is a value: `torch.float16`
         if made == UNKNOWN:
             made = computed(node, self.value)
         if made == UNKNOWN and self._defaults:
@@ -137,9 +138,10 @@ class Values:
     def runs(self, node: ast.AST) -> bool:
         """Whether nothing shows that a node is in the branch of an `if` that is not taken."""
         while above := self._above.get(node):
-            if isinstance(above, ast.If) and node is not above.test:
+            if isinstance(above, ast.If | ast.IfExp) and node is not above.test:
                 taken = self.value(above.test)
-                if taken != UNKNOWN and bool(taken) is not (node in above.body):
+                inside = node is above.body if isinstance(above, ast.IfExp) else node in above.body
+                if taken != UNKNOWN and bool(taken) is not inside:
                     return False
             node = above
         return True
@@ -280,19 +282,22 @@ class Values:
             if ast.unparse(other) == text or (isinstance(made, ast.Call) and self.meant(other) is made)
             if not self._defaults or self.runs(other)
         ]
-        if stored:
-            return stored
+        scopes = {next(self._scopes(other), None) for other, _ in self._stores[name]}
+        if stored:  # in several functions, of which the last one is run last
+            return stored[-1:] if len(scopes) == len(self._stores[name]) and None not in stored else stored
         made = self.meant(holder) if self._defaults else None
         if isinstance(made, ast.Call) and not isinstance(self.meant(made.func), ast.FunctionDef):
             given = [one.value for one in made.keywords if one.arg == name]
-            if given or (len(made.args) == 1 and (given := self._item(made.args[0], ast.Constant(name)))):
+            if not given and len(made.args) == 1:
+                given = self._item(made.args[0], ast.Constant(name))
+            if given:
                 return given
         if isinstance(made, ast.expr) and self._rows(made) is not None:
             return self._item(made, ast.Constant(name))
         known = self._presets.get(name, (0, []))[1]
         root, _, path = f"{text}.{name}".partition(".")
-        if not known and ARGUMENTS.match(root) and (given := self._inputs.flag([path])):
-            return [given]  # of a parser in another file, or of hydra
+        if not known and ARGUMENTS.match(root) and (flag := self._inputs.flag([path])):
+            return [flag]  # of a parser in another file, or of hydra
         return known
 
     def _item(self, holder: ast.expr, name: ast.expr, other: Sequence[ast.expr] = ()) -> list[Any]:
@@ -329,6 +334,14 @@ class Values:
                 given = given if None in given else preset | given
             elif isinstance(call, ast.Call) and self._defaults and name_of(call.func) in _COMMANDS:
                 given = preset | ({arg.arg: flag} if flag else {})
+            if arg is function.args.kwarg and isinstance(call, ast.Call):
+                named = {*places, *(one.arg for one in function.args.kwonlyargs)}
+                rest = [one for one in call.keywords if one.arg not in named]
+                keys: list[ast.expr | None] = [
+                    ast.Constant(value=one.arg, lineno=call.lineno) if one.arg else None for one in rest
+                ]
+                found.append(ast.Dict(keys=keys, values=[one.value for one in rest], lineno=call.lineno))
+                continue
             found.append(given.get(arg.arg))
         self._arguments[arg] = [*dict.fromkeys(one and self.meant(one) for one in found)]
         return self._arguments[arg]

@@ -61,9 +61,7 @@ class Variables:
                 if opened[1] == "for" and (name := re.match(r"\s*for\s+(\w+)", row)):
                     self._known[name[1]] = None
             elif blocks and re.match(r"\s*el(se|if)\b", row):
-                test, taken = blocks[-1]
-                blocks[-1] = (test if taken is None else "", False if taken else self._holds(row) if "elif" in row else
-                              None if taken is None else True)  # fmt: skip
+                blocks[-1] = self._next_branch(row, blocks[-1][1])
             self._assign(row, blocks)
             for _ in _CLOSES.findall(row)[: len(blocks)]:
                 blocks.pop()
@@ -125,6 +123,12 @@ class Variables:
         except SyntaxError:
             return None
         return str(made) if isinstance(made, int) else None
+
+    def _next_branch(self, row: str, taken: bool | None) -> tuple[str, bool | None]:
+        """The test that opens an `else` or `elif`, and whether it runs."""
+        if taken is not False:
+            return "", False if taken else None
+        return row, self._holds(row) if "elif" in row else True
 
     def _holds(self, row: str) -> bool | None:
         """Whether a test of two texts or numbers holds; None where that is not known."""

@@ -527,6 +527,121 @@ for name, rows, expected, sentences in (
         expected,
         sentences,
     )
+CASES |= {
+    "walk: a script's condition that does not hold": (
+        {
+            "run.sh": 'LORA=${LORA:-0}\nARGS=(--bs 2)\nif [[ "$LORA" == "1" ]]; then\n  ARGS+=(--bs 9)\nelse\n'
+            '  ARGS+=(--epochs 4)\nfi\ntorchrun --nproc_per_node 2 train.py "${ARGS[@]}"\n',
+            "train.py": ARGPARSE,
+        },
+        {"train.micro_batch": 2, "train.epochs": 4},
+        (),
+    ),
+    "walk: a condition that only the shell knows": (
+        {
+            "run.sh": 'ARGS="--bs 2"\nif [ -f there ]; then ARGS="$ARGS --bs 3"; fi\n'
+            "torchrun --nproc_per_node 2 train.py $ARGS\n",
+            "train.py": ARGPARSE,
+        },
+        {"optimizer.learning_rate": 1e-3},
+        ("run.sh:3: $ARGS: only the shell knows the flags in it",),
+    ),
+    "walk: a flag whose value only the shell knows": (
+        {"run.sh": "torchrun --nproc_per_node 2 train.py --lr $(cat lr) --bs $BS\n", "train.py": ARGPARSE},
+        {"train.micro_batch": None, "train.global_batch": None},
+        ("DataLoader.batch_size: only a run knows its value",),
+    ),
+    "walk: srun and bash -c": (
+        {
+            "run.sh": '#SBATCH -N 2\nL="python -u -m torch.distributed.run --nproc_per_node 4 \\\n  --nnodes $SLURM_NNODES"\n'
+            'export CMD="$L train.py --bs 3"\nsrun --jobid $SLURM_JOBID bash -c "$CMD" 2>&1 | tee log\n',
+            "train.py": ARGPARSE,
+        },
+        {"train.micro_batch": 3, "train.global_batch": 24},
+        (),
+    ),
+    "walk: one line": (
+        {"run.sh": f'N=8; CMD="{RUN} {FLAGS}"; echo $CMD; eval $CMD\n', "train.py": ARGPARSE},
+        OF_COMMAND,
+        (),
+    ),
+    "walk: hydra": (
+        {
+            "run.sh": "torchrun --nproc_per_node 8 main.py lr=1e-5 +bs=4 model.name=a/b\n",
+            "main.py": "import hydra\n@hydra.main(config_name='c')\ndef main(cfg):\n"
+            "    AutoModelForCausalLM.from_pretrained(cfg.model.name)\n    TrainingArguments('o', fsdp='full_shard auto_wrap',\n"
+            "        learning_rate=cfg.lr, per_device_train_batch_size=cfg.bs)\nmain()\n",
+        },
+        {
+            "model.source": "a/b",
+            "optimizer.learning_rate": 1e-5,
+            "train.global_batch": 32,
+            "strategy": "fsdp2",
+        },
+        (),
+    ),
+    "walk: a Trainer of one's own, and a branch that is not taken": (
+        {
+            "train.py": "import os, torch\nclass Trainer:\n    def __init__(self, model, clip=1.0):\n        self.clip = clip\n"
+            "    def go(self):\n        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)\n"
+            + ARGPARSE
+            + "if os.environ.get('BIG'):\n    args.bs = 9\nTrainer(model, clip=0.25).go()\n"
+        },
+        {"optimizer.clip_norm": 0.25, "train.micro_batch": 1, "train.epochs": 1},
+        (),
+    ),
+    "walk: micro-batches of a loop over steps": (
+        {
+            "train.py": ARGPARSE.partition("for epoch")[0]
+            + "for step in range(700):\n    for micro in range(2 * 3):\n"
+            "        loss.backward()\n    optimizer.step()\n    for group in optimizer.param_groups:\n"
+            "        group['lr'] = rate(step)\n"
+        },
+        {"train.steps": 700, "train.global_batch": 6, "optimizer.schedule": None},
+        ("write optimizer.schedule",),
+    ),
+    "walk: Unsloth trains on answers only": (
+        {
+            "train.py": UNSLOTH.replace("LOAD", "load_in_4bit=True").replace("RANK", "use_rslora=False")
+            + "trainer = train_on_responses_only(trainer, response_part='x')\n"
+        },
+        {"data.loss_on": "answers"},
+        (),
+    ),
+    "walk: changes on LLaMA-Factory's command line": (
+        {
+            "f.yaml": "model_name_or_path: a/b\nfinetuning_type: lora\nlora_rank: 8\nlearning_rate: 1.0e-4\n"
+            "per_device_train_batch_size: 2\n",
+            "run.sh": "CUDA_VISIBLE_DEVICES=0,1 FORCE_TORCHRUN=1 llamafactory-cli train f.yaml lora_rank=32\n",
+        },
+        {"model.lora.rank": 32, "train.global_batch": 4},
+        ("conflict: run.sh:1: lora_rank 32 is used, not f.yaml:3: lora_rank 8",),
+    ),
+    "walk: a branch without LoRA": (
+        {
+            "train.py": "from peft import LoraConfig\n" + TRAINER + "p = argparse.ArgumentParser()\n"
+            "p.add_argument('--lora', action='store_true')\na = p.parse_args()\nif a.lora:\n    LoraConfig(r=4)\n"
+            "Trainer(model, TrainingArguments('o', max_steps=5))\n"
+        },
+        {"model.lora": None, "train.steps": 5},
+        (),
+    ),
+    "walk: groups of parameters": (
+        {
+            "train.py": ARGPARSE.replace(
+                "model.parameters(), lr=args.learning_rate, weight_decay=args.decay",
+                "[{'params': a, 'weight_decay': 0.3}, {'params': b, 'weight_decay': 0.0}], lr=1e-4",
+            )
+        },
+        {"optimizer.weight_decay": 0.3, "optimizer.learning_rate": 1e-4},
+        (),
+    ),
+    "walk: an argument that a job has not": (
+        {"train.py": TRAINER + "Trainer(model, TrainingArguments('o', ddp_bucket_cap_mb=size()))\n"},
+        {"name": "o"},
+        ("ddp_bucket_cap_mb (line 4): the text does not show its value",),
+    ),
+}
 
 
 def value_of(values: dict[str, Any], key: str) -> Any:

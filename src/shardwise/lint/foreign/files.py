@@ -100,7 +100,7 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
         said.append(
             f"left out: {command.name}: {', '.join(own)}: flags of {script.name}, for no key of a job"
         )
-    gone &= command.flags
+    gone &= command.flags | command.environment.keys()
     values = {key: value for key, value in command.values.items() if key not in gone}
     marks = {key: mark for key, mark in command.marks.items() if key[0] not in gone}
     return replace(command, values=values, marks=marks)

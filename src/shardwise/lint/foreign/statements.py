@@ -53,15 +53,21 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
         for change in meant:
             name, _, text = change.partition("=")
             yield Statement(name, text, f"{at} {f'({change})' if word else text}", word)
-    if document.syntax == "python" and document.kind == "training":
-        for place in document.marks:
-            if is_open(document, place) and not targets_of(document, place) and _is_setting(place):
-                left_out[_RUN].append(f"{'.'.join(place)} (line {document.line(place)})")
+    if unread := _unread(document):
+        left_out[_RUN] += unread
     if document.has(OPEN):
         at = f"{document.name}:{document.line((OPEN,))}: {document.get(OPEN)}"
         said.append(f"to do: {at}: only the shell knows the flags in it; write what they say")
     for why, keys in left_out.items():
         said.append(f"left out: {document.name}: {', '.join(keys)}: {why}")
+
+
+def _unread(document: Document) -> list[str]:
+    """Settings of a script whose values its text does not show, and that decide nothing of a job."""
+    if document.syntax != "python" or document.kind != "training":
+        return []
+    places = (one for one in document.marks if is_open(document, one) and _is_setting(one))
+    return [f"{'.'.join(one)} (line {document.line(one)})" for one in places if not targets_of(document, one)]
 
 
 def _is_setting(place: Key) -> bool:
