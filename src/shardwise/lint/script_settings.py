@@ -48,6 +48,9 @@ class Settings:
         self.configurations = list[Document]()  # of DeepSpeed, in dicts
         self.tokenizer = Said()  # where only it names the model
         self.plugins = list[tuple[int, dict[str, Any]]]()  # of Accelerate, and their lines
+        trainers = (one for one in ast.walk(program) if isinstance(one, ast.Call) and _last(one) == "Trainer")
+        given = [k.value for one in trainers for k in one.keywords if k.arg == "strategy"]
+        self.strategies = {self.known.meant(one) for one in given}  # Lightning's, that are used
         if calls:
             self._put(self._later_arguments(keys))
         for node in sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0)):
@@ -190,6 +193,9 @@ class Settings:
             return
         if last not in {"tokenizer": "", **self.calls}:
             return
+        chosen = {one for one in self.strategies if isinstance(one, ast.Call)}
+        if last.endswith("Strategy") and chosen and call not in chosen:
+            return
         if last == "load_dataset" and said.get(("path",), (0, ""))[1] in _BUILDERS:
             del said["path",]
             if part is not None and (split := said.pop(("split",)))[1] != "train":
@@ -248,11 +254,16 @@ class Settings:
                 self.marks[key], holder[key[-1]] = Mark(line=line), {} if value == {} else value
 
 
+def _last(call: ast.Call) -> str:
+    return name_of(call.func).rpartition(".")[2]
+
+
 def _configuration(said: Said, *, of_a_job: bool) -> Document | None:
     """DeepSpeed's, of a mapping; None where only a run knows its keys, or for a job its stage."""
     sections, zero = deepspeed_schema().sections.keys(), "zero_optimization"
     lines = {key: line for key, (line, value) in said.items() if value == UNKNOWN}
-    unknown = {key: (at, {"enabled": AUTO} if key in sections else AUTO) for key, at in lines.items()}
+    switched = {key for key, section in deepspeed_schema().sections.items() if "enabled" in section.keys}
+    unknown = {key: (at, {"enabled": AUTO} if key in switched else AUTO) for key, at in lines.items()}
     if unknown.keys() & ({(), (zero,), (zero, "stage")} if of_a_job else sections):
         return None
     first, marks = said[()][0], {key: Mark(line=line) for key, (line, _) in said.items() if key}

@@ -66,6 +66,8 @@ def computed(node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
             return _applied(_SUMS[type(op)], sides) if type(op) in _SUMS else UNKNOWN
         case ast.JoinedStr(values=parts):
             return _applied(lambda *texts: "".join(map(str, texts)), [value_of(one) for one in parts])
+        case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=holder), last]) if holder[:1].isupper():
+            return _applied(lambda text: f"{holder}.{text}", [value_of(last)])
         case ast.FormattedValue(value=inner, format_spec=None):
             return value_of(inner)
         case ast.Call(func=called, args=args, keywords=[]) if (name := ast.unparse(called)) in _FUNCTIONS:

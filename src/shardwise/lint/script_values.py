@@ -288,8 +288,9 @@ class Values:
         made = self.meant(holder) if self._defaults else None
         if isinstance(made, ast.Call) and not isinstance(self.meant(made.func), ast.FunctionDef):
             given = [one.value for one in made.keywords if one.arg == name]
-            if not given and len(made.args) == 1:
-                given = self._item(made.args[0], ast.Constant(name))
+            held = [one.value for one in made.keywords if one.arg is None] + made.args
+            if not given and len(held) == 1:
+                given = self._item(held[0], ast.Constant(name))
             if given:
                 return given
         if isinstance(made, ast.expr) and self._rows(made) is not None:
@@ -374,9 +375,13 @@ class Values:
             inner = _path(holder.slice) if isinstance(holder, ast.Subscript) else None
             path = (*inner, *path) if inner and path is not None else None
             holder = holder.func if isinstance(holder, ast.Call) else holder.value
-        here = self._block_of_maker(holder)
+        if self._defaults and not self.runs(by):
+            return
+        here, block = self._block_of_maker(holder), self._block(by)
+        while self._defaults and isinstance(block, ast.If) and self.value(block.test) not in (UNKNOWN, False):
+            block = self._block(block)  # it runs
         for one in found:
-            certain = len(found) == 1 and self._block(by) in (self._block(self._statement(one)), here)
+            certain = len(found) == 1 and block in (self._block(self._statement(one)), here)
             self._changes[one].append((path, value if certain else None, getattr(by, "lineno", 1)))
 
     def _uses_of(self, function: ast.FunctionDef) -> list[Any]:

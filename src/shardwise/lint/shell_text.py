@@ -55,7 +55,8 @@ def read_shell(text: str, name: str, *, plain: bool = False) -> Document:
     count = next(ends, len(rows))
     launcher = "torchrun" if word.startswith("python") and "torch" in word else word.split()[0]
     lost = () if quoted else _lost(rows, count, first)
-    rows[0] = rows[0].replace(word, "", 1)
+    before, _, after = rows[0].partition(word)
+    rows[0] = " ".join([*re.findall(r"\b[A-Z_]+=\S+", before), after])
     lines = enumerate((row.rstrip().removesuffix("\\") for row in rows[:count]), first)
     words = deque((word, line) for line, row in lines for word in _split(known.expanded(row)))
     values, marks, flags = dict[str, Any](), dict[tuple[str, ...], Mark](), set[str]()

@@ -14,6 +14,7 @@ _ASSIGNED = re.compile(
     r"(?:^|(?<=[\s;]))(\w+)(\+?)=(\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|(?:\$\(\((?:[^()]|\([^()]*\))*\)\)|"
     r"\$\((?:[^()]|\([^()]*\))*\)|\$\{[^}]*\}|\"(?:\\.|[^\"\\])*\"|'[^']*'|\\.|[^\s;'\"])*)"
 )
+_SUM = re.compile(r"\s*(?:\(\(|let\s+)\s*\"?(\w+)\s*=\s*([^=].*?)\"?(?:\)\))?\s*$")
 _STATEMENT = re.compile(r"\s*(?:(?:export|local|readonly|declare|typeset)\s+(?:-\w+\s+)*)?(?=\w+\+?=)")
 _DEFAULT = re.compile(r"\s*:\s+\"?\$\{(\w+):?=([^}]*)\}")
 _OPENS = re.compile(r"\s*(if|for|while|until|case)\b")
@@ -152,6 +153,10 @@ class Variables:
         if default := _DEFAULT.match(row):
             self._known.setdefault(default[1], self.expanded(_unquoted(default[2])))
         row = re.sub(r"^\s*(then|else|do|if|while|elif)\b", "", row) if blocks else row
+        if sum_ := _SUM.match(row):
+            made = self._sum(sum_[2])
+            self._known[sum_[1]] = made if certain else None
+            return
         start = _STATEMENT.match(row)
         if start is None:
             return

@@ -642,6 +642,50 @@ CASES |= {
         ("ddp_bucket_cap_mb (line 4): the text does not show its value",),
     ),
 }
+CASES |= {
+    "walk: sums as commands, and srun": (
+        {
+            "run.sh": "#SBATCH --nodes 4\nBS=2; T=256\nW=$(($SLURM_NNODES * 8))\n((ACC = T / (W * BS)))\nlet E=1+1\n"
+            "srun --kill=1 accelerate launch --num_processes $W --use_deepspeed --zero_stage=3 \\\n"
+            "  sft.py --per_device_train_batch_size $BS --gradient_accumulation_steps $ACC --num_train_epochs $E\n"
+        },
+        {"train.global_batch": 256, "train.micro_batch": 2, "train.epochs": 2, "strategy": "zero3"},
+        ("to do: run.sh:7: sft.py is not there",),
+    ),
+    "walk: a file named by a flag, changed by another": (
+        {
+            "run.sh": "torchrun --nproc_per_node 8 train.py --config data/c.yaml --bs 6\n",
+            "data/c.yaml": "model: a/b\nbatch_size: 2\nlr: 0.0002\nstrategy: SHARD_GRAD_OP\n",
+            "train.py": FSDP
+            + "import argparse, yaml\np = argparse.ArgumentParser()\np.add_argument('--config')\n"
+            "p.add_argument('--bs', type=int)\ncli = p.parse_args()\nwith open(cli.config) as f:\n"
+            "    c = yaml.safe_load(f)\nif cli.bs is not None:\n    c['batch_size'] = cli.bs\nns = SimpleNamespace(**c)\n"
+            "FSDP(model, sharding_strategy=getattr(ShardingStrategy, ns.strategy))\n"
+            "DataLoader(rows, batch_size=ns.batch_size)\ntorch.optim.AdamW(p, lr=ns.lr)\n",
+        },
+        {"train.global_batch": 48, "optimizer.learning_rate": 2e-4, "strategy.reshard": False},
+        (),
+    ),
+    "walk: one of several strategies": (
+        {
+            "train.py": LIGHTNING + "S = {'a': DDPStrategy(), 'b': DeepSpeedStrategy(stage=3)}\n"
+            "L.Trainer(strategy=S['b'], devices=2).fit(Model(), Data())\n"
+        },
+        {"strategy": "zero3"},
+        (),
+    ),
+    "walk: settings by arguments of a function": (
+        {
+            "train.py": ENGINE
+            + "def made(stage=2, offload=False, rows=4):\n    c = {'zero_optimization': {'stage': stage},\n"
+            "         'train_micro_batch_size_per_gpu': rows}\n    if offload:\n"
+            "        c['zero_optimization']['offload_optimizer'] = {'device': 'cpu'}\n    return c\n"
+            "c = made(stage=3, offload=True)\nc['gradient_clipping'] = 0.5\ndeepspeed.initialize(model=m, config=c)\n"
+        },
+        {"strategy.stage": 3, "strategy.offload_optimizer": "cpu", "optimizer.clip_norm": 0.5},
+        (),
+    ),
+}
 
 
 def value_of(values: dict[str, Any], key: str) -> Any:
