@@ -48,7 +48,11 @@ class Settings:
         self.configurations = list[Document]()  # of DeepSpeed, in dicts
         self.tokenizer = Said()  # where only it names the model
         self.plugins = list[tuple[int, dict[str, Any]]]()  # of Accelerate, and their lines
-        trainers = (one for one in ast.walk(program) if isinstance(one, ast.Call) and _last(one) == "Trainer")
+        trainers = (
+            one
+            for one in ast.walk(program)
+            if isinstance(one, ast.Call) and _last(one) in ("Trainer", "Fabric")
+        )
         given = [k.value for one in trainers for k in one.keywords if k.arg == "strategy"]
         self.strategies = {self.known.meant(one) for one in given}  # Lightning's, that are used
         if calls:
@@ -85,7 +89,7 @@ class Settings:
             case ast.Call() if self.calls and not (self.known.runs(node) and self._of_a_library(node)):
                 pass
             case ast.Call():
-                self._call(node, name_of(node.func).rpartition(".")[2])
+                self._call(node, self._called(node))
             case ast.For():
                 self._loop(node)
             case ast.If(test=test, body=body) if ".step()" in "".join(map(ast.unparse, body)):
@@ -96,6 +100,16 @@ class Settings:
                 for field, value in fields(node) if self.calls else ():  # which HfArgumentParser fills in
                     given = self.known.flag(field)
                     self._put(self.known.entries(given or value, (field,), value.lineno))
+
+    def _called(self, call: ast.Call) -> str:
+        """The last part of a call's name; for a job also what a name of the script's own stands for."""
+        last = _last(call)
+        if not self.calls or last in self.calls or not isinstance(call.func, ast.Name):
+            return last
+        made = self.known.meant(call.func)
+        either = [made.body, made.orelse] if isinstance(made, ast.IfExp) else [made]
+        names_ = [name_of(one).rpartition(".")[2] for one in either]
+        return next((one for one in names_ if one in self.calls), last)
 
     def _loop(self, loop: ast.For) -> None:
         """`for epoch in range(3)`; and, for a job, a loop over steps, or over the micro-batches of one."""
@@ -132,7 +146,7 @@ class Settings:
         if self.calls and last == "get_peft_model" and ("r",) in said:  # Unsloth's, with LoRA's arguments
             self.marks.setdefault(("LoraConfig",), Mark(line=call.lineno))
             self._put({(_KEYS.get(name, name), *below): v for (name, *below), v in said.items()})
-        elif last in names("calls") or last in ("Trainer", "Seq2SeqTrainer"):
+        elif last in names("calls") or last in ("Trainer", "Seq2SeqTrainer", "Fabric"):
             self._arguments(call, called, said)
         else:
             self._of_a_job(call, last, said)

@@ -10,13 +10,13 @@ from typing import Any
 from shardwise.job.source import Key, drop
 from shardwise.lint.schema import names
 from shardwise.lint.script_inputs import NOTHING, Inputs, commanded, fields, name_of, options, presets
+from shardwise.lint.script_names import Said, name_as_imported, nested, part_of, path_of, rest_of
 from shardwise.lint.script_sums import UNKNOWN, computed, literal
 
-MOST_READ = 20_000  # values of a script
-Said = dict[Key, tuple[int, Any]]  # of each key in a mapping: its line, and its value; {} of a mapping
+__all__ = ["ARGUMENTS", "Said", "Values", "name_as_imported", "nested"]
 
-_LIBRARIES = ("transformers", "trl")  # of which the rules know the classes with names that end in these:
-_CLASSES = ("Trainer", "TrainingArguments", "SFTConfig")
+MOST_READ = 20_000  # values of a script
+
 ARGUMENTS = re.compile(r"(?i)^(\w+_)?(args|arguments|config|cfg|opts?|hparams|flags)$")  # made elsewhere
 _REPLACE = ("dataclasses.replace", "replace")
 _READS = ("copy", "get", "items", "keys", "values")  # methods that leave a dict as it is
@@ -155,7 +155,7 @@ class Values:
         match node:
             case ast.Dict(keys=keys, values=values):
                 pairs = zip(keys, values, strict=True)
-                rows = [(_path(k) if k else (), v, k.lineno if k else 0) for k, v in pairs]
+                rows = [(path_of(k) if k else (), v, k.lineno if k else 0) for k, v in pairs]
             case ast.Call(func=ast.Name(id="dict"), args=others, keywords=given):
                 rows = [((), one, 0) for one in others]
                 rows += [((k.arg,) if k.arg else (), k.value, k.lineno if k.arg else 0) for k in given]
@@ -184,7 +184,9 @@ class Values:
             case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
                 self._uses[name].append(node)
             case ast.Name(id=name):
-                self._bound[scope, name].append(value or self._taken_apart(node, above))
+                self._bound[scope, name].append(
+                    value or part_of(node, above, self._above.get(above) if above else None)
+                )
             case ast.Attribute(value=holder, attr=name):
                 certain = above and self._block(above) is scope
                 self._stores[name].append((holder, value if certain else None))
@@ -210,16 +212,6 @@ class Values:
         ):
             above = self._above.get(above)
         return above
-
-    def _taken_apart(self, node: ast.AST, above: ast.AST | None) -> ast.expr | None:
-        """What a name gets in `with open(x) as name` and `name, other = x, y`."""
-        if isinstance(above, ast.withitem):
-            return above.context_expr
-        by = self._above.get(above) if isinstance(above, ast.Tuple) else None
-        if isinstance(by, ast.Assign) and isinstance(by.value, ast.Tuple) and isinstance(above, ast.Tuple):
-            pairs = zip(above.elts, by.value.elts, strict=False)
-            return next((value for target, value in pairs if target is node), None)
-        return None
 
     def _default(self, node: ast.AST) -> None:
         """Flags of a parser, fields of classes, and what a call gives these; a command gives more."""
@@ -336,12 +328,7 @@ class Values:
             elif isinstance(call, ast.Call) and self._defaults and name_of(call.func) in _COMMANDS:
                 given = preset | ({arg.arg: flag} if flag else {})
             if arg is function.args.kwarg and isinstance(call, ast.Call):
-                named = {*places, *(one.arg for one in function.args.kwonlyargs)}
-                rest = [one for one in call.keywords if one.arg not in named]
-                keys: list[ast.expr | None] = [
-                    ast.Constant(value=one.arg, lineno=call.lineno) if one.arg else None for one in rest
-                ]
-                found.append(ast.Dict(keys=keys, values=[one.value for one in rest], lineno=call.lineno))
+                found.append(rest_of(call, function))
                 continue
             found.append(given.get(arg.arg))
         self._arguments[arg] = [*dict.fromkeys(one and self.meant(one) for one in found)]
@@ -352,14 +339,14 @@ class Values:
             case ast.Subscript(ctx=ast.Store() | ast.Del(), value=holder, slice=key):
                 by = self._above[node]
                 plain = isinstance(by, ast.Assign) and by.targets == [node]
-                self._changed(holder, _path(key), getattr(by, "value", None) if plain else None, by)
+                self._changed(holder, path_of(key), getattr(by, "value", None) if plain else None, by)
             case ast.Call(func=ast.Attribute(attr="update", value=holder), args=given, keywords=more):
                 for one in given:
                     self._changed(holder, (), one, self._above[node])
                 for other in more:
                     self._changed(holder, (other.arg,) if other.arg else (), other.value, self._above[node])
-            case ast.Call(func=ast.Attribute(attr="pop", value=holder), args=[key, *_]) if _path(key):
-                self._changed(holder, _path(key), None, node)
+            case ast.Call(func=ast.Attribute(attr="pop", value=holder), args=[key, *_]) if path_of(key):
+                self._changed(holder, path_of(key), None, node)
             case ast.Call(func=ast.Attribute(attr=method, value=holder)) if method not in _READS:
                 self._changed(holder, None, None, node)
             case ast.Expr(value=ast.Call(func=ast.Name(id=name) as called, args=args)):
@@ -372,7 +359,7 @@ class Values:
         while not (found := [*self._may_be(holder)]):
             if not isinstance(holder, ast.Subscript | ast.Attribute | ast.Call):
                 return
-            inner = _path(holder.slice) if isinstance(holder, ast.Subscript) else None
+            inner = path_of(holder.slice) if isinstance(holder, ast.Subscript) else None
             path = (*inner, *path) if inner and path is not None else None
             holder = holder.func if isinstance(holder, ast.Call) else holder.value
         if self._defaults and not self.runs(by):
@@ -411,31 +398,3 @@ class Values:
             yield node
         for one in self._next(node) if deep else ():
             yield from self._may_be(one, deep - 1) if one else ()
-
-
-def nested(said: Said) -> Any:
-    """The value whose parts have these keys, outermost first."""
-    made: dict[Key, Any] = {(): {}}
-    for key, (_, value) in said.items():
-        made[key] = {} if value == {} else value
-        if key:
-            made[key[:-1]][key[-1]] = made[key]
-    return made[()]
-
-
-def name_as_imported(program: ast.Module) -> None:
-    """Rename to what the libraries say: `Trainer` for `import Trainer as X`; `mylib.Trainer` is another's."""
-    known = dict[str, str]()
-    for node in ast.walk(program):
-        module = "." * node.level + (node.module or "") if isinstance(node, ast.ImportFrom) else ""
-        for one in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            own = module and module.partition(".")[0] not in _LIBRARIES and one.name.endswith(_CLASSES)
-            if own or (one.asname and "." not in one.name):
-                known[one.asname or one.name] = f"{module}.{one.name}" if own else one.name
-    for name in (node for node in ast.walk(program) if isinstance(node, ast.Name)):
-        name.id = known.get(name.id, name.id)
-
-
-def _path(node: ast.expr) -> Key | None:
-    """The key that a literal is; None if it is no text."""
-    return (node.value,) if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

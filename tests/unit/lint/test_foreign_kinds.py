@@ -686,6 +686,41 @@ CASES |= {
         (),
     ),
 }
+CASES |= {
+    "walk: Lightning's Fabric": (
+        {
+            "train.py": "import lightning as L\ndevices, micro, accum, lr = 4, 2, 8, 3e-4\n"
+            "fabric = L.Fabric(devices=devices, strategy=FSDPStrategy(activation_checkpointing_policy={B}), precision='bf16-true')\n"
+            "opt = torch.optim.AdamW(model.parameters(), lr=lr)\nDataLoader(rows, batch_size=micro)\n"
+            "for i, b in enumerate(loader):\n    if (i + 1) % accum == 0:\n"
+            "        fabric.clip_gradients(model, opt, max_norm=0.5)\n        opt.step()\n"
+        },
+        {
+            "train.global_batch": 64,
+            "train.precision": "bf16",
+            "train.checkpointing": "full",
+            "optimizer.clip_norm": 0.5,
+        }
+        | {"strategy": "fsdp2", "optimizer.learning_rate": 3e-4},
+        (),
+    ),
+    "walk: one of two optimizers": (
+        {
+            "train.py": "import torch\nfrom accelerate import Accelerator\nacc = Accelerator()\n"
+            "made = torch.optim.AdamW if acc.state.plugin is None else DummyOptim\nmade(model.parameters(), lr=7e-5)\n"
+        },
+        {"optimizer.learning_rate": 7e-5},
+        (),
+    ),
+    "walk: Axolotl's FSDP2": (
+        {
+            "a.yaml": "base_model: a/b\nmicro_batch_size: 1\nlora_r: 8\nfsdp_version: 2\nfsdp_config:\n  offload_params: true\n"
+            "  reshard_after_forward: false\n  activation_checkpointing: true\n"
+        },
+        {"strategy.reshard": False, "strategy.offload_parameters": "cpu", "train.checkpointing": "full"},
+        (),
+    ),
+}
 
 
 def value_of(values: dict[str, Any], key: str) -> Any:
