@@ -82,7 +82,7 @@ class _Info:
         return name if "/" in name or paths.is_local(name) else ""
 
     def settings(self, names: Sequence[str]) -> Iterator[Document]:
-        """A document with what the rows say beside the files, if they say anything."""
+        """A document with what the rows say in addition to the files, if they say anything."""
         rows = [self._row(name) for name in names if self._row(name)]
         if not rows:
             return
