@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardwise.job.source import Key, nearest
@@ -53,6 +53,8 @@ class Document:
     uses: frozenset[str] = frozenset()  # names that a Python script calls
     inner: tuple["Document", ...] = ()  # DeepSpeed configurations that the script writes as dicts
     first: int = 1  # their first line
+    flags: frozenset[str] = frozenset()  # of a command's keys, those that its script gets
+    environment: Mapping[str, str] = field(default_factory=dict)  # the variables of a shell's script
     unknown: frozenset[Key] = frozenset()  # keys of those whose value, AUTO here, only a run knows
 
     def get(self, *key: str) -> Any:

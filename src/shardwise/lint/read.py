@@ -58,8 +58,8 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         kind = _kind(document.values)
     elif name.endswith(".py") or is_python(text):
         return read_python(text, name)
-    elif is_command(text) or name.endswith(".sh"):
-        return read_shell(text, name)
+    elif is_command(text) or name.endswith((".sh", ".slurm", ".sbatch", ".bash")):
+        return read_shell(text, name, plain=other is not None)
     elif name.endswith((".toml", ".md", ".txt", ".ipynb")):
         raise UnreadableError("check does not know this kind of file", line=1, fix=f"name {WHAT}")
     else:
@@ -104,6 +104,8 @@ def referred(document: Document) -> list[str]:
     named = [value for value in values if isinstance(value, str) and value.endswith(".json")]
     if document.syntax == "shell" and document.has("script"):
         named.append(document.get("script"))
+    if document.syntax == "shell":
+        named += [str(document.get(name)) for name in ("config_file", "arguments") if document.has(name)]
     return [_VARIABLE.sub("", value) for value in named]
 
 

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document, Mark, line_at
 from shardwise.lint.schema import deepspeed_schema, names
-from shardwise.lint.script_values import UNKNOWN, Said, Values, fields, name_as_imported, name_of, nested
+from shardwise.lint.script_inputs import Inputs, fields, name_of
+from shardwise.lint.script_sums import UNKNOWN
+from shardwise.lint.script_values import ARGUMENTS, Said, Values, name_as_imported, nested
 
 LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
 CONFIGURATIONS = ("config", "config_params", "deepspeed", "hf_ds_config")  # take DeepSpeed's settings
@@ -21,7 +23,7 @@ _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
 _BUILDERS = ("json", "parquet", "text", "csv", "arrow")  # load_dataset's words for kinds of files
 _LABELS = re.compile(r"labels\W{0,4}[=:][^=\n]*input_ids")
-_SCHEDULE = re.compile(r"(?i)sched\w*(\.step\(|\s*=\s*[\w.]+\()")
+_SCHEDULE = re.compile(r"(?i)sched\w*(\.step\(|\s*=\s*[\w.]+\()|group\w*(\[\d\])?\[[\"']lr[\"']\]\s*=")
 _PAIRS = re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']")
 
 
@@ -29,86 +31,207 @@ class Settings:
     """The first value of each setting and its line; only the line of what a run knows.
 
     `calls`: with the names of their first arguments, those whose arguments are settings `call.argument`
-    of a job. With them, flags and fields have their defaults.
+    of a job. With them, flags and fields have their defaults, and `keys` are attributes that are settings.
     """
 
-    def __init__(self, text: str, calls: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        text: str,
+        calls: Mapping[str, str] = MappingProxyType({}),
+        keys: Collection[str] = (),
+        inputs: Inputs | None = None,
+    ) -> None:
         name_as_imported(program := ast.parse(text))
-        self.calls, self.known = calls, Values(program, defaults=bool(calls))
+        self.calls = calls
+        self.known = Values(program, inputs or Inputs() if calls else None)
         self.values, self.marks, self.uses = dict[str, Any](), dict[Key, Mark](), set[str]()
         self.configurations = list[Document]()  # of DeepSpeed, in dicts
         self.tokenizer = Said()  # where only it names the model
         self.plugins = list[tuple[int, dict[str, Any]]]()  # of Accelerate, and their lines
+        trainers = (
+            one
+            for one in ast.walk(program)
+            if isinstance(one, ast.Call) and _last(one) in ("Trainer", "Fabric")
+        )
+        given = [k.value for one in trainers for k in one.keywords if k.arg == "strategy"]
+        self.strategies = {self.known.meant(one) for one in given}  # Lightning's, that are used
+        if calls:
+            self._put(self._later_arguments(keys))
         for node in sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0)):
             self._take(node)
         self._put(self.tokenizer)
-        trl = "SFTTrainer" in text and "completion_only_loss" not in self.values
-        if calls and trl and (pairs := _PAIRS.search(text)):
-            self._put({("completion()",): (line_at(text, pairs.start()), True)})
-        if calls and (labels := _LABELS.search(text)):
-            masked = "labels(-100)" if "-100" in text else "labels()"
-            self._put({(masked,): (line_at(text, labels.start()), True)})
-        if calls and (schedule := _SCHEDULE.search(text)):
-            self._put({("scheduler()",): (line_at(text, schedule.start()), UNKNOWN)})
+        if calls:
+            self._put(self._seen_in(text))
+
+    def _later_arguments(self, keys: Collection[str]) -> Said:
+        """Settings of arguments that a parser or a function elsewhere makes: `training_args.bf16 = True`."""
+        said = Said()
+        for name, line, value in self.known.stored(ARGUMENTS):
+            if name in keys and value is not None:
+                said |= self.known.entries(value, (name,), line)
+        return said
+
+    def _seen_in(self, text: str) -> Said:
+        """What the words of a script show, without being an argument."""
+        said, given = Said(), self.values.get("completion_only_loss")
+        if "SFTTrainer" in text and given is None and (pairs := _PAIRS.search(text)):
+            said["completion()",] = (line_at(text, pairs.start()), True)
+        if labels := _LABELS.search(text):
+            name = "labels(-100)" if "-100" in text else "labels()"
+            said[name,] = (line_at(text, labels.start()), True)
+        if schedule := _SCHEDULE.search(text):
+            said["scheduler()",] = (line_at(text, schedule.start()), UNKNOWN)
+        return said
 
     def _take(self, node: ast.AST) -> None:
         """Calls, `for epoch in range(3)`, and `if (i + 1) % 8 == 0: optimizer.step()`, which accumulates."""
         match node:
+            case ast.Call() if self.calls and not (self.known.runs(node) and self._of_a_library(node)):
+                pass
             case ast.Call():
-                self._call(node, name_of(node.func).rpartition(".")[2])
-            case ast.For(target=ast.Name(id=name), iter=ast.expr() as over) if "epoch" in name:
-                for call in ast.walk(over):
-                    if isinstance(call, ast.Call) and name_of(call.func) == "range" and len(call.args) == 1:
-                        self._put(self.known.entries(call.args[0], ("range(epochs)",)))
+                self._call(node, self._called(node))
+            case ast.For():
+                self._loop(node)
             case ast.If(test=test, body=body) if ".step()" in "".join(map(ast.unparse, body)):
                 for one in ast.walk(test):
                     if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod):
                         self._put(self.known.entries(one.right, ("accumulation",)))
             case ast.ClassDef(bases=bases) if any(ast.unparse(one).endswith(_OWN) for one in bases):
                 for field, value in fields(node) if self.calls else ():  # which HfArgumentParser fills in
-                    self._put(self.known.entries(value, (field,)))
+                    given = self.known.flag(field)
+                    self._put(self.known.entries(given or value, (field,), value.lineno))
+
+    def _called(self, call: ast.Call) -> str:
+        """The last part of a call's name; for a job also what a name of the script's own stands for."""
+        last = _last(call)
+        if not self.calls or last in self.calls or not isinstance(call.func, ast.Name):
+            return last
+        made = self.known.meant(call.func)
+        either = [made.body, made.orelse] if isinstance(made, ast.IfExp) else [made]
+        names_ = [name_of(one).rpartition(".")[2] for one in either]
+        return next((one for one in names_ if one in self.calls), last)
+
+    def _loop(self, loop: ast.For) -> None:
+        """`for epoch in range(3)`; and, for a job, a loop over steps, or over the micro-batches of one."""
+        calls = (one for one in ast.walk(loop.iter) if isinstance(one, ast.Call))
+        counts = next((one.args for one in calls if name_of(one.func) == "range" and one.args), [])
+        if not counts:
+            return
+        key, end = "", counts[-1]
+        inner = [ast.unparse(one) for part in loop.body for one in ast.walk(part) if isinstance(one, ast.For)]
+        text = "".join(map(ast.unparse, loop.body))
+        if "epoch" in ast.unparse(loop.target) or any(".step()" in one for one in inner):
+            key = "range(epochs)"
+        elif ".backward(" in text:
+            key = "range(steps)" if ".step()" in text else "accumulation"
+        if len(counts) == 2 and self.known.value(counts[0]) == 1:
+            end = ast.BinOp(left=end, op=ast.Sub(), right=counts[0], lineno=loop.lineno)
+        if key == "range(epochs)" or (key and self.calls):
+            self._put(self.known.entries(end, (key,)))
+
+    def _of_a_library(self, call: ast.Call) -> bool:
+        """Whether a class of the script's own is not called; a subclass of a trainer is one."""
+        made = self.known.meant(call.func)
+        bases = made.bases if isinstance(made, ast.ClassDef) else []
+        own = isinstance(made, ast.ClassDef) and name_of(call.func).endswith("Trainer")
+        return not own or any(ast.unparse(one).endswith("Trainer") for one in bases)
 
     def _call(self, call: ast.Call, last: str) -> None:
         self.uses.add(called := name_of(call.func))
-        given = dict(zip(self.calls.get(last, "").split(), call.args, strict=False))
-        said = self.known.arguments(call)
-        for name in given.keys() - {key[0] for key in said}:
-            said |= self.known.entries(given[name], (name,))
+        said = self._given(call, last)
         if more := said.pop(("**",), None):
             self.uses |= {f"{called}(**)"} if last in names("calls") else set()
             self._put({("**", last): more} if self.calls else {})
+        said = self._configured(called, said)
+        if self.calls and last == "get_peft_model" and ("r",) in said:  # Unsloth's, with LoRA's arguments
+            self.marks.setdefault(("LoraConfig",), Mark(line=call.lineno))
+            self._put({(_KEYS.get(name, name), *below): v for (name, *below), v in said.items()})
+        elif last in names("calls") or last in ("Trainer", "Seq2SeqTrainer", "Fabric"):
+            self._arguments(call, called, said)
+        else:
+            self._of_a_job(call, last, said)
+
+    def _given(self, call: ast.Call, last: str) -> Said:
+        """The arguments of a call, by name and by place, and those that are set later."""
+        places = self.calls.get(last, "").split()
+        if last == "clip_grad_norm_" and len(call.args) == 1:  # FSDP's own: `model.clip_grad_norm_(1.0)`
+            places = places[1:]
+        said = self.known.arguments(call)
+        given = {key[0] for key in said}
+        for name, value in zip(places, call.args, strict=False):
+            if name not in given and not isinstance(value, ast.Starred):
+                said |= self.known.entries(value, (name,))
+        groups = self.known.meant(call.args[0]) if call.args and places[:1] == ["params"] else None
+        first = groups.elts[0] if isinstance(groups, ast.List) and groups.elts else None
+        if first is not None:  # of several groups, the others are usually those without decay
+            held = self.known.entries(first)
+            said |= {
+                key: v for key, v in held.items() if key in (("lr",), ("weight_decay",)) and key not in said
+            }
+        if last in names("calls") or last in self.calls:
+            for name, after in self.known.later(call):
+                said = {key: one for key, one in said.items() if key[0] != name}
+                said |= self.known.entries(after, (name,)) if after else {(name,): (call.lineno, UNKNOWN)}
+        return said
+
+    def _configured(self, called: str, said: Said) -> Said:
+        """Take DeepSpeed's settings, where the arguments have them as a dict."""
+        last = called.rpartition(".")[2]
         own = called == "deepspeed.initialize" or last == "DeepSpeedStrategy"
         ours = CONFIGURATIONS[2:] if last.endswith(("Arguments", "Config", "Plugin")) else ()
         ours = CONFIGURATIONS[:2] if own else ours
         for name in (one for one in ours if said.get((one,), (0, None))[1] == {}):
             held = {key[1:]: v for key, v in said.items() if key[0] == name}
             made = _configuration(held, of_a_job=bool(self.calls))
-            self.configurations += [made] if made and made not in self.configurations else []
+            if made and made not in self.configurations:
+                self.configurations.append(made)
             if self.calls:
                 open_ = {} if made else {(name,): (said[name,][0], UNKNOWN)}
                 said = {key: v for key, v in said.items() if key[0] != name} | open_
-        if last in names("calls") or last in ("Trainer", "Seq2SeqTrainer"):
-            self._arguments(call, called, said)
-            return
+                said |= {("configured",): (held[()][0], True)} if made else {}
+        return said
+
+    def _of_a_job(self, call: ast.Call, last: str, said: Said) -> None:
+        """Of the calls whose arguments are settings `call.argument`."""
+        last = "DataModule" if last.endswith("DataModule") else last
+        last = "apply_activation_checkpointing" if re.match(r"apply_\w*checkpointing$", last) else last
         flat = {key[0] for key in said}
         if last not in self.calls and "max_length" in flat and {"truncation", "padding"} & flat:
             last = "tokenizer"
+        given = dict(zip(self.calls.get(last, "").split(), call.args, strict=False))
         given |= {one.arg: one.value for one in call.keywords if one.arg}
         part = given.get(_PART.get(last, ""))
-        held_out = part is not None and _HELD_OUT.search(ast.unparse(part))
-        if held_out and self.calls:
-            self._put({("eval_dataset",): (call.lineno, UNKNOWN)})
-        if held_out or last not in {"tokenizer": "", **self.calls}:
+        if part is not None and _HELD_OUT.search(ast.unparse(part)):
+            if self.calls:
+                self._put({("eval_dataset",): (call.lineno, UNKNOWN)})
+            return
+        if last not in {"tokenizer": "", **self.calls}:
+            return
+        chosen = {one for one in self.strategies if isinstance(one, ast.Call)}
+        if last.endswith("Strategy") and chosen and call not in chosen:
             return
         if last == "load_dataset" and said.get(("path",), (0, ""))[1] in _BUILDERS:
             del said["path",]
             if part is not None and (split := said.pop(("split",)))[1] != "train":
                 said["part",] = split  # which a job has not of files
+        file = said.get(("config",), (0, None))[1]
+        if last == "DeepSpeedStrategy" and (("configured",) in said or isinstance(file, str)):
+            said = {("config",): said["config",]} if isinstance(file, str) else {}
+            self._put(said)  # the file or dict says all; the arguments count for nothing
+            return
+        for name in (one for one in said if one[0].startswith("activation_checkpointing")):
+            said[name] = (
+                said[name][0],
+                True,
+            )  # of Lightning's FSDP: the classes whose outputs are recomputed
         self._put({(f"{last}()",): (call.lineno, True)} | {(last, *key): v for key, v in said.items()})
 
     def _arguments(self, call: ast.Call, called: str, said: Said) -> None:
         """Of the calls whose arguments are settings of their own."""
         last, place = called.rpartition(".")[2], ast.unparse(call.func)
+        said.pop(("configured",), None)
+        if last == "from_pretrained":
+            said.pop(("config",), None)  # the model's
         self.marks.setdefault((last,), Mark(line=call.lineno))
         if last == "from_pretrained" and call.args:
             one = self.known.entries(call.args[0], ("model_name_or_path",))
@@ -116,6 +239,8 @@ class Settings:
             self.tokenizer = self.tokenizer or one
             task = re.search(r"For(?!CausalLM)[A-Z]\w+", place)
             said |= {("model_class",): (call.lineno, task[0])} if task else {}
+        if self.calls and last == "from_pretrained" and re.match(r"Fast\w*Model\.", place):
+            self._put({("FastModel()",): (call.lineno, True)})
         known = last in names("calls") or self.calls
         given = {key[0] for key in said if known or key == ("tokenizer",)}
         given |= {*_INITIALIZE[: len(call.args)]} if called == "deepspeed.initialize" else set()
@@ -143,11 +268,16 @@ class Settings:
                 self.marks[key], holder[key[-1]] = Mark(line=line), {} if value == {} else value
 
 
+def _last(call: ast.Call) -> str:
+    return name_of(call.func).rpartition(".")[2]
+
+
 def _configuration(said: Said, *, of_a_job: bool) -> Document | None:
     """DeepSpeed's, of a mapping; None where only a run knows its keys, or for a job its stage."""
     sections, zero = deepspeed_schema().sections.keys(), "zero_optimization"
     lines = {key: line for key, (line, value) in said.items() if value == UNKNOWN}
-    unknown = {key: (at, {"enabled": AUTO} if key in sections else AUTO) for key, at in lines.items()}
+    switched = {key for key, section in deepspeed_schema().sections.items() if "enabled" in section.keys}
+    unknown = {key: (at, {"enabled": AUTO} if key in switched else AUTO) for key, at in lines.items()}
     if unknown.keys() & ({(), (zero,), (zero, "stage")} if of_a_job else sections):
         return None
     first, marks = said[()][0], {key: Mark(line=line) for key, (line, _) in said.items() if key}

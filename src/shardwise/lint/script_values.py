@@ -2,39 +2,45 @@
 
 import ast
 import builtins
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 from shardwise.job.source import Key, drop
-from shardwise.lint.document import LONGEST_NUMBER
 from shardwise.lint.schema import names
+from shardwise.lint.script_inputs import NOTHING, Inputs, commanded, fields, name_of, options, presets
+from shardwise.lint.script_names import Said, name_as_imported, nested, part_of, path_of, rest_of
+from shardwise.lint.script_sums import UNKNOWN, computed, literal
+
+__all__ = ["ARGUMENTS", "Said", "Values", "name_as_imported", "nested"]
 
 MOST_READ = 20_000  # values of a script
-UNKNOWN = "..."  # a value that only a run knows
-Said = dict[Key, tuple[int, Any]]  # of each key in a mapping: its line, and its value; {} of a mapping
 
-_LIBRARIES = ("transformers", "trl")  # of which the rules know the classes with names that end in these:
-_CLASSES = ("Trainer", "TrainingArguments", "SFTConfig")
+ARGUMENTS = re.compile(r"(?i)^(\w+_)?(args|arguments|config|cfg|opts?|hparams|flags)$")  # made elsewhere
+_REPLACE = ("dataclasses.replace", "replace")
 _READS = ("copy", "get", "items", "keys", "values")  # methods that leave a dict as it is
-_COMMANDS = ("fire.Fire", "Fire", "typer.run")  # make flags of a function's arguments
+_COMMANDS = ("fire.Fire", "Fire", "typer.run", "tyro.cli")  # make flags of a function's arguments
+_IS_MAIN = "__name__ == '__main__'"
 _SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
 
 
 class Values:
-    """`defaults`: whether flags and fields of classes have their defaults, which a command may replace."""
+    """`inputs`: what a command gives the script. With it, flags and fields of classes have their defaults."""
 
-    def __init__(self, program: ast.Module, *, defaults: bool = False) -> None:
+    def __init__(self, program: ast.Module, inputs: Inputs | None = None) -> None:
         nodes = sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0))
         self._above = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         self._bound, self._uses, self._changes = (defaultdict[Any, list[Any]](list) for _ in range(3))
-        self._read, self._defaults = 0, defaults
+        self._read, self._defaults, self._inputs = 0, inputs is not None, inputs or NOTHING
+        self._presets = dict[
+            str, tuple[int, list[ast.expr]]
+        ]()  # of flags and fields; the highest rank counts
+        self._stores = defaultdict[str, list[tuple[ast.expr, ast.expr | None]]](list)  # of attributes
         self._reading, self._open = set[ast.AST](), frozenset[ast.AST]()
         self._arguments = dict[ast.AST, list[Any]]()
-        for visit in (self._bind, *[self._default] * defaults, self._change):
+        visits = [self._bind, self._default, self._change] if self._defaults else [self._bind, self._change]
+        for visit in visits:
             for node in nodes:
                 visit(node)
 
@@ -72,7 +78,7 @@ class Values:
         found = self.meant(node)
         self._read += 1  # dicts of dicts can stand for any number
         if (rows := self._rows(found)) is None or found in self._reading or self._read > MOST_READ:
-            return {key: (line or node.lineno, _literal(found))}
+            return {key: (line or node.lineno, self.value(found))}
         at = line or getattr(found, "lineno", 0)
         said: Said = {key: (at, {})}
         self._reading.add(found)
@@ -90,17 +96,76 @@ class Values:
         self._reading.remove(found)
         return said
 
+    def value(self, node: ast.AST) -> Any:
+        """What an expression is, as far as literals, names and what the command gives show it."""
+        node = self.meant(node)
+        self._inputs.use(node)
+        if node in self._reading:
+            return UNKNOWN
+        self._reading.add(node)
+        own = isinstance(node, ast.Attribute) and isinstance(self.meant(node.value), ast.ClassDef)
+        made = UNKNOWN if own else literal(node)  # a name of a library is a value: `torch.float16`
+        if made == UNKNOWN:
+            made = computed(node, self.value)
+        if made == UNKNOWN and self._defaults:
+            made = self._inputs.value(node, self.value)
+        self._reading.discard(node)
+        return made
+
+    def later(self, made: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+        """Attributes of what a call made that are set later; None where only a run knows the value."""
+        for name, stores in [*self._stores.items()]:
+            for holder, value in stores:
+                if made is holder or made in self._next(holder) or self._original(holder) is made:
+                    yield name, value
+
+    def _original(self, holder: ast.AST) -> ast.AST:
+        """What a name holds, or holds a changed copy of."""
+        made = self.meant(holder)
+        while isinstance(made, ast.Call) and made.args and name_of(made.func) in _REPLACE:
+            made = self.meant(made.args[0])
+        return made
+
+    def stored(self, holders: re.Pattern[str]) -> Iterator[tuple[str, int, ast.expr | None]]:
+        """Attributes that are set of names like these, where nothing shows what the names hold."""
+        for name, stores in [*self._stores.items()]:
+            for holder, value in stores:
+                if isinstance(holder, ast.Name) and holders.match(holder.id):
+                    made = self.meant(holder)
+                    if not isinstance(made, ast.Call) or name_of(made.func).endswith("parse_args"):
+                        yield name, holder.lineno, value
+
+    def runs(self, node: ast.AST) -> bool:
+        """Whether nothing shows that a node is in the branch of an `if` that is not taken."""
+        while above := self._above.get(node):
+            if isinstance(above, ast.If | ast.IfExp) and node is not above.test:
+                taken = self.value(above.test)
+                inside = node is above.body if isinstance(above, ast.IfExp) else node in above.body
+                if taken != UNKNOWN and bool(taken) is not inside:
+                    return False
+            node = above
+        return True
+
+    def flag(self, name: str) -> ast.expr | None:
+        """What the command gives for a flag."""
+        return self._inputs.flag([name])
+
     def _rows(self, node: ast.AST) -> list[tuple[Key | None, ast.expr | None, int]] | None:
         """Path, value and line of a mapping's keys, then changes; () for `**`, None for any path or value."""
         match node:
             case ast.Dict(keys=keys, values=values):
                 pairs = zip(keys, values, strict=True)
-                rows = [(_path(k) if k else (), v, k.lineno if k else 0) for k, v in pairs]
+                rows = [(path_of(k) if k else (), v, k.lineno if k else 0) for k, v in pairs]
             case ast.Call(func=ast.Name(id="dict"), args=others, keywords=given):
                 rows = [((), one, 0) for one in others]
                 rows += [((k.arg,) if k.arg else (), k.value, k.lineno if k.arg else 0) for k in given]
             case ast.Call(func=ast.Attribute(attr="copy", value=other), args=[]):
                 rows = [((), other, 0)]
+            case ast.Call() if self._defaults and (held := self._inputs.file(node, self.meant, self.value)):
+                self._above[held] = node
+                for one in ast.walk(held):
+                    self._above |= dict.fromkeys(ast.iter_child_nodes(one), one)
+                rows = [((), held, 0)]
             case _:
                 return None
         return [*rows, *self._changes.get(node, [])]
@@ -119,10 +184,18 @@ class Values:
             case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
                 self._uses[name].append(node)
             case ast.Name(id=name):
-                self._bound[scope, name].append(value)
-            case ast.Attribute():
-                certain = above and self._above[above] is scope
-                self._bound[None, ast.unparse(node)].append(value if certain else None)
+                self._bound[scope, name].append(
+                    value or part_of(node, above, self._above.get(above) if above else None)
+                )
+            case ast.Attribute(value=holder, attr=name):
+                certain = above and self._block(above) is scope
+                self._stores[name].append((holder, value if certain else None))
+            case ast.Call(func=ast.Name(id="setattr"), args=[holder, ast.Constant(value=str(name)), given]):
+                certain = isinstance(above, ast.Expr) and self._block(above) is scope
+                self._stores[name].append((holder, given if certain else None))
+            case ast.Call(args=[holder], keywords=given) if name_of(node.func) in _REPLACE:
+                for keyword in given:
+                    self._stores[keyword.arg or ""].append((holder, keyword.value))
             case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 self._bound[scope, name].append(node)
             case ast.alias(name=name):
@@ -131,32 +204,52 @@ class Values:
             case ast.AsyncFunctionDef(name=name) | ast.ExceptHandler(name=name) | ast.MatchAs(name=name):
                 self._bound[scope, name].append(None)
 
+    def _block(self, statement: ast.AST) -> ast.AST | None:
+        """The statement or scope that holds one, through those whose body always runs."""
+        above = self._above.get(statement)
+        while isinstance(above, ast.With | ast.Try) or (
+            isinstance(above, ast.If) and ast.unparse(above.test) == _IS_MAIN
+        ):
+            above = self._above.get(above)
+        return above
+
     def _default(self, node: ast.AST) -> None:
-        """Flags of a parser, fields of classes, and what a call gives these."""
-        found = list[tuple[str, ast.expr]]()
+        """Flags of a parser, fields of classes, and what a call gives these; a command gives more."""
         match node:
-            case ast.Call(func=ast.Attribute(attr="add_argument"), args=args, keywords=given):
-                flags = [_literal(one) for one in [k.value for k in given if k.arg == "dest"] or args]
-                name = next((one for one in flags if one.startswith("--")), [*flags, ""][0]).lstrip("-")
-                found = [(name.replace("-", "_"), one.value) for one in given if one.arg == "default"]
+            case ast.Call(func=ast.Attribute(attr="add_argument")):
+                flags, name, value = options(node)
+                self._preset(name, value, 0, flags)
             case ast.Call(func=called, keywords=given):
-                own = name_of(called).endswith("set_defaults") or isinstance(self.meant(called), ast.ClassDef)
-                found = [(one.arg, one.value) for one in given if own and one.arg]
-            case ast.ClassDef():
-                found = [*fields(node)]
-        for name, value in found:
-            if not (isinstance(value, ast.Constant) and value.value is None):
-                self._bound[None, f".{name}"].append(value)
+                if name_of(called).endswith("set_defaults") or isinstance(self.meant(called), ast.ClassDef):
+                    for keyword in given:
+                        self._preset(keyword.arg or "", keyword.value, 1)
+            case ast.ClassDef(body=body):
+                for name, value in fields(node):
+                    self._preset(name, value, 0, [name])
+                for one in body:
+                    if isinstance(one, ast.FunctionDef) and one.name == "__init__":
+                        for name, value in presets(one).items():
+                            self._preset(name, value, 0)
+
+    def _preset(self, name: str, value: ast.expr | None, rank: int, flags: Sequence[str] = ()) -> None:
+        """Note what a flag or field is; by rank a default, what a call gives, what the command gives."""
+        if (given := self._inputs.flag(flags)) is not None:
+            value, rank = given, 2
+        if value is None or (isinstance(value, ast.Constant) and value.value is None):
+            return
+        before, values = self._presets.get(name, (0, []))
+        if rank > before or not values:
+            self._presets[name] = rank, [value]
+        elif rank == before and ast.unparse(value) not in map(ast.unparse, values):
+            values.append(value)
 
     def _next(self, node: ast.AST) -> list[Any]:
         """What a node may stand for; None, or nothing, where only a run knows."""
         match node:
             case ast.Name(id=name):
                 return next((f for scope in self._scopes(node) if (f := self._bound.get((scope, name)))), [])
-            case ast.Attribute(attr=name):
-                return [
-                    v for key in (ast.unparse(node), f".{name}") for v in self._bound.get((None, key), [])
-                ]
+            case ast.Attribute(value=holder, attr=name):
+                return self._attribute(holder, name)
             case ast.arg():
                 return self._given(node)
             case ast.Subscript(value=holder, slice=key):
@@ -166,12 +259,44 @@ class Values:
             case ast.Call(func=called) if isinstance(function := self.meant(called), ast.FunctionDef):
                 own = (one for one in ast.walk(function) if isinstance(one, ast.Return | ast.Yield))
                 found = [one for one in own if next(self._scopes(one)) is function]
-                plain = not function.decorator_list and all(self._above[one] is function for one in found)
+                plain = not function.decorator_list and all(self._block(one) is function for one in found)
                 return [one.value for one in found] if plain else []
         return []
 
+    def _attribute(self, holder: ast.expr, name: str) -> list[Any]:
+        """What was stored there; else what the call that made the holder gives; else the flag or field."""
+        text, made = ast.unparse(holder), None
+        if isinstance(holder, ast.Name) and self._stores[name]:
+            made = self.meant(holder)
+        stored = [
+            value
+            for other, value in self._stores[name]
+            if ast.unparse(other) == text or (isinstance(made, ast.Call) and self.meant(other) is made)
+            if not self._defaults or self.runs(other)
+        ]
+        scopes = {next(self._scopes(other), None) for other, _ in self._stores[name]}
+        if stored:  # in several functions, of which the last one is run last
+            return stored[-1:] if len(scopes) == len(self._stores[name]) and None not in stored else stored
+        made = self.meant(holder) if self._defaults else None
+        if isinstance(made, ast.Call) and not isinstance(self.meant(made.func), ast.FunctionDef):
+            given = [one.value for one in made.keywords if one.arg == name]
+            held = [one.value for one in made.keywords if one.arg is None] + made.args
+            if not given and len(held) == 1:
+                given = self._item(held[0], ast.Constant(name))
+            if given:
+                return given
+        if isinstance(made, ast.expr) and self._rows(made) is not None:
+            return self._item(made, ast.Constant(name))
+        known = self._presets.get(name, (0, []))[1]
+        root, _, path = f"{text}.{name}".partition(".")
+        if not known and ARGUMENTS.match(root) and (flag := self._inputs.flag([path])):
+            return [flag]  # of a parser in another file, or of hydra
+        return known
+
     def _item(self, holder: ast.expr, name: ast.expr, other: Sequence[ast.expr] = ()) -> list[Any]:
-        key, rows = _path(name), self._rows(self.meant(holder))
+        text = self.value(name)
+        key = (text,) if isinstance(text, str) and text != UNKNOWN else None
+        rows = self._rows(self.meant(holder))
         for path, item, _ in reversed(rows or []):
             if path == () and item and self._rows(self.meant(item)) is not None:  # {**another}
                 if inner := self._item(item, name):
@@ -186,18 +311,25 @@ class Values:
         if arg in self._arguments or not isinstance(function, ast.FunctionDef):
             return self._arguments.get(arg, [])
         self._arguments[arg], places = [], [one.arg for one in function.args.args]
-        more = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-        preset = dict(zip(places[::-1], function.args.defaults[::-1], strict=False))
-        preset |= {one.arg: value for one, value in more if value}
+        preset = presets(function)
+        if self._defaults and (flagged := commanded(function)) is not None:
+            flags, _, value = flagged.get(arg.arg, ([arg.arg], "", preset.get(arg.arg)))
+            value = self._inputs.flag(flags) or value
+            self._arguments[arg] = [value] if value else []
+            return self._arguments[arg]
+        flag = self._inputs.flag([arg.arg]) if self._uses.get(function.name) else None
         made = function.name == "__init__"
-        for use in self._uses[getattr(self._above[function], "name", "") if made else function.name]:
+        for use in self._uses_of(function):
             call, given = self._above[use], dict[Any, ast.expr]()
             if isinstance(call, ast.Call) and call.func is use and ast.Starred not in map(type, call.args):
                 own = places[made or isinstance(use, ast.Attribute) :]
                 given = dict(zip(own, call.args, strict=False)) | {k.arg: k.value for k in call.keywords}
                 given = given if None in given else preset | given
             elif isinstance(call, ast.Call) and self._defaults and name_of(call.func) in _COMMANDS:
-                given = preset
+                given = preset | ({arg.arg: flag} if flag else {})
+            if arg is function.args.kwarg and isinstance(call, ast.Call):
+                found.append(rest_of(call, function))
+                continue
             found.append(given.get(arg.arg))
         self._arguments[arg] = [*dict.fromkeys(one and self.meant(one) for one in found)]
         return self._arguments[arg]
@@ -207,7 +339,14 @@ class Values:
             case ast.Subscript(ctx=ast.Store() | ast.Del(), value=holder, slice=key):
                 by = self._above[node]
                 plain = isinstance(by, ast.Assign) and by.targets == [node]
-                self._changed(holder, _path(key), getattr(by, "value", None) if plain else None, by)
+                self._changed(holder, path_of(key), getattr(by, "value", None) if plain else None, by)
+            case ast.Call(func=ast.Attribute(attr="update", value=holder), args=given, keywords=more):
+                for one in given:
+                    self._changed(holder, (), one, self._above[node])
+                for other in more:
+                    self._changed(holder, (other.arg,) if other.arg else (), other.value, self._above[node])
+            case ast.Call(func=ast.Attribute(attr="pop", value=holder), args=[key, *_]) if path_of(key):
+                self._changed(holder, path_of(key), None, node)
             case ast.Call(func=ast.Attribute(attr=method, value=holder)) if method not in _READS:
                 self._changed(holder, None, None, node)
             case ast.Expr(value=ast.Call(func=ast.Name(id=name) as called, args=args)):
@@ -220,75 +359,42 @@ class Values:
         while not (found := [*self._may_be(holder)]):
             if not isinstance(holder, ast.Subscript | ast.Attribute | ast.Call):
                 return
-            inner = _path(holder.slice) if isinstance(holder, ast.Subscript) else None
-            path = (*inner, *path) if inner and path else None
+            inner = path_of(holder.slice) if isinstance(holder, ast.Subscript) else None
+            path = (*inner, *path) if inner and path is not None else None
             holder = holder.func if isinstance(holder, ast.Call) else holder.value
+        if self._defaults and not self.runs(by):
+            return
+        here, block = self._block_of_maker(holder), self._block(by)
+        while self._defaults and isinstance(block, ast.If) and self.value(block.test) not in (UNKNOWN, False):
+            block = self._block(block)  # it runs
         for one in found:
-            made = one
-            while not isinstance(made, ast.stmt):
-                made = self._above[made]
-            certain = len(found) == 1 and self._above.get(by) is self._above[made]
+            certain = len(found) == 1 and block in (self._block(self._statement(one)), here)
             self._changes[one].append((path, value if certain else None, getattr(by, "lineno", 1)))
+
+    def _uses_of(self, function: ast.FunctionDef) -> list[Any]:
+        """Where a function is called; `json.load` is no use of a `load` outside a class."""
+        above = self._above[function]
+        uses = self._uses[getattr(above, "name", "") if function.name == "__init__" else function.name]
+        return uses if isinstance(above, ast.ClassDef) else [one for one in uses if isinstance(one, ast.Name)]
+
+    def _statement(self, node: ast.AST) -> ast.AST:
+        while not isinstance(node, ast.stmt):
+            node = self._above[node]
+        return node
+
+    def _block_of_maker(self, holder: ast.expr) -> ast.AST | None:
+        """Where the only call of a function made what a name holds; None if no such call did."""
+        while isinstance(holder, ast.Subscript | ast.Attribute):
+            holder = holder.value
+        made = self._next(holder) if isinstance(holder, ast.Name) else []
+        if len(made) != 1 or not isinstance(made[0], ast.Call):
+            return None
+        function = self.meant(made[0].func)
+        once = isinstance(function, ast.FunctionDef) and len(self._uses_of(function)) == 1
+        return self._block(self._statement(made[0])) if once else None
 
     def _may_be(self, node: ast.AST, deep: int = 5) -> Iterator[ast.AST]:
         if self._rows(node) is not None:
             yield node
         for one in self._next(node) if deep else ():
             yield from self._may_be(one, deep - 1) if one else ()
-
-
-def nested(said: Said) -> Any:
-    """The value whose parts have these keys, outermost first."""
-    made: dict[Key, Any] = {(): {}}
-    for key, (_, value) in said.items():
-        made[key] = {} if value == {} else value
-        if key:
-            made[key[:-1]][key[-1]] = made[key]
-    return made[()]
-
-
-def fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
-    """The fields of a class that have a default."""
-    for one in node.body:
-        if isinstance(one, ast.Assign | ast.AnnAssign) and one.value:
-            target = one.targets[0] if isinstance(one, ast.Assign) else one.target
-            made = one.value.keywords if isinstance(one.value, ast.Call) else []  # of `field(...)`
-            given = [part.value for part in made if part.arg in ("default", "default_factory")]
-            value = [*given, one.value][0]
-            yield ast.unparse(target), value.body if isinstance(value, ast.Lambda) else value
-
-
-def name_of(function: ast.AST) -> str:
-    """The name of a call, such as `deepspeed.initialize`; the last name of a longer chain."""
-    if isinstance(function, ast.Attribute):
-        return f"{name_of(function.value)}." * isinstance(function.value, ast.Name) + function.attr
-    return function.id if isinstance(function, ast.Name) else ""
-
-
-def name_as_imported(program: ast.Module) -> None:
-    """Rename to what the libraries say: `Trainer` for `import Trainer as X`; `mylib.Trainer` is another's."""
-    known = dict[str, str]()
-    for node in ast.walk(program):
-        module = "." * node.level + (node.module or "") if isinstance(node, ast.ImportFrom) else ""
-        for one in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            own = module and module.partition(".")[0] not in _LIBRARIES and one.name.endswith(_CLASSES)
-            if own or (one.asname and "." not in one.name):
-                known[one.asname or one.name] = f"{module}.{one.name}" if own else one.name
-    for name in (node for node in ast.walk(program) if isinstance(node, ast.Name)):
-        name.id = known.get(name.id, name.id)
-
-
-def _literal(node: ast.AST) -> Any:
-    """The value of a literal; `torch.float16` and `SaveStrategy.STEPS` as text."""
-    if isinstance(node, ast.Attribute) and re.match("torch|[A-Z]", name := name_of(node)):
-        return name
-    with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        json.dumps(value := ast.literal_eval(node))
-        if not isinstance(value, int) or abs(value) < 10**LONGEST_NUMBER:
-            return list(value) if isinstance(value, tuple) else value
-    return UNKNOWN
-
-
-def _path(node: ast.expr) -> Key | None:
-    """The key that a literal is; None if it is no text."""
-    return (node.value,) if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

@@ -4,22 +4,34 @@ import re
 import shlex
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
 from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError, line_at
 from shardwise.lint.schema import accelerate_keys, as_number, names
+from shardwise.lint.shell_values import Variables, statements
 
 _BEFORE = r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+|srun\b[^\n]*?[ \t])*"
-_RUN = r"python3?[ \t]+-m[ \t]+torch\.distributed\.(?:run|launch)"
+_RUN = r"python3?[ \t]+(?:-u[ \t]+)?-m[ \t]+torch\.distributed\.(?:run|launch)"
 _COMMAND = re.compile(
     rf"{_BEFORE}(deepspeed|torchrun|accelerate[ \t]+launch|{_RUN})(?=[ \t\\])", re.MULTILINE
+)
+# what starts a training without a launcher, for `shardwise init --from`
+_PLAIN = re.compile(
+    rf"{_BEFORE}(?:nohup[ \t]+|uv[ \t]+run[ \t]+)*(python3?(?![ \t]+-c)(?=[ \t][^\n]*(?:\.py|-m[ \t]))|"
+    r"(?:llamafactory-cli|axolotl|tune|swift|lightning|fabric)(?=[ \t]))",
+    re.MULTILINE,
+)
+_EVALUATED = re.compile(
+    r"^(?:.*\b(?:eval|exec|(?:ba)?sh[ \t]+-c)[ \t]+)?([\"']?)(.*)\1(?:[^\"']*)$", re.DOTALL
 )
 _CODE = re.compile(r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|`[^`]*`|(?<=\S)#|\s(?!\s*#)|[^\s#"'`\\])*""")
 _FLAG = re.compile(r"--?[a-zA-Z]")
 UNKNOWN_FLAG = "launcher.unknown"  # the key for a flag that the launcher does not have: its text
 LOST_FLAGS = "launcher.lost"  # the key for flags below the command's end: how it ends, and the first of them
+MORE = "launcher.more"  # the key for another command below, which is not read
 OPEN = "launcher.open"  # the key that says that the command has words which only the shell knows
 
 
@@ -28,40 +40,77 @@ def is_command(text: str) -> bool:
     return _COMMAND.search(text) is not None
 
 
-def read_shell(text: str, name: str) -> Document:
-    """Read the flags of the first launch command, both the launcher's and the script's."""
-    start = _COMMAND.search(text)
-    if start is None:
+def read_shell(text: str, name: str, *, plain: bool = False) -> Document:
+    """Read the flags of the first launch command, both the launcher's and the script's.
+
+    `plain`: also those of a command without a launcher, such as `python train.py`.
+    """
+    found = _command(text, _COMMAND) or (_command(text, _PLAIN) if plain else None)
+    if found is None:
         what = "it has no deepspeed, torchrun or accelerate command"
         raise UnreadableError(what, line=1, fix="name the file with the command that starts the training")
-    first, rows = line_at(text, start.start()), text[start.start() :].replace("\r\n", "\n").split("\n")
+    first, rows, word, known, quoted = found
     # the shell joins the next row where the last character is a backslash outside a comment
     ends = (i for i, row in enumerate(rows, 1) if not (row.endswith("\\") and _code(row) == row))
     count = next(ends, len(rows))
-    launcher = "torchrun" if start[1].startswith("python") else start[1].split()[0]
-    quoted = text.count('"', 0, start.start()) % 2 == 1  # within a text that joins its lines itself
+    launcher = "torchrun" if word.startswith("python") and "torch" in word else word.split()[0]
     lost = () if quoted else _lost(rows, count, first)
-    rows[0] = rows[0].replace(start[1], "", 1)
+    before, _, after = rows[0].partition(word)
+    rows[0] = " ".join([*re.findall(r"\b[A-Z_]+=\S+", before), after])
     lines = enumerate((row.rstrip().removesuffix("\\") for row in rows[:count]), first)
-    words = deque((word, line) for line, row in lines for word in _split(row))
-    values, marks = dict[str, Any](), dict[tuple[str, ...], Mark]()
-    for key, value, line in (("launcher", launcher, first), *lost, *_parsed(words, launcher)):
+    words = deque((word, line) for line, row in lines for word in _split(known.expanded(row)))
+    values, marks, flags = dict[str, Any](), dict[tuple[str, ...], Mark](), set[str]()
+    for key, value, line in (("launcher", launcher, first), *lost, *_parsed(words, launcher, flags)):
         if key not in values:
             values[key], marks[key,] = value, Mark(line=line)
-    return Document(name=name, text=text, syntax="shell", values=values, marks=marks, kind="training")
+    below = _COMMAND.search("\n".join(rows[count:])) if plain else None
+    if below:
+        line = first + count + "\n".join(rows[count:]).count("\n", 0, below.start())
+        values[MORE], marks[MORE,] = below[1], Mark(line=line)
+    document = Document(name=name, text=text, syntax="shell", values=values, marks=marks, kind="training")
+    return replace(document, flags=frozenset(flags), environment=known.environment)
 
 
-def _parsed(words: deque[tuple[str, int]], launcher: str) -> Iterator[tuple[str, Any, int]]:
-    """Yield (key, value, line), as argparse would find them: first the launcher's, then the script's."""
+def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, Variables, bool] | None:
+    """The first command's line, its rows, the launcher in it, the variables there, and whether it is quoted.
+
+    It may be held by a variable: `eval "$CMD"`, `$LAUNCHER train.py`.
+    """
+    text = text.replace("\r\n", "\n")
+    if start := pattern.search(text):
+        quoted = text.count('"', 0, start.start()) % 2 == 1  # within a text that joins its lines itself
+        rows = text[start.start() :].split("\n")
+        return line_at(text, start.start()), rows, start[1], Variables(text, start.start(1)), quoted
+    for line, statement in statements(text):
+        position = len("\n".join(text.split("\n")[:line]))
+        if "$" not in statement or re.match(r"\s*(?:export\s+)?\w+=|\s*echo\b", statement):
+            continue
+        known = Variables(text, position)
+        evaluated = _EVALUATED.match(known.expanded(statement))
+        row = " ".join(evaluated[2].split()) if evaluated else ""
+        if start := pattern.search(row):
+            return line, [row], start[1], known, False
+    return None
+
+
+def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> Iterator[tuple[str, Any, int]]:
+    """Yield (key, value, line), as argparse would find them: first the launcher's, then the script's.
+
+    `flags` gets the keys of the script's.
+    """
     before_script = known = True
     while words and words[0][0] not in ("&&", "||", "|", ";", "&"):
         word, line = words.popleft()
         if word.startswith("$"):
             known = False  # what follows may be the script's
-            yield OPEN, True, line
-        assigned = re.fullmatch(r"([A-Z_]+)=(.*)", word)
+            yield OPEN, word, line
+        assigned = re.fullmatch(
+            r"([A-Z_]+)=(.*)" if before_script else r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", word
+        )
         if assigned:
-            yield assigned[1], _scalar(assigned[2]), line
+            flags |= set() if before_script else {assigned[1]}
+            if not word.endswith(";"):  # else it is a command of its own
+                yield assigned[1], _scalar(assigned[2]), line
         elif _FLAG.match(word):
             flag, equals, value = word.lstrip("-").partition("=")
             takes = _takes_value(launcher, flag) if before_script else None
@@ -72,8 +121,11 @@ def _parsed(words: deque[tuple[str, int]], launcher: str) -> Iterator[tuple[str,
                 if takes is None:
                     takes = _fits(flag, value) and not (before_script and value.endswith(".py"))
                 value = words.popleft()[0] if takes and value != "--" and not _FLAG.match(value) else "true"
+            flags |= set() if before_script else {flag.replace("-", "_")}
             yield flag.replace("-", "_"), _scalar(value), line
         else:
+            if word.endswith((".yaml", ".yml")) and not before_script:
+                yield "arguments", word, line
             if before_script and word.endswith(".py"):
                 yield "script", word, line
             before_script = before_script and word.startswith("$")
@@ -114,6 +166,8 @@ def _fits(flag: str, value: str) -> bool:
 def _takes_value(launcher: str, flag: str) -> bool | None:
     """Whether the launcher's flag has a value; None if the launcher has no such flag."""
     key = flag if launcher == "deepspeed" else flag.replace("-", "_")
+    if launcher not in ("deepspeed", "torchrun", "accelerate"):
+        return False
     switches, flags = names(f"{launcher}_switches"), names(f"{launcher}_flags")
     if launcher == "accelerate":
         flags = (*flags, *accelerate_keys()[1], *accelerate_keys()[2])

@@ -80,14 +80,20 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
 
 def _fsdp(document: Document, setup: Setup) -> Translated:
     assumed = [] if document.number(FSDP, "fsdp_version") == 2 else ["FSDP2 instead of FSDP1"]
-    reshard = document.get(FSDP, "fsdp_reshard_after_forward") not in (False, "false", "SHARD_GRAD_OP")
+    names_ = ("fsdp_reshard_after_forward", "reshard_after_forward", "fsdp_sharding_strategy")
+    asked = {document.get(FSDP, name) for name in names_}
+    reshard = not asked & {False, "false", "SHARD_GRAD_OP", "2", 2}
     strategy: dict[str, Any] = {"engine": "fsdp2", "reshard": reshard}
-    strategy |= {"offload_parameters": "cpu"} if document.on(FSDP, "fsdp_offload_params") else {}
-    checkpointing = document.on(FSDP, "fsdp_activation_checkpointing")
+    if asked & {"NO_SHARD", "3", 3}:
+        strategy = {"engine": "ddp"}
+    if document.on(FSDP, "fsdp_offload_params") or document.on(FSDP, "offload_params"):
+        strategy["offload_parameters"] = "cpu"
+    keys = ("fsdp_activation_checkpointing", "activation_checkpointing")  # accelerate's, and Axolotl's
+    checkpointing = any(document.on(FSDP, name) for name in keys)
     changes = [*_batch(document, setup, assumed), *_script(setup, assumed, checkpointing=checkpointing)]
     changes += ["train.checkpointing=full"] * checkpointing
-    asked = document.get("mixed_precision")
-    precision = asked if asked in ("bf16", "fp16") else "fp32"
+    half = document.get("mixed_precision")
+    precision = half if half in ("bf16", "fp16") else "fp32"
     return _translated(document, strategy, precision, changes, assumed)
 
 

@@ -717,7 +717,7 @@ def test_settings_that_a_function_makes(
 @pytest.mark.parametrize(
     "change",
     [
-        "config.pop('bf16')",
+        "config.pop(name)",
         "imported(config)",
         "config['zero_optimization']['stage'] = args.other",
         "zero = config['zero_optimization']\n    zero['stage'] = 1",

@@ -1,0 +1,10 @@
+"""A job from files of other tools, and what of them it leaves out.
+
+`files` reads them; `statements` says what each key means for a job, by `table`; `resolve` decides between
+statements of one key; `defaults` says what the tools do where no file says it; `job` puts it together.
+"""
+
+from shardwise.lint.foreign.job import translation
+from shardwise.lint.foreign.table import TABLE
+
+__all__ = ["TABLE", "translation"]

@@ -1,0 +1,112 @@
+"""Lists of datasets: Axolotl's, and those that LLaMA-Factory knows by name."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.job import paths
+from shardwise.lint.document import Document
+from shardwise.lint.foreign.table import TABLE
+from shardwise.lint.read import found
+
+_FACTORY = {"finetuning_type", "template", "dataset_dir"}  # keys by which a file is LLaMA-Factory's
+# how LLaMA-Factory names the fields of shapes that a job knows: (formatting, columns, tags)
+_SHAPES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
+    "alpaca": ("alpaca", {"prompt": "instruction", "query": "input", "response": "output"}, {}),
+    "prompt-completion": ("alpaca", {"prompt": "prompt", "response": "completion"}, {}),
+    "sharegpt": ("sharegpt", {"messages": "conversations"}, {"role_tag": "from", "content_tag": "value"}),
+    "messages": (
+        "sharegpt",
+        {"messages": "messages"},
+        {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    ),
+    "text": ("alpaca", {"prompt": "text"}, {}),
+}
+_PRESET_TAGS = {"user_tag": "human", "assistant_tag": "gpt", "role_tag": "from", "content_tag": "value"}
+
+
+def with_datasets(document: Document, said: list[str]) -> list[Document]:
+    """The document with paths for its datasets, and one for what is said of them elsewhere."""
+    values = dict(document.values)
+    for name in ("datasets", "test_datasets"):
+        rows = values.get(name)
+        if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
+            values[name] = [_as_one(rows)]
+    if not values.keys() & _FACTORY:
+        return [replace(document, values=values)]
+    held = list[Document]()
+    for name in {"dataset", "eval_dataset"} & values.keys():
+        info = _Info(document, values)
+        names = [one.strip() for one in str(values[name]).split(",") if one.strip()]
+        files = [info.file_of(one) for one in names]
+        if not all(files):
+            what = f"{values.pop(name)}: files that {info.file} should name; write {TABLE['keys'][name]}"
+            said.append(f"to do: {document.name}:{document.line((name,))}: {name}: {what}")
+        elif names != files:
+            values[name] = files if len(files) > 1 else files[0]
+        held += info.settings(names)
+    return [replace(document, values=values), *held]
+
+
+def _as_one(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Axolotl's datasets as one: a list of each key, or its value where all have the same."""
+    columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
+    return {
+        key: column[0] if column.count(column[0]) == len(rows) else column for key, column in columns.items()
+    }
+
+
+class _Info:
+    """LLaMA-Factory's dataset_info.json: a row for each name."""
+
+    def __init__(self, document: Document, values: Mapping[str, Any]) -> None:
+        self.file, self._rows = f"{values.get('dataset_dir', 'data')}/dataset_info.json", dict[str, Any]()
+        for there in found([self.file], Path(document.name).parent):
+            with suppress(ValueError, OSError):
+                self._rows, self.file = dict(json.loads(there.read_bytes())), str(there)
+
+    def _row(self, name: str) -> Mapping[str, Any]:
+        row = self._rows.get(name)
+        return row if isinstance(row, Mapping) else {}
+
+    def file_of(self, name: str) -> str:
+        """The file or hub dataset of a name; empty if nothing says it."""
+        row = self._row(name)
+        if "hf_hub_url" in row:
+            return str(row["hf_hub_url"])
+        if "file_name" in row:
+            return str(Path(self.file).parent / row["file_name"])
+        return name if "/" in name or paths.is_local(name) else ""
+
+    def settings(self, names: Sequence[str]) -> Iterator[Document]:
+        """A document with what the rows say in addition to the files, if they say anything."""
+        rows = [self._row(name) for name in names if self._row(name)]
+        if not rows:
+            return
+        made = {key: value for key, value in _as_one(rows).items() if key not in ("file_name", "hf_hub_url")}
+        shapes = {_shape(row) for row in rows}
+        if len(shapes) == 1 and (shape := shapes.pop()):
+            made = {key: value for key, value in made.items() if key not in ("columns", "tags", "formatting")}
+            made["shape"] = shape
+        yield Document(
+            name=self.file, text="", syntax="json", kind="training", values={"dataset_info": made}, marks={}
+        )
+
+
+def _shape(row: Mapping[str, Any]) -> str:
+    """The `data.format` whose fields are those of a row; empty if none is, `auto` if it names no field."""
+    formatting, tags = row.get("formatting", "alpaca"), dict(row.get("tags") or {})
+    columns = {key: value for key, value in dict(row.get("columns") or {}).items() if value}
+    if not columns and not tags:
+        return str(formatting) if "formatting" in row else "auto"
+    for shape, (kind, fields, words) in _SHAPES.items():
+        same = all(fields.get(key, key) == value for key, value in columns.items())
+        all_there = all(columns.get(key) == value for key, value in fields.items() if key != "query")
+        tagged = all((_PRESET_TAGS | words).get(key, value) == value for key, value in tags.items())
+        used = all(tags.get(key, _PRESET_TAGS[key]) == value for key, value in words.items())
+        if kind == formatting and same and all_there and tagged and used:
+            return shape
+    return ""

@@ -1,0 +1,156 @@
+"""The files, and what they name: configurations, scripts with their settings, commands."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import JobError
+from shardwise.lint.check import load
+from shardwise.lint.document import AUTO, Document, line_at
+from shardwise.lint.foreign.table import TABLE, targets
+from shardwise.lint.read import found, referred
+from shardwise.lint.rules.accelerate import DS, as_deepspeed
+from shardwise.lint.script_inputs import OPEN, Inputs
+from shardwise.lint.script_settings import CONFIGURATIONS, Settings
+
+_ALL_VISIBLE = ("deepspeed", "accelerate", "llamafactory-cli", "swift", "axolotl", "python", "python3")
+_GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
+
+
+def read(files: Sequence[Path], said: list[str]) -> list[Document]:
+    """The files, and the DeepSpeed settings that they name or hold, unless `files` has a file of those."""
+    documents, broken = load(files, other="training")
+    for wrong in broken:
+        raise JobError(wrong.what, where=wrong.where, fix=wrong.fix)
+    for one in documents:
+        if one.kind == "job":
+            raise JobError("it is a job file already", where=one.name, fix="shardwise train takes it")
+    commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
+    scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
+    for one in documents:
+        if one.syntax == "python" and one.kind != "deepspeed":
+            inputs = _inputs(one, commands)
+            script, *held = _documents(one, inputs, said)
+            commands = [_without_flags(command, script, inputs, said) for command in commands]
+            scripts.append(script)
+            inner += held
+            loaded |= inputs.loaded
+    asked = {Path(one).resolve() for one in files}
+    plain = [one for one in documents if one.syntax not in ("shell", "python")]
+    plain = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() not in loaded]
+    order = {one.name: place for place, one in enumerate(documents)}
+    mine = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() in asked]
+    named = [one for one in plain if one not in mine]
+    given = next((one.name for one in reversed(mine) if one.kind == "deepspeed"), "")
+    used = sorted([*commands, *scripts, *mine], key=lambda one: order[one.name])
+    for one in used:
+        said += _of_names(one, given, asked, alone=not (named or inner))
+    if given:
+        said += [
+            f"conflict: {given} is used, not the DeepSpeed settings in {one.name}:{one.first}"
+            for one in inner
+        ]
+        return used
+    return [*used, *sorted([*named, *inner], key=lambda one: order[one.name])]
+
+
+def _inputs(script: Document, commands: Sequence[Document]) -> Inputs:
+    """What the commands give the script."""
+    flags, environment = dict[str, Any](), dict[str, str]()
+    for one in commands:
+        flags |= {key: one.values[key] for key in one.flags}
+        environment |= one.environment
+    return Inputs(flags, environment, Path(script.name).parent)
+
+
+def _with_gpus(command: Document) -> Document:
+    """The command with the number of GPUs that it lists, or that SLURM gives it."""
+    values = dict(command.values)
+    if not any(name in values for name in _GPUS):
+        shown = values.get("CUDA_VISIBLE_DEVICES", command.environment.get("CUDA_VISIBLE_DEVICES", ""))
+        shown = str(values.get("include", shown)).rpartition(":")[2]
+        if "srun" in command.text and str(values["launcher"]).startswith("python"):
+            names = ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE")
+            count = next((command.environment[one] for one in names if one in command.environment), "")
+            values |= {"nproc_per_node": int(count)} if count.isdigit() else {}
+            nodes = command.environment.get("SLURM_NNODES", "")
+            values |= {"nnodes": int(nodes)} if nodes.isdigit() else {}
+        elif values["launcher"] in _ALL_VISIBLE and shown and not OPEN.search(shown):
+            values["num_gpus"] = len(shown.split(","))
+    return replace(command, values=values)
+
+
+def _without_flags(command: Document, script: Document, inputs: Inputs, said: list[str]) -> Document:
+    """The command without the flags that the script's settings have taken, or that only the script knows."""
+    open_ = {
+        target for place in script.marks if is_open(script, place) for target in targets_of(script, place)
+    }
+    own = list[str]()
+    gone = set(inputs.taken)
+    for flag in sorted(inputs.defined - inputs.taken):
+        if flag not in command.flags:
+            continue
+        decided = targets(flag, below=False)
+        if decided & open_ or flag not in TABLE["keys"]:
+            gone.add(flag)
+        if not decided & open_ and flag not in TABLE["keys"] and flag not in TABLE["strategy"]["keys"]:
+            own.append(f"{flag} (line {command.line((flag,))})")
+    if own:
+        said.append(
+            f"left out: {command.name}: {', '.join(own)}: flags of {script.name}, for no key of a job"
+        )
+    gone &= command.flags | command.environment.keys()
+    values = {key: value for key, value in command.values.items() if key not in gone}
+    marks = {key: mark for key, mark in command.marks.items() if key[0] not in gone}
+    return replace(command, values=values, marks=marks)
+
+
+def is_open(document: Document, place: tuple[str, ...]) -> bool:
+    """Whether only a run, or the shell, knows the value there."""
+    value = document.get(*place)
+    unread = value is None if document.syntax == "python" else OPEN.search(str(value)) is not None
+    return place in document.unknown or unread
+
+
+def targets_of(document: Document, place: tuple[str, ...]) -> set[str]:
+    """The keys of a job that a key of a document, or one below it, decides."""
+    return targets(".".join(place), below=document.kind == "deepspeed" or len(place) > 1)
+
+
+def _of_names(one: Document, given: str, asked: set[Path], *, alone: bool) -> Iterator[str]:
+    """What is said of the DeepSpeed files that a document names; `given`: the one that is used instead."""
+    for name in referred(one):
+        there = {path.resolve() for path in found([name], Path(one.name).parent)}
+        place = f"{one.name}:{line_at(one.text, max(0, one.text.find(name)))}"
+        if given and name.endswith(".json") and not there & asked:
+            yield f"conflict: {given} is used, not {name}, which {place} names"
+        elif not there:
+            yield f"to do: {place}: {name} is not there; add it to --from"
+    for name in CONFIGURATIONS if one.syntax == "python" and not given and alone else ():
+        if one.has(name) and one.get(name) is None:
+            place = f"{one.name}:{one.line((name,))}"
+            yield f"to do: {place}: only a run knows {name}; add the JSON to --from"
+
+
+def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Document]:
+    """A script with its settings of a job, and each DeepSpeed configuration that is written in it."""
+    read_ = Settings(script.text, TABLE["calls"], {*TABLE["keys"]}, inputs)
+    values = read_.values
+    data = (values.get("load_dataset") or {}).get("data_files")
+    for path in found([data] if isinstance(data, str) else [], Path(script.name).parent):
+        with path.open(encoding="utf-8", errors="replace") as rows:
+            pairs = '"completion"' in rows.readline(100_000)
+        if pairs and "completion_only_loss" not in values and "SFTTrainer" in script.text:
+            values["completion()"] = True
+    if inputs.supported:
+        said.append(f"assumed: the GPUs compute in bf16, which {script.name} asks them")
+    yield replace(script, values=values, marks=read_.marks)
+    for one in read_.configurations:
+        yield replace(one, name=script.name, text=script.text)
+    held = replace(script, kind="deepspeed", marks={}, uses=frozenset())
+    precision = values.get("mixed_precision")
+    for line, plugin in read_.plugins:
+        settings = as_deepspeed(replace(held, values={DS: plugin, "mixed_precision": precision}))
+        settings |= {} if precision else {"bf16": {"enabled": AUTO}}
+        yield replace(held, values=settings, first=line)

@@ -1,0 +1,129 @@
+"""The job file: the statements of all files, put together and completed."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shardwise.errors import JobError
+from shardwise.job import contradictions, json_schema, paths, source, validate
+from shardwise.job.load import leaves as resolved_leaves
+from shardwise.lint.document import Document
+from shardwise.lint.foreign import files as of_files
+from shardwise.lint.foreign import resolve
+from shardwise.lint.foreign.datasets import with_datasets
+from shardwise.lint.foreign.defaults import defaults
+from shardwise.lint.foreign.statements import statements, unsaid
+from shardwise.lint.foreign.strategies import folded
+from shardwise.lint.foreign.table import TABLE, leaves, run_name
+from shardwise.lint.setup import Setup
+from shardwise.lint.translate import translate
+
+
+def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list[str]]:
+    """The job file, for `folder`, that configurations and scripts of other tools describe.
+
+    Also a sentence for each key that is left out (`left out: file: keys: reason`), and for each value
+    that no file says. JobError where a file is missing, unreadable, a job already, or says nothing of one.
+    """
+    said = list[str]()
+    read = of_files.read(files, said)
+    documents = [part for one in read for part in with_datasets(one, said)]
+    setup = Setup(documents=tuple(documents[::-1]))  # the last one wins
+    planned = translate(replace(setup, asked_world_size=setup.launched or 1))
+    order = [one.name for one in documents if one.kind != "training"]
+    in_order = sorted(planned, key=lambda one: order.index(one.file))
+    documents.sort(key=lambda one: _rank(one, setup))
+    stated = [resolve.of_a_file(one) for one in in_order]
+    strategy = stated[-1].value if stated else ""
+    for document in documents:
+        stated += folded([*statements(document, setup, strategy, said)], setup, said)
+    lost = {one.key for one in stated if not one.value}
+    stated = resolve.with_precision([one for one in stated if one.value])
+    if not stated:
+        fix = "; ".join(said) or "add the launch command, or the file with the arguments"
+        what, where = "none of its settings is one of a job", ", ".join(map(str, files))
+        raise JobError(what, where=where, fix=fix)
+    given = {one.key for one in stated} | lost
+    open_ = unsaid(documents, given)
+    keys = {key for one in documents for key, value in leaves(one.values) if value is not None}
+    assumed = defaults(keys | given | open_.keys(), documents, said)
+    said += resolve.conflicts(stated)
+    said += _to_do(open_)
+    parts = [one.partition("=") for one in assumed if one.startswith("batch.")]
+    batch = {name[6:]: int(value) for name, _, value in parts}
+    batch |= {one.key[6:]: int(one.value) for one in stated if one.key.startswith("batch.")}
+    rows = resolve.batch(batch, unsaid=any(key.startswith("batch.") for key in open_), said=said)
+    assumed = [one for one in assumed if not one.startswith("batch.")]
+    precision = [change for one in in_order[-1:] for change in one.changes[1:2]]
+    job = source.Document(name="the files")
+    name = f"name={json.dumps(run_name(files[0]))}"
+    source.apply(job, [name, *assumed, *precision, *resolve.changes(stated), *rows])
+    _complete(job, said)
+    return _text(job, files, folder, said), said
+
+
+def _rank(document: Document, setup: Setup) -> tuple[bool, int]:
+    """The order in which documents are read: of two, the last counts.
+
+    A launcher's flags are more than accelerate's file, and what a script does is more than its flags.
+    The Trainer and Accelerate take DeepSpeed's scheduler; DeepSpeed itself takes the script's.
+    """
+    deepspeed_last = setup.reader != "deepspeed"
+    kinds = {"accelerate": 0, "yaml": 1, "json": 1, "shell": 2}
+    kind = document.kind if document.kind == "accelerate" else document.syntax
+    return (document.kind == "deepspeed") == deepspeed_last, kinds.get(kind, 3)
+
+
+def _to_do(open_: dict[str, str]) -> list[str]:
+    """A sentence for each place whose value only a run knows."""
+    made = list[str]()
+    for place in dict.fromkeys(open_.values()):
+        keys = (key for key in open_ if open_[key] == place)
+        write = dict.fromkeys(resolve.BATCH if one.startswith("batch.") else one for one in keys)
+        made.append(f"to do: {place}: only a run knows its value; write {', '.join(write)}")
+    return made
+
+
+def _complete(job: source.Document, said: list[str]) -> None:
+    """Fill in what a job must have, leave out what it may not, and say which values are shardwise's own."""
+    for name, text in paths.FILL_IN.items():
+        section, last = name.split(".")
+        if last not in job.values.get(section, {}):
+            source.apply(job, [f"{name}={text}"])
+            said.append(f"to do: {name}: no file says it; write it in place of {text}")
+    made, wrong = validate.check(job)
+    problems = [(key, problem.what) for key, problem in wrong.items()]
+    if made is not None:
+        if made.model.quantization != "none" and "lora" not in job.values["model"]:
+            rank, kind = made.model.lora and made.model.lora.rank, made.model.quantization
+            said.append(
+                f"assumed: LoRA of rank {rank}, since {kind} weights are frozen and no file has adapters"
+            )
+        found = contradictions.find(made, frozenset(map(source.dotted, job.origins)))
+        problems += [(tuple(one.where.split(", ")[0].split(".")), one.what) for one in found]
+    for key, what in problems:
+        if key != ("optimizer", "final_fraction"):
+            said.append(f"left out: {source.dotted(key)}: {what}")
+        job.forget(key)
+    resolved = resolved_leaves(made.model_dump(mode="json")) if made is not None else ()
+    rest = {source.dotted(key): value for key, value in resolved if key not in job.origins}
+    unset = [f"{key} {value}" for key, value in rest.items() if key in TABLE["shown"]]
+    if not {"steps", "epochs"} & job.values.get("train", {}).keys():
+        unset.append("one epoch")
+    if unset:
+        said.append(f"not said by the files, so shardwise's own: {', '.join(unset)}")
+
+
+def _text(job: source.Document, files: Sequence[Path], folder: Path, said: Sequence[str]) -> str:
+    """The job's text for a folder, below what is said."""
+    fill, train = paths.FILL_IN["data.train"], job.values["data"]["train"]
+    if (back := os.path.relpath(Path.cwd(), folder)) != ".":
+        job.values = paths.below(back, job.values)
+        if train == fill:
+            job.values["data"]["train"] = fill
+    lines = [f"made of {', '.join(map(str, files))}", *said]
+    head = "".join(f"# {' '.join(line.split())}\n" for line in lines)
+    ordered = {key: job.values[key] for key in json_schema.names_below(()) if key in job.values}
+    return f"{head}\n{source.job_text(ordered)}"

@@ -1,0 +1,109 @@
+"""What each document says of the keys of a job, where, and what of it is left out."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from shardwise.job import source
+from shardwise.job.source import Key
+from shardwise.lint.document import Document
+from shardwise.lint.foreign.files import is_open, targets_of
+from shardwise.lint.foreign.table import TABLE, leaves, meaning
+from shardwise.lint.rules.keys import unknown_keys
+from shardwise.lint.schema import as_number, closest, deepspeed_schema, names
+from shardwise.lint.script_text import UNDEFINED
+from shardwise.lint.setup import Setup
+from shardwise.lint.shell_text import OPEN
+
+_RUN = "the text does not show its value, and a job file has no such key"
+_OVERLAP = "zero_optimization.overlap_comm"
+
+
+class Statement(NamedTuple):
+    """What a file says of a key of the job; `value` is empty where a job cannot have it."""
+
+    key: str
+    value: str
+    place: str  # where the file says it, and how
+    word: bool  # whether a word means it, such as `bf16: true`
+
+
+def statements(document: Document, setup: Setup, strategy: str, said: list[str]) -> Iterator[Statement]:
+    """What a document says; `strategy`: the one of the DeepSpeed and accelerate files."""
+    steps = as_number(setup.training("max_steps")) or 0
+    left_out = defaultdict[str, list[str]](list)
+    wrong = unknown_keys(document) if document.kind == "deepspeed" else []
+    for key, value in _pairs(document):
+        place = tuple(key.split("."))
+        if key.endswith(".nvme_path") and '"nvme"' not in strategy:
+            continue  # it belongs to another strategy
+        if key == _OVERLAP and '"overlap_comm": false' in strategy:
+            continue
+        at = f"{document.name}:{document.line(place)}: {key}"
+        near = source.nearest(place, wrong)
+        meant = _unknown(near) if near else meaning(key, value, steps)
+        if str(value) in TABLE["notes"]:
+            said.append(f"changed: {at}: {value}: {TABLE['notes'][value]}")
+        word = not isinstance(TABLE["keys"].get(key), str)
+        if isinstance(meant, str):
+            left_out[meant].append(f"{key} (line {document.line(place)})")
+            for target in targets_of(document, place):
+                yield Statement(target, "", at, word)
+            continue
+        for change in meant:
+            name, _, text = change.partition("=")
+            yield Statement(name, text, f"{at} {f'({change})' if word else text}", word)
+    if unread := _unread(document):
+        left_out[_RUN] += unread
+    if document.has(OPEN):
+        at = f"{document.name}:{document.line((OPEN,))}: {document.get(OPEN)}"
+        said.append(f"to do: {at}: only the shell knows the flags in it; write what they say")
+    for why, keys in left_out.items():
+        said.append(f"left out: {document.name}: {', '.join(keys)}: {why}")
+
+
+def _unread(document: Document) -> list[str]:
+    """Settings of a script whose values its text does not show, and that decide nothing of a job."""
+    if document.syntax != "python" or document.kind != "training":
+        return []
+    places = (one for one in document.marks if is_open(document, one) and _is_setting(one))
+    return [f"{'.'.join(one)} (line {document.line(one)})" for one in places if not targets_of(document, one)]
+
+
+def _is_setting(place: Key) -> bool:
+    """Whether a key is a setting: no model, data or function, and not the call itself."""
+    name = place[-1]
+    other = {"**", UNDEFINED, *names("calls"), *TABLE["objects"]}
+    return not other & {place[0], name} and not name[:1].isupper()
+
+
+def _pairs(document: Document) -> list[tuple[str, Any]]:
+    """The document's keys with their values; bf16 last, which wins over fp16."""
+    values: dict[str, Any] = {key: value for key, value in document.values.items() if key != UNDEFINED}
+    words = values.get("fsdp")
+    if isinstance(words, str | list):  # `full_shard auto_wrap offload`, and as a list Axolotl's
+        words = words.replace(",", " ").split() if isinstance(words, str) else words
+        in_section = document.kind == "accelerate"  # whose section says it
+        values["fsdp"] = {} if in_section else dict.fromkeys(map(str, words), True)
+    return sorted(leaves(values), key=lambda leaf: leaf[0].startswith("bf16"))
+
+
+def _unknown(key: Key) -> str:
+    """Why a key that DeepSpeed does not know is left out."""
+    near = closest(key[-1], deepspeed_schema().sections[key[:-1]].keys)
+    return "DeepSpeed has no such key" + (f"; did you mean {near}?" if near else "")
+
+
+def unsaid(documents: Sequence[Document], given: set[str]) -> dict[str, str]:
+    """Keys of the job whose values in a file only a run knows, and where; of two, one is enough."""
+    found = dict[str, str]()
+    for document in documents:
+        for place in document.marks:
+            if not is_open(document, place):
+                continue
+            where = f"{document.name}:{document.line(place)}: {'.'.join(place)}"
+            for key in sorted(targets_of(document, place)):
+                part = key == "strategy" and len(place) > 1  # of one that other arguments give in part
+                if part or not {key, TABLE["instead"].get(key)} & {*given, *found}:
+                    found[key] = where
+    return found

@@ -1,0 +1,113 @@
+"""What a key of another tool means in a job: foreign.toml, read."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from shardwise.job import paths
+from shardwise.lint.document import AUTO
+from shardwise.lint.schema import as_number, toml_file
+from shardwise.lint.script_inputs import OPEN
+
+TABLE = toml_file("foreign.toml")
+TABLE["keys"] |= {other: TABLE["keys"][key] for other, key in TABLE["same"].items()}
+TABLE["reasons"] |= {key: why for why, keys in TABLE["refused"].items() for key in keys.split()}
+
+_KNOWN = [*TABLE["keys"], *TABLE["strategy"]["keys"]]
+_EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
+
+
+def meaning(key: str, value: Any, steps: float) -> list[str] | str:
+    """The changes of a job that a key means, or why it is left out. `steps`: the files' `max_steps`."""
+    rule = TABLE["keys"].get(key)
+    value = paths.expand_home(value) if isinstance(rule, str) and rule in paths.LOCAL else value
+    number, text = _number(value), _text(value)
+    if isinstance(rule, Mapping) and text.strip('"') in rule:
+        return list(rule[text.strip('"')])
+    if value == AUTO and key in TABLE["auto"]:
+        return str(TABLE["auto"][key])
+    if value in (AUTO, None) or OPEN.search(str(value)) or key in TABLE["strategy"]["keys"]:
+        return []
+    if steps > 0 and rule == "train.epochs":
+        return f"max_steps {steps} says how long to train, whatever the epochs"
+    rule = rule if isinstance(rule, str) else TABLE["otherwise"].get(key)
+    if rule is not None:
+        return _taken(key, rule, value, number)
+    if key in ("warmup_ratio", "warmup_steps") and number and steps > 0:
+        return [f"optimizer.warmup_steps={math.ceil(number * steps)}"]
+    return _reason(key, text)
+
+
+def _number(value: Any) -> float | int | None:
+    """The number that a value is, also `1e-4` as text."""
+    is_text = isinstance(value, str) and not _EXPONENT.fullmatch(value)
+    return None if isinstance(value, bool) or is_text else as_number(value)
+
+
+def _text(value: Any) -> str:
+    number = _number(value)
+    return json.dumps(value if number is None else number)
+
+
+def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[str] | str:
+    """The change that gives a key of the job the value; or why it cannot have it."""
+    text = _text(value)
+    if rule == "train.steps" and number is not None and number <= 0:
+        return []  # the epochs say it
+    if rule == "data.eval_fraction" and number and number >= 1:
+        return f"{text} rows: a job holds out a share of them; write data.eval_fraction"
+    if rule == "optimizer.warmup_steps" and number and 0 < number < 1:
+        return f"{text} is a share of the steps, whose number is not known; write optimizer.warmup_steps"
+    if rule.startswith("batch.") and not (isinstance(number, int) and number > 0):
+        return f"{text} is no number of rows, steps or GPUs"
+    if rule == "name":
+        return [f"name={json.dumps(run_name(Path(str(value))))}"]
+    if isinstance(value, str) and key in TABLE["lists"] and ("," in value or key != "dataset"):
+        text = json.dumps([part.strip() for part in value.split(",") if part.strip()])
+    return [f"{rule}={text}"]
+
+
+def _reason(key: str, text: str) -> str:
+    """Why a key is left out."""
+    beginnings = [one for one in TABLE["reasons"] if key.startswith(one)]
+    if beginnings:
+        return str(TABLE["reasons"][max(beginnings, key=len)])
+    if key.isupper():
+        return "a variable of the environment, not of a job"
+    if key in TABLE["keys"]:
+        return f"{text}: nothing in a job file has this value"
+    top, tops = key.partition(".")[0], {one.partition(".")[0] for one in _KNOWN}
+    near = get_close_matches(key if top in tops else top, _KNOWN if top in tops else tops, n=1, cutoff=0.85)
+    return f"a job file has no such key{f'; did you mean {near[0]}?' if near else ''}"
+
+
+def targets(key: str, *, below: bool) -> set[str]:
+    """The keys of a job that a key of another tool decides; `below`: also what keys below it decide."""
+    found = {*TABLE["unread"].get(key, ())}
+    for known, rule in TABLE["keys"].items():
+        if known != key and not (below and known.startswith(f"{key}.")):
+            continue
+        changes = [rule] if isinstance(rule, str) else [one for row in rule.values() for one in row]
+        found |= {change.partition("=")[0] for change in changes}
+    found = {"train.precision" if one == "weights" else one for one in found - {"name"}}
+    return {"strategy" if one.startswith("strategy.") and one != "strategy.bucket" else one for one in found}
+
+
+def leaves(values: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value); items of a list have their index as key, but for a list of texts."""
+    if isinstance(values, list) and not all(isinstance(item, str) for item in values):
+        values = {str(index): item for index, item in enumerate(values)}
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from leaves(value, f"{above}.{name}" if above else str(name))
+    else:
+        yield above, values
+
+
+def run_name(path: Path) -> str:
+    """A job's name from a file's or folder's."""
+    return re.sub(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+", "-", path.stem).strip("-.")[:100] or "job"

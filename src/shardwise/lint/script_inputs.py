@@ -1,0 +1,196 @@
+"""What a command gives a script: flags, variables of the environment, and files that it reads."""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.job.paths import read_bounded
+from shardwise.lint.script_sums import UNKNOWN
+
+Option = tuple[list[str], str, ast.expr | None]  # names on the command line, name in the script, default
+
+OPEN = re.compile(r"\$[{(\w]")  # a variable that only the shell knows
+_LARGEST_FILE_BYTES = 1_000_000
+_LOADERS = ("json.load", "json.loads", "yaml.safe_load", "yaml.load", "yaml.full_load", "OmegaConf.load")
+_ENVIRONMENT = ("os.environ.get", "os.getenv", "environ.get", "getenv")
+_SUPPORTED = (
+    "is_bfloat16_supported",
+    "is_bf16_supported",
+    "cuda.is_available",
+)  # by every GPU that shardwise plans for
+
+
+class Inputs:
+    """`flags`: with `_` in place of `-`. `folder`: where the script is."""
+
+    def __init__(
+        self,
+        flags: Mapping[str, Any] | None = None,
+        environment: Mapping[str, Any] | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self._flags = dict(flags or {})
+        self._last = {name.rpartition(".")[2]: name for name in self._flags}  # tyro's `--optim.lr`
+        self._environment, self._folder = dict(environment or {}), folder
+        self._nodes = dict[ast.AST, str]()  # of the flags' values, and which flag
+        self._files = dict[ast.AST, ast.Dict | None]()
+        self.defined = set[str]()  # flags of the command that the script has
+        self.taken = set[str]()  # those whose value is the value of something
+        self.loaded = set[Path]()  # files that the script reads
+        self.supported = False  # whether a value depends on what a GPU supports
+
+    def flag(self, names: Sequence[str]) -> ast.expr | None:
+        """The value of the first of these flags that the command has."""
+        name = next((one for one in names if one in self._flags), None)
+        name = name or next((self._last[one] for one in names if one in self._last), None)
+        if name is None:
+            return None
+        self.defined.add(name)
+        value = self._flags[name]
+        node = ast.Name(id=value) if isinstance(value, str) and OPEN.search(value) else _expression(value)
+        self._nodes[node] = name
+        return node
+
+    def value(self, node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
+        """The value of a variable of the environment, or of a question about the GPU."""
+        match node:
+            case ast.Call(func=called, args=[name, *other]) if ast.unparse(called) in _ENVIRONMENT:
+                default = value_of(other[0]) if other else None
+                return self._variable(value_of(name), default)
+            case ast.Subscript(value=holder, slice=name) if ast.unparse(holder) in ("os.environ", "environ"):
+                return self._variable(value_of(name), UNKNOWN)
+            case ast.Call(func=called, args=[]) if ast.unparse(called).endswith(_SUPPORTED):
+                self.supported = True
+                return True
+        return UNKNOWN
+
+    def _variable(self, name: str, default: Any) -> Any:
+        if name in self._environment:
+            self.taken.add(name)
+        return self._environment.get(name, default)
+
+    def use(self, node: ast.AST) -> None:
+        """Note that a node's value is used."""
+        if node in self._nodes:
+            self.taken.add(self._nodes[node])
+
+    def file(
+        self, call: ast.Call, meant: Callable[[ast.AST], ast.AST], value_of: Callable[[ast.AST], Any]
+    ) -> ast.Dict | None:
+        """The mapping in a JSON or YAML file that a call loads; None if it is none, or not there."""
+        if call not in self._files:
+            self._files[call] = None
+            if self._folder is not None and call.args and ast.unparse(call.func) in _LOADERS:
+                name = _file_name(call.args[0], meant, value_of)
+                self._files[call] = self._load(name, call.lineno) if name else None
+        return self._files[call]
+
+    def _load(self, name: str, line: int) -> ast.Dict | None:
+        for path in (Path(name), (self._folder or Path()) / name):
+            try:
+                text = read_bounded(path, _LARGEST_FILE_BYTES).decode()
+                values = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
+            except (OSError, ValueError, yaml.YAMLError, RecursionError):
+                continue
+            if isinstance(values, dict):
+                made = _expression(values)
+                for node in ast.walk(made):
+                    if isinstance(node, ast.expr):
+                        node.lineno = line
+                self.loaded.add(path.resolve())
+                return made if isinstance(made, ast.Dict) else None
+        return None
+
+
+NOTHING = Inputs()
+
+
+def _expression(value: Any) -> ast.expr:
+    return ast.parse(repr(value), mode="eval").body
+
+
+def _file_name(node: ast.AST, meant: Callable[[ast.AST], ast.AST], value_of: Callable[[ast.AST], Any]) -> str:
+    """The file of `open("x")`, `Path("x").read_text()` or `"x"`; empty where only a run knows."""
+    node = meant(node)
+    match node:
+        case ast.Call(func=ast.Name(id="open" | "Path"), args=[inner, *_]):
+            return _file_name(inner, meant, value_of)
+        case ast.Call(func=ast.Attribute(value=inner, attr="open" | "read" | "read_text")):
+            return _file_name(inner, meant, value_of)
+    name = value_of(node)
+    return name if isinstance(name, str) and name != UNKNOWN else ""
+
+
+def options(call: ast.Call) -> Option:
+    """A flag as argparse and click take it."""
+    words = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    given = {one.arg: one.value for one in call.keywords if one.arg}
+    flags = [word.lstrip("-").partition("/")[0].replace("-", "_") for word in words]
+    long = next((i for i, word in enumerate(words) if word.startswith("--")), 0)
+    name = flags[long] if flags else ""
+    name = next((word for word in words if not word.startswith("-")), name)  # click's own name
+    dest = given.get("dest")
+    if isinstance(dest, ast.Constant):
+        name = str(dest.value)
+    default = given.get("default")
+    action = given.get("action")
+    kind = action.value if isinstance(action, ast.Constant) else ""
+    if default is None and kind in ("store_true", "store_false"):
+        default = ast.Constant(value=kind == "store_false", lineno=call.lineno)
+    return flags, name.replace("-", "_"), default
+
+
+def commanded(function: ast.FunctionDef) -> dict[str, Option] | None:
+    """The options of click or typer by argument; None if the function is no command."""
+    found = dict[str, Option]()
+    is_command = False
+    for one in function.decorator_list:
+        last = ast.unparse(getattr(one, "func", one)).rpartition(".")[2]
+        is_command = is_command or last in ("command", "option", "argument")
+        if isinstance(one, ast.Call) and last in ("option", "argument"):
+            option = options(one)
+            found[option[1]] = option
+    return found if is_command else None
+
+
+def unwrapped(value: ast.expr) -> ast.expr:
+    """The default in `typer.Option(3)` and `Field(default=3)`; else the value itself."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in ("Option", "Argument"):
+        given = [one.value for one in value.keywords if one.arg == "default"] + value.args[:1]
+        return given[0] if given else value
+    return value
+
+
+def fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
+    """The fields of a class that have a default."""
+    for one in node.body:
+        if isinstance(one, ast.Assign | ast.AnnAssign) and one.value:
+            target = one.targets[0] if isinstance(one, ast.Assign) else one.target
+            if isinstance(target, ast.Tuple) and isinstance(one.value, ast.Tuple):
+                yield from ((ast.unparse(t), v) for t, v in zip(target.elts, one.value.elts, strict=False))
+                continue
+            made = one.value.keywords if isinstance(one.value, ast.Call) else []  # of `field(...)`
+            given = [part.value for part in made if part.arg in ("default", "default_factory")]
+            value = [*given, one.value][0]
+            yield ast.unparse(target), value.body if isinstance(value, ast.Lambda) else value
+
+
+def presets(function: ast.FunctionDef) -> dict[str, ast.expr]:
+    """The arguments of a function that have a default."""
+    places = [one.arg for one in function.args.args]
+    more = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+    found = dict(zip(places[::-1], function.args.defaults[::-1], strict=False))
+    found |= {one.arg: value for one, value in more if value}
+    return {name: unwrapped(value) for name, value in found.items()}
+
+
+def name_of(function: ast.AST) -> str:
+    """The name of a call, such as `deepspeed.initialize`; the last name of a longer chain."""
+    if isinstance(function, ast.Attribute):
+        return f"{name_of(function.value)}." * isinstance(function.value, ast.Name) + function.attr
+    return function.id if isinstance(function, ast.Name) else ""

@@ -1,0 +1,59 @@
+"""Names of a script as the libraries say them, and values by key."""
+
+import ast
+from typing import Any
+
+from shardwise.job.source import Key
+
+Said = dict[Key, tuple[int, Any]]  # of each key in a mapping: its line, and its value; {} of a mapping
+
+_LIBRARIES = ("transformers", "trl")  # of which the rules know the classes with names that end in these:
+_CLASSES = ("Trainer", "TrainingArguments", "SFTConfig")
+
+
+def nested(said: Said) -> Any:
+    """The value whose parts have these keys, outermost first."""
+    made: dict[Key, Any] = {(): {}}
+    for key, (_, value) in said.items():
+        made[key] = {} if value == {} else value
+        if key:
+            made[key[:-1]][key[-1]] = made[key]
+    return made[()]
+
+
+def name_as_imported(program: ast.Module) -> None:
+    """Rename to what the libraries say: `Trainer` for `import Trainer as X`; `mylib.Trainer` is another's."""
+    known = dict[str, str]()
+    for node in ast.walk(program):
+        module = "." * node.level + (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        for one in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            own = module and module.partition(".")[0] not in _LIBRARIES and one.name.endswith(_CLASSES)
+            if own or (one.asname and "." not in one.name):
+                known[one.asname or one.name] = f"{module}.{one.name}" if own else one.name
+    for name in (node for node in ast.walk(program) if isinstance(node, ast.Name)):
+        name.id = known.get(name.id, name.id)
+
+
+def part_of(node: ast.AST, above: ast.AST | None, by: ast.AST | None) -> ast.expr | None:
+    """What a name gets in `with open(x) as name` and `name, other = x, y`."""
+    if isinstance(above, ast.withitem):
+        return above.context_expr
+    if isinstance(by, ast.Assign) and isinstance(by.value, ast.Tuple) and isinstance(above, ast.Tuple):
+        pairs = zip(above.elts, by.value.elts, strict=False)
+        return next((value for target, value in pairs if target is node), None)
+    return None
+
+
+def rest_of(call: ast.Call, function: ast.FunctionDef) -> ast.Dict:
+    """What `**rest` of a function gets of a call."""
+    named = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
+    rest = [one for one in call.keywords if one.arg not in named]
+    keys: list[ast.expr | None] = [
+        ast.Constant(value=one.arg, lineno=call.lineno) if one.arg else None for one in rest
+    ]
+    return ast.Dict(keys=keys, values=[one.value for one in rest], lineno=call.lineno)
+
+
+def path_of(node: ast.expr) -> Key | None:
+    """The key that a literal is; None if it is no text."""
+    return (node.value,) if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

@@ -1,0 +1,109 @@
+"""Values that are computed of others: arithmetic, lists, texts, conditions."""
+
+import ast
+import json
+import operator
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from shardwise.lint.document import LONGEST_NUMBER
+
+UNKNOWN = "..."  # a value that only a run knows
+
+_LARGEST = 10**15
+_SUMS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.eq,
+    ast.IsNot: operator.ne,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "max": max,
+    "min": min,
+    "len": len,
+    "list": list,
+    "tuple": list,
+    "os.path.join": lambda *parts: "/".join(parts),
+    "Path": str,
+}
+
+
+def computed(node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
+    """The value of an expression of known values; UNKNOWN if one is not, or it is another expression."""
+    match node:
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            values = [value_of(one) for one in items]
+            return UNKNOWN if UNKNOWN in values else values
+        case ast.IfExp(test=test, body=then, orelse=other):
+            known = value_of(test)
+            return UNKNOWN if known == UNKNOWN else value_of(then if known else other)
+        case ast.BoolOp(op=op, values=parts):
+            return _first(isinstance(op, ast.Or), [value_of(one) for one in parts])
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            known = value_of(inner)
+            return UNKNOWN if known == UNKNOWN else not known
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return _applied(operator.neg, [value_of(inner)])
+        case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
+            sides = [value_of(left), value_of(right)]
+            return _applied(_SUMS[type(op)], sides) if type(op) in _SUMS else UNKNOWN
+        case ast.JoinedStr(values=parts):
+            return _applied(lambda *texts: "".join(map(str, texts)), [value_of(one) for one in parts])
+        case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=holder), last]) if holder[:1].isupper():
+            return _applied(lambda text: f"{holder}.{text}", [value_of(last)])
+        case ast.FormattedValue(value=inner, format_spec=None):
+            return value_of(inner)
+        case ast.Call(func=called, args=args, keywords=[]) if (name := ast.unparse(called)) in _FUNCTIONS:
+            return _applied(_FUNCTIONS[name], [value_of(one) for one in args])
+    return UNKNOWN
+
+
+def _first(either: bool, values: list[Any]) -> Any:
+    """What `or` (`either`) or `and` gives."""
+    for value in values[:-1]:
+        if value == UNKNOWN or bool(value) is either:
+            return value
+    return values[-1]
+
+
+def _applied(function: Callable[..., Any], values: list[Any]) -> Any:
+    """What the function gives; UNKNOWN where a value is not known, or the sum is too large or fails."""
+    numbers = [one for one in values if isinstance(one, int | float)]
+    if UNKNOWN in values or any(abs(one) > _LARGEST for one in numbers):
+        return UNKNOWN
+    if function is operator.pow and (len(numbers) < 2 or abs(numbers[1]) > 64):
+        return UNKNOWN
+    if function is operator.mul and len(numbers) < len(values):
+        return UNKNOWN  # a text or list, many times
+    try:
+        return function(*values)
+    except (TypeError, ValueError, ArithmeticError):
+        return UNKNOWN
+
+
+def literal(node: ast.AST) -> Any:
+    """The value of a literal; `torch.float16` and `SaveStrategy.STEPS` as text."""
+    if isinstance(node, ast.Attribute) and re.match("torch|[A-Z]", name := ast.unparse(node)):
+        return ".".join(name.split(".")[-2:])
+    with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        json.dumps(value := ast.literal_eval(node))
+        if not isinstance(value, int) or abs(value) < 10**LONGEST_NUMBER:
+            return list(value) if isinstance(value, tuple) else value
+    return UNKNOWN
