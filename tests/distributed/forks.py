@@ -26,7 +26,7 @@ from threading import Timer
 from typing import Any, NoReturn
 
 from shardwise.hardware.detect import gpu_count
-from shardwise.launch.local import die_with
+from shardwise.launch import die_with
 from shardwise.launch.nodes import free_port
 
 HERE = Path(__file__).parent
