@@ -74,8 +74,9 @@ test: setup operators
 test-distributed: setup operators
 	$(BIN)/python -m pytest -m 'not gpu' tests/distributed
 
+# The tests above run one after another and end last: they come first where both want a core.
 test-others: setup operators
-	$(BIN)/python -m pytest -m 'not gpu' --numprocesses $$(nproc) --dist loadfile tests/golden tests/unit
+	nice -n 3 $(BIN)/python -m pytest -m 'not gpu' --numprocesses $$(nproc) --dist loadfile tests/golden tests/unit
 
 ## test-machines: several machines, as network namespaces and in Slurm; needs root, takes some ten minutes
 test-machines: setup operators

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardwise.device.fake import FakeNvml
 from shardwise.device.find import fake_file
-from shardwise.launch.local import die_with
+from shardwise.launch import die_with
 from shardwise.training import loop
 from shardwise.training.loop import Loop
 from shardwise.training.worker import main

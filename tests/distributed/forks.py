@@ -26,7 +26,7 @@ from threading import Timer
 from typing import Any, NoReturn
 
 from shardwise.hardware.detect import gpu_count
-from shardwise.launch.local import die_with
+from shardwise.launch import die_with
 from shardwise.launch.nodes import free_port
 
 HERE = Path(__file__).parent
@@ -223,12 +223,14 @@ def _import_all() -> None:
         importlib.import_module(name)
     import cpuinfo
     from deepspeed.ops.op_builder import CPUAdamBuilder
+    from deepspeed.utils import numa
 
     from shardwise.engines.deepspeed.runtime.extensions import wait_for_locks
 
     # What an optimizer for offloading costs: DeepSpeed asks for the vendor each time, for more than a second,
     # and in each process whether it has compiled it already, for two.
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
+    numa.get_numa_cores = cache(numa.get_numa_cores)  # a process, four times an engine
     wait_for_locks(["cpu_adam"])
     CPUAdamBuilder().load(verbose=False)
     gc.collect()

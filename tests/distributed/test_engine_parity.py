@@ -23,16 +23,6 @@ def test_losses_norms_and_weights_are_those_of_float64(tmp_path, processes: int,
         assert found["skipped"] == [0.0] * 4, name
 
 
-def test_an_evaluation_gives_the_global_loss_and_changes_nothing(tmp_path) -> None:
-    results = run_in_processes("evaluate", processes=2, folder=tmp_path)
-    losses = {name: found["losses"] for name, found in results.items()}
-    for name, found in results.items():
-        assert found["losses"] == pytest.approx(losses["fsdp2"], rel=1e-6), name
-        assert found["same"], name
-        assert "model.layers.0.self_attn.q_proj.weight" in found["names"], name
-        assert "lm_head.weight" in found["names"], name
-
-
 def test_gradients_in_fewer_bits_change_the_loss_by_a_known_amount(tmp_path) -> None:
     """20 steps of a tiny Llama in fp32 on four processes (docs/sharding.md has these numbers)."""
     results = run_in_processes("lossy", processes=4, folder=tmp_path, timeout=590)

@@ -11,10 +11,21 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("processes", "count"), [(1, 12), (2, 33), (4, 9)])
-def test_a_resumed_run_has_the_same_bits(tmp_path, processes: int, count: int) -> None:
+def test_a_resumed_run_has_the_same_bits_and_evaluates_to_the_global_loss(
+    tmp_path, processes: int, count: int
+) -> None:
+    """An evaluation changes nothing: only the resumed run has any."""
     results = run_in_processes("resume", processes=processes, folder=tmp_path, timeout=590)
     assert len(results) == count
-    assert [name for name, same in results.items() if not same] == []
+    assert [name for name, found in results.items() if not found["same"]] == []
+    evaluated = {name: found for name, found in results.items() if found["losses"]}
+    assert len(evaluated) == count / 3
+    expected = evaluated["fsdp2/fp32/full" if processes < 4 else "fsdp2-hsdp2/fp32/full"]["losses"]
+    assert len(expected) == 3
+    for name, found in evaluated.items():
+        assert found["losses"] == pytest.approx(expected, rel=1e-6), name
+        assert "model.layers.0.self_attn.q_proj.weight" in found["names"], name
+        assert "lm_head.weight" in found["names"], name
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])

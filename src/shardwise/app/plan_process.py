@@ -10,7 +10,7 @@ import sys
 from shardwise.app.plan import plan
 from shardwise.board.pages import PlanForm, plan_part
 from shardwise.errors import ShardwiseError, render
-from shardwise.launch.local import die_with
+from shardwise.launch import die_with
 from shardwise.planner.search import reporting
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The launcher of this machine: one process for each GPU, which meet on the loopback device."""
 
-import ctypes
 import os
 import re
 import signal
@@ -14,13 +13,10 @@ from typing import Any
 from shardwise.device.find import unseen_vendor
 from shardwise.errors import MachineError
 from shardwise.hardware.detect import deepspeed_accelerator, gpu_count
-from shardwise.launch import flight
+from shardwise.launch import die_with, flight
 from shardwise.launch.nodes import INTERFACES, SECRET, Place, free_port
 from shardwise.launch.spec import LaunchSpec, Worker
 from shardwise.launch.supervise import supervise
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class LocalLauncher:
@@ -96,13 +92,6 @@ def launch(spec: LaunchSpec, **options: Any) -> int:
     if not gpu_count() and (warning := unseen_vendor()) is not None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     return supervise(spec, launcher=LocalLauncher(), **options)
-
-
-def die_with(parent: int) -> None:
-    """In a new process: have the kernel kill it when `parent`, the process that started it, ends."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
-        os._exit(1)
 
 
 def worker_environment(*, processes: int, folder: Path, place: Place | None = None) -> dict[str, str]:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
-from shardwise.launch.local import die_with
+from shardwise.launch import die_with
 
 HELLO = "shardwise-node"
 STOP_SECONDS = 120.0  # from the end of the line to the kill, to finish a step and save

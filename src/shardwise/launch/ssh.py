@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import MachineError, Problem
+from shardwise.launch import die_with
 from shardwise.launch.hostfile import Host
-from shardwise.launch.local import die_with
 from shardwise.launch.nodes import SECRET
 from shardwise.launch.remote import HELLO, greeting
 from shardwise.record.read import is_run_folder

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
+from shardwise.launch import die_with
 from shardwise.planner.cache import plan_key, plan_once
 from shardwise.planner.changes import Change, small_changes
 from shardwise.planner.limits import at_limit
@@ -114,8 +115,7 @@ def _make(
     document_tokens: int | None = None,
 ) -> Plan:
     with _other_processes(job) as executor, _no_collection():
-        limits: dict[str, Any] = {"memory_cap_bytes": memory_cap_bytes, "margin": margin}
-        limits["vocab_size"] = vocab_size
+        limits = dict[str, Any](memory_cap_bytes=memory_cap_bytes, margin=margin, vocab_size=vocab_size)
         tracer = _tracer(job, hardware, vocab_size, document_tokens)
         strategies, refused = predictable(job, hardware, tracer.architecture)
         made = search(
@@ -189,8 +189,6 @@ def _nothing_to_import() -> Iterator[None]:
 
 def _start_worker(planner: int) -> None:
     """In a new process: importing this module has imported the simulator."""
-    from shardwise.launch.local import die_with
-
     gc.disable()
     die_with(planner)
 

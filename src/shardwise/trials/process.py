@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from shardwise.errors import ShardwiseError, render
-from shardwise.launch.local import die_with, launch
+from shardwise.launch import die_with, local
 from shardwise.launch.spec import LaunchSpec
 
 LAUNCHER = ("-P", "-m", "shardwise.trials.process")
@@ -81,7 +81,7 @@ def main() -> int:
     die_with(int(sys.argv[2]))
     spec = LaunchSpec.from_json(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     try:
-        return launch(spec)
+        return local.launch(spec)
     except ShardwiseError as error:  # no worker could be started
         print(render(error), file=sys.stderr)
         return error.exit_code

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -101,3 +103,10 @@ def test_progress_is_said(probes: str) -> None:
         family.wait()
     assert said[0][1] == said[-1][0] == 2
     assert said[-1] == (2, 2, [])
+
+
+def test_a_child_starts_without_the_launcher_and_the_jobs_schema() -> None:
+    """Half a second of a core each, and a machine has as many children as GPUs at a time."""
+    code = "import sys, shardwise.diagnosis.probes.__main__; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"pydantic", "numpy", "shardwise.launch.local"} & set(done.stdout.split()) == set()

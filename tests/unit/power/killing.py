@@ -22,7 +22,7 @@ from typing import Any
 
 from shardwise.device.fake import FakeNvml, create
 from shardwise.device.find import REPLAY, find
-from shardwise.launch.local import die_with
+from shardwise.launch import die_with
 from shardwise.power import control, guardian, lease
 from shardwise.power.control import PowerControl
 

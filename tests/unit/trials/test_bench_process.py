@@ -55,7 +55,7 @@ def test_what_hangs_is_ended_with_all_it_has_started(tmp_path: Path, monkeypatch
 def test_a_bench_that_is_ended_leaves_no_launcher(tmp_path: Path, number: signal.Signals) -> None:
     """On SIGTERM through `finally`, with all processes; on SIGKILL the kernel ends the launcher."""
     hangs = f"def launch(spec):\n{textwrap.indent(HANGS, '    ')}\n"
-    real = "from shardwise.trials import process\nprocess.launch = launch\nprocess.main()\n"
+    real = "from shardwise.trials import process\nprocess.local.launch = launch\nprocess.main()\n"
     (tmp_path / "hangs.py").write_text(hangs + real)
     code = (
         "import signal, sys\nfrom pathlib import Path\nfrom shardwise.trials import process\n"

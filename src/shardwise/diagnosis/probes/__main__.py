@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwise.launch.local import die_with
+from shardwise.launch import die_with
 
 PROBES = {
     "torch": "compute:build",
