@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, modeling_utils
+from transformers import GenerationConfig, PreTrainedTokenizerBase, modeling_utils
 
 from shardwise.errors import CheckpointError, JobError
 from shardwise.job.schema import Model
@@ -22,6 +22,7 @@ from shardwise.models.file_weights import quiet
 from shardwise.models.fingerprint import check_base
 from shardwise.models.structure import join
 from shardwise.models.tensor_file import save_file
+from shardwise.models.tokenizer import from_files, misread_as
 from shardwise.units import size
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -117,6 +118,8 @@ def export(
             shutil.copyfile(source, target)  # it gets the umask's permissions, not those of the checkpoint's
 
         shutil.copytree(model_dir, out, dirs_exist_ok=True, copy_function=copy)
+    if other := misread_as(out):
+        show(f"AutoTokenizer reads it as {other} and splits text otherwise: use PreTrainedTokenizerFast")
     return {"kind": kind, "dtype": _dtype(out), "out": str(out), **logits}
 
 
@@ -179,7 +182,7 @@ def _merge(
     show(f"loading the base, {base.source}, with the adapter")
     built = load_with_adapter(model_dir, base, torch.device("cpu"), trained_on)
     assert built.peft is not None
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    tokenizer = from_files(model_dir)
     show("merging, and comparing the logits")
     before = _logits(built.model, tokenizer)
     dequantize_linears(built.model)

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,12 +96,36 @@ def _from_folder(folder: Path, model: Model) -> PreTrainedTokenizerBase:
     if error := no_tokenizer(model, folder):
         raise error
     try:
-        trusted = model.trust_remote_code
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
+        return from_files(folder, trusted=model.trust_remote_code)
     except Exception as error:  # noqa: BLE001  (the tokenizers library raises plain Exception)
         what = f"the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}"
         fix = "restore its files, or name another one in model.tokenizer"
         raise JobError(what, where=str(folder), fix=fix) from None
+
+
+def from_files(folder: Path, *, trusted: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder.
+
+    Next to a Qwen2 config and a few others, AutoTokenizer takes the class of the model, which splits text in
+    its own way, also where the files say that they are complete by themselves (`TokenizersBackend`).
+    """
+    kind = PreTrainedTokenizerFast if _complete(folder) else AutoTokenizer
+    return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)  # type: ignore[no-any-return]
+
+
+def misread_as(folder: Path) -> str:
+    """The class as which AutoTokenizer reads a folder's tokenizer otherwise than it was saved; else empty."""
+    if not _complete(folder):
+        return ""
+    other = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    same = other.backend_tokenizer.to_str() == from_files(folder).backend_tokenizer.to_str()
+    return "" if same else type(other).__name__
+
+
+def _complete(folder: Path) -> bool:
+    config = folder / "tokenizer_config.json"
+    kept = config.is_file() and (folder / "tokenizer.json").is_file()
+    return kept and json.loads(config.read_bytes()).get("tokenizer_class") == "TokenizersBackend"
 
 
 def _trained(root: Path, corpus: Corpus, vocabulary: int) -> Path:

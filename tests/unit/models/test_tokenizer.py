@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shardwise.errors import JobError, MachineError
 from shardwise.job.schema import Model
-from shardwise.models.tokenizer import END, PAD, expected_rows, load_tokenizer, rows_for
+from shardwise.models.tokenizer import (
+    END,
+    PAD,
+    expected_rows,
+    load_tokenizer,
+    misread_as,
+    rows_for,
+    train_bpe,
+)
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 20, "naïve café — 東京 🙂 \n\tdone", "the end"]
 
@@ -138,3 +146,17 @@ def test_the_default_cache_is_the_environment_s(
     model = Model(source="tiny-llama", weights="random", tokenizer="train", tokenizer_vocab=300)
     load_tokenizer(model, corpus=Corpus(TEXTS))
     assert len([path for path in (tmp_path / "cache" / "tokenizers").iterdir() if path.is_dir()]) == 1
+
+
+def test_a_learned_tokenizer_stays_the_same_next_to_the_config_of_a_qwen2_model(tmp_path: Path) -> None:
+    """AutoTokenizer would take Qwen2's class there, which splits numbers and spaces in its own way."""
+    text = "In 1234 words,  it's x1 = y+1.\n\n    so they don't " * 50
+    learned = train_bpe(iter([text]), 300)
+    kept = PreTrainedTokenizerFast(tokenizer_object=learned, eos_token=END, pad_token=PAD)
+    kept.save_pretrained(tmp_path)
+    assert misread_as(tmp_path) == ""
+    AutoConfig.for_model("qwen2").save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids != kept(text).input_ids
+    found = load_tokenizer(Model(source=str(tmp_path), weights="random"), corpus=lambda: iter(()))
+    assert found(text).input_ids == kept(text).input_ids
+    assert misread_as(tmp_path) == "Qwen2Tokenizer"
