@@ -97,7 +97,10 @@ class Setup:
         called = [reader for reader in scripts if reader]  # what a script calls counts more than its flags
         flags = [_of_flags(document, seen=bool(scripts)) for document in self.of("training")]
         found = called or [reader for reader in flags if reader]
-        if self.of("accelerate") and not {"trainer", "deepspeed"} & {*found}:
+        kinds = [str(one.get("distributed_type")).upper() for one in self.of("accelerate")]
+        if scripts and not called and kinds and "DEEPSPEED" not in kinds and self.of("deepspeed"):
+            return None  # the script reads the JSON by itself
+        if kinds and not {"trainer", "deepspeed"} & {*found}:
             return "accelerate"
         return min(found, key=READERS.index, default=None)
 

@@ -324,6 +324,10 @@ args, = transformers.HfArgumentParser((TrainingArguments,)).parse_args_into_data
         (PARSER, "# usage: train.py\ntorchrun --nproc_per_node 2 train.py --data x", []),
         (PARSER.replace("argparse", "jsonargparse"), "torchrun train.py --data x --config c", []),
         (PARSER, "torchrun other.py --warmup 1", []),
+        (PARSER, "torchrun train.py --data x -w 1 -lr 2", []),  # short flags are not read
+        (PARSER, "torchrun train.py --data x\ntorchrun --nnodes=1 train.py --data y", []),  # another command
+        (PARSER, 'MORE="--warm_up 1"\ntorchrun train.py --data x $MORE', ["`--warm_up`"]),
+        (PARSER, 'MORE="--learning_rate 1"\ntorchrun train.py --data x $MORE', []),
         (DATACLASSES, "torchrun train.py --model x --note y --lora_rank 4 --output_dir o --bf16", []),
         (DATACLASSES, "torchrun train.py --model x --note y --lora-rank 4 --eval_strategy no", []),
         (DATACLASSES, "torchrun train.py --model x --note y --lora_ranks 4", ["`--lora_ranks`"]),

@@ -193,6 +193,11 @@ WITHOUT_LOADER = ("model, optimizer, loader = -> model, optimizer =", GIVEN + " 
         (("model, optimizer, loader = accelerator.prepare(model, optimizer, loader) -> "
           "model, optimizer, loader = ready(accelerator, model, optimizer, loader)",), []),
         (("    optimizer.zero_grad()\n -> ",), [("no-zero-grad", "optimizer.step()")]),
+        (("model, optimizer, loader = -> self.loader = loader\nmodel, optimizer, self.loader =",
+          GIVEN + " -> (model, optimizer, self.loader)"), []),
+        (("model = Net() -> self.model = accelerator.prepare(net)", "AdamW(model -> AdamW(self.model",
+          "model, optimizer, loader = -> optimizer, loader =", GIVEN + " -> (optimizer, loader)",
+          "loss = model( -> loss = self.model("), []),
     ],
 )  # fmt: skip
 def test_what_an_accelerator_prepares(edits: tuple[str, ...], expected: list[tuple[str, str]]) -> None:

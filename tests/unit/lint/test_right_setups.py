@@ -70,3 +70,14 @@ def test_unsloth_takes_what_transformers_does_not(kind: str) -> None:
     assert found(train_py=text, run_sh="torchrun --nproc_per_node 2 train.py") == []
     plain = text.replace(kind, "AutoModelForCausalLM").replace("unsloth import", "transformers import")
     assert "load-in-8bit-was-removed" in {one.rule for one in found(train_py=plain)}
+
+
+def test_a_json_that_the_script_reads_by_itself_is_not_accelerates() -> None:
+    """`accelerate launch` for several GPUs, and a script that opens the DeepSpeed JSON."""
+    texts = {
+        "run_sh": "accelerate launch --config_file gpus.yaml chat.py --deepspeed ds.json",
+        "gpus_yaml": yaml.safe_dump({**MACHINES, "num_machines": 1, "machine_rank": 0}),
+        "chat_py": "import deepspeed\nds = json.load(open(args.deepspeed))\ndeepspeed.init_inference(m)\n",
+        "ds_json": '{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}}',
+    }
+    assert "accelerate-needs-zero" not in [one.rule for one in found(**texts)]

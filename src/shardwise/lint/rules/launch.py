@@ -85,15 +85,14 @@ def flags_of_the_script(document: Document, setup: Setup) -> Iterator[Hit]:
     file = Path(str(document.get("script"))).name
     script = next((one for one in setup.of("training") if Path(one.name).name == file), None)
     known = _flags(script) if script and document.syntax == "shell" else {}
-    missing, rows = {one for one in known if known[one]}, document.text.split("\n")
-    after = "\n".join(rows[document.line(("script",)) - 1 :]).partition(file)[2]
-    for (name,) in document.marks if known else ():
-        written = re.search(rf"(?<!\S)--({re.escape(name).replace('_', '[-_]')})(?=[\s=]|$)", after)
-        meant = {one for one in known if written and one.startswith(written[1])}  # argparse takes a beginning
+    missing = {one for one in known if known[one]}
+    for name in sorted(document.flags) if known else ():
+        written = _written(document, name)
+        meant = {flag for flag in known if flag.startswith(tuple(written))}  # argparse takes a beginning
         missing -= meant
         if written and not meant:
-            near = closest(written[1], known)
-            what = f"{file} has no flag `--{written[1]}`: it stops with `unrecognized arguments`"
+            near = closest(written[0], known)
+            what = f"{file} has no flag `--{written[0]}`: it stops with `unrecognized arguments`"
             fix = f"did you mean `--{near}`?" if near else "remove it, or add it to the parser"
             yield Hit((name,), what, fix)
     for name in sorted(missing) if not document.has(OPEN) else ():
@@ -104,6 +103,15 @@ def flags_of_the_script(document: Document, setup: Setup) -> Iterator[Hit]:
         what = f"the deepspeed launcher passes `--local_rank`, which {file} does not take: it stops"
         fix = 'parser.add_argument("--local_rank", type=int), or --no_local_rank before the script'
         yield Hit((), what, fix, line=document.line(("script",)))
+
+
+def _written(document: Document, name: str) -> list[str]:
+    """A flag as the command has it; both spellings where its line does not show it, none of a short one."""
+    row = document.text.split("\n")[document.line((name,)) - 1]
+    found = re.search(rf"(?<![\w-])(--?)({name.replace('_', '[-_]')})(?![\w-])", row)
+    if len(name) == 1 or (found and found[1] == "-"):
+        return []
+    return [found[2]] if found else [name, name.replace("_", "-")]
 
 
 def _flags(script: Document) -> dict[str, bool]:

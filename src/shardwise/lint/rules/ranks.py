@@ -88,8 +88,13 @@ def not_prepared(document: Document, _: Setup) -> Iterator[Hit]:
     text, given = ast.unparse(tree_of(document)), list[ast.expr]()
     for call in calls(document, *_PREPARES) if "Accelerator" in document.uses else ():
         given += call.args
-    prepared = {ast.unparse(one) for one in given if isinstance(one, ast.Name | ast.Attribute)}
-    if not given or len(prepared) < len({*map(ast.unparse, given)}) or ".backward(" not in text:
+    if not all(isinstance(one, ast.Name | ast.Attribute) for one in given) or ".backward(" not in text:
+        return
+    # `self.model = accelerator.prepare(model)` prepares both; an attribute may hold a method's local name
+    prepared = {_last(ast.unparse(one)) for one in given}
+    for targets in re.findall(r"^ *(.+) = [^=\n]*\.prepare\w*\(", text, re.MULTILINE):
+        prepared |= {_last(one.strip("() ")) for one in targets.split(",")}
+    if not prepared:
         return
     made = made_by(document)
     parts = [(one, "model", place) for place, one in _TRAINED.findall(text)]
@@ -101,8 +106,12 @@ def not_prepared(document: Document, _: Setup) -> Iterator[Hit]:
     for name, kind, place in parts:
         bound = rf"^ *(?:[^=(\n]*, )?\(?{name}(?:, [^=\n]*)? = |def .*\b{name}\b"
         line = re.search(rf"^[ \t]*{place} *=", document.text, re.MULTILINE)
-        if line and name not in prepared and len(re.findall(bound, text, re.MULTILINE)) == 1:
+        if line and _last(name) not in prepared and len(re.findall(bound, text, re.MULTILINE)) == 1:
             what = f"`{name}` is not prepared: {_UNPREPARED[kind]}"
             fix = f"{name} = accelerator.prepare({name})"
             severity: Severity = "error" if kind == "model" else "warning"
             yield Hit((), what, fix, severity=severity, line=line_at(document.text, line.end()))
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
