@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from predict import HERE, measured_rows, predict
+from predict import HERE, MEASURED, measured_rows, predict
 from rows import GIB, Row, load_rows
 
 from shardwise.hardware.parse import parse_hardware
@@ -22,6 +22,7 @@ class Job:
     """A model, its rows and its resources; the plan chooses strategy, micro-batch and checkpointing."""
 
     model: str
+    gpu: str = "H200"
     gpus: int = 4
     sequence_length: int = 2048
     global_batch: int
@@ -32,19 +33,20 @@ class Job:
         how = f"LoRA {self.lora}" if self.lora else "all weights"
         cap = f" of {self.memory_cap_gib:g} GiB" if self.memory_cap_gib else ""
         rows = f"{self.global_batch} rows of {self.sequence_length}"
-        return f"{self.model}, {how}, {rows}, {self.gpus} GPUs{cap}"
+        return f"{self.model}, {how}, {rows}, {self.gpus} GPU{'s' * (self.gpus > 1)}{cap}"
 
     @property
     def rows(self) -> list[Row]:
-        """The ledger's rows that train this job."""
-        rows = [row for row in load_rows(HERE / "rows.toml") if row.quantization == "none"]
-        return [row for row in rows if _job_of(row) == self]
+        """The measured rows that train this job."""
+        file = HERE / {"H200": "rows.toml", "H100": "h100.toml"}[self.gpu]
+        rows = [row for row in load_rows(file) if row.quantization == "none"]
+        return [row for row in rows if _job_of(row, self.gpu) == self]
 
     def choice(self) -> Strategy:
         """The first choice of `shardwise plan`."""
         changes = [f"data.sequence_length={self.sequence_length}", f"train.global_batch={self.global_batch}"]
         changes += [f"model.lora.rank={self.lora}"] if self.lora else []
-        hardware = parse_hardware(f"{self.gpus}xH200")
+        hardware = parse_hardware(f"{self.gpus}x{self.gpu}")
         job = sketch(self.model, changes, world_size=hardware.world_size).job
         plan = make_plan(job, hardware, memory_cap_bytes=int(self.memory_cap_gib * GIB) or None)
         if plan.chosen is None:
@@ -52,9 +54,10 @@ class Job:
         return plan.chosen.strategy
 
 
-def _job_of(row: Row) -> Job:
+def _job_of(row: Row, gpu: str) -> Job:
     return Job(
         model=row.model,
+        gpu=gpu,
         gpus=row.gpus,
         sequence_length=row.sequence_length,
         global_batch=row.global_batch,
@@ -69,6 +72,18 @@ FASTEST = (
     Job(model="tinyllama-1.1b", global_batch=32),
 )
 """Jobs with several measured strategies."""
+
+ON_H100 = (
+    Job(model="qwen2.5-1.5b", gpu="H100", gpus=1, global_batch=16),
+    Job(model="llama-3.1-8b", gpu="H100", gpus=1, lora=16, global_batch=8),
+    Job(model="llama-3.2-3b", gpu="H100", gpus=1, global_batch=8),
+    Job(model="gpt-neo-1.3b", gpu="H100", gpus=1, sequence_length=1024, global_batch=16),
+    Job(model="llama-3.2-3b", gpu="H100", gpus=2, global_batch=16),
+    Job(model="mistral-7b", gpu="H100", gpus=2, global_batch=8),
+    Job(model="qwen3-8b", gpu="H100", gpus=2, lora=16, global_batch=16),
+    Job(model="phi-3-mini", gpu="H100", gpus=2, global_batch=16),
+)
+"""Jobs of a card that no constant was fitted on, each with the choice and five others that the plan ranks high."""
 
 REHEARSALS = (
     Job(model="gpt-neo-2.7b", lora=16, global_batch=16, memory_cap_gib=16),
@@ -110,7 +125,8 @@ class Chosen:
 @cache
 def chosen(job: Job) -> Chosen:
     """Plan the job and look up its choice in the ledger."""
-    strategy, found = job.choice(), measured_rows()
+    file = MEASURED if job.gpu == "H200" else HERE / "results" / "h100.jsonl"
+    strategy, found = job.choice(), measured_rows(file)
     others = tuple((row, found[row.id]) for row in job.rows if row.id in found)
     mine = next((m for row, m in others if row.resolved() == strategy), None)
     return Chosen(job=job, strategy=strategy, measured=mine, others=others)
@@ -119,10 +135,10 @@ def chosen(job: Job) -> Chosen:
 NOT_YET = "not measured yet"
 
 
-def fastest_table() -> list[list[str]]:
+def fastest_table(jobs: Sequence[Job] = FASTEST) -> list[list[str]]:
     """Lines of a table: the choice compared with the fastest measured strategy of its job."""
     lines = []
-    for job in FASTEST:
+    for job in jobs:
         one = chosen(job)
         if one.measured is None:
             lines.append([str(job), one.words, NOT_YET, "", "", ""])

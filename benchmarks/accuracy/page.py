@@ -16,7 +16,7 @@ from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
-from choices import fastest_table, rehearsal_table
+from choices import ON_H100, fastest_table, rehearsal_table
 from missed import MISSED, MISSED_MEANS
 from predict import (
     BOUNDS,
@@ -26,6 +26,7 @@ from predict import (
     earlier_kernels,
     hash_alike,
     measured_rows,
+    mixed,
     over_sockets,
     predict,
     repeats,
@@ -324,6 +325,25 @@ def fastest(_: Sequence[Comparison]) -> str:
     return table(head, fastest_table())
 
 
+def fastest_h100(_: Sequence[Comparison]) -> str:
+    head = ["job", "the plan's choice", "tokens/s/GPU", "the fastest measured", "tokens/s/GPU", "slower by"]
+    return table(head, fastest_table(ON_H100))
+
+
+def mixed_documents(_: Sequence[Comparison]) -> str:
+    """Rows on an H100 measured twice: with rows of one and of several documents, and with whole rows."""
+    path = HERE / "results" / "h100.jsonl"
+    whole, found, lines = measured_rows(path), repeats(path), []
+    for row in load_rows(HERE / "h100.toml"):
+        for measured in filter(mixed, found[row.id]):
+            one = compare(row, measured)
+            pair = [f"{each['peak_reserved_bytes'] / GIB:.2f}" for each in (measured, whole[row.id])]
+            off = (percent(one["differences"][key], sign=True) for key in ("reserved", "allocated", "step"))
+            lines.append([f"`{row.id}`", *pair, *off])
+    head = ["row", "reserved, GiB", "with whole rows", "reserved memory", "allocated", "time"]
+    return table(head, lines)
+
+
 def rehearsals(_: Sequence[Comparison]) -> str:
     head = ["job", "the plan's choice", "measured", "others of the job"]
     return table(head, rehearsal_table())
@@ -343,6 +363,8 @@ BLOCKS = {
     "families": families,
     "terms": terms,
     "fastest": fastest,
+    "fastest-h100": fastest_h100,
+    "mixed": mixed_documents,
     "rehearsals": rehearsals,
     "ledger": ledger,
 }

@@ -59,6 +59,10 @@ EARLIER: dict[str, tuple[Packing, ...]] = {
 MLP_FUSED = "2026-11-24T06:09:20"
 """Since then gated MLPs with LoRA are one node (`kernels/lora_mlp.py`); before, each layer was."""
 
+WHOLE_ROWS = "2026-11-25T23:40"
+"""Since then Qwen2.5's rows are one document each, too. Before, transformers took a class of its own for the
+tokenizer, and a micro-batch had rows of one document and of several."""
+
 QUANTITIES = ("reserved", "allocated", "outside", "needed", "fragmentation", "step", "joules", "host")
 
 
@@ -71,7 +75,7 @@ def measured_rows(path: Path = MEASURED) -> dict[str, dict[str, Any]]:
     are no others.
     """
     by_id = {
-        name: [row for row in rows if not with_timer(row) and not earlier_kernels(row)]
+        name: [row for row in rows if not (with_timer(row) or earlier_kernels(row) or mixed(row))]
         or [row for row in rows if not with_timer(row)]
         or rows
         for name, rows in repeats(path).items()
@@ -91,6 +95,12 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
     routed = model is not None and model.model_type in EARLIER and date < ROUTED
     layered = bool(row.get("lora")) and date < MLP_FUSED
     return frozenset(name for name, other in (("attention", routed), ("mlp", layered)) if other)
+
+
+def mixed(measured: Mapping[str, Any]) -> bool:
+    """Whether the documents of a measurement were mixed: some rows had one, others several."""
+    model = lookup(measured.get("row", {}).get("model", ""))
+    return model is not None and model.model_type == "qwen2" and str(measured.get("date")) < WHOLE_ROWS
 
 
 @cache
@@ -114,9 +124,16 @@ def process_bytes() -> int:
 
 
 def predict(
-    row: Row, *, earlier: frozenset[str] = frozenset(), hardware: Hardware | None = None
+    row: Row,
+    *,
+    earlier: frozenset[str] = frozenset(),
+    hardware: Hardware | None = None,
+    in_part: bool = False,
 ) -> Prediction:
-    """The prediction of a row, on H200 if no hardware is given; `earlier` as in `earlier_kernels`."""
+    """The prediction of a row, on H200 if no hardware is given; `earlier` as in `earlier_kernels`.
+
+    `in_part`: rows of one and of several documents in a micro-batch, as `shardwise plan` assumes.
+    """
     strategy = row.resolved()
     tracer = earlier, row.model, row.layers, row.lora, row.variants, row.quantization, row.sequence_length
     return simulate(
@@ -126,6 +143,7 @@ def predict(
             micro_batch=row.micro_batch,
             checkpoint_every=strategy.checkpoint_every,
             tensor_parallel=strategy.tensor_parallel,
+            single_segment_rows=max(1, row.micro_batch - 1) if in_part else None,
         ),
         strategy,
         hardware or parse_hardware(f"{row.gpus}xH200"),
@@ -160,14 +178,23 @@ def _tracer(
 
 
 @cache
-def _trace(*tracer: Any, micro_batch: int, checkpoint_every: int, tensor_parallel: int) -> StepTrace:
+def _trace(
+    *tracer: Any,
+    micro_batch: int,
+    checkpoint_every: int,
+    tensor_parallel: int,
+    single_segment_rows: int | None,
+) -> StepTrace:
     made, earlier = _tracer(*tracer), tracer[0]
     attention = EARLIER.items() if "attention" in earlier else ()
     ways = {name: replace(FAMILIES[name], packing=ways) for name, ways in attention}
     layers = patch.object(fused, "fuse_lora_mlps", lambda *_, **__: 0) if "mlp" in earlier else nullcontext()
     with patch.dict(FAMILIES, ways), layers:
         return made.trace(
-            rows=micro_batch, checkpoint_every=checkpoint_every, tensor_parallel=tensor_parallel
+            rows=micro_batch,
+            checkpoint_every=checkpoint_every,
+            tensor_parallel=tensor_parallel,
+            single_segment_rows=single_segment_rows,
         )
 
 
@@ -192,7 +219,9 @@ def compare(row: Row, measured: Mapping[str, Any], *, hardware: Hardware | None 
     """
     gpu = "H100" if "H100" in measured.get("gpu", "") else "H200"
     hardware = hardware or parse_hardware(f"{row.gpus}x{gpu}")
-    prediction = predict(row, earlier=earlier_kernels(measured), hardware=hardware)
+    prediction = predict(
+        row, earlier=earlier_kernels(measured), hardware=hardware, in_part=mixed(measured)
+    )
     memory = prediction.memory
     predicted = _values(
         reserved=memory.peak_reserved_bytes,

@@ -114,6 +114,28 @@ def measured() -> list[Row]:
     return sorted(found, key=lambda one: (one["id"].partition("gpu.")[0], one["id"]))
 
 
+def one_machine() -> list[Row]:
+    """A 1.1B model, 16 rows of 2048 tokens a GPU and step, on one and on both H100 of a machine: speed of a GPU."""
+    sys.path.insert(0, str(ROOT / "benchmarks" / "accuracy"))
+    ledger = importlib.import_module("predict")
+    found = ledger.measured_rows(ledger.HERE / "results" / "h100.jsonl")
+    rows = []
+    for strategy in STRATEGIES:
+        speeds: Row = {"measured": [], "predicted": []}
+        for gpus in (1, 2):
+            name = f"tinyllama-1.1b.{gpus}gpu.{strategy}.full.s2048.b8x2.ck0"
+            row = next(
+                one
+                for one in importlib.import_module("rows").load_rows(ledger.HERE / "h100.toml")
+                if one.id == name
+            )
+            said = ledger.predict(row, hardware=parse_hardware(f"{gpus}xH100")).time.step_seconds
+            for side, seconds in (("measured", found[name]["step_seconds"]), ("predicted", said)):
+                speeds[side].append(16 * 2048 / seconds)
+        rows.append({"strategy": strategy, **speeds})
+    return rows
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
@@ -159,7 +181,13 @@ def parts(results: dict[str, Any]) -> dict[str, str]:
         rows.append(
             [f"`{one['id']}`", *(f"{speed:,.0f}" for speed in mine.values()), f"{off:+.1%}", *relative]
         )
+    pairs = []
+    for one in results["one_machine"]:
+        shares = (f"{two / alone:.1%}" for alone, two in (one["measured"], one["predicted"]))
+        name = one["strategy"].replace("zero", "ZeRO-").replace("fsdp", "FSDP")
+        pairs.append([name, *(f"{speed:,.0f}" for speed in one["measured"]), *shares])
     return {
+        "pairs": table(["", "one GPU, tokens/s", "each of two", "efficiency", "predicted"], pairs),
         "seed": table(["GPUs", *cases], claims),
         "measured": table(["row", *MEASURED], rows),
         "1b": growth(results["predicted"], "tinyllama-1.1b"),
@@ -182,6 +210,7 @@ def main() -> None:
     parser.add_argument("--page-only", action="store_true", help="only write the tables again")
     if not parser.parse_args().page_only:
         results = {"predicted": predicted(), "cards": on_cards(), "measured": measured()}
+        results["one_machine"] = one_machine()
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), parts(results)), encoding="utf-8")
