@@ -29,6 +29,7 @@ from shardwise.hardware.calibration import Calibration
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 from shardwise.kernels import fused
+from shardwise.models import build
 from shardwise.models.catalog import lookup
 from shardwise.models.families import FAMILIES, Packing
 from shardwise.objective import objective_of
@@ -63,6 +64,11 @@ WHOLE_ROWS = "2026-11-25T23:40"
 """Since then Qwen2.5's rows are one document each, too. Before, transformers took a class of its own for the
 tokenizer, and a micro-batch had rows of one document and of several."""
 
+GELU_FUSED = "2026-11-26"
+"""Since then torch's kernel computes GELU's tanh approximation in models of these types."""
+
+GELU = frozenset({"bloom", "codegen", "gpt2", "gpt_neo", "gptj", "phi"})
+
 QUANTITIES = ("reserved", "allocated", "outside", "needed", "fragmentation", "step", "joules", "host")
 
 
@@ -89,12 +95,14 @@ def with_timer(measured: Mapping[str, Any]) -> bool:
 
 
 def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
-    """Which kernels were others when the row was measured: `attention`, `mlp` or both."""
+    """Which kernels were others when the row was measured: of `attention`, `mlp`, `gelu`."""
     row, date = measured.get("row", {}), str(measured.get("date"))
     model = lookup(row.get("model", ""))
     routed = model is not None and model.model_type in EARLIER and date < ROUTED
     layered = bool(row.get("lora")) and date < MLP_FUSED
-    return frozenset(name for name, other in (("attention", routed), ("mlp", layered)) if other)
+    passes = model is not None and model.model_type in GELU and date < GELU_FUSED
+    others = (("attention", routed), ("mlp", layered), ("gelu", passes))
+    return frozenset(name for name, other in others if other)
 
 
 def mixed(measured: Mapping[str, Any]) -> bool:
@@ -153,7 +161,7 @@ def predict(
 
 @cache
 def _tracer(
-    _earlier: frozenset[str],
+    earlier: frozenset[str],
     model: str,
     layers: int,
     lora: int,
@@ -172,9 +180,11 @@ def _tracer(
         precision=precision,
     )
     job = row.job(source=model, text="text.txt", output="runs")
-    return Tracer(
-        job.model, precision=precision, sequence_length=sequence_length, objective=objective_of(job)
-    )
+    activation = patch.object(build, "fuse_gelu", lambda _: None) if "gelu" in earlier else nullcontext()
+    with activation:
+        return Tracer(
+            job.model, precision=precision, sequence_length=sequence_length, objective=objective_of(job)
+        )
 
 
 @cache
@@ -219,9 +229,7 @@ def compare(row: Row, measured: Mapping[str, Any], *, hardware: Hardware | None 
     """
     gpu = "H100" if "H100" in measured.get("gpu", "") else "H200"
     hardware = hardware or parse_hardware(f"{row.gpus}x{gpu}")
-    prediction = predict(
-        row, earlier=earlier_kernels(measured), hardware=hardware, in_part=mixed(measured)
-    )
+    prediction = predict(row, earlier=earlier_kernels(measured), hardware=hardware, in_part=mixed(measured))
     memory = prediction.memory
     predicted = _values(
         reserved=memory.peak_reserved_bytes,

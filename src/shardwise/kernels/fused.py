@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _KERNELS = ("rope", "rms_norm", "swiglu", "geglu")
 _GATED = ("swiglu", "geglu")
+_TANH_GELU = ("NewGELUActivation", "FastGELUActivation", "BloomGelu")
 
 
 def apply_fused_kernels(model: PreTrainedModel, device: torch.device, *, liger: Collection[str]) -> list[str]:
@@ -34,6 +35,17 @@ def apply_fused_kernels(model: PreTrainedModel, device: torch.device, *, liger: 
         return []
     applied = _apply_liger(model, liger) if liger and find_spec("liger_kernel") else []
     return [*applied, *fuse_adapters(model, liger)]
+
+
+def fuse_gelu(model: nn.Module) -> None:
+    """Let torch's kernel compute GELU's tanh approximation, on any device.
+
+    transformers' code of it makes nine passes over the MLP's widest tensor, and keeps five for the backward.
+    """
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child).__name__ in _TANH_GELU:
+                setattr(parent, name, nn.GELU(approximate="tanh"))
 
 
 def fuse_adapters(model: nn.Module, liger: Collection[str]) -> list[str]:

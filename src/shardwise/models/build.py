@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 
 from shardwise.errors import JobError
 from shardwise.job.schema import Model
+from shardwise.kernels.fused import fuse_gelu
 from shardwise.models import adapters
 from shardwise.models.families import REFUSED, attention_for, family_code, family_of
 from shardwise.models.file_weights import open_weights
@@ -147,6 +148,7 @@ def _construct(config: PretrainedConfig, model: Model, dtype: torch.dtype) -> Pr
     code = family_code(family_of(config))
     if code is not None:
         code.prepare(built)
+    fuse_gelu(built)
     return built
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from shardwise.errors import CheckpointError, JobError
 from shardwise.job.schema import Lora, Model
+from shardwise.kernels.fused import fuse_gelu
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.export import export, load_with_adapter, save_weights
 from shardwise.models.fingerprint import fingerprint
@@ -82,6 +83,7 @@ def test_a_trained_model_is_loaded_by_transformers(
     loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
+    fuse_gelu(loaded)
     assert torch.equal(logits(loaded), logits(built.model))
     assert loaded.config.use_cache
     assert AutoTokenizer.from_pretrained(out).get_vocab() == tokenizer.get_vocab()

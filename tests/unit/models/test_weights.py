@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.errors import CheckpointError, JobError
 from shardwise.job.schema import Lora, Model
+from shardwise.kernels.fused import fuse_gelu
 from shardwise.models.build import BuiltModel, build_model
 
 CPU = torch.device("cpu")
@@ -71,6 +72,7 @@ def test_file_weights_are_what_from_pretrained_loads(saved: Saved, name: str, dt
     ):
         assert torch.equal(mine_buffer, buffer), buffer_name
     with torch.no_grad():
+        fuse_gelu(theirs)
         assert torch.equal(built.model(TOKENS).logits, theirs(TOKENS).logits)
     assert built.weights.verify(built.model.named_parameters()) == len(list(theirs.parameters()))
     kept = [weakref.ref(tensor) for tensor in (getattr(built.weights.source, "_state", None) or {}).values()]
