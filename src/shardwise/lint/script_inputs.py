@@ -39,7 +39,6 @@ class Inputs:
         flags: Mapping[str, Any] | None = None,
         environment: Mapping[str, Any] | None = None,
         folder: Path | None = None,
-        *,
         commanded: bool = False,
     ) -> None:
         self._flags = dict(flags or {})

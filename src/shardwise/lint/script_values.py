@@ -72,15 +72,10 @@ class Values:
             if one.arg or below.pop(())[1] == {}:
                 said |= below
                 continue
-            keys = ["**", *self._keys(one.value)] if self._defaults else ["**"]
-            said |= dict.fromkeys(((key,) for key in keys), (one.value.lineno, UNKNOWN))
+            known = [self._rows(held) or () for held in self._may_be(one.value) if self._defaults]
+            keys: list[Key] = [("**",), *(path for rows in known for path, _, _ in rows if path)]
+            said |= dict.fromkeys(keys, (one.value.lineno, UNKNOWN))
         return said
-
-    def _keys(self, node: ast.expr) -> Iterator[str]:
-        """Keys that a mapping may have of which only a run knows the values."""
-        for held in self._may_be(node):
-            for path, _, _ in self._rows(held) or ():
-                yield from path or ()
 
     def entries(self, node: ast.expr, key: Key = (), line: int = 0) -> Said:
         """The line and value of a node, and of each key in a mapping, outermost first."""

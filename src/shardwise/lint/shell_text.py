@@ -124,7 +124,7 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
                 value = words.popleft()[0] if takes and value != "--" and not _FLAG.match(value) else "true"
             flags |= set() if before_script else {flag.replace("-", "_")}
             given = [_scalar(value)]
-            while takes and not before_script and _goes_on(given[-1], words):
+            while takes and not before_script and isinstance(given[-1], str) and _more(words):
                 given.append(_scalar(words.popleft()[0]))
             yield flag.replace("-", "_"), given if len(given) > 1 else given[0], line
         else:
@@ -135,16 +135,9 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
             before_script = before_script and word.startswith("$")
 
 
-def _goes_on(value: Any, words: deque[tuple[str, int]]) -> bool:
+def _more(words: deque[tuple[str, int]]) -> bool:
     """Whether the next word is one more value of a flag, such as `--modules q_proj v_proj`."""
-    if not words:
-        return False
-    word, more = words[0][0], _scalar(words[0][0])
-    if _FLAG.match(word) or _ENDS.match(word) or isinstance(value, bool):
-        return False
-    if isinstance(value, str):
-        return isinstance(more, str) and not re.search(r"[=$.]", word)
-    return isinstance(value, int | float) and isinstance(more, int | float)
+    return bool(words) and re.fullmatch(r"[A-Za-z_][\w-]*", words[0][0]) is not None
 
 
 def _lost(rows: list[str], count: int, first: int) -> Iterator[tuple[str, str, int]]:

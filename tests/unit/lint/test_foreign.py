@@ -190,7 +190,7 @@ def test_llama_factory(files: Path) -> None:
     assert job.data.train == str(files / "my_data.jsonl")
     assert (job.optimizer.schedule, job.optimizer.final_fraction) == ("cosine", 0)
     text = "\n".join(said)
-    assert "14: warmup_ratio 0.1: it is a share of the steps, whose number no file says; write" in text
+    assert "14: warmup_ratio 0.1: a share of the steps, whose number no file says; write" in text
     assert "template (line 8)" in text
     assert "train.global_batch 16 is 1 x 16 x GPUs; no file says how many" in text
 

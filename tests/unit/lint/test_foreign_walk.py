@@ -132,7 +132,7 @@ CASES |= {
         {"run.sh": "torchrun --nproc_per_node 2 train.py c.yaml\n", "train.py": HF, "c.yaml": YAML},
         OWN,
         (
-            "to do: c.yaml:7: warmup_ratio 0.1",
+            "to do: c.yaml:7: warmup_ratio 0.1: a share of the steps",
             "left out: c.yaml: note (line 8): flags of train.py, for no key",
         ),
         NOT_OWN,
@@ -324,6 +324,87 @@ CASES |= {
         {"strategy": "fsdp2"},
         (),
         ("did you mean", "no such key"),
+    ),
+}
+
+ENCODE = """\
+IGNORE_INDEX = -100
+def encode(row):
+    prompt = f"### Instruction: {row['instruction']}"
+    a, b = tok(prompt), tok(row["output"])
+    return {"input_ids": a + b, "labels": [IGNORE_INDEX] * len(a) + b}
+data.map(encode)
+Trainer(model=m, args=TrainingArguments(output_dir='o'))
+"""
+AXOLOTL = "base_model: a/b\ndatasets:\n  - path: c/d\n    type: alpaca\ntrain_on_inputs: false\nmicro_batch_size: 1\n"
+FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\ndataset: one,two\n"
+INFO = '{"one": {"file_name": "1.json"}, "two": {"file_name": "2.json", "formatting": "sharegpt", "columns": {"messages": "turns"}, "tags": {"role_tag": "r"}}}'
+LIGHTNING = """\
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+L.Trainer(devices=2, num_nodes=3, accumulate_grad_batches=8, callbacks=[ModelCheckpoint(every_n_train_steps=500, save_top_k=3, monitor="loss")])
+"""
+CASES |= {
+    "text of a function": (
+        {"train.py": TRAINER + ENCODE},
+        {"data.loss_on": "answers"},
+        ("text by encode (line 4): the function makes the text of a row",),
+        ("shardwise's own: data.sequence_length 1024, data.loss_on",),
+    ),
+    "text of a lambda": (
+        {
+            "train.py": f"{TRAINER}data.map(lambda r: {{'text': r['a'] + ' ' + r['b']}})\nTrainer(model=m, args=TrainingArguments(output_dir='o'))\n"
+        },
+        {},
+        ("text by a lambda (line 3): the function",),
+        (),
+    ),
+    "text of a trainer's function": (
+        {
+            "train.py": "from trl import SFTTrainer, SFTConfig\nSFTTrainer(model='a/b', args=SFTConfig(output_dir='o'), formatting_func=elsewhere)\n"
+        },
+        {"model.source": "a/b"},
+        ("formatting_func (line 2)",),
+        (),
+    ),
+    "tokens of a function are no text": (
+        {
+            "train.py": f"{TRAINER}data.map(lambda r: tok(r['text']))\nTrainer(model=m, args=TrainingArguments(output_dir='o'))\n"
+        },
+        {},
+        (),
+        ("text by",),
+    ),
+    "train_on_inputs: false": ({"a.yaml": AXOLOTL}, {"data.loss_on": "answers"}, (), ("loss_on",)),
+    "datasets of two shapes": (
+        {"f.yaml": FACTORY, "data/dataset_info.json": INFO},
+        {"data.format": None},
+        ("formatting (line 1): a job reads the fields of data.format",),
+        ("dataset_info.formatting", "columns"),
+    ),
+    "Lightning's checkpoints and nodes": (
+        {"train.py": LIGHTNING + "import torch\ntorch.utils.data.DataLoader(rows, batch_size=size())\n"},
+        {"train.save_every": 500, "train.keep": 3, "train.global_batch": None},
+        (
+            "gpus 2, nodes 3, accumulation 8: a factor of the batch is not known",
+            "ModelCheckpoint.monitor (line 3)",
+        ),
+        (),
+    ),
+    "Lightning's batch": (
+        {"train.py": LIGHTNING + "import torch\ntorch.utils.data.DataLoader(rows, batch_size=4)\n"},
+        {"train.global_batch": 192},
+        (),
+        (),
+    ),
+    "the rest of the train split": (
+        {
+            "train.py": "from trl import SFTTrainer, SFTConfig\nfrom datasets import load_dataset\nd = load_dataset('a/b', split='train[:95%]')\ne = load_dataset('a/b', split='train[95%:]')\n"
+            "SFTTrainer(model='a/b', args=SFTConfig(output_dir='o'), train_dataset=d, eval_dataset=e)\n"
+        },
+        {"data.split": "train[:95%]", "data.train": "a/b"},
+        ("eval_dataset: only a run knows its value; write data.eval",),
+        (),
     ),
 }
 

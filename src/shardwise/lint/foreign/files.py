@@ -74,9 +74,8 @@ def _filled(command: Document, documents: Sequence[Document], said: list[str]) -
         return []
     there = found([name], Path(command.name).parent)
     if not there:
-        said.append(
-            f"to do: {command.name}:{command.line(('config',))}: {name} is not there; add it to --from"
-        )
+        place = f"{command.name}:{command.line(('config',))}"
+        said.append(f"to do: {place}: {name} is not there; add it to --from")
     return there
 
 

@@ -49,7 +49,8 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
             if meant == WRITE_STEPS:
                 said.append(f"to do: {at} {value}: {meant}")
             else:
-                left_out[meant].append(f"{key} (line {document.line(place)})")
+                shown = key.removeprefix("dataset_info.")
+                left_out[meant].append(f"{shown} (line {document.line(place)})")
             for target in targets_of(document, place):
                 yield Statement(target, "", at, word)
             continue

@@ -17,9 +17,7 @@ TABLE = toml_file("foreign.toml")
 TABLE["keys"] |= {other: TABLE["keys"][key] for other, key in TABLE["same"].items()}
 TABLE["reasons"] |= {key: why for why, keys in TABLE["refused"].items() for key in keys.split()}
 
-WRITE_STEPS = (
-    "it is a share of the steps, whose number no file says; write optimizer.warmup_steps; unset means 3 %"
-)
+WRITE_STEPS = "a share of the steps, whose number no file says; write optimizer.warmup_steps; unset means 3 %"
 
 _KNOWN = [*TABLE["keys"], *TABLE["strategy"]["keys"]]
 _EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
