@@ -45,7 +45,6 @@ class Inputs:
         self._last = {name.rpartition(".")[2]: name for name in self._flags}  # tyro's `--optim.lr`
         self._environment, self._folder = dict(environment or {}), folder
         self.commanded = commanded  # whether a command says all flags
-        self.long = dict[str, str]()  # of the command's flags that the script has, the names there
         self._nodes = dict[ast.AST, str]()  # of the flags' values, and which flag
         self._files = dict[ast.AST, ast.Dict | None]()
         self.defined = set[str]()  # flags of the command that the script has
@@ -60,7 +59,6 @@ class Inputs:
         if name is None:
             return None
         self.defined.add(name)
-        self.long.setdefault(name, max(names, key=len))
         value = self._flags[name]
         node = ast.Name(id=value) if isinstance(value, str) and OPEN.search(value) else _expression(value)
         self._nodes[node] = name

@@ -272,7 +272,6 @@ p = argparse.ArgumentParser()
 p.add_argument("-b", "--batch-size", type=int, default=8)
 p.add_argument("-s", "--seq-length", type=int, default=1024)
 p.add_argument("--clip", type=float, default=None)
-p.add_argument("-w", "--warmup-steps", type=int, default=0)
 a = p.parse_args()
 rows = [ids[i : i + a.seq_length] for i in range(0, n, a.seq_length)]
 torch.utils.data.DataLoader(rows, batch_size=a.batch_size)
@@ -282,11 +281,10 @@ if a.clip is not None:
 """
 CASES |= {
     "flags: short": (
-        {"run.sh": "torchrun --nproc_per_node 2 train.py -b 2 -s 4096 -w 30\n", "train.py": LOOP},
+        {"run.sh": "torchrun --nproc_per_node 2 train.py -b 2 -s 4096\n", "train.py": LOOP},
         {
             "train.micro_batch": 2,
             "data.sequence_length": 4096,
-            "optimizer.warmup_steps": 30,
             "optimizer.clip_norm": 0,
         },
         (),

@@ -94,11 +94,9 @@ def _inputs(
     count = next((count for count in counts if count is not None), None)
     own = (one.number(name) for one in commands for name in ("nproc_per_node", "num_gpus"))
     here = next((int(number) for number in own if number), None)
-    for name, number in (("WORLD_SIZE", count), ("LOCAL_WORLD_SIZE", here)):
-        if number is not None:
-            environment[name] = str(number)
-        elif not plain:  # a launcher sets it, whatever the shell has
-            environment.pop(name, None)
+    sizes = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": here}  # a launcher sets them, whatever the shell has
+    environment = {name: text for name, text in environment.items() if plain or name not in sizes}
+    environment |= {name: str(number) for name, number in sizes.items() if number is not None}
     known = bool(commands or settings) and not any(one.has(OPEN_FLAGS) for one in commands)
     return Inputs(flags, environment, Path(script.name).parent, commanded=known)
 
@@ -126,12 +124,8 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
         target for place in script.marks if is_open(script, place) for target in targets_of(script, place)
     }
     own = list[str]()
-    long = {flag: inputs.long.get(flag, flag) for flag in command.flags}
-    values = {long.get(key, key): value for key, value in command.values.items()}
-    marks = {(long.get(key[0], key[0]), *key[1:]): mark for key, mark in command.marks.items()}
-    command = replace(command, values=values, marks=marks, flags=frozenset(long.values()))
-    gone = {long.get(flag, flag) for flag in inputs.taken}
-    for flag in sorted({long.get(flag, flag) for flag in inputs.defined} - gone):
+    gone = set(inputs.taken)
+    for flag in sorted(inputs.defined - inputs.taken):
         if flag not in command.flags:
             continue
         decided = targets(flag, below=False)
