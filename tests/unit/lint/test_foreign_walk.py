@@ -401,7 +401,7 @@ CASES |= {
             "SFTTrainer(model='a/b', args=SFTConfig(output_dir='o'), train_dataset=d, eval_dataset=e)\n"
         },
         {"data.split": "train[:95%]", "data.train": "a/b"},
-        ("eval_dataset: only a run knows its value; write data.eval",),
+        ("eval_dataset: a job takes these rows from a file, or holds out a share",),
         (),
     ),
 }
