@@ -18,6 +18,12 @@ OPEN = re.compile(r"\$[{(\w]")  # a variable that only the shell knows
 _LARGEST_FILE_BYTES = 1_000_000
 _LOADERS = ("json.load", "json.loads", "yaml.safe_load", "yaml.load", "yaml.full_load", "OmegaConf.load")
 _ENVIRONMENT = ("os.environ.get", "os.getenv", "environ.get", "getenv")
+_WORLD = "WORLD_SIZE"  # the number of processes
+_OF_LAUNCHER = re.compile(r"(LOCAL_)?WORLD_SIZE$|SLURM_|OMPI_|PMI_")  # what starts the processes sets these
+_RANK = re.compile(r"(\w+_)?RANK$")  # of which each process has its own
+_COUNT = re.compile(
+    r"(?i)(.*\bget_world_size\(\)|.*(accelerator|state|state\(\))\.num_processes|.*args\.world_size)$"
+)
 _SUPPORTED = (
     "is_bfloat16_supported",
     "is_bf16_supported",
@@ -33,10 +39,12 @@ class Inputs:
         flags: Mapping[str, Any] | None = None,
         environment: Mapping[str, Any] | None = None,
         folder: Path | None = None,
+        commanded: bool = False,
     ) -> None:
         self._flags = dict(flags or {})
         self._last = {name.rpartition(".")[2]: name for name in self._flags}  # tyro's `--optim.lr`
         self._environment, self._folder = dict(environment or {}), folder
+        self.commanded = commanded  # whether a command says all flags
         self._nodes = dict[ast.AST, str]()  # of the flags' values, and which flag
         self._files = dict[ast.AST, ast.Dict | None]()
         self.defined = set[str]()  # flags of the command that the script has
@@ -57,7 +65,7 @@ class Inputs:
         return node
 
     def value(self, node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
-        """The value of a variable of the environment, or of a question about the GPU."""
+        """The value of a variable of the environment, or of a question about the launch or the GPU."""
         match node:
             case ast.Call(func=called, args=[name, *other]) if ast.unparse(called) in _ENVIRONMENT:
                 default = value_of(other[0]) if other else None
@@ -67,9 +75,14 @@ class Inputs:
             case ast.Call(func=called, args=[]) if ast.unparse(called).endswith(_SUPPORTED):
                 self.supported = True
                 return True
+            case ast.Call() | ast.Attribute() if _COUNT.match(ast.unparse(node)):
+                count = self._environment.get(_WORLD, "")
+                return int(count) if count.isdigit() else UNKNOWN
         return UNKNOWN
 
     def _variable(self, name: str, default: Any) -> Any:
+        if _RANK.match(name) or (_OF_LAUNCHER.match(name) and name not in self._environment):
+            return UNKNOWN  # whatever the default
         if name in self._environment:
             self.taken.add(name)
         return self._environment.get(name, default)
@@ -108,6 +121,52 @@ class Inputs:
 
 
 NOTHING = Inputs()
+
+
+class Presets:
+    """What flags of a parser, fields of classes and arguments of `__init__` are."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs
+        self._held = dict[str, tuple[int, list[ast.expr]]]()  # the highest rank counts
+
+    def of(self, name: str) -> list[ast.expr]:
+        """The values that a flag or field may have."""
+        return self._held.get(name, (0, []))[1]
+
+    def take(self, node: ast.AST, meant: Callable[[ast.AST], ast.AST]) -> None:
+        """Take flags of a parser, fields of classes, and what a call gives these; a command gives more."""
+        match node:
+            case ast.Call(func=ast.Attribute(attr="add_argument")):
+                flags, name, value = options(node)
+                self._note(name, value, 0, flags)
+            case ast.Call(func=called, keywords=given):
+                if name_of(called).endswith("set_defaults") or isinstance(meant(called), ast.ClassDef):
+                    for keyword in given:
+                        self._note(keyword.arg or "", keyword.value, 1)
+            case ast.ClassDef(body=body):
+                for name, value in fields(node):
+                    self._note(name, value, 0, [name])
+                for one in body:
+                    if isinstance(one, ast.FunctionDef) and one.name == "__init__":
+                        for name, value in presets(one).items():
+                            self._note(name, value, 0)
+
+    def _note(self, name: str, value: ast.expr | None, rank: int, flags: Sequence[str] = ()) -> None:
+        """Note a value; by rank a default, what a call gives, what the command gives."""
+        if (given := self._inputs.flag(flags)) is not None:
+            value, rank = given, 2
+        if value is None:
+            return
+        if isinstance(value, ast.Constant) and value.value is None:
+            if self._inputs.commanded:  # else a command may give another
+                self._held.setdefault(name, (-1, [value]))
+            return
+        before, values = self._held.get(name, (0, []))
+        if rank > before or not values:
+            self._held[name] = rank, [value]
+        elif rank == before and ast.unparse(value) not in map(ast.unparse, values):
+            values.append(value)
 
 
 def _expression(value: Any) -> ast.expr:

@@ -22,6 +22,10 @@ _OWN = ("TrainingArguments", "SFTConfig")
 _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
 _BUILDERS = ("json", "parquet", "text", "csv", "arrow")  # load_dataset's words for kinds of files
+_TEMPLATE = re.compile(r"\bf['\"]|\.format\(|['\"] \+|\+ ['\"]")  # what makes a text of fields
+_MASKED = re.compile(
+    r"\[\s*(-100|(\w+\.)?IGNORE\w*)\s*\]\s*\*\s*len\(", re.IGNORECASE
+)  # the labels of a prompt
 _LABELS = re.compile(r"labels\W{0,4}[=:][^=\n]*input_ids")
 _SCHEDULE = re.compile(r"(?i)sched\w*(\.step\(|\s*=\s*[\w.]+\()|group\w*(\[\d\])?\[[\"']lr[\"']\]\s*=")
 _PAIRS = re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']")
@@ -76,7 +80,9 @@ class Settings:
         said, given = Said(), self.values.get("completion_only_loss")
         if "SFTTrainer" in text and given is None and (pairs := _PAIRS.search(text)):
             said["completion()",] = (line_at(text, pairs.start()), True)
-        if labels := _LABELS.search(text):
+        if masked := _MASKED.search(text):
+            said["masked()",] = (line_at(text, masked.start()), True)
+        elif labels := _LABELS.search(text):
             name = "labels(-100)" if "-100" in text else "labels()"
             said[name,] = (line_at(text, labels.start()), True)
         if schedule := _SCHEDULE.search(text):
@@ -138,6 +144,11 @@ class Settings:
 
     def _call(self, call: ast.Call, last: str) -> None:
         self.uses.add(called := name_of(call.func))
+        for one in call.args[:1] if last == "map" and self.calls else ():
+            made = self.known.meant(one)
+            if isinstance(made, ast.FunctionDef | ast.Lambda) and _TEMPLATE.search(ast.unparse(made)):
+                name = getattr(made, "name", "a lambda")
+                self._put({(f"text by {name}",): (made.lineno, True)})
         said = self._given(call, last)
         if more := said.pop(("**",), None):
             self.uses |= {f"{called}(**)"} if last in names("calls") else set()

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.job.source import Key, drop
 from shardwise.lint.schema import names
-from shardwise.lint.script_inputs import NOTHING, Inputs, commanded, fields, name_of, options, presets
+from shardwise.lint.script_inputs import NOTHING, Inputs, Presets, commanded, name_of, presets
 from shardwise.lint.script_names import Said, name_as_imported, nested, part_of, path_of, rest_of
 from shardwise.lint.script_sums import UNKNOWN, computed, literal
 
@@ -33,16 +33,16 @@ class Values:
         self._above = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         self._bound, self._uses, self._changes = (defaultdict[Any, list[Any]](list) for _ in range(3))
         self._read, self._defaults, self._inputs = 0, inputs is not None, inputs or NOTHING
-        self._presets = dict[
-            str, tuple[int, list[ast.expr]]
-        ]()  # of flags and fields; the highest rank counts
+        self.presets = Presets(self._inputs)
         self._stores = defaultdict[str, list[tuple[ast.expr, ast.expr | None]]](list)  # of attributes
         self._reading, self._open = set[ast.AST](), frozenset[ast.AST]()
         self._arguments = dict[ast.AST, list[Any]]()
-        visits = [self._bind, self._default, self._change] if self._defaults else [self._bind, self._change]
-        for visit in visits:
-            for node in nodes:
-                visit(node)
+        for node in nodes:
+            self._bind(node)
+        for node in nodes if self._defaults else ():
+            self.presets.take(node, self.meant)
+        for node in nodes:
+            self._change(node)
 
     def meant(self, node: ast.AST) -> ast.AST:
         """What a name, a flag, or a call of a function of the script stands for; else the node itself."""
@@ -69,8 +69,12 @@ class Values:
         said = Said()
         for one in call.keywords:
             below = self.entries(one.value, (one.arg,) if one.arg else ())
-            open_ = not one.arg and below.pop(())[1] != {}
-            said |= {("**",): (one.value.lineno, UNKNOWN)} if open_ else below
+            if one.arg or below.pop(())[1] == {}:
+                said |= below
+                continue
+            known = [self._rows(held) or () for held in self._may_be(one.value) if self._defaults]
+            keys: list[Key] = [("**",), *(path for rows in known for path, _, _ in rows if path)]
+            said |= dict.fromkeys(keys, (one.value.lineno, UNKNOWN))
         return said
 
     def entries(self, node: ast.expr, key: Key = (), line: int = 0) -> Said:
@@ -183,12 +187,15 @@ class Values:
         match node:
             case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
                 self._uses[name].append(node)
+            case ast.Name() if isinstance(above, ast.AugAssign) and isinstance(above.value, ast.Dict):
+                pass  # `settings |= {...}` is a change
             case ast.Name(id=name):
                 self._bound[scope, name].append(
                     value or part_of(node, above, self._above.get(above) if above else None)
                 )
             case ast.Attribute(value=holder, attr=name):
-                certain = above and self._block(above) is scope
+                value = value or part_of(node, above, self._above.get(above) if above else None)
+                certain = self._block(self._statement(node)) is scope
                 self._stores[name].append((holder, value if certain else None))
             case ast.Call(func=ast.Name(id="setattr"), args=[holder, ast.Constant(value=str(name)), given]):
                 certain = isinstance(above, ast.Expr) and self._block(above) is scope
@@ -212,36 +219,6 @@ class Values:
         ):
             above = self._above.get(above)
         return above
-
-    def _default(self, node: ast.AST) -> None:
-        """Flags of a parser, fields of classes, and what a call gives these; a command gives more."""
-        match node:
-            case ast.Call(func=ast.Attribute(attr="add_argument")):
-                flags, name, value = options(node)
-                self._preset(name, value, 0, flags)
-            case ast.Call(func=called, keywords=given):
-                if name_of(called).endswith("set_defaults") or isinstance(self.meant(called), ast.ClassDef):
-                    for keyword in given:
-                        self._preset(keyword.arg or "", keyword.value, 1)
-            case ast.ClassDef(body=body):
-                for name, value in fields(node):
-                    self._preset(name, value, 0, [name])
-                for one in body:
-                    if isinstance(one, ast.FunctionDef) and one.name == "__init__":
-                        for name, value in presets(one).items():
-                            self._preset(name, value, 0)
-
-    def _preset(self, name: str, value: ast.expr | None, rank: int, flags: Sequence[str] = ()) -> None:
-        """Note what a flag or field is; by rank a default, what a call gives, what the command gives."""
-        if (given := self._inputs.flag(flags)) is not None:
-            value, rank = given, 2
-        if value is None or (isinstance(value, ast.Constant) and value.value is None):
-            return
-        before, values = self._presets.get(name, (0, []))
-        if rank > before or not values:
-            self._presets[name] = rank, [value]
-        elif rank == before and ast.unparse(value) not in map(ast.unparse, values):
-            values.append(value)
 
     def _next(self, node: ast.AST) -> list[Any]:
         """What a node may stand for; None, or nothing, where only a run knows."""
@@ -287,23 +264,27 @@ class Values:
                 return given
         if isinstance(made, ast.expr) and self._rows(made) is not None:
             return self._item(made, ast.Constant(name))
-        known = self._presets.get(name, (0, []))[1]
+        known = self.presets.of(name)
         root, _, path = f"{text}.{name}".partition(".")
-        if not known and ARGUMENTS.match(root) and (flag := self._inputs.flag([path])):
-            return [flag]  # of a parser in another file, or of hydra
+        if not known and ARGUMENTS.match(root):
+            if flag := self._inputs.flag([path]):
+                return [flag]  # of a parser in another file, or of hydra
+            if path == "dataset_config" and self._inputs.commanded:
+                return [ast.Constant(None)]  # TRL's default
         return known
 
     def _item(self, holder: ast.expr, name: ast.expr, other: Sequence[ast.expr] = ()) -> list[Any]:
+        if (rows := self._rows(self.meant(holder))) is None:
+            return []  # without a use of the name, which may be a flag
         text = self.value(name)
         key = (text,) if isinstance(text, str) and text != UNKNOWN else None
-        rows = self._rows(self.meant(holder))
-        for path, item, _ in reversed(rows or []):
+        for path, item, _ in reversed(rows):
             if path == () and item and self._rows(self.meant(item)) is not None:  # {**another}
                 if inner := self._item(item, name):
                     return inner
             elif not path or path[:1] == key:
                 return [item] if path and path == key else []
-        return [*other] if rows is not None and key else []
+        return [*other] if key else []
 
     def _given(self, arg: ast.arg) -> list[Any]:
         """What the calls of its function give an argument; None where they do not show it."""
@@ -340,6 +321,8 @@ class Values:
                 by = self._above[node]
                 plain = isinstance(by, ast.Assign) and by.targets == [node]
                 self._changed(holder, path_of(key), getattr(by, "value", None) if plain else None, by)
+            case ast.AugAssign(target=ast.Name() as holder, value=ast.Dict() as given):
+                self._changed(holder, (), given, node)
             case ast.Call(func=ast.Attribute(attr="update", value=holder), args=given, keywords=more):
                 for one in given:
                     self._changed(holder, (), one, self._above[node])
@@ -352,7 +335,8 @@ class Values:
             case ast.Expr(value=ast.Call(func=ast.Name(id=name) as called, args=args)):
                 kept = name in names("keep_a_dict") or isinstance(self.meant(called), ast.FunctionDef)
                 for one in [] if kept else args:
-                    self._changed(one, None, None, node)
+                    if not isinstance(self.meant(one), ast.Constant):  # which no function can change
+                        self._changed(one, None, None, node)
 
     def _changed(self, holder: ast.expr, path: Key | None, value: ast.expr | None, by: ast.AST) -> None:
         """Note a change of the dicts that an expression may stand for, or of those that hold it."""

@@ -154,6 +154,8 @@ def launched_processes(document: Document) -> int | None:
     per_node = document.number("num_gpus") or document.number("nproc_per_node")
     if document.has("hostfile") and not document.has("num_nodes"):
         return None  # as many nodes as that file has lines
+    if any(document.has(name) and document.number(name) is None for name in ("num_nodes", "nnodes")):
+        return None  # only the shell knows how many nodes
     if per_node is not None:
         return int(per_node) * int(document.number("num_nodes") or document.number("nnodes") or 1)
     return None if count is None else int(count)

@@ -28,6 +28,7 @@ _EVALUATED = re.compile(
     r"^(?:.*\b(?:eval|exec|(?:ba)?sh[ \t]+-c)[ \t]+)?([\"']?)(.*)\1(?:[^\"']*)$", re.DOTALL
 )
 _CODE = re.compile(r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|`[^`]*`|(?<=\S)#|\s(?!\s*#)|[^\s#"'`\\])*""")
+_ENDS = re.compile(r"[|;&]|\d?>")  # of a command
 _FLAG = re.compile(r"--?[a-zA-Z]")
 UNKNOWN_FLAG = "launcher.unknown"  # the key for a flag that the launcher does not have: its text
 LOST_FLAGS = "launcher.lost"  # the key for flags below the command's end: how it ends, and the first of them
@@ -99,7 +100,7 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
     `flags` gets the keys of the script's.
     """
     before_script = known = True
-    while words and words[0][0] not in ("&&", "||", "|", ";", "&"):
+    while words and not _ENDS.match(words[0][0]):
         word, line = words.popleft()
         if word.startswith("$"):
             known = False  # what follows may be the script's
@@ -122,13 +123,21 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
                     takes = _fits(flag, value) and not (before_script and value.endswith(".py"))
                 value = words.popleft()[0] if takes and value != "--" and not _FLAG.match(value) else "true"
             flags |= set() if before_script else {flag.replace("-", "_")}
-            yield flag.replace("-", "_"), _scalar(value), line
+            given = [_scalar(value)]
+            while takes and not before_script and isinstance(given[-1], str) and _more(words):
+                given.append(_scalar(words.popleft()[0]))
+            yield flag.replace("-", "_"), given if len(given) > 1 else given[0], line
         else:
-            if word.endswith((".yaml", ".yml")) and not before_script:
+            if word.endswith((".yaml", ".yml", ".json")) and not before_script:
                 yield "arguments", word, line
             if before_script and word.endswith(".py"):
                 yield "script", word, line
             before_script = before_script and word.startswith("$")
+
+
+def _more(words: deque[tuple[str, int]]) -> bool:
+    """Whether the next word is one more value of a flag, such as `--modules q_proj v_proj`."""
+    return bool(words) and re.fullmatch(r"[A-Za-z_][\w-]*", words[0][0]) is not None
 
 
 def _lost(rows: list[str], count: int, first: int) -> Iterator[tuple[str, str, int]]:
@@ -180,6 +189,8 @@ def _takes_value(launcher: str, flag: str) -> bool | None:
 
 
 def _scalar(text: str) -> Any:
+    if re.fullmatch(r"\{.*\}", text):
+        text = re.sub(r"([\w\"']):(?=[^\s/])", r"\1: ", text)  # the shell takes the quotes of JSON away
     try:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):

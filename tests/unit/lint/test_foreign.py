@@ -190,7 +190,7 @@ def test_llama_factory(files: Path) -> None:
     assert job.data.train == str(files / "my_data.jsonl")
     assert (job.optimizer.schedule, job.optimizer.final_fraction) == ("cosine", 0)
     text = "\n".join(said)
-    assert "warmup_ratio (line 14): the number of steps is not known; write optimizer.warmup_steps" in text
+    assert "14: warmup_ratio 0.1: a share of the steps, whose number no file says; write" in text
     assert "template (line 8)" in text
     assert "train.global_batch 16 is 1 x 16 x GPUs; no file says how many" in text
 

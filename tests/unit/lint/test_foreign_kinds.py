@@ -500,7 +500,7 @@ for name, rows, expected, sentences in (
         "columns that a job does not read",
         '{"one": {"file_name": "one.json", "columns": {"prompt": "frage", "response": "antwort"}}}',
         {"data.format": None},
-        ("dataset_info.columns.prompt", "a job reads the fields of data.format"),
+        ("columns.prompt (line 1)", "a job reads the fields of data.format"),
     ),
     (
         "pairs",
@@ -512,13 +512,13 @@ for name, rows, expected, sentences in (
         "two that differ",
         '{"one": {"file_name": "1.json", "formatting": "sharegpt"}, "two": {"file_name": "2.json"}}',
         {"data.format": None, "data.train": ["data/1.json", "data/2.json"]},
-        ("dataset_info.formatting",),
+        ("formatting (line 1)",),
     ),
     (
         "images",
         '{"one": {"file_name": "1.json", "num_samples": 50, "images": "x"}}',
         {"data.max_samples": 50},
-        ("dataset_info.images",),
+        ("images (line 1)",),
     ),
 ):
     names = "one, two" if '"two"' in rows else "one"

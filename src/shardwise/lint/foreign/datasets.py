@@ -88,9 +88,10 @@ class _Info:
             return
         made = {key: value for key, value in _as_one(rows).items() if key not in ("file_name", "hf_hub_url")}
         shapes = {_shape(row) for row in rows}
-        if len(shapes) == 1 and (shape := shapes.pop()):
+        shape = shapes.pop() if len(shapes) == 1 else ""
+        if shape or shapes:  # else the row's own words are said
             made = {key: value for key, value in made.items() if key not in ("columns", "tags", "formatting")}
-            made["shape"] = shape
+            made["shape" if shape else "formatting"] = shape or "a different one for each dataset"
         yield Document(
             name=self.file, text="", syntax="json", kind="training", values={"dataset_info": made}, marks={}
         )

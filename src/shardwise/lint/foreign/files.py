@@ -1,5 +1,6 @@
 """The files, and what they name: configurations, scripts with their settings, commands."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,37 +8,47 @@ from typing import Any
 
 from shardwise.errors import JobError
 from shardwise.lint.check import load
-from shardwise.lint.document import AUTO, Document, line_at
+from shardwise.lint.document import AUTO, Document, Mark, line_at
 from shardwise.lint.foreign.table import TABLE, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
 from shardwise.lint.script_inputs import OPEN, Inputs
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
+from shardwise.lint.setup import launched_processes
+from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
 
 _ALL_VISIBLE = ("deepspeed", "accelerate", "llamafactory-cli", "swift", "axolotl", "python", "python3")
+_FILLS = re.compile("HfArgumentParser|TrlParser|H4ArgumentParser")  # take arguments from a file
+_SETTINGS = (".yaml", ".yml", ".json")
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
 
 
 def read(files: Sequence[Path], said: list[str]) -> list[Document]:
     """The files, and the DeepSpeed settings that they name or hold, unless `files` has a file of those."""
     documents, broken = load(files, other="training")
+    if more := [path for one in documents for path in _filled(one, documents, said)]:
+        documents, broken = load([*files, *more], other="training")
     for wrong in broken:
         raise JobError(wrong.what, where=wrong.where, fix=wrong.fix)
     for one in documents:
         if one.kind == "job":
             raise JobError("it is a job file already", where=one.name, fix="shardwise train takes it")
     commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
+    plain = [one for one in documents if one.syntax not in ("shell", "python")]
     scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
     for one in documents:
         if one.syntax == "python" and one.kind != "deepspeed":
-            inputs = _inputs(one, commands)
+            settings = [part for part in plain if part.kind == "training" and _FILLS.search(one.text)]
+            inputs = _inputs(one, settings, commands, documents)
             script, *held = _documents(one, inputs, said)
             commands = [_without_flags(command, script, inputs, said) for command in commands]
+            for part in settings:
+                own = replace(part, flags=frozenset(part.values))
+                plain[plain.index(part)] = _without_flags(own, script, inputs, said)
             scripts.append(script)
             inner += held
             loaded |= inputs.loaded
     asked = {Path(one).resolve() for one in files}
-    plain = [one for one in documents if one.syntax not in ("shell", "python")]
     plain = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() not in loaded]
     order = {one.name: place for place, one in enumerate(documents)}
     mine = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() in asked]
@@ -55,13 +66,39 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
     return [*used, *sorted([*named, *inner], key=lambda one: order[one.name])]
 
 
-def _inputs(script: Document, commands: Sequence[Document]) -> Inputs:
-    """What the commands give the script."""
+def _filled(command: Document, documents: Sequence[Document], said: list[str]) -> list[Path]:
+    """The file of a flag `--config` from which a parser of a script takes its arguments."""
+    name = str(command.get("config")) if "config" in command.flags else ""
+    fills = any(one.syntax == "python" and _FILLS.search(one.text) for one in documents)
+    if not fills or not name.endswith(_SETTINGS):
+        return []
+    there = found([name], Path(command.name).parent)
+    if not there:
+        place = f"{command.name}:{command.line(('config',))}"
+        said.append(f"to do: {place}: {name} is not there; add it to --from")
+    return there
+
+
+def _inputs(
+    script: Document, settings: Sequence[Document], commands: Sequence[Document], all_: Sequence[Document]
+) -> Inputs:
+    """What the commands, and files of `settings`, give the script."""
     flags, environment = dict[str, Any](), dict[str, str]()
+    for one in settings:
+        flags |= one.values
     for one in commands:
         flags |= {key: one.values[key] for key in one.flags}
         environment |= one.environment
-    return Inputs(flags, environment, Path(script.name).parent)
+    plain = any(str(one.get("launcher")).startswith("python") for one in commands)
+    counts = map(launched_processes, (*commands, *(one for one in all_ if one.kind == "accelerate")))
+    count = next((count for count in counts if count is not None), None)
+    own = (one.number(name) for one in commands for name in ("nproc_per_node", "num_gpus"))
+    here = next((int(number) for number in own if number), None)
+    sizes = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": here}  # a launcher sets them, whatever the shell has
+    environment = {name: text for name, text in environment.items() if plain or name not in sizes}
+    environment |= {name: str(number) for name, number in sizes.items() if number is not None}
+    known = bool(commands or settings) and not any(one.has(OPEN_FLAGS) for one in commands)
+    return Inputs(flags, environment, Path(script.name).parent, commanded=known)
 
 
 def _with_gpus(command: Document) -> Document:
@@ -143,6 +180,13 @@ def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Do
             pairs = '"completion"' in rows.readline(100_000)
         if pairs and "completion_only_loss" not in values and "SFTTrainer" in script.text:
             values["completion()"] = True
+    if not any("data.sequence_length" in targets_of(script, place) for place in read_.marks):
+        lengths = (name for name, rule in TABLE["keys"].items() if rule == "data.sequence_length")
+        for name in lengths:  # a flag that some function of the script cuts its rows by
+            for given in (shown := read_.known.presets.of(name))[:1]:
+                read_.marks[name,] = Mark(line=given.lineno)
+                number = read_.known.value(given)
+                values |= {name: number} if len(shown) == 1 and isinstance(number, int) else {}
     if inputs.supported:
         said.append(f"assumed: the GPUs compute in bf16, which {script.name} asks them")
     yield replace(script, values=values, marks=read_.marks)

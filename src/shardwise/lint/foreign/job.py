@@ -20,6 +20,8 @@ from shardwise.lint.foreign.table import TABLE, leaves, run_name
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import translate
 
+_HELD_OUT = "a job takes these rows from a file, or holds out a share of its own (data.eval_fraction)"
+
 
 def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list[str]]:
     """The job file, for `folder`, that configurations and scripts of other tools describe.
@@ -82,7 +84,8 @@ def _to_do(open_: dict[str, str]) -> list[str]:
     for place in dict.fromkeys(open_.values()):
         keys = (key for key in open_ if open_[key] == place)
         write = dict.fromkeys(resolve.BATCH if one.startswith("batch.") else one for one in keys)
-        made.append(f"to do: {place}: only a run knows its value; write {', '.join(write)}")
+        why = _HELD_OUT if [*write] == ["data.eval"] else "only a run knows its value"
+        made.append(f"to do: {place}: {why}; write {', '.join(write)}")
     return made
 
 

@@ -67,6 +67,8 @@ def batch(parts: Mapping[str, int], *, unsaid: bool, said: list[str]) -> list[st
     micro, times = parts.get("micro", 1), parts.get("accumulation", 1)
     rows = parts.get("total", parts.get("nodes", 1) * parts.get("gpus", 1) * micro * times)
     if "total" not in parts and unsaid:
+        known = ", ".join(f"{name} {count}" for name, count in parts.items() if name != "micro")
+        said += [f"left out: {known}: a factor of the batch is not known"] if known else []
         return [f"train.micro_batch={micro}"] if "micro" in parts else []
     if not parts.keys() & {"total", "micro"}:
         said.append(f"to do: no file says how many rows a GPU takes at a time; write {BATCH}")

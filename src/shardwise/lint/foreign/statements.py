@@ -8,7 +8,7 @@ from shardwise.job import source
 from shardwise.job.source import Key
 from shardwise.lint.document import Document
 from shardwise.lint.foreign.files import is_open, targets_of
-from shardwise.lint.foreign.table import TABLE, leaves, meaning
+from shardwise.lint.foreign.table import TABLE, WRITE_STEPS, leaves, meaning
 from shardwise.lint.rules.keys import unknown_keys
 from shardwise.lint.schema import as_number, closest, deepspeed_schema, names
 from shardwise.lint.script_text import UNDEFINED
@@ -46,7 +46,11 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
             said.append(f"changed: {at}: {value}: {TABLE['notes'][value]}")
         word = not isinstance(TABLE["keys"].get(key), str)
         if isinstance(meant, str):
-            left_out[meant].append(f"{key} (line {document.line(place)})")
+            if meant == WRITE_STEPS:
+                said.append(f"to do: {at} {value}: {meant}")
+            else:
+                shown = key.removeprefix("dataset_info.")
+                left_out[meant].append(f"{shown} (line {document.line(place)})")
             for target in targets_of(document, place):
                 yield Statement(target, "", at, word)
             continue

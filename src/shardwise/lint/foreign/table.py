@@ -17,6 +17,8 @@ TABLE = toml_file("foreign.toml")
 TABLE["keys"] |= {other: TABLE["keys"][key] for other, key in TABLE["same"].items()}
 TABLE["reasons"] |= {key: why for why, keys in TABLE["refused"].items() for key in keys.split()}
 
+WRITE_STEPS = "a share of the steps, whose number no file says; write optimizer.warmup_steps; unset means 3 %"
+
 _KNOWN = [*TABLE["keys"], *TABLE["strategy"]["keys"]]
 _EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
 
@@ -39,6 +41,8 @@ def meaning(key: str, value: Any, steps: float) -> list[str] | str:
         return _taken(key, rule, value, number)
     if key in ("warmup_ratio", "warmup_steps") and number and steps > 0:
         return [f"optimizer.warmup_steps={math.ceil(number * steps)}"]
+    if key == "warmup_ratio" and number:
+        return WRITE_STEPS
     return _reason(key, text)
 
 
@@ -61,7 +65,7 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
     if rule == "data.eval_fraction" and number and number >= 1:
         return f"{text} rows: a job holds out a share of them; write data.eval_fraction"
     if rule == "optimizer.warmup_steps" and number and 0 < number < 1:
-        return f"{text} is a share of the steps, whose number is not known; write optimizer.warmup_steps"
+        return WRITE_STEPS
     if rule.startswith("batch.") and not (isinstance(number, int) and number > 0):
         return f"{text} is no number of rows, steps or GPUs"
     if rule == "name":
