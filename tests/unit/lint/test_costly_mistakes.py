@@ -137,7 +137,9 @@ ACCELERATED = "from accelerate import Accelerator\nacc = Accelerator()\nmodel = 
     ],
 )  # fmt: skip
 def test_one_process_saves_what_all_hold(script: str, file: str, hits: int) -> None:
-    assert len(found("one-process-calls-for-all", script, *([file] if file else []))) == hits
+    said = found("one-process-calls-for-all", script, *([file] if file else []))
+    assert len(said) == hits
+    assert all(("full_state_dict=True" in one.fix) == ("model.state_dict" in one.what) for one in said)
 
 
 HALF = "model = AutoModelForCausalLM.from_pretrained('gpt2', torch_dtype={})\n"

@@ -245,7 +245,11 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
     for line, (said, where) in found.items():
         if said.rpartition(".")[2] not in elsewhere:  # where the others call it too, they meet
             what = f"`{said}` waits for all processes, and {where} lets one call it: the run hangs"
-            yield Hit((), what, "call it in all processes, outside the condition", line=line)
+            fix = "call it in all processes, outside the condition"
+            if said.endswith(".state_dict"):  # of fully_shard it does not wait
+                what += ", or with fully_shard one process's shard is saved"
+                fix = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), in all"
+            yield Hit((), what, fix, line=line)
 
 
 @training_rule("error", "deepspeed/runtime/zero; run with 0.19.8 at stages 1 to 3", versions=DEEPSPEED)
