@@ -132,7 +132,7 @@ def check(
         setup, fixed = fix_files(setup, paths)
     checked = run_rules(setup, broken)
     fit = None
-    if hardware is not None and model is not None and not broken:
+    if hardware is not None and model is not None and all(one.severity == "note" for one in broken):
         changes = [] if sequence is None else [f"data.sequence_length={sequence}"]
         fit = fit_of(checked.setup, model, changes, hardware, partial(make_plan, making=making))
         checked = fit.applied(checked)

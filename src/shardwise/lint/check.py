@@ -12,9 +12,9 @@ from shardwise.job.load import LoadedJob, load_job
 from shardwise.job.schema import StrategySpec
 from shardwise.lint.document import Document, Kind, UnreadableError
 from shardwise.lint.edit import CannotEditError, edited, in_words
-from shardwise.lint.finding import SEVERITIES, Finding, finding, holds_for
+from shardwise.lint.finding import SEVERITIES, Finding, Severity, finding, holds_for
 from shardwise.lint.model import architecture_of
-from shardwise.lint.read import found, read, referred, text_of
+from shardwise.lint.read import UNKNOWN, found, read, referred, text_of
 from shardwise.lint.rules import RULES
 from shardwise.lint.setup import READER_NAMES, Setup
 from shardwise.models.catalog import no_tokenizer
@@ -62,13 +62,15 @@ def load(
 
 
 def unreadable(name: str, error: UnreadableError) -> Finding:
-    """The finding for a file of no known kind, or a broken one."""
-    found = Finding(rule="unreadable", severity="error", file=name, what=error.what, fix=error.fix)
+    """The finding for a broken file, or one of no known kind: a note, where others could be read."""
+    severity: Severity = "note" if error.what == UNKNOWN and not name.endswith(".json") else "error"
+    found = Finding(rule="unreadable", severity=severity, file=name, what=error.what, fix=error.fix)
     return replace(found, line=error.line)
 
 
 def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
     """Return every finding, in the order of files, severity and lines."""
+    broken = broken if setup.documents else [replace(one, severity="error") for one in broken]
     order = {document.name: index for index, document in enumerate(setup.documents)}
     findings = [*broken, *(one for document in setup.documents for one in findings_of(document, setup))]
     findings.sort(key=lambda one: (order.get(one.file, -1), SEVERITIES.index(one.severity), one.line))

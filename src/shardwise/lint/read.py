@@ -23,6 +23,7 @@ _ACCELERATE = frozenset(names("accelerate_files"))
 _TRAINING = frozenset(names("training_files"))
 _TRAINERS_FSDP = {"auto_wrap_policy", "reshard_after_forward", "transformer_layer_cls_to_wrap"}
 _IN_BOTH = {"gradient_accumulation_steps", "bf16", "fp16"}  # keys that both DeepSpeed and the Trainer have
+UNKNOWN = "check does not know this kind of file"
 WHAT = (
     "a DeepSpeed JSON, an accelerate config, a training script, its arguments or launch command, a job file"
 )
@@ -59,9 +60,9 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
     elif name.endswith(".py") or is_python(text):
         return read_python(text, name)
     elif is_command(text) or name.endswith((".sh", ".slurm", ".sbatch", ".bash")):
-        return read_shell(text, name, plain=other is not None)
+        return read_shell(text, name, plain=True)
     elif name.endswith((".toml", ".md", ".txt", ".ipynb")):
-        raise UnreadableError("check does not know this kind of file", line=1, fix=f"name {WHAT}")
+        raise UnreadableError(UNKNOWN, line=1, fix=f"name {WHAT}")
     else:
         document = read_yaml(text, name)
         kind = _kind(document.values)
@@ -74,7 +75,7 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
     kind = kind or other
     if kind is None:
         fix = f"name {WHAT}; `shardwise init --from {name}` makes a job file of other settings"
-        raise UnreadableError("check does not know this kind of file", line=1, fix=fix)
+        raise UnreadableError(UNKNOWN, line=1, fix=fix)
     return replace(document, kind=kind)
 
 
@@ -105,7 +106,8 @@ def referred(document: Document) -> list[str]:
     if document.syntax == "shell" and document.has("script"):
         named.append(document.get("script"))
     if document.syntax == "shell":
-        named += [str(document.get(name)) for name in ("config_file", "arguments") if document.has(name)]
+        both = {"config_file", "arguments"} - document.flags  # after the script's name: not accelerate's
+        named += [str(document.get(name)) for name in sorted(both) if document.has(name)]
     return [_VARIABLE.sub("", value) for value in named]
 
 

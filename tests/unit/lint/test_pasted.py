@@ -142,7 +142,7 @@ def test_what_a_launch_names_is_read_as_well() -> None:
 @pytest.mark.parametrize(
     ("name", "left"),
     [
-        ("stage2-offload-param.json", set()),
+        ("stage2-offload-param.json", {"offload-param-needs-stage-3"}),  # which of two was meant
         ("overlap_com.json", set()),
         ("zero_optimisation.json", set()),
         ("zero3-bucket.json", set()),
@@ -183,8 +183,7 @@ def test_a_file_that_is_only_named_by_another_is_not_touched(tmp_path: Path) -> 
 
 def test_lines_that_end_as_on_windows_stay_so(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
-    text = (EXAMPLES / "stage2-offload-param.json").read_text().replace("\n", "\r\n")
+    text = (EXAMPLES / "overlap_com.json").read_text().replace("\n", "\r\n")
     file.write_bytes(text.encode())
     fix_files(Setup(documents=load([file])[0]), [file])
-    gone = '    "offload_param": {"device": "cpu", "pin_memory": true},\r\n'
-    assert file.read_bytes().decode() == text.replace(gone, "")
+    assert file.read_bytes().decode() == text.replace("overlap_com", "overlap_comm")

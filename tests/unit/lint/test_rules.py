@@ -96,6 +96,7 @@ t = AutoTokenizer.from_pretrained("meta-llama/Llama-2-7b-hf")
 x = t(["a", "b c"], padding=True)
 {}
 """
+TRAINED = "m = AutoModelForCausalLM.from_pretrained('meta-llama/Llama-2-7b-hf')\nTrainer(m).train()\n"
 EPOCHS = """import torch
 from setting import *
 optimizer = torch.optim.SGD(model.parameters())
@@ -284,6 +285,17 @@ CASES = (
         },
     ),
     # optimizer
+    Case(
+        "two-precisions",
+        PREPARED.format("mixed_precision='fp16'", "accelerator.backward(loss)"),
+        PREPARED.format("mixed_precision='bf16'", "accelerator.backward(loss)"),
+        also=(PLUGIN,),
+    ),
+    Case(
+        "fp16-needs-fp32-weights",
+        f"{TRAINER}m = A.from_pretrained('x', dtype='float16')\nTrainer(m, TrainingArguments(fp16=True))",
+        f"{TRAINER}m = A.from_pretrained('x')\nTrainer(m, TrainingArguments(fp16=True))",
+    ),
     Case("unknown-optimizer", params("OneBitAdam"), params("AdamW")),
     Case("untested-optimizer", params("SGD"), {**params("SGD"), "zero_allow_untested_optimizer": True}),
     Case("adam-is-adamw", params("Adam"), params("Adam", adam_w_mode=False)),
@@ -490,6 +502,11 @@ CASES = (
         "#SBATCH --nodes=2\nsrun torchrun --nnodes 4 --nproc_per_node 8 train.py\n",
         "#SBATCH --nodes=4\nsrun torchrun --nnodes 4 --nproc_per_node 8 train.py\n",
     ),
+    Case(
+        "nodes-meet-at-localhost",
+        "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_endpoint localhost:29500 t.py",
+        "torchrun --nnodes 1 --nproc_per_node 8 --rdzv_endpoint localhost:29500 t.py",
+    ),
     Case("optimizer-outside-engine", LOOP.format("inner.step()"), LOOP.format("engine.step()")),
     Case(
         "no-optimizer",
@@ -516,6 +533,13 @@ CASES = (
         "no-pad-token",
         PADDED.format("", "x"),
         PADDED.format("t.pad_token = t.eos_token", "x"),
+    ),
+    Case(
+        "new-tokens-without-rows",
+        PADDED.format("t.pad_token = '#'; t.add_tokens(['<|user|>'])", TRAINED),
+        PADDED.format(
+            "t.pad_token = '#'; t.add_tokens(['<|user|>'])", TRAINED + "m.resize_token_embeddings(len(t))"
+        ),
     ),
     Case(
         "labels-include-padding",
@@ -553,12 +577,6 @@ CASES = (
         PREPARED.format("gradient_accumulation_steps=1", STEPS),
     ),
     Case(
-        "two-precisions",
-        PREPARED.format("mixed_precision='fp16'", "accelerator.backward(loss)"),
-        PREPARED.format("mixed_precision='bf16'", "accelerator.backward(loss)"),
-        also=(PLUGIN,),
-    ),
-    Case(
         "no-sampler",
         OWN.format("model=m, optimizer=o") + "loader = DataLoader(rows)\n",
         OWN.format("model=m, optimizer=o") + "loader = DataLoader(rows, sampler=DistributedSampler(rows))\n",
@@ -579,6 +597,11 @@ CASES = (
         "not-prepared",
         UNPREPARED.format("optimizer"),
         UNPREPARED.format("optimizer, net"),
+    ),
+    Case(
+        "optimizer-before-sharding",
+        "from x import *\noptimizer = AdamW(m.parameters())\nfully_shard(m)\n",
+        "from x import *\nfully_shard(m)\noptimizer = AdamW(m.parameters())\n",
     ),
     Case(
         "zeus-monitor-of-all-gpus",

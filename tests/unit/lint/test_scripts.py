@@ -184,7 +184,7 @@ def test_zero_keeps_gradients_and_at_stage_3_weights_elsewhere(call: str, stages
     ],
 )
 def test_arguments_stop_where_those_of_transformers_do(given: str, stops: bool) -> None:
-    script = f"{TRAINER}a = TrainingArguments('out', {given})\n"
+    script = f"{TRAINER.replace('m, a', 'm, a, eval_dataset=m')}a = TrainingArguments('out', {given})\n"
     assert bool(lines_of("contradicting-arguments", script)) == stops
     if "cfg" not in given and "**" not in given and "half" not in given and "evaluation_" not in given:
         from transformers import TrainingArguments

@@ -8,7 +8,7 @@ from pathlib import Path
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, Severity
 from shardwise.lint.rules.training import calls, training_rule, tree_of, within
-from shardwise.lint.schema import closest, names
+from shardwise.lint.schema import closest, names, table
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import LOST_FLAGS, OPEN, UNKNOWN_FLAG
 
@@ -23,6 +23,9 @@ _SBATCH = re.compile(
     r"^#SBATCH\s+(?:--(nodes|ntasks-per-node|gpus-per-node|gres=gpu)|-N)[=: ](?:\w+:)?(\d+)(?=[ \t]*(?:#|$))",
     re.MULTILINE,
 )
+_STARTS = re.compile(r"srun|mpirun|mpiexec|pdsh|ssh|clush|parallel|\bray\b")
+_READS_FLAGS = re.compile(r"(?i)argv|pars|fire|click|hydra|typer|tyro|flags|cli\b|draccus")
+_BEFORE = "before the script's name: it is the launcher's"
 _SRUN = re.compile(r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+)*srun\b(?!.*--ntasks|.* -n)", re.MULTILINE)
 
 
@@ -86,6 +89,11 @@ def flags_of_the_script(document: Document, setup: Setup) -> Iterator[Hit]:
     script = next((one for one in setup.of("training") if Path(one.name).name == file), None)
     known = _flags(script) if script and document.syntax == "shell" else {}
     missing = {one for one in known if known[one]}
+    before = set(table("only_launchers").get(document.get("launcher"), "").split()) & document.flags
+    text = script.text.replace("-", "_") if script and document.syntax == "shell" and not known else ""
+    for name in sorted(one for one in before if text and one not in text):
+        what = f"`--{name}` after {file} is not the launcher's, and {file} does not have it"
+        yield Hit((name,), what, _BEFORE, severity="warning" if _READS_FLAGS.search(text) else None)
     for name in sorted(document.flags) if known else ():
         written = _written(document, name)
         meant = {flag for flag in known if flag.startswith(tuple(written))}  # argparse takes a beginning
@@ -93,7 +101,8 @@ def flags_of_the_script(document: Document, setup: Setup) -> Iterator[Hit]:
         if written and not meant:
             near = closest(written[0], known)
             what = f"{file} has no flag `--{written[0]}`: it stops with `unrecognized arguments`"
-            fix = f"did you mean `--{near}`?" if near else "remove it, or add it to the parser"
+            other = _BEFORE if name in before else "remove it, or add it to the parser"
+            fix = f"did you mean `--{near}`?" if near and name not in before else other
             yield Hit((name,), what, fix)
     for name in sorted(missing) if not document.has(OPEN) else ():
         what = f"{file} requires `--{name}`, which the command does not give: it stops"
@@ -120,14 +129,10 @@ def _flags(script: Document) -> dict[str, bool]:
     classes = {one.name: one for one in ast.walk(tree_of(script)) if isinstance(one, ast.ClassDef)}
     known = {one.name for one in ast.walk(tree_of(script)) if isinstance(one, ast.FunctionDef)} | _OWN
     holders = {ast.unparse(call.func).removesuffix(".add_argument") for call in added}
-    flags = dict.fromkeys(
-        ("help", *["deepspeed", "deepspeed_config"] * ("add_config_arguments(" in script.text)), False
-    )
+    more = ("deepspeed", "deepspeed_config") if "add_config_arguments(" in script.text else ()
+    flags = dict.fromkeys(("help", *more), False)
     for call in within(tree_of(script)):
-        given = {
-            ast.unparse(one.value if isinstance(one, ast.keyword) else one)
-            for one in (*call.args, *call.keywords)
-        }
+        given = {*map(ast.unparse, (*call.args, *(one.value for one in call.keywords)))}
         if holders & given and ast.unparse(call.func) not in known:
             return {}  # another module adds flags
     for call in added:
@@ -179,6 +184,9 @@ def slurm_and_launcher(document: Document, _: Setup) -> Iterator[Hit]:
     elif (nodes or 1) > 1 and srun and not document.has("nnodes"):
         what = f"without --nnodes each of the {nodes} nodes trains on its own"
         yield Hit(("launcher",), what, f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HEAD:29500")
+    elif (nodes or 1) > 1 and launched == nodes and not _STARTS.search(document.text):
+        what = f"the job's script runs on the first of {nodes} nodes only: torchrun waits for the others"
+        yield Hit(("nnodes",), what, "srun torchrun, with one task per node")
     if gpus and each and gpus != each:
         effect = "the last stop with `invalid device ordinal`" if each > gpus else "the other GPUs stay idle"
         severity: Severity = "error" if each > gpus else "warning"
@@ -187,3 +195,14 @@ def slurm_and_launcher(document: Document, _: Setup) -> Iterator[Hit]:
     if srun and tasks > 1 and document.has("nproc_per_node"):
         what = f"srun starts torchrun {tasks} times on each node, and each starts all processes of the node"
         yield Hit(("nproc_per_node",), what, "#SBATCH --ntasks-per-node=1")
+
+
+@training_rule("error", "torch/distributed/elastic/rendezvous: the endpoint's host holds the store")
+def nodes_meet_at_localhost(document: Document, _: Setup) -> Iterator[Hit]:
+    """Each node takes `localhost` for itself: the nodes of a launch never meet."""
+    nodes = document.number("nnodes") or document.number("num_machines") or 1
+    for name in ("rdzv_endpoint", "master_addr", "main_process_ip") if document.syntax == "shell" else ():
+        host = str(document.get(name)).partition(":")[0]
+        if nodes > 1 and host in ("localhost", "127.0.0.1") and f":-{host}" not in document.text:
+            what = f"`{host}` is another machine on each of the {nodes:g} nodes: they wait for each other"
+            yield Hit((name,), what, "the name of the first node")

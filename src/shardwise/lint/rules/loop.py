@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import DEEPSPEED, Hit, Severity
-from shardwise.lint.rules.accelerate import DS
+from shardwise.lint.rules.accelerate import DS, FSDP
 from shardwise.lint.rules.training import (
     calls,
     is_optimizer,
@@ -24,6 +24,10 @@ from shardwise.lint.setup import Setup
 
 _INITIALIZE = "deepspeed.initialize"  # below, patterns of what ast.unparse writes: a statement a line
 _ENGINE = re.compile(r"([\w.]+), (\*?[\w.]+).* = deepspeed\.initialize\((?:.*\boptimizer=([\w.]+))?")
+_SCHEDULE = re.compile(r"([\w.]+), .*?(\w+) = deepspeed\.initialize\((?:.*\blr_scheduler=(?!None)([\w.]+))?")
+_SHARDED = re.compile(  # the name of the result, the model, and what follows in the same block
+    r"(?m)^( *)(?:([\w.]+) = )?[\w.]*(?:fully_shard|FullyShardedData\w+)\(([\w.]+).*\n(?=((?:\1.*\n|\n)*))"
+)
 _MADE = re.compile(r"^ *\(?([\w.]+)(?:, .*)? = ([\w.]+)\(", re.MULTILINE)
 _GIVEN = re.compile(r"(deepspeed\.initialize)\((?:.*\bmodel=|[^,()=]+, )([\w.]+)")
 _HELD = re.compile(r"([\w.]+?)(?:\.module)?\.(?:parameters|state_dict|save_pretrained)\(")
@@ -33,23 +37,31 @@ _WAITS |= {name: re.compile(r"(engine|initialize)\b") for name in names("wait_in
 _WAITS |= {name: re.compile(r"\b(dist|distributed|comm|accelerator)\b") for name in names("wait_for_all")}
 _ALONE = re.compile("is_initialized|is_available|(world_size|WORLD_SIZE).* (==|<=) '?1")  # of one process
 _STEPS = re.compile(r"^ *(?!\S*sched)[\w.]+\.step\(", re.MULTILINE)
-_ZEROES = re.compile(
-    r"zero_grad|foreach_zero|\.grad\s*=\s*None|grad\.zero_|deepspeed\.initialize|[Ll]ightning"
-)
+_ZEROES = re.compile(r"zero_grad|foreach_zero|\.grad\s*=\s*None|grad\.zero_|deepspeed\.init|[Ll]ightning")
+_OF_FSDP = ("get_state_dict", "save_state")  # an Accelerator gathers in these
 _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and its plugin
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
 _GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed|zero_?3)")
+_LOADS = re.compile(r"(?:AutoModel\w*|For\w+)\.from_pretrained\((?:.*\n)*.*(?:Trainer\(|\.backward\()")
+_NEW = re.compile(r"(?!(<unk>|<s>|</s>|<pad>|<mask>|<\|\w*text\|>|<\|im_\w+\|>)$).*[^\s\w].*")
+_MAKES_ROWS = re.compile(r"resize_token_embeddings|resize\w*embed|add_new_tokens|len\(\w*tok")
 _NO_PAD_TOKEN = names("no_pad_token")
 _LABELS = re.compile(r"labels[\"']?\]?\s*=\s*[\w.]*(input_ids|\[[\"']input_ids[\"']\])(\.(clone|copy)\(\))?")
 _PADS = re.compile(r"padding\s*=\s*(True|[\"'](max_length|longest)[\"'])")
 
 
 @training_rule("error", "run with 0.19.8 at stages 0, 2 and 3", versions=DEEPSPEED)
-def optimizer_outside_engine(document: Document, _: Setup) -> Iterator[Hit]:
+def optimizer_outside_engine(document: Document, setup: Setup) -> Iterator[Hit]:
     """DeepSpeed's engine steps its own optimizer and schedule, at the end of an accumulation."""
-    for engine, returned, given in _ENGINE.findall(ast.unparse(tree_of(document))):
-        steps = reversed([*calls(document, "step")])  # the first of a name stays
-        stepped = {ast.unparse(one.func).removesuffix(".step"): one for one in steps}
+    program, steps = ast.unparse(tree_of(document)), reversed([*calls(document, "step")])
+    stepped = {ast.unparse(one.func).removesuffix(".step"): one for one in steps}  # the first of a name stays
+    in_file = any(one.section("scheduler") for one in setup.of("deepspeed"))
+    for engine, schedule, given in _SCHEDULE.findall(program):
+        for name in {given, schedule if given or in_file else ""} & stepped.keys():
+            if re.search(rf"^( *){engine}\.step\(\)\n(?:\1.*\n)*?\1{name}\.step\(\)", program, re.MULTILINE):
+                what = f"`{engine}.step()` also steps the schedule that DeepSpeed has: it runs twice as fast"
+                yield Hit((), what, f"remove `{name}.step()`", line=stepped[name].lineno)
+    for engine, returned, given in _ENGINE.findall(program):
         if given in stepped and given != returned:
             what = f"`{given}` was given to DeepSpeed: under ZeRO its parameters have no gradients, "
             what += "and nothing is trained, without an error"
@@ -133,6 +145,23 @@ def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit((), what, fix, line=line_at(document.text, pads.start()))
 
 
+@training_rule("error", "transformers/modeling_utils.py: resize_token_embeddings; torch: index out of range")
+def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The model's embedding has no row for a new token until it is resized: an index error."""
+    program, texts = ast.unparse(tree_of(document)), " ".join(one.text for one in setup.of("training"))
+    model, made = str(document.get("model_name_or_path")).lower(), made_by(document)
+    full = any(part.startswith(names("no_spare_rows")) for part in model.split("/"))
+    trains = full and _LOADS.search(program) and not _MAKES_ROWS.search(texts)
+    for call in calls(document, "add_tokens", "add_special_tokens") if trains else ():
+        own = call.args and "Tokenizer" in made.get(ast.unparse(call.func).rpartition(".")[0], "")
+        given = ast.walk(values_of(document).meant(call.args[0])) if own else ()
+        words = [str(one.value) for one in given if isinstance(one, ast.Constant)]
+        if new := [*filter(_NEW.fullmatch, words)]:
+            what = f"the model has no row for {new[0]!r}, and no line calls `resize_token_embeddings`: "
+            what += "where it comes first, the run stops with `index out of range` or a device-side assert"
+            yield Hit((), what, "model.resize_token_embeddings(len(tokenizer))", line=call.lineno)
+
+
 @training_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
 def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
     """The loss counts every label but -100, so also those of pad tokens."""
@@ -200,20 +229,27 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
     """One process calls what waits for all others: the run hangs."""
     made, stage, texts = made_by(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
     full = "FULL_STATE_DICT" in texts or (setup.training("fsdp") and "SHARDED_STATE_DICT" not in texts)
+    parts = _SHARDED.findall(ast.unparse(tree_of(document)) + "\n")
     found, elsewhere = dict[int, tuple[str, str]](), set[str]()
     for where, body, others in _branches(document):
         elsewhere |= {ast.unparse(call.func).rpartition(".")[2] for call in within(*others)}
         for call in within(*body):
             owner, _, last = (said := ast.unparse(call.func)).rpartition(".")
             sharded = stage == 3 or full or (last == "save_state" and stage is not None)
+            sharded |= last in _OF_FSDP and any(one.section(FSDP) for one in setup.of("accelerate"))
             waits = last in _WAITS and _WAITS[last].search(f"{made.get(owner, '')} {owner}".lower())
+            held = any(owner in (to, model) and said in below for _, to, model, below in parts)
             certain = last not in names("wait_in_shards") or (sharded and f"def {last}(" not in texts)
-            if waits and certain and all(one.arg != "group" for one in call.keywords):
+            if (held or (waits and certain)) and all(one.arg != "group" for one in call.keywords):
                 found[call.lineno] = said, where
     for line, (said, where) in found.items():
         if said.rpartition(".")[2] not in elsewhere:  # where the others call it too, they meet
             what = f"`{said}` waits for all processes, and {where} lets one call it: the run hangs"
-            yield Hit((), what, "call it in all processes, outside the condition", line=line)
+            fix = "call it in all processes, outside the condition"
+            if said.endswith(".state_dict"):  # of fully_shard it does not wait
+                what += ", or with fully_shard one process's shard is saved"
+                fix = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), in all"
+            yield Hit((), what, fix, line=line)
 
 
 @training_rule("error", "deepspeed/runtime/zero; run with 0.19.8 at stages 1 to 3", versions=DEEPSPEED)
@@ -342,22 +378,3 @@ def accumulate_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
             severity: Severity | None = None if count.isdigit() else "warning"
             yield Hit((), what, fix, severity=severity, line=call.lineno)
             return
-
-
-@training_rule("error", "accelerate/utils/dataclasses.py: set_mixed_precision", versions="accelerate<2")
-def two_precisions(document: Document, setup: Setup) -> Iterator[Hit]:
-    """The script's precision wins over Accelerate's file, silently, and stops at another in DeepSpeed's."""
-    asked, loaded = document.get("mixed_precision"), document.get("torch_dtype") or document.get("dtype")
-    key = "mixed_precision" if asked else next((one for one in ("bf16", "fp16") if document.on(one)), "")
-    asked = asked or key or ("bf16" if str(loaded).endswith("bfloat16") else None)
-    other = {"bf16": "fp16", "fp16": "bf16"}.get(asked or "", "")
-    for config in setup.documents if document.syntax == "python" and other else ():
-        what, fix = f"{asked} here, and {other} in {config.name}: ", "the same in both"
-        if config.get("mixed_precision") == other and config is not document:
-            used = "the model's values can exceed fp16's largest number, 65,504"
-            severity: Severity | None = None if key else "warning"
-            what += f"{asked} is used, and the file's silently is not" if key else used
-            where = (key or ("torch_dtype" if document.has("torch_dtype") else "dtype"),)
-            yield Hit(where, what, fix, severity=severity)
-        elif config.kind == "deepspeed" and config.on(other, "enabled") and key == "mixed_precision":
-            yield Hit((key,), f"{what}Accelerator stops with a ValueError", fix)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from shardwise.lint.document import Document
-from shardwise.lint.edit import Drop, Put
+from shardwise.lint.edit import Put
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.rules.zero import ZERO, stage_of
 from shardwise.lint.setup import Setup
@@ -25,7 +25,7 @@ def offload_param_needs_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
     if stage in (0, 1, 2) and place(document, PARAMETERS) != "none":
         what = f"at stage {stage} DeepSpeed silently ignores it: the parameters stay on the GPU"
         fix = "`stage`: 3, or remove it (`offload_optimizer` works at stages 1 and 2)"
-        yield Hit((ZERO, PARAMETERS), what, fix, (Drop((ZERO, PARAMETERS)),))
+        yield Hit((ZERO, PARAMETERS), what, fix)
 
 
 @rule("error", f"{_CONFIG}: offload_optimizer; run with 0.19.8")

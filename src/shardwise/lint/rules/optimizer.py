@@ -175,20 +175,16 @@ def two_optimizers(document: Document, setup: Setup) -> Iterator[Hit]:
         offloads &= config.get("zero_force_ds_cpu_optimizer") is not False
         for engine, own, line in _optimizers(document, made):
             if engine and offloads and not own.startswith("DeepSpeedCPU"):
-                what = (
-                    f"{file} offloads the optimizer, and the script gives {own}: DeepSpeed stops with `You "
-                )
-                what += "are using ZeRO-Offload with a client provided optimizer`"
+                what = f"{file} offloads the optimizer, and the script gives {own}: DeepSpeed stops with "
+                what += "`You are using ZeRO-Offload with a client provided optimizer`"
                 fix = f"deepspeed.ops.adam.DeepSpeedCPUAdam, or only the `optimizer` of {file}, or there "
                 yield Hit((), what, f'{fix}"zero_force_ds_cpu_optimizer" off', line=line)
             elif engine and both:
                 what = f"DeepSpeed uses the script's {own}, and silently ignores `optimizer` of {file}"
                 yield Hit((), what, "keep one of the two", severity="warning", line=line)
             elif both and setup.reader == "accelerate":
-                what = (
-                    f"an optimizer in {file} and in the script: ValueError `You cannot specify an optimizer "
-                )
-                what += "in the config file and in the code at the same time`"
+                what = f"an optimizer in {file} and in the script: ValueError `You cannot specify an "
+                what += "optimizer in the config file and in the code at the same time`"
                 fix = f"accelerate.utils.DummyOptim here, or remove `optimizer` from {file}"
                 yield Hit((), what, fix, line=line)
 

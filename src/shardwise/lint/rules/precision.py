@@ -1,14 +1,20 @@
 """Number formats: bf16, fp16, autocast, and the format in which gradients are accumulated and sent."""
 
+import ast
+import re
 from collections.abc import Iterator
 
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop, Put
-from shardwise.lint.finding import Hit, rule
+from shardwise.lint.finding import Hit, Severity, rule
+from shardwise.lint.rules.training import calls, training_rule, tree_of, values_of
 from shardwise.lint.rules.zero import stage_of
+from shardwise.lint.schema import names
 from shardwise.lint.setup import Setup
 
 BF16, FP16, AUTOCAST = ("bf16", "enabled"), ("fp16", "enabled"), ("torch_autocast", "enabled")
+_HALF = ("torch.float16", "torch.half", "'float16'")
+_MASTERS = re.compile(r"(?i)lora|peft|bitsandbytes|load_in_|\.float\(\)|float32|deepspeed|fsdp|fully_shard")
 _TORCH = {"torch.bfloat16": "bf16", "bfloat16": "bf16", "torch.float16": "fp16", "float16": "fp16"}
 
 
@@ -58,11 +64,18 @@ def no_mixed_precision(document: Document, setup: Setup) -> Iterator[Hit]:
 @rule("warning", "largest fp16 number: IEEE 754", versions="")
 def fp16_for_a_bf16_model(document: Document, setup: Setup) -> Iterator[Hit]:
     """A model trained in bf16 has activations that fp16 cannot hold."""
-    known = _model_precision(setup)
+    known = _model_precision(setup) or _by_name(setup)
     asked = document.on(*FP16) or (document.get(*FP16) == AUTO and setup.training("fp16") is True)
     if known and known[0] == "bf16" and asked:
         what = f"{known[1]}; its values can exceed fp16's largest number, 65,504: skipped steps, then NaN"
         yield Hit(FP16, what, '"bf16": {"enabled": true} instead', (Put(FP16, False), Put(BF16, True)))
+
+
+def _by_name(setup: Setup) -> tuple[str, str] | None:
+    """The same of a model whose id begins like a family that is published in bf16."""
+    name = setup.model.name if setup.model else ""
+    known = name.lower().rpartition("/")[2].startswith(names("published_in_bf16"))
+    return ("bf16", f"{name} is published in bf16 (by its name)") if known else None
 
 
 @rule("error", "deepspeed/runtime/engine.py 0.19.8: backward scales the loss for ZeRO's optimizers only")
@@ -116,3 +129,49 @@ def quantized_gradients_are_fp16(document: Document, _: Setup) -> Iterator[Hit]:
     key, sent = ("zero_optimization", "zero_quantized_gradients"), document.get("communication_data_type")
     if document.on(*key) and (sent or document.get(*FP16)) not in ("fp16", True, AUTO):
         yield Hit(key, fix='remove it, or train with "fp16": {"enabled": true}', changes=(Drop(key),))
+
+
+@training_rule("error", "accelerate/utils/dataclasses.py: set_mixed_precision", versions="accelerate<2")
+def two_precisions(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The script's precision wins over Accelerate's file, silently, and stops at another in DeepSpeed's."""
+    asked, loaded = document.get("mixed_precision"), document.get("torch_dtype") or document.get("dtype")
+    key = "mixed_precision" if asked else next((one for one in ("bf16", "fp16") if document.on(one)), "")
+    asked = asked or key or ("bf16" if str(loaded).endswith("bfloat16") else None)
+    other = {"bf16": "fp16", "fp16": "bf16"}.get(asked or "", "")
+    known = _by_name(setup)
+    if asked == "fp16" and known and document.syntax == "python" and not setup.of("deepspeed"):
+        what = f"{known[1]}; its values can exceed fp16's largest number, 65,504: skipped steps, then NaN"
+        yield Hit((key or "mixed_precision",), what, "bf16, on Ampere and later", severity="warning")
+    for config in setup.documents if document.syntax == "python" and other else ():
+        what, fix = f"{asked} here, and {other} in {config.name}: ", "the same in both"
+        if config.get("mixed_precision") == other and config is not document:
+            used = "the model's values can exceed fp16's largest number, 65,504"
+            severity: Severity | None = None if key else "warning"
+            what += f"{asked} is used, and the file's silently is not" if key else used
+            where = (key or ("torch_dtype" if document.has("torch_dtype") else "dtype"),)
+            yield Hit(where, what, fix, severity=severity)
+        elif config.kind == "deepspeed" and config.on(other, "enabled") and key == "mixed_precision":
+            yield Hit((key,), f"{what}Accelerator stops with a ValueError", fix)
+
+
+@training_rule("error", "torch/amp/grad_scaler.py: unscale_; accelerate/accelerator.py: clip_grad_norm_")
+def fp16_needs_fp32_weights(document: Document, setup: Setup) -> Iterator[Hit]:
+    """fp16's gradients have a loss scale: it is not taken from those of fp16 weights, nor before clipping."""
+    text, known, files = document.text, values_of(document), setup.of("accelerate")
+    said = [document, *(() if document.has("mixed_precision") or document.has("bf16") else files)]
+    asked = document.on("fp16") or any(one.get("mixed_precision") == "fp16" for one in said)
+    others = setup.of("deepspeed") or any("_config" in one.text for one in files) or "Scaler" in text
+    program = ast.unparse(tree_of(document)) if asked and not others else ""
+    for call in calls(document, "from_pretrained") if program and not _MASTERS.search(text) else ():
+        named = re.search(rf"(?m)^ *([\w.]+) = {re.escape(ast.unparse(call))}$", program)
+        name, given = named[1] if named else "", [one for one in call.keywords if "dtype" in str(one.arg)]
+        half = name and any(ast.unparse(known.meant(one.value)) in _HALF for one in given)
+        if half and re.search(rf"\b{name}\.parameters\(|Trainer\((.*\bmodel=)?{name}[,)]", program):
+            what = "the weights are fp16: the first step stops with `Attempting to unscale FP16 gradients`"
+            fix = f"remove {given[0].arg}: fp16 mixed precision needs fp32 weights; or bf16 for both"
+            yield Hit((), what, fix, line=given[0].value.lineno)
+    scaled = "Accelerator(" in program and "unscale" not in program
+    for call in calls(document, "clip_grad_norm_", "clip_grad_value_") if scaled else ():
+        if re.fullmatch(r"((torch\.)?nn\.)?(utils\.)?\w+", by := ast.unparse(call.func)):
+            what = f"`{by}` clips gradients times fp16's loss scale, 65,536 at first: almost nothing is left"
+            yield Hit((), what, f"accelerator.{by.rpartition('.')[2]}", line=call.lineno)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import Hit, Severity
 from shardwise.lint.rules.loop import made_by
-from shardwise.lint.rules.training import calls, distributed, is_optimizer, training_rule, tree_of
+from shardwise.lint.rules.training import calls, distributed, is_optimizer, training_rule, tree_of, values_of
 from shardwise.lint.setup import Setup
 
 _WRAPS = re.compile(r"\b(DistributedDataParallel|FullyShardedDataParallel|fully_shard)\(")
@@ -20,6 +20,12 @@ _ROWS_BY_RANK = re.compile(  # an index, arithmetic, or an argument of what make
     r"|(?i:(range|data|loader|rows|split|shard|islice|seed)(?!\w*parallel))\w*\(.*rank\b(?! ==)",
 )
 _BY_RANK = re.compile(r"(?i)rank|process_index|accelerator\.device|current_device|lightning|fabric|Trainer\(")
+_GLOBAL = re.compile(r"environ(\.get\(|\[)'(RANK|SLURM_PROCID)'|\bget_rank\(\)|getenv\('RANK'")
+_EARLY = re.compile(  # an optimizer, and then in the same block what shards its model
+    r"(?m)^( *)([\w.]+) = (([\w.]+)\(.*?(?<![\w.])([\w.]+)\.parameters\(.*\))\n((?:\1.*\n|\n)*?)"
+    r"\1(?:[\w.]+ = )?[\w.]*(?:fully_shard|FullyShardedDataParallel)\(\5\b(?!.*use_orig_params=(?!False))"
+)
+_NODES = ("nnodes", "num_nodes", "num_machines")
 _OWN = 'int(os.environ["LOCAL_RANK"])'
 _FIXED: tuple[object, ...] = ("cuda:0", {"": 0}, {"": "cuda:0"})
 _ON_GPU_0 = re.compile(
@@ -66,7 +72,13 @@ def sampler_without_set_epoch(document: Document, _: Setup) -> Iterator[Hit]:
 @training_rule("error", "torch.cuda.set_device; transformers/trainer.py: is_model_parallel; read in 5.23")
 def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
     """All processes use the same GPU, and the others stay idle: each must take that of its own rank."""
-    program = ast.unparse(tree_of(document))
+    program, known = ast.unparse(tree_of(document)), values_of(document)
+    nodes = max((one.number(name) or 1 for one in setup.documents for name in _NODES), default=1)
+    for call in calls(document, "set_device") if nodes > 1 else ():
+        said = " ".join(ast.unparse(known.meant(one)) for one in ast.walk(call) if one is not call)
+        if _GLOBAL.search(said) and "%" not in said and "local" not in said.lower():
+            what = "the rank counts over all nodes: from the second node on, no GPU has that number"
+            yield Hit((), what, f"torch.cuda.set_device({_OWN})", line=call.lineno)
     several = (setup.world_size or 0) > 1 or _WRAPS.search(program) is not None
     if setup.world_size == 1 or not several or "CUDA_VISIBLE_DEVICES" in program:
         return
@@ -115,3 +127,14 @@ def not_prepared(document: Document, _: Setup) -> Iterator[Hit]:
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+@training_rule("error", "torch/distributed/fsdp: fully_shard, FullyShardedDataParallel, on the optimizer")
+def optimizer_before_sharding(document: Document, _: Setup) -> Iterator[Hit]:
+    """FSDP replaces a model's parameters: an optimizer made before has the old ones, and trains nothing."""
+    for _, name, made, by, model, between in _EARLY.findall(ast.unparse(tree_of(document))):
+        again = re.search(rf"^ *(.*, )?({model}|{name})(, .*)? = ", between, re.MULTILINE)
+        if is_optimizer(by) and not again:
+            lines = (one.lineno for one in calls(document, by.rpartition(".")[2]) if ast.unparse(one) == made)
+            what = f"{model} is sharded below, which replaces its parameters: this optimizer trains nothing"
+            yield Hit((), what, "make it after the model is sharded", line=next(lines))

@@ -36,6 +36,7 @@ _REPLACED |= dict.fromkeys(("optim", "optimizer"), "optimizer")
 _SHAPES: dict[str, tuple[str, str]] = table("schedule_shapes")  # the Trainer's word for it, and what it does
 _TARGETS = {"target_modules": 'target_modules="all-linear", which is no list'}  # and what means all modules
 _TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "lora_target: all"}
+_ROWS = ("eval_dataset", None)  # None: `**rest`
 _UNSLOTH = re.compile(r"Fast\w*\.(from_pretrained|get_peft_model)")  # these take what transformers does not
 _PLEASE = "`Please correct the following DeepSpeed config values`"
 
@@ -88,7 +89,8 @@ def is_optimizer(called: str) -> bool:
 
 def distributed(setup: Setup) -> bool:
     """Whether a file or a flag says that several processes run."""
-    launcher = setup.training("launcher") is not None or setup.training("deepspeed") not in (None, False)
+    launcher = setup.training("launcher") not in (None, "python", "python3")
+    launcher |= setup.training("deepspeed") not in (None, False)
     return launcher or bool(setup.of("deepspeed") or setup.of("accelerate")) or (setup.world_size or 0) > 1
 
 
@@ -128,7 +130,9 @@ def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
         for old, new in (word.split("=") for word in words):
             if {f"{way}({old})" for way in ways} & document.uses:
                 what = f"`{called}` of {package} has no `{old}`: TypeError. Earlier versions had it"
-                yield Hit((old,), what, f"{new}, or an earlier version" if new else "remove it")
+                given = (one for call in calls(document, called) for one in call.keywords if one.arg == old)
+                line = next((one.lineno for one in given), None)
+                yield Hit((old,), what, f"{new}, or an earlier version" if new else "remove it", line=line)
 
 
 @training_rule("error", "https://github.com/huggingface/accelerate/issues/3730")
@@ -190,7 +194,7 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer compares its arguments with the DeepSpeed or Accelerate file, and stops if they differ."""
     plugins = (one for one in setup.of("accelerate") if one.section(DS) and not one.get(DS, FILE))
     for config in (*setup.of("deepspeed"), *plugins):
-        absent = []
+        absent, differing = [], dict[str, dict[Key, Any]]()
         for key, value, name, default in _compared(config, document, setup):
             given, steps = document.get(name), name in ("warmup_steps", "max_steps")
             if value is None or value == AUTO or (steps and not (isinstance(given, int) and given > 0)):
@@ -198,7 +202,9 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
             if given is None and setup.reader == "trainer" and not document.has(name):
                 absent += [(key, value, name, default)] if setup.training(name) is None else []
             elif isinstance(given, int | float) and value != given:
-                yield from _differs(config, setup, key, value, name, given)
+                differing.setdefault(name, {})[key] = value
+        for name, keys in differing.items():
+            yield from _differs(config, setup, keys, name, document.get(name))
         called = [one for one in _PLAIN if one in document.uses and f"{one}(**)" not in document.uses]
         for key, value, name, default in absent if called and document.syntax == "python" else ():
             if value != default:
@@ -218,13 +224,15 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit(("script",), what, '"auto" in the file, or the same values in both', severity="warning")
 
 
-def _differs(config: Document, setup: Setup, key: Key, value: Any, name: str, given: Any) -> Iterator[Hit]:
-    what = f"`{name}` is {given}, but {config.name} has `{'.'.join(key)}`: {json.dumps(value)}. "
-    fix = f'"auto" for `{".".join(key)}`, or the same value in both'
+def _differs(config: Document, setup: Setup, keys: dict[Key, Any], name: str, given: Any) -> Iterator[Hit]:
+    said = {f"`{'.'.join(key)}`": value for key, value in keys.items()}
+    has = " and ".join(f"{key}: {json.dumps(value)}" for key, value in said.items())
+    what = f"`{name}` is {given}, but {config.name} has {has}. "
+    fix = f'"auto" for {" and ".join(said)}, or the same value in both'
     if setup.reader == "trainer":
         yield Hit((name,), f"{what}The Trainer stops: {_PLEASE}", fix)
     elif setup.reader == "accelerate" and name == "gradient_accumulation_steps":
-        what += f"The Trainer stops; a script with its own Accelerator accumulates over {value}"
+        what += "The Trainer stops; a script with its own Accelerator accumulates as the file says"
         yield Hit((name,), what, "the same value in both")
 
 
@@ -327,26 +335,29 @@ def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
     elif _OF_FRAMEWORKS & document.values.keys():
         what = "of this framework's file only batch, precision, quantisation, LoRA, the Trainer's arguments "
         what += "and the DeepSpeed file that it names are checked"
-        yield Hit(
-            (), what, f"`shardwise init --from {document.name}` reads more, and says what it leaves out"
-        )
+        yield Hit((), what, f"`shardwise init --from {document.name}` reads more, and says what it leaves")
 
 
 @training_rule("error", "transformers/training_args.py: TrainingArguments.__post_init__; read in 5.23")
 def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer's arguments stop with a ValueError."""
-    for given, line in (one for one in _given(document, setup) if "**" not in one[0]):
+    groups = [one for one in _given(document, setup) if "**" not in one[0]]
+    trainers = [one for one in calls(document, *names("trainers")) if ast.unparse(one.func) in document.uses]
+    rows = [one for one in trainers if len(one.args) > 4 or any(k.arg in _ROWS for k in one.keywords)]
+    for given, line in groups:
         if given.get("bf16") is given.get("fp16") is True:
             what = "ValueError `At most one of fp16 and bf16 can be True, but not both`"
             yield Hit(("fp16",), what, "keep bf16 (Ampere and later), which needs no loss scaling", line=line)
         both = given["save_strategy"], given.get("evaluation_strategy", given["eval_strategy"])
         save, evaluate = (str(one).rpartition(".")[2].lower() for one in both)  # also of SaveStrategy.STEPS
+        if (len(groups), len(trainers), rows) == (1, 1, []) and evaluate in ("steps", "epoch"):
+            what = f"it is {evaluate}, and the Trainer gets no `eval_dataset`: ValueError"
+            yield Hit(("eval_strategy",), what, "eval_dataset=ROWS of the Trainer, or remove it", line=line)
         steps = given["save_steps"], given.get("eval_steps", given["logging_steps"])
         apart = save == "steps" and all(isinstance(n, int) and n for n in steps) and steps[0] % steps[1]
         known = given.get("load_best_model_at_end") is True and {save, evaluate} <= {"no", "steps", "epoch"}
         if known and (save != evaluate or apart):
             what = f"ValueError: the model is saved by `{save}` and evaluated by `{evaluate}`"
             what = f"{what}; {steps[0]} is not a multiple of {steps[1]}" if save == evaluate else what
-            yield Hit(
-                ("load_best_model_at_end",), what, "the same save_ and eval_strategy and steps", line=line
-            )
+            fix = "the same save_ and eval_strategy and steps"
+            yield Hit(("load_best_model_at_end",), what, fix, line=line)
