@@ -31,6 +31,15 @@ _SUPPORTED = (
 )  # by every GPU that shardwise plans for
 
 
+class _NoAliases(yaml.SafeLoader):
+    """Of a stranger's file: aliases within aliases stand for any number of values."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
+
+
 class Inputs:
     """`flags`: with `_` in place of `-`. `folder`: where the script is."""
 
@@ -80,7 +89,9 @@ class Inputs:
                 return int(count) if count.isdigit() else UNKNOWN
         return UNKNOWN
 
-    def _variable(self, name: str, default: Any) -> Any:
+    def _variable(self, name: Any, default: Any) -> Any:
+        if not isinstance(name, str):
+            return UNKNOWN
         if _RANK.match(name) or (_OF_LAUNCHER.match(name) and name not in self._environment):
             return UNKNOWN  # whatever the default
         if name in self._environment:
@@ -107,11 +118,11 @@ class Inputs:
         for path in (Path(name), (self._folder or Path()) / name):
             try:
                 text = read_bounded(path, _LARGEST_FILE_BYTES).decode()
-                values = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
-            except (OSError, ValueError, yaml.YAMLError, RecursionError):
+                values = json.loads(text) if name.endswith(".json") else yaml.load(text, Loader=_NoAliases)
+                made = _expression(values)
+            except (OSError, ValueError, yaml.YAMLError, RecursionError, SyntaxError, MemoryError):
                 continue
             if isinstance(values, dict):
-                made = _expression(values)
                 for node in ast.walk(made):
                     if isinstance(node, ast.expr):
                         node.lineno = line
@@ -139,7 +150,9 @@ class Presets:
         match node:
             case ast.Call(func=ast.Attribute(attr="add_argument")):
                 flags, name, value = options(node)
-                self._note(name, value, 0, flags)
+                off = "store_false" in (getattr(one.value, "value", "") for one in node.keywords)
+                given = ast.Constant(value=False, lineno=node.lineno) if off else None
+                self._note(name, value, 0, flags, given)
             case ast.Call(func=called, keywords=given):
                 if name_of(called).endswith("set_defaults") or isinstance(meant(called), ast.ClassDef):
                     for keyword in given:
@@ -152,10 +165,17 @@ class Presets:
                         for name, value in presets(one).items():
                             self._note(name, value, 0)
 
-    def _note(self, name: str, value: ast.expr | None, rank: int, flags: Sequence[str] = ()) -> None:
-        """Note a value; by rank a default, what a call gives, what the command gives."""
+    def _note(
+        self,
+        name: str,
+        value: ast.expr | None,
+        rank: int,
+        flags: Sequence[str] = (),
+        switched: ast.expr | None = None,
+    ) -> None:
+        """Note a value; by rank a default, what a call gives, what the command gives (`switched` if so)."""
         if (given := self._inputs.flag(flags)) is not None:
-            value, rank = given, 2
+            value, rank = switched or given, 2
         if value is None:
             return
         if isinstance(value, ast.Constant) and value.value is None:

@@ -13,6 +13,7 @@ from shardwise.lint.document import LONGEST_NUMBER
 UNKNOWN = "..."  # a value that only a run knows
 
 _LARGEST = 10**15
+_NAMED = re.compile(r"torch\.\w+|([\w.]+\.)?[A-Z]\w*[a-z]\w*\.[A-Z][A-Z0-9_]*")  # of a library
 _SUMS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -90,8 +91,8 @@ def _applied(function: Callable[..., Any], values: list[Any]) -> Any:
         return UNKNOWN
     if function is operator.pow and (len(numbers) < 2 or abs(numbers[1]) > 64):
         return UNKNOWN
-    if function is operator.mul and len(numbers) < len(values):
-        return UNKNOWN  # a text or list, many times
+    if function in (operator.mul, operator.mod) and len(numbers) < len(values):
+        return UNKNOWN  # a text or list many times, or a text that is filled in
     try:
         return function(*values)
     except (TypeError, ValueError, ArithmeticError):
@@ -99,8 +100,8 @@ def _applied(function: Callable[..., Any], values: list[Any]) -> Any:
 
 
 def literal(node: ast.AST) -> Any:
-    """The value of a literal; `torch.float16` and `SaveStrategy.STEPS` as text."""
-    if isinstance(node, ast.Attribute) and re.match("torch|[A-Z]", name := ast.unparse(node)):
+    """The value of a literal; `torch.float16` and `SaveStrategy.STEPS` as text, not `CFG.lr`."""
+    if isinstance(node, ast.Attribute) and _NAMED.fullmatch(name := ast.unparse(node)):
         return ".".join(name.split(".")[-2:])
     with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         json.dumps(value := ast.literal_eval(node))

@@ -15,7 +15,9 @@ from shardwise.lint.script_sums import UNKNOWN, computed, literal
 
 __all__ = ["ARGUMENTS", "Said", "Values", "name_as_imported", "nested"]
 
-MOST_READ = 20_000  # values of a script
+MOST_READ = 20_000  # entries of dicts of a script
+MOST_STEPS = 200_000  # names that are followed; the rest of a script is unknown
+DEEPEST = 60  # expressions within one another
 
 ARGUMENTS = re.compile(r"(?i)^(\w+_)?(args|arguments|config|cfg|opts?|hparams|flags)$")  # made elsewhere
 _REPLACE = ("dataclasses.replace", "replace")
@@ -32,7 +34,8 @@ class Values:
         nodes = sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0))
         self._above = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         self._bound, self._uses, self._changes = (defaultdict[Any, list[Any]](list) for _ in range(3))
-        self._read, self._defaults, self._inputs = 0, inputs is not None, inputs or NOTHING
+        self._read, self._steps = 0, 0
+        self._defaults, self._inputs = inputs is not None, inputs or NOTHING
         self.presets = Presets(self._inputs)
         self._stores = defaultdict[str, list[tuple[ast.expr, ast.expr | None]]](list)  # of attributes
         self._reading, self._open = set[ast.AST](), frozenset[ast.AST]()
@@ -47,7 +50,8 @@ class Values:
     def meant(self, node: ast.AST) -> ast.AST:
         """What a name, a flag, or a call of a function of the script stands for; else the node itself."""
         before = self._open
-        while node not in self._open:
+        self._steps += 1
+        while node not in self._open and len(self._open) < DEEPEST and self._steps < MOST_STEPS:
             self._open = self._open | {node}
             found = self._next(node)
             if len(found) != 1 or found[0] is None:
@@ -104,7 +108,7 @@ class Values:
         """What an expression is, as far as literals, names and what the command gives show it."""
         node = self.meant(node)
         self._inputs.use(node)
-        if node in self._reading:
+        if node in self._reading or len(self._reading) > DEEPEST:
             return UNKNOWN
         self._reading.add(node)
         own = isinstance(node, ast.Attribute) and isinstance(self.meant(node.value), ast.ClassDef)
@@ -362,7 +366,7 @@ class Values:
         return uses if isinstance(above, ast.ClassDef) else [one for one in uses if isinstance(one, ast.Name)]
 
     def _statement(self, node: ast.AST) -> ast.AST:
-        while not isinstance(node, ast.stmt):
+        while not isinstance(node, ast.stmt) and node in self._above:  # a value of the command is in no line
             node = self._above[node]
         return node
 
