@@ -49,7 +49,7 @@ def read_shell(text: str, name: str, *, plain: bool = False) -> Document:
     if found is None:
         what = "it has no deepspeed, torchrun or accelerate command"
         raise UnreadableError(what, line=1, fix="name the file with the command that starts the training")
-    first, rows, word, known, quoted = found
+    first, rows, word, known, quoted, final = found
     # the shell joins the next row where the last character is a backslash outside a comment
     ends = (i for i, row in enumerate(rows, 1) if not (row.endswith("\\") and uncommented(row) == row))
     count = next(ends, len(rows))
@@ -58,7 +58,9 @@ def read_shell(text: str, name: str, *, plain: bool = False) -> Document:
     before, _, after = rows[0].partition(word)
     rows[0] = " ".join([*re.findall(r"\b[A-Z_]+=\S+", before), after])
     lines = enumerate((row.rstrip().removesuffix("\\") for row in rows[:count]), first)
-    words = deque((word, line) for line, row in lines for word in _split(known.expanded(row)))
+    words = deque(
+        (word, line) for line, row in lines for word in _split(row if final else known.expanded(row))
+    )
     values, marks, flags = dict[str, Any](), dict[tuple[str, ...], Mark](), set[str]()
     own = set[str]()  # keys that the script's flags gave: of two, its argparse takes the last
     for key, value, line in (("launcher", launcher, first), *lost, *_parsed(words, launcher, flags)):
@@ -73,17 +75,18 @@ def read_shell(text: str, name: str, *, plain: bool = False) -> Document:
     return replace(document, flags=frozenset(flags), environment=known.environment)
 
 
-def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, Variables, bool] | None:
-    """The first command's line, its rows, the launcher in it, the variables there, and whether it is quoted.
+def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, Variables, bool, bool] | None:
+    """The first command's line, its rows, the launcher in it, and the variables there.
 
-    It may be held by a variable: `eval "$CMD"`, `$LAUNCHER train.py`.
+    Also whether it is in quotes, and whether its variables have their values already, which is so where a
+    variable holds it: `eval "$CMD"`, `$LAUNCHER train.py`.
     """
     text = text.replace("\r\n", "\n")
     if start := pattern.search(text):
         quoted = text.count('"', 0, start.start()) % 2 == 1  # within a text that joins its lines itself
         rows = text[start.start() :].split("\n")
         known = next(known for command, known in steps(text + "\n:") if command.end > start.start(1))
-        return line_at(text, start.start()), rows, start[1], known, quoted
+        return line_at(text, start.start()), rows, start[1], known, quoted, False
     for command, known in steps(text):
         if "$" not in command.text or _NO_RUN.match(command.text):
             continue
@@ -94,7 +97,7 @@ def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, 
         made = _split(statement[evaluates.end() :] if evaluates else statement)
         row = " ".join(made) if evaluates else shlex.join(made)  # `eval` reads its text once more
         if start := pattern.search(row):
-            return command.line, [row], start[1], known, False
+            return command.line, [row], start[1], known, False, True
     return None
 
 

@@ -5,9 +5,11 @@ loop, a function, `read` or `source` may assign is unknown: it stays `$NAME`.
 """
 
 import ast
+import operator
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import takewhile
 
 from shardwise.lint.shell_commands import Command, brackets_end, commands, words
@@ -20,9 +22,12 @@ _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.ASCII | re.DO
 _DECLARES = re.compile(r"(?:export|readonly|declare|typeset)\s(?:\s*-[xrga]+\s)*(?!\s*[-+])")
 _TOUCHES = ("export", "readonly", "declare", "typeset", "local", "read", "mapfile", "getopts", "unset")
 _ANY_NAME = re.compile(r"(?:let|eval|printf\s+-v)\s|\(\(.*(?:[^=<>!]=[^=]|\+\+|--)", re.DOTALL)
-_UNREAD = re.compile(r"(?:source|\.)\s+(?!\S*\bactivate\b)|eval\s.*[$`](?!\((?:\S*/)?(?:conda|ssh-agent)\b)")
+_UNREAD = re.compile(
+    r"(?:source|\.)\s+(?!\S*\bactivate\b)|eval\s.*[$`](?!\((?:\S*/)?(?:conda|ssh-agent)\b)", re.DOTALL
+)
 _ARGUMENTS = re.compile(r"shift\b|set\s+(?:--|[^-+\s])")
 _LAUNCHERS = re.compile(r"(?:SLURM|PBS|LSB|OMPI|PMI|MASTER)_|(?:\w+_)?(?:RANK|WORLD_SIZE)$")
+_SUMS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
 _SUM = re.compile(r"(?:\(\(\s*|let\s+\"?)([A-Za-z_]\w*)\s*=(?!=)([^=\"]*?)(?:\)\)|\"?)")
 _DEFAULT = re.compile(r":\s+\"?\$\{(\w+):?=([^{}\"]*)\}\"?")
 _PIECE = re.compile(
@@ -48,8 +53,8 @@ def steps(text: str) -> Iterator[tuple[Command, "Variables"]]:
     """The commands of a script, and the variables before each: one object, which changes."""
     read = list(commands(text))
     known = Variables(text, read)
-    for command in read:
-        known.top = command.top
+    for place, command in enumerate(read):
+        known.top, known.place = command.top, place if command.repeated else len(read)
         if command.broken:
             known.forget()
         yield command, known
@@ -67,33 +72,38 @@ class Variables:
             self._known |= dict.fromkeys(_SLURM.get(name, ()), count)
         later = [one.text for one in read if one.repeated]
         self._never = {name for one in later for name in _touched(one)}
+        self._last = {name: place for place, one in enumerate(read) for name in _touched(one.text)}
         self._lost = any(_UNREAD.match(one) and not one.startswith("eval") for one in later)
         self._arguments = not any(_ARGUMENTS.match(one.text) for one in read)
+        self._all_read = True  # whether all that may have assigned a variable was read
         self.top = True  # whether the command is in no block
+        self.place = len(read)  # of the command; a function or loop may also run after the last one
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables that hold one text that is known."""
-        return {name: v for name, v in self._known.items() if isinstance(v, str) and "$" not in v}
+        held = {name: self._held(name) for name in self._known}
+        return {name: value for name, value in held.items() if isinstance(value, str) and "$" not in value}
+
+    def _held(self, name: str) -> Value:
+        return None if self._last.get(name, 0) > self.place else self._known.get(name)
 
     def forget(self) -> None:
         """Know nothing of what was assigned so far."""
         self._known = dict.fromkeys(self._known)
         self._all_read = False
 
-    _all_read = True  # whether all that may have assigned a variable was read
-
     def run(self, command: Command) -> None:
         """Take over what a command assigns."""
         text, sure = command.text, command.sure
         if _UNREAD.match(text):
             self.forget()
-        self._lost |= sure and re.match(r"exit\b", text) is not None  # what follows does not run
+        self._lost |= sure and re.match(r"exit(?:\s|$)", text) is not None  # what follows does not run
         parts = words(text) if "=" in text or text.startswith(tuple(_TOUCHES)) else []
         declares = _DECLARES.match(text) is not None
         given = [found for part in parts if (found := _ASSIGNED.fullmatch(part))]
         if (default := _DEFAULT.fullmatch(text)) and default[1] not in self._known:
-            self._set(default[1], self._default(default[1], default[2]), sure)
+            self._set(default[1], self._use(f"${{{default[1]}:-{default[2]}}}"), sure)
         elif found := _SUM.fullmatch(text):
             self._set(found[1], self._sum(found[2]), sure)
         elif declares or (parts and len(given) == len(parts)):
@@ -106,55 +116,51 @@ class Variables:
             self._known |= dict.fromkeys(_touched(text))
 
     def _set(self, name: str, value: Value, sure: bool) -> None:
-        long = sum(map(len, value or "")) > _LONGEST
         same = name in self._known and self._known[name] == value
-        self._known[name] = (
-            value if (sure or same) and not (long or self._lost or name in self._never) else None
-        )
+        too_long = sum(map(len, value or "")) > _LONGEST
+        never = too_long or self._lost or name in self._never or not (sure or same)
+        self._known[name] = None if never else value
 
     def _joined(self, name: str, more: Value) -> Value:
-        before = self._known.get(name, type(more)() if more is not None and self._may_default(name) else None)
+        before = self._known.get(name, [] if isinstance(more, list) else "")
+        if name not in self._known and not self._may_default(name):
+            return None
         if isinstance(before, list) and isinstance(more, list):
             return before + more
         return before + more if isinstance(before, str) and isinstance(more, str) else None
 
     def _value(self, raw: str) -> Value:
-        if re.search(r"\$\((?!\()|`|\$'", raw):
-            return None  # what a command prints
+        code = re.sub(r"'[^']*'|\"[^\"]*\"", "", raw)
+        if re.search(r"\$\((?!\()|`|\$'", raw) or re.search(r"(?<!\$)\{[^{}]*(?:,|\.\.)", code):
+            return None  # what a command prints; `{1,2}`, which may be two words
         if not raw.startswith("("):
-            return self._expanded(raw, bare=True)
-        try:
-            items = shlex.split(self._expanded(raw[1:-1]))
-        except ValueError:
-            return None
-        several = re.search(r"(?<!\$)\{[^{}]*(?:,|\.\.)", re.sub(r"'[^']*'|\"[^\"]*\"", "", raw))
-        return None if several or any(re.match(r"\[.*\]=", one) for one in items) else items
+            return self.expanded(raw, bare=True)
+        with suppress(ValueError):
+            items = shlex.split(self.expanded(raw[1:-1]))
+            return None if any(re.match(r"\[.*\]=", one) for one in items) else items
+        return None
 
-    def expanded(self, text: str) -> str:
-        """The text of a command with what is certain of its variables."""
-        return self._expanded(text)
-
-    def _expanded(self, text: str, *, bare: bool = False) -> str:
-        """`bare`: also without its quotes."""
+    def expanded(self, text: str, *, bare: bool = False) -> str:
+        """The text with what is certain of its variables; `bare`: also without its quotes."""
         made, at, quoted, room = list[str](), 0, False, 10 * _LONGEST
         while one := _PIECE.search(text, at):
             made.append(text[at : one.start()])
             piece, at = one[0], one.end()
-            if quoted and piece[0] in "'\"" and len(piece) > 1:
+            if quoted and piece[0] in "'\"":
                 piece, at = piece[0], one.start() + 1
             if piece == '"':
-                quoted = not quoted
-                piece = "" if bare else piece
-            elif piece[0] in "'\\":
-                drops = piece[0] == "'" != piece or (piece[0] == "\\" and (not quoted or piece[1] in '"\\$`'))
-                piece = piece[1 : -1 if piece[0] == "'" else None] if bare and drops else piece
+                quoted, piece = not quoted, "" if bare else piece
             elif piece[0] == '"':
-                items = self._known.get(piece[3:-5])
+                items = self._held(piece[3:-5])
                 piece = shlex.join(items) if isinstance(items, list) else piece
+            elif piece[0] == "'":
+                piece = piece[1:-1] if bare and not quoted else piece
+            elif piece[0] == "\\":
+                piece = piece[1:] if bare and (not quoted or piece[1] in '"\\$`') else piece
             else:
                 at = at if piece[-1].isalnum() or piece[-1] == "_" else brackets_end(text, one.start())
                 piece = text[one.start() : at]
-                value = self._use(piece) if len(piece) < 1_000 and room > 0 else None
+                value = self._use(piece) if len(piece) < 300 and room > 0 else None
                 room -= len(value or "")
                 if value is not None:
                     piece = value if bare else _inserted(value, quoted)
@@ -169,40 +175,32 @@ class Variables:
         if found is None or use.startswith(("$(", "`")):
             return None
         count, name, index, how, default = found.groups()
-        value = self._known.get(name)
-        if how and not count and (name not in self._known or (value == "" and how == ":-")):
-            return self._default(name, default)
-        if isinstance(value, list):
-            if index in ("@", "*") and not count:
-                return " ".join(value)
-            if any("$" in one for one in value):
-                return None  # it may be several items, or none
-            place = int(index) if index and index.isdigit() else 0
-            return str(len(value)) if count else "".join(value[place : place + 1])
-        return None if count or index else value
-
-    def _default(self, name: str, default: str) -> str | None:
-        if self._known.get(name) != "" and not self._may_default(name):
-            return None
-        return self._expanded(default, bare=True)
+        value = self._held(name)
+        if count or index:
+            return " ".join(value) if isinstance(value, list) and index in ("@", "*") and not count else None
+        if how == ":-" and value == "":
+            return self.expanded(default, bare=True)
+        if how and name not in self._known:
+            return self.expanded(default, bare=True) if self._may_default(name) else None
+        return value if isinstance(value, str) else None
 
     def _may_default(self, name: str) -> bool:
         """Whether a variable that the script does not assign is not set when it runs as it is."""
         if name.isdigit():
             return self._arguments and self.top
-        return self._all_read and name not in self._never and not _LAUNCHERS.match(name)
+        later = name in self._never or self._last.get(name, 0) > self.place
+        return self._all_read and not later and not _LAUNCHERS.match(name)
 
     def _sum(self, text: str) -> str | None:
         """The number that `$((...))` is."""
-        plain = self._expanded(text, bare=True)
+        plain = self.expanded(text, bare=True)
         for name in set(re.findall(r"[A-Za-z_]\w*", plain)):
-            plain = re.sub(rf"\b{name}\b", str(self._known.get(name)), plain)
+            plain = re.sub(rf"\b{name}\b", str(self._held(name)), plain)
         if len(plain) > 200 or not re.fullmatch(r"(?:[0-9\s()]|[-+*/](?!\s*[-+*/]))+", plain):
             return None
-        try:
+        with suppress(SyntaxError, ValueError, ZeroDivisionError, RecursionError):
             return str(_number(ast.parse(plain.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-            return None
+        return None
 
 
 def _number(node: ast.AST) -> int:
@@ -214,19 +212,12 @@ def _number(node: ast.AST) -> int:
             made = -_number(inner)
         case ast.BinOp(left=left, op=op, right=right):
             a, b = _number(left), _number(right)
-            match op:
-                case ast.Add():
-                    made = a + b
-                case ast.Sub():
-                    made = a - b
-                case ast.Mult():
-                    made = a * b
-                case _:
-                    made = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+            made = _SUMS[type(op)](a, b)
+            made = -(-a // b) if made < 0 and isinstance(op, ast.Div) else made
         case _:
             raise ValueError(ast.dump(node))
     if abs(made) >= _LARGEST:
-        raise ValueError("too large")
+        raise ValueError(made)
     return made
 
 

@@ -25,11 +25,11 @@ _WRONG: dict[str, list[str]] = table("not_json")
 def read_json(text: str, name: str) -> Document:
     """Read the object in a JSON text, the last of a key given twice; UnreadableError if it holds none."""
     comments, commas = _extra(text)
-    plain, last = "", 0
+    plain, place = "", 0
     for start, end in sorted([*comments, *((at, at + 1) for at in commas)]):
-        plain += text[last:start] + re.sub(r"[^\n]", " ", text[start:end])
-        last = end
-    plain += text[last:]
+        plain += text[place:start] + re.sub(r"[^\n]", " ", text[start:end])
+        place = end
+    plain += text[place:]
 
     def constant(word: str) -> NoReturn:
         raise json.JSONDecodeError("Expecting value", plain, plain.find(word))

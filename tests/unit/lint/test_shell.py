@@ -30,8 +30,9 @@ CERTAIN = {
     "colon": (': "${LR:=1e-5}"', 1e-5),
     "sum": ("B=4\nLR=$((B * 2 + (1 - 3) / 2))", 7),
     "towards zero": ("LR=$((-5/2 + 10))", 8),
-    "array": ("A=(1 2)\nA+=(3)\nLR=${A[2]}", 3),
-    "count": ("A=(1 2)\nLR=${#A[@]}", 2),
+    "many divisions": (f"LR=$(({'1/' * 90}1))", 1),
+    "nested defaults": (f"LR={'${a:-' * 40}2{'}' * 40}", 2),
+    "array": ('A=(1e-5 --x 2)\nA+=(3)\nLR="${A[@]}"', 1e-5),
     "more": ("B=4\nB+=2\nLR=$B", 42),
     "longer names": ("LR=1e-5\nLR_v2=3\nA=$LR_v2", 1e-5),
     "after a pipe that ends": ("echo a | cat\nLR=1e-5", 1e-5),
@@ -87,10 +88,32 @@ UNKNOWN = {
     "no digit": "A=\N{SUPERSCRIPT TWO}\nLR=$((A+1))",
     "map": "declare -A LR=([a]=3)",
     "braces in an array": "A=({1,2} 3)\nLR=${#A[@]}",
+    "of an array": "A=(1 2)\nLR=${A[1]}",
+    "number of items": "A=(1 2)\nLR=${#A[@]}",
     "integer": "declare -i LR=1+1",
     "never closed": 'A="x\nLR=3',
     "doubling": "LR=12345678\n" + "LR=$LR$LR\n" * 40,
 }
+
+
+IN_FUNCTION = {
+    "assigned later": "LR=1\ngo() {\n  torchrun train.py --lr $LR\n}\nLR=2\ngo",
+    "default, assigned later": "go() {\n  torchrun train.py --lr ${LR:-1}\n}\nLR=2\ngo",
+    "its argument": "go() {\n  torchrun train.py --lr ${1:-1}\n}\ngo 2",
+    "a loop's next round": "LR=1\nfor x in 1 2; do\n  torchrun train.py --lr $LR\n  LR=2\ndone",
+    "expanded once": "CMD='torchrun train.py --lr $LR'\nLR=1\n$CMD",
+    "expanded where it is assigned": 'CMD="torchrun train.py --lr $LR"\nLR=1\neval $CMD',
+}
+
+
+@pytest.mark.parametrize("name", IN_FUNCTION)
+def test_what_holds_when_a_command_runs_later_is_unknown(name: str) -> None:
+    assert "$" in str(read_shell(IN_FUNCTION[name], "run.sh").get("lr"))
+
+
+def test_a_command_in_a_function_has_what_is_certain() -> None:
+    text = "LR=1\ngo() {\n  torchrun train.py --lr ${LR:-2} | tee log\n}\ngo\n"
+    assert read_shell(text, "run.sh").get("lr") == 1
 
 
 def value(before: str, command: str = "torchrun train.py --lr $LR") -> object:
@@ -136,6 +159,7 @@ LONG = {
     "spaces": f"torchrun train.py --lr 3{' ' * 200_000}x # y",
     "brackets": "A=$(" * 50_000,
     "defaults": "echo " + "${a:-" * 50_000,
+    "nested": f"LR={'${a:-' * 190}2{'}' * 190}\nA=$(({'(' * 90}1{')' * 90}))\ntorchrun x.py --lr $LR $A",
     "blocks": "if a\n" * 50_000,
     "heredocs": "".join(f"cat <<E{i}\n" for i in range(10_000)),
     "commands": "A=$B\n$A x\n" * 20_000,
