@@ -41,7 +41,11 @@ def init(
         from shardwise.lint.foreign import translation
 
         made, said = translation(list(map(Path, start)), out.parent)
-        print(f"wrote {next(presets.write_new({out: made}, out))}", printable("\n".join(said)), sep="\n")
+        print(
+            f"wrote {next(presets.write_new({out: printable(made)}, out))}",
+            printable("\n".join(said)),
+            sep="\n",
+        )
     elif foreign or more or Path(preset).suffix in (".py", ".json", ".yaml", ".yml", ".sh"):
         fix = f"shardwise init --from {shlex.join(start or ['ds_config.json', 'train.py'])}"
         raise JobError("it takes one preset, or --from and files", where="shardwise init", fix=fix)

@@ -152,7 +152,8 @@ class Variables:
                 quoted, piece = not quoted, "" if bare else piece
             elif piece[0] == '"':
                 items = self._held(piece[3:-5])
-                piece = shlex.join(items) if isinstance(items, list) else piece
+                if isinstance(items, list):
+                    piece = " ".join(items) if bare else shlex.join(items)
             elif piece[0] == "'":
                 piece = piece[1:-1] if bare and not quoted else piece
             elif piece[0] == "\\":

@@ -32,7 +32,8 @@ CERTAIN = {
     "towards zero": ("LR=$((-5/2 + 10))", 8),
     "many divisions": (f"LR=$(({'1/' * 90}1))", 1),
     "nested defaults": (f"LR={'${a:-' * 40}2{'}' * 40}", 2),
-    "array": ('A=(1e-5 --x 2)\nA+=(3)\nLR="${A[@]}"', 1e-5),
+    "array": ('A=(1e-5 --x 2)\nA+=(3)\nLR="${A[@]}"', "1e-5 --x 2 3"),
+    "array as text": ('A=("x y")\nLR="${A[@]}"\nLR="$LR"', "x y"),
     "more": ("B=4\nB+=2\nLR=$B", 42),
     "longer names": ("LR=1e-5\nLR_v2=3\nA=$LR_v2", 1e-5),
     "after a pipe that ends": ("echo a | cat\nLR=1e-5", 1e-5),
@@ -116,7 +117,7 @@ def test_a_command_in_a_function_has_what_is_certain() -> None:
     assert read_shell(text, "run.sh").get("lr") == 1
 
 
-def value(before: str, command: str = "torchrun train.py --lr $LR") -> object:
+def value(before: str, command: str = 'torchrun train.py --lr "$LR"') -> object:
     return read_shell(f"{before}\n{command}\n", "run.sh").get("lr")
 
 
