@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.diagnosis.child import children
-from shardwise.errors import JobError, MachineError
+from shardwise.errors import JobError, MachineError, printable
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 from shardwise.launch.local import worker_environment
@@ -69,7 +69,8 @@ class Report:
             done = f"--fix made {len(self.fixed)} changes" if self.fixed else "--fix changed nothing"
             last.append(done + f"; left for you to fix: {counted(left)}" * bool(left))
         files = dict.fromkeys([*(one.file for one in found if one.file not in kinds), *kinds])
-        return "\n\n".join(["\n".join(kinds.get(file, file) for file in files), *blocks, "\n".join(last)])
+        paragraphs = ["\n".join(kinds.get(file, file) for file in files), *blocks, "\n".join(last)]
+        return printable("\n\n".join(paragraphs))
 
     def to_json(self) -> dict[str, Any]:
         setup, findings = self.checked.setup, self.checked.findings

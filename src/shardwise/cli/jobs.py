@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from shardwise.cli.options import AsJson, Changes, JobFile, QLora
-from shardwise.errors import JobError
+from shardwise.errors import JobError, printable
 
 START = typer.Argument(metavar="PRESET|FILE", help="One of --list, or files with --from.  [default: lora]")
 FROM = typer.Option("--from", help="Make it of files of DeepSpeed, Trainer, accelerate, Axolotl and others.")
@@ -41,7 +41,11 @@ def init(
         from shardwise.lint.foreign import translation
 
         made, said = translation(list(map(Path, start)), out.parent)
-        print(f"wrote {next(presets.write_new({out: made}, out))}", *said, sep="\n")
+        print(
+            f"wrote {next(presets.write_new({out: printable(made)}, out))}",
+            printable("\n".join(said)),
+            sep="\n",
+        )
     elif foreign or more or Path(preset).suffix in (".py", ".json", ".yaml", ".yml", ".sh"):
         fix = f"shardwise init --from {shlex.join(start or ['ds_config.json', 'train.py'])}"
         raise JobError("it takes one preset, or --from and files", where="shardwise init", fix=fix)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from shardwise.errors import JobError, Problem
 from shardwise.job.load import LoadedJob, load_job
@@ -178,7 +179,7 @@ def fix_files(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding
             continue
         corrected, done = correct(document, setup)
         if done:
-            write(corrected)
+            write(corrected, document)
             setup = _with(setup, corrected)
             fixed += done
     return setup, tuple(fixed)
@@ -198,13 +199,26 @@ def _with(setup: Setup, document: Document) -> Setup:
     return replace(setup, documents=tuple(others))
 
 
-def write(document: Document) -> None:
-    """Replace the file atomically by the document's text, and keep its permissions."""
+def write(document: Document, before: Document) -> None:
+    """Replace the file atomically by the document's text, and keep its permissions.
+
+    JobError if it is read-only, or no longer has the text of `before`.
+    """
     path = Path(document.name).resolve()  # a link stays a link
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    mode = path.stat().st_mode
+    encoding = "utf-8-sig" if document.marked else "utf-8"
+    if not mode & 0o222 or not os.access(path, os.W_OK):
+        raise JobError("the file is read-only", where=document.name, fix="allow writing, or leave out --fix")
+    if path.read_bytes() != before.text.encode("utf-8-sig" if before.marked else "utf-8"):
+        what = "the file was changed after shardwise read it"
+        raise JobError(what, where=document.name, fix="run the command again")
+    with NamedTemporaryFile(
+        dir=path.parent, prefix=f".{path.name}.", suffix=".partial", delete=False
+    ) as file:
+        file.write(document.text.encode(encoding))
+    partial = Path(file.name)
     try:
-        partial.write_text(document.text, encoding="utf-8-sig" if document.marked else "utf-8")
-        partial.chmod(path.stat().st_mode & 0o7777)
+        partial.chmod(mode & 0o7777)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -51,6 +51,8 @@ class CannotEditError(Exception):
 def edited(document: Document, changes: Sequence[Change]) -> Document:
     """Return the document after all changes; CannotEditError if a change is impossible."""
     for change in changes:
+        if document.syntax == "yaml" and not isinstance(change, Strict) and _shared(document, change.key):
+            raise CannotEditError(".".join(change.key))  # an alias: the edit would change both
         if isinstance(change, Drop | Rename) and change.key in dict(document.duplicates):
             raise CannotEditError(".".join(change.key))  # the first one would then count
         read = read_json if document.syntax == "json" else read_yaml
@@ -58,6 +60,14 @@ def edited(document: Document, changes: Sequence[Change]) -> Document:
         marked = document.marked and not isinstance(change, Strict)
         document = replace(again, kind=document.kind, marked=marked)
     return document
+
+
+def _shared(document: Document, key: Key) -> bool:
+    """Whether the key, or a section above it, has its value from the same text as another key."""
+    here = {
+        document.marks[key[:n]].value: key[:n] for n in range(1, len(key) + 1) if key[:n] in document.marks
+    }
+    return any(here.get(mark.value, other) != other for other, mark in document.marks.items())
 
 
 def in_words(document: Document, changes: Sequence[Change]) -> str:

@@ -16,7 +16,7 @@ from shardwise.lint.script_sums import UNKNOWN, computed, literal
 __all__ = ["ARGUMENTS", "Said", "Values", "name_as_imported", "nested"]
 
 MOST_READ = 20_000  # entries of dicts of a script
-MOST_STEPS = 200_000  # names that are followed; the rest of a script is unknown
+MOST_STEPS = 100_000  # names that are followed; the rest of a script is unknown
 DEEPEST = 60  # expressions within one another
 
 ARGUMENTS = re.compile(r"(?i)^(\w+_)?(args|arguments|config|cfg|opts?|hparams|flags)$")  # made elsewhere

@@ -4,6 +4,7 @@ import re
 import shlex
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,23 +12,25 @@ import yaml
 
 from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError, line_at
 from shardwise.lint.schema import accelerate_keys, as_number, names
-from shardwise.lint.shell_values import Variables, statements
+from shardwise.lint.shell_commands import uncommented
+from shardwise.lint.shell_values import Variables, steps
 
-_BEFORE = r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+|srun\b[^\n]*?[ \t])*"
+# bounded, and one `srun`: else a row of many takes long
+_BEFORE = r"^[ \t]*+(?:\w++=\S++[ \t]++|exec[ \t]++)*+(?:srun\b[^\n]{0,2000}?[ \t])?"
 _RUN = r"python3?[ \t]+(?:-u[ \t]+)?-m[ \t]+torch\.distributed\.(?:run|launch)"
 _COMMAND = re.compile(
     rf"{_BEFORE}(deepspeed|torchrun|accelerate[ \t]+launch|{_RUN})(?=[ \t\\])", re.MULTILINE
 )
 # what starts a training without a launcher, for `shardwise init --from`
 _PLAIN = re.compile(
-    rf"{_BEFORE}(?:nohup[ \t]+|uv[ \t]+run[ \t]+)*(python3?(?![ \t]+-c)(?=[ \t][^\n]*(?:\.py|-m[ \t]))|"
+    rf"{_BEFORE}(?:nohup[ \t]+|uv[ \t]+run[ \t]+)*"
+    r"(python3?(?![ \t]+-c)(?=[ \t][^\n]{0,2000}(?:\.py|-m[ \t]))|"
     r"(?:llamafactory-cli|axolotl|tune|swift|lightning|fabric)(?=[ \t]))",
     re.MULTILINE,
 )
-_EVALUATED = re.compile(
-    r"^(?:.*\b(?:eval|exec|(?:ba)?sh[ \t]+-c)[ \t]+)?([\"']?)(.*)\1(?:[^\"']*)$", re.DOTALL
-)
-_CODE = re.compile(r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|`[^`]*`|(?<=\S)#|\s(?!\s*#)|[^\s#"'`\\])*""")
+_EVALUATES = re.compile(r"(?:.*\s)?(?:eval|(?:ba)?sh\s+-c)\s+(?=\S)")
+_STARTS = re.compile("deepspeed|torchrun|launch|python|llamafactory|axolotl|tune|swift|lightning|fabric")
+_NO_RUN = re.compile(r"(?:export\s+)?\w+\+?=|echo\b")
 _ENDS = re.compile(r"[|;&]|\d?>")  # of a command
 _FLAG = re.compile(r"--?[a-zA-Z]")
 UNKNOWN_FLAG = "launcher.unknown"  # the key for a flag that the launcher does not have: its text
@@ -50,20 +53,24 @@ def read_shell(text: str, name: str, *, plain: bool = False) -> Document:
     if found is None:
         what = "it has no deepspeed, torchrun or accelerate command"
         raise UnreadableError(what, line=1, fix="name the file with the command that starts the training")
-    first, rows, word, known, quoted = found
+    first, rows, word, known, quoted, final = found
     # the shell joins the next row where the last character is a backslash outside a comment
-    ends = (i for i, row in enumerate(rows, 1) if not (row.endswith("\\") and _code(row) == row))
+    ends = (i for i, row in enumerate(rows, 1) if not (row.endswith("\\") and uncommented(row) == row))
     count = next(ends, len(rows))
     launcher = "torchrun" if word.startswith("python") and "torch" in word else word.split()[0]
     lost = () if quoted else _lost(rows, count, first)
     before, _, after = rows[0].partition(word)
     rows[0] = " ".join([*re.findall(r"\b[A-Z_]+=\S+", before), after])
     lines = enumerate((row.rstrip().removesuffix("\\") for row in rows[:count]), first)
-    words = deque((word, line) for line, row in lines for word in _split(known.expanded(row)))
+    words = deque(
+        (word, line) for line, row in lines for word in _split(row if final else known.expanded(row))
+    )
     values, marks, flags = dict[str, Any](), dict[tuple[str, ...], Mark](), set[str]()
+    own = set[str]()  # keys that the script's flags gave: of two, its argparse takes the last
     for key, value, line in (("launcher", launcher, first), *lost, *_parsed(words, launcher, flags)):
-        if key not in values:
+        if key not in values or key in own:
             values[key], marks[key,] = value, Mark(line=line)
+            own |= {key} & flags
     below = _COMMAND.search("\n".join(rows[count:])) if plain else None
     if below:
         line = first + count + "\n".join(rows[count:]).count("\n", 0, below.start())
@@ -72,25 +79,29 @@ def read_shell(text: str, name: str, *, plain: bool = False) -> Document:
     return replace(document, flags=frozenset(flags), environment=known.environment)
 
 
-def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, Variables, bool] | None:
-    """The first command's line, its rows, the launcher in it, the variables there, and whether it is quoted.
+def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, Variables, bool, bool] | None:
+    """The first command's line, its rows, the launcher in it, and the variables there.
 
-    It may be held by a variable: `eval "$CMD"`, `$LAUNCHER train.py`.
+    Also whether it is in quotes, and whether its variables have their values already, which is so where a
+    variable holds it: `eval "$CMD"`, `$LAUNCHER train.py`.
     """
     text = text.replace("\r\n", "\n")
     if start := pattern.search(text):
         quoted = text.count('"', 0, start.start()) % 2 == 1  # within a text that joins its lines itself
         rows = text[start.start() :].split("\n")
-        return line_at(text, start.start()), rows, start[1], Variables(text, start.start(1)), quoted
-    for line, statement in statements(text):
-        position = len("\n".join(text.split("\n")[:line]))
-        if "$" not in statement or re.match(r"\s*(?:export\s+)?\w+=|\s*echo\b", statement):
+        known = next(known for command, known in steps(text + "\n:") if command.end > start.start(1))
+        return line_at(text, start.start()), rows, start[1], known, quoted, False
+    for command, known in steps(text):
+        if "$" not in command.text or _NO_RUN.match(command.text):
             continue
-        known = Variables(text, position)
-        evaluated = _EVALUATED.match(known.expanded(statement))
-        row = " ".join(evaluated[2].split()) if evaluated else ""
+        statement = known.expanded(command.text)
+        if not _STARTS.search(statement):
+            continue
+        evaluates = _EVALUATES.match(statement)
+        made = _split(statement[evaluates.end() :] if evaluates else statement)
+        row = " ".join(made) if evaluates else shlex.join(made)  # `eval` reads its text once more
         if start := pattern.search(row):
-            return line, [row], start[1], known, False
+            return command.line, [row], start[1], known, False, True
     return None
 
 
@@ -152,17 +163,11 @@ def _lost(rows: list[str], count: int, first: int) -> Iterator[tuple[str, str, i
 
 
 def _split(row: str) -> list[str]:
-    code = re.sub("`#[^`]*`", "", _code(row))  # a command that is a comment, and yields nothing
+    code = re.sub("`#[^`]*`", "", uncommented(row))  # a command that is a comment, and yields nothing
     try:
         return shlex.split(code)
     except ValueError:
         return code.split()
-
-
-def _code(row: str) -> str:
-    """The row without its comment; all of it where a quote goes on in the next row."""
-    code = _CODE.match(row)
-    return row[: code.end()] if code and row[code.end() :].lstrip().startswith("#") else row
 
 
 def _fits(flag: str, value: str) -> bool:
@@ -189,13 +194,11 @@ def _takes_value(launcher: str, flag: str) -> bool | None:
 
 
 def _scalar(text: str) -> Any:
-    if re.fullmatch(r"\{.*\}", text):
-        text = re.sub(r"([\w\"']):(?=[^\s/])", r"\1: ", text)  # the shell takes the quotes of JSON away
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return text
-    if isinstance(value, str):  # YAML takes 1e-5 for a text
-        number = as_number(value)
-        return value if number is None else number
-    return text if isinstance(value, int) and len(text) > LONGEST_NUMBER else value
+    """The value as argparse gives it: `010` is ten, `1:30` and `no` are text; a mapping of JSON."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if re.fullmatch(r"\{[^{}&*]*\}", text):  # the shell takes JSON's quotes away
+        with suppress(yaml.YAMLError, ValueError):
+            return yaml.safe_load(re.sub(r"([\w\"']):(?=[^\s/])", r"\1: ", text))
+    number = as_number(text) if len(text) <= LONGEST_NUMBER and text.isascii() else None
+    return text if number is None else int(text) if re.fullmatch(r"[-+]?\d+", text) else number

@@ -1,36 +1,39 @@
-"""Variables of a shell script, as far as its text shows them."""
+"""Variables of a shell script whose values are certain.
+
+Certain is what a plain statement of the top level assigns, the last one before the command. What a branch, a
+loop, a function, `read` or `source` may assign is unknown: it stays `$NAME`.
+"""
 
 import ast
+import operator
 import re
 import shlex
 from collections.abc import Iterator
-from typing import Any
+from contextlib import suppress
+from itertools import takewhile
 
-from shardwise.lint.script_sums import UNKNOWN, computed
+from shardwise.lint.shell_commands import Command, brackets_end, commands, words
 
-Value = str | list[str] | None  # of a variable; a list of an array; None where only a run knows
+Value = str | list[str] | None  # of a variable; a list of an array; None where it is not certain
 
-_ASSIGNED = re.compile(
-    r"(?:^|(?<=[\s;]))(\w+)(\+?)=(\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|(?:\$\(\((?:[^()]|\([^()]*\))*\)\)|"
-    r"\$\((?:[^()]|\([^()]*\))*\)|\$\{[^}]*\}|\"(?:\\.|[^\"\\])*\"|'[^']*'|\\.|[^\s;'\"])*)"
+_LONGEST = 10_000  # characters of a value, so that `A=$A$A` ends
+_LARGEST = 10**12
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.ASCII | re.DOTALL)
+_DECLARES = re.compile(r"(?:export|readonly|declare|typeset)\s(?:\s*-[xrga]+\s)*(?!\s*[-+])")
+_TOUCHES = ("export", "readonly", "declare", "typeset", "local", "read", "mapfile", "getopts", "unset")
+_ANY_NAME = re.compile(r"(?:let|eval|printf\s+-v)\s|\(\(.*(?:[^=<>!]=[^=]|\+\+|--)", re.DOTALL)
+_UNREAD = re.compile(
+    r"(?:source|\.)\s+(?!\S*\bactivate\b)|eval\s.*[$`](?!\((?:\S*/)?(?:conda|ssh-agent)\b)", re.DOTALL
 )
-_SUM = re.compile(r"\s*(?:\(\(|let\s+)\s*\"?(\w+)\s*=\s*([^=].*?)\"?(?:\)\))?\s*$")
-_STATEMENT = re.compile(r"\s*(?:(?:export|local|readonly|declare|typeset)\s+(?:-\w+\s+)*)?(?=\w+\+?=)")
-_DEFAULT = re.compile(r"\s*:\s+\"?\$\{(\w+):?=([^}]*)\}")
-_OPENS = re.compile(r"\s*(if|for|while|until|case)\b")
-_CLOSES = re.compile(r"(?:^|[\s;])(fi|done|esac)\b")
-_IF_EMPTY = re.compile(r"-z\s+\"?\$\{?(\w+)|\"\$\{?(\w+)\}?\"\s+==?\s+(?:\"\"|'')")
-_TEST = re.compile(
-    r"\[\[?\s+(?:(?P<empty>-[zn])\s+\"(?P<text>[^\"]*)\"|(?P<left>\"[^\"]*\"|'[^']*'|[^\s\"']+)\s+"
-    r"(?P<how>==?|!=|-eq|-ne|-lt|-le|-gt|-ge)\s+(?P<right>\"[^\"]*\"|'[^']*'|[^\s\"']+))\s+\]"
+_ARGUMENTS = re.compile(r"shift\b|set\s+(?:--|[^-+\s])")
+_LAUNCHERS = re.compile(r"(?:SLURM|PBS|LSB|OMPI|PMI|MASTER)_|(?:\w+_)?(?:RANK|WORLD_SIZE)$")
+_SUMS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
+_SUM = re.compile(r"(?:\(\(\s*|let\s+\"?)([A-Za-z_]\w*)\s*=(?!=)([^=\"]*?)(?:\)\)|\"?)")
+_DEFAULT = re.compile(r":\s+\"?\$\{(\w+):?=([^{}\"]*)\}\"?")
+_PIECE = re.compile(
+    r"\\.|'[^']*'|\"\$\{\w+\[@\]\}\"|\"|\$(?:\d|[A-Za-z_]\w*)|\$\(\(|\$[({]|`", re.ASCII | re.DOTALL
 )
-_ONLY_POSITIONAL = re.compile(r"\"?\$\{?[\d@*]\}?\"?$")
-_POSITIONAL = re.compile(r"\"?\$\{?(\d|OPTARG|#)")
-_USED = re.compile(
-    r"(?P<text>'[^']*')|(?P<escaped>\\.)|\"\$\{(?P<items>\w+)\[@\]\}\"|(?P<quote>\")|\$\(\((?P<sum>[^()]*"
-    r"(?:\([^()]*\)[^()]*)*)\)\)|\$\{(?P<count>#\w+)\[[@*]\]\}|\$\{(?P<array>\w+)\[(?P<index>[@*]|\d+)\]\}|"
-    r"\$\{(?P<name>\w+)(?::?[-=](?P<default>(?:[^{}]|\{[^{}]*\})*))?\}|\$(?P<plain>\w+)"
-)
+_BRACES = re.compile(r"(#?)(\w+)(?:\[([@*]|\d{1,4})\])?(?:(:?-)(.*))?", re.ASCII | re.DOTALL)
 _SBATCH = re.compile(r"^#SBATCH\s+(--?[\w-]+)[=\s]+(\S+)", re.MULTILINE)
 _SLURM = {  # an option of sbatch, and the variables that it sets
     "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
@@ -46,197 +49,199 @@ _SLURM = {  # an option of sbatch, and the variables that it sets
 }
 
 
-class Variables:
-    """The variables where a line of a script runs."""
+def steps(text: str) -> Iterator[tuple[Command, "Variables"]]:
+    """The commands of a script, and the variables before each: one object, which changes."""
+    read = list(commands(text))
+    known = Variables(text, read)
+    for place, command in enumerate(read):
+        known.top, known.place = command.top, place if command.repeated else len(read)
+        if command.broken:
+            known.forget()
+        yield command, known
+        known.run(command)
 
-    def __init__(self, text: str, end: int) -> None:
+
+class Variables:
+    """The variables before a command of a script."""
+
+    def __init__(self, text: str, read: list[Command]) -> None:
         self._known = dict[str, Value]()
         for option, value in _SBATCH.findall(text):
             name = option.lstrip("-").replace("-", "_")
             count = value.rpartition(":")[2] if name in ("gpus_per_node", "gres") else value
             self._known |= dict.fromkeys(_SLURM.get(name, ()), count)
-        blocks = list[tuple[str, bool | None]]()  # the line that opens each, and whether it runs, if known
-        for _, row in statements(text[:end]):
-            if opened := _OPENS.match(row):
-                blocks.append((row, self._holds(row) if opened[1] == "if" else None))
-                if opened[1] == "for" and (name := re.match(r"\s*for\s+(\w+)", row)):
-                    self._known[name[1]] = None
-            elif blocks and re.match(r"\s*el(se|if)\b", row):
-                blocks[-1] = self._next_branch(row, blocks[-1][1])
-            self._assign(row, blocks)
-            for _ in _CLOSES.findall(row)[: len(blocks)]:
-                blocks.pop()
+        later = [one.text for one in read if one.repeated]
+        self._never = {name for one in later for name in _touched(one)}
+        self._last = {name: place for place, one in enumerate(read) for name in _touched(one.text)}
+        self._lost = any(_UNREAD.match(one) and not one.startswith("eval") for one in later)
+        self._arguments = not any(_ARGUMENTS.match(one.text) for one in read)
+        self._all_read = True  # whether all that may have assigned a variable was read
+        self.top = True  # whether the command is in no block
+        self.place = len(read)  # of the command; a function or loop may also run after the last one
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables that hold one text that is known."""
-        return {name: v for name, v in self._known.items() if isinstance(v, str) and "$" not in v}
+        held = {name: self._held(name) for name in self._known}
+        return {name: value for name, value in held.items() if isinstance(value, str) and "$" not in value}
 
-    def expanded(self, text: str) -> str:
-        """The text with what is known of its variables."""
-        quoted, made, last = False, "", 0
-        for one in _USED.finditer(text):
-            found = one[0]
-            quoted ^= one["quote"] is not None
-            if one["text"] is None or quoted:
-                known = self._used(one)
-                found = found if known is None else known
-            made, last = made + text[last : one.start()] + found, one.end()
-        return made + text[last:]
+    def _held(self, name: str) -> Value:
+        return None if self._last.get(name, 0) > self.place else self._known.get(name)
 
-    def _used(self, one: re.Match[str]) -> str | None:
-        """What a use of a variable stands for; None where that is not known."""
-        if one["items"] or one["array"]:
-            return self._array(one["items"] or one["array"], one["index"] or "@")
-        if one["sum"] is not None:
-            return self._sum(one["sum"])
-        if one["count"]:
-            held = self._known.get(one["count"][1:])
-            return str(len(held)) if isinstance(held, list) else None
-        name = one["name"] or one["plain"]
-        if name is None:
+    def forget(self) -> None:
+        """Know nothing of what was assigned so far."""
+        self._known = dict.fromkeys(self._known)
+        self._all_read = False
+
+    def run(self, command: Command) -> None:
+        """Take over what a command assigns."""
+        text, sure = command.text, command.sure
+        if _UNREAD.match(text):
+            self.forget()
+        self._lost |= sure and re.match(r"exit(?:\s|$)", text) is not None  # what follows does not run
+        parts = words(text) if "=" in text or text.startswith(tuple(_TOUCHES)) else []
+        declares = _DECLARES.match(text) is not None
+        given = [found for part in parts if (found := _ASSIGNED.fullmatch(part))]
+        if (default := _DEFAULT.fullmatch(text)) and default[1] not in self._known:
+            self._set(default[1], self._use(f"${{{default[1]}:-{default[2]}}}"), sure)
+        elif found := _SUM.fullmatch(text):
+            self._set(found[1], self._sum(found[2]), sure)
+        elif declares or (parts and len(given) == len(parts)):
+            values = ((one, self._value(one[4])) for one in given)
+            for one, value in list(values) if declares else values:  # `export` reads all words first
+                name, index, more, _ = one.groups()
+                self._set(name, None if index else self._joined(name, value) if more else value, sure)
+            self._known |= dict.fromkeys(_within(text))
+        else:
+            self._known |= dict.fromkeys(_touched(text))
+
+    def _set(self, name: str, value: Value, sure: bool) -> None:
+        same = name in self._known and self._known[name] == value
+        too_long = sum(map(len, value or "")) > _LONGEST
+        never = too_long or self._lost or name in self._never or not (sure or same)
+        self._known[name] = None if never else value
+
+    def _joined(self, name: str, more: Value) -> Value:
+        before = self._known.get(name, [] if isinstance(more, list) else "")
+        if name not in self._known and not self._may_default(name):
             return None
-        value = self._known.get(name)
-        if value is None and name not in self._known and one["default"] is not None:
-            value = self.expanded(_unquoted(one["default"]))
-        return value[0] if isinstance(value, list) and value else value if isinstance(value, str) else None
+        if isinstance(before, list) and isinstance(more, list):
+            return before + more
+        return before + more if isinstance(before, str) and isinstance(more, str) else None
 
-    def _array(self, name: str, index: str) -> str | None:
-        held = self._known.get(name)
-        if not isinstance(held, list):
+    def _value(self, raw: str) -> Value:
+        code = re.sub(r"'[^']*'|\"[^\"]*\"", "", raw)
+        if re.search(r"\$\((?!\()|`|\$'", raw) or re.search(r"(?<!\$)\{[^{}]*(?:,|\.\.)", code):
+            return None  # what a command prints; `{1,2}`, which may be two words
+        if not raw.startswith("("):
+            return self.expanded(raw, bare=True)
+        with suppress(ValueError):
+            items = shlex.split(self.expanded(raw[1:-1]))
+            return None if any(re.match(r"\[.*\]=", one) for one in items) else items
+        return None
+
+    def expanded(self, text: str, *, bare: bool = False) -> str:
+        """The text with what is certain of its variables; `bare`: also without its quotes."""
+        made, at, quoted, room = list[str](), 0, False, 10 * _LONGEST
+        while one := _PIECE.search(text, at):
+            made.append(text[at : one.start()])
+            piece, at = one[0], one.end()
+            if quoted and piece[0] in "'\"":
+                piece, at = piece[0], one.start() + 1
+            if piece == '"':
+                quoted, piece = not quoted, "" if bare else piece
+            elif piece[0] == '"':
+                items = self._held(piece[3:-5])
+                if isinstance(items, list):
+                    piece = " ".join(items) if bare else shlex.join(items)
+            elif piece[0] == "'":
+                piece = piece[1:-1] if bare and not quoted else piece
+            elif piece[0] == "\\":
+                piece = piece[1:] if bare and (not quoted or piece[1] in '"\\$`') else piece
+            else:
+                at = at if piece[-1].isalnum() or piece[-1] == "_" else brackets_end(text, one.start())
+                piece = text[one.start() : at]
+                value = self._use(piece) if len(piece) < 300 and room > 0 else None
+                room -= len(value or "")
+                if value is not None:
+                    piece = value if bare else _inserted(value, quoted)
+            made.append(piece)
+        return "".join(made) + text[at:]
+
+    def _use(self, use: str) -> str | None:
+        """What `$A`, `${A:-b}` or `$((A + 1))` stands for; None where that is not certain."""
+        if use.startswith("$(("):
+            return self._sum(use[3:-2])
+        found = _BRACES.fullmatch(use[2:-1] if use.startswith("${") else use[1:])
+        if found is None or use.startswith(("$(", "`")):
             return None
-        if index.isdigit():
-            return held[int(index)] if int(index) < len(held) else ""
-        return shlex.join(held).replace("'$", "$").replace("}'", "}")
+        count, name, index, how, default = found.groups()
+        value = self._held(name)
+        if count or index:
+            return " ".join(value) if isinstance(value, list) and index in ("@", "*") and not count else None
+        if how == ":-" and value == "":
+            return self.expanded(default, bare=True)
+        if how and name not in self._known:
+            return self.expanded(default, bare=True) if self._may_default(name) else None
+        return value if isinstance(value, str) else None
+
+    def _may_default(self, name: str) -> bool:
+        """Whether a variable that the script does not assign is not set when it runs as it is."""
+        if name.isdigit():
+            return self._arguments and self.top
+        later = name in self._never or self._last.get(name, 0) > self.place
+        return self._all_read and not later and not _LAUNCHERS.match(name)
 
     def _sum(self, text: str) -> str | None:
         """The number that `$((...))` is."""
-        plain = re.sub(r"[$\"{}]", "", self.expanded(text)).replace("/", "//").strip()
-
-        def value_of(node: ast.AST) -> Any:
-            if isinstance(node, ast.Name):
-                held = self._known.get(node.id)
-                return int(held) if isinstance(held, str) and held.isdigit() else UNKNOWN
-            return node.value if isinstance(node, ast.Constant) else computed(node, value_of)
-
-        try:
-            made = value_of(ast.parse(plain, mode="eval").body)
-        except SyntaxError:
+        plain = self.expanded(text, bare=True)
+        for name in set(re.findall(r"[A-Za-z_]\w*", plain)):
+            plain = re.sub(rf"\b{name}\b", str(self._held(name)), plain)
+        if len(plain) > 200 or not re.fullmatch(r"(?:[0-9\s()]|[-+*/](?!\s*[-+*/]))+", plain):
             return None
-        return str(made) if isinstance(made, int) else None
-
-    def _next_branch(self, row: str, taken: bool | None) -> tuple[str, bool | None]:
-        """The test that opens an `else` or `elif`, and whether it runs."""
-        if taken is not False:
-            return "", False if taken else None
-        return row, self._holds(row) if "elif" in row else True
-
-    def _holds(self, row: str) -> bool | None:
-        """Whether a test of two texts or numbers holds; None where that is not known."""
-        one = _TEST.search(self.expanded(row))
-        if one is None or "$" in one[0]:
-            return None
-        if one["empty"]:
-            return (one["empty"] == "-z") is not bool(one["text"])
-        left, right = one["left"].strip("\"'"), one["right"].strip("\"'")
-        if one["how"] in ("=", "==", "!=", "-eq", "-ne"):
-            return (left == right) is (one["how"] in ("=", "==", "-eq"))
-        if not (left.isdigit() and right.isdigit()):
-            return None
-        low, same = int(left) < int(right), left == right
-        return {"-lt": low, "-le": low or same, "-gt": not (low or same), "-ge": not low}[one["how"]]
-
-    def _assign(self, row: str, blocks: list[tuple[str, bool | None]]) -> None:
-        if any(runs is False for _, runs in blocks):
-            return
-        certain = all(runs for _, runs in blocks)
-        if default := _DEFAULT.match(row):
-            self._known.setdefault(default[1], self.expanded(_unquoted(default[2])))
-        row = re.sub(r"^\s*(then|else|do|if|while|elif)\b", "", row) if blocks else row
-        if sum_ := _SUM.match(row):
-            made = self._sum(sum_[2])
-            self._known[sum_[1]] = made if certain else None
-            return
-        start = _STATEMENT.match(row)
-        if start is None:
-            return
-        for name, more, text in _ASSIGNED.findall(row[start.end() :]):
-            if not certain and _POSITIONAL.match(text):
-                continue  # what the script's own arguments say; without them the value before holds
-            if _ONLY_POSITIONAL.match(text):
-                self._known.pop(name, None)
-                continue
-            value = self._value(text)
-            if more:
-                value = _joined(self._known.get(name, ""), value)
-            empty = {one for test, _ in blocks for names in _IF_EMPTY.findall(test) for one in names}
-            if not certain and name in empty:
-                self._known.setdefault(name, value)
-            else:
-                self._known[name] = value if certain or self._known.get(name) == value else None
-
-    def _value(self, text: str) -> Value:
-        if re.search(r"\$\((?!\()|`", text):
-            return None  # what a command prints
-        if text.startswith("("):
-            rows = (re.sub(r"(^|\s)#.*", "", row) for row in text[1:-1].split("\n"))
-            return _words(self.expanded("\n".join(rows)))
-        return _unquoted(text if text.startswith("'") else self.expanded(text))
+        with suppress(SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+            return str(_number(ast.parse(plain.strip(), mode="eval").body))
+        return None
 
 
-def _joined(before: Value, more: Value) -> Value:
-    if isinstance(before, list) and isinstance(more, list):
-        return before + more
-    return before + more if isinstance(before, str) and isinstance(more, str) else None
+def _number(node: ast.AST) -> int:
+    """A sum as a shell computes it, which divides towards zero; ValueError if it is too large."""
+    match node:
+        case ast.Constant(value=int(made)):
+            pass
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            made = -_number(inner)
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = _number(left), _number(right)
+            made = _SUMS[type(op)](a, b)
+            made = -(-a // b) if made < 0 and isinstance(op, ast.Div) else made
+        case _:
+            raise ValueError(ast.dump(node))
+    if abs(made) >= _LARGEST:
+        raise ValueError(made)
+    return made
 
 
-def statements(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with those that a backslash, a quote or a bracket joins to them, and the number of the first."""
-    held, first = "", 1
-    for number, line in enumerate(text.split("\n"), 1):
-        if not held:
-            first = number
-            if line.lstrip().startswith("#"):
-                continue
-        held += line
-        if held.endswith("\\"):
-            held = held[:-1] + " "
-        elif _open(held):
-            held += "\n"
-        else:
-            yield from ((first, part) for part in _parts(held))
-            held = ""
-    if held:
-        yield first, held
+def _touched(text: str) -> set[str]:
+    """The names that a command may assign."""
+    parts = words(text)
+    given = list(takewhile(_ASSIGNED.fullmatch, parts))
+    rest = parts[len(given) :]
+    if rest and rest[0] in ("for", "select", *_TOUCHES):
+        given += rest[1:2] if rest[0] in ("for", "select") else rest[1:]
+    elif rest and re.match(r"[A-Za-z_./~-]", rest[0]):
+        given = []  # they hold for this one command
+    return _within(text) | {found[0] for one in given if (found := re.match(r"[A-Za-z_]\w*", one))}
 
 
-def _parts(row: str) -> Iterator[str]:
-    """The commands of a row between `;` and `&&` outside quotes and brackets."""
-    start = 0
-    for one in re.finditer(r"\\.|\"(?:\\.|[^\"\\])*\"|'[^']*'|\$?\([^()]*\)|(;;?|&&)", row):
-        if one[1]:
-            yield row[start : one.start()]
-            start = one.end()
-    yield row[start:]
+def _within(text: str) -> set[str]:
+    """The names that an expression such as `${A:=b}` or `((A++))` may assign."""
+    every = re.findall(r"[A-Za-z_]\w*", text) if _ANY_NAME.search(text) else ()
+    return {*every, *re.findall(r"\$\{(\w+):?=", text)}
 
 
-def _open(text: str) -> bool:
-    """Whether a quote or the bracket of an array goes on in the next line."""
-    plain = re.sub(r"\\.|'[^']*'|(?:(?<=\s)|^)#.*", "", text)
-    if plain.count('"') % 2:
-        return True
-    plain = re.sub(r'"[^"]*"', "", plain)
-    return re.search(r"\w\+?=\(", plain) is not None and plain.count("(") > plain.count(")")
-
-
-def _unquoted(text: str) -> str:
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
-        return text[1:-1].replace("\\\n", " ").replace('\\"', '"')
-    return re.sub(r"[\"']", "", text)
-
-
-def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError:
-        return text.split()
+def _inserted(value: str, quoted: bool) -> str:
+    """A value as text of a command: within quotes as it is, else split at white space."""
+    if quoted:
+        return re.sub(r'(["\\])', r"\\\1", value)
+    return re.sub(r"\S+", lambda word: shlex.quote(word[0]), value)

@@ -8,14 +8,11 @@ from typing import Any, NoReturn
 import yaml
 
 from shardwise.job.source import Key, drop, syntax_problem, walk
-from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError
+from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, Span, UnreadableError
 from shardwise.lint.schema import table
 
 MOST_KEYS = 10_000
-_COMMENT = r"//[^\n]*|\#[^\n]*|/\*(?:.|\n)*?\*/"
-_EXTRA = re.compile(
-    rf'"(?:\\.|[^"\\\n])*"|(?P<comment>{_COMMENT})|(?P<comma>,)(?=(?:[ \t\r\n]|{_COMMENT})*[}}\]])'
-)
+_PIECE = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*|#[^\n]*|/\*|[^\s"#]')
 _WORD = re.compile(r"[^\s,:\[\]{}\"]*")
 _UNPRINTED = re.compile("[^\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _FOREIGN = {"True": "true", "False": "false", "yes": "true", "no": "false"}
@@ -27,8 +24,12 @@ _WRONG: dict[str, list[str]] = table("not_json")
 
 def read_json(text: str, name: str) -> Document:
     """Read the object in a JSON text, the last of a key given twice; UnreadableError if it holds none."""
-    extra = [match for match in _EXTRA.finditer(text) if match.lastgroup]
-    plain = _EXTRA.sub(lambda m: re.sub(r"[^\n]", " ", m[0]) if m.lastgroup else m[0], text)
+    comments, commas = _extra(text)
+    plain, place = "", 0
+    for start, end in sorted([*comments, *((at, at + 1) for at in commas)]):
+        plain += text[place:start] + re.sub(r"[^\n]", " ", text[start:end])
+        place = end
+    plain += text[place:]
 
     def constant(word: str) -> NoReturn:
         raise json.JSONDecodeError("Expecting value", plain, plain.find(word))
@@ -52,10 +53,26 @@ def read_json(text: str, name: str) -> Document:
         raise _unreadable(error) from None
     except (yaml.YAMLError, ValueError, RecursionError):  # such as a number of thousands of digits
         raise UnreadableError("a number, a key or a nesting is too long", line=1, fix="shorten it") from None
-    here, comments = {names[key]: mark for key, mark in marks.items()}, [m for m in extra if m["comment"]]
+    here = {names[key]: mark for key, mark in marks.items()}
     read = Document(name=name, text=text, syntax="json", values=values, marks=here, duplicates=duplicates)
-    commas = tuple(match.start() for match in extra if match.lastgroup == "comma")
-    return replace(read, comments=tuple(match.span() for match in comments), trailing_commas=commas)
+    return replace(read, comments=tuple(comments), trailing_commas=tuple(commas))
+
+
+def _extra(text: str) -> tuple[list[Span], list[int]]:
+    """The comments, and the commas before a closing bracket. One pass, so that no text takes long."""
+    comments, commas = list[Span](), list[int]()
+    at, comma, closed = 0, None, text.rfind("*/")
+    while piece := _PIECE.search(text, at):
+        start, at = piece.span()
+        if piece[0] == "/*" and at <= closed:
+            at = text.index("*/", at) + 2
+        if piece[0].startswith(("//", "#")) or at > piece.end():
+            comments.append((start, at))
+            continue
+        if piece[0] in "}]" and comma is not None:
+            commas.append(comma)
+        comma = start if piece[0] == "," else None
+    return comments, commas
 
 
 def _unreadable(error: json.JSONDecodeError) -> UnreadableError:

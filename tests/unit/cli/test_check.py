@@ -98,6 +98,19 @@ def test_a_reader_that_stops_early_changes_no_exit_code(name: str, code: int, fl
     assert (done.returncode, done.stderr) == (code, "")
 
 
+@pytest.mark.parametrize("steers", ["\x1b[31m", "\x9b31m"])
+def test_control_characters_of_a_file_are_shown_as_codes(
+    clean: Path, steers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a.json").write_text(json.dumps(CLEAN | {f"zero_{steers}": 1}))
+    Path("run.sh").write_text(f"torchrun --{steers} train.py --learning_rate 1e-5 --x{steers} 3 $A{steers}\n")
+    main(["check", "a.json", "run.sh"])
+    main(["init", "--from", "run.sh", "--out", "made.yaml"])
+    said = "".join(capsys.readouterr())
+    assert steers.encode("unicode_escape").decode() in said
+    assert steers[0] not in said + Path("made.yaml").read_text()
+
+
 def test_nothing_to_say(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(clean)]) == 0
     assert capsys.readouterr().out.splitlines() == ["ds.json: DeepSpeed configuration", "", "nothing found"]

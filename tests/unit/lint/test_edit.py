@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -119,12 +120,68 @@ def test_a_file_is_written_whole_and_keeps_its_permissions(tmp_path: Path) -> No
     file.chmod(0o640)
     link = tmp_path / "link.json"
     link.symlink_to(file)
-    document = edited(read_json(link.read_text(), str(link)), [Put(key=("a",), value=2)])
-    write(document)
+    before = read_json(link.read_text(), str(link))
+    document = edited(before, [Put(key=("a",), value=2)])
+    write(document, before)
     assert file.read_text() == '{"a": 2}'
     assert link.is_symlink()
     assert file.stat().st_mode & 0o777 == 0o640
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ds.json", "link.json"]
+    with pytest.raises(JobError, match="changed after"):
+        write(document, before)  # the file holds 2 by now
+    file.chmod(0o440)
+    with pytest.raises(JobError, match="read-only"):
+        write(before, document)
+    assert file.read_text() == '{"a": 2}'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ds.json", "link.json"]
+
+
+ALIASED = "base: &d\n  stage: 2\n  device: none\ndeepspeed_config: *d\nmore:\n  <<: *d\nown: 1\n"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Drop(key=("deepspeed_config", "device")),
+        Drop(key=("base", "device")),
+        Put(key=("deepspeed_config", "stage"), value=3),
+        Put(key=("deepspeed_config", "x"), value=3),
+        Rename(key=("base", "stage"), name="zero_stage"),
+        Drop(key=("deepspeed_config",)),
+    ],
+)
+def test_text_that_two_keys_share_is_not_edited(change: Change) -> None:
+    document = read_yaml(ALIASED, "t")
+    with pytest.raises(CannotEditError):
+        edited(document, [change])
+    assert "own: 2" in edited(document, [Put(key=("own",), value=2)]).text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": 1, ' + "////// ZeRO ////// " * 20 + "\n}",
+        '{"a": 1, ' + "#" * 40 + "\n}",
+        '{"a": 1, ' + "#\n" * 40_000 + "}",
+        '{"a": 1, ' + "/* " * 20_000 + "*/ }",
+    ],
+)
+def test_comments_of_any_length_are_read_at_once(text: str) -> None:
+    began = time.monotonic()
+    document = read_json(text, "t")
+    assert (dict(document.values), document.trailing_commas) == ({"a": 1}, (7,))
+    assert json.loads(edited(document, [Strict()]).text) == {"a": 1}
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1, ' + "/* " * 100_000, '{"a": ' + '"\\"' * 100_000, "{" + "," * 100_000]
+)
+def test_broken_text_of_any_length_is_refused_at_once(text: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(UnreadableError):
+        read_json(text, "t")
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize(
