@@ -13,7 +13,7 @@ from shardwise.lint.setup import Setup
 _WRAPS = re.compile(r"\b(DistributedDataParallel|FullyShardedDataParallel|fully_shard)\(")
 _DIVIDED = re.compile(
     r"[Ss]ampler|split_dataset_by_node|\.shard\(|num_replicas|\.prepare\w*\(|setup_dataloaders|Iterable"
-    r"|streaming=|[Ww]eb[Dd]ataset|[Ll]ightning|\w*Trainer\(|worker_init_fn|parallelize_module|pipelining"
+    r"|streaming=|[Ww]eb[Dd]ataset|[Ll]ightning|Trainer\(|worker_init_fn|parallelize_module|pipelining"
 )
 _ROWS_BY_RANK = re.compile(  # an index, arithmetic, or an argument of what makes rows
     r"\w\[[^\]=]*rank\b|rank\)? [-+*] |[-+*] [\w.]*rank\b"
