@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from predict import HERE, MEASURED, measured_rows, predict
+from predict import HERE, MEASURED, earlier_kernels, kernels_of, measured_rows, predict
 from rows import GIB, Row, load_rows
 
 from shardwise.hardware.parse import parse_hardware
@@ -36,19 +37,33 @@ class Job:
         return f"{self.model}, {how}, {rows}, {self.gpus} GPU{'s' * (self.gpus > 1)}{cap}"
 
     @property
+    def file(self) -> Path:
+        """The measurements."""
+        return HERE / "results" / "h100.jsonl" if self.gpu == "H100" else MEASURED
+
+    @property
     def rows(self) -> list[Row]:
         """The measured rows that train this job."""
-        file = HERE / {"H200": "rows.toml", "H100": "h100.toml"}[self.gpu]
+        file = HERE / ("h100.toml" if self.gpu == "H100" else "rows.toml")
         rows = [row for row in load_rows(file) if row.quantization == "none"]
         return [row for row in rows if _job_of(row, self.gpu) == self]
 
+    @property
+    def earlier(self) -> frozenset[str]:
+        """`gelu` where its rows were measured before that kernel, with which other strategies fit."""
+        found = measured_rows(self.file)
+        return frozenset({"gelu"}).intersection(
+            *(earlier_kernels(found[row.id]) for row in self.rows if row.id in found)
+        )
+
     def choice(self) -> Strategy:
-        """The first choice of `shardwise plan`."""
+        """The first choice of `shardwise plan`, with the activation that the rows were measured with."""
         changes = [f"data.sequence_length={self.sequence_length}", f"train.global_batch={self.global_batch}"]
         changes += [f"model.lora.rank={self.lora}"] if self.lora else []
         hardware = parse_hardware(f"{self.gpus}x{self.gpu}")
         job = sketch(self.model, changes, world_size=hardware.world_size).job
-        plan = make_plan(job, hardware, memory_cap_bytes=int(self.memory_cap_gib * GIB) or None)
+        with kernels_of(self.earlier):
+            plan = make_plan(job, hardware, memory_cap_bytes=int(self.memory_cap_gib * GIB) or None)
         if plan.chosen is None:
             raise ValueError(f"nothing fits: {self}")
         return plan.chosen.strategy
@@ -83,7 +98,7 @@ ON_H100 = (
     Job(model="qwen3-8b", gpu="H100", gpus=2, lora=16, global_batch=16),
     Job(model="phi-3-mini", gpu="H100", gpus=2, global_batch=16),
 )
-"""Jobs of a card that no constant was fitted on, each with the choice and five others that the plan ranks high."""
+"""Jobs of a card that no constant was fitted on: the choice of each, and five others that rank high."""
 
 REHEARSALS = (
     Job(model="gpt-neo-2.7b", lora=16, global_batch=16, memory_cap_gib=16),
@@ -125,8 +140,7 @@ class Chosen:
 @cache
 def chosen(job: Job) -> Chosen:
     """Plan the job and look up its choice in the ledger."""
-    file = MEASURED if job.gpu == "H200" else HERE / "results" / "h100.jsonl"
-    strategy, found = job.choice(), measured_rows(file)
+    strategy, found = job.choice(), measured_rows(job.file)
     others = tuple((row, found[row.id]) for row in job.rows if row.id in found)
     mine = next((m for row, m in others if row.resolved() == strategy), None)
     return Chosen(job=job, strategy=strategy, measured=mine, others=others)

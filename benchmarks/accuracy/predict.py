@@ -15,8 +15,8 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ from rows import SETS, Row, load_rows
 from shardwise.hardware.calibration import Calibration
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
-from shardwise.kernels import fused
+from shardwise.kernels import fused, linear_cross_entropy
 from shardwise.models import build
 from shardwise.models.catalog import lookup
 from shardwise.models.families import FAMILIES, Packing
@@ -65,7 +65,8 @@ WHOLE_ROWS = "2026-11-25T23:40"
 tokenizer, and a micro-batch had rows of one document and of several."""
 
 GELU_FUSED = "2026-11-26"
-"""Since then torch's kernel computes GELU's tanh approximation in models of these types."""
+"""Since then torch's kernel computes GELU's tanh approximation in models of these types, and the rows of
+their logits are aligned."""
 
 GELU = frozenset({"bloom", "codegen", "gpt2", "gpt_neo", "gptj", "phi"})
 
@@ -180,11 +181,26 @@ def _tracer(
         precision=precision,
     )
     job = row.job(source=model, text="text.txt", output="runs")
-    activation = patch.object(build, "fuse_gelu", lambda _: None) if "gelu" in earlier else nullcontext()
-    with activation:
+    with kernels_of(earlier):
         return Tracer(
             job.model, precision=precision, sequence_length=sequence_length, objective=objective_of(job)
         )
+
+
+@contextmanager
+def kernels_of(earlier: frozenset[str]) -> Iterator[None]:
+    """Within, models are built and traced with the kernels that `earlier` names as they were."""
+    attention = EARLIER.items() if "attention" in earlier else ()
+    with ExitStack() as stack:
+        ways = {name: replace(FAMILIES[name], packing=ways) for name, ways in attention}
+        stack.enter_context(patch.dict(FAMILIES, ways))
+        if "mlp" in earlier:
+            stack.enter_context(patch.object(fused, "fuse_lora_mlps", lambda *_, **__: 0))
+        if "gelu" in earlier:
+            stack.enter_context(patch.object(build, "fuse_gelu", lambda _: None))
+            width = patch.object(linear_cross_entropy, "aligned_width", lambda entries, _: entries)
+            stack.enter_context(width)
+        yield
 
 
 @cache
@@ -196,10 +212,7 @@ def _trace(
     single_segment_rows: int | None,
 ) -> StepTrace:
     made, earlier = _tracer(*tracer), tracer[0]
-    attention = EARLIER.items() if "attention" in earlier else ()
-    ways = {name: replace(FAMILIES[name], packing=ways) for name, ways in attention}
-    layers = patch.object(fused, "fuse_lora_mlps", lambda *_, **__: 0) if "mlp" in earlier else nullcontext()
-    with patch.dict(FAMILIES, ways), layers:
+    with kernels_of(earlier):
         return made.trace(
             rows=micro_batch,
             checkpoint_every=checkpoint_every,

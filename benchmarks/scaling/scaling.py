@@ -115,7 +115,7 @@ def measured() -> list[Row]:
 
 
 def one_machine() -> list[Row]:
-    """A 1.1B model, 16 rows of 2048 tokens a GPU and step, on one and on both H100 of a machine: speed of a GPU."""
+    """A 1.1B model, 16 rows of 2048 tokens a GPU and step, on one and on both H100: speed of a GPU."""
     sys.path.insert(0, str(ROOT / "benchmarks" / "accuracy"))
     ledger = importlib.import_module("predict")
     found = ledger.measured_rows(ledger.HERE / "results" / "h100.jsonl")

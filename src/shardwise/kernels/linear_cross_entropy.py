@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from shardwise.kernels.target import on_gpu, run_on_cuda
 
@@ -46,8 +47,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if wanted[0] else None
         d_weight: Tensor | None = None
         d_bias: Tensor | None = None
-        rows = chunk_rows(hidden.shape[0], weight.shape[0] * weight.element_size())
-        buffer = hidden.new_empty(rows, weight.shape[0])  # one buffer, reused by every chunk
+        entries, width = weight.shape[0], aligned_width(weight.shape[0], weight.element_size())
+        if width > entries:  # further logits of 0, which have gradients of 0
+            weight = functional.pad(weight, (0, 0, 0, width - entries))
+            bias = None if bias is None else functional.pad(bias, (0, width - entries))
+        rows = chunk_rows(hidden.shape[0], width * weight.element_size())
+        buffer = hidden.new_empty(rows, width)  # one buffer, reused by every chunk
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, min(start + rows, hidden.shape[0]))
             logits = buffer[: chunk.stop - chunk.start]
@@ -56,7 +61,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 torch.addmm(bias, hidden[chunk], weight.t(), out=logits)
             # it leaves the gradient of the logits in their place
-            cross_entropy_(logits, labels[chunk], losses[chunk], softcap, scale, ignore_index, any(wanted))
+            how = softcap, scale, ignore_index, any(wanted)
+            cross_entropy_(logits[:, :entries], labels[chunk], losses[chunk], *how)
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[chunk])
             if wanted[1] and rows == hidden.shape[0]:
@@ -65,6 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 d_weight = _add_product(d_weight, logits.t(), hidden[chunk])
             if wanted[2]:
                 d_bias = _add(d_bias, logits.sum(0, dtype=dtype))
+        d_weight, d_bias = (None if grad is None else grad[:entries] for grad in (d_weight, d_bias))
         ctx.gradients, ctx.dtype = (d_hidden, d_weight, d_bias), weight.dtype
         return losses.sum()
 
@@ -99,6 +106,11 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     return torch.addmm(total, left, right, out_dtype=dtype, out=total)
 
 
+def aligned_width(entries: int, item_bytes: int) -> int:
+    """Logits of a token in memory: GPT-2's 50257 are not aligned, and products take six times as long."""
+    return entries if entries * item_bytes % 16 == 0 else -(-entries // 64) * 64
+
+
 def chunk_rows(tokens: int, row_bytes: int) -> int:
     """Tokens per chunk: as few chunks as CHUNK_BYTES allows, all of about the same size."""
     limit = max(CHUNK_BYTES // row_bytes, 1)
@@ -125,8 +137,8 @@ def cross_entropy_(
 
     An ignored row has loss 0 and gradient 0. The softmax is in fp32 whatever the logits' dtype.
 
-    `logits` are [T, V], contiguous rows, overwritten if `with_gradient`; `labels` int64 [T], each in [0, V)
-    or `ignore_index`; `losses` fp32 [T] (fp64 for fp64 logits), in nats.
+    `logits` are [T, V], each row contiguous, overwritten if `with_gradient`; `labels` int64 [T], each in
+    [0, V) or `ignore_index`; `losses` fp32 [T] (fp64 for fp64 logits), in nats.
     """
     ignored = labels == ignore_index
     targets = labels.masked_fill(ignored, 0).unsqueeze(1)

@@ -136,3 +136,12 @@ def test_a_second_backward_is_refused():
 def test_chunks_stay_under_the_byte_limit_and_are_even(monkeypatch, tokens, expected):
     monkeypatch.setattr(module, "CHUNK_BYTES", 2048 * 256)
     assert module.chunk_rows(tokens, 256) == expected
+
+
+def test_a_vocabulary_is_aligned_for_tensor_cores_and_its_gradients_keep_their_shape():
+    assert module.aligned_width(50257, 2) == 50304
+    assert [module.aligned_width(entries, 2) for entries in (32000, 50280, 151936)] == [32000, 50280, 151936]
+    hidden, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((7, 8), (61, 8), (61,)))
+    linear_cross_entropy(hidden, weight, torch.arange(7), bias=bias).backward()
+    assert weight.grad.shape == (61, 8)
+    assert bias.grad.shape == (61,)
