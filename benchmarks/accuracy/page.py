@@ -331,16 +331,16 @@ def fastest_h100(_: Sequence[Comparison]) -> str:
 
 
 def mixed_documents(_: Sequence[Comparison]) -> str:
-    """Rows on an H100 measured twice: with rows of one and of several documents, and with whole rows."""
+    """Rows on an H100 measured twice: with rows of one and of several documents, and with full rows."""
     path = HERE / "results" / "h100.jsonl"
-    whole, found, lines = measured_rows(path), repeats(path), []
+    full, found, lines = measured_rows(path), repeats(path), []
     for row in load_rows(HERE / "h100.toml"):
         for measured in filter(mixed, found[row.id]):
             one = compare(row, measured)
-            pair = [f"{each['peak_reserved_bytes'] / GIB:.2f}" for each in (measured, whole[row.id])]
+            pair = [f"{each['peak_reserved_bytes'] / GIB:.2f}" for each in (measured, full[row.id])]
             off = (percent(one["differences"][key], sign=True) for key in ("reserved", "allocated", "step"))
             lines.append([f"`{row.id}`", *pair, *off])
-    head = ["row", "reserved, GiB", "with whole rows", "reserved memory", "allocated", "time"]
+    head = ["row", "reserved, GiB", "with full rows", "reserved memory", "allocated", "time"]
     return table(head, lines)
 
 

@@ -60,7 +60,7 @@ EARLIER: dict[str, tuple[Packing, ...]] = {
 MLP_FUSED = "2026-11-24T06:09:20"
 """Since then gated MLPs with LoRA are one node (`kernels/lora_mlp.py`); before, each layer was."""
 
-WHOLE_ROWS = "2026-11-25T23:40"
+FULL_ROWS = "2026-11-25T23:40"
 """Since then Qwen2.5's rows are one document each, too. Before, transformers took a class of its own for the
 tokenizer, and a micro-batch had rows of one document and of several."""
 
@@ -109,7 +109,7 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
 def mixed(measured: Mapping[str, Any]) -> bool:
     """Whether the documents of a measurement were mixed: some rows had one, others several."""
     model = lookup(measured.get("row", {}).get("model", ""))
-    return model is not None and model.model_type == "qwen2" and str(measured.get("date")) < WHOLE_ROWS
+    return model is not None and model.model_type == "qwen2" and str(measured.get("date")) < FULL_ROWS
 
 
 @cache

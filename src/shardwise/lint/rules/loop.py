@@ -23,8 +23,12 @@ from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 
 _INITIALIZE = "deepspeed.initialize"  # below, patterns of what ast.unparse writes: a statement a line
-_ENGINE = re.compile(r"(?<![\w.])([\w.]+), (\*?[\w.]+).* = deepspeed\.initialize\((?:.*\boptimizer=([\w.]+))?")
-_SCHEDULE = re.compile(r"(?<![\w.])([\w.]+), .*?(\w+) = deepspeed\.initialize\((?:.*\blr_scheduler=(?!None)([\w.]+))?")
+_ENGINE = re.compile(
+    r"(?<![\w.])([\w.]+), (\*?[\w.]+).* = deepspeed\.initialize\((?:.*\boptimizer=([\w.]+))?"
+)
+_SCHEDULE = re.compile(
+    r"(?<![\w.])([\w.]+), .*?(\w+) = deepspeed\.initialize\((?:.*\blr_scheduler=(?!None)([\w.]+))?"
+)
 _SHARDED = re.compile(  # the name of the result, the model, and what follows in the same block
     r"(?m)^( *)(?:([\w.]+) = )?[\w.]*(?:fully_shard|FullyShardedData\w+)\(([\w.]+).*\n(?=((?:\1.*\n|\n)*))"
 )
