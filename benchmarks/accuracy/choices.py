@@ -50,9 +50,9 @@ class Job:
 
     @property
     def earlier(self) -> frozenset[str]:
-        """`gelu` where its rows were measured before that kernel, with which other strategies fit."""
+        """Kernels as its rows were measured with, where other strategies fit with those of now."""
         found = measured_rows(self.file)
-        return frozenset({"gelu"}).intersection(
+        return frozenset({"gelu", "logits"}).intersection(
             *(earlier_kernels(found[row.id]) for row in self.rows if row.id in found)
         )
 

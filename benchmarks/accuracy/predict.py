@@ -68,6 +68,9 @@ GELU_FUSED = "2026-11-26"
 """Since then torch's kernel computes GELU's tanh approximation in models of these types, and the rows of
 their logits are aligned."""
 
+UNALIGNED = frozenset({"gpt2", "gpt_neo", "mamba"})
+"""Types whose shapes have a vocabulary that is no multiple of 8."""
+
 GELU = frozenset({"bloom", "codegen", "gpt2", "gpt_neo", "gptj", "phi"})
 
 QUANTITIES = ("reserved", "allocated", "outside", "needed", "fragmentation", "step", "joules", "host")
@@ -96,13 +99,14 @@ def with_timer(measured: Mapping[str, Any]) -> bool:
 
 
 def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
-    """Which kernels were others when the row was measured: of `attention`, `mlp`, `gelu`."""
+    """Which kernels were others when the row was measured: of `attention`, `mlp`, `gelu`, `logits`."""
     row, date = measured.get("row", {}), str(measured.get("date"))
     model = lookup(row.get("model", ""))
     routed = model is not None and model.model_type in EARLIER and date < ROUTED
     layered = bool(row.get("lora")) and date < MLP_FUSED
     passes = model is not None and model.model_type in GELU and date < GELU_FUSED
-    others = (("attention", routed), ("mlp", layered), ("gelu", passes))
+    unaligned = model is not None and model.model_type in UNALIGNED and date < GELU_FUSED
+    others = (("attention", routed), ("mlp", layered), ("gelu", passes), ("logits", unaligned))
     return frozenset(name for name, other in others if other)
 
 
@@ -198,6 +202,7 @@ def kernels_of(earlier: frozenset[str]) -> Iterator[None]:
             stack.enter_context(patch.object(fused, "fuse_lora_mlps", lambda *_, **__: 0))
         if "gelu" in earlier:
             stack.enter_context(patch.object(build, "fuse_gelu", lambda _: None))
+        if "logits" in earlier:
             width = patch.object(linear_cross_entropy, "aligned_width", lambda entries, _: entries)
             stack.enter_context(width)
         yield

@@ -45,6 +45,6 @@ def test_a_measured_row_is_compared_with_one_gpu(scaling: ModuleType) -> None:
         }
         for name, speed in speeds.items()
     ]
-    shown = scaling.parts({"cards": [], "predicted": [], "measured": measured})["measured"]
+    shown = scaling.parts({"cards": [], "predicted": [], "one_machine": [], "measured": measured})["measured"]
     assert shown.splitlines()[-1].endswith("| 60 | 66 | +10.0% | 4.80x | 4.80x |")
     assert shown.splitlines()[-2].endswith("|  |  |")
