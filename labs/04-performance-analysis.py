@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 sys.path.insert(0, str(lab.ROOT / "benchmarks" / "experiments"))
 import experiments
 import plain_loop
-from rows import Place, Program, run
+from programs import Place, Program, run
 
 here, work = lab.machine(), lab.folder()
 place = Place(folder=work, gpu=here.name if here.gpus else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -72,3 +73,21 @@ def test_the_notebook_is_that_of_the_script(lab: Path) -> None:
 def test_cells_are_read_from_a_script() -> None:
     script = "# %% [markdown]\n# # A\n#\n# b\n\n# %%\nx = 1  # %% no cell\n"
     assert notebooks.cells(script) == [("markdown", "# A\n\nb"), ("code", "x = 1  # %% no cell")]
+
+
+@pytest.mark.parametrize("lab", LABS, ids=lambda path: path.stem)
+def test_what_a_lab_imports_of_a_benchmark_is_there(lab: Path) -> None:
+    """`make labs` takes minutes and is not part of `make test`: a module that was renamed is found here."""
+    text = lab.read_text(encoding="utf-8")
+    folders = [
+        ROOT / "labs",
+        *(ROOT / "benchmarks" / name for name in re.findall(r'"benchmarks" / "(\w+)"', text)),
+    ]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module and "." not in node.module:
+            files = [file for folder in folders if (file := folder / f"{node.module}.py").is_file()]
+            if files:
+                defined = files[0].read_text(encoding="utf-8")
+                assert [one.name for one in node.names if not re.search(rf"\b{one.name}\b", defined)] == []
+            else:
+                assert find_spec(node.module) is not None, node.module
