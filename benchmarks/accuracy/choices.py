@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from predict import HERE, MEASURED, earlier_kernels, kernels_of, measured_rows, predict
+from earlier import earlier_kernels, kernels_of
+from predict import HERE, MEASURED, measured_rows, predict
 from rows import GIB, Row, load_rows
 
 from shardwise.hardware.parse import parse_hardware

@@ -17,25 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from choices import ON_H100, fastest_table, rehearsal_table
+from earlier import earlier_kernels, mixed, with_timer
 from missed import MISSED, MISSED_MEANS
 from predict import (
     BOUNDS,
     Summary,
     compare,
     compare_all,
-    earlier_kernels,
     hash_alike,
     measured_rows,
-    mixed,
     over_sockets,
     predict,
     repeats,
     summarize,
     summary_of,
-    with_timer,
 )
-from rows import SETS, Row, load_rows
-from scatter import Point, scatter
+from rows import GIB, SETS, Row, load_rows
+from scatter import FAMILIES, pictures
 
 from shardwise.hardware.hardware import Hardware
 
@@ -43,8 +41,6 @@ HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "accuracy.md"
 PEERS = HERE / "results" / "peers.json"
 HOST = HERE / "results" / "host.jsonl"
-GIB = 1024**3
-FAMILIES = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp2")
 Comparison = Mapping[str, Any]
 
 HEADLINES = {
@@ -377,33 +373,6 @@ def filled(page: str, comparisons: Sequence[Comparison]) -> str:
         return f"<!-- {match[1]} -->\n\n{BLOCKS[match[1]](comparisons)}\n\n<!-- end -->"
 
     return re.sub(rf"<!-- ({'|'.join(BLOCKS)}) -->.*?<!-- end -->", fill, page, flags=re.DOTALL)
-
-
-def pictures(comparisons: Sequence[Comparison]) -> dict[str, str]:
-    """Name and text of each SVG."""
-    memory = scatter(
-        _points(comparisons, "reserved", GIB),
-        title="Peak reserved memory of a GPU",
-        unit="GiB",
-        band=0.05,
-        groups=FAMILIES,
-    )
-    time = scatter(_points(comparisons, "step", 1), title="Step time", unit="s", band=0.20, groups=FAMILIES)
-    return {"accuracy-memory.svg": memory, "accuracy-time.svg": time}
-
-
-def _points(comparisons: Sequence[Comparison], quantity: str, unit: float) -> list[Point]:
-    return [
-        Point(
-            name=c["id"],
-            group=c["family"].split(maxsplit=1)[0],
-            measured=c["measured"][quantity] / unit,
-            predicted=c["predicted"][quantity] / unit,
-            hollow=c["set"] != "fit",
-        )
-        for c in comparisons
-        if c["measured"].get(quantity) is not None
-    ]
 
 
 def main() -> None:

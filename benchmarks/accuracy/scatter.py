@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
+
+from rows import GIB
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish
 COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7")
@@ -14,6 +17,7 @@ WIDTH, LEFT, RIGHT = 760, 70, 620
 TOP, BOTTOM = 40, 440  # of the scatter plot
 UPPER, LOWER = 500, 640  # of the differences
 HEIGHT = 690
+FAMILIES = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,3 +155,30 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 1
 def _turned(x: float, y: float, text: str) -> str:
     place = f'x="{x}" y="{y}" transform="rotate(-90 {x} {y})"'
     return f'<text {place} text-anchor="middle">{escape(text)}</text>'
+
+
+def pictures(comparisons: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Name and text of each SVG of docs/accuracy.md."""
+    memory = scatter(
+        _points(comparisons, "reserved", GIB),
+        title="Peak reserved memory of a GPU",
+        unit="GiB",
+        band=0.05,
+        groups=FAMILIES,
+    )
+    time = scatter(_points(comparisons, "step", 1), title="Step time", unit="s", band=0.20, groups=FAMILIES)
+    return {"accuracy-memory.svg": memory, "accuracy-time.svg": time}
+
+
+def _points(comparisons: Sequence[Mapping[str, Any]], quantity: str, unit: float) -> list[Point]:
+    return [
+        Point(
+            name=c["id"],
+            group=c["family"].split(maxsplit=1)[0],
+            measured=c["measured"][quantity] / unit,
+            predicted=c["predicted"][quantity] / unit,
+            hollow=c["set"] != "fit",
+        )
+        for c in comparisons
+        if c["measured"].get(quantity) is not None
+    ]

@@ -86,7 +86,7 @@ class Inputs:
                 return True
             case ast.Call() | ast.Attribute() if _COUNT.match(ast.unparse(node)):
                 count = self._environment.get(_WORLD, "")
-                return int(count) if count.isdigit() else UNKNOWN
+                return int(count) if count.isdecimal() else UNKNOWN
         return UNKNOWN
 
     def _variable(self, name: Any, default: Any) -> Any:

@@ -117,9 +117,13 @@ def misread_as(folder: Path) -> str:
     """The class as which AutoTokenizer reads a folder's tokenizer otherwise than it was saved; else empty."""
     if not _complete(folder):
         return ""
-    other = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    same = other.backend_tokenizer.to_str() == from_files(folder).backend_tokenizer.to_str()
-    return "" if same else type(other).__name__
+    mine = from_files(folder).backend_tokenizer.to_str()  # type: ignore[attr-defined]
+    try:
+        other = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ImportError, OSError, ValueError):  # it would need the model's own code, which is not run here
+        return ""
+    backend = getattr(other, "backend_tokenizer", None)
+    return "" if backend is not None and backend.to_str() == mine else type(other).__name__
 
 
 def _complete(folder: Path) -> bool:

@@ -114,12 +114,13 @@ def test_only_what_is_between_the_marks_is_made(page: ModuleType) -> None:
     assert page.filled(made, [comparison("a")]) == made
 
 
-def test_points_lie_where_their_values_say(page: ModuleType) -> None:
+def test_points_lie_where_their_values_say() -> None:
+    scatter = accuracy.module("scatter")
     points = [
-        page.Point(name="right", group="a", measured=10.0, predicted=10.0),
-        page.Point(name="low <1>", group="b", measured=1.0, predicted=0.5, hollow=True),
+        scatter.Point(name="right", group="a", measured=10.0, predicted=10.0),
+        scatter.Point(name="low <1>", group="b", measured=1.0, predicted=0.5, hollow=True),
     ]
-    svg = page.scatter(points, title="t", unit="GiB", band=0.1, groups=("a", "b"))
+    svg = scatter.scatter(points, title="t", unit="GiB", band=0.1, groups=("a", "b"))
     marks = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="4" fill="(\S+)".*?<title>(.*?)</title>', svg)
     assert [(fill, name) for _, _, fill, name in marks] == [
         ("#0072b2", "right"),

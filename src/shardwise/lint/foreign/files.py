@@ -110,9 +110,9 @@ def _with_gpus(command: Document) -> Document:
         if "srun" in command.text and str(values["launcher"]).startswith("python"):
             names = ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE")
             count = next((command.environment[one] for one in names if one in command.environment), "")
-            values |= {"nproc_per_node": int(count)} if count.isdigit() else {}
+            values |= {"nproc_per_node": int(count)} if count.isdecimal() else {}
             nodes = command.environment.get("SLURM_NNODES", "")
-            values |= {"nnodes": int(nodes)} if nodes.isdigit() else {}
+            values |= {"nnodes": int(nodes)} if nodes.isdecimal() else {}
         elif values["launcher"] in _ALL_VISIBLE and shown and not OPEN.search(shown):
             values["num_gpus"] = len(shown.split(","))
     return replace(command, values=values)

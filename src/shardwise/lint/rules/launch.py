@@ -20,7 +20,8 @@ _OPEN_PARSER = re.compile(
 _HF = re.compile(r"HfArgumentParser\(")
 _OWN = {"deepspeed.add_config_arguments"}
 _SBATCH = re.compile(
-    r"^#SBATCH\s+(?:--(nodes|ntasks-per-node|gpus-per-node|gres=gpu)|-N)[=: ](?:\w+:)?(\d+)(?=[ \t]*(?:#|$))",
+    r"^#SBATCH\s+(?:--(nodes|ntasks-per-node|gpus-per-node|gres=gpu)|-N)[=: ](?:\w+:)?(\d{1,6})"
+    r"(?=[ \t]*(?:#|$))",
     re.MULTILINE,
 )
 _STARTS = re.compile(r"srun|mpirun|mpiexec|pdsh|ssh|clush|parallel|\bray\b")
