@@ -82,8 +82,8 @@ def _single_segments(q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float | 
         k, v = (_for_each_head(t, q) for t in (k, v))
     qs, ks, vs = (t.unflatten(0, (rows, -1)).transpose(1, 2) for t in (q, k, v))
     how: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    # On Hopper torch's own order is cuDNN first, except under `train.deterministic`. `sdpa_kernel` is not used:
-    # it would leave flash attention first, for every later call of the process.
+    # On Hopper torch's own order is cuDNN first, except under `train.deterministic`. `sdpa_kernel` is not
+    # used: it would leave flash attention first, for every later call of the process.
     out = functional.scaled_dot_product_attention(qs, ks, vs, **how)
     return out.transpose(1, 2).flatten(0, 1)
 
