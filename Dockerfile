@@ -1,6 +1,6 @@
 # shardwise with DeepSpeed for NVIDIA GPUs, with the versions of constraints.txt:
 #   docker build -t shardwise .
-#   docker run --rm --gpus all --ipc host -v "$PWD:/work" shardwise doctor
+#   docker run --rm --gpus all --ipc host -v "$PWD:/workspace" shardwise doctor
 # The image has nvcc, with which DeepSpeed compiles its operators when they are first used. Its CUDA must have the
 # major version of torch's (13 for torch 2.13).
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
@@ -20,6 +20,6 @@ COPY pyproject.toml README.md LICENSE ./
 COPY src src
 RUN pip install '.[train,serve]'
 
-WORKDIR /work
+WORKDIR /workspace
 ENTRYPOINT ["shardwise"]
 CMD ["--help"]

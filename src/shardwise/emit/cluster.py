@@ -19,7 +19,7 @@ from shardwise.emit.request import Request
 TARGETS = ("kubernetes", "skypilot")
 
 PORT = 29500
-FILES, WORK = "/shardwise", "/work"  # where the emitted files and the shared disk are mounted
+FILES, WORK = "/shardwise", "/workspace"  # where the emitted files and the shared disk are mounted
 SECRET = "SHARDWISE_SECRET"  # noqa: S105 - the variable's name
 FINAL = [1, 2, 3, 5]
 """Exit codes after which a restart does not help; 4 (a node is not able) and 75 (saved) are not of them."""

@@ -265,7 +265,7 @@ def test_what_cannot_be_meant_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("target", "data"), [("slurm", "{here}/jobs/qa.jsonl"), ("skypilot", "/work/jobs/qa.jsonl")]
+    ("target", "data"), [("slurm", "{here}/jobs/qa.jsonl"), ("skypilot", "/workspace/jobs/qa.jsonl")]
 )
 def test_the_job_is_written_as_it_was_changed(
     target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
