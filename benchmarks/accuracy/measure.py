@@ -21,6 +21,7 @@ from rows import Row
 from shardwise.diagnosis.probes.ranks import host_call_seconds
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.read import read_events
+from shardwise.trials.exposed import read_trace
 from shardwise.trials.process import end_session
 
 DOES_NOT_FIT = 3
@@ -57,6 +58,8 @@ class Limits:
     row_seconds: float
     timeout_seconds: float
     """After this time the row counts as failed."""
+    profile: bool = False
+    """The row ends after `steady_steps` and two steps under torch's profiler; the second is recorded."""
 
 
 class Running:
@@ -82,12 +85,15 @@ class Running:
         self._run = self._folder / "runs" / "row"
         source, text = str(assets.source(row)), str(assets.text(row))
         job = row.job(source=source, text=text, output=str(self._folder / "runs"))
+        self._trace = self._folder / "trace.json.gz"
         spec = LaunchSpec(
             job=job.model_dump(mode="json"),
             run_dir=str(self._run),
             processes=row.gpus,
             memory_cap_bytes=row.memory_cap_bytes,
-            measure_steps=FOREVER,  # one that runs out of memory just ends
+            # one that runs out of memory just ends
+            measure_steps=limits.warmup_steps + limits.steady_steps if limits.profile else FOREVER,
+            profile=str(self._trace) if limits.profile else None,
         )
         self._host_call: float | None = None
         self._processors = processor_ticks(cores)
@@ -150,6 +156,8 @@ class Running:
     def _enough(self, steps: Sequence[dict[str, Any]], seconds: float) -> bool:
         limits = self._limits
         steady = steps[limits.warmup_steps :]
+        if limits.profile:  # it ends by itself
+            return False
         if seconds > limits.row_seconds and len(steady) >= 3:
             return True
         long = sum(step["seconds"] for step in steady) >= limits.steady_seconds
@@ -161,6 +169,10 @@ class Running:
         header = next((event for event in events if event["kind"] == "run"), {})
         log = (self._folder / "log").read_text(encoding="utf-8", errors="replace")
         enough = code is None and self._enough(steps, seconds)  # one that ended by itself has failed
+        profiled: dict[str, Any] = {}
+        if self._limits.profile and code == 0:
+            enough, profiled = True, self._profiled()
+            steps = steps[: self._limits.warmup_steps + self._limits.steady_steps]
         out_of_memory = code == DOES_NOT_FIT
         return {
             "id": self.row.id,
@@ -175,7 +187,14 @@ class Running:
             **{name: header.get(name) for name in ("parameters", "trainable_parameters")},
             **(measured(steps, self._limits.warmup_steps) if enough else {"steps": len(steps)}),
             **{name: header.get(name) for name in ("energy_source", "outside_allocator_source")},
+            **profiled,
         }
+
+    def _profiled(self) -> dict[str, Any]:
+        """How long rank 0's GPU ran kernels in the recorded step, communication included."""
+        step = read_trace(self._trace)
+        busy = None if step.idle_seconds is None else round(step.step_seconds - step.idle_seconds, 5)
+        return {"profiled_step_seconds": round(step.step_seconds, 5), "profiled_busy_seconds": busy}
 
 
 def processor_ticks(cores: Sequence[int], stat: Path = Path("/proc/stat")) -> list[int]:

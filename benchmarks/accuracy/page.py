@@ -16,6 +16,7 @@ from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
+import idle
 from choices import ON_H100, fastest_table, rehearsal_table
 from earlier import earlier_kernels, mixed, with_timer
 from missed import MISSED, MISSED_MEANS
@@ -135,6 +136,12 @@ def host(_: Sequence[Comparison]) -> str:
         seconds_all = ", ".join(map(_step, found[row.id]))
         lines.append([f"`{row.id}`", seconds_all, f"{seconds:.3f}", differences])
     return table(["row", "step, s", "predicted", "difference"], lines)
+
+
+def waits(_: Sequence[Comparison]) -> str:
+    """How long the GPU runs no kernel."""
+    head = ["row", "step, s", "kernels, s", "the GPU waits", "a call on the host, us"]
+    return f"{idle.summary()}\n\n{table(head, [*idle.lines()])}"
 
 
 def h100(_: Sequence[Comparison]) -> str:
@@ -351,6 +358,7 @@ BLOCKS = {
     "bound": bound,
     "missed": missed,
     "host": host,
+    "waits": waits,
     "h100": h100,
     "slow": slow,
     "again": again,

@@ -78,6 +78,7 @@ def measure_all(
         steady_seconds=arguments.steady_seconds,
         row_seconds=arguments.row_seconds,
         timeout_seconds=arguments.timeout,
+        profile=arguments.profile,
     )
     # Rows that need the compiled optimizer come last of their size: it is built meanwhile.
     waiting = sorted(waiting, key=lambda row: (-row.gpus, row.offloads))
@@ -238,6 +239,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--row-seconds", type=float, default=30.0, help="then three steady steps are enough")
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds until a row counts as failed")
     parser.add_argument("--budget", type=float, help="seconds for all rows; unfinished ones are ended")
+    parser.add_argument("--profile", action="store_true", help="record one step's GPU work; for idle.py")
     parser.add_argument("--keep", type=Path, help="copy run folders and logs there")
     return parser.parse_args()
 

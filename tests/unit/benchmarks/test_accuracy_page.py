@@ -167,3 +167,15 @@ def test_time_that_the_hypervisor_took_is_counted_of_the_rows_own_cores(tmp_path
     ticks = accuracy.module("measure").processor_ticks
     assert ticks([0, 2], stat) == [4, 133 + 221]
     assert ticks([0], tmp_path / "none") == [0, 0]
+
+
+def test_a_gpu_waits_for_the_share_of_a_step_without_kernels() -> None:
+    """A collective that waits for a host which the profiler slows is longer than the step without it."""
+    idle = accuracy.module("idle")
+    row = {"step_seconds": 0.2, "profiled_busy_seconds": 0.15}
+    assert idle.share(row) == pytest.approx(0.25)
+    assert idle.share({**row, "profiled_busy_seconds": 0.3}) is None
+    assert (
+        f"in {sum(idle.share(one) is not None and idle.share(one) <= 0.05 for one in idle.profiled())} of"
+        in (idle.summary())
+    )
