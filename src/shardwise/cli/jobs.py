@@ -41,11 +41,11 @@ def init(
         from shardwise.lint.foreign import translation
 
         made, said = translation(list(map(Path, start)), out.parent)
-        print(
-            f"wrote {next(presets.write_new({out: printable(made)}, out))}",
-            printable("\n".join(said)),
-            sep="\n",
-        )
+        shown = [one for one in said if not one.startswith("left out")]
+        if reasons := len(said) - len(shown):
+            shown.append(f"left out: what a job has not: {reasons} lines at the head of {out} say why")
+        print(f"wrote {next(presets.write_new({out: printable(made)}, out))}")
+        print(printable("\n".join(shown)))
     elif foreign or more or Path(preset).suffix in (".py", ".json", ".yaml", ".yml", ".sh"):
         fix = f"shardwise init --from {shlex.join(start or ['ds_config.json', 'train.py'])}"
         raise JobError("it takes one preset, or --from and files", where="shardwise init", fix=fix)

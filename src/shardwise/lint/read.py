@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError
+from shardwise.job import json_schema
 from shardwise.job.paths import read_bounded
 from shardwise.job.source import Key
 from shardwise.lint.document import Document, Kind, UnreadableError
@@ -19,6 +20,7 @@ LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 BYTE_ORDER_MARK = "\ufeff"
 
+_JOB = frozenset(json_schema.names_below(()))
 _ACCELERATE = frozenset(names("accelerate_files"))
 _TRAINING = frozenset(names("training_files"))
 _TRAINERS_FSDP = {"auto_wrap_policy", "reshard_after_forward", "transformer_layer_cls_to_wrap"}
@@ -81,7 +83,7 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
 
 def _kind(values: Mapping[str, Any]) -> Kind | None:
     keys = set(values)
-    if "model" in keys and ("data" in keys or "strategy" in keys):
+    if "model" in keys and ("data" in keys or "strategy" in keys) and len(keys - _JOB) < len(keys & _JOB):
         return "job"
     if keys & _ACCELERATE:
         return "accelerate"

@@ -224,6 +224,18 @@ def options(call: ast.Call) -> Option:
     return flags, name.replace("-", "_"), default
 
 
+def options_of(text: str) -> set[str]:
+    """The names of a script's own flags: of parsers, and the fields of classes."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="add_argument")):
+                found |= {*options(node)[0]}
+            case ast.ClassDef(body=body):
+                found |= {ast.unparse(one.target) for one in body if isinstance(one, ast.AnnAssign)}
+    return found
+
+
 def commanded(function: ast.FunctionDef) -> dict[str, Option] | None:
     """The options of click or typer by argument; None if the function is no command."""
     found = dict[str, Option]()

@@ -27,6 +27,7 @@ _MASKED = re.compile(
     r"\[\s*(-100|(\w+\.)?IGNORE\w*)\s*\]\s*\*\s*len\(", re.IGNORECASE
 )  # the labels of a prompt
 _LABELS = re.compile(r"labels\W{0,4}[=:][^=\n]*input_ids")
+_MODEL = re.compile(r"Model|For[A-Z]\w*\.")  # a class of models, and not of tokenizers
 _SCHEDULE = re.compile(r"(?i)sched\w*(\.step\(|\s*=\s*[\w.]+\()|group\w*(\[\d\])?\[[\"']lr[\"']\]\s*=")
 _PAIRS = re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']")
 
@@ -246,7 +247,7 @@ class Settings:
         self.marks.setdefault((last,), Mark(line=call.lineno))
         if last == "from_pretrained" and call.args:
             one = self.known.entries(call.args[0], ("model_name_or_path",))
-            said |= one if "Model" in place or not self.calls else {}
+            said |= one if _MODEL.search(place) or not self.calls else {}
             self.tokenizer = self.tokenizer or one
             task = re.search(r"For(?!CausalLM)[A-Z]\w+", place)
             said |= {("model_class",): (call.lineno, task[0])} if task else {}

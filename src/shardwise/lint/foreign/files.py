@@ -9,10 +9,11 @@ from typing import Any
 from shardwise.errors import JobError
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
-from shardwise.lint.foreign.table import TABLE, targets
+from shardwise.lint.foreign.table import TABLE, leaves, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
-from shardwise.lint.script_inputs import OPEN, Inputs
+from shardwise.lint.schema import names
+from shardwise.lint.script_inputs import OPEN, Inputs, options_of
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
 from shardwise.lint.setup import launched_processes
 from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
@@ -20,6 +21,8 @@ from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
 _ALL_VISIBLE = ("deepspeed", "accelerate", "llamafactory-cli", "swift", "axolotl", "python", "python3")
 _FILLS = re.compile("HfArgumentParser|TrlParser|H4ArgumentParser")  # take arguments from a file
 _SETTINGS = (".yaml", ".yml", ".json")
+_ARGUMENTS = frozenset(names("trainer_arguments"))
+_OF_SLURM = re.compile(r"(?m)^#SBATCH\s+--(?:gpus-per-node|gres)[= ](?:gpu:)?(?:\w+:)?(\d+)\s*(?:#.*)?$")
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
 
 
@@ -33,6 +36,10 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
     for one in documents:
         if one.kind == "job":
             raise JobError("it is a job file already", where=one.name, fix="shardwise train takes it")
+    for one in documents:
+        _refuse(one)
+    options = {name for one in documents if one.syntax == "python" for name in options_of(one.text)}
+    documents = tuple(_in_full(one, options) for one in documents)
     commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
     plain = [one for one in documents if one.syntax not in ("shell", "python")]
     scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
@@ -64,6 +71,39 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
         ]
         return used
     return [*used, *sorted([*named, *inner], key=lambda one: order[one.name])]
+
+
+def _refuse(document: Document) -> None:
+    """Stop at a file of a tool that is not read, or of a method that a job has not."""
+    keys = [key for key, _ in leaves(document.values)] if document.syntax != "python" else []
+    for tool, patterns in TABLE["unread_tools"].items():
+        if all(any(re.search(pattern, key) for key in keys) for pattern in patterns):
+            what, fix = f"it is a file of {tool}, which is not read", "shardwise init writes a job to fill in"
+            raise JobError(what, where=document.name, fix=fix)
+    given = {key: document.get(key) for key in TABLE["other_methods"] if document.kind != "deepspeed"}
+    other = [
+        (f"{key}: {value}", document.line((key,)))
+        for key, value in given.items()
+        if isinstance(value, str) and value.isalpha() and value not in TABLE["other_methods"][key]
+    ]
+    calls = {name.rpartition(".")[2] for name in document.uses}
+    if not calls & {"Trainer", "Seq2SeqTrainer", "SFTTrainer"}:
+        other += [(name, document.first) for name in TABLE["other_trainers"] if name in calls]
+    for name, line in other:
+        what = f"{name}: a job trains on the next token (pretraining, SFT), nothing else"
+        fix = "name the files of that stage of training"
+        raise JobError(what, where=f"{document.name}:{line}", fix=fix)
+
+
+def _in_full(command: Document, options: set[str]) -> Document:
+    """The command with the full names of flags: argparse takes their beginnings."""
+    values, marks, flags = dict(command.values), dict(command.marks), set(command.flags)
+    for flag in command.flags - options if options else ():
+        full = [name for name in options if name.startswith(flag)]
+        if len(full) == 1 and flag not in _ARGUMENTS:
+            values[full[0]], marks[full[0],] = values.pop(flag, None), marks.pop((flag,))
+            flags = flags - {flag} | {full[0]}
+    return replace(command, values=values, marks=marks, flags=frozenset(flags))
 
 
 def _filled(command: Document, documents: Sequence[Document], said: list[str]) -> list[Path]:
@@ -115,6 +155,8 @@ def _with_gpus(command: Document) -> Document:
             values |= {"nnodes": int(nodes)} if nodes.isdecimal() else {}
         elif values["launcher"] in _ALL_VISIBLE and shown and not OPEN.search(shown):
             values["num_gpus"] = len(shown.split(","))
+        elif values["launcher"] in _ALL_VISIBLE and (asked := _OF_SLURM.findall(command.text)):
+            values["num_gpus"] = int(asked[-1])
     return replace(command, values=values)
 
 
@@ -124,7 +166,13 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
         target for place in script.marks if is_open(script, place) for target in targets_of(script, place)
     }
     own = list[str]()
-    gone = set(inputs.taken)
+    stated = {target for place in script.marks for target in targets_of(script, place)}
+    unused = {flag for flag in inputs.taken & TABLE["keys"].keys() if not targets(flag, below=False) & stated}
+    # a field of the Trainer's arguments that the script only reads decides what it always does, and an
+    # adapter's rank is one wherever the script hands it on
+    inherited = unused - options_of(script.text) if _FILLS.search(script.text) else set()
+    kept = inherited | {flag for flag in unused if flag.startswith("lora_")}
+    gone = inputs.taken - kept
     for flag in sorted(inputs.defined - inputs.taken):
         if flag not in command.flags:
             continue
@@ -170,6 +218,24 @@ def _of_names(one: Document, given: str, asked: set[Path], *, alone: bool) -> It
             yield f"to do: {place}: only a run knows {name}; add the JSON to --from"
 
 
+def _take_length(script: Document, read_: Settings) -> None:
+    """Of a flag that some function of the script cuts its rows by; QLoRA's scripts cut the answers apart."""
+    values, marks, presets = read_.values, read_.marks, read_.known.presets
+    halves = [presets.of(name) for name in ("source_max_len", "target_max_len")]
+    if all(halves):
+        numbers: list[Any] = [read_.known.value(given[0]) if len(given) == 1 else None for given in halves]
+        values["tokenizer"] = {k: v for k, v in (values.get("tokenizer") or {}).items() if k != "max_length"}
+        marks["max_length",] = Mark(line=halves[0][0].lineno)
+        values |= {"max_length": sum(numbers)} if all(isinstance(one, int) for one in numbers) else {}
+    if any("data.sequence_length" in targets_of(script, place) for place in marks):
+        return
+    for name in (name for name, rule in TABLE["keys"].items() if rule == "data.sequence_length"):
+        for given in (shown := presets.of(name))[:1]:
+            marks[name,] = Mark(line=given.lineno)
+            number = read_.known.value(given)
+            values |= {name: number} if len(shown) == 1 and isinstance(number, int) else {}
+
+
 def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Document]:
     """A script with its settings of a job, and each DeepSpeed configuration that is written in it."""
     read_ = Settings(script.text, TABLE["calls"], {*TABLE["keys"]}, inputs)
@@ -180,13 +246,7 @@ def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Do
             pairs = '"completion"' in rows.readline(100_000)
         if pairs and "completion_only_loss" not in values and "SFTTrainer" in script.text:
             values["completion()"] = True
-    if not any("data.sequence_length" in targets_of(script, place) for place in read_.marks):
-        lengths = (name for name, rule in TABLE["keys"].items() if rule == "data.sequence_length")
-        for name in lengths:  # a flag that some function of the script cuts its rows by
-            for given in (shown := read_.known.presets.of(name))[:1]:
-                read_.marks[name,] = Mark(line=given.lineno)
-                number = read_.known.value(given)
-                values |= {name: number} if len(shown) == 1 and isinstance(number, int) else {}
+    _take_length(script, read_)
     if inputs.supported:
         said.append(f"assumed: the GPUs compute in bf16, which {script.name} asks them")
     yield replace(script, values=values, marks=read_.marks)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from shardwise.lint.foreign.datasets import with_datasets
 from shardwise.lint.foreign.defaults import defaults
 from shardwise.lint.foreign.statements import statements, unsaid
 from shardwise.lint.foreign.strategies import folded
+from shardwise.lint.foreign.suspects import suspects
 from shardwise.lint.foreign.table import TABLE, leaves, run_name
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import translate
@@ -41,18 +42,23 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     strategy = stated[-1].value if stated else ""
     for document in documents:
         stated += folded([*statements(document, setup, strategy, said)], setup, said)
+    if setup.training("save_strategy") == "epoch":  # whatever `save_steps` is by default
+        stated = [one for one in stated if one.key != "train.save_every"]
     lost = {one.key for one in stated if not one.value}
     stated = resolve.with_precision([one for one in stated if one.value])
     if not stated:
-        fix = "; ".join(said) or "add the launch command, or the file with the arguments"
+        to_do = [one for one in said if one.startswith("to do")]
+        fix = "; ".join(to_do) or "add the launch command, or the file with the arguments"
         what, where = "none of its settings is one of a job", ", ".join(map(str, files))
         raise JobError(what, where=where, fix=fix)
     given = {one.key for one in stated} | lost
     open_ = unsaid(documents, given)
+    to_do = _to_do(open_)
+    open_ |= suspects(documents, given | open_.keys(), said)
     keys = {key for one in documents for key, value in leaves(one.values) if value is not None}
     assumed = defaults(keys | given | open_.keys(), documents, said)
     said += resolve.conflicts(stated)
-    said += _to_do(open_)
+    said += to_do
     parts = [one.partition("=") for one in assumed if one.startswith("batch.")]
     batch = {name[6:]: int(value) for name, _, value in parts}
     batch |= {one.key[6:]: int(one.value) for one in stated if one.key.startswith("batch.")}
@@ -62,8 +68,15 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     job = source.Document(name="the files")
     name = f"name={json.dumps(run_name(files[0]))}"
     source.apply(job, [name, *assumed, *precision, *resolve.changes(stated), *rows])
-    _complete(job, said)
+    _complete(job, said, open_.keys())
+    said.sort(key=_weight)
     return _text(job, files, folder, said), said
+
+
+def _weight(sentence: str) -> int:
+    """The order in which a user reads: what is to do first, what is left out last."""
+    kinds = ("to do", "conflict", "changed", "assumed", "not said by", "left out")
+    return next(place for place, kind in enumerate(kinds) if sentence.startswith(kind))
 
 
 def _rank(document: Document, setup: Setup) -> tuple[bool, int]:
@@ -89,13 +102,14 @@ def _to_do(open_: dict[str, str]) -> list[str]:
     return made
 
 
-def _complete(job: source.Document, said: list[str]) -> None:
+def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> None:
     """Fill in what a job must have, leave out what it may not, and say which values are shardwise's own."""
     for name, text in paths.FILL_IN.items():
         section, last = name.split(".")
         if last not in job.values.get(section, {}):
             source.apply(job, [f"{name}={text}"])
-            said.append(f"to do: {name}: no file says it; write it in place of {text}")
+            if name not in open_:
+                said.append(f"to do: {name}: no file says it; write it in place of {text}")
     made, wrong = validate.check(job)
     problems = [(key, problem.what) for key, problem in wrong.items()]
     if made is not None:

@@ -16,6 +16,7 @@ from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
 
 _RUN = "the text does not show its value, and a job file has no such key"
+_MANY = 8  # keys of a section that are named
 _OVERLAP = "zero_optimization.overlap_comm"
 
 
@@ -46,6 +47,8 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
             said.append(f"changed: {at}: {value}: {TABLE['notes'][value]}")
         word = not isinstance(TABLE["keys"].get(key), str)
         if isinstance(meant, str):
+            if meant == WRITE_STEPS and document.get("lr_scheduler_type") == "constant":
+                meant = "the constant schedule has none"
             if meant == WRITE_STEPS:
                 said.append(f"to do: {at} {value}: {meant}")
             else:
@@ -62,8 +65,17 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
     if document.has(OPEN):
         at = f"{document.name}:{document.line((OPEN,))}: {document.get(OPEN)}"
         said.append(f"to do: {at}: only the shell knows the flags in it; write what they say")
-    for why, keys in left_out.items():
-        said.append(f"left out: {document.name}: {', '.join(keys)}: {why}")
+    said += [f"left out: {document.name}: {', '.join(_few(keys))}: {why}" for why, keys in left_out.items()]
+
+
+def _few(keys: Sequence[str]) -> Iterator[str]:
+    """Keys with their lines; one for many of a section."""
+    sections = defaultdict[str, list[str]](list)
+    for key in keys:
+        sections[key.partition(".")[0]].append(key)
+    for section, held in sections.items():
+        line = held[0].rpartition("(")[2]
+        yield from held if len(held) <= _MANY else [f"{section}.* ({len(held)} keys, from {line}"]
 
 
 def _unread(document: Document) -> list[str]:

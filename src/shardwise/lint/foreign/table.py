@@ -27,6 +27,10 @@ def meaning(key: str, value: Any, steps: float) -> list[str] | str:
     """The changes of a job that a key means, or why it is left out. `steps`: the files' `max_steps`."""
     rule = TABLE["keys"].get(key)
     value = paths.expand_home(value) if isinstance(rule, str) and rule in paths.LOCAL else value
+    if isinstance(rule, Mapping) and isinstance(value, list) and {*map(str, value)} <= rule.keys():
+        if len(value) > 1 and key == "report_to":
+            return [f"tracking=[{', '.join(map(str, value))}]"]
+        value = value[0] if len(value) == 1 else value
     number, text = _number(value), _text(value)
     if isinstance(rule, Mapping) and text.strip('"') in rule:
         return list(rule[text.strip('"')])
@@ -114,4 +118,5 @@ def leaves(values: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 
 def run_name(path: Path) -> str:
     """A job's name from a file's or folder's."""
-    return re.sub(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+", "-", path.stem).strip("-.")[:100] or "job"
+    name = path.stem if re.fullmatch(r"\.[A-Za-z]+", path.suffix) else path.name  # not of `Llama-3.2-11B`
+    return re.sub(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+", "-", name).strip("-.")[:100] or "job"

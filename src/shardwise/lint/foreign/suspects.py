@@ -1,0 +1,96 @@
+"""Settings whose names say that they decide something of a job, where no reader has understood them.
+
+A job without LoRA must not come out of files that name it. Such a setting is a to do, and no default of a
+tool stands for what it may say.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from shardwise.lint.document import Document, line_at
+from shardwise.lint.foreign.table import TABLE, leaves
+from shardwise.lint.script_inputs import fields, options
+
+_CONCEPTS = {key: re.compile(pattern, re.IGNORECASE) for key, pattern in TABLE["concepts"].items()}
+_OTHER = re.compile(TABLE["not_training"], re.IGNORECASE)
+_INSTEAD = {"train.epochs": ("train.steps",), "batch.micro": ("batch.total",)}
+
+Setting = tuple[str, int, Any]  # name, line, value; None where the text does not show it
+
+
+def suspects(documents: Sequence[Document], known: set[str], said: list[str]) -> dict[str, str]:
+    """By key of the job, the place of what may decide it; `known`: keys that something decides."""
+    found = dict[str, str]()
+    flags = {flag for one in documents for flag in one.flags}  # which count more than a script's default
+    settings = [
+        (one, *setting)
+        for one in documents
+        for setting in _settings(one)
+        if one.syntax != "python" or setting[0] not in flags
+    ]
+    for key in _CONCEPTS:
+        if any(one.startswith((key, *_INSTEAD.get(key, ()))) for one in known):
+            continue
+        write = "train.micro_batch" if key == "batch.micro" else key
+        if any(one.startswith("to do") and write in one for one in said):
+            continue
+        named = [one for one in settings if _is_of(key, one[1], one[3]) and not _OTHER.search(one[1])]
+        given = [one for one in named if one[3] not in (None, 0, "", "none", "None")]
+        switched = any(value in (True, ...) for *_, value in given)
+        off = any(value is False for *_, value in named)  # `use_lora=False`
+        if not given or (off and not switched):
+            continue
+        document, _, line, _ = given[0]
+        words = [name + _shown(value) for one, name, _, value in given if one is document]
+        found[key] = f"{document.name}:{line}"
+        names = ", ".join(dict.fromkeys(words[:3]))
+        said.append(f"to do: {found[key]}: {names}: not understood; write {write}")
+    return found
+
+
+def _is_of(key: str, name: str, value: Any) -> bool:
+    """Whether a setting may decide the key: by its name, or by a value such as `my-run-qlora`."""
+    in_value = key.startswith("model.") and isinstance(value, str) and _CONCEPTS[key].search(value)
+    return bool(_CONCEPTS[key].search(name) or in_value)
+
+
+def _shown(value: Any) -> str:
+    return f" {value}" if isinstance(value, int | float | str) and not isinstance(value, bool) else ""
+
+
+def _settings(document: Document) -> Iterator[Setting]:
+    """Of a script its flags, fields, constants and arguments; of other files all keys."""
+    if document.syntax != "python":
+        if document.kind != "deepspeed":
+            for key, value in leaves(document.values):
+                yield key, document.line(tuple(key.split("."))), value
+            shown = document.values.keys()
+            for name in sorted(document.flags - shown):  # a script has taken it
+                there = re.search(rf"--{name}\b[ =]*(\S*)".replace("_", "[-_]"), document.text)
+                if there:
+                    off = there[1].strip("'\"").lower() == "false"
+                    yield name, line_at(document.text, there.start()), False if off else ...
+        return
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(document.text)):
+            yield from _of(node)
+
+
+def _of(node: ast.AST) -> Iterator[Setting]:
+    match node:
+        case ast.Call(func=ast.Attribute(attr="add_argument")):
+            _, name, default = options(node)
+            yield name, node.lineno, _constant(default)
+        case ast.ClassDef():
+            for name, default in fields(node):
+                yield name, node.lineno, _constant(default)
+        case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant() | ast.BinOp() as value):
+            yield name, node.lineno, _constant(value)
+
+
+def _constant(node: ast.expr | None) -> Any:
+    """A constant; an ellipsis for what is computed."""
+    return node.value if isinstance(node, ast.Constant) else ... if isinstance(node, ast.BinOp) else None
