@@ -125,6 +125,15 @@ def test_other_tools_and_methods_make_no_job(
         made_of({"a.yaml": text}, tmp_path, monkeypatch)
 
 
+def test_a_script_whose_arguments_come_from_elsewhere_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"{HEAD}{FIELDS}Trainer(model=m, args=args).train()\n"
+    wanted = "to do: train.py: its command, or a file, gives it arguments; add that to --from"
+    assert wanted in made_of({"train.py": script}, tmp_path, monkeypatch)[1]
+    assert wanted not in made_of({"train.py": script, "run.sh": RUN}, tmp_path, monkeypatch)[1]
+
+
 def test_a_section_of_many_keys_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = "".join(f"  k{number}: 1\n" for number in range(20))
     _, said = made_of({"a.yaml": f"{YAML}mixture:\n{keys}"}, tmp_path, monkeypatch)

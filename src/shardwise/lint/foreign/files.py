@@ -46,6 +46,10 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
     for one in documents:
         if one.syntax == "python" and one.kind != "deepspeed":
             settings = [part for part in plain if part.kind == "training" and _FILLS.search(one.text)]
+            if _FILLS.search(one.text) and not (commands or settings):
+                said.append(
+                    f"to do: {one.name}: its command, or a file, gives it arguments; add that to --from"
+                )
             inputs = _inputs(one, settings, commands, documents)
             script, *held = _documents(one, inputs, said)
             commands = [_without_flags(command, script, inputs, said) for command in commands]

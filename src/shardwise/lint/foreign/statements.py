@@ -118,7 +118,7 @@ def unsaid(documents: Sequence[Document], given: set[str]) -> dict[str, str]:
             if not is_open(document, place):
                 continue
             where = f"{document.name}:{document.line(place)}: {'.'.join(place)}"
-            for key in sorted(targets_of(document, place)):
+            for key in sorted(targets_of(document, place) - {"train.seed"}):  # any is as good
                 part = key == "strategy" and len(place) > 1  # of one that other arguments give in part
                 if part or not {key, TABLE["instead"].get(key)} & {*given, *found}:
                     found[key] = where
