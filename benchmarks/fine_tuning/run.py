@@ -41,6 +41,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     arguments = parser.parse_args()
     arguments.budget = arguments.keep = None
+    arguments.profile = False
     places = [""] * arguments.cpu if arguments.cpu else visible_gpus()[:1]
     if not places:
         sys.exit("there is no GPU; --cpu N takes N processes on CPUs instead")
