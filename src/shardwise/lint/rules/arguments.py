@@ -16,9 +16,11 @@ from shardwise.models.catalog import lookup
 
 _ARGUMENTS = toml_file("arguments.toml")
 _TRAINERS = frozenset([*names("trainer_arguments"), *_ARGUMENTS["earlier"].split()])
-_FRAMEWORKS = _TRAINERS | {*_ARGUMENTS["frameworks"].split(), *toml_file("foreign.toml")["keys"]}
+_FOREIGN = {key.partition(".")[0] for key in toml_file("foreign.toml")["keys"] if "(" not in key}
+_FRAMEWORKS = _TRAINERS | {*_ARGUMENTS["frameworks"].split(), *_FOREIGN}
 _PACKAGES = ("transformers", "trl", "peft", "unsloth")
 _LETTERS = 3  # names that differ by as many are not renamed by --fix
+_STRANGE = 4  # a file of which more than one key in four is not known is another tool's
 _LENGTHS = ("max_length", "max_seq_length", "sequence_len", "cutoff_len")
 _KNOWN: dict[str, tuple[frozenset[str], str, Severity]] = {
     **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments"), (_TRAINERS, "TypeError", "error")),
@@ -27,6 +29,12 @@ _KNOWN: dict[str, tuple[frozenset[str], str, Severity]] = {
     **dict.fromkeys(names("trl_arguments"), (_FRAMEWORKS, "TypeError", "warning")),
 }
 """The classes' arguments, what happens at others, and how certain it is: TRL's names change often."""
+
+
+def unread_tool(document: Document) -> str:
+    """The tool whose settings a file has, if no rule knows them."""
+    signs = table("unread_tools").items()
+    return next((tool for tool, sign in signs if re.search(sign, document.text, re.MULTILINE)), "")
 
 
 def _near(name: str, known: frozenset[str]) -> str | None:
@@ -66,7 +74,9 @@ def misspelt_key(document: Document, setup: Setup) -> Iterator[Hit]:
     """The tool knows a similar key only: it stops, or ignores this one."""
     scripts = [one for one in setup.of("training") if one.syntax == "python"]
     own = {word for one in scripts for word in re.findall(r"\w+", one.text)}
-    for name in document.values if document.syntax in ("yaml", "json") else ():
+    strange = [name for name in document.values if name not in _FRAMEWORKS]
+    of_these = document.syntax in ("yaml", "json") and len(strange) * _STRANGE < len(document.values)
+    for name in strange if of_these and not unread_tool(document) else ():
         near = None if name in own else _near(str(name), _FRAMEWORKS)
         if near and not document.has(near):
             what = (
@@ -114,15 +124,14 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
         old, _, new = word.partition("=")
         if old in document.flags and not re.search(rf"\b{old}\b", text):
             what = f"`--{old}` is no argument of transformers 5.23: the script stops. Earlier versions had it"
-            changes = (Rename((old,), new, document.line((old,))),) if new else ()
+            changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
             yield Hit((old,), what, f"--{new}, or an earlier version" if new else "remove it", changes)
 
 
 @training_rule("note", "check reads files and runs nothing")
 def unknown_tool(document: Document, _: Setup) -> Iterator[Hit]:
     """The settings of some tools are not read."""
-    tools = table("unread_tools")
-    found = next((name for name, sign in tools.items() if re.search(sign, document.text, re.MULTILINE)), "")
+    found = unread_tool(document)
     empty = not document.values if document.syntax != "python" else not (document.values or document.uses)
     if found:
         yield Hit(
@@ -137,15 +146,20 @@ _ABOVE = 5  # folders that a command may run in
 
 
 @training_rule("warning", "the file system")
-def named_file_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
+def named_file_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
     """The file with the settings is not there: the training stops at the start."""
     here = Path(document.name).absolute()
     folders = [Path(), *here.parents[:_ABOVE]]
-    for key in _NAMED if here.exists() and not re.search(r"(?m)^\s*cd\s", document.text) else ():
+    given = {Path(one.name).name for one in setup.documents}
+    for key in _NAMED if not re.search(r"(?m)^\s*cd\s", document.text) else ():
         name = document.get(key)
         if not isinstance(name, str) or not re.fullmatch(r"[\w./-]+\.(json|ya?ml)", name) or "..." in name:
             continue
-        if Path(name).is_absolute() or any(is_file(folder / name) for folder in folders):
+        if (
+            Path(name).is_absolute()
+            or Path(name).name in given
+            or any(is_file(folder / name) for folder in folders)
+        ):
             continue
         other = (Path(name).with_suffix(one) for one in (".json", ".yaml", ".yml"))
         near = next((one for one in other if any(is_file(folder / one) for folder in folders)), None)

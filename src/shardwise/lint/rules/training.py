@@ -136,7 +136,9 @@ def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
             names_ = ", ".join(f"`{old}`" for old in found)
             what = f"`{called}` of {package} has no {names_}, which earlier versions had: TypeError"
             changes = tuple(
-                Rename((old,), now[old], given[old]) for old in found if now[old] and old in given
+                Rename((old,), now[old], given[old])
+                for old in found
+                if now[old].isidentifier() and old in given
             )
             fix = f"{', '.join(ways_out)}; or an earlier version"
             yield Hit((found[0],), what, fix, changes, line=given.get(found[0]))
