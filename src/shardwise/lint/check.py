@@ -170,11 +170,11 @@ def correct(document: Document, setup: Setup) -> tuple[Document, list[Finding]]:
 
 
 def fix_files(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding, ...]]:
-    """Fix these JSON and YAML files on disk, not jobs; return the setup then, and what was fixed."""
+    """Fix these files on disk, not jobs and notebooks; return the setup then, and what was fixed."""
     fixed: list[Finding] = []
     names = {str(file) for file in files}
     for document in setup.documents:
-        editable = document.syntax in ("json", "yaml") and document.kind != "job" and not document.bare
+        editable = document.kind != "job" and not document.bare and not document.cells
         if document.name not in names or not editable:
             continue
         corrected, done = correct(document, setup)

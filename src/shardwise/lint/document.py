@@ -55,6 +55,7 @@ class Document:
     first: int = 1  # their first line
     flags: frozenset[str] = frozenset()  # of a command's keys, those that its script gets
     environment: Mapping[str, str] = field(default_factory=dict)  # the variables of a shell's script
+    cells: tuple[int, ...] = ()  # of a notebook, the line where the code of each cell begins; 0: no code
     unknown: frozenset[Key] = frozenset()  # keys of those whose value, AUTO here, only a run knows
 
     def get(self, *key: str) -> Any:

@@ -1,15 +1,19 @@
 """Changes to a JSON or YAML text that keep everything else as it is."""
 
+import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import yaml
 
 from shardwise.job.source import Key
 from shardwise.lint.document import Document, Span
+from shardwise.lint.script_text import read_python
+from shardwise.lint.shell_text import read_shell
 from shardwise.lint.text import read_json, read_yaml
 
 
@@ -34,6 +38,7 @@ class Rename:
 
     key: Key
     name: str
+    line: int = 0  # of an argument in a script or a flag of a command, whose key is its name
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,10 @@ class Strict:
 
 
 Change = Put | Drop | Rename | Strict
+
+
+_READERS = {"json": read_json, "yaml": read_yaml, "python": read_python}
+_READERS["shell"] = partial(read_shell, plain=True)
 
 
 class CannotEditError(Exception):
@@ -55,8 +64,7 @@ def edited(document: Document, changes: Sequence[Change]) -> Document:
             raise CannotEditError(".".join(change.key))  # an alias: the edit would change both
         if isinstance(change, Drop | Rename) and change.key in dict(document.duplicates):
             raise CannotEditError(".".join(change.key))  # the first one would then count
-        read = read_json if document.syntax == "json" else read_yaml
-        again = read(_changed(document, change), document.name)
+        again = _READERS[document.syntax](_changed(document, change), document.name)
         marked = document.marked and not isinstance(change, Strict)
         document = replace(again, kind=document.kind, marked=marked)
     return document
@@ -114,6 +122,8 @@ def _siblings(document: Document, section: Key) -> list[Key]:
 
 
 def _changed(document: Document, change: Change) -> str:
+    if document.syntax in ("python", "shell"):
+        return _with_argument(document, change)
     is_json = document.syntax == "json"
     if isinstance(change, Strict):
         return _strict(document) if is_json else document.text
@@ -129,6 +139,24 @@ def _changed(document: Document, change: Change) -> str:
         return _json_with(document, key, value) if is_json else _yaml_with(document, key, value)
     text = _dumps(value, key) if is_json else yaml_scalar(value)
     return _replace(document.text, *document.marks[key].value, text)
+
+
+def _with_argument(document: Document, change: Change) -> str:
+    """A script's text with another name of one argument, or a command's with that of a flag."""
+    if not isinstance(change, Rename) or not change.line:
+        raise CannotEditError(str(change))
+    lines = document.text.split("\n")
+    line, old, places = lines[change.line - 1], change.key[-1], list[int]()
+    if document.syntax == "python":
+        for node in ast.walk(ast.parse(document.text)):
+            if isinstance(node, ast.keyword) and node.arg == old and node.lineno == change.line:
+                places.append(len(line.encode()[: node.col_offset].decode()))
+    else:
+        places = [one.start(1) for one in re.finditer(rf"(?<=--)({re.escape(old)})(?![\w-])", line)]
+    if len(places) != 1:
+        raise CannotEditError(old)
+    lines[change.line - 1] = _replace(line, places[0], places[0] + len(old), change.name)
+    return "\n".join(lines)
 
 
 # JSON

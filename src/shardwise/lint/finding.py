@@ -1,7 +1,7 @@
 """A rule, the places that break it, and the findings that a user reads."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,6 +68,7 @@ class Finding:
     severity: Severity
     file: str
     line: int = 1
+    cell: int = 0  # of a notebook, counted from 1; lines then count from its first
     key: str = ""
     what: str
     fix: str
@@ -81,7 +82,10 @@ class Finding:
 
     @property
     def where(self) -> str:
-        return f"{self.file}:{self.line}" + (f": {self.key}" if self.key else "")
+        place = (
+            f"{self.file}: cell {self.cell}, line {self.line}" if self.cell else f"{self.file}:{self.line}"
+        )
+        return place + (f": {self.key}" if self.key else "")
 
     def to_json(self) -> dict[str, Any]:
         names = ("severity", "rule", "file", "line", "key", "what", "fix", "fixable", "source", "versions")
@@ -89,7 +93,7 @@ class Finding:
 
 
 def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
-    """Return the finding for a hit in a document; a script is never edited."""
+    """Return the finding for a hit in a document; of a script only names of arguments are edited."""
     what, key = hit.what or broken.happens.removesuffix("."), [*map(str, hit.key)]
     own = len(key) == 1 and "." in key[0]  # check's own name of a place
     named = not key or "." in key[-1] or key[-1].endswith("Arguments")
@@ -98,18 +102,25 @@ def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
     fix = hit.fix or _in_words(hit.changes[0], document)
     if document.syntax == "python":
         fix = fix.replace(": true", ": True").replace(": false", ": False")
+    line = hit.line or document.line(hit.key)
+    cell, start = max(((n, at) for n, at in enumerate(document.cells, 1) if 0 < at <= line), default=(0, 1))
     return Finding(
         rule=broken.name,
         severity=hit.severity or broken.severity,
         file=document.name,
-        line=hit.line or document.line(hit.key),
+        line=line - start + 1,
+        cell=cell,
         key="" if own else ".".join(hit.key),
         what=what,
         fix=fix,
         source=broken.source,
         versions=broken.versions,
-        changes=hit.changes if document.syntax in ("json", "yaml") else (),
+        changes=hit.changes if document.syntax in ("json", "yaml") or _in_place(hit.changes) else (),
     )
+
+
+def _in_place(changes: Sequence[Change]) -> bool:
+    return all(isinstance(one, Rename) and one.line for one in changes)
 
 
 def _in_words(change: Change, document: Document) -> str:

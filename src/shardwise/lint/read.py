@@ -1,5 +1,6 @@
 """Find out what a file is from its content, and read it."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ from shardwise.lint.text import read_json, read_yaml
 
 LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
+_SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
+_MAGIC = re.compile(r"^(\s*)[%!].*")  # a line for IPython or the shell
 BYTE_ORDER_MARK = "\ufeff"
 
 _JOB = frozenset(json_schema.names_below(()))
@@ -38,6 +41,11 @@ def text_of(path: Path, command: str) -> str:
     except FileNotFoundError:
         where, fix = f"{command} {path}", "check the path, which counts from the folder of the command"
         raise JobError(f"there is no file {path}", where=where, fix=fix) from None
+    except IsADirectoryError:
+        held = sorted(one.name for one in path.iterdir() if one.suffix in (*_SHELLS, ".py", ".json", ".yaml"))
+        what = "it is a folder: check reads the files of one training together"
+        fix = f"name them: {', '.join(held[:6])}" if held else f"name {WHAT}"
+        raise JobError(what, where=str(path), fix=fix) from None
     except OSError as error:
         raise JobError(f"it cannot be read: {error.strerror}", where=str(path), fix=f"name {WHAT}") from None
     if len(raw) > LARGEST_FILE_BYTES:
@@ -53,6 +61,8 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
     """Read a text; if it is none of the known kinds, it is of the `other` kind, else UnreadableError."""
     if text.startswith(BYTE_ORDER_MARK):
         return replace(read(text.removeprefix(BYTE_ORDER_MARK), name, other=other), marked=True)
+    if name.endswith(".ipynb"):
+        return _notebook(text, name)
     start = text.lstrip()
     if re.match(r'"[^"\n]*"\s*:', start):  # copied from within a JSON: judged, and the braces are missed
         return replace(read("{" + text + "}", name), text=text, bare=True)
@@ -61,9 +71,9 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         kind = _kind(document.values)
     elif name.endswith(".py") or is_python(text):
         return read_python(text, name)
-    elif is_command(text) or name.endswith((".sh", ".slurm", ".sbatch", ".bash")):
+    elif is_command(text) or name.endswith(_SHELLS) or re.match(r"#!.*\b(ba|z|k)?sh\b", text):
         return read_shell(text, name, plain=True)
-    elif name.endswith((".toml", ".md", ".txt", ".ipynb")):
+    elif name.endswith((".toml", ".md", ".txt")):
         raise UnreadableError(UNKNOWN, line=1, fix=f"name {WHAT}")
     else:
         document = read_yaml(text, name)
@@ -79,6 +89,22 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         fix = f"name {WHAT}; `shardwise init --from {name}` makes a job file of other settings"
         raise UnreadableError(UNKNOWN, line=1, fix=fix)
     return replace(document, kind=kind)
+
+
+def _notebook(text: str, name: str) -> Document:
+    """The code of a notebook's cells as one script; what only IPython reads is left out."""
+    try:
+        cells = json.loads(text)["cells"]
+        code = ["".join(one["source"]) if one["cell_type"] == "code" else None for one in cells]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UnreadableError("it is no notebook", line=1, fix=f"name {WHAT}") from None
+    lines, starts = list[str](), list[int]()
+    for one in code:
+        starts.append(0 if one is None else len(lines) + 1)
+        rows = (one or "").split("\n") if one is not None else []
+        magic = bool(rows) and rows[0].startswith("%%")
+        lines += ["" if magic else _MAGIC.sub(r"\1pass", row) for row in rows]
+    return replace(read_python("\n".join(lines), name), cells=tuple(starts))
 
 
 def _kind(values: Mapping[str, Any]) -> Kind | None:

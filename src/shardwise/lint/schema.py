@@ -95,10 +95,10 @@ def _kind(text: str) -> KeyKind:
     return KeyKind(kind=kind.removesuffix("?"), nullable=kind.endswith("?"), bounds=limits)
 
 
-def closest(name: str, known: Iterable[str]) -> str | None:
+def closest(name: str, known: Iterable[str], *, least: float = 0.8) -> str | None:
     """The known name that is most similar to `name`, in any case; None if none is."""
     lower = {one.lower(): one for one in known}
-    found = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.8)
+    found = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=least)
     return lower[found[0]] if found else None
 
 

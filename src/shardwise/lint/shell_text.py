@@ -16,14 +16,17 @@ from shardwise.lint.shell_commands import uncommented
 from shardwise.lint.shell_values import Variables, steps
 
 # bounded, and one `srun`: else a row of many takes long
-_BEFORE = r"^[ \t]*+(?:\w++=\S++[ \t]++|exec[ \t]++)*+(?:srun\b[^\n]{0,2000}?[ \t])?"
+_STOP = r"(?!deepspeed|torchrun|accelerate|python|srun|\w+=)"
+_PREFIX = r"(?:exec|nohup|time|env|(?:uv|poetry|pipenv|conda)[ \t]+run|numactl|stdbuf|setsid|nice|timeout)"
+_OPTIONS = rf"(?:[ \t]++(?:-\S++(?:[ \t]++{_STOP}(?!-)[\w.:,-]++(?=[ \t]))?|\d\w*+))*+"  # of a prefix
+_BEFORE = rf"^[ \t]*+(?:(?:\w++=\S++|{_PREFIX}{_OPTIONS})[ \t]++)*+(?:srun\b[^\n]{{0,2000}}?[ \t])?"
 _RUN = r"python3?[ \t]+(?:-u[ \t]+)?-m[ \t]+torch\.distributed\.(?:run|launch)"
 _COMMAND = re.compile(
     rf"{_BEFORE}(deepspeed|torchrun|accelerate[ \t]+launch|{_RUN})(?=[ \t\\])", re.MULTILINE
 )
 # what starts a training without a launcher, for `shardwise init --from`
 _PLAIN = re.compile(
-    rf"{_BEFORE}(?:nohup[ \t]+|uv[ \t]+run[ \t]+)*"
+    rf"{_BEFORE}"
     r"(python3?(?![ \t]+-c)(?=[ \t][^\n]{0,2000}(?:\.py|-m[ \t]))|"
     r"(?:llamafactory-cli|axolotl|tune|swift|lightning|fabric)(?=[ \t]))",
     re.MULTILINE,

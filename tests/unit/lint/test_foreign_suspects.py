@@ -109,7 +109,7 @@ def test_what_is_not_understood_is_to_do(name: str, tmp_path: Path, monkeypatch:
 
 REFUSED = {
     "torchtune": ("model:\n  _component_: torchtune.models.llama3_1.lora_llama3_1_8b\nbatch_size: 2\n", "torchtune"),
-    "litgpt": ("checkpoint_dir: a\ntrain:\n  epochs: 3\n  lr_warmup_steps: 2\n", "LitGPT"),
+    "litgpt": ("checkpoint_dir: checkpoints/a\ntrain:\n  epochs: 3\n  lr_warmup_steps: 2\n", "LitGPT"),
     "preferences, Axolotl": ("base_model: a/b\nrl: dpo\nmicro_batch_size: 1\n", "next token"),
     "preferences, LLaMA-Factory": ("model_name_or_path: a/b\nstage: dpo\nfinetuning_type: lora\n", "next token"),
     "another tool's model and data": ("model: {a: 1}\ndata: {path: x}\nlora: {r: 4}\nqa: {b: 1}\ninference: {c: 1}\n", "none of"),

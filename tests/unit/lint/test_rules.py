@@ -62,6 +62,9 @@ LLAMA = ModelFacts(
 MAMBA = ModelFacts(name="mamba", model_type="mamba2")
 MOE = ModelFacts(name="moe", model_type="olmoe", experts=True)
 TRAINER = "from transformers import Trainer, TrainingArguments\n"
+KEYS = (
+    "model_name_or_path: a/b\noutput_dir: o\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\nlora_r: 8\n"
+)
 ZEUS = "import zeus\nfrom zeus.x import *\n"
 LOOP = """import deepspeed
 engine, outer, _, schedule = deepspeed.initialize(model=model, optimizer=inner, config={{"zero": 2}})
@@ -480,6 +483,34 @@ CASES = (
         TRAINER + "TrainingArguments('out', bf16=True)\nTrainingArguments('out', fp16=True)\n",
     ),
     Case(
+        "misspelt-argument",
+        TRAINER + "TrainingArguments('out', learning_rat=1e-4)\n",
+        TRAINER + "TrainingArguments('out', learning_rate=1e-4, dispatch_batches=True, **more)\n",
+    ),
+    Case("misspelt-key", f"{KEYS}lora_alhpa: 16\n", f"{KEYS}lora_alpha: 16\nmy_own_number: 3\n"),
+    Case(
+        "warmup-never-ends",
+        "base_model: a/b\nwarmup_steps: 50\nwarmup_ratio: 0.1\nmax_steps: 20\n",
+        "base_model: a/b\nwarmup_steps: 5\nmax_steps: 20\n",
+    ),
+    Case(
+        "rows-longer-than-positions",
+        "base_model: Qwen/Qwen2.5-7B\nsequence_len: 400000\n",
+        "base_model: Qwen/Qwen2.5-7B\nsequence_len: 4000\n",
+    ),
+    Case(
+        "flag-was-removed",
+        "torchrun file1.py --evaluation_strategy steps",
+        "torchrun file1.py --eval_strategy steps",
+        also=(f"{TRAINER}# argparse\nHfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n",),
+    ),
+    Case("unknown-tool", "from torchtune import x\n", KEYS),
+    Case(
+        "named-file-is-missing",
+        "accelerate launch --config_file there-is-none.yaml train.py",
+        "accelerate launch --config_file $here/none.yaml train.py",
+    ),
+    Case(
         "lost-flags",
         "deepspeed train.py \\\n  --fp16\n  --lr 1\n",
         "deepspeed train.py \\\n  --fp16 \\\n  --lr 1\n",
@@ -495,6 +526,11 @@ CASES = (
         "visible-devices",
         "CUDA_VISIBLE_DEVICES=0,1 deepspeed --num_gpus 2 train.py",
         "CUDA_VISIBLE_DEVICES=0,1 deepspeed train.py",
+    ),
+    Case(
+        "more-processes-than-devices",
+        "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 4 train.py",
+        "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train.py",
     ),
     Case("flags-of-the-script", "torchrun file1.py --lr 1", "torchrun file1.py --rate 1", also=(PARSER,)),
     Case(
@@ -697,15 +733,16 @@ def test_an_argument_that_was_removed_is_answered_with_what_replaces_it() -> Non
     text += "transformers.Trainer(args=args, tokenizer=args)\n"
     text += "trl.SFTTrainer(args=args, tokenizer=args, max_seq_length=9, dataset_text_field='text')\n"
     found = check(Setup(documents=(read(text, "train.py"),))).findings
-    removed = [(one.key, one.fix.partition(",")[0]) for one in found if one.rule == "argument-was-removed"]
+    removed = [(one.line, one.fix.partition(";")[0]) for one in found if one.rule == "argument-was-removed"]
     assert sorted(removed) == [
-        ("dataset_text_field", "SFTConfig.dataset_text_field"),
-        ("evaluation_strategy", "eval_strategy"),
-        ("evaluation_strategy", "eval_strategy"),
-        ("max_seq_length", "SFTConfig.max_length"),
-        ("max_seq_length", "max_length"),
-        ("tokenizer", "processing_class"),
-        ("tokenizer", "processing_class"),
+        (3, "evaluation_strategy is eval_strategy"),
+        (4, "evaluation_strategy is eval_strategy, max_seq_length is max_length"),
+        (5, "tokenizer is processing_class"),
+        (
+            6,
+            "tokenizer is processing_class, max_seq_length is SFTConfig.max_length, "
+            "dataset_text_field is SFTConfig.dataset_text_field",
+        ),
     ]
 
 

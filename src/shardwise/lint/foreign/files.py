@@ -9,9 +9,10 @@ from typing import Any
 from shardwise.errors import JobError
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
-from shardwise.lint.foreign.table import TABLE, leaves, targets
+from shardwise.lint.foreign.table import TABLE, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
+from shardwise.lint.rules.arguments import unread_tool
 from shardwise.lint.schema import names
 from shardwise.lint.script_inputs import OPEN, Inputs, options_of
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
@@ -79,11 +80,9 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
 
 def _refuse(document: Document) -> None:
     """Stop at a file of a tool that is not read, or of a method that a job has not."""
-    keys = [key for key, _ in leaves(document.values)] if document.syntax != "python" else []
-    for tool, patterns in TABLE["unread_tools"].items():
-        if all(any(re.search(pattern, key) for key in keys) for pattern in patterns):
-            what, fix = f"it is a file of {tool}, which is not read", "shardwise init writes a job to fill in"
-            raise JobError(what, where=document.name, fix=fix)
+    if document.syntax != "python" and (tool := unread_tool(document)):
+        what, fix = f"it is a file of {tool}, which is not read", "shardwise init writes a job to fill in"
+        raise JobError(what, where=document.name, fix=fix)
     given = {key: document.get(key) for key in TABLE["other_methods"] if document.kind != "deepspeed"}
     other = [
         (f"{key}: {value}", document.line((key,)))

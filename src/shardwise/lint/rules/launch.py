@@ -83,6 +83,22 @@ def visible_devices(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(("CUDA_VISIBLE_DEVICES",), what, fix)
 
 
+@training_rule("error", "torch.cuda.set_device: invalid device ordinal")
+def more_processes_than_devices(document: Document, _: Setup) -> Iterator[Hit]:
+    """CUDA_VISIBLE_DEVICES shows fewer GPUs than the node has processes: `invalid device ordinal`."""
+    key, nodes = "CUDA_VISIBLE_DEVICES", document.number("num_machines") or 1
+    shown = str(document.get(key) if document.has(key) else document.environment.get(key, ""))
+    each = document.number("nproc_per_node") or (document.number("num_processes") or 0) / nodes
+    if document.get("launcher") in ("torchrun", "accelerate") and re.fullmatch(r"\d+(,\d+)*,?", shown):
+        devices = len(shown.strip(",").split(","))
+        if each > devices:
+            name = "nproc_per_node" if document.has("nproc_per_node") else "num_processes"
+            what = (
+                f"CUDA_VISIBLE_DEVICES={shown} shows {devices} GPUs to {each:g} processes: the others stop "
+            )
+            yield Hit((name,), what + "with `invalid device ordinal`", f"--{name} {devices * nodes:g}")
+
+
 @training_rule("error", "argparse: `unrecognized arguments`, `the following arguments are required`")
 def flags_of_the_script(document: Document, setup: Setup) -> Iterator[Hit]:
     """The script's parser stops at flags that it does not have, and without those that it requires."""

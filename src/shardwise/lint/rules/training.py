@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
+from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, rule
 from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP
@@ -127,12 +128,20 @@ def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
     for called, words in (gone | {"SFTTrainer": names("removed_from_SFTTrainer")}).items():
         package = "TRL 1.16" if called.startswith("SFT") else "transformers 5.23"
         ways = {called, f"trl.{called}", f"transformers.{called}"} & document.uses
-        for old, new in (word.split("=") for word in words):
-            if {f"{way}({old})" for way in ways} & document.uses:
-                what = f"`{called}` of {package} has no `{old}`: TypeError. Earlier versions had it"
-                given = (one for call in calls(document, called) for one in call.keywords if one.arg == old)
-                line = next((one.lineno for one in given), None)
-                yield Hit((old,), what, f"{new}, or an earlier version" if new else "remove it", line=line)
+        now = dict(word.split("=") for word in words)
+        found = [old for old in now if {f"{way}({old})" for way in ways} & document.uses]
+        given = {one.arg: one.lineno for call in calls(document, called) for one in call.keywords}
+        if found:
+            ways_out = [f"{old} is {now[old]}" if now[old] else f"remove {old}" for old in found]
+            names_ = ", ".join(f"`{old}`" for old in found)
+            what = f"`{called}` of {package} has no {names_}, which earlier versions had: TypeError"
+            changes = tuple(
+                Rename((old,), now[old], given[old])
+                for old in found
+                if now[old].isidentifier() and old in given
+            )
+            fix = f"{', '.join(ways_out)}; or an earlier version"
+            yield Hit((found[0],), what, fix, changes, line=given.get(found[0]))
 
 
 @training_rule("error", "https://github.com/huggingface/accelerate/issues/3730")
@@ -250,8 +259,10 @@ def fsdp_and_deepspeed(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(("fsdp",), fix="remove `fsdp`, or remove `deepspeed`")
 
 
-def _given(document: Document, setup: Setup) -> list[tuple[dict[Any, Any], int | None]]:
-    """What each call, or a command or file, gives the Trainer; the line of the call."""
+def given_to_trainers(
+    document: Document, setup: Setup, *, every: bool = False
+) -> list[tuple[dict[Any, Any], int | None]]:
+    """What each call, command or file (`every`: whoever reads it) gives the Trainer; the call's line."""
     groups = list[tuple[dict[Any, Any], int | None]]()
     values, classes = values_of(document), (*_PLAIN, *names("trl_arguments"))
     for call in calls(document, *classes):
@@ -259,7 +270,8 @@ def _given(document: Document, setup: Setup) -> list[tuple[dict[Any, Any], int |
         if (called := ast.unparse(call.func)) in document.uses:
             own = {} if called.endswith("TrainingArguments") else {"logging_steps": None}
             groups.append((_DEFAULTS | own | given, call.lineno))
-    if document.syntax != "python" and (setup.reader == "trainer" or document.has(_TRAINER_KEYS[0][1])):
+    trainers = every or setup.reader == "trainer" or document.has(_TRAINER_KEYS[0][1])
+    if document.syntax != "python" and trainers:
         groups.append((dict.fromkeys(_DEFAULTS) | {**document.values}, None))
     return groups
 
@@ -267,7 +279,7 @@ def _given(document: Document, setup: Setup) -> list[tuple[dict[Any, Any], int |
 @training_rule("error", "transformers/training_args.py: TrainingArguments.__post_init__; read in 5.23")
 def unknown_word(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer knows certain words only, and stops at others with a ValueError."""
-    for given, line in _given(document, setup):
+    for given, line in given_to_trainers(document, setup):
         for name, known in _WORDS.items():
             word = given.get(name)
             if not isinstance(word, str) or "." in word or word in known.split():
@@ -341,7 +353,7 @@ def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("error", "transformers/training_args.py: TrainingArguments.__post_init__; read in 5.23")
 def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer's arguments stop with a ValueError."""
-    groups = [one for one in _given(document, setup) if "**" not in one[0]]
+    groups = [one for one in given_to_trainers(document, setup) if "**" not in one[0]]
     trainers = [one for one in calls(document, *names("trainers")) if ast.unparse(one.func) in document.uses]
     rows = [one for one in trainers if len(one.args) > 4 or any(k.arg in _ROWS for k in one.keywords)]
     for given, line in groups:

@@ -1,0 +1,167 @@
+"""Names and numbers of arguments: misspelt ones, and those that exclude each other."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwise.lint.document import Document
+from shardwise.lint.edit import Rename
+from shardwise.lint.finding import Hit, Severity
+from shardwise.lint.read import is_file
+from shardwise.lint.rules.training import calls, given_to_trainers, training_rule, tree_of
+from shardwise.lint.schema import closest, names, table, toml_file
+from shardwise.lint.setup import Setup
+from shardwise.models.catalog import lookup
+
+_ARGUMENTS = toml_file("arguments.toml")
+_TRAINERS = frozenset([*names("trainer_arguments"), *_ARGUMENTS["earlier"].split()])
+_FOREIGN = {key.partition(".")[0] for key in toml_file("foreign.toml")["keys"] if "(" not in key}
+_FRAMEWORKS = _TRAINERS | {*_ARGUMENTS["frameworks"].split(), *_FOREIGN}
+_PACKAGES = ("transformers", "trl", "peft", "unsloth")
+_LETTERS = 3  # names that differ by as many are not renamed by --fix
+_STRANGE = 4  # a file of which more than one key in four is not known is another tool's
+_LENGTHS = ("max_length", "max_seq_length", "sequence_len", "cutoff_len")
+_KNOWN: dict[str, tuple[frozenset[str], str, Severity]] = {
+    **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments"), (_TRAINERS, "TypeError", "error")),
+    "LoraConfig": (frozenset(_ARGUMENTS["LoraConfig"].split()), "TypeError", "error"),
+    "BitsAndBytesConfig": (frozenset(_ARGUMENTS["BitsAndBytesConfig"].split()), "it is ignored", "error"),
+    **dict.fromkeys(names("trl_arguments"), (_FRAMEWORKS, "TypeError", "warning")),
+}
+"""The classes' arguments, what happens at others, and how certain it is: TRL's names change often."""
+
+
+def unread_tool(document: Document) -> str:
+    """The tool whose settings a file has, if no rule knows them."""
+    signs = table("unread_tools").items()
+    return next((tool for tool, sign in signs if re.search(sign, document.text, re.MULTILINE)), "")
+
+
+def _near(name: str, known: frozenset[str]) -> str | None:
+    """The known name that a name is a misspelling of: no known name itself, and not of another number."""
+    near = None if name in known else closest(name, known, least=0.87)
+    of_training = near.replace("_eval_", "_train_") if near and "eval" not in name else near
+    near = of_training if of_training in known else near
+    return near if near and re.findall(r"\d", near) == re.findall(r"\d", name) else None
+
+
+def _imported(document: Document) -> set[str]:
+    """How a script may call what it imports from the libraries."""
+    found = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ImportFrom) and one.module)
+    mine = [one for one in found if not one.level and str(one.module).partition(".")[0] in _PACKAGES]
+    return {alias.asname or alias.name for one in mine for alias in one.names}
+
+
+@training_rule("error", "transformers 5.23, PEFT 0.21, TRL 1.10: the classes of arguments")
+def misspelt_argument(document: Document, _: Setup) -> Iterator[Hit]:
+    """The class has no such argument: TypeError at the start."""
+    imported = _imported(document)
+    for call in calls(document, *_KNOWN):
+        called = ast.unparse(call.func)
+        package, _dot, last = called.rpartition(".")
+        if called not in document.uses or not (called in imported or package in _PACKAGES):
+            continue  # a class of the script's own
+        known, happens, severity = _KNOWN[last]
+        for keyword in call.keywords:
+            if keyword.arg and (near := _near(keyword.arg, known)):
+                what = f"{last} has no argument `{keyword.arg}`: {happens}"
+                change = Rename((keyword.arg,), near, keyword.lineno)
+                yield Hit((keyword.arg,), what, "", (change,), severity, keyword.lineno)
+
+
+@training_rule("warning", "the arguments of LLaMA-Factory, Axolotl, TRL and the Trainer, 2026-07")
+def misspelt_key(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The tool knows a similar key only: it stops, or ignores this one."""
+    scripts = [one for one in setup.of("training") if one.syntax == "python"]
+    own = {word for one in scripts for word in re.findall(r"\w+", one.text)}
+    strange = [name for name in document.values if name not in _FRAMEWORKS]
+    of_these = document.syntax in ("yaml", "json") and len(strange) * _STRANGE < len(document.values)
+    for name in strange if of_these and not unread_tool(document) else ():
+        near = None if name in own else _near(str(name), _FRAMEWORKS)
+        if near and not document.has(near):
+            what = (
+                f"no key `{name}` is known of LLaMA-Factory, Axolotl, TRL or the Trainer, which stop at it "
+            )
+            sure = abs(len(near) - len(str(name))) < _LETTERS
+            changes = (Rename((str(name),), near),) if sure else ()
+            yield Hit((str(name),), what + "or ignore it", f"did you mean `{near}`?", changes)
+
+
+@training_rule("error", "transformers/trainer.py: create_scheduler; axolotl/utils/schemas/validation.py")
+def warmup_never_ends(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The warm-up takes all steps, or is given twice."""
+    for given, line in given_to_trainers(document, setup, every=True):
+        warmup, most = (given.get(name) for name in ("warmup_steps", "max_steps"))
+        at = document.line(("warmup_steps",)) if document.get("warmup_steps") == warmup else line
+        numbers = [one for one in (warmup, most) if isinstance(one, int | float) and one > 1]
+        if len(numbers) == 2 and numbers[0] >= numbers[1]:
+            what = f"warmup_steps {warmup} of max_steps {most}: training ends before the learning rate has "
+            yield Hit(("warmup_steps",), what + "risen", "fewer warmup_steps", severity="warning", line=at)
+        ratio, axolotls = given.get("warmup_ratio"), "base_model" in given
+        if isinstance(ratio, float) and ratio > 0 and isinstance(warmup, int) and warmup > 0:
+            what = "`warmup_ratio` is given too: " + ("Axolotl stops" if axolotls else "it is ignored")
+            severity: Severity = "error" if axolotls else "warning"
+            yield Hit(("warmup_steps",), what, "keep one of the two", severity=severity, line=at)
+
+
+@training_rule("warning", "the model's config.json: max_position_embeddings")
+def rows_longer_than_positions(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Rows are longer than the model was trained for."""
+    shape = lookup(setup.named_model or "")
+    most = shape.positions if shape else None
+    for name in _LENGTHS if most and "rope_scaling" not in document.text else ():
+        length = document.number(name)
+        if most and length and length > most:
+            yield Hit((name,), f"{name} is {length:g}: {setup.named_model} has {most} positions", f"{most}")
+
+
+@training_rule("warning", "transformers/hf_argparser.py: parse", versions="transformers>=5")
+def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
+    """A script's parser of TrainingArguments has the flags of the installed version only."""
+    text = "\n".join(one.text for one in setup.of("training") if one.syntax == "python")
+    parsed = re.search(r"(HfArgumentParser|TrlParser)\(", text) and "TrainingArguments" in text
+    for word in names("removed_from_TrainingArguments") if parsed and document.syntax == "shell" else ():
+        old, _, new = word.partition("=")
+        if old in document.flags and not re.search(rf"\b{old}\b", text):
+            what = f"`--{old}` is no argument of transformers 5.23: the script stops. Earlier versions had it"
+            changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
+            yield Hit((old,), what, f"--{new}, or an earlier version" if new else "remove it", changes)
+
+
+@training_rule("note", "check reads files and runs nothing")
+def unknown_tool(document: Document, _: Setup) -> Iterator[Hit]:
+    """The settings of some tools are not read."""
+    found = unread_tool(document)
+    empty = not document.values if document.syntax != "python" else not (document.values or document.uses)
+    if found:
+        yield Hit(
+            (), f"the settings of {found} are not read: no rule judged them", "a look at its own checks"
+        )
+    elif empty:
+        yield Hit((), "no setting of this file is known to check", "name the file with the settings, too")
+
+
+_NAMED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "config_file")
+_ABOVE = 5  # folders that a command may run in
+
+
+@training_rule("warning", "the file system")
+def named_file_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The file with the settings is not there: the training stops at the start."""
+    here = Path(document.name).absolute()
+    folders = [Path(), *here.parents[:_ABOVE]]
+    given = {Path(one.name).name for one in setup.documents}
+    for key in _NAMED if not re.search(r"(?m)^\s*cd\s", document.text) else ():
+        name = document.get(key)
+        if not isinstance(name, str) or not re.fullmatch(r"[\w./-]+\.(json|ya?ml)", name) or "..." in name:
+            continue
+        if (
+            Path(name).is_absolute()
+            or Path(name).name in given
+            or any(is_file(folder / name) for folder in folders)
+        ):
+            continue
+        other = (Path(name).with_suffix(one) for one in (".json", ".yaml", ".yml"))
+        near = next((one for one in other if any(is_file(folder / one) for folder in folders)), None)
+        what = f"there is no file {name}, here or where the command may run"
+        yield Hit((key,), what, f"did you mean {near}?" if near else "check the path")

@@ -1,0 +1,97 @@
+# ruff: noqa: E501 - the files are text
+"""Notebooks, folders, and commands behind other words; names that --fix changes in scripts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import JobError
+from shardwise.lint.check import check, correct, load
+from shardwise.lint.document import UnreadableError
+from shardwise.lint.read import read
+from shardwise.lint.setup import Setup
+
+SCRIPT = "from transformers import TrainingArguments, Trainer\n"
+
+
+def test_a_notebook_is_read_as_a_script_and_places_are_those_of_its_cells(tmp_path: Path) -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "text"]},
+        {"cell_type": "code", "source": ["!pip install trl\n", "%load_ext x\n", SCRIPT]},
+        {"cell_type": "code", "source": "%%bash\nnot python at all (\n"},
+        {"cell_type": "code", "source": ["x = 1\n", "args = TrainingArguments('o', learning_rat=1)"]},
+    ]
+    path = tmp_path / "a.ipynb"
+    path.write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    documents, broken = load([path])
+    (found,) = [one for one in check(Setup(documents=documents), broken).findings if one.severity == "error"]
+    assert found.rule == "misspelt-argument"
+    assert found.where.startswith(f"{path}: cell 4, line 2")
+    with pytest.raises(UnreadableError, match="no notebook"):
+        read("{}", "a.ipynb")
+
+
+def test_a_folder_is_answered_with_the_files_in_it(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").touch()
+    (tmp_path / "notes.md").touch()
+    with pytest.raises(JobError) as raised:
+        load([tmp_path])
+    assert raised.value.problems[0].fix == "name them: run.sh"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "nohup",
+        "time",
+        "uv run",
+        "conda run -n my_env",
+        "env A=1",
+        "numactl --cpunodebind=0 -m 0",
+        "stdbuf -oL",
+        "nice -n 5",
+    ],
+)
+def test_words_before_a_launcher_do_not_hide_it(words: str) -> None:
+    document = read(f"{words} torchrun --nproc_per_node 2 train.py --bf16 true\n", "run.sh")
+    assert (document.get("launcher"), document.get("nproc_per_node"), document.get("bf16")) == (
+        "torchrun",
+        2,
+        True,
+    )
+
+
+@pytest.mark.parametrize("name", ["a.job", "a", "a.slurm"])
+def test_a_shell_script_is_known_by_its_first_line(name: str) -> None:
+    text = "#!/bin/bash\n#SBATCH --nodes=1\npython train.py --learning_rate 1e-4\n"
+    assert read(text, name).get("learning_rate") == 1e-4
+
+
+def test_fix_gives_arguments_and_flags_their_new_names() -> None:
+    text = f"{SCRIPT}# é evaluation_strategy\nTrainingArguments('é', evaluation_strategy='no', learning_rat=1e-4)\n"
+    document = read(text, "train.py")
+    after, fixed = correct(document, Setup(documents=(document,)))
+    wanted = text.replace("evaluation_strategy='no'", "eval_strategy='no'").replace(
+        "learning_rat=", "learning_rate="
+    )
+    assert after.text == wanted
+    assert {one.rule for one in fixed} == {"misspelt-argument", "argument-was-removed"}
+    command = read(
+        "torchrun train.py \\\n  --evaluation_strategy steps \\\n  --my_evaluation_strategy x\n", "run.sh"
+    )
+    script = read(
+        f"{SCRIPT}from transformers import HfArgumentParser\nHfArgumentParser(TrainingArguments)\n",
+        "train.py",
+    )
+    after, fixed = correct(command, Setup(documents=(command, script)))
+    assert after.text == command.text.replace(" --evaluation_strategy", " --eval_strategy")
+
+
+def test_fix_leaves_an_argument_whose_place_is_not_its_own(tmp_path: Path) -> None:
+    """Twice on one line: which one is meant is not known."""
+    text = f"{SCRIPT}TrainingArguments('a', learning_rat=1); TrainingArguments('b', learning_rat=2)\n"
+    document = read(text, "train.py")
+    assert correct(document, Setup(documents=(document,))) == (document, [])
