@@ -26,7 +26,7 @@ os.environ.update(
 
 
 def pytest_collection_finish() -> None:
-    """What collecting has imported, torch and more, lasts: without this the collector searches it all again."""
+    """What collecting has imported, torch and more, lasts: else the collector searches it all again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 100)  # models that tests import are as many objects again
