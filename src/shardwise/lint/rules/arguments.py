@@ -117,15 +117,21 @@ def rows_longer_than_positions(document: Document, setup: Setup) -> Iterator[Hit
 
 @training_rule("warning", "transformers/hf_argparser.py: parse", versions="transformers>=5")
 def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
-    """A script's parser of TrainingArguments has the flags of the installed version only."""
+    """A script's parser of TrainingArguments has the arguments of the installed version only."""
     text = "\n".join(one.text for one in setup.of("training") if one.syntax == "python")
     parsed = re.search(r"(HfArgumentParser|TrlParser)\(", text) and "TrainingArguments" in text
-    for word in names("removed_from_TrainingArguments") if parsed and document.syntax == "shell" else ():
+    keys = document.flags if parsed and document.syntax == "shell" else frozenset()
+    of_trainer = document.syntax == "yaml" and document.has("model_name_or_path")
+    keys |= document.values.keys() if of_trainer and not document.has("finetuning_type") else set()
+    for word in names("removed_from_TrainingArguments"):
         old, _, new = word.partition("=")
-        if old in document.flags and not re.search(rf"\b{old}\b", text):
-            what = f"`--{old}` is no argument of transformers 5.23: the script stops. Earlier versions had it"
+        if old in keys and not re.search(rf"\b{old}\b", text):
+            shown = old if of_trainer else f"--{old}"
+            what = (
+                f"transformers 5.23 has no argument `{shown}`, which earlier versions had: the script stops"
+            )
             changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
-            yield Hit((old,), what, f"--{new}, or an earlier version" if new else "remove it", changes)
+            yield Hit((old,), what, f"{new}, or an earlier version" if new else "remove it", changes)
 
 
 @training_rule("note", "check reads files and runs nothing")
