@@ -6,8 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Literal
 
+from shardwise.job.paths import read_bounded
 from shardwise.lint.document import Document, Kind
 from shardwise.lint.schema import deepspeed_schema
 from shardwise.lint.script_settings import LORA
@@ -21,6 +23,7 @@ READER_NAMES: dict[Reader, str] = {
 READERS = tuple(READER_NAMES)
 MOST = 2**31  # upper limit of a model's hidden size and number of heads
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
+_LARGEST_MODULE = 1_000_000  # bytes
 _LIGHTNING = re.compile(r"^\s*(import|from) (pytorch_)?lightning\b", re.MULTILINE)
 _HALF = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
 
@@ -168,18 +171,34 @@ def of_script(document: Document) -> Reader | None:
         return "deepspeed"
     if _LIGHTNING.search(document.text):
         return "deepspeed"  # Lightning's Trainer gives the file to DeepSpeed as it is
-    if any(name.endswith("Trainer") for name in last) or "TrainingArguments" in last:
+    if (
+        any(name.endswith("Trainer") and not _is_apart(document, name) for name in last)
+        or "TrainingArguments" in last
+    ):
         return "trainer"
     return "accelerate" if "Accelerator" in last else None
+
+
+def _is_apart(document: Document, name: str) -> bool:
+    """Whether a class of a module beside the script has no base, and so is no Trainer of transformers."""
+    imported = re.search(rf"^from ([\w.]+) import .*\b{name}\b", document.text, re.MULTILINE)
+    if imported is None:
+        return False
+    path = Path(document.name).parent / f"{imported[1].strip('.').replace('.', '/')}.py"
+    try:
+        text = read_bounded(path, _LARGEST_MODULE).decode(errors="replace")
+    except (OSError, ValueError):
+        return False
+    return re.search(rf"^class {name}\s*(\(\s*\))?\s*:", text, re.MULTILINE) is not None
 
 
 def _of_flags(document: Document, *, seen: bool) -> Reader | None:
     """`seen`: a script that was read, and calls no reader; it may call one in another module."""
     arguments = any(document.has(n) for n in ("output_dir", "per_device_train_batch_size", "base_model"))
-    if arguments and document.syntax == "yaml":  # LLaMA-Factory's, Axolotl's
+    if arguments and document.syntax == "yaml" and not seen:  # LLaMA-Factory's, Axolotl's
         return "trainer"
     if isinstance(document.get("deepspeed"), str | Mapping):
-        return "trainer" if arguments or not seen else None
+        return "trainer" if (arguments and document.syntax != "yaml") or not seen else None
     if document.get("launcher") == "accelerate":  # the flags of its plugin leave no file to read
         by_flags = document.has("zero_stage") and not document.has("deepspeed_config_file")
         return None if by_flags else "accelerate"

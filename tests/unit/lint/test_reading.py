@@ -95,3 +95,15 @@ def test_fix_leaves_an_argument_whose_place_is_not_its_own(tmp_path: Path) -> No
     text = f"{SCRIPT}TrainingArguments('a', learning_rat=1); TrainingArguments('b', learning_rat=2)\n"
     document = read(text, "train.py")
     assert correct(document, Setup(documents=(document,))) == (document, [])
+
+
+@pytest.mark.parametrize(
+    ("head", "reader"), [("class MyTrainer:", None), ("class MyTrainer(Trainer):", "trainer")]
+)
+def test_a_class_beside_the_script_is_a_trainer_if_it_has_a_base(
+    head: str, reader: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(f"import deepspeed\n{head}\n    pass\n")
+    (tmp_path / "train.py").write_text("from mine import MyTrainer\nMyTrainer(model=1).train()\n")
+    documents, _ = load([tmp_path / "train.py"])
+    assert Setup(documents=documents).reader == reader
