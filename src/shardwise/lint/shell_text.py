@@ -20,6 +20,7 @@ _STOP = r"(?!deepspeed|torchrun|accelerate|python|srun|\w+=)"
 _PREFIX = r"(?:exec|nohup|time|env|(?:uv|poetry|pipenv|conda)[ \t]+run|numactl|stdbuf|setsid|nice|timeout)"
 _OPTIONS = rf"(?:[ \t]++(?:-\S++(?:[ \t]++{_STOP}(?!-)[\w.:,-]++(?=[ \t]))?|\d\w*+))*+"  # of a prefix
 _BEFORE = rf"^[ \t]*+(?:(?:\w++=\S++|{_PREFIX}{_OPTIONS})[ \t]++)*+(?:srun\b[^\n]{{0,2000}}?[ \t])?"
+_BEFORE += r"(?:(?:/bin/)?(?:ba)?sh[ \t]+-l?c[ \t]+[\"'])?"
 _RUN = r"python3?[ \t]+(?:-u[ \t]+)?-m[ \t]+torch\.distributed\.(?:run|launch)"
 _COMMAND = re.compile(
     rf"{_BEFORE}(deepspeed|torchrun|accelerate[ \t]+launch|{_RUN})(?=[ \t\\])", re.MULTILINE
@@ -91,7 +92,9 @@ def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, 
     text = text.replace("\r\n", "\n")
     if start := pattern.search(text):
         quoted = text.count('"', 0, start.start()) % 2 == 1  # within a text that joins its lines itself
-        rows = text[start.start() :].split("\n")
+        quote = text[start.start(1) - 1 : start.start(1)]
+        end = text.find(quote, start.end()) if quote in ("'", '"') else -1  # of `bash -c '...'`
+        rows = text[start.start() : len(text) if end < 0 else end].split("\n")
         known = next(known for command, known in steps(text + "\n:") if command.end > start.start(1))
         return line_at(text, start.start()), rows, start[1], known, quoted, False
     for command, known in steps(text):

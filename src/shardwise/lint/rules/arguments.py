@@ -49,7 +49,7 @@ def _imported(document: Document) -> set[str]:
     """How a script may call what it imports from the libraries."""
     found = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ImportFrom) and one.module)
     mine = [one for one in found if not one.level and str(one.module).partition(".")[0] in _PACKAGES]
-    return {alias.asname or alias.name for one in mine for alias in one.names}
+    return {alias.name for one in mine for alias in one.names}  # `tree_of` calls them so
 
 
 @training_rule("error", "transformers 5.23, PEFT 0.21, TRL 1.10: the classes of arguments")
@@ -148,6 +148,7 @@ def unknown_tool(document: Document, _: Setup) -> Iterator[Hit]:
 
 
 _NAMED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "config_file")
+_OF_TOOLS = ("deepspeed_configs/", "examples/deepspeed/", "examples/accelerate/")
 _ABOVE = 5  # folders that a command may run in
 
 
@@ -160,6 +161,8 @@ def named_file_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
     for key in _NAMED if not re.search(r"(?m)^\s*cd\s", document.text) else ():
         name = document.get(key)
         if not isinstance(name, str) or not re.fullmatch(r"[\w./-]+\.(json|ya?ml)", name) or "..." in name:
+            continue
+        if name.startswith(_OF_TOOLS):  # `axolotl fetch`, and LLaMA-Factory's own folder, bring them
             continue
         if (
             Path(name).is_absolute()

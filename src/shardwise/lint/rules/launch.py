@@ -26,6 +26,7 @@ _SBATCH = re.compile(
 )
 _STARTS = re.compile(r"srun|mpirun|mpiexec|pdsh|ssh|clush|parallel|\bray\b")
 _READS_FLAGS = re.compile(r"(?i)argv|pars|fire|click|hydra|typer|tyro|flags|cli\b|draccus")
+_SHOWN = re.compile(r"^os\.environ\[.CUDA_VISIBLE_DEVICES.\] *= *['\"]([\d,]+)['\"]", re.MULTILINE)
 _BEFORE = "before the script's name: it is the launcher's"
 _SRUN = re.compile(r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+)*srun\b(?!.*--ntasks|.* -n)", re.MULTILINE)
 
@@ -84,10 +85,12 @@ def visible_devices(document: Document, _: Setup) -> Iterator[Hit]:
 
 
 @training_rule("error", "torch.cuda.set_device: invalid device ordinal")
-def more_processes_than_devices(document: Document, _: Setup) -> Iterator[Hit]:
+def more_processes_than_devices(document: Document, setup: Setup) -> Iterator[Hit]:
     """CUDA_VISIBLE_DEVICES shows fewer GPUs than the node has processes: `invalid device ordinal`."""
     key, nodes = "CUDA_VISIBLE_DEVICES", document.number("num_machines") or 1
     shown = str(document.get(key) if document.has(key) else document.environment.get(key, ""))
+    inside = (_SHOWN.search(one.text) for one in setup.of("training") if one.syntax == "python")
+    shown = next((one[1] for one in inside if one), shown)  # which counts more
     each = document.number("nproc_per_node") or (document.number("num_processes") or 0) / nodes
     if document.get("launcher") in ("torchrun", "accelerate") and re.fullmatch(r"\d+(,\d+)*,?", shown):
         devices = len(shown.strip(",").split(","))
