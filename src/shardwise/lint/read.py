@@ -135,6 +135,9 @@ def referred(document: Document) -> list[str]:
         named.append(document.get("script"))
     if document.syntax == "shell":
         both = {"config_file", "arguments"} - document.flags  # after the script's name: not accelerate's
+        both |= (
+            {"config"} if str(document.get("config")).endswith((".yaml", ".yml")) else set()
+        )  # TrlParser's
         named += [str(document.get(name)) for name in sorted(both) if document.has(name)]
     return [_VARIABLE.sub("", value) for value in named]
 

@@ -111,6 +111,7 @@ REFUSED = {
     "torchtune": ("model:\n  _component_: torchtune.models.llama3_1.lora_llama3_1_8b\nbatch_size: 2\n", "torchtune"),
     "litgpt": ("checkpoint_dir: checkpoints/a\ntrain:\n  epochs: 3\n  lr_warmup_steps: 2\n", "LitGPT"),
     "preferences, Axolotl": ("base_model: a/b\nrl: dpo\nmicro_batch_size: 1\n", "next token"),
+    "rewards": ("model_name_or_path: a/b\nreward_funcs: [accuracy]\nnum_generations: 8\n", "next token"),
     "preferences, LLaMA-Factory": ("model_name_or_path: a/b\nstage: dpo\nfinetuning_type: lora\n", "next token"),
     "another tool's model and data": ("model: {a: 1}\ndata: {path: x}\nlora: {r: 4}\nqa: {b: 1}\ninference: {c: 1}\n", "none of"),
 }  # fmt: skip
@@ -132,6 +133,15 @@ def test_a_script_whose_arguments_come_from_elsewhere_says_so(
     wanted = "to do: train.py: its command, or a file, gives it arguments; add that to --from"
     assert wanted in made_of({"train.py": script}, tmp_path, monkeypatch)[1]
     assert wanted not in made_of({"train.py": script, "run.sh": RUN}, tmp_path, monkeypatch)[1]
+
+
+def test_a_command_and_two_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first script has taken the flag, and the second has it, too."""
+    parser = f"{HEAD}{PARSER}p.add_argument('--learning_rate', default=1e-3)\na = p.parse_args()\n"
+    script = f"{parser}Trainer(model=m, args=TrainingArguments('o', learning_rate=a.learning_rate)).train()\n"
+    files = {"run.sh": f"{RUN} --learning_rate 2e-4", "train.py": script, "utils.py": parser}
+    text, _ = made_of(files, tmp_path, monkeypatch)
+    assert job_values(text)["optimizer"]["learning_rate"] == 2e-4
 
 
 def test_a_section_of_many_keys_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,3 +107,18 @@ def test_a_class_beside_the_script_is_a_trainer_if_it_has_a_base(
     (tmp_path / "train.py").write_text("from mine import MyTrainer\nMyTrainer(model=1).train()\n")
     documents, _ = load([tmp_path / "train.py"])
     assert Setup(documents=documents).reader == reader
+
+
+def test_a_recipe_that_a_command_gives_to_a_script_is_read(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        "model_name_or_path: a/b\nlearning_rat: 1e-4\noutput_dir: o\nlora_r: 8\nbf16: true\n"
+    )
+    (tmp_path / "run.sh").write_text("accelerate launch sft.py --config recipe.yaml\n")
+    documents, broken = load([tmp_path / "run.sh"])
+    assert "misspelt-key" in {one.rule for one in check(Setup(documents=documents), broken).findings}
+
+
+def test_a_loop_in_a_class_is_said_to_be_not_judged() -> None:
+    text = "import torch\nclass Mine:\n    def train(self):\n        for x in self.data:\n            self.model(x).backward()\n"
+    (found,) = check(Setup(documents=(read(text, "train.py"),))).findings
+    assert "a training loop in a class" in found.what

@@ -487,6 +487,11 @@ CASES = (
         TRAINER + "TrainingArguments('out', learning_rat=1e-4)\n",
         TRAINER + "TrainingArguments('out', learning_rate=1e-4, dispatch_batches=True, **more)\n",
     ),
+    Case(
+        "argument-is-text",
+        TRAINER + "TrainingArguments('out', learning_rate='1e-4')\n",
+        TRAINER + "TrainingArguments('out', learning_rate=1e-4, eval_steps='0.1')\n",
+    ),
     Case("misspelt-key", f"{KEYS}lora_alhpa: 16\n", f"{KEYS}lora_alpha: 16\nmy_own_number: 3\n"),
     Case(
         "warmup-never-ends",

@@ -89,6 +89,10 @@ def _refuse(document: Document) -> None:
         for key, value in given.items()
         if isinstance(value, str) and value.isalpha() and value not in TABLE["other_methods"][key]
     ]
+    own = TABLE["other_keys"] if document.syntax in ("yaml", "json") else {}
+    other += [
+        (f"{key} ({method})", document.line((key,))) for key, method in own.items() if document.has(key)
+    ]
     calls = {name.rpartition(".")[2] for name in document.uses}
     if not calls & {"Trainer", "Seq2SeqTrainer", "SFTTrainer"}:
         other += [(name, document.first) for name in TABLE["other_trainers"] if name in calls]
@@ -103,8 +107,8 @@ def _in_full(command: Document, options: set[str]) -> Document:
     values, marks, flags = dict(command.values), dict(command.marks), set(command.flags)
     for flag in command.flags - options if options else ():
         full = [name for name in options if name.startswith(flag)]
-        if len(full) == 1 and flag not in _ARGUMENTS:
-            values[full[0]], marks[full[0],] = values.pop(flag, None), marks.pop((flag,))
+        if len(full) == 1 and flag in values and flag not in _ARGUMENTS and full[0] not in values:
+            values[full[0]], marks[full[0],] = values.pop(flag), marks.pop((flag,))
             flags = flags - {flag} | {full[0]}
     return replace(command, values=values, marks=marks, flags=frozenset(flags))
 
@@ -130,7 +134,7 @@ def _inputs(
     for one in settings:
         flags |= one.values
     for one in commands:
-        flags |= {key: one.values[key] for key in one.flags}
+        flags |= {key: one.values[key] for key in one.flags & one.values.keys()}
         environment |= one.environment
     plain = any(str(one.get("launcher")).startswith("python") for one in commands)
     counts = map(launched_processes, (*commands, *(one for one in all_ if one.kind == "accelerate")))

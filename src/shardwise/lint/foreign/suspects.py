@@ -16,7 +16,10 @@ from shardwise.lint.script_inputs import fields, options
 
 _CONCEPTS = {key: re.compile(pattern, re.IGNORECASE) for key, pattern in TABLE["concepts"].items()}
 _OTHER = re.compile(TABLE["not_training"], re.IGNORECASE)
+_WRITE = {"batch.micro": "train.micro_batch", "batch.accumulation": "train.global_batch"}
 _INSTEAD = {"train.epochs": ("train.steps",), "batch.micro": ("batch.total",)}
+
+_LONGEST = 80  # characters of a value that are shown
 
 Setting = tuple[str, int, Any]  # name, line, value; None where the text does not show it
 
@@ -31,14 +34,16 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
         for setting in _settings(one)
         if one.syntax != "python" or setting[0] not in flags
     ]
-    for key in _CONCEPTS:
+    for key, pattern in _CONCEPTS.items():
         if any(one.startswith((key, *_INSTEAD.get(key, ()))) for one in known):
             continue
-        write = "train.micro_batch" if key == "batch.micro" else key
+        write = _WRITE.get(key, key)
         if any(one.startswith("to do") and write in one for one in said):
             continue
         named = [one for one in settings if _is_of(key, one[1], one[3]) and not _OTHER.search(one[1])]
         given = [one for one in named if one[3] not in (None, 0, "", "none", "None")]
+        by_name = [one for one in given if pattern.search(one[1])]  # which says more than a value
+        given = by_name or given
         switched = any(value in (True, ...) for *_, value in given)
         off = any(value is False for *_, value in named)  # `use_lora=False`
         if not given or (off and not switched):
@@ -58,7 +63,8 @@ def _is_of(key: str, name: str, value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return f" {value}" if isinstance(value, int | float | str) and not isinstance(value, bool) else ""
+    text = " ".join(str(value).split()) if isinstance(value, int | float | str) else ""
+    return f" {text}" if text and not isinstance(value, bool) and len(text) <= _LONGEST else ""
 
 
 def _settings(document: Document) -> Iterator[Setting]:

@@ -10,7 +10,7 @@ from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, Severity
 from shardwise.lint.read import is_file
 from shardwise.lint.rules.training import calls, given_to_trainers, training_rule, tree_of
-from shardwise.lint.schema import closest, names, table, toml_file
+from shardwise.lint.schema import as_number, closest, names, table, toml_file
 from shardwise.lint.setup import Setup
 from shardwise.models.catalog import lookup
 
@@ -20,6 +20,7 @@ _FOREIGN = {key.partition(".")[0] for key in toml_file("foreign.toml")["keys"] i
 _FRAMEWORKS = _TRAINERS | {*_ARGUMENTS["frameworks"].split(), *_FOREIGN}
 _PACKAGES = ("transformers", "trl", "peft", "unsloth")
 _LETTERS = 3  # names that differ by as many are not renamed by --fix
+_NUMBERS = frozenset(_ARGUMENTS["numbers"].split())
 _STRANGE = 4  # a file of which more than one key in four is not known is another tool's
 _LENGTHS = ("max_length", "max_seq_length", "sequence_len", "cutoff_len")
 _KNOWN: dict[str, tuple[frozenset[str], str, Severity]] = {
@@ -67,6 +68,18 @@ def misspelt_argument(document: Document, _: Setup) -> Iterator[Hit]:
                 what = f"{last} has no argument `{keyword.arg}`: {happens}"
                 change = Rename((keyword.arg,), near, keyword.lineno)
                 yield Hit((keyword.arg,), what, "", (change,), severity, keyword.lineno)
+
+
+@training_rule("error", "transformers/training_args.py: text stays text; run with 5.23")
+def argument_is_text(document: Document, _: Setup) -> Iterator[Hit]:
+    """The arguments' class takes text, and the training stops where it needs the number."""
+    for call in calls(document, *_KNOWN):
+        for keyword in call.keywords if ast.unparse(call.func) in document.uses else ():
+            value = getattr(keyword.value, "value", None)
+            name = keyword.arg or ""
+            if isinstance(value, str) and name in _NUMBERS and as_number(value) is not None:
+                what = f"{name} is the text {value!r}, and no number: TypeError where it is needed"
+                yield Hit((name,), what, f"{name}={value}", (), None, keyword.lineno)
 
 
 @training_rule("warning", "the arguments of LLaMA-Factory, Axolotl, TRL and the Trainer, 2026-07")
@@ -119,7 +132,9 @@ def rows_longer_than_positions(document: Document, setup: Setup) -> Iterator[Hit
 def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """A script's parser of TrainingArguments has the arguments of the installed version only."""
     text = "\n".join(one.text for one in setup.of("training") if one.syntax == "python")
-    parsed = re.search(r"(HfArgumentParser|TrlParser)\(", text) and "TrainingArguments" in text
+    parsed = re.search(r"(HfArgumentParser|TrlParser)\(", text) and re.search(
+        "TrainingArguments|SFTConfig", text
+    )
     keys = document.flags if parsed and document.syntax == "shell" else frozenset()
     of_trainer = document.syntax == "yaml" and document.has("model_name_or_path")
     keys |= document.values.keys() if of_trainer and not document.has("finetuning_type") else set()

@@ -340,6 +340,9 @@ def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
     open_ += ["the command's flags"] * ("HfArgumentParser" in document.uses and not others)
     if document.syntax == "python":
         judged = dict.fromkeys([*(name for _, name, _ in _TRAINER_KEYS), *_WORDS])
+        classes = (one for one in tree_of(document).body if isinstance(one, ast.ClassDef))
+        if any(".backward(" in ast.unparse(one) for one in classes):
+            open_.append("a training loop in a class")
         open_ += [f"`{name}`" for name in judged if document.has(name) and setup.training(name) is None]
     if open_:
         what = f"only a run knows the values of {', '.join(open_)}: no rule judged them"
