@@ -104,12 +104,7 @@ def _to_do(open_: dict[str, str]) -> list[str]:
 
 def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> None:
     """Fill in what a job must have, leave out what it may not, and say which values are shardwise's own."""
-    for name, text in paths.FILL_IN.items():
-        section, last = name.split(".")
-        if last not in job.values.get(section, {}):
-            source.apply(job, [f"{name}={text}"])
-            if name not in open_:
-                said.append(f"to do: {name}: no file says it; write it in place of {text}")
+    _fill_in(job, said, open_)
     made, wrong = validate.check(job)
     problems = [(key, problem.what) for key, problem in wrong.items()]
     if made is not None:
@@ -124,6 +119,7 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
         if key != ("optimizer", "final_fraction"):
             said.append(f"left out: {source.dotted(key)}: {what}")
         job.forget(key)
+    _fill_in(job, said, open_)  # what a contradiction has taken
     resolved = resolved_leaves(made.model_dump(mode="json")) if made is not None else ()
     rest = {source.dotted(key): value for key, value in resolved if key not in job.origins}
     unset = [f"{key} {value}" for key, value in rest.items() if key in TABLE["shown"]]
@@ -131,6 +127,16 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
         unset.append("one epoch")
     if unset:
         said.append(f"not said by the files, so shardwise's own: {', '.join(unset)}")
+
+
+def _fill_in(job: source.Document, said: list[str], open_: Collection[str]) -> None:
+    """Write a placeholder for what a job must have."""
+    for name, text in paths.FILL_IN.items():
+        section, last = name.split(".")
+        if last not in job.values.get(section, {}):
+            source.apply(job, [f"{name}={text}"])
+            if name not in open_:
+                said.append(f"to do: {name}: no file says it; write it in place of {text}")
 
 
 def _text(job: source.Document, files: Sequence[Path], folder: Path, said: Sequence[str]) -> str:
