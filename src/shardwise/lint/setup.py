@@ -180,7 +180,7 @@ def of_script(document: Document) -> Reader | None:
 
 
 def _is_apart(document: Document, name: str) -> bool:
-    """Whether a class of a module beside the script has no base, and so is no Trainer of transformers."""
+    """Whether a class of a module of the same folder has no base, and so is no Trainer of transformers."""
     imported = re.search(rf"^from ([\w.]+) import .*\b{name}\b", document.text, re.MULTILINE)
     if imported is None:
         return False
