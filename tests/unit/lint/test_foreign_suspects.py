@@ -144,6 +144,11 @@ def test_a_command_and_two_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert job_values(text)["optimizer"]["learning_rate"] == 2e-4
 
 
+def test_a_flag_may_have_any_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"{HEAD}{PARSER}p.add_argument('--my(lora[')\na = p.parse_args()\n{TRAIN}"
+    made_of({"run.sh": f"{RUN} '--my(lora[' 3 --a+lora 4", "train.py": script}, tmp_path, monkeypatch)
+
+
 def test_a_section_of_many_keys_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = "".join(f"  k{number}: 1\n" for number in range(20))
     _, said = made_of({"a.yaml": f"{YAML}mixture:\n{keys}"}, tmp_path, monkeypatch)

@@ -75,7 +75,8 @@ def _settings(document: Document) -> Iterator[Setting]:
                 yield key, document.line(tuple(key.split("."))), value
             shown = document.values.keys()
             for name in sorted(document.flags - shown):  # a script has taken it
-                there = re.search(rf"--{name}\b[ =]*(\S*)".replace("_", "[-_]"), document.text)
+                word = re.escape(name).replace("_", "[-_]")
+                there = re.search(rf"--{word}(?![\w-])[ =]*(\S*)", document.text)
                 if there:
                     off = there[1].strip("'\"").lower() == "false"
                     yield name, line_at(document.text, there.start()), False if off else ...
