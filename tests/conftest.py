@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -23,17 +22,6 @@ os.environ.update(
         "PYTHONPATH": f"{Path(__file__).parents[1] / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
 )
-
-
-def pytest_collection_finish() -> None:
-    """What collecting has imported, torch and more, lasts: else the collector searches it all again."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(700, 10, 100)  # models that tests import are as many objects again
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else a library of torch reports as leaked what is there at the end
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -38,14 +38,11 @@ def init(
         for shape in shapes():
             print(f"{shape.name:<22} {count(shape.parameters):>6}  {shape.hub or ''}".rstrip())
     elif foreign and start:
-        from shardwise.lint.foreign import translation
+        from shardwise.lint.foreign import shown, translation
 
         made, said = translation(list(map(Path, start)), out.parent)
-        shown = [one for one in said if not one.startswith("left out")]
-        if reasons := len(said) - len(shown):
-            shown.append(f"left out: what a job has not: {reasons} lines at the head of {out} say why")
         print(f"wrote {next(presets.write_new({out: printable(made)}, out))}")
-        print(printable("\n".join(shown)))
+        print(printable("\n".join(shown(said, out))))
     elif foreign or more or Path(preset).suffix in (".py", ".json", ".yaml", ".yml", ".sh"):
         fix = f"shardwise init --from {shlex.join(start or ['ds_config.json', 'train.py'])}"
         raise JobError("it takes one preset, or --from and files", where="shardwise init", fix=fix)

@@ -194,8 +194,9 @@ def _errors(findings: Sequence[Finding]) -> int:
 
 
 def _with(setup: Setup, document: Document) -> Setup:
-    """The setup with this document instead of the one of the same name."""
-    others = (document if other.name == document.name else other for other in setup.documents)
+    """The setup with this document instead of the one of the same name; a script may hold another kind."""
+    mine = (document.name, document.kind)
+    others = (document if (other.name, other.kind) == mine else other for other in setup.documents)
     return replace(setup, documents=tuple(others))
 
 

@@ -1,4 +1,4 @@
-"""Changes to a JSON or YAML text that keep everything else as it is."""
+"""Changes to a text that keep everything else as it is; in scripts only names of arguments."""
 
 import ast
 import json

@@ -88,8 +88,8 @@ class Finding:
         return place + (f": {self.key}" if self.key else "")
 
     def to_json(self) -> dict[str, Any]:
-        names = ("severity", "rule", "file", "line", "key", "what", "fix", "fixable", "source", "versions")
-        return {name: getattr(self, name) for name in names}
+        names = "severity rule file cell line key what fix fixable source versions"
+        return {name: getattr(self, name) for name in names.split()}
 
 
 def finding(broken: Rule, document: Document, hit: Hit) -> Finding:

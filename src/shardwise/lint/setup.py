@@ -6,10 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.job.paths import read_bounded
 from shardwise.lint.document import Document, Kind
 from shardwise.lint.schema import deepspeed_schema
 from shardwise.lint.script_settings import LORA
@@ -23,7 +21,6 @@ READER_NAMES: dict[Reader, str] = {
 READERS = tuple(READER_NAMES)
 MOST = 2**31  # upper limit of a model's hidden size and number of heads
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
-_LARGEST_MODULE = 1_000_000  # bytes
 _LIGHTNING = re.compile(r"^\s*(import|from) (pytorch_)?lightning\b", re.MULTILINE)
 _HALF = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
 
@@ -171,25 +168,9 @@ def of_script(document: Document) -> Reader | None:
         return "deepspeed"
     if _LIGHTNING.search(document.text):
         return "deepspeed"  # Lightning's Trainer gives the file to DeepSpeed as it is
-    if (
-        any(name.endswith("Trainer") and not _is_apart(document, name) for name in last)
-        or "TrainingArguments" in last
-    ):
+    if any(name.endswith("Trainer") for name in last) or "TrainingArguments" in last:
         return "trainer"
     return "accelerate" if "Accelerator" in last else None
-
-
-def _is_apart(document: Document, name: str) -> bool:
-    """Whether a class of a module of the same folder has no base, and so is no Trainer of transformers."""
-    imported = re.search(rf"^from ([\w.]+) import .*\b{name}\b", document.text, re.MULTILINE)
-    if imported is None:
-        return False
-    path = Path(document.name).parent / f"{imported[1].strip('.').replace('.', '/')}.py"
-    try:
-        text = read_bounded(path, _LARGEST_MODULE).decode(errors="replace")
-    except (OSError, ValueError):
-        return False
-    return re.search(rf"^class {name}\s*(\(\s*\))?\s*:", text, re.MULTILINE) is not None
 
 
 def _of_flags(document: Document, *, seen: bool) -> Reader | None:

@@ -21,7 +21,7 @@ FIELDS = (
     "    use_lora: bool = field(default=False)\nargs, = HfArgumentParser(Mine).parse_args_into_dataclasses()\n"
 )
 RUN = "torchrun --nproc_per_node 2 train.py --model_name_or_path a/b "
-TODO = "not understood; write"
+UNCLEAR = "not understood; write"
 
 # files, values of the job, what must be said
 CASES: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
@@ -35,25 +35,25 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         {"train.py": f"{HEAD}{PARSER}p.add_argument('--adapter_size')\na = p.parse_args()\nm = adapt(m, a.adapter_size)\n{TRAIN}",
          "run.sh": f"{RUN} --adapter_size 4"},
         {"train.epochs": 2},
-        f"run.sh:1: adapter_size: {TODO} model.lora",
+        f"run.sh:1: adapter_size: {UNCLEAR} model.lora",
     ),
-    "a key of a YAML": ({"a.yaml": f"{YAML}my_lora: {{r: 4}}\n"}, {}, f"a.yaml:3: my_lora.r 4: {TODO} model.lora"),
+    "a key of a YAML": ({"a.yaml": f"{YAML}my_lora: {{r: 4}}\n"}, {}, f"a.yaml:3: my_lora.r 4: {UNCLEAR} model.lora"),
     "a name of a run": (
         {"a.yaml": f"{YAML}output_dir: out-qlora\nlora_r: 4\n"},
         {"model.lora.rank": 4},
-        f"a.yaml:3: output_dir out-qlora: {TODO} model.quantization",
+        f"a.yaml:3: output_dir out-qlora: {UNCLEAR} model.quantization",
     ),
     "constants of a loop": (
         {"train.py": "block_size = 1024\nmax_iters = 100 * 6\nimport torch\ntorch.optim.AdamW(p, lr=1e-3)\n"},
         {"optimizer.learning_rate": 1e-3},
-        f"train.py:1: block_size 1024: {TODO} data.sequence_length",
+        f"train.py:1: block_size 1024: {UNCLEAR} data.sequence_length",
     ),
     "a number of steps that is computed": (
         {"train.py": "max_iters = 100 * 6\nimport torch\ntorch.optim.AdamW(p, lr=1e-3)\n"},
         {"train.epochs": None},
-        f"train.py:1: max_iters: {TODO} train.epochs",
+        f"train.py:1: max_iters: {UNCLEAR} train.epochs",
     ),
-    "data of another key": ({"a.yaml": f"{YAML}dataset_id_or_path: c/d\n"}, {}, f"dataset_id_or_path c/d: {TODO}"),
+    "data of another key": ({"a.yaml": f"{YAML}dataset_id_or_path: c/d\n"}, {}, f"dataset_id_or_path c/d: {UNCLEAR}"),
     "an argument that the script reads": (
         {"train.py": f"{HEAD}{FIELDS}total = 5 * args.num_train_epochs\nTrainer(model=m, args=args).train()\n",
          "run.sh": f"{RUN} --num_train_epochs 10"},

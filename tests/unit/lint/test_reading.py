@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import JobError
-from shardwise.lint.check import check, correct, load
+from shardwise.lint.check import check, correct, fix_files, load
 from shardwise.lint.document import UnreadableError
 from shardwise.lint.read import read
 from shardwise.lint.setup import Setup
@@ -30,6 +30,7 @@ def test_a_notebook_is_read_as_a_script_and_places_are_those_of_its_cells(tmp_pa
     (found,) = [one for one in check(Setup(documents=documents), broken).findings if one.severity == "error"]
     assert found.rule == "misspelt-argument"
     assert found.where.startswith(f"{path}: cell 4, line 2")
+    assert (found.to_json()["cell"], found.to_json()["line"]) == (4, 2)
     with pytest.raises(UnreadableError, match="no notebook"):
         read("{}", "a.ipynb")
 
@@ -121,4 +122,19 @@ def test_a_recipe_that_a_command_gives_to_a_script_is_read(tmp_path: Path) -> No
 def test_a_loop_in_a_class_is_said_to_be_not_judged() -> None:
     text = "import torch\nclass Mine:\n    def train(self):\n        for x in self.data:\n            self.model(x).backward()\n"
     (found,) = check(Setup(documents=(read(text, "train.py"),))).findings
-    assert "a training loop in a class" in found.what
+    assert "the training loop is in a class, `Mine`" in found.what
+    assert found.line == 2
+
+
+def test_a_configuration_in_a_script_is_still_judged_after_the_script_was_fixed(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    config = "{'zero_optimization': {'stage': 7}, 'train_micro_batch_size_per_gpu': 1}"
+    path.write_text(f"{SCRIPT}TrainingArguments('o', learning_rat=1e-4, deepspeed={config})\n")
+    documents, _ = load([path])
+    before = {one.rule for one in check(Setup(documents=documents)).findings if one.severity == "error"}
+    assert {"misspelt-argument", "out-of-bounds"} <= before
+    after, fixed = fix_files(Setup(documents=documents), [path])
+    assert [one.rule for one in fixed] == ["misspelt-argument"]
+    left = {one.rule for one in check(after).findings if one.severity == "error"}
+    assert "out-of-bounds" in left
+    assert "misspelt-argument" not in left

@@ -96,7 +96,7 @@ def test_crashed(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hanging(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     found = result(row, "import time; time.sleep(600)", monkeypatch, timeout_seconds=1.0)
     assert found["status"] == "timed out"
-    assert "(--timeout) and 0 of 6 steps" in found["error"], "whatever a busy machine needed"
+    assert found["error"].startswith("after 1")
 
 
 def test_only_the_profiled_step_hangs_and_the_rest_counts(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ _ALL_VISIBLE = ("deepspeed", "accelerate", "llamafactory-cli", "swift", "axolotl
 _FILLS = re.compile("HfArgumentParser|TrlParser|H4ArgumentParser")  # take arguments from a file
 _SETTINGS = (".yaml", ".yml", ".json")
 _ARGUMENTS = frozenset(names("trainer_arguments"))
-_OF_SLURM = re.compile(r"(?m)^#SBATCH\s+--(?:gpus-per-node|gres)[= ](?:gpu:)?(?:\w+:)?(\d+)\s*(?:#.*)?$")
+_OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
 
 
@@ -94,10 +94,10 @@ def _refuse(document: Document) -> None:
         (f"{key} ({method})", document.line((key,))) for key, method in own.items() if document.has(key)
     ]
     calls = {name.rpartition(".")[2] for name in document.uses}
-    if not calls & {"Trainer", "Seq2SeqTrainer", "SFTTrainer"}:
-        other += [(name, document.first) for name in TABLE["other_trainers"] if name in calls]
+    if not calls & {*names("trainers")}:
+        other += [(name, document.first) for name in sorted(calls) if TABLE["reasons"].get(name) == _OTHER]
     for name, line in other:
-        what = f"{name}: a job trains on the next token (pretraining, SFT), nothing else"
+        what = f"{name}: {_OTHER}"
         fix = "name the files of that stage of training"
         raise JobError(what, where=f"{document.name}:{line}", fix=fix)
 
@@ -154,6 +154,7 @@ def _with_gpus(command: Document) -> Document:
     if not any(name in values for name in _GPUS):
         shown = values.get("CUDA_VISIBLE_DEVICES", command.environment.get("CUDA_VISIBLE_DEVICES", ""))
         shown = str(values.get("include", shown)).rpartition(":")[2]
+        asked = command.environment.get("SLURM_GPUS_ON_NODE", "")
         if "srun" in command.text and str(values["launcher"]).startswith("python"):
             names = ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE")
             count = next((command.environment[one] for one in names if one in command.environment), "")
@@ -162,8 +163,8 @@ def _with_gpus(command: Document) -> Document:
             values |= {"nnodes": int(nodes)} if nodes.isdecimal() else {}
         elif values["launcher"] in _ALL_VISIBLE and shown and not OPEN.search(shown):
             values["num_gpus"] = len(shown.split(","))
-        elif values["launcher"] in _ALL_VISIBLE and (asked := _OF_SLURM.findall(command.text)):
-            values["num_gpus"] = int(asked[-1])
+        elif values["launcher"] in _ALL_VISIBLE and asked.isdecimal():
+            values["num_gpus"] = int(asked)
     return replace(command, values=values)
 
 

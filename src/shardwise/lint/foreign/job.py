@@ -73,6 +73,14 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     return _text(job, files, folder, said), said
 
 
+def shown(said: Sequence[str], out: Path) -> list[str]:
+    """What a user reads at once; the reasons of what is left out are at the head of the job, in `out`."""
+    kept = [one for one in said if not one.startswith("left out")]
+    if reasons := len(said) - len(kept):
+        kept.append(f"left out: what a job has not; the head of {out} says why ({reasons} of its lines)")
+    return kept
+
+
 def _weight(sentence: str) -> int:
     """The order in which a user reads: what is to do first, what is left out last."""
     kinds = ("to do", "conflict", "changed", "assumed", "not said by", "left out")
