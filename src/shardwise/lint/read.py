@@ -20,7 +20,7 @@ from shardwise.lint.text import read_json, read_yaml
 LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
-_MAGIC = re.compile(r"^(\s*)[%!].*")  # a line for IPython or the shell
+_MAGIC = re.compile(r"^([ \t]*)[%!].*", re.MULTILINE)  # a line for IPython or the shell
 BYTE_ORDER_MARK = "\ufeff"
 
 _JOB = frozenset(json_schema.names_below(()))
@@ -70,7 +70,7 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         document = read_json(text, name)
         kind = _kind(document.values)
     elif name.endswith(".py") or is_python(text):
-        return read_python(text, name)
+        return _script(text, name)
     elif is_command(text) or name.endswith(_SHELLS) or re.match(r"#!.*\b(ba|z|k)?sh\b", text):
         return read_shell(text, name, plain=True)
     elif name.endswith((".toml", ".md", ".txt")):
@@ -89,6 +89,16 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         fix = f"name {WHAT}; `shardwise init --from {name}` makes a job file of other settings"
         raise UnreadableError(UNKNOWN, line=1, fix=fix)
     return replace(document, kind=kind)
+
+
+def _script(text: str, name: str) -> Document:
+    """A Python script; also one that a notebook's cells were exported to, with lines for the shell."""
+    try:
+        return read_python(text, name)
+    except UnreadableError:
+        if (code := _MAGIC.sub(r"\1pass", text)) == text:
+            raise
+        return read_python(code, name)
 
 
 def _notebook(text: str, name: str) -> Document:

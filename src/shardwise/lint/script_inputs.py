@@ -49,11 +49,13 @@ class Inputs:
         environment: Mapping[str, Any] | None = None,
         folder: Path | None = None,
         commanded: bool = False,
+        imported: bool = False,
     ) -> None:
         self._flags = dict(flags or {})
         self._last = {name.rpartition(".")[2]: name for name in self._flags}  # tyro's `--optim.lr`
         self._environment, self._folder = dict(environment or {}), folder
         self.commanded = commanded  # whether a command says all flags
+        self.imported = imported  # whether another script is the one that is started
         self._nodes = dict[ast.AST, str]()  # of the flags' values, and which flag
         self._files = dict[ast.AST, ast.Dict | None]()
         self.defined = set[str]()  # flags of the command that the script has

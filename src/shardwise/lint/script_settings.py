@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document, Mark, line_at
@@ -20,12 +20,15 @@ _INITIALIZE = ("args", "model", "optimizer", "model_parameters", "training_data"
 _KEYS = {"r": LORA, "model": "model_name_or_path"}  # of LoraConfig and TRL's trainers
 _OWN = ("TrainingArguments", "SFTConfig")
 _PART = {"DataLoader": "dataset", "load_dataset": "split"}
+_DDP = "DistributedDataParallel()"
+_SHARDED = ("FullyShardedDataParallel()", "fully_shard()")
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
 _BUILDERS = ("json", "parquet", "text", "csv", "arrow")  # load_dataset's words for kinds of files
 _TEMPLATE = re.compile(r"\bf['\"]|\.format\(|['\"] \+|\+ ['\"]")  # what makes a text of fields
 _MASKED = re.compile(
     r"\[\s*(-100|(\w+\.)?IGNORE\w*)\s*\]\s*\*\s*len\(", re.IGNORECASE
 )  # the labels of a prompt
+_PACKED = re.compile(r"def group_texts|concatenated_examples|np\.memmap\(")  # rows without padding
 _LABELS = re.compile(r"labels\W{0,4}[=:][^=\n]*input_ids")
 _MODEL = re.compile(r"Model|For[A-Z]\w*\.")  # a class of models, and not of tokenizers
 _SCHEDULE = re.compile(r"(?i)sched\w*(\.step\(|\s*=\s*[\w.]+\()|group\w*(\[\d\])?\[[\"']lr[\"']\]\s*=")
@@ -53,6 +56,7 @@ class Settings:
         self.configurations = list[Document]()  # of DeepSpeed, in dicts
         self.tokenizer = Said()  # where only it names the model
         self.plugins = list[tuple[int, dict[str, Any]]]()  # of Accelerate, and their lines
+        self._branch, self._maybe = False, dict[Key, Any]()  # what only one branch says
         trainers = (
             one
             for one in ast.walk(program)
@@ -62,8 +66,13 @@ class Settings:
         self.strategies = {self.known.meant(one) for one in given}  # Lightning's, that are used
         if calls:
             self._put(self._later_arguments(keys))
-        for node in sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0)):
-            self._take(node)
+        nodes = sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0))
+        after = self.known.flow.after([one for one in nodes if _trains(one)]) if calls else set()
+        for node in nodes:
+            if node not in after:  # what follows the training decides nothing of it
+                self._take(node)
+        if (_DDP,) in self._maybe and not any((one,) in self._maybe for one in _SHARDED):
+            self.values[_DDP] = True  # the branch is that of several processes
         self._put(self.tokenizer)
         if calls:
             self._put(self._seen_in(text))
@@ -81,6 +90,8 @@ class Settings:
         said, given = Said(), self.values.get("completion_only_loss")
         if "SFTTrainer" in text and given is None and (pairs := _PAIRS.search(text)):
             said["completion()",] = (line_at(text, pairs.start()), True)
+        if packed := _PACKED.search(text):
+            said["packed()",] = (line_at(text, packed.start()), True)
         if masked := _MASKED.search(text):
             said["masked()",] = (line_at(text, masked.start()), True)
         elif labels := _LABELS.search(text):
@@ -93,10 +104,16 @@ class Settings:
     def _take(self, node: ast.AST) -> None:
         """Calls, `for epoch in range(3)`, and `if (i + 1) % 8 == 0: optimizer.step()`, which accumulates."""
         match node:
-            case ast.Call() if self.calls and not (self.known.runs(node) and self._of_a_library(node)):
+            case ast.Call() if self.calls and not (self.known.flow.runs(node) and self._of_a_library(node)):
                 pass
             case ast.Call():
+                self._branch = bool(self.calls) and not self.known.flow.certain(node)
                 self._call(node, self._called(node))
+                self._branch = False
+            case ast.Assign(value=ast.Call(func=ast.Attribute(attr="select"), args=[ast.Call() as rows])):
+                held_out = _HELD_OUT.search(ast.unparse(node))
+                if self.calls and name_of(rows.func) == "range" and len(rows.args) == 1 and not held_out:
+                    self._put(self.known.entries(rows.args[0], ("select.range",), node.lineno))
             case ast.For():
                 self._loop(node)
             case ast.If(test=test, body=body) if ".step()" in "".join(map(ast.unparse, body)):
@@ -267,17 +284,28 @@ class Settings:
 
     def _put(self, given: Said) -> None:
         """Keep the value of each key; of several calls the first counts."""
-        for key, (line, value) in given.items():
-            holder: Any = self.values
+        for key, (line, found) in given.items():
+            value, holder = found, cast(Any, self.values)
             for above in key[:-1]:
                 holder = holder.setdefault(above, {}) if isinstance(holder, dict) else None
             first = key[-1] in holder if isinstance(holder, dict) else True
-            if first or (self.calls and (value is None or key in self.marks)):
+            maybe = self._maybe.get(key)
+            if maybe is not None and value in (maybe, None, UNKNOWN, {}) and line != self.marks[key].line:
+                first = value != maybe  # what two branches say, or a branch and the rest, is certain
+            elif not first and self._branch and value not in (None, UNKNOWN, {}) and key not in self.marks:
+                self._maybe[key], value = value, UNKNOWN
+            if first or (self.calls and (value is None or (key in self.marks and value != maybe))):
                 continue
             if value in (None, UNKNOWN):
                 self.marks.setdefault(key, Mark(line=line))
             else:
                 self.marks[key], holder[key[-1]] = Mark(line=line), {} if value == {} else value
+
+
+def _trains(node: ast.AST) -> bool:
+    """Whether it is `trainer.train()`."""
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return is_call and bool(re.search(r"(?is)trainer(\(.*\))?\.train\(", ast.unparse(node)))
 
 
 def _last(call: ast.Call) -> str:

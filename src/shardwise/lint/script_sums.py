@@ -31,6 +31,7 @@ _SUMS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Is: operator.eq,
     ast.IsNot: operator.ne,
 }
+_TEXTS = ("endswith", "startswith", "lower", "upper", "strip", "replace", "split")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "int": int,
     "float": float,
@@ -69,6 +70,10 @@ def computed(node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
             return _applied(lambda *texts: "".join(map(str, texts)), [value_of(one) for one in parts])
         case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=holder), last]) if holder[:1].isupper():
             return _applied(lambda text: f"{holder}.{text}", [value_of(last)])
+        case ast.Call(func=ast.Attribute(value=holder, attr=method), args=args, keywords=[]) if (
+            method in _TEXTS
+        ):
+            return _applied(getattr(str, method), [value_of(holder), *map(value_of, args)])
         case ast.FormattedValue(value=inner, format_spec=None):
             return value_of(inner)
         case ast.Call(func=called, args=args, keywords=[]) if (name := ast.unparse(called)) in _FUNCTIONS:

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.job.source import Key, drop
 from shardwise.lint.schema import names
+from shardwise.lint.script_flow import Flow
 from shardwise.lint.script_inputs import NOTHING, Inputs, Presets, commanded, name_of, presets
 from shardwise.lint.script_names import Said, name_as_imported, nested, part_of, path_of, rest_of
 from shardwise.lint.script_sums import UNKNOWN, computed, literal
@@ -23,8 +24,6 @@ ARGUMENTS = re.compile(r"(?i)^(\w+_)?(args|arguments|config|cfg|opts?|hparams|fl
 _REPLACE = ("dataclasses.replace", "replace")
 _READS = ("copy", "get", "items", "keys", "values")  # methods that leave a dict as it is
 _COMMANDS = ("fire.Fire", "Fire", "typer.run", "tyro.cli")  # make flags of a function's arguments
-_IS_MAIN = "__name__ == '__main__'"
-_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
 
 
 class Values:
@@ -36,6 +35,7 @@ class Values:
         self._bound, self._uses, self._changes = (defaultdict[Any, list[Any]](list) for _ in range(3))
         self._read, self._steps = 0, 0
         self._defaults, self._inputs = inputs is not None, inputs or NOTHING
+        self.flow = Flow(self._above, self.value, imported=self._inputs.imported)
         self.presets = Presets(self._inputs)
         self._stores = defaultdict[str, list[tuple[ast.expr, ast.expr | None]]](list)  # of attributes
         self._reading, self._open = set[ast.AST](), frozenset[ast.AST]()
@@ -143,17 +143,6 @@ class Values:
                     if not isinstance(made, ast.Call) or name_of(made.func).endswith("parse_args"):
                         yield name, holder.lineno, value
 
-    def runs(self, node: ast.AST) -> bool:
-        """Whether nothing shows that a node is in the branch of an `if` that is not taken."""
-        while above := self._above.get(node):
-            if isinstance(above, ast.If | ast.IfExp) and node is not above.test:
-                taken = self.value(above.test)
-                inside = node is above.body if isinstance(above, ast.IfExp) else node in above.body
-                if taken != UNKNOWN and bool(taken) is not inside:
-                    return False
-            node = above
-        return True
-
     def flag(self, name: str) -> ast.expr | None:
         """What the command gives for a flag."""
         return self._inputs.flag([name])
@@ -178,14 +167,8 @@ class Values:
                 return None
         return [*rows, *self._changes.get(node, [])]
 
-    def _scopes(self, node: ast.AST) -> Iterator[ast.AST]:
-        while above := self._above.get(node):
-            node = above
-            if isinstance(node, _SCOPES):
-                yield node
-
     def _bind(self, node: ast.AST) -> None:
-        above, scope = self._above.get(node), next(self._scopes(node), None)
+        above, scope = self._above.get(node), next(self.flow.scopes(node), None)
         plain = isinstance(above, ast.Assign | ast.AnnAssign) and getattr(above, "targets", [node]) == [node]
         value = getattr(above, "value", None) if plain else None
         match node:
@@ -199,10 +182,10 @@ class Values:
                 )
             case ast.Attribute(value=holder, attr=name):
                 value = value or part_of(node, above, self._above.get(above) if above else None)
-                certain = self._block(self._statement(node)) is scope
+                certain = self.flow.block(self.flow.statement(node)) is scope
                 self._stores[name].append((holder, value if certain else None))
             case ast.Call(func=ast.Name(id="setattr"), args=[holder, ast.Constant(value=str(name)), given]):
-                certain = isinstance(above, ast.Expr) and self._block(above) is scope
+                certain = isinstance(above, ast.Expr) and self.flow.block(above) is scope
                 self._stores[name].append((holder, given if certain else None))
             case ast.Call(args=[holder], keywords=given) if name_of(node.func) in _REPLACE:
                 for keyword in given:
@@ -215,20 +198,15 @@ class Values:
             case ast.AsyncFunctionDef(name=name) | ast.ExceptHandler(name=name) | ast.MatchAs(name=name):
                 self._bound[scope, name].append(None)
 
-    def _block(self, statement: ast.AST) -> ast.AST | None:
-        """The statement or scope that holds one, through those whose body always runs."""
-        above = self._above.get(statement)
-        while isinstance(above, ast.With | ast.Try) or (
-            isinstance(above, ast.If) and ast.unparse(above.test) == _IS_MAIN
-        ):
-            above = self._above.get(above)
-        return above
-
     def _next(self, node: ast.AST) -> list[Any]:
         """What a node may stand for; None, or nothing, where only a run knows."""
         match node:
             case ast.Name(id=name):
-                return next((f for scope in self._scopes(node) if (f := self._bound.get((scope, name)))), [])
+                found = next(
+                    (f for scope in self.flow.scopes(node) if (f := self._bound.get((scope, name)))), []
+                )
+                several = self._defaults and len(found) > 1
+                return [one for one in found if not several or one is None or self.flow.runs(one)]
             case ast.Attribute(value=holder, attr=name):
                 return self._attribute(holder, name)
             case ast.arg():
@@ -239,8 +217,8 @@ class Values:
                 return self._item(holder, key, other)
             case ast.Call(func=called) if isinstance(function := self.meant(called), ast.FunctionDef):
                 own = (one for one in ast.walk(function) if isinstance(one, ast.Return | ast.Yield))
-                found = [one for one in own if next(self._scopes(one)) is function]
-                plain = not function.decorator_list and all(self._block(one) is function for one in found)
+                found = [one for one in own if next(self.flow.scopes(one)) is function]
+                plain = not function.decorator_list and all(self.flow.block(one) is function for one in found)
                 return [one.value for one in found] if plain else []
         return []
 
@@ -253,9 +231,9 @@ class Values:
             value
             for other, value in self._stores[name]
             if ast.unparse(other) == text or (isinstance(made, ast.Call) and self.meant(other) is made)
-            if not self._defaults or self.runs(other)
+            if not self._defaults or self.flow.runs(other)
         ]
-        scopes = {next(self._scopes(other), None) for other, _ in self._stores[name]}
+        scopes = {next(self.flow.scopes(other), None) for other, _ in self._stores[name]}
         if stored:  # in several functions, of which the last one is run last
             return stored[-1:] if len(scopes) == len(self._stores[name]) and None not in stored else stored
         made = self.meant(holder) if self._defaults else None
@@ -292,7 +270,7 @@ class Values:
 
     def _given(self, arg: ast.arg) -> list[Any]:
         """What the calls of its function give an argument; None where they do not show it."""
-        function, found = next(self._scopes(arg)), list[Any]()
+        function, found = next(self.flow.scopes(arg)), list[Any]()
         if arg in self._arguments or not isinstance(function, ast.FunctionDef):
             return self._arguments.get(arg, [])
         self._arguments[arg], places = [], [one.arg for one in function.args.args]
@@ -350,13 +328,13 @@ class Values:
             inner = path_of(holder.slice) if isinstance(holder, ast.Subscript) else None
             path = (*inner, *path) if inner and path is not None else None
             holder = holder.func if isinstance(holder, ast.Call) else holder.value
-        if self._defaults and not self.runs(by):
+        if self._defaults and not self.flow.runs(by):
             return
-        here, block = self._block_of_maker(holder), self._block(by)
+        here, block = self._block_of_maker(holder), self.flow.block(by)
         while self._defaults and isinstance(block, ast.If) and self.value(block.test) not in (UNKNOWN, False):
-            block = self._block(block)  # it runs
+            block = self.flow.block(block)  # it runs
         for one in found:
-            certain = len(found) == 1 and block in (self._block(self._statement(one)), here)
+            certain = len(found) == 1 and block in (self.flow.block(self.flow.statement(one)), here)
             self._changes[one].append((path, value if certain else None, getattr(by, "lineno", 1)))
 
     def _uses_of(self, function: ast.FunctionDef) -> list[Any]:
@@ -364,11 +342,6 @@ class Values:
         above = self._above[function]
         uses = self._uses[getattr(above, "name", "") if function.name == "__init__" else function.name]
         return uses if isinstance(above, ast.ClassDef) else [one for one in uses if isinstance(one, ast.Name)]
-
-    def _statement(self, node: ast.AST) -> ast.AST:
-        while not isinstance(node, ast.stmt) and node in self._above:  # a value of the command is in no line
-            node = self._above[node]
-        return node
 
     def _block_of_maker(self, holder: ast.expr) -> ast.AST | None:
         """Where the only call of a function made what a name holds; None if no such call did."""
@@ -379,7 +352,7 @@ class Values:
             return None
         function = self.meant(made[0].func)
         once = isinstance(function, ast.FunctionDef) and len(self._uses_of(function)) == 1
-        return self._block(self._statement(made[0])) if once else None
+        return self.flow.block(self.flow.statement(made[0])) if once else None
 
     def _may_be(self, node: ast.AST, deep: int = 5) -> Iterator[ast.AST]:
         if self._rows(node) is not None:

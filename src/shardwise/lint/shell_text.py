@@ -179,7 +179,7 @@ def _split(row: str) -> list[str]:
 def _fits(flag: str, value: str) -> bool:
     """Whether a word after a script's flag is its value."""
     if flag == "deepspeed":
-        return value.endswith(".json") or "$" in value
+        return value.endswith(".json") or "$" in value or re.match("(default-)?zero[0-3]", value) is not None
     return flag not in ("bf16", "fp16") or value.lower() in ("true", "false")
 
 

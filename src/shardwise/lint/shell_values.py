@@ -23,7 +23,8 @@ _DECLARES = re.compile(r"(?:export|readonly|declare|typeset)\s(?:\s*-[xrga]+\s)*
 _TOUCHES = ("export", "readonly", "declare", "typeset", "local", "read", "mapfile", "getopts", "unset")
 _ANY_NAME = re.compile(r"(?:let|eval|printf\s+-v)\s|\(\(.*(?:[^=<>!]=[^=]|\+\+|--)", re.DOTALL)
 _UNREAD = re.compile(
-    r"(?:source|\.)\s+(?!\S*\bactivate\b)|eval\s.*[$`](?!\((?:\S*/)?(?:conda|ssh-agent)\b)", re.DOTALL
+    r"(?:source|\.)\s+(?!\S*(?:\bactivate\b|/\.?(?:bash_?rc|bash_profile|profile)\b|conda\.sh))|eval\s.*[$`](?!\((?:\S*/)?(?:conda|ssh-agent)\b)",
+    re.DOTALL,
 )
 _ARGUMENTS = re.compile(r"shift\b|set\s+(?:--|[^-+\s])")
 _LAUNCHERS = re.compile(r"(?:SLURM|PBS|LSB|OMPI|PMI|MASTER)_|(?:\w+_)?(?:RANK|WORLD_SIZE)$")

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "a number of steps that is computed": (
         {"train.py": "max_iters = 100 * 6\nimport torch\ntorch.optim.AdamW(p, lr=1e-3)\n"},
         {"train.epochs": None},
-        f"train.py:1: max_iters: {UNCLEAR} train.epochs",
+        f"train.py:1: max_iters: {UNCLEAR} train.steps",
     ),
     "data of another key": ({"a.yaml": f"{YAML}dataset_id_or_path: c/d\n"}, {}, f"dataset_id_or_path c/d: {UNCLEAR}"),
     "an argument that the script reads": (

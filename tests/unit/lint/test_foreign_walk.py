@@ -346,7 +346,7 @@ CASES |= {
     "text of a function": (
         {"train.py": TRAINER + ENCODE},
         {"data.loss_on": "answers"},
-        ("text by encode (line 4): the function makes the text of a row",),
+        ("text by encode (line 4): prepare the rows",),
         ("shardwise's own: data.sequence_length 1024, data.loss_on",),
     ),
     "text of a lambda": (
@@ -354,7 +354,7 @@ CASES |= {
             "train.py": f"{TRAINER}data.map(lambda r: {{'text': r['a'] + ' ' + r['b']}})\nTrainer(model=m, args=TrainingArguments(output_dir='o'))\n"
         },
         {},
-        ("text by a lambda (line 3): the function",),
+        ("text by a lambda (line 3): prepare",),
         (),
     ),
     "text of a trainer's function": (

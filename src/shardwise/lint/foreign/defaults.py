@@ -1,5 +1,6 @@
 """What the tools do where no file says it (foreign.toml: defaults)."""
 
+import re
 from collections.abc import Sequence
 
 from shardwise.lint.document import Document
@@ -7,19 +8,28 @@ from shardwise.lint.foreign.table import TABLE
 from shardwise.lint.schema import names
 from shardwise.lint.setup import of_script
 
+_TARGETS = "model.lora.targets"
+_SFT = {"max_seq_length", "packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field"}
 _FACTORY = {"finetuning_type", "template", "cutoff_len", "dataset_dir"}
 
 
-def defaults(given: set[str], documents: Sequence[Document], said: list[str]) -> list[str]:
+def defaults(given: set[str], documents: Sequence[Document], model: str, said: list[str]) -> list[str]:
     """The changes; `given`: keys of the job and of the files that something says."""
     scripts = [one for one in documents if one.syntax == "python" and one.kind == "training"]
     tools = dict.fromkeys(tool for one in documents for tool in _tools(one, alone=not scripts))
+    if any(one.get("launcher") == "swift" for one in documents):  # whatever keys its file has
+        version_4 = any(one.has("model") for one in documents)  # version 2 had other names and defaults
+        tools = dict.fromkeys(["swift"] * version_4)
     made = dict[str, str]()
     for tool in tools:
         own = list[str]()
         for row in TABLE["defaults"]:
             if tool in row["of"] and not given & {*row["unless"]} and given.issuperset(row.get("where", ())):
                 own += [change for change in row["job"] if change.partition("=")[0] not in made]
+        if tool == "peft" and _TARGETS not in given and model:
+            by_name = TABLE["peft_targets"].items()
+            modules = next(one for sign, one in by_name if re.search(sign, model, re.IGNORECASE))
+            own.append(f"{_TARGETS}=[{modules}]")
         if own:
             said.append(f"assumed, as {TABLE['tools'][tool]} does: {', '.join(own)}")
         made |= {change.partition("=")[0]: change for change in own}
@@ -29,21 +39,29 @@ def defaults(given: set[str], documents: Sequence[Document], said: list[str]) ->
 def _tools(document: Document, *, alone: bool) -> list[str]:
     """Whose defaults hold for what a document does not say; `alone`: without a script."""
     if document.kind == "deepspeed":
-        return ["deepspeed"] if document.has("optimizer", "type") else []
+        own = ["deepspeed"] if document.has("optimizer", "type") else []
+        return own if document.has("gradient_clipping") else [*own, "clipless"]
     if document.syntax != "python":
         known = {*TABLE["marks"]} & document.values.keys()
         if not known or not alone:
             return []
         if "base_model" in known:
             return ["axolotl"]
-        return ["factory", "trainer"] if _FACTORY & document.values.keys() else ["trainer"]
+        if _FACTORY & document.values.keys():
+            return ["factory", "trainer"]
+        return ["sft_yaml"] * bool(_SFT & document.values.keys()) + ["trainer"]
     calls = {name.rpartition(".")[2] for name in document.uses}
     adapters = ["peft"] if document.has("LoraConfig") else []
     unsloth = ["unsloth"] if document.has("FastModel()") else []
+    unsloth += ["unsloth_config"] if unsloth and "SFTConfig" in calls else []  # in place of TRL's
     if of_script(document) == "trainer":
-        trl = bool(calls & {"SFTTrainer", *names("trl_arguments")} & {"SFTTrainer", "SFTConfig"})
-        other = bool(calls & {*names("trl_arguments")})
-        return [*unsloth, *adapters, *(["trl"] if trl else [] if other else ["trainer"])]
+        if calls & {
+            "SFTTrainer",
+            "SFTConfig",
+        }:  # which takes the Trainer's arguments too, with their defaults
+            own = [] if "TrainingArguments" in calls and "SFTConfig" not in calls else ["sft_config"]
+            return [*unsloth, *adapters, *own, "trl"]
+        return [*unsloth, *adapters, *([] if calls & {*names("trl_arguments")} else ["trainer"])]
     torch = ["torch"] if any(document.has(f"{name}()") for name in TABLE["adam"]) else []
     if "deepspeed.initialize" in document.uses:
         return [*adapters, *torch, "engine"]

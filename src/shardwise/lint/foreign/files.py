@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError
+from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
 from shardwise.lint.foreign.table import TABLE, targets
@@ -21,8 +22,13 @@ from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
 
 _ALL_VISIBLE = ("deepspeed", "accelerate", "llamafactory-cli", "swift", "axolotl", "python", "python3")
 _FILLS = re.compile("HfArgumentParser|TrlParser|H4ArgumentParser")  # take arguments from a file
+_TRAINS = re.compile(
+    r"Trainer|TrainingArguments|SFTConfig|backward\(|\b(train\w*|fit|step)\(|[Oo]ptim|fully_shard|Parallel|initialize"
+)
+_GENERATES = re.compile(r"\.generate\(|\bpipeline\(|\bLLM\(")
 _SETTINGS = (".yaml", ".yml", ".json")
 _ARGUMENTS = frozenset(names("trainer_arguments"))
+_DATA = {"data.train"}
 _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
 
@@ -96,6 +102,13 @@ def _refuse(document: Document) -> None:
     calls = {name.rpartition(".")[2] for name in document.uses}
     if not calls & {*names("trainers")}:
         other += [(name, document.first) for name in sorted(calls) if TABLE["reasons"].get(name) == _OTHER]
+    task = document.get("model_class")
+    if task and "CausalLM" not in document.text and "LMHead" not in document.text:
+        other.append((f"a model {task}", document.line(("model_class",))))
+    script = document.text if document.syntax == "python" and document.kind == "training" else ""
+    if _GENERATES.search(script) and not _TRAINS.search(script):
+        what, fix = "nothing in it trains a model", "name the script that does"
+        raise JobError(what, where=document.name, fix=fix)
     for name, line in other:
         what = f"{name}: {_OTHER}"
         fix = "name the files of that stage of training"
@@ -120,7 +133,7 @@ def _filled(command: Document, documents: Sequence[Document], said: list[str]) -
     if not fills or not name.endswith(_SETTINGS):
         return []
     there = found([name], Path(command.name).parent)
-    if not there:
+    if not there and Path(name).name not in {Path(one.name).name for one in documents}:
         place = f"{command.name}:{command.line(('config',))}"
         said.append(f"to do: {place}: {name} is not there; add it to --from")
     return there
@@ -145,7 +158,10 @@ def _inputs(
     environment = {name: text for name, text in environment.items() if plain or name not in sizes}
     environment |= {name: str(number) for name, number in sizes.items() if number is not None}
     known = bool(commands or settings) and not any(one.has(OPEN_FLAGS) for one in commands)
-    return Inputs(flags, environment, Path(script.name).parent, commanded=known)
+    started = {Path(str(one.get("script"))).name for one in commands if one.get("script")}
+    mine = {Path(one.name).name for one in all_ if one.syntax == "python"} & started
+    imported = bool(mine) and Path(script.name).name not in mine
+    return Inputs(flags, environment, Path(script.name).parent, commanded=known, imported=imported)
 
 
 def _with_gpus(command: Document) -> Document:
@@ -180,6 +196,7 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
     # adapter's rank is one wherever the script hands it on
     inherited = unused - options_of(script.text) if _FILLS.search(script.text) else set()
     kept = inherited | {flag for flag in unused if flag.startswith("lora_")}
+    kept |= {one for one in unused if targets(one, below=False) == _DATA and is_local(str(command.get(one)))}
     gone = inputs.taken - kept
     for flag in sorted(inputs.defined - inputs.taken):
         if flag not in command.flags:
@@ -216,9 +233,10 @@ def _of_names(one: Document, given: str, asked: set[Path], *, alone: bool) -> It
     for name in referred(one):
         there = {path.resolve() for path in found([name], Path(one.name).parent)}
         place = f"{one.name}:{line_at(one.text, max(0, one.text.find(name)))}"
-        if given and name.endswith(".json") and not there & asked:
+        same = Path(name).name in {path.name for path in asked}  # in another folder
+        if given and name.endswith(".json") and not there & asked and not same:
             yield f"conflict: {given} is used, not {name}, which {place} names"
-        elif not there:
+        elif not there and not same and name not in TABLE["own_scripts"]:
             yield f"to do: {place}: {name} is not there; add it to --from"
     for name in CONFIGURATIONS if one.syntax == "python" and not given and alone else ():
         if one.has(name) and one.get(name) is None:

@@ -21,6 +21,7 @@ from shardwise.lint.foreign.table import TABLE, leaves, run_name
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import translate
 
+_LORA = "model.lora"
 _HELD_OUT = "a job takes these rows from a file, or holds out a share of its own (data.eval_fraction)"
 
 
@@ -44,6 +45,9 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         stated += folded([*statements(document, setup, strategy, said)], setup, said)
     if setup.training("save_strategy") == "epoch":  # whatever `save_steps` is by default
         stated = [one for one in stated if one.key != "train.save_every"]
+    if off := _without_adapters(documents):
+        said += [f"changed: {off}: {one.place} is of no use" for one in stated if one.key.startswith(_LORA)]
+        stated = [one for one in stated if not one.key.startswith(_LORA)]
     lost = {one.key for one in stated if not one.value}
     stated = resolve.with_precision([one for one in stated if one.value])
     if not stated:
@@ -56,7 +60,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     to_do = _to_do(open_)
     open_ |= suspects(documents, given | open_.keys(), said)
     keys = {key for one in documents for key, value in leaves(one.values) if value is not None}
-    assumed = defaults(keys | given | open_.keys(), documents, said)
+    model = next((one.value for one in stated[::-1] if one.key == "model.source"), "")
+    assumed = defaults(keys | given | open_.keys(), documents, model, said)
     said += resolve.conflicts(stated)
     said += to_do
     parts = [one.partition("=") for one in assumed if one.startswith("batch.")]
@@ -71,6 +76,17 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     _complete(job, said, open_.keys())
     said.sort(key=_weight)
     return _text(job, files, folder, said), said
+
+
+def _without_adapters(documents: Sequence[Document]) -> str:
+    """Where a file says that there are no adapters, whatever their rank would be."""
+    for one in documents:
+        for key, off in (("finetuning_type", "full"), ("train_type", "full"), ("use_peft", False)):
+            if one.get(key) == off and type(one.get(key)) is type(off):
+                return f"{one.name}:{one.line((key,))}: {key} {json.dumps(off)}"
+        if one.has("base_model") and one.syntax == "yaml" and not one.get("adapter") and one.get("lora_r"):
+            return f"{one.name}:{one.line(('base_model',))}: no adapter"  # Axolotl trains all weights
+    return ""
 
 
 def shown(said: Sequence[str], out: Path) -> list[str]:
@@ -125,7 +141,7 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
         problems += [(tuple(one.where.split(", ")[0].split(".")), one.what) for one in found]
     for key, what in problems:
         if key != ("optimizer", "final_fraction"):
-            said.append(f"left out: {source.dotted(key)}: {what}")
+            said.append(f"{'to do' if key in wrong else 'left out'}: {source.dotted(key)}: {what}")
         job.forget(key)
     _fill_in(job, said, open_)  # what a contradiction has taken
     resolved = resolved_leaves(made.model_dump(mode="json")) if made is not None else ()

@@ -65,7 +65,13 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
     if document.has(OPEN):
         at = f"{document.name}:{document.line((OPEN,))}: {document.get(OPEN)}"
         said.append(f"to do: {at}: only the shell knows the flags in it; write what they say")
-    said += [f"left out: {document.name}: {', '.join(_few(keys))}: {why}" for why, keys in left_out.items()]
+    said += [_lost(document, keys, why) for why, keys in left_out.items()]
+
+
+def _lost(document: Document, keys: Sequence[str], why: str) -> str:
+    """What is said of keys that a job cannot have: some of them leave work to the user."""
+    kind = "to do" if why.startswith("prepare") else "left out"
+    return f"{kind}: {document.name}: {', '.join(_few(keys))}: {why}"
 
 
 def _few(keys: Sequence[str]) -> Iterator[str]:

@@ -12,13 +12,19 @@ from typing import Any
 
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.foreign.table import TABLE, leaves
-from shardwise.lint.script_inputs import fields, options
+from shardwise.lint.script_inputs import fields, name_of, options
 
 _CONCEPTS = {key: re.compile(pattern, re.IGNORECASE) for key, pattern in TABLE["concepts"].items()}
 _OTHER = re.compile(TABLE["not_training"], re.IGNORECASE)
 _WRITE = {"batch.micro": "train.micro_batch", "batch.accumulation": "train.global_batch"}
-_INSTEAD = {"train.epochs": ("train.steps",), "batch.micro": ("batch.total",)}
+_STEPS = re.compile("steps?$|iter", re.IGNORECASE)
+_INSTEAD = {
+    "data.eval_fraction": ("data.eval",),
+    "train.epochs": ("train.steps",),
+    "batch.micro": ("batch.total",),
+}
 
+_HELD_OUT = "data.eval_fraction"
 _LONGEST = 80  # characters of a value that are shown
 
 Setting = tuple[str, int, Any]  # name, line, value; None where the text does not show it
@@ -40,7 +46,8 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
         write = _WRITE.get(key, key)
         if any(one.startswith("to do") and write in one for one in said):
             continue
-        named = [one for one in settings if _is_of(key, one[1], one[3]) and not _OTHER.search(one[1])]
+        named = [one for one in settings if _is_of(key, one[1], one[3])]
+        named = [one for one in named if key == _HELD_OUT or not _OTHER.search(one[1])]
         given = [one for one in named if one[3] not in (None, 0, "", "none", "None")]
         by_name = [one for one in given if pattern.search(one[1])]  # which says more than a value
         given = by_name or given
@@ -52,6 +59,7 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
         words = [name + _shown(value) for one, name, _, value in given if one is document]
         found[key] = f"{document.name}:{line}"
         names = ", ".join(dict.fromkeys(words[:3]))
+        write = "train.steps" if key == "train.epochs" and _STEPS.search(given[0][1]) else write
         said.append(f"to do: {found[key]}: {names}: not understood; write {write}")
     return found
 
@@ -82,8 +90,9 @@ def _settings(document: Document) -> Iterator[Setting]:
                     yield name, line_at(document.text, there.start()), False if off else ...
         return
     with suppress(SyntaxError, ValueError):
+        own = "LoraConfig" in document.text  # which is read, or not taken
         for node in ast.walk(ast.parse(document.text)):
-            yield from _of(node)
+            yield from (one for one in _of(node) if not own or one[0] != "get_peft_model")
 
 
 def _of(node: ast.AST) -> Iterator[Setting]:
@@ -91,6 +100,8 @@ def _of(node: ast.AST) -> Iterator[Setting]:
         case ast.Call(func=ast.Attribute(attr="add_argument")):
             _, name, default = options(node)
             yield name, node.lineno, _constant(default)
+        case ast.Call(func=called) if name_of(called).endswith("get_peft_model"):
+            yield "get_peft_model", node.lineno, ...
         case ast.ClassDef():
             for name, default in fields(node):
                 yield name, node.lineno, _constant(default)

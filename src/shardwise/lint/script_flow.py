@@ -1,0 +1,74 @@
+"""Which statements of a script run, and in what block they are."""
+
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shardwise.lint.script_sums import UNKNOWN
+
+SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
+_IS_MAIN = "__name__ == '__main__'"
+
+
+class Flow:
+    """`above`: the parent of each node. `imported`: whether another script is the one that is started."""
+
+    def __init__(
+        self, above: Mapping[ast.AST, ast.AST], value_of: Callable[[ast.AST], Any], *, imported: bool
+    ) -> None:
+        self._above, self._value_of, self._imported = above, value_of, imported
+
+    def runs(self, node: ast.AST) -> bool:
+        """Whether nothing shows that a node is in the branch of an `if` that is not taken."""
+        while above := self._above.get(node):
+            if isinstance(above, ast.If | ast.IfExp) and node is not above.test:
+                taken = self._value_of(above.test)
+                if self._imported and ast.unparse(above.test) == _IS_MAIN:
+                    taken = False
+                inside = node is above.body if isinstance(above, ast.IfExp) else node in above.body
+                if taken != UNKNOWN and bool(taken) is not inside:
+                    return False
+            node = above
+        return True
+
+    def certain(self, node: ast.AST) -> bool:
+        """Whether no branch that only a run may take holds a node; of a loop's branches each is taken."""
+        maybe = False
+        while (above := self._above.get(node)) and not isinstance(above, SCOPES):
+            if isinstance(above, ast.For | ast.While):
+                return True
+            if isinstance(above, ast.If) and node is not above.test and ast.unparse(above.test) != _IS_MAIN:
+                maybe = maybe or self._value_of(above.test) == UNKNOWN
+            node = above
+        return not maybe
+
+    def after(self, marks: Sequence[ast.AST]) -> set[ast.AST]:
+        """The nodes of all statements that follow one of these in its own block."""
+        found = set[ast.AST]()
+        for one in marks:
+            statement = self.statement(one)
+            block = self._above.get(statement)
+            body: list[ast.stmt] = getattr(block, "body", [])
+            later = body[body.index(statement) + 1 :] if statement in body else []
+            found |= {inner for node in later for inner in ast.walk(node) if not isinstance(node, SCOPES)}
+        return found
+
+    def scopes(self, node: ast.AST) -> Iterator[ast.AST]:
+        while above := self._above.get(node):
+            node = above
+            if isinstance(node, SCOPES):
+                yield node
+
+    def block(self, statement: ast.AST) -> ast.AST | None:
+        """The statement or scope that holds one, through those whose body always runs."""
+        above = self._above.get(statement)
+        while isinstance(above, ast.With | ast.Try) or (
+            isinstance(above, ast.If) and ast.unparse(above.test) == _IS_MAIN
+        ):
+            above = self._above.get(above)
+        return above
+
+    def statement(self, node: ast.AST) -> ast.AST:
+        while not isinstance(node, ast.stmt) and node in self._above:  # a value of the command is in no line
+            node = self._above[node]
+        return node

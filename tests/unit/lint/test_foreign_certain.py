@@ -1,0 +1,197 @@
+# ruff: noqa: E501 - the files are text
+"""A value is taken where the training has it whatever a run knows; else it is to do. Public recipes showed these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import JobError
+from shardwise.job.source import job_values
+from shardwise.lint.foreign import translation
+
+HEAD = "from transformers import Trainer, TrainingArguments, AutoModelForCausalLM\nimport torch\n"
+TRAIN = "Trainer(model=m, args=TrainingArguments('o', learning_rate=1e-4)).train()\n"
+MODEL = "m = AutoModelForCausalLM.from_pretrained('a/b')\n"
+LOOP = f"{HEAD}{MODEL}import sys\n"
+PEFT = "from peft import LoraConfig, get_peft_model\nm = get_peft_model(m, LoraConfig(r=4))\n"
+AXOLOTL = "base_model: a/b\nmicro_batch_size: 2\n"
+SWIFT = "CUDA_VISIBLE_DEVICES=0,1 swift sft --model a/b --dataset d.jsonl --per_device_train_batch_size 4"
+FAST = "from unsloth import FastLanguageModel\nfrom trl import SFTTrainer, SFTConfig\nm, t = FastLanguageModel.from_pretrained('a/b')\n"
+
+# files, values of the job, a sentence
+CASES: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
+    "a branch that only a run takes": (
+        {"train.py": f"{LOOP}if len(sys.argv) > 1:\n    o = torch.optim.AdamW(m.parameters(), lr=3e-4)\n"},
+        {"optimizer.learning_rate": None},
+        "to do: train.py:6: AdamW.lr: only a run knows its value",
+    ),
+    "two branches that say the same": (
+        {"train.py": f"{LOOP}if len(sys.argv) > 1:\n    o = torch.optim.AdamW(m.parameters(), lr=3e-4)\n"
+         "else:\n    o = torch.optim.AdamW(m.parameters(), lr=3e-4, fused=True)\n"},
+        {"optimizer.learning_rate": 3e-4},
+        "",
+    ),
+    "two branches that differ": (
+        {"train.py": f"{LOOP}if len(sys.argv) > 1:\n    o = torch.optim.AdamW(m.parameters(), lr=3e-4)\n"
+         "else:\n    o = torch.optim.AdamW(m.parameters(), lr=1e-4)\n"},
+        {"optimizer.learning_rate": None},
+        "AdamW.lr: only a run knows its value",
+    ),
+    "a branch of a loop": (
+        {"train.py": f"{LOOP}o = torch.optim.AdamW(m.parameters(), lr=3e-4)\nfor i, x in enumerate(sys.argv):\n"
+         "    if i % 4 == 3:\n        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5)\n        o.step()\n"},
+        {"optimizer.clip_norm": 0.5},
+        "",
+    ),
+    "a name that two branches bind": (
+        {"train.py": f"{HEAD}{MODEL}quick = False\nif quick:\n    rate = 1e-2\nelse:\n    rate = 2e-5\n"
+         "Trainer(model=m, args=TrainingArguments('o', learning_rate=rate)).train()\n"},
+        {"optimizer.learning_rate": 2e-5},
+        "",
+    ),
+    "what follows the training": (
+        {"train.py": f"{HEAD}{MODEL}{TRAIN}m = AutoModelForCausalLM.from_pretrained('c/d', torch_dtype=torch.float16)\n"},
+        {"model.source": "a/b", "train.precision": None},
+        "",
+    ),
+    "the tests of an imported file": (
+        {"run.sh": "python train.py\n", "train.py": f"{HEAD}{MODEL}from data import rows\n{TRAIN}",
+         "data.py": "from torch.utils.data import DataLoader\nif __name__ == '__main__':\n    DataLoader(rows, batch_size=64)\n"},
+        {"train.micro_batch": 8},  # the Trainer's
+        "",
+    ),
+    "a test of a text": (
+        {"train.py": f"{HEAD}{MODEL}from datasets import load_dataset\nname = 'rows.JSONL'\nif name.lower().endswith('.jsonl'):\n"
+         f"    d = load_dataset('json', data_files=name)\nelse:\n    d = load_dataset(name)\n{TRAIN}"},
+        {"data.train": "rows.JSONL"},
+        "",
+    ),
+    "the first rows": (
+        {"train.py": f"{HEAD}{MODEL}from datasets import load_dataset\nd = load_dataset('c/d', split='train')\n"
+         f"e = d.select(range(9))\nd = d.shuffle().select(range(5000))\n{TRAIN}".replace("e = d", "d_test = d")},
+        {"data.max_samples": 5000},
+        "",
+    ),
+    "rows of equal length": (
+        {"train.py": f"{HEAD}{MODEL}def group_texts(examples):\n    return examples\n{TRAIN}"},
+        {"data.packing": True},
+        "",
+    ),
+    "PEFT's own modules": (
+        {"train.py": f"{HEAD}{MODEL.replace('a/b', 'openai-community/gpt2')}{PEFT}{TRAIN}"},
+        {"model.lora.targets": ["c_attn"]},
+        "assumed, as PEFT does: model.lora.alpha=8, model.lora.targets=[c_attn]",
+    ),
+    "PEFT's modules of most models": (
+        {"train.py": f"{HEAD}{MODEL}{PEFT}{TRAIN}"}, {"model.lora.targets": ["q_proj", "v_proj"]}, ""
+    ),
+    "Unsloth's arguments": (
+        {"train.py": f"{FAST}SFTTrainer(model=m, args=SFTConfig(output_dir='o')).train()\n"},
+        {"optimizer.learning_rate": 5e-5, "train.seed": 3407, "optimizer.weight_decay": 0.01, "optimizer.name": "adamw8bit"},
+        "assumed, as Unsloth's SFTConfig does",
+    ),
+    "TRL with the Trainer's arguments": (
+        {"train.py": f"{HEAD}from trl import SFTTrainer\n{MODEL}SFTTrainer(model=m, args=TrainingArguments('o')).train()\n"},
+        {"optimizer.learning_rate": 5e-5, "train.checkpointing": None, "data.sequence_length": 1024},
+        "",
+    ),
+    "TRL's YAML": (
+        {"a.yaml": "model_name_or_path: a/b\nmax_seq_length: 512\nper_device_train_batch_size: 2\n"},
+        {"optimizer.learning_rate": 2e-5},
+        "assumed, as TRL's SFTConfig does: optimizer.learning_rate=2e-5",
+    ),
+    "ms-swift 4": (
+        {"run.sh": f"{SWIFT} --tuner_type lora --deepspeed zero3\n"},
+        {"model.source": "a/b", "model.lora.rank": 8, "optimizer.schedule": "cosine", "optimizer.beta2": 0.95,
+         "train.global_batch": 8, "strategy": "zero3"},
+        "assumed, as ms-swift 4 does",
+    ),
+    "a file without clipping": (
+        {"ds.json": '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "train_micro_batch_size_per_gpu": 2}'},
+        {"optimizer.clip_norm": 0},
+        "assumed, as DeepSpeed without gradient_clipping does",
+    ),
+    "adapters that are off": (
+        {"a.yaml": "model_name_or_path: a/b\nfinetuning_type: full\nlora_rank: 8\nper_device_train_batch_size: 2\n"},
+        {"model.lora": None},
+        'changed: a.yaml:2: finetuning_type "full": a.yaml:3: lora_rank 8 is of no use',
+    ),
+    "Axolotl without an adapter": (
+        {"a.yaml": f"{AXOLOTL}lora_r: 8\n"}, {"model.lora": None}, "no adapter: a.yaml:3: lora_r 8 is of no use"
+    ),
+    "Axolotl's own template": (
+        {"a.yaml": f"{AXOLOTL}datasets:\n- path: c/d\n  type:\n    format: '[INST] {{instruction}} [/INST]'\n"},
+        {"data.train": "c/d"},
+        "to do: a.yaml: datasets.0.type.format (line 6): prepare the rows in a shape of data.format",
+    ),
+    "a share of the steps": (
+        {"a.yaml": f"{AXOLOTL}save_steps: 0.2\n"}, {"train.save_every": None}, "to do: train.save_every: `train.save_every` is 0.2"
+    ),
+    "a share of the rows": (
+        {"a.yaml": "model_name_or_path: a/b\nper_device_train_batch_size: 2\ntest_size: 0.05\n"},
+        {"data.eval_fraction": None},
+        "to do: a.yaml:3: test_size 0.05: not understood; write data.eval_fraction",
+    ),
+    "a notebook's export": (
+        {"train.py": f"!pip install -q peft\n{HEAD}{MODEL}%%time\n{TRAIN}"}, {"model.source": "a/b"}, ""
+    ),
+    "a file in another folder": (
+        {"train.sh": "deepspeed --num_gpus 2 train.py --deepspeed /workspace/ds.json --model_name_or_path a/b\n",
+         "ds.json": '{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 2}'},
+        {"strategy": "zero2"},
+        "",
+    ),
+    "a shell that reads its own settings": (
+        {"run.sh": "N=4\nsource ~/.bashrc\ntorchrun --nproc_per_node $N train.py --per_device_train_batch_size 2\n"},
+        {"train.global_batch": 8},
+        "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_run_does_is_what_the_job_says(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, values, sentence = CASES[name]
+    text, said = made_of(files, tmp_path, monkeypatch)
+    job = job_values(text)
+    for key, value in values.items():
+        holder: Any = job
+        *above, last = key.split(".")
+        for part in above:
+            holder = holder.get(part, {})
+        found = holder.get(last)
+        found = "zero2" if found == {**ZERO, "stage": 2} else "zero3" if found == {**ZERO, "stage": 3} else found
+        assert found == value, (key, said)
+    assert any(sentence in one for one in said), said
+    assert not any("ds.json is not there" in one or one.startswith("conflict") for one in said), said
+
+
+ZERO = {"engine": "deepspeed", "offload_optimizer": "none", "offload_parameters": "none", "bucket": 500_000_000, "reshard": True}
+
+REFUSED = {
+    "classes": ("from transformers import AutoModelForSequenceClassification, Trainer\n"
+                "m = AutoModelForSequenceClassification.from_pretrained('a/b')\nTrainer(m).train()\n", "ForSequenceClassification"),
+    "generation": ("from transformers import AutoModelForCausalLM\nm = AutoModelForCausalLM.from_pretrained('a/b')\nm.generate(x)\n",
+                   "nothing in it trains"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_trains_no_language_model_makes_no_job(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, what = REFUSED[name]
+    with pytest.raises(JobError, match=what):
+        made_of({"train.py": script}, tmp_path, monkeypatch)
+
+
+def made_of(files: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[str]]:
+    monkeypatch.chdir(folder)
+    for name, text in files.items():
+        Path(name).write_text(text)
+    return translation(sorted(map(Path, files)))
